@@ -1,0 +1,25 @@
+"""Mixed precision for PyTorch, op by op: one `convert()`, plain-text op lists, and reasons."""
+
+from .casting import disable_casts
+from .errors import HmpxError, HmpxWarning, OpListError, OptionError
+from .policy import CastPolicy, Decision, Policy, load_policy
+from .session import Session, casts_enabled, convert, is_converted, revert
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CastPolicy",
+    "Decision",
+    "HmpxError",
+    "HmpxWarning",
+    "OpListError",
+    "OptionError",
+    "Policy",
+    "Session",
+    "casts_enabled",
+    "convert",
+    "disable_casts",
+    "is_converted",
+    "load_policy",
+    "revert",
+]

@@ -1,0 +1,115 @@
+"""The dtypes that hmpx casts between, their short names, and the devices it casts on.
+
+Knows no op and no policy.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from collections.abc import Callable, Iterable, Mapping
+from types import MappingProxyType
+
+import torch
+from torch import Tensor
+
+from .errors import OptionError, suggestion
+
+#: Tensors of these dtypes may be cast; float64, complex, integer and bool never are.
+ELIGIBLE: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+LOW_PRECISION: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+
+#: The cheapest differentiable cast to each dtype: ``Tensor.bfloat16`` takes half the time of
+#: ``Tensor.to``. Taken from torch before anything is patched.
+CAST: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        torch.float32: Tensor.float,
+        torch.bfloat16: Tensor.bfloat16,
+        torch.float16: Tensor.half,
+        torch.float64: Tensor.double,
+    }
+)
+
+_SHORT_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float64: "fp64",
+    }
+)
+
+
+def short_name(dtype: torch.dtype) -> str:
+    """Returns ``"bf16"`` for ``torch.bfloat16``, ``"int64"`` for ``torch.int64``."""
+    return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+
+
+def parse_low_precision(value: object) -> torch.dtype:
+    """Returns the low-precision dtype that ``value`` names.
+
+    Args:
+        value: ``torch.bfloat16``, ``torch.float16``, or one of their names
+            (``"bfloat16"``, ``"bf16"``, ``"float16"``, ``"fp16"``).
+
+    Raises:
+        OptionError: ``value`` is no low-precision dtype.
+    """
+    names = {n: d for d in LOW_PRECISION for n in (str(d).removeprefix("torch."), short_name(d))}
+    if isinstance(value, torch.dtype) and value in LOW_PRECISION:
+        return value
+    if isinstance(value, str) and value.removeprefix("torch.") in names:
+        return names[value.removeprefix("torch.")]
+    allowed = " or ".join(str(d) for d in LOW_PRECISION)
+    hint = suggestion(value, names) if isinstance(value, str) else ""
+    raise OptionError(f"low_precision_type must be {allowed}, not {value!r}{hint}")
+
+
+def default_device_types() -> frozenset[str]:
+    """Returns the accelerator's device type when there is one, else ``{"cpu"}``.
+
+    An importable ``habana_frameworks`` means Gaudi, even before that package registers itself.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and torch.accelerator.is_available():
+        return frozenset({accelerator.type})
+    if _has_habana_frameworks():
+        return frozenset({"hpu"})
+    return frozenset({"cpu"})
+
+
+def parse_device_types(value: object) -> frozenset[str]:
+    """Returns ``value`` as a set of torch device types; ``None`` gives the default.
+
+    Raises:
+        OptionError: ``value`` is empty, no collection of strings, or holds a type unknown to torch.
+    """
+    if value is None:
+        return default_device_types()
+    if isinstance(value, str):
+        value = (value,)
+    if not isinstance(value, Iterable):
+        raise OptionError(f'device_types must be a set of names such as {{"cuda"}}, not {value!r}')
+    device_types = frozenset(value)
+    if not device_types:
+        raise OptionError('device_types is empty; name at least one, such as {"cuda"}')
+    for name in device_types:
+        try:
+            parsed = torch.device(name).type
+        except (RuntimeError, TypeError):
+            parsed = None
+        if parsed != name:
+            known = ("cpu", "cuda", "hpu", "xpu", "mps", "mtia", "xla")
+            hint = suggestion(str(name), known)
+            raise OptionError(
+                f"device_types: torch has no device type {name!r}{hint or f' (known: {known})'}"
+            )
+    return device_types
+
+
+def _has_habana_frameworks() -> bool:
+    loaded = sys.modules.get("habana_frameworks")
+    if loaded is not None:
+        return not getattr(loaded, "__hmpx_shim__", False)
+    return importlib.util.find_spec("habana_frameworks") is not None

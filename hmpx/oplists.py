@@ -1,0 +1,216 @@
+"""Op-list files: text -> op names, each with its file and line.
+
+One op a line, ``#`` comments, ``@hmp`` includes the shipped list of the same kind, ``-mul``
+removes an op again, ``*`` means every op that no list names. Knows no dtype and no policy.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final
+
+from . import ops
+from .errors import OpListError, OptionError, suggestion
+
+#: Kind of list -> its file name in a shipped set, or in a directory given as ``lists``.
+FILE_NAMES: Final[Mapping[str, str]] = {
+    "low": "bf16.txt",
+    "fp32": "fp32.txt",
+    "widest": "widest.txt",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Entry:
+    """One line of a list: ``text`` as written, at ``where`` (``my_bf16.txt:3``)."""
+
+    text: str
+    where: str
+
+
+@dataclass(frozen=True)
+class OpList:
+    """A list after reading.
+
+    Attributes:
+        ops: Op name -> the line that put it there.
+        unknown: Lines whose name is no op of the installed torch.
+        repeated: (line, earlier line) pairs that hold the same text.
+        removed: Ops removed by a ``-`` line.
+        everything: The ``*`` line, if there is one.
+        is_shipped: The list comes with hmpx.
+    """
+
+    ops: Mapping[str, Entry]
+    unknown: tuple[Entry, ...] = ()
+    repeated: tuple[tuple[Entry, Entry], ...] = ()
+    removed: frozenset[str] = frozenset()
+    everything: Entry | None = None
+    is_shipped: bool = False
+
+
+def directory() -> Path:
+    """Returns the directory of the shipped lists: in the package, or beside it in a checkout."""
+    package = Path(__file__).parent
+    for candidate in (package / "lists", package.parent / "lists"):
+        if (candidate / "first.txt").is_file():
+            return candidate
+    raise OpListError(f"the shipped lists are missing beside {package}; reinstall hmpx")
+
+
+def set_names() -> list[str]:
+    """Returns the names of the shipped sets: what ``lists=`` and ``@`` lines accept."""
+    return sorted(path.name for path in directory().iterdir() if path.is_dir())
+
+
+def read(path: str | os.PathLike[str], kind: str) -> OpList:
+    """Returns the list in the file ``path``; ``kind`` is what ``@`` lines include.
+
+    Raises:
+        OpListError: The file can't be read, is no text, or holds a line that is no op name.
+        OptionError: ``path`` is no path.
+    """
+    if not isinstance(path, str | os.PathLike):
+        raise OptionError(f"an op-list path must be a string or a path, not {path!r}")
+    return parse(_read_text(Path(path)), os.fspath(path), kind)
+
+
+def read_shipped(name: str, kind: str = "low") -> OpList:
+    """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``."""
+    text = _read_text(directory() / f"{name}.txt")
+    return parse(text, f"lists/{name}.txt", kind, is_shipped=True)
+
+
+def read_set(lists: str | os.PathLike[str]) -> dict[str, OpList]:
+    """Returns kind -> list for a shipped set's name, or a directory with files of those names.
+
+    Raises:
+        OptionError: There is no such set and no such directory.
+    """
+    if isinstance(lists, str) and lists in set_names():
+        folder = directory() / lists
+        return {
+            kind: read_shipped(f"{lists}/{Path(file_name).stem}", kind)
+            for kind, file_name in FILE_NAMES.items()
+            if (folder / file_name).is_file()
+        }
+    if not isinstance(lists, str | os.PathLike):
+        raise OptionError(f"lists must be a name or a directory, not {lists!r}")
+    folder = Path(lists)
+    found = {
+        kind: read(folder / file_name, kind)
+        for kind, file_name in FILE_NAMES.items()
+        if (folder / file_name).is_file()
+    }
+    if not found:
+        names = set_names()
+        raise OptionError(
+            f"lists={os.fspath(lists)!r} is no shipped set ({', '.join(names)}) and no directory "
+            f"with {' or '.join(FILE_NAMES.values())}{suggestion(str(lists), names)}"
+        )
+    if "widest" not in found:
+        found["widest"] = read_shipped("hmp/widest", "widest")
+    return found
+
+
+def parse(text: str, source: str, kind: str = "low", *, is_shipped: bool = False) -> OpList:
+    """Returns the list that ``text`` holds; ``source`` is what error messages call it.
+
+    Raises:
+        OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``.
+    """
+    found: dict[str, Entry] = {}
+    texts: dict[str, Entry] = {}
+    unknown: list[Entry] = []
+    repeated: list[tuple[Entry, Entry]] = []
+    removed: set[str] = set()
+    everything: Entry | None = None
+    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
+        content = line.partition("#")[0].strip()
+        if not content:
+            continue
+        entry = Entry(content, f"{source}:{number}")
+        if len(content.split()) > 1 or not content.isprintable():
+            raise OpListError(f"{entry.where}: one op a line, please, not {content!r}")
+        if content in texts and content[0] not in "@-":
+            repeated.append((entry, texts[content]))
+        texts[content] = entry
+        if content == "*":
+            everything = entry
+        elif content[0] == "@":
+            included = _included(content[1:], kind, entry)
+            found.update(included.ops)
+            everything = included.everything or everything
+        else:
+            name = ops.resolve(content.removeprefix("-"))
+            if name is None or not ops.is_castable(name):
+                unknown.append(entry)
+            elif content[0] == "-":
+                if found.pop(name, None) is None and everything is None:
+                    unknown.append(entry)
+                removed.add(name)
+            else:
+                found.setdefault(name, entry)
+    return OpList(
+        found, tuple(unknown), tuple(repeated), frozenset(removed), everything, is_shipped
+    )
+
+
+def unknown(op_list: OpList) -> list[str]:
+    """Returns a message for each line of ``op_list`` that names nothing to cast."""
+    return [f"{entry.where}: {_why_unknown(entry.text)}" for entry in op_list.unknown]
+
+
+def repeated(op_list: OpList) -> list[str]:
+    """Returns a message for each line of ``op_list`` that stands there twice."""
+    return [
+        f"{entry.where}: {entry.text!r} stands in this list already, at {earlier.where}; "
+        "remove one of the lines"
+        for entry, earlier in op_list.repeated
+    ]
+
+
+def _why_unknown(text: str) -> str:
+    bare = text.removeprefix("-")
+    name = ops.resolve(bare)
+    if name is not None and not ops.is_castable(name):
+        return f"{bare!r} computes nothing from tensors, so there is nothing to cast"
+    if name is not None:
+        return f"{text!r} removes an op that no earlier line holds"
+    return f"unknown op {bare!r}{suggestion(bare, ops.names())}"
+
+
+def _included(name: str, kind: str, entry: Entry) -> OpList:
+    names = set_names()
+    if name not in names:
+        raise OpListError(
+            f"{entry.where}: no shipped set {name!r} ({', '.join(names)}){suggestion(name, names)}"
+        )
+    included = read_set(name).get("low" if kind == "fp16" else kind)
+    if included is None:
+        raise OpListError(f"{entry.where}: the shipped set {name!r} has no {kind} list")
+    return included
+
+
+def _read_text(path: Path) -> str:
+    try:
+        data = path.read_bytes()
+    except FileNotFoundError:
+        raise OpListError(f"{path}: no such file; give the path of an op list") from None
+    except IsADirectoryError:
+        raise OpListError(f"{path}: a directory, not an op list; give a file's path") from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise OpListError(f"{path}: can't be read: {reason}") from error
+    try:
+        text = data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise OpListError(
+            f"{path}: no UTF-8 text (byte {error.start}: {data[error.start]:#04x}); save it as UTF-8"
+        ) from None
+    if "\0" in text:
+        raise OpListError(f"{path}: a binary file, not an op list; give a text file's path")
+    return text

@@ -1,0 +1,451 @@
+"""Torch's ops as the installed torch has them: names, spellings, call sites, parameters.
+
+Everything here is read off torch (its namespaces, `torch.overrides`, its operator schemas); the
+few facts that torch does not tell at run time are data in ``ops.ini``. Knows no policy and
+patches nothing. The table is built once, while torch is unpatched, and kept.
+
+Words: an *op* is what a list line names (``softmax``); a *site* is one slot that holds a callable
+of it (``torch.Tensor.softmax``); a *spelling* is any way to write its name in a list.
+"""
+
+from __future__ import annotations
+
+import configparser
+import functools
+import importlib.resources
+import inspect
+import operator
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional
+from torch.overrides import get_ignored_functions, get_overridable_functions
+
+#: Where ops live, the innermost spelling of each prefix that users write. The order decides
+#: which op a bare name means: ``norm`` is ``torch.norm``, not ``torch.linalg.norm``.
+NAMESPACES: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "torch": torch,
+        "torch.functional": torch.functional,
+        "torch.Tensor": torch.Tensor,
+        "torch.nn.functional": torch.nn.functional,
+        "torch._C._nn": torch._C._nn,
+        "torch._VF": torch._VF,
+        "torch.linalg": torch.linalg,
+        "torch.special": torch.special,
+        "torch.fft": torch.fft,
+    }
+)
+
+#: Tensor-valued properties, patched through their getters. The other properties describe a tensor.
+_PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")
+
+_CALLABLES = frozenset(
+    {
+        types.BuiltinFunctionType,
+        types.MethodDescriptorType,
+        types.WrapperDescriptorType,
+        types.FunctionType,
+    }
+)
+_DESCRIPTORS = frozenset({types.GetSetDescriptorType, property})
+
+#: Their bare names give way to those of torch, Tensor and torch.nn.functional.
+_QUALIFIED_ONLY = ("torch.linalg", "torch.special", "torch.fft")
+
+#: What users write before the dot -> namespace.
+_PREFIXES = {
+    **{n: n for n in NAMESPACES},
+    **{n.removeprefix("torch."): n for n in NAMESPACES if n != "torch"},
+    "functional": "torch.nn.functional",
+    "F": "torch.nn.functional",
+}
+
+#: Dunder methods that Python's ``operator`` module has but that are no tensor arithmetic.
+_NO_OPERATORS = frozenset({"contains", "index", "not", "concat", "iconcat", "call", "delitem"})
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One slot that holds a callable of an op.
+
+    Attributes:
+        namespace: Key of `NAMESPACES`.
+        attribute: Name of the slot in it.
+        in_place: The callable writes to its first argument.
+        is_python: The callable is implemented in Python and may call other ops.
+        is_property: The slot holds a property; the callable is its getter.
+    """
+
+    namespace: str
+    attribute: str
+    in_place: bool = False
+    is_python: bool = False
+    is_property: bool = False
+
+    @property
+    def qualified(self) -> str:
+        """The dotted name: ``torch.nn.functional.linear``."""
+        return f"{self.namespace}.{self.attribute}"
+
+    @property
+    def owner(self) -> Any:
+        """The module or class whose slot this is."""
+        return NAMESPACES[self.namespace]
+
+    def function(self) -> Callable[..., Any]:
+        """Returns the callable that the slot holds now (for a property, its getter)."""
+        value = getattr(self.owner, self.attribute)
+        return value.__get__ if self.is_property else value  # type: ignore[no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class Op:
+    """One op of torch.
+
+    Attributes:
+        name: The name that reports use and that a list line may hold.
+        covered_by: The op whose list line covers this one too (``truediv`` is covered by ``div``).
+        sites: The slots to patch so that every spelling of the op is caught.
+        followers: Python functions that end in one of ``sites`` and so need no patch.
+    """
+
+    name: str
+    covered_by: str | None
+    sites: tuple[Site, ...]
+    followers: tuple[Site, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """What a callable's arguments are.
+
+    Attributes:
+        names: Parameter names by position; keyword-only ones follow.
+        kinds: Position -> ``"T"`` (a tensor), ``"N"`` (a tensor, a number or None), ``"A"``
+            (anything that may hold tensors). Positions that never hold one are absent.
+        required: How many of the positions in ``kinds`` every call fills.
+        plain: Names that never hold a tensor to be cast (``alpha``, ``eps``, ``dim``).
+        has_keyword_tensors: A keyword-only argument may hold a tensor to be cast.
+    """
+
+    names: tuple[str, ...]
+    kinds: Mapping[int, str]
+    required: int
+    plain: frozenset[str]
+    has_keyword_tensors: bool = False
+
+    @property
+    def has_several_tensors(self) -> bool:
+        """Whether a call may hold more than one tensor to be cast."""
+        return len(self.kinds) > 1 or "A" in self.kinds.values() or self.has_keyword_tensors
+
+
+def table() -> Mapping[str, Op]:
+    """Returns every op of the installed torch by name."""
+    return _tables()[0]
+
+
+def names() -> Mapping[str, str]:
+    """Returns every bare name that a list line may hold -> op name."""
+    return _tables()[1]
+
+
+def resolve(name: str) -> str | None:
+    """Returns the op that ``name`` means, or None.
+
+    Accepts a bare name (``softmax``), an operator (``truediv``, ``__iadd__``), an in-place name
+    (``add_``), a qualified name (``torch.nn.functional.softmax``, ``Tensor.add``, ``F.gelu``), and
+    ATen's (``pow.Tensor_Scalar``, ``aten::nll_loss2d``).
+    """
+    _, bare_names, qualified_names = _tables()
+    name = name.removesuffix(".__get__")
+    for prefix in ("aten::", "torch.ops.aten.", "aten."):
+        name = name.removeprefix(prefix)
+    if name in bare_names:
+        return bare_names[name]
+    prefix, _, attribute = name.rpartition(".")
+    namespace = _PREFIXES.get(prefix)
+    if namespace is not None:
+        return qualified_names[namespace].get(attribute)
+    if prefix in bare_names and _has_overload(prefix, attribute):
+        return bare_names[prefix]
+    return None
+
+
+def root(name: str) -> str:
+    """Returns the op that operator ``name`` computes: ``div`` for ``rtruediv``."""
+    while (covering := table()[name].covered_by) is not None:
+        name = covering
+    return name
+
+
+@functools.cache
+def is_castable(name: str) -> bool:
+    """Whether op ``name`` takes tensors and gives tensors, so that casting it means something."""
+    for site in table()[name].sites:
+        if site.is_property:
+            return site.attribute in _PROPERTIES
+        if _dunder(site.attribute) is not None:
+            return True
+        if site.is_python and site.namespace != "torch.Tensor":
+            return True
+        if site.namespace == "torch._C._nn" and not _schemas(site):
+            return site.attribute[0] != "_"
+        for schema in _schemas(site):
+            tensors = sum(bool(_argument_kind(a)) for a in schema.arguments)
+            if tensors and (tensors > 1 or any("Tensor" in str(r.type) for r in schema.returns)):
+                return True
+    return False
+
+
+@functools.cache
+def is_view(name: str) -> bool:
+    """Whether op ``name`` may return a view of its input, or only moves or converts it."""
+    if name in facts("views"):
+        return True
+    sites = table()[name].sites
+    if any(s.is_property or s.attribute == "__getitem__" for s in sites):
+        return True
+    return any(
+        argument.alias_info is not None and not argument.alias_info.is_write
+        for site in sites
+        if not site.in_place
+        for schema in _schemas(site)
+        for argument in schema.arguments[:1]
+    )
+
+
+def parameters(site: Site) -> Parameters:
+    """Returns what the arguments of the callable at ``site`` are."""
+    if site.is_python:
+        return _python_parameters(site)
+    return _schema_parameters(_aten_name(site), site.namespace == "torch.Tensor")
+
+
+def facts(section: str) -> Mapping[str, tuple[str, ...]]:
+    """Returns one section of ``ops.ini``: op (or alias, or site) -> the words of its value."""
+    return _all_facts()[section]
+
+
+@functools.cache
+def _all_facts() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
+    parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
+    parser.optionxform = str  # type: ignore[method-assign, assignment]  # names are case-sensitive
+    parser.read_string(importlib.resources.files("hmpx").joinpath("ops.ini").read_text("utf-8"))
+    return {
+        section: types.MappingProxyType({k: tuple((v or "").split()) for k, v in values.items()})
+        for section, values in parser.items()
+    }
+
+
+# --- building the table ------------------------------------------------------------------------
+
+
+@functools.cache
+def _tables() -> tuple[Mapping[str, Op], Mapping[str, str], Mapping[str, Mapping[str, str]]]:
+    aliases = {alias: words[0] for alias, words in facts("aliases").items()}
+    members = [(n, a, value, _bare_name(n, a, value)) for n, a, value in _members()]
+    known = {bare for *_, bare in members}
+    slots: dict[str, list[Site]] = {}
+    bare_names: dict[str, str] = {}
+    qualified_names: dict[str, dict[str, str]] = {namespace: {} for namespace in NAMESPACES}
+    for namespace, attribute, value, bare in members:
+        name = aliases.get(bare, bare)
+        if name not in known:  # the alias' target is absent from this torch
+            name = bare
+        site = Site(
+            namespace,
+            attribute,
+            in_place=_is_in_place(attribute),
+            is_python=type(value) is types.FunctionType,
+            is_property=type(value) in _DESCRIPTORS,
+        )
+        slots.setdefault(name, []).append(site)
+        qualified_names[namespace][attribute] = name
+        bare_names.setdefault(bare, name)
+        if namespace not in _QUALIFIED_ONLY:
+            bare_names.setdefault(attribute, name)
+    for namespace in _QUALIFIED_ONLY:  # their bare names: only what is still free
+        for attribute, name in qualified_names[namespace].items():
+            bare_names.setdefault(attribute, name)
+    ops = {}
+    for name, sites in slots.items():
+        followers = tuple(site for site in sites if site.is_python and _follows(site, sites))
+        patched = tuple(site for site in sites if site not in followers)
+        ops[name] = Op(name, _covering(name, sites, slots), patched, followers)
+    return types.MappingProxyType(ops), bare_names, qualified_names
+
+
+def _members() -> Iterator[tuple[str, str, Any]]:
+    """Yields (namespace, attribute, callable or property) of everything that may be an op."""
+    overridable = {id(f) for functions in get_overridable_functions().values() for f in functions}
+    ignored = {id(f) for f in get_ignored_functions()}
+    methods = {f.__name__.rstrip("_") for f in get_overridable_functions()[torch.Tensor]}
+    public: set[str] = set()
+    for namespace, owner in NAMESPACES.items():
+        source = torch._C._VariableFunctions if namespace == "torch._VF" else owner
+        is_method = namespace == "torch.Tensor"
+        for attribute in dir(source):
+            value = getattr(source, attribute, None)
+            kind = type(value)
+            if kind in _DESCRIPTORS and is_method:
+                yield namespace, attribute, value
+            stem = attribute.rstrip("_")
+            is_known = stem in methods or (is_method and stem in public)
+            if kind not in _CALLABLES or (id(value) in ignored and not is_known):
+                continue
+            is_builtin = kind is types.BuiltinFunctionType
+            if (
+                id(value) in overridable
+                or (is_builtin and stem in methods)
+                or namespace == "torch._C._nn"
+                or (is_method and (stem in public or _dunder(attribute) is not None))
+                or (namespace == "torch._VF" and attribute in public)
+                or (is_builtin and stem != attribute and stem in public)
+                # private builtins, such as torch._convolution: ATen's own names are listed too
+                or (is_builtin and namespace == "torch" and attribute[0] == "_" != attribute[1])
+            ):
+                public.add(attribute)
+                yield namespace, attribute, value
+
+
+def _bare_name(namespace: str, attribute: str, value: Any) -> str:
+    operator_name = _dunder(attribute)
+    if operator_name is not None:
+        return operator_name
+    if namespace in _QUALIFIED_ONLY:
+        return str(value.__name__)  # torch.linalg.norm is the builtin linalg_norm
+    if attribute.startswith("__"):
+        return attribute
+    stripped = attribute.rstrip("_")
+    return stripped or attribute
+
+
+def _dunder(attribute: str) -> str | None:
+    """Returns ``"add"`` for ``"__add__"``, ``"rsub"`` for ``"__rsub__"``; None if no operator."""
+    if not (attribute.startswith("__") and attribute.endswith("__")):
+        return None
+    name = attribute[2:-2]
+    return name if _operator_base(name) is not None else None
+
+
+def _operator_base(name: str) -> str | None:
+    """Returns the plain operator of ``name``: ``"sub"`` for ``"rsub"``, ``"isub"``, ``"sub"``."""
+    for base in (name, name[1:] if name[:1] in ("r", "i") else ""):
+        is_operator = hasattr(operator, f"__{base}__") and base not in _NO_OPERATORS
+        if base and (is_operator or base == "div"):
+            in_place_of = base[1:]  # operator.__iadd__ exists: its plain operator is add
+            if base.startswith("i") and hasattr(operator, f"__{in_place_of}__"):
+                return in_place_of
+            return base
+    return None
+
+
+def _covering(name: str, sites: list[Site], slots: Mapping[str, list[Site]]) -> str | None:
+    """Returns the op whose line covers operator ``name``: rtruediv -> truediv -> div."""
+    if not any(site.attribute == f"__{name}__" for site in sites):
+        return None
+    base = _operator_base(name)
+    if base is not None and base != name and base in slots:
+        return base
+    covering = facts("operators").get(base or "", (base,))[0]
+    return covering if covering in slots and covering != name else None
+
+
+def _is_in_place(attribute: str) -> bool:
+    name = _dunder(attribute)
+    if name is not None:
+        return name == "setitem" or (name.startswith("i") and _operator_base(name) == name[1:])
+    return attribute.endswith("_") and not attribute.endswith("__")
+
+
+def _follows(site: Site, sites: list[Site]) -> bool:
+    """Whether the Python function at ``site`` ends in a builtin among ``sites``."""
+    if _dunder(site.attribute) or f"{site.namespace}.{site.attribute}" in facts("python_level"):
+        return False
+    return any(not other.is_python and not other.in_place for other in sites)
+
+
+# --- schemas -----------------------------------------------------------------------------------
+
+
+def _aten_name(site: Site) -> str:
+    """Returns the name under which ATen knows the callable at ``site``, if it does."""
+    operator_name = _dunder(site.attribute)
+    if operator_name is not None:
+        base = _operator_base(operator_name) or operator_name
+        return facts("operators").get(base, (base,))[0] + ("_" if site.in_place else "")
+    if site.namespace in _QUALIFIED_ONLY:
+        return f"{site.namespace.removeprefix('torch.')}_{site.attribute}"
+    return site.attribute
+
+
+def _schemas(site: Site) -> tuple[Any, ...]:
+    """Returns the ATen schemas of the callable at ``site``; () if it has none."""
+    return _schemas_of(_aten_name(site))
+
+
+@functools.cache
+def _schemas_of(name: str) -> tuple[Any, ...]:
+    return tuple(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
+
+
+@functools.cache
+def _schema_parameters(name: str, is_method: bool) -> Parameters:
+    schemas = [
+        [(a.name, _argument_kind(a), a.kwarg_only, a.has_default_value()) for a in s.arguments]
+        for s in _schemas_of(name)
+        if _takes_tensor(s)
+    ]
+    if is_method:  # x.polygamma(n) is polygamma(n, self), x.where(c, y) is where(c, self, y)
+        schemas = [sorted(s, key=lambda argument: argument[0] != "self") for s in schemas]
+    if not schemas:  # a property or a builtin of its own kind: its one input is self
+        return Parameters(("self",), {0: "T"}, 1, frozenset())
+    longest = max(schemas, key=len)
+    kinds: dict[int, str] = {}
+    for position in range(len(longest)):
+        seen = {s[position][1] for s in schemas if position < len(s) and not s[position][2]}
+        if seen - {""}:
+            kinds[position] = "T" if seen == {"T"} else "N" if seen <= {"T", "N", ""} else "A"
+    arguments = [argument for s in schemas for argument in s]
+    tensors = {name for name, kind, *_ in arguments if kind}
+    return Parameters(
+        names=tuple(name for name, *_ in longest),
+        kinds=kinds,
+        required=min(sum(not kw and not default for *_, kw, default in s) for s in schemas),
+        plain=frozenset({name for name, *_ in arguments} - tensors),
+        has_keyword_tensors=any(kind and is_keyword for _, kind, is_keyword, _ in arguments),
+    )
+
+
+def _has_overload(base: str, overload: str) -> bool:
+    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{base}")
+    # `.default` is the overload without a name; `.deprecated` and older ones may be gone.
+    return not schemas or overload in {"default", "deprecated", *(s.overload_name for s in schemas)}
+
+
+def _argument_kind(argument: Any) -> str:
+    written = str(argument.type)
+    if "Tensor" not in written or argument.is_out:
+        return ""
+    return {"Tensor": "T", "Optional[Tensor]": "N"}.get(written, "A")
+
+
+def _takes_tensor(schema: Any) -> bool:
+    return any("Tensor" in str(a.type) for a in schema.arguments)
+
+
+def _python_parameters(site: Site) -> Parameters:
+    """Every argument of a Python function may hold tensors, however deep they are nested."""
+    try:
+        signature = inspect.signature(site.function())
+    except ValueError:  # no signature: cast by what the call holds
+        return Parameters((), {}, 0, frozenset())
+    names = tuple(
+        p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
+    )
+    return Parameters(names, dict.fromkeys(range(len(names)), "A"), 0, frozenset())

@@ -1,0 +1,62 @@
+"""Replaces attributes and puts them back exactly as they were.
+
+Undo is the hard half: a slot that a patch created is deleted, one that it overwrote gets its old
+value, and one that somebody else has patched since is left to them. Knows no dtypes and no policy.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from dataclasses import dataclass
+from typing import Any
+
+_ABSENT: Any = object()
+
+
+@dataclass(frozen=True, slots=True)
+class Patch:
+    """A value to put at ``owner.attribute``: ``owner`` is a module, a class or an instance."""
+
+    owner: Any
+    attribute: str
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A patch in force, and what ``vars(owner)`` held before; `_ABSENT` if nothing."""
+
+    patch: Patch
+    previous: Any
+
+
+def apply(patches: Iterable[Patch]) -> list[Applied]:
+    """Applies all ``patches`` in order, or none of them: an error undoes what was done."""
+    applied: list[Applied] = []
+    try:
+        for patch in patches:
+            previous = vars(patch.owner).get(patch.attribute, _ABSENT)
+            setattr(patch.owner, patch.attribute, patch.value)
+            applied.append(Applied(patch, previous))
+    except BaseException:
+        undo(applied)
+        raise
+    return applied
+
+
+def undo(applied: Iterable[Applied]) -> list[Patch]:
+    """Undoes ``applied``, newest first.
+
+    Returns:
+        The patches on top of which somebody else has patched; their slots are left as they are.
+    """
+    covered = []
+    for done in reversed(list(applied)):
+        patch = done.patch
+        if vars(patch.owner).get(patch.attribute, _ABSENT) is not patch.value:
+            covered.append(patch)
+        elif done.previous is _ABSENT:
+            delattr(patch.owner, patch.attribute)
+        else:
+            setattr(patch.owner, patch.attribute, done.previous)
+    return covered

@@ -1,0 +1,106 @@
+"""What observers are told: one frozen `OpCall` per patched call, and where calls come from.
+
+Knows no policy. Nothing here runs unless an observer is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+import weakref
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+_TORCH_DIRECTORY = str(Path(torch.__file__).parent)
+_HMPX_DIRECTORY = str(Path(__file__).parent)
+_MODULE_CALL = torch.nn.Module._call_impl.__code__
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call of a patched op.
+
+    Attributes:
+        op: Op name.
+        site: The call site patched: ``torch.nn.functional.linear``.
+        function: The callable that ran: torch's own.
+        cast_policy: Name of the `CastPolicy` in force: ``"LOW"``.
+        reason: Where that comes from: ``"lists/hmp/bf16.txt:12"``.
+        dtype: The dtype that the call's inputs were brought to; None if the call was left alone.
+        input_dtypes: Dtypes of the floating inputs, before and
+        cast_dtypes: after casting.
+        output_dtypes: Dtypes of the tensors returned.
+        device_type: Device type of the first floating input; None if there is none.
+        cast_bytes: Bytes written by the casts of this call.
+        module: Qualified name of the innermost `torch.nn.Module` whose forward made the call;
+            ``""`` outside any module and in the outermost one.
+        location: ``"train.py:12"``: the innermost line outside torch and hmpx.
+    """
+
+    op: str
+    site: str
+    function: Callable[..., Any]
+    cast_policy: str
+    reason: str
+    dtype: torch.dtype | None
+    input_dtypes: tuple[torch.dtype, ...]
+    cast_dtypes: tuple[torch.dtype, ...]
+    output_dtypes: tuple[torch.dtype, ...]
+    device_type: str | None
+    cast_bytes: int
+    module: str
+    location: str
+
+
+class Observer(Protocol):
+    """Something that is told each call of a patched op, after it ran."""
+
+    def __call__(self, call: OpCall, /) -> None:
+        """Takes one call; an exception propagates to the user's code."""
+
+
+def user_location(frame: FrameType | None = None) -> str:
+    """Returns ``"path:line"`` of the innermost frame outside torch and hmpx; ``""`` if none."""
+    for candidate in _frames(frame or sys._getframe(1)):
+        path = candidate.f_code.co_filename
+        if not path.startswith((_TORCH_DIRECTORY, _HMPX_DIRECTORY, "<")):
+            return f"{path}:{candidate.f_lineno}"
+    return ""
+
+
+def module_path(frame: FrameType | None = None) -> str:
+    """Returns the qualified name of the innermost module whose forward is running.
+
+    The name is the one that the outermost running module's ``named_modules`` gives; a module that
+    is not registered there goes by its class name.
+    """
+    running = [
+        candidate.f_locals["self"]
+        for candidate in _frames(frame or sys._getframe(1))
+        if candidate.f_code is _MODULE_CALL
+    ]
+    if not running:
+        return ""
+    innermost, outermost = running[0], running[-1]
+    return _names(outermost).get(id(innermost), type(innermost).__name__)
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+_names_of: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
+
+
+def _names(root: torch.nn.Module) -> dict[int, str]:
+    names = _names_of.get(root)
+    if names is None:
+        names = {id(module): name for name, module in root.named_modules()}
+        _names_of[root] = names
+    return names

@@ -1,0 +1,291 @@
+"""`convert` and `revert`: wires lists, policy, patches and observers together, and owns undo."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import threading
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+
+from . import casting, log, ops, patching
+from .dtypes import parse_device_types
+from .errors import HmpxWarning, OptionError
+from .patching import Patch
+from .policy import CastPolicy, Decision, Policy, load_policy
+from .records import Observer
+
+_lock: Final = threading.RLock()
+_current: Session | None = None
+
+
+class Session:
+    """One conversion of torch, in force until it is reverted or replaced.
+
+    As a context manager it restores on exit what was in force before its `convert`.
+
+    Attributes:
+        policy: The decision for every op.
+        device_types: The device types whose tensors are cast.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device_types: frozenset[str],
+        verbose: bool | str,
+        previous: Session | None,
+    ) -> None:
+        """Is called by `convert` only."""
+        self.policy = policy
+        self.device_types = device_types
+        self._verbose = verbose
+        self._previous = previous
+        self._applied: list[patching.Applied] = []
+        self._wrappers: list[Callable[..., Any]] = []
+        self._converts = 1  # `convert` calls that this session answers
+
+    def revert(self) -> None:
+        """Undoes the conversion; does nothing if it is no longer in force."""
+        with _lock:
+            if self is _current:
+                _switch_to(None)
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        with _lock:
+            if self is not _current:
+                return
+            self._converts -= 1
+            if self._converts == 0:
+                _switch_to(self._previous)
+
+    def __repr__(self) -> str:
+        state = "in force" if self is _current else "not in force"
+        counts = {
+            p: sum(d.cast_policy is p for d in self.policy.decisions.values())
+            for p in CastPolicy
+            if p is not CastPolicy.PASS
+        }
+        shown = ", ".join(f"{count} {p.name}" for p, count in counts.items())
+        return f"<hmpx.Session {state}: {shown} on {', '.join(sorted(self.device_types))}>"
+
+    def _is_equal_to(self, other: Session) -> bool:
+        return (self.policy, self.device_types, self._verbose) == (
+            other.policy,
+            other.device_types,
+            other._verbose,
+        )
+
+    def _install(self) -> None:
+        observers: tuple[Observer, ...] = ()
+        if self._verbose:
+            observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
+        patches, wrappers = _patches(self.policy, self.device_types, observers)
+        self._applied = patching.apply(patches)
+        self._wrappers = wrappers
+
+    def _uninstall(self) -> None:
+        covered = patching.undo(self._applied)
+        for wrapper in self._wrappers:
+            casting.retire(wrapper)
+        self._applied, self._wrappers = [], []
+        if covered:
+            names = ", ".join(sorted({f"{_owner_name(p.owner)}.{p.attribute}" for p in covered}))
+            warnings.warn(
+                f"{names}: patched by somebody else after hmpx.convert(); their patch was left in "
+                "place, without hmpx's casts beneath it. Undo theirs first, then hmpx.revert()",
+                HmpxWarning,
+                stacklevel=4,
+            )
+
+
+def convert(
+    bf16_file_path: str | os.PathLike[str] = "",
+    fp32_file_path: str | os.PathLike[str] = "",
+    isVerbose: bool | str = False,  # noqa: N803  # HMP's name
+    *,
+    fp16_file_path: str | os.PathLike[str] = "",
+    opt_level: str = "O1",
+    low_precision_type: torch.dtype | str = torch.bfloat16,
+    lists: str | os.PathLike[str] | None = None,
+    policy: Policy | None = None,
+    device_types: Iterable[str] | None = None,
+    strict: bool = False,
+) -> Session:
+    """Patches torch so that every op casts its inputs as the op lists say.
+
+    Holds for the whole process. A second call with an equal policy does nothing, one with another
+    policy replaces the first.
+
+    Args:
+        bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
+        fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
+        isVerbose: True logs each call, ``"once"`` each distinct decision.
+        fp16_file_path: Ops that run in float16, whatever ``low_precision_type`` is.
+        opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
+            ``low_precision_type`` and every other op in float32.
+        low_precision_type: ``torch.bfloat16`` or ``torch.float16``.
+        lists: Name of a shipped set (``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``,
+            ``"o2"``), or a directory that holds ``bf16.txt``, ``fp32.txt``, ``widest.txt``.
+        policy: A ready `Policy`, instead of all the lists above.
+        device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
+            accelerator's if there is one, else ``{"cpu"}``.
+        strict: Makes an unknown name in a list an error instead of a warning.
+
+    Returns:
+        The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
+
+    Raises:
+        OpListError: A list can't be read, or an op stands in two lists.
+        OptionError: An argument has a value that it can't have. Nothing is patched then.
+    """
+    with _paused_gc(), _lock:
+        if isVerbose not in (True, False, "once"):
+            raise OptionError(f"isVerbose must be True, False or 'once', not {isVerbose!r}")
+        parsed_device_types = parse_device_types(device_types)
+        if policy is None:
+            policy = load_policy(
+                bf16_file_path,
+                fp32_file_path,
+                fp16_file_path=fp16_file_path,
+                opt_level=opt_level,
+                low_precision_type=low_precision_type,
+                lists=lists,
+                strict=strict,
+            )
+        elif not isinstance(policy, Policy):
+            raise OptionError(f"policy must be an hmpx.Policy, not {policy!r}")
+        elif any((bf16_file_path, fp32_file_path, fp16_file_path, lists)) or opt_level != "O1":
+            raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
+        session = Session(policy, parsed_device_types, isVerbose, _current)
+        if isVerbose:
+            log.show()
+        if _current is not None and _current._is_equal_to(session):
+            _current._converts += 1
+            return _current
+        _switch_to(session)
+        return session
+
+
+def revert() -> None:
+    """Undoes `convert`: torch is as it was. Does nothing if torch is not converted."""
+    with _lock:
+        if _current is not None:
+            _current.revert()
+
+
+def is_converted() -> bool:
+    """Whether a `convert` is in force."""
+    return _current is not None
+
+
+def casts_enabled() -> bool:
+    """Whether ops cast here and now: torch is converted, and no `disable_casts` block is open."""
+    return _current is not None and not casting.is_off()
+
+
+def current() -> Session | None:
+    """Returns the session in force, or None."""
+    return _current
+
+
+def _switch_to(session: Session | None) -> None:
+    """Puts ``session`` in force instead of the current one; an error leaves that in force."""
+    global _current
+    old = _current
+    if old is not None:
+        old._uninstall()
+        _current = None
+    if session is None:
+        return
+    try:
+        session._install()
+    except BaseException:
+        if old is not None:
+            old._install()
+            _current = old
+        raise
+    _current = session
+
+
+def _patches(
+    policy: Policy, device_types: frozenset[str], observers: tuple[Observer, ...]
+) -> tuple[list[Patch], list[Callable[..., Any]]]:
+    """Returns the patches that make torch follow ``policy``, and the wrappers in them.
+
+    One builtin in several slots (``torch.conv2d`` is ``F.conv2d``) gets one wrapper.
+    """
+    # Printing a tensor computes with it, and shows its values as they are.
+    patches = [Patch(torch.Tensor, "__repr__", casting.disable_casts()(torch.Tensor.__repr__))]
+    wrappers: dict[tuple[int, str], Callable[..., Any] | None] = {}
+    for name, decision in policy.decisions.items():
+        op = ops.table().get(name)
+        if op is None:
+            raise OptionError(
+                f"the policy holds {name!r}, which is no op of torch {torch.__version__}"
+            )
+        promotes = ops.root(name) in ops.facts("promotes")
+        for site in op.sites:
+            if not observers and _is_settled_by_torch(site, decision, promotes):
+                continue
+            slot = getattr(site.owner, site.attribute)
+            key = (id(slot), name)
+            if key not in wrappers:
+                plan = casting.CallPlan(
+                    op=name,
+                    site=site.qualified,
+                    decision=decision,
+                    parameters=ops.parameters(site),
+                    device_types=device_types,
+                    in_place=site.in_place,
+                    promotes=promotes,
+                    is_python=site.is_python,
+                    never_cast=frozenset(ops.facts("never_cast").get(name, ())),
+                    norm_parameters=frozenset(ops.facts("parameters").get(name, ())),
+                    mixed_device_types=frozenset(ops.facts("mixed_parameters").get(name, ())),
+                )
+                wrappers[key] = (
+                    casting.make_observed_wrapper(site.function(), plan, observers)
+                    if observers
+                    else casting.make_wrapper(site.function(), plan)
+                )
+            wrapper = wrappers[key]
+            if wrapper is not None and site.is_property:
+                getter = property(wrapper, slot.__set__, slot.__delete__, slot.__doc__)
+                patches.append(Patch(site.owner, site.attribute, getter))
+            elif wrapper is not None:
+                patches.append(Patch(site.owner, site.attribute, wrapper))
+    return patches, [wrapper for wrapper in wrappers.values() if wrapper is not None]
+
+
+def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> bool:
+    """Whether torch's own kernel does exactly what the decision says, so that none is wrapped."""
+    if site.in_place:
+        return promotes or not (site.is_python or ops.parameters(site).has_several_tensors)
+    return promotes and decision.cast_policy is CastPolicy.WIDEST
+
+
+def _owner_name(owner: Any) -> str:
+    return next(name for name, candidate in ops.NAMESPACES.items() if candidate is owner)
+
+
+@contextlib.contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Keeps the thousands of small objects of a conversion from setting off full collections.
+
+    With torch loaded each takes as long as the whole conversion.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if was_enabled:
+            gc.enable()

@@ -1,0 +1,376 @@
+"""Conformance: each sample of torch's OpInfo database, under each policy, equals casting by hand.
+
+The oracle is torch's own: the unpatched op called on inputs that this file casts itself.
+"""
+
+from __future__ import annotations
+
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+from torch.testing._internal.common_methods_invocations import op_db
+from torch.testing._internal.opinfo.core import OpInfo
+
+import hmpx
+from hmpx import ops
+from hmpx.policy import CastPolicy, Policy
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+LOW = torch.bfloat16
+
+#: OpInfos left out, with the reason.
+LEFT_OUT = {
+    **dict.fromkeys(
+        (
+            "empty",
+            "empty_like",
+            "empty_permuted",
+            "empty_strided",
+            "new_empty",
+            "new_empty_strided",
+        ),
+        "return memory that was never written",
+    ),
+    **dict.fromkeys(
+        ("linalg.lstsq", "linalg.lstsq.grad_oriented"),
+        "LAPACK's gelsy gives other last bits from run to run, unpatched too",
+    ),
+    **dict.fromkeys(
+        ("linalg.pinv.singular", "svd_lowrank", "pca_lowrank"),
+        "OpInfo multiplies two matrices before it calls the op, so the samples are not its inputs",
+    ),
+    **dict.fromkeys(
+        ("_softmax_backward_data", "_upsample_bilinear2d_aa"),
+        "OpInfo calls the ATen overload, below every Python-visible callable",
+    ),
+}
+
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.opinfo]
+
+
+def op_name(info: OpInfo) -> str | None:
+    """Returns the hmpx op that ``info`` samples."""
+    return ops.resolve(info.name) or (ops.resolve(info.aten_name) if info.aten_name else None)
+
+
+def listed() -> list[OpInfo]:
+    """Returns the OpInfos whose op can stand in a list, and that run on real fp32 tensors."""
+    return [
+        info
+        for info in op_db
+        if (name := op_name(info)) is not None
+        and ops.is_castable(name)
+        and torch.float32 in info.dtypes
+        and info.full_name not in LEFT_OUT
+        and not info.name.startswith("torch.ops.")
+    ]
+
+
+INFOS = listed()
+
+# --- the call by hand ---------------------------------------------------------------------------
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns ``value`` with ``function`` applied to each tensor in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, list):
+        return [mapped(item, function) for item in value]
+    if type(value) is tuple:
+        return tuple(mapped(item, function) for item in value)
+    if isinstance(value, dict):
+        return {key: mapped(item, function) for key, item in value.items()}
+    return value
+
+
+#: OpInfos whose op writes to (a clone of) its first input: that keeps its dtype.
+IN_PLACE = {
+    "cauchy",
+    "exponential",
+    "geometric",
+    "log_normal",
+    "normal.in_place",
+    "uniform",
+    "resize_",
+    "resize_as_",
+    "zero_",
+}
+
+#: F.batch_norm and F.instance_norm: positions of their buffers, and of weight and bias.
+NORMS = {
+    "batch_norm": ((0, 1), (2, 3)),
+    "instance_norm": ((0, 1), (2, 3)),
+    "group_norm": ((), (1, 2)),
+    "layer_norm": ((), (1, 2)),
+}
+NORM_NAMES = {"running_mean", "running_var"}, {"weight", "bias"}
+
+
+def cast_by_hand(
+    name: str, policy: CastPolicy, call: tuple[Any, ...], *, is_in_place: bool = False
+) -> tuple[Any, ...]:
+    """Returns (input, args, kwargs) with every eligible tensor cast as design and policy say."""
+    if is_in_place or (policy is CastPolicy.WIDEST and ops.root(name) in ops.facts("promotes")):
+        return call  # the target keeps its dtype; torch's own kernel promotes
+    if name in NORMS:
+        return cast_norm_by_hand(name, policy, call)
+    inputs = [t for t in tensors(call) if t.dtype.is_floating_point]
+    if not inputs:
+        return call
+    if policy is CastPolicy.LOW:
+        dtype = LOW
+    elif policy is CastPolicy.FP32:
+        dtype = torch.float32
+    elif policy is CastPolicy.FIRST:
+        dtype = inputs[0].dtype
+    else:
+        dimensioned = [t for t in inputs if t.dim()] or inputs
+        dtype = torch.result_type(dimensioned[0], dimensioned[0])
+        for tensor in dimensioned[1:]:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+    if policy in (CastPolicy.LOW, CastPolicy.FP32) and any(
+        t.dtype not in FLOATS or t.layout is not torch.strided for t in inputs
+    ):
+        return call
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.dtype not in FLOATS or tensor.dtype is dtype:
+            return tensor
+        return tensor.to(dtype) if tensor.layout is torch.strided else tensor
+
+    return mapped(call, cast)
+
+
+def cast_norm_by_hand(name: str, policy: CastPolicy, call: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Casts the input; weight and bias follow unless the CPU kernel takes them in fp32."""
+    input, args, kwargs = call
+    dtype = {CastPolicy.LOW: LOW, CastPolicy.FP32: torch.float32}.get(policy, input.dtype)
+    buffers, parameters = NORMS[name]
+    if policy is CastPolicy.WIDEST:
+        inputs = [
+            input,
+            *(t for i, a in enumerate(args) if i not in buffers for t in tensors(a)),
+            *(t for k, a in kwargs.items() if k not in NORM_NAMES[0] for t in tensors(a)),
+        ]
+        for tensor in inputs:
+            dtype = torch.promote_types(dtype, tensor.dtype)
+
+    def cast(key: int | str, value: Any) -> Any:
+        if not isinstance(value, Tensor) or key in buffers or key in NORM_NAMES[0]:
+            return value
+        keeps_fp32 = dtype is LOW and value.dtype is torch.float32
+        if (key in parameters or key in NORM_NAMES[1]) and keeps_fp32:
+            return value
+        return value.to(dtype)
+
+    new_args = tuple(cast(i, a) for i, a in enumerate(args))
+    return input.to(dtype), new_args, {k: cast(k, a) for k, a in kwargs.items()}
+
+
+def outcome(function: Callable[..., Any], call: tuple[Any, ...], *, backward: bool) -> Any:
+    """Returns the results and gradients of a call, or the error's type and text."""
+    with hmpx.disable_casts():
+        leaves = [
+            t.detach().clone().requires_grad_(t.requires_grad and t.dtype.is_floating_point)
+            for t in tensors(call)
+        ]
+    pending = iter(leaves)
+    call = mapped(call, lambda _: next(pending))
+    versions = [t._version for t in leaves]
+    torch.manual_seed(0)
+    try:
+        results = [t for t in tensors(function(*call)) if t.dtype is not torch.bool]
+        grads: list[Tensor | None] = []
+        if backward and (outputs := [t for t in results if t.requires_grad]):
+            wanted = [t for t in leaves if t.requires_grad]
+            with hmpx.disable_casts():
+                seeds = [torch.ones_like(t) for t in outputs]
+            grads = list(torch.autograd.grad(outputs, wanted, seeds, allow_unused=True))
+    except Exception as error:  # whatever the op raises is the outcome
+        return type(error), str(error).split("\n")[0]
+    return results, grads, leaves, versions
+
+
+def assert_same(actual: Any, expected: Any, what: str) -> None:
+    """Compares two outcomes bit for bit."""
+    if isinstance(expected[0], type):
+        assert actual == expected, what
+        return
+    assert not isinstance(actual[0], type), f"{what}: {actual}"
+    for kind, got, want in zip(("result", "gradient"), actual[:2], expected[:2], strict=True):
+        assert len(got) == len(want), what
+        for a, b in zip(got, want, strict=True):
+            assert (a is None) == (b is None), f"{what} {kind}"
+            if a is not None:
+                torch.testing.assert_close(
+                    a, b, rtol=0, atol=0, equal_nan=True, msg=lambda m, k=kind: f"{what} {k}: {m}"
+                )
+
+
+def assert_not_mutated(actual: Any, what: str) -> None:
+    """Checks that a call left its arguments as they were."""
+    if isinstance(actual[0], type):
+        return
+    _, _, leaves, versions = actual
+    for leaf, version in zip(leaves, versions, strict=True):
+        assert leaf._version == version, f"{what}: an argument was written to"
+
+
+# --- patched callables --------------------------------------------------------------------------
+
+
+def current(function: Any) -> Callable[..., Any]:
+    """Returns a callable that looks ``function`` up in torch's namespaces at each call.
+
+    OpInfo holds builtins from before `convert`; a user would spell their names.
+    """
+    for namespace, owner in ops.NAMESPACES.items():
+        name = getattr(function, "__name__", None)
+        if name and getattr(owner, name, None) is function and namespace != "torch._VF":
+            return lambda input, args, kwargs: getattr(owner, name)(input, *args, **kwargs)
+    for owner in ops.NAMESPACES.values():
+        for name, value in vars(owner).items():
+            if value is function:
+                return lambda i, a, k, o=owner, n=name: getattr(o, n)(i, *a, **k)
+    return lambda input, args, kwargs: function(input, *args, **kwargs)
+
+
+def uncalled(function: Any) -> Callable[..., Any]:
+    return lambda input, args, kwargs: function(input, *args, **kwargs)
+
+
+PATTERNS: dict[str, Callable[[int], torch.dtype]] = {
+    "fp32": lambda index: torch.float32,
+    "bf16": lambda index: torch.bfloat16,
+    "bf16 first": lambda index: torch.bfloat16 if index == 0 else torch.float32,
+    "fp32 first": lambda index: torch.float32 if index == 0 else torch.bfloat16,
+}
+
+
+def patterned(call: tuple[Any, ...], pattern: Callable[[int], torch.dtype]) -> tuple[Any, ...]:
+    index = itertools.count()
+
+    def cast(tensor: Tensor) -> Tensor:
+        if tensor.dtype is not torch.float32 or tensor.layout is not torch.strided:
+            return tensor.detach().requires_grad_(tensor.requires_grad)
+        return tensor.detach().to(pattern(next(index))).requires_grad_(tensor.requires_grad)
+
+    return mapped(call, cast)
+
+
+@pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
+def test_each_sample_equals_the_call_with_inputs_cast_by_hand(info: OpInfo) -> None:
+    """Same dtype, bit-equal, same failures; results, gradients, and arguments left alone."""
+    name = op_name(info)
+    assert name is not None
+    torch.manual_seed(0)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        samples = [
+            (s.input, tuple(s.args), s.kwargs)
+            for s in info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+        ]
+    is_in_place = info.full_name in IN_PLACE
+    patched, plain = current(info.op), uncalled(info.op)
+    for policy in (CastPolicy.LOW, CastPolicy.FP32, CastPolicy.WIDEST, CastPolicy.FIRST):
+        for pattern_name, pattern in PATTERNS.items():
+            if pattern_name.endswith("first") and policy in (CastPolicy.LOW, CastPolicy.FP32):
+                continue  # their casts do not depend on each other's dtypes
+            calls = [patterned(call, pattern) for call in samples]
+            if pattern_name.endswith("first"):
+                calls = [c for c in calls if len({t.dtype for t in tensors(c)} & set(FLOATS)) > 1]
+
+            def by_hand(*call: Any, policy: CastPolicy = policy) -> Any:
+                return plain(*cast_by_hand(name, policy, call, is_in_place=is_in_place))
+
+            expected = [outcome(by_hand, c, backward=info.supports_autograd) for c in calls]
+            with hmpx.convert(policy=Policy.from_ops(**{policy.value: [name]})):
+                actual = [outcome(patched, call, backward=info.supports_autograd) for call in calls]
+            for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
+                what = f"{name} sample {index} of {pattern_name} under {policy.name}"
+                assert_same(got, want, what)
+                if not is_in_place and name not in NORMS:  # these write to their input or buffers
+                    assert_not_mutated(got, what)
+
+
+VARIANTS = [
+    (info, kind, getattr(variant, "__name__", "<lambda>"))
+    for info in INFOS
+    for kind, variant in (
+        ("method", info.method_variant),
+        ("operator", info.operator_variant),
+        ("in-place method", info.inplace_variant),
+        ("in-place operator", info.inplace_operator_variant),
+    )
+    if variant is not None
+    and getattr(variant, "__name__", "<lambda>") != "<lambda>"
+    and info.full_name not in IN_PLACE
+]
+
+
+def spelled(kind: str, variant: str, info: OpInfo) -> Callable[..., Any]:
+    """Returns a callable that spells the op as a user would: ``x.add_(y)``, ``x += y``."""
+    if "method" in kind:
+        return lambda input, args, kwargs: getattr(input, variant)(*args, **kwargs)
+    function = info.inplace_operator_variant if "in-place" in kind else info.operator_variant
+    return lambda input, args, kwargs: function(input, *args, **kwargs)
+
+
+@pytest.mark.parametrize(
+    ("info", "kind", "variant"),
+    VARIANTS,
+    ids=[f"{info.formatted_name}-{kind}-{variant}" for info, kind, variant in VARIANTS],
+)
+def test_methods_operators_and_in_place_forms_follow_the_same_rule(
+    info: OpInfo, kind: str, variant: str
+) -> None:
+    """``x.op()`` and ``x + y`` cast as the function does; ``x.op_()`` and ``x += y`` keep x's dtype."""
+    name = op_name(info)
+    assert name is not None
+    torch.manual_seed(0)
+    samples = [
+        (s.input, tuple(s.args), s.kwargs)
+        for s in info.sample_inputs("cpu", torch.float32, requires_grad=False)
+        if isinstance(s.input, Tensor)
+    ]
+    call_it = spelled(kind, variant, info)
+    is_in_place = "in-place" in kind
+    promotes = ops.root(name) in ops.facts("promotes")
+    for policy in (CastPolicy.LOW, CastPolicy.FIRST):
+        for pattern_name, pattern in PATTERNS.items():
+            calls = [patterned(call, pattern) for call in samples]
+
+            def by_hand(*call: Any, policy: CastPolicy = policy) -> Any:
+                if is_in_place and promotes:
+                    return call_it(*call)
+                if is_in_place:
+                    return call_it(*cast_by_hand(name, CastPolicy.FIRST, call))
+                return call_it(*cast_by_hand(name, policy, call))
+
+            expected = [outcome(by_hand, c, backward=False) for c in calls]
+            with hmpx.convert(policy=Policy.from_ops(**{policy.value: [name]})):
+                actual = [outcome(call_it, c, backward=False) for c in calls]
+            for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
+                what = f"{name} {kind} sample {index} of {pattern_name} under {policy.name}"
+                assert_same(got, want, what)
+                if is_in_place and not isinstance(got[0], type) and variant != "resize_as_":
+                    assert got[0][0].dtype is calls[index][0].dtype, what
+                    assert got[0][0].data_ptr() == got[2][0].data_ptr(), what
