@@ -33,6 +33,9 @@ _Kwargs = dict[str, Any]
 _PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 _NUMBERS = frozenset({type(None), int, float, bool, complex})
 _LOW_DTYPES = frozenset({torch.bfloat16, torch.float16})
+_FLOAT32 = torch.float32
+_STRIDED = torch.strided
+_SEQUENCES = (list, tuple)
 _DENSE = frozenset({torch.strided, torch.jagged})
 
 # --- on and off --------------------------------------------------------------------------------
@@ -162,6 +165,21 @@ class CallPlan:
         return names.index("inplace") if self.is_python and "inplace" in names else None
 
     @functools.cached_property
+    def fp32_positions(self) -> frozenset[int] | None:
+        """Positions of norm parameters that stay fp32; None if that depends on the call."""
+        if self.decision.dtype not in _LOW_DTYPES or not self.norm_parameters:
+            return frozenset()
+        if not self.device_types <= self.mixed_device_types:
+            return None if self.device_types & self.mixed_device_types else frozenset()
+        return frozenset(map(self.parameters.names.index, self.norm_parameters))
+
+    @functools.cached_property
+    def cast_kinds(self) -> Mapping[int, str]:
+        """``parameters.kinds`` without the buffers."""
+        names = self.parameters.names
+        return {p: k for p, k in self.parameters.kinds.items() if names[p] not in self.never_cast}
+
+    @functools.cached_property
     def skipped(self) -> frozenset[str]:
         """Names whose values are no inputs to cast."""
         return self.never_cast | self.parameters.plain | {"out"}
@@ -225,22 +243,19 @@ def _cast_to(
     dtype: torch.dtype, plan: CallPlan, args: _Args, kwargs: _Kwargs
 ) -> tuple[_Args, _Kwargs]:
     cast = CAST[dtype]
-    keeps_fp32: bool | None = None
 
     def cast_value(name: str, value: Any) -> Any:
-        nonlocal keeps_fp32
         if isinstance(value, Tensor):
             if value.dtype is dtype or not _is_eligible(value, plan.device_types):
                 return value
-            if name in plan.norm_parameters:
-                if keeps_fp32 is None:
-                    keeps_fp32 = dtype in _LOW_DTYPES and (
-                        value.device.type in plan.mixed_device_types
-                    )
-                if keeps_fp32 and value.dtype is torch.float32:
-                    return value
-            return cast(value)
-        if isinstance(value, list | tuple):
+            keeps_fp32 = (
+                name in plan.norm_parameters
+                and value.dtype is torch.float32
+                and dtype in _LOW_DTYPES
+                and value.device.type in plan.mixed_device_types
+            )
+            return value if keeps_fp32 else cast(value)
+        if isinstance(value, _SEQUENCES):
             new = [cast_value(name, item) for item in value]
             if all(a is b for a, b in zip(new, value, strict=True)):
                 return value
@@ -265,7 +280,7 @@ def _written_tensor(plan: CallPlan, args: _Args, kwargs: _Kwargs) -> Tensor | No
     """Returns the tensor that the call writes to: ``out=``, or the first one of an in-place op."""
     out = kwargs.get("out")
     if out is not None:
-        first = out[0] if isinstance(out, list | tuple) and out else out
+        first = out[0] if isinstance(out, _SEQUENCES) and out else out
         return first if isinstance(first, Tensor) else None
     is_in_place = plan.in_place
     if plan.inplace_flag is not None:
@@ -288,7 +303,7 @@ def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         if value.dtype.is_floating_point:
             found.append(value)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, _SEQUENCES):
         for item in value:
             _collect(item, found)
 
@@ -299,9 +314,12 @@ def _padded(names: tuple[str, ...], length: int) -> tuple[str, ...]:
 
 # Below the dispatcher (a decomposition, a meta function, a kernel written in Python) the call's
 # dtypes were settled above it. This private test is exact; it is present since torch 2.0.
-_below_dispatcher: Callable[[], bool] = functools.partial(
-    torch._C._dispatch_tls_is_dispatch_key_excluded, torch._C.DispatchKey.PythonTLSSnapshot
-)
+_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
+_SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot
+
+
+def _below_dispatcher() -> bool:
+    return _is_excluded(_SNAPSHOT)
 
 
 # --- wrappers ----------------------------------------------------------------------------------
@@ -309,19 +327,19 @@ _below_dispatcher: Callable[[], bool] = functools.partial(
 
 def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any] | None:
     """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast."""
-    kinds = plan.parameters.kinds
     is_relative = plan.in_place or plan.decision.dtype is None
     if is_relative and not plan.is_python and not plan.parameters.has_several_tensors:
         return None  # there is no other input to cast
-    if plan.is_python:
-        source = _PYTHON_LEVEL
-    else:
-        reference = _first_tensor_position(kinds) if is_relative else None
-        if is_relative and reference is None:
-            source = _UNCHECKED
-        else:
-            source = _checked_source(plan.parameters, reference)
-    wrapper = _factory(source)(original, _fast_cast(plan), plan.decision.dtype)
+    dtype = plan.decision.dtype
+    factory = _factory(_wrapper_source(plan, is_relative=is_relative))
+    wrapper = factory(
+        original,
+        functools.partial(cast_args, plan),
+        dtype,
+        ELIGIBLE - {dtype},
+        None if dtype is None else CAST[dtype],
+        plan.device_types,
+    )
     return _named_after(original, wrapper, plan.site)
 
 
@@ -377,6 +395,8 @@ def retire(wrapper: Callable[..., Any]) -> None:
     """Makes ``wrapper`` act as its original does, wherever a reference to it was kept."""
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
     cells["cast"].cell_contents = _cast_nothing
+    if "other_dtypes" in cells:
+        cells["other_dtypes"].cell_contents = frozenset()
     if "observers" in cells:
         cells["observers"].cell_contents = ()
 
@@ -385,139 +405,142 @@ def _cast_nothing(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
     return args, kwargs
 
 
-def _fast_cast(plan: CallPlan) -> Callable[[_Args, _Kwargs], tuple[_Args, _Kwargs]]:
-    """Returns `cast_args` for ``plan``, with a short way for plain tensors in the usual places."""
-    reference = functools.partial(cast_args, plan)
-    dtype = plan.decision.dtype
-    kinds = plan.parameters.kinds
-    if dtype is None or plan.in_place or plan.is_python or plan.norm_parameters:
-        return reference
-    if "A" in kinds.values() or plan.never_cast or plan.parameters.has_keyword_tensors:
-        return reference
-    positions = tuple(sorted(kinds))
-    count = positions[-1] + 1 if positions else 0
-    is_on_device = _device_test(plan.device_types)
-    convert = CAST[dtype]
-    float_dtypes = ELIGIBLE - {dtype}
-
-    def cast(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
-        if kwargs and (len(args) < count or "out" in kwargs):
-            return reference(args, kwargs)
-        if _below_dispatcher():
-            return args, kwargs
-        new = list(args)
-        for position in positions:
-            if position >= len(new):
-                break
-            value = new[position]
-            if type(value) in _PLAIN_TENSORS:
-                value_dtype = value.dtype
-                if value_dtype in float_dtypes:
-                    if value.layout is not torch.strided:
-                        return args, kwargs
-                    if is_on_device(value):
-                        new[position] = convert(value)
-                elif value_dtype is not dtype and value_dtype.is_floating_point:
-                    return args, kwargs
-            elif value is not None and type(value) is not float and type(value) is not int:
-                return reference(args, kwargs)
-        return tuple(new), kwargs
-
-    return cast
-
-
-def _device_test(device_types: frozenset[str]) -> Callable[[Tensor], bool]:
-    if len(device_types) == 1:
-        flag = getattr(Tensor, f"is_{next(iter(device_types))}", None)
-        if inspect.isgetsetdescriptor(flag):
-            return flag.__get__
-    return lambda tensor: tensor.device.type in device_types
-
+# The source of a wrapper, in parts. Unrolled for the positions that hold tensors, it casts twice
+# as fast as a loop; ``cast`` is `cast_args` for every call that is not of the usual shape.
 
 _HEAD = """
-def make(original, cast, dtype):
+def make(original, cast, dtype, other_dtypes, convert, device_types):
     def wrapper(*args, **kwargs):
         if _off_regions and _off_depth.get():
             return original(*args, **kwargs)
 """
 
+_TAIL = """
+        args, kwargs = cast(args, kwargs)
+        return original(*args, **kwargs)
+    return wrapper
+"""
+
 #: A Python function is atomic: what it calls is not cast again.
-_PYTHON_LEVEL = (
-    _HEAD
-    + """
+_ATOMIC_TAIL = """
         args, kwargs = cast(args, kwargs)
         with disable_casts():
             return original(*args, **kwargs)
     return wrapper
 """
-)
 
-_UNCHECKED = (
-    _HEAD
-    + """
-        args, kwargs = cast(args, kwargs)
-        return original(*args, **kwargs)
-    return wrapper
-"""
-)
-
-_CHECKED = (
-    _HEAD
-    + """
+_SETTLED = """
         try:
             settled = {test}
         except (AttributeError, IndexError):
             settled = False
-        if settled and not kwargs:
+        if settled:
             return original(*args)
-        if not settled or {unseen}:
-            args, kwargs = cast(args, kwargs)
-        return original(*args, **kwargs)
-    return wrapper
 """
-)
+
+_UNROLLED = """
+        if len(args) >= {count} and (not kwargs or {kwargs_are_plain}):
+            if _is_excluded(_SNAPSHOT):
+                return original(*args, **kwargs)
+            is_usual = True
+{casts}
+            if is_usual:
+                if len(args) == {count} and not kwargs:
+                    return original({arguments})
+                return original({arguments}, *args[{count}:], **kwargs)
+"""
+
+_UNROLLED_CAST = """
+            {value} = args[{position}]
+            if type({value}) in _PLAIN_TENSORS:
+                dtype_ = {value}.dtype
+                if dtype_ in other_dtypes:
+                    if {value}.layout is not _STRIDED:
+                        return original(*args, **kwargs)
+                    if {is_to_be_cast}:
+                        {value} = convert({value})
+                elif dtype_ is not dtype and dtype_.is_floating_point:
+                    return original(*args, **kwargs)
+            elif {value} is not None{and_no_number}:
+                is_usual = False
+"""
 
 
-def _checked_source(parameters: Parameters, reference: int | None) -> str:
-    """Returns the source of a wrapper that tests whether all inputs have one dtype already.
+def _wrapper_source(plan: CallPlan, *, is_relative: bool) -> str:
+    """Returns the source of the factory that makes the wrapper for ``plan``."""
+    if plan.is_python:
+        return _HEAD + _ATOMIC_TAIL
+    kinds = plan.cast_kinds
+    if is_relative:
+        first = min(kinds, default=None)
+        if first is None or kinds[first] != "T":
+            return _HEAD + _TAIL
+        return _HEAD + _settled_source(plan, first) + _TAIL
+    if "A" in kinds.values() or plan.fp32_positions is None:
+        return _HEAD + _settled_source(plan, None) + _TAIL
+    return _HEAD + _settled_source(plan, None) + _unrolled_source(plan) + _TAIL
+
+
+def _settled_source(plan: CallPlan, reference: int | None) -> str:
+    """Returns the test whether all inputs have one dtype already, so that nothing is cast.
 
     That dtype is the plan's, or with ``reference`` that of the tensor at this position.
     """
-    tests = []
+    tests = ["not kwargs"]
     if reference is not None:
         tests.append(f"(dtype_ := args[{reference}].dtype)")
     dtype = "dtype" if reference is None else "dtype_"
-    for position, kind in sorted(parameters.kinds.items()):
+    for position, kind in sorted(plan.cast_kinds.items()):
         if position == reference:
             continue
+        value = f"args[{position}]"
         test = {
-            "T": f"args[{position}].dtype is {dtype}",
-            "N": f"(type(args[{position}]) in _NUMBERS or args[{position}].dtype is {dtype})",
-            "A": f"_is_settled(args[{position}], {dtype})",
+            "T": f"{value}.dtype is {dtype}",
+            "O": f"({value} is None or {value}.dtype is {dtype})",
+            "N": f"(type({value}) in _NUMBERS or {value}.dtype is {dtype})",
+            "A": f"_is_settled({value}, {dtype})",
         }[kind]
-        is_required = position < parameters.required
+        if position in (plan.fp32_positions or ()):
+            test = f"({value} is None or {value}.dtype is _FLOAT32 or {value}.dtype is {dtype})"
+        is_required = position < plan.parameters.required
         tests.append(test if is_required else f"(len(args) <= {position} or {test})")
-    count = max(parameters.kinds, default=-1) + 1
-    keywords = (
-        "True" if parameters.has_keyword_tensors else f'len(args) < {count} or "out" in kwargs'
+    return _SETTLED.format(test=" and ".join(tests))
+
+
+def _unrolled_source(plan: CallPlan) -> str:
+    """Returns the casts of a call that gives all its tensors by position, to one fixed dtype."""
+    count = max(plan.cast_kinds, default=-1) + 1
+    device_types = sorted(plan.device_types)
+    on_device = "{value}.device.type in device_types"
+    if len(device_types) == 1 and hasattr(Tensor, f"is_{device_types[0]}"):
+        on_device = f"{{value}}.is_{device_types[0]}"
+    casts, arguments = [], [f"args[{position}]" for position in range(count)]
+    for position, kind in sorted(plan.cast_kinds.items()):
+        value = arguments[position] = f"a{position}"
+        test = on_device.format(value=value)
+        if position in (plan.fp32_positions or ()):
+            test = f"dtype_ is not _FLOAT32 and {test}"
+        and_no_number = f" and type({value}) not in _NUMBERS" if kind == "N" else ""
+        casts.append(
+            _UNROLLED_CAST.format(
+                value=value, position=position, is_to_be_cast=test, and_no_number=and_no_number
+            )
+        )
+    plain = "False" if plan.parameters.has_keyword_tensors else '"out" not in kwargs'
+    return _UNROLLED.format(
+        count=count, kwargs_are_plain=plain, casts="".join(casts), arguments=", ".join(arguments)
     )
-    return _CHECKED.format(test=" and ".join(tests) or "True", unseen=keywords)
 
 
 def _is_settled(value: Any, dtype: torch.dtype) -> bool:
     """Whether no tensor in ``value``, a tensor or a list of them, has another dtype."""
     if isinstance(value, Tensor):
         return value.dtype is dtype
-    if isinstance(value, list | tuple):
+    if isinstance(value, _SEQUENCES):
         for item in value:
             if not _is_settled(item, dtype):
                 return False
     return True
-
-
-def _first_tensor_position(kinds: Mapping[int, str]) -> int | None:
-    first = min(kinds, default=None)
-    return first if first is not None and kinds[first] == "T" else None
 
 
 @functools.cache
@@ -546,6 +569,6 @@ def _named_after(
 def _collect_any(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
         found.append(value)
-    elif isinstance(value, list | tuple):
+    elif isinstance(value, _SEQUENCES):
         for item in value:
             _collect_any(item, found)

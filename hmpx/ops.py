@@ -125,8 +125,9 @@ class Parameters:
 
     Attributes:
         names: Parameter names by position; keyword-only ones follow.
-        kinds: Position -> ``"T"`` (a tensor), ``"N"`` (a tensor, a number or None), ``"A"``
-            (anything that may hold tensors). Positions that never hold one are absent.
+        kinds: Position -> ``"T"`` (a tensor), ``"O"`` (a tensor or None), ``"N"`` (a tensor, a
+            number or None), ``"A"`` (anything that may hold tensors). Positions that never hold
+            a tensor are absent.
         required: How many of the positions in ``kinds`` every call fills.
         plain: Names that never hold a tensor to be cast (``alpha``, ``eps``, ``dim``).
         has_keyword_tensors: A keyword-only argument may hold a tensor to be cast.
@@ -410,7 +411,7 @@ def _schema_parameters(name: str, is_method: bool) -> Parameters:
     for position in range(len(longest)):
         seen = {s[position][1] for s in schemas if position < len(s) and not s[position][2]}
         if seen - {""}:
-            kinds[position] = "T" if seen == {"T"} else "N" if seen <= {"T", "N", ""} else "A"
+            kinds[position] = _merged_kind(seen)
     arguments = [argument for s in schemas for argument in s]
     tensors = {name for name, kind, *_ in arguments if kind}
     return Parameters(
@@ -432,7 +433,14 @@ def _argument_kind(argument: Any) -> str:
     written = str(argument.type)
     if "Tensor" not in written or argument.is_out:
         return ""
-    return {"Tensor": "T", "Optional[Tensor]": "N"}.get(written, "A")
+    return {"Tensor": "T", "Optional[Tensor]": "O"}.get(written, "A")
+
+
+def _merged_kind(kinds: set[str]) -> str:
+    """Returns the kind of a position whose overloads have these kinds; ``""`` holds no tensor."""
+    if kinds <= {"T", "O"}:
+        return "O" if "O" in kinds else "T"
+    return "N" if kinds <= {"T", "O", ""} else "A"
 
 
 def _takes_tensor(schema: Any) -> bool:
