@@ -123,7 +123,9 @@ def measure_op(kind: str, repeats: int) -> dict[str, float]:
         )
         with hmpx.disable_casts():
             times |= fastest(
-                {"raw ": lambda: original(*right), "disabled": lambda: patched(*right)}, 200, repeats
+                {"raw ": lambda: original(*right), "disabled": lambda: patched(*right)},
+                200,
+                repeats,
             )
         with torch.autocast("cpu", BF16):
             times |= fastest({"raw  ": autocast}, 200, repeats)

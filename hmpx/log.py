@@ -50,12 +50,14 @@ class VerboseOnceLog:
 
 
 def show() -> None:
-    """Makes the log visible: on stdout, unless logging is configured already."""
+    """Makes the log visible: on stdout while the program has not configured logging itself."""
     if LOGGER.getEffectiveLevel() > logging.INFO:
         LOGGER.setLevel(logging.INFO)
     if not LOGGER.hasHandlers():
         handler = logging.StreamHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
+        # A program that configures logging later gets each line once, through its own handlers.
+        handler.addFilter(lambda record: not logging.getLogger().handlers)
         LOGGER.addHandler(handler)
 
 

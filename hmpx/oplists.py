@@ -63,7 +63,7 @@ def directory() -> Path:
 
 def set_names() -> list[str]:
     """Returns the names of the shipped sets: what ``lists=`` and ``@`` lines accept."""
-    return sorted(path.name for path in directory().iterdir() if path.is_dir())
+    return sorted(path.parent.name for path in directory().glob(f"*/{FILE_NAMES['low']}"))
 
 
 def read(path: str | os.PathLike[str], kind: str) -> OpList:

@@ -280,4 +280,4 @@ def _user_stack_level() -> int:
     level, frame = 1, sys._getframe(1)
     while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
         level, frame = level + 1, frame.f_back
-    return level - 1
+    return level

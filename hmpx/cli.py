@@ -1,0 +1,531 @@
+"""The command line: ``hmpx run``, ``hmpx check`` and ``hmpx ops``.
+
+Turns arguments into calls and results into text; the only module that prints. Decides nothing
+about casting.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import importlib.machinery
+import importlib.util
+import os
+import sys
+import traceback
+import types
+import warnings
+import zipfile
+from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
+from typing import Any
+
+from . import __version__, habana_shim, oplists, ops, policy, session
+from .dtypes import short_name
+from .errors import HmpxError, HmpxWarning, suggestion
+from .policy import CastPolicy, Decision
+
+#: Functions of hmpx that merely pass a call on; tracebacks are shown without their frames.
+_PASSING_ON = frozenset(
+    {
+        (__name__, None),
+        ("hmpx.casting", "wrapper"),
+        ("hmpx.habana_shim", "__torch_function__"),
+        ("hmpx.habana_shim", "call"),
+    }
+)
+
+
+class _NotFoundError(HmpxError):
+    """The program to run is not there."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status of the command that ``argv`` holds, ``sys.argv[1:]`` if None.
+
+    ``run`` takes over the process as ``python SCRIPT`` would: `sys.argv`, `sys.path` and
+    ``__main__`` stay those of the script.
+
+    Raises:
+        SystemExit: The arguments are wrong, ``--help`` was asked for, or the script raised it.
+        KeyboardInterrupt: The script was interrupted.
+    """
+    options = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except (HmpxError, HmpxWarning) as error:  # a warning is raised under `python -W error`
+        _complain(str(error))
+        return 2
+
+
+# --- arguments ---------------------------------------------------------------------------------
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hmpx",
+        description="Mixed precision for PyTorch, op by op, from plain-text op lists.",
+        epilog="Each command explains itself: hmpx run --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hmpx {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    _add_run(commands)
+    _add_check(commands)
+    _add_ops(commands)
+    return parser
+
+
+def _add_command(
+    commands: Any, name: str, command: Callable[[argparse.Namespace], int], **texts: str
+) -> argparse.ArgumentParser:
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **texts,
+    )
+    parser.set_defaults(command=command, parser=parser)
+    return parser
+
+
+def _add_run(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "run",
+        _run,
+        help="convert torch, then run an unmodified script",
+        usage="hmpx run [options] SCRIPT [ARGS...]\n       hmpx run [options] -m MODULE [ARGS...]",
+        description="Converts torch, then runs SCRIPT as `python SCRIPT ARGS` would.\n"
+        "Options of hmpx stand before SCRIPT; all that follows it belongs to the script.",
+        epilog="""\
+Processes that the script starts by spawn are not converted; forked ones are.
+
+exit status:
+  that of the script: 0, what it gives to sys.exit, 1 after an uncaught exception;
+  2 if the script is missing, or the op lists or options are wrong
+
+examples:
+  hmpx run train.py --epochs 3
+  hmpx run --bf16 my_bf16.txt --verbose-once train.py --epochs 3
+  hmpx run --habana-shim train_on_gaudi.py --device hpu
+  torchrun --nproc-per-node 2 -m hmpx run train.py""",
+    )
+    _add_list_options(parser)
+    parser.add_argument(
+        "--device-types",
+        metavar="T[,T]",
+        help="cast tensors on these devices, such as cuda; default: the accelerator's, else cpu",
+    )
+    verbosity = parser.add_mutually_exclusive_group()
+    verbosity.add_argument("--verbose", action="store_true", help="log each call of a listed op")
+    verbosity.add_argument(
+        "--verbose-once",
+        action="store_true",
+        help="log each distinct decision once, with its reason and line",
+    )
+    parser.add_argument(
+        "--habana-shim",
+        action="store_true",
+        help="stand in for habana_frameworks where it isn't installed: what the script places on "
+        '"hpu" lands on cuda, or else on the cpu, and its own hmp.convert(...) replaces the '
+        "conversion made here",
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def _add_check(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "check",
+        _check,
+        help="find the faults of op lists",
+        usage="hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILES...]",
+        description="Prints every fault of op lists as FILE:LINE: MESSAGE: names that torch does not"
+        "\nknow, lines that stand there twice, ops that two of the files claim.",
+        epilog="""\
+exit status:
+  0 no fault; 1 faults; 2 wrong arguments
+
+example:
+  hmpx check my_bf16.txt my_fp32.txt""",
+    )
+    parser.add_argument(
+        "files",
+        nargs="*",
+        metavar="FILES",
+        help="op lists; a file whose name contains fp32 or fp16 holds ops for that type, "
+        f"{oplists.FILE_NAMES['widest']} the ops that follow their widest input, "
+        "any other name is the low-precision list",
+    )
+    for kind in ("bf16", "fp16", "fp32"):
+        parser.add_argument(
+            f"--{kind}",
+            action="append",
+            default=[],
+            metavar="FILE",
+            help=f"an op list for {kind}, whatever its name; may be repeated",
+        )
+
+
+def _add_ops(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "ops",
+        _ops,
+        help="show what a list may name, and what is done with it",
+        usage="hmpx ops [list options] [PATTERN]",
+        description="Prints every op that a list may hold, what the policy does with it, the line\n"
+        "that says so, and the places in torch where it is called.",
+        epilog="""\
+what is done:
+  LOW bf16  inputs are cast to bf16        FIRST  ... to the type of the first one
+  FP32      ... to fp32                    -      nothing
+  WIDEST    ... to the widest type among them
+
+exit status:
+  0; 1 if no op matches; 2 wrong arguments or op lists
+
+examples:
+  hmpx ops softmax
+  hmpx ops torch.nn.functional.gelu
+  hmpx ops --fp32 my_fp32.txt 'conv*'""",
+    )
+    _add_list_options(parser)
+    parser.add_argument(
+        "pattern",
+        nargs="?",
+        metavar="PATTERN",
+        help="part of a name, a glob such as 'conv*', or any spelling: truediv, F.gelu, Tensor.add",
+    )
+
+
+def _add_list_options(parser: argparse.ArgumentParser) -> None:
+    group = parser.add_argument_group("list options, as in hmpx.convert")
+    group.add_argument("--bf16", default="", metavar="FILE", help="ops to run in the low type")
+    group.add_argument("--fp32", default="", metavar="FILE", help="ops to run in float32")
+    group.add_argument("--fp16", default="", metavar="FILE", help="ops to run in float16")
+    group.add_argument(
+        "--lists",
+        metavar="NAME_OR_DIR",
+        help="a set of lists: a shipped one, or a directory that holds "
+        + ", ".join(oplists.FILE_NAMES.values()),
+    )
+    group.add_argument(
+        "--opt-level",
+        choices=("O1", "O2"),
+        default="O1",
+        help="O1 follows the lists; O2 runs GEMMs and convolutions in the low type, all else in fp32",
+    )
+    group.add_argument("--low-precision-type", choices=("bfloat16", "float16"), default="bfloat16")
+    group.add_argument("--strict", action="store_true", help="an unknown name is an error")
+
+
+def _list_options(options: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "bf16_file_path": options.bf16,
+        "fp32_file_path": options.fp32,
+        "fp16_file_path": options.fp16,
+        "lists": options.lists,
+        "opt_level": options.opt_level,
+        "low_precision_type": options.low_precision_type,
+        "strict": options.strict,
+    }
+
+
+# --- run ---------------------------------------------------------------------------------------
+
+
+def _run(options: argparse.Namespace) -> int:
+    program: list[str] = options.program
+    if program[:1] == ["--"]:
+        program = program[1:]
+    if not program:
+        options.parser.error("name a module after -m" if options.is_module else "name a SCRIPT")
+    name = program[0]
+    if not options.is_module and not Path(name).exists():
+        raise _NotFoundError(f"{name}: no such file; give the path of a Python script")
+    sys.argv = program
+    _set_script_directory(_script_directory(name, options.is_module))
+    has_shim = options.habana_shim and _install_shim()
+    device_types = options.device_types.split(",") if options.device_types else None
+    if device_types is None and has_shim:
+        device_types = [habana_shim.device_type()]
+    _warned(
+        session.convert,
+        isVerbose="once" if options.verbose_once else options.verbose,
+        device_types=device_types,
+        **_list_options(options),
+    )
+    uncaught = None
+    try:
+        _execute(name, options.is_module)
+    except (SystemExit, _NotFoundError):
+        raise
+    except BaseException as error:
+        uncaught = error
+    if uncaught is None:
+        return 0
+    _show_uncaught(uncaught)  # outside the handler, lest the script's excepthook see it as context
+    if isinstance(uncaught, KeyboardInterrupt):
+        sys.excepthook = lambda *_: None  # python sets the exit status, and has nothing to add
+        raise uncaught
+    return 1
+
+
+def _install_shim() -> bool:
+    if habana_shim.install():
+        return True
+    print(
+        "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim",
+        file=sys.stderr,
+    )
+    return False
+
+
+def _execute(name: str, is_module: bool) -> None:
+    """Runs script or module ``name`` as ``__main__``, whose place in `sys.modules` it keeps."""
+    if is_module:
+        module, code = _load_module(name)
+    elif _is_container(name):
+        module, code = _load_container(name)
+    else:
+        module, code = _load_script(str(Path(name).absolute()))
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def _script_directory(name: str, is_module: bool) -> Path:
+    """Returns what python makes the first entry of `sys.path`."""
+    if is_module:
+        return Path.cwd()
+    return Path(name).absolute() if _is_container(name) else Path(name).resolve().parent
+
+
+def _is_container(name: str) -> bool:
+    """Whether ``name`` is a directory or zip file, whose ``__main__.py`` is run."""
+    return Path(name).is_dir() or zipfile.is_zipfile(name)
+
+
+def _set_script_directory(directory: Path) -> None:
+    """Puts ``directory`` where the interpreter put that of hmpx."""
+    is_safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+    if not is_safe:  # else the interpreter put nothing there
+        sys.path[:1] = [str(directory)]
+
+
+def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
+    """Returns the module, as python makes it for a script, and its code."""
+    module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
+    return module, compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+
+
+def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    if spec is None:
+        raise _NotFoundError(f"-m {name}: no such module; give a name that python -m can run")
+    sys.argv[0] = spec.origin or name
+    return _load_spec(spec)
+
+
+def _load_container(path: str) -> tuple[types.ModuleType, types.CodeType]:
+    """Loads the ``__main__`` module of a directory or zip file."""
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is None:
+        raise _NotFoundError(f"{path}: no __main__.py in it; give the path of a Python script")
+    return _load_spec(spec)
+
+
+def _load_spec(
+    spec: importlib.machinery.ModuleSpec,
+) -> tuple[types.ModuleType, types.CodeType]:
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise _NotFoundError(f"{spec.name}: no Python code in it; give the name of a Python module")
+    module = _main_module(spec.origin, spec.loader)
+    module.__spec__ = spec
+    module.__package__ = spec.parent
+    module.__cached__ = spec.cached  # type: ignore[attr-defined]
+    return module, code
+
+
+def _main_module(path: str | None, loader: Any) -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = loader
+    vars(module).update(__builtins__=sys.modules["builtins"], __cached__=None)
+    return module
+
+
+def _show_uncaught(error: BaseException) -> None:
+    """Does what python does with an exception that nothing caught, and hides hmpx's frames."""
+    _hide_frames(error)
+    kind, trace = type(error), error.__traceback__
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace
+    try:
+        sys.excepthook(kind, error, trace)
+    except SystemExit:
+        raise
+    except BaseException as failure:
+        _hide_frames(failure)
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(failure)
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(error)
+
+
+def _hide_frames(error: BaseException | None) -> None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = _without_hmpx(error.__traceback__)
+        if error.__cause__ is not None:
+            _hide_frames(error.__context__)
+        error = error.__cause__ or error.__context__
+
+
+def _without_hmpx(trace: types.TracebackType | None) -> types.TracebackType | None:
+    entries = []
+    while trace is not None:
+        module = trace.tb_frame.f_globals.get("__name__")
+        if not {(module, None), (module, trace.tb_frame.f_code.co_name)} & _PASSING_ON:
+            entries.append(trace)
+        trace = trace.tb_next
+    following = None
+    for entry in reversed(entries):
+        entry.tb_next = following
+        following = entry
+    return following
+
+
+# --- check -------------------------------------------------------------------------------------
+
+
+def _check(options: argparse.Namespace) -> int:
+    files: dict[str, list[str]] = {"low": [], "fp16": [], "fp32": [], "widest": []}
+    files["low"] += options.bf16
+    files["fp16"] += options.fp16
+    files["fp32"] += options.fp32
+    for path in options.files:
+        files[_kind(path)].append(path)
+    count = sum(map(len, files.values()))
+    if not count:
+        options.parser.error("name at least one op list")
+    faults = policy.check({kind: tuple(paths) for kind, paths in files.items()})
+    if faults:
+        return _show(faults, status=1)
+    op_count = sum(len(oplists.read(p, kind).ops) for kind, paths in files.items() for p in paths)
+    return _show([f"{_counted(count, 'file')}, {_counted(op_count, 'op')}: no faults"])
+
+
+def _kind(path: str) -> str:
+    name = Path(path).name.lower()
+    if name == oplists.FILE_NAMES["widest"]:
+        return "widest"
+    return "fp32" if "fp32" in name else "fp16" if "fp16" in name else "low"
+
+
+def _counted(count: int, noun: str) -> str:
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+# --- ops ---------------------------------------------------------------------------------------
+
+
+def _ops(options: argparse.Namespace) -> int:
+    loaded = _warned(policy.load_policy, **_list_options(options))
+    names = [name for name in ops.table() if ops.is_castable(name)]
+    names.sort(key=lambda name: (name.startswith("_"), name.lower()))
+    if options.pattern is not None:
+        matching = _matching(options.pattern, names)
+        if not matching:
+            _complain(_why_no_match(options.pattern, names))
+            return 1
+        names = matching
+    rows = [("op", "policy", "reason", "call sites")]
+    for name in names:
+        decision = loaded[name]
+        rows.append((name, _what(decision), decision.reason, ", ".join(_call_sites(name))))
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    return _show(
+        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
+        for row in rows
+    )
+
+
+def _matching(pattern: str, names: list[str]) -> list[str]:
+    """Returns the ``names`` that ``pattern`` means: one by any spelling first, then the others."""
+    if any(character in pattern for character in "*?["):
+        return [
+            name
+            for name in names
+            if fnmatch.fnmatchcase(name, pattern)
+            or any(fnmatch.fnmatchcase(site, pattern) for site in _call_sites(name))
+        ]
+    resolved = ops.resolve(pattern)
+    first = [resolved] if resolved in names else []
+    return first + [name for name in names if pattern in name and name != resolved]
+
+
+def _why_no_match(pattern: str, names: list[str]) -> str:
+    if ops.resolve(pattern) is not None:
+        return f"{pattern!r} computes nothing from tensors, so there is nothing to cast"
+    spellings = [spelling for spelling, name in ops.names().items() if name in names]
+    hint = suggestion(pattern, spellings) or "; hmpx ops without a pattern shows all"
+    return f"no op matches {pattern!r}{hint}"
+
+
+def _what(decision: Decision) -> str:
+    if decision.cast_policy is CastPolicy.PASS:
+        return "-"
+    if decision.cast_policy is CastPolicy.LOW and decision.dtype is not None:
+        return f"LOW {short_name(decision.dtype)}"
+    return decision.cast_policy.name
+
+
+def _call_sites(name: str) -> list[str]:
+    op = ops.table()[name]
+    sites = [site.qualified for site in (*op.sites, *op.followers)]
+    return [site for site in sites if not site.startswith("torch._VF.")] or sites
+
+
+# --- output ------------------------------------------------------------------------------------
+
+
+def _show(lines: Iterable[str], status: int = 0) -> int:
+    """Prints ``lines`` to stdout and returns ``status``; a reader that has seen enough is no fault."""
+    try:
+        for line in lines:
+            print(line)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        # what is still buffered goes nowhere, or the interpreter complains when it exits
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return status
+
+
+def _complain(message: str) -> None:
+    for line in message.splitlines():
+        print(f"hmpx: {line}", file=sys.stderr)
+
+
+def _warned(function: Callable[..., Any], **arguments: Any) -> Any:
+    """Calls ``function`` and prints what it warns of as messages of the command line."""
+    with warnings.catch_warnings(record=True) as caught:
+        result = function(**arguments)
+    for warning in caught:
+        _complain(f"warning: {warning.message}")
+    return result

@@ -1,0 +1,446 @@
+"""The lists that repeat torch.autocast's policy, against the installed torch.
+
+What the lists say is compared with torch's header (CUDA) and dispatcher (CPU); what they do, with
+the cases of torch's own autocast tests and with torch.autocast itself, which runs on fake tensors
+where there is no GPU.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo  # imported by torch itself at some first calls, which would look like a patch
+import torch._inductor
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.nn import functional
+from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, AutocastTestLists
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hmpx
+from hmpx import oplists, ops
+
+LISTS = oplists.directory()
+HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
+
+#: torch.autocast grows from release to release: the lists hold what this one has.
+WRITTEN_FOR = (2, 13)
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+KINDS = ("bf16", "fp32", "widest")
+
+#: The header's macros -> the list that holds what they name.
+MACROS = {
+    "AT_FORALL_LOWER_PRECISION_FP": "bf16",
+    "AT_FORALL_FP32": "fp32",
+    "AT_FORALL_FP32_SET_OPT_DTYPE": "fp32",
+    "AT_FORALL_DIFFERENT_REDISPATCH_SIGNATURE": "fp32",
+    "AT_FORALL_PROMOTE": "widest",
+}
+
+#: Ops in torch.autocast's policy that no Python callable reaches, so that no list can hold them.
+UNCALLABLE = {
+    "_thnn_fused_gru_cell": "called by gru_cell in C++ only",
+    "_thnn_fused_lstm_cell": "called by lstm_cell in C++ only",
+    "mkldnn_rnn_layer": "called by lstm in C++ only",
+    "multilabel_margin_loss_forward": "called by multilabel_margin_loss in C++ only",
+}
+
+#: Lines of the lists that are torch.autocast's errors, not its policy.
+BANNED = {("cuda", "fp32"): {"binary_cross_entropy"}}
+
+pytestmark = pytest.mark.filterwarnings("ignore", "error::hmpx.HmpxWarning")
+
+
+def listed(device_type: str, kind: str) -> dict[str, str]:
+    """Returns op -> the reason beside it, ``""`` for a line that is torch.autocast's own."""
+    text = (LISTS / f"autocast-{device_type}" / f"{kind}.txt").read_text()
+    found = (line.partition("#") for line in text.splitlines() if not line.startswith("#"))
+    return {name.strip(): reason.strip() for name, _, reason in found}
+
+
+def own(device_type: str, kind: str) -> set[str]:
+    """Returns the lines that are torch.autocast's own."""
+    return {name for name, reason in listed(device_type, kind).items() if not reason}
+
+
+def assert_same_names(expected: dict[str, set[str]], device_type: str) -> None:
+    """Compares torch's names by kind with the lists'; collects all differences."""
+    faults = []
+    for kind in KINDS:
+        known = expected[kind] - UNCALLABLE.keys()
+        faults += [f"{kind}.txt lacks {name}" for name in known - own(device_type, kind)]
+        if TORCH >= WRITTEN_FOR:
+            faults += [f"{kind}.txt has {name}" for name in own(device_type, kind) - known]
+    assert not faults, "\n".join(sorted(faults))
+
+
+# --- what the lists say --------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(
+    not HEADER.is_file() or next(iter(MACROS)) not in HEADER.read_text(),
+    reason="this torch ships without the header, or with one that does not list the ops",
+)
+def test_cuda_lists_are_those_of_the_header() -> None:
+    """Each macro's ops are in the list of its kind, and the lists hold no others."""
+    expected: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for macro, body in re.findall(
+        r"^#define (AT_FORALL_\w+)\(_\)((?:.*\\\n)*.*)$", HEADER.read_text(), re.MULTILINE
+    ):
+        if macro in MACROS:
+            expected[MACROS[macro]] |= set(re.findall(r"\b_\((?:ADD_NS\()?(\w+)", body))
+    assert all(expected.values())
+    assert_same_names(expected, "cuda")
+
+
+class CastsFirst(TorchDispatchMode):
+    """Collects the dtypes that inputs are cast to before anything else runs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+        self.is_done = False
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        kwargs = kwargs or {}
+        if func is torch.ops.aten._to_copy.default and not self.is_done:
+            self.dtypes.add(kwargs["dtype"])
+        else:
+            self.is_done = True
+        return func(*args, **kwargs)
+
+
+def any_argument(type_name: str, dtypes: Iterator[torch.dtype]) -> Any:
+    """Returns some value of a schema's type; its shape need not suit the op."""
+    if type_name.startswith("Optional"):
+        return None
+    if type_name == "Tensor":
+        return torch.ones(2, 2, 2, dtype=next(dtypes))
+    if type_name.startswith("List"):
+        item = type_name.removeprefix("List[").removesuffix("]")
+        return [any_argument(item, dtypes) for _ in range(3)]
+    return {"int": 1, "float": 0.5, "number": 1, "bool": False, "str": "valid"}[type_name]
+
+
+def first_casts(schema: Any, dtypes: tuple[torch.dtype, torch.dtype]) -> set[torch.dtype]:
+    """Returns what torch.autocast casts inputs of these dtypes, in turn, to."""
+    overload = getattr(getattr(torch.ops.aten, schema.name[6:]), schema.overload_name or "default")
+    alternating = itertools.cycle(dtypes)
+    args = [any_argument(str(a.type), alternating) for a in schema.arguments if not a.kwarg_only]
+    # Autocast casts before the kernel looks at the shapes, which it then may refuse.
+    refusal = contextlib.suppress(RuntimeError, IndexError, NotImplementedError)
+    with torch.no_grad(), torch.autocast("cpu", torch.bfloat16), CastsFirst() as casts, refusal:
+        overload(*args)
+    return casts.dtypes
+
+
+def kind_by_behaviour(schema: Any) -> str:
+    """Returns the list in which an op belongs by what torch.autocast does with its inputs."""
+    fp32, bf16 = torch.float32, torch.bfloat16
+    if bf16 in first_casts(schema, (fp32, fp32)):
+        return "bf16"
+    if fp32 in first_casts(schema, (bf16, bf16)):
+        return "fp32"
+    return "widest" if fp32 in first_casts(schema, (fp32, bf16)) else ""
+
+
+def registered_for_cpu() -> Iterator[Any]:
+    """Yields the schemas of the ops that have a kernel for torch.autocast on the CPU."""
+    for schema in torch._C._jit_get_all_schemas():
+        overload = f"{schema.name}.{schema.overload_name}".removesuffix(".")
+        if schema.name.startswith("aten::") and schema.name[6:] not in UNCALLABLE:
+            with contextlib.suppress(RuntimeError):  # an op of TorchScript's interpreter
+                if torch._C._dispatch_has_kernel_for_dispatch_key(overload, "AutocastCPU"):
+                    yield schema
+
+
+def test_cpu_lists_are_what_the_dispatcher_has() -> None:
+    """Each op registered for torch.autocast on the CPU is in the list that its casts ask for."""
+    expected: dict[str, set[str]] = {kind: set() for kind in KINDS}
+    for schema in registered_for_cpu():
+        kind = kind_by_behaviour(schema)
+        assert kind, f"{schema.name[6:]}: registered, but casts nothing"
+        expected[kind].add(schema.name[6:])
+    assert_same_names(expected, "cpu")
+
+
+def test_uncallable_ops_are_unknown() -> None:
+    """What the lists leave out because Python can't call it, they could not hold."""
+    assert not [name for name in UNCALLABLE if ops.resolve(name) is not None]
+
+
+# --- what the lists do ---------------------------------------------------------------------------
+
+#: Groups of torch's test cases -> the kind of list that they test; "" for ops in no list.
+GROUPS = {
+    "torch_16": "bf16",
+    "torch_fp16": "bf16",
+    "nn_16": "bf16",
+    "nn_fp16": "bf16",
+    "linalg_fp16": "bf16",
+    "methods_fp16": "bf16",
+    "torch_fp32": "fp32",
+    "nn_fp32": "fp32",
+    "methods_fp32": "fp32",
+    "torch_need_autocast_promote": "widest",
+    "torch_expect_builtin_promote": "",
+    "methods_expect_builtin_promote": "",
+    "banned": "fp32",
+}
+
+#: Cases of torch's tests in which hmpx does something else, on the CPU: device list, group, op.
+DEVIATIONS = {
+    ("cuda", "torch_fp16", "cudnn_convolution"): "no name in the header, and no kernel on the CPU",
+    ("cuda", "torch_fp16", "cudnn_convolution_transpose"): "as cudnn_convolution",
+    ("cuda", "torch_fp16", "einsum"): "torch's case has operands that do not suit its equation",
+    ("cuda", "torch_expect_builtin_promote", "equal"): "gives a bool, which has no dtype",
+}
+
+CASE_LISTS = {"cuda": AutocastTestLists, "cpu": AutocastCPUTestLists}
+LOW = torch.bfloat16
+LOW_DTYPES = (LOW, torch.float16)
+
+
+@functools.cache
+def policy(device_type: str, low: torch.dtype) -> hmpx.Policy:
+    """Returns the policy that a set's lists make."""
+    return hmpx.load_policy(lists=f"autocast-{device_type}", low_precision_type=low)
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists and tuples."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from tensors(item)
+
+
+def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tensor] | str:
+    """Returns the tensors that a call returns, or its error's text."""
+    try:
+        with torch.no_grad():
+            return list(tensors(function(*args, **kwargs)))
+    except (RuntimeError, AssertionError, TypeError, NotImplementedError) as error:
+        return f"{type(error).__name__}: {error}"
+
+
+def dtypes(result: list[Tensor] | str) -> Any:
+    """Returns the dtypes of an `outcome`."""
+    return result if isinstance(result, str) else [t.dtype for t in result]
+
+
+def cases(device_type: str) -> list[Any]:
+    """Returns (group, op, call, expected dtype) for each of torch's cases and each way to call it.
+
+    ``call(low)`` makes the call with arguments for that low-precision type.
+    """
+    found = []
+    lists = CASE_LISTS[device_type](torch.device("cpu"))
+    for group, kind in GROUPS.items():
+        for index, (op, *rest) in enumerate(getattr(lists, group, ())):
+            calls = [part for part in rest if isinstance(part, tuple)]
+            kwargs = next((part for part in rest if isinstance(part, dict)), {})
+            expected = next((part for part in rest if isinstance(part, torch.dtype)), None)
+            if op == "einsum":
+                calls = [(rest[0], *calls[0])]
+            namespaces = ["torch.Tensor"]
+            if not group.startswith("methods"):
+                namespaces += ["torch._C._nn" if group.startswith(("nn", "banned")) else "torch"]
+            for namespace in namespaces:
+                if not hasattr(ops.NAMESPACES[namespace], op):
+                    continue
+
+                def call(
+                    low: torch.dtype,
+                    op: str = op,
+                    namespace: str = namespace,
+                    calls: list[Any] = calls,
+                    kwargs: dict[str, Any] = kwargs,
+                ) -> list[Tensor] | str:
+                    # With two tuples of arguments the second is meant for float16.
+                    args = calls[-1] if low is torch.float16 else calls[0]
+                    return outcome(getattr(ops.NAMESPACES[namespace], op), *args, **kwargs)
+
+                name = f"{group}-{index}-{namespace.removeprefix('torch.')}.{op}"
+                found.append(pytest.param(group, op, call, expected or kind, id=name))
+    return found
+
+
+@pytest.mark.parametrize("device_type", CASE_LISTS)
+def test_all_groups_of_cases_are_known(device_type: str) -> None:
+    """A group that a new torch adds to its cases is noticed here."""
+    lists = vars(CASE_LISTS[device_type](torch.device("cpu")))
+    assert {name for name, value in lists.items() if isinstance(value, list)} <= GROUPS.keys()
+    known = {(device_type, case.values[0], case.values[1]) for case in cases(device_type)}
+    assert {key for key in DEVIATIONS if key[0] == device_type} <= known
+
+
+@pytest.mark.parametrize("low", LOW_DTYPES, ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("group", "op", "call", "expected"), cases("cuda"))
+def test_cuda_case_gives_the_dtype_that_torch_expects(
+    group: str, op: str, call: Any, expected: Any, low: torch.dtype
+) -> None:
+    """The cases of torch's autocast tests give under the lists, on the CPU, what their group says."""
+    with hmpx.convert(policy=policy("cuda", low), device_types={"cpu"}):
+        actual = call(low)
+    dtype = {"bf16": low, "fp32": torch.float32, "widest": torch.float32}.get(expected, expected)
+    deviates = isinstance(actual, str) or {t.dtype for t in actual} != {dtype}
+    assert deviates == (("cuda", group, op) in DEVIATIONS), (dtypes(actual), dtype)
+
+
+@pytest.mark.parametrize("low", LOW_DTYPES, ids=["bf16", "fp16"])
+@pytest.mark.parametrize(("group", "op", "call", "expected"), cases("cpu"))
+def test_cpu_case_equals_torch_autocast(
+    group: str, op: str, call: Any, expected: Any, low: torch.dtype
+) -> None:
+    """The cases of torch's autocast tests give under the lists what torch.autocast gives, exactly."""
+    with torch.autocast("cpu", low):
+        wanted = call(low)
+    with hmpx.convert(policy=policy("cpu", low), device_types={"cpu"}):
+        actual = call(low)
+    deviates = dtypes(actual) != dtypes(wanted) or (
+        not isinstance(actual, str)
+        and not all(torch.equal(a, b) for a, b in zip(actual, wanted, strict=True))
+    )
+    assert deviates == (("cpu", group, op) in DEVIATIONS), (actual, wanted)
+
+
+# --- ops inside which torch.autocast casts -------------------------------------------------------
+
+_T = Callable[..., Tensor]
+
+
+def _rnn(op: str, gates: int, states: int) -> Callable[[_T], Any]:
+    def call(t: _T) -> Any:
+        hidden = (t(1, 2, 5), t(1, 2, 5)) if states == 2 else t(1, 2, 5)
+        weights = [t(gates * 5, 4), t(gates * 5, 5), t(gates * 5), t(gates * 5)]
+        settings = (True, 1, 0.0, False, False, False)
+        return getattr(torch, op)(t(3, 2, 4), hidden, weights, *settings)
+
+    return call
+
+
+#: Calls that show the cast; ``t`` makes a tensor of a shape, in turn of the dtypes given.
+INSIDE: dict[str, Callable[[_T], Any]] = {
+    "chain_matmul": lambda t: torch.chain_matmul(t(2, 3), t(3, 4), t(4, 2)),
+    "cross_entropy": lambda t: functional.cross_entropy(t(3, 4), t(3, 4)),
+    "cumulative_trapezoid": lambda t: torch.cumulative_trapezoid(t(2, 3)),
+    "einsum": lambda t: torch.einsum("ij,jk->ik", t(2, 3), t(3, 4)),
+    "grid_sample": lambda t: functional.grid_sample(
+        t(1, 2, 5, 5), t(1, 3, 3, 2), align_corners=False
+    ),
+    "gru": _rnn("gru", gates=3, states=1),
+    "inner": lambda t: torch.inner(t(2, 3), t(4, 3)),
+    "linalg_multi_dot": lambda t: torch.linalg.multi_dot([t(2, 3), t(3, 4), t(4, 2)]),
+    "linalg_norm": lambda t: torch.linalg.norm(t(3)),
+    "lstm": _rnn("lstm", gates=4, states=2),
+    "pairwise_distance": lambda t: functional.pairwise_distance(t(2, 3), t(2, 3)),
+    "rnn_relu": _rnn("rnn_relu", gates=1, states=1),
+    "rnn_tanh": _rnn("rnn_tanh", gates=1, states=1),
+    "square": lambda t: torch.square(t(3)),
+    "sum_to_size": lambda t: t(2, 3).sum_to_size(1, 3),
+    "tensordot": lambda t: torch.tensordot(t(2, 3), t(3, 4), dims=1),
+    "trapezoid": lambda t: torch.trapezoid(t(2, 3)),
+    "trapz": lambda t: torch.trapz(t(2, 3)),
+}
+
+#: Errors of torch.autocast's own run that come from this machine.
+UNABLE = {
+    "not linked with support for cuda": "fake CUDA tensors reach a kernel that a CPU build lacks",
+    "not compiled with CUDA": "fake CUDA tensors reach a kernel that a CPU build lacks",
+    "could not create a primitive descriptor": "this CPU has no kernel for the low-precision type",
+}
+
+
+def reasoned(device_type: str) -> list[tuple[str, str, str]]:
+    """Returns (kind, op, inner ops) for the lines that are no line of torch's."""
+    return [
+        (kind, name, reason)
+        for kind in KINDS
+        for name, reason in listed(device_type, kind).items()
+        if reason and name not in BANNED.get((device_type, kind), ())
+    ]
+
+
+@contextlib.contextmanager
+def autocast(device_type: str) -> Iterator[None]:
+    """Switches torch.autocast on, for fake tensors of an absent device too."""
+    torch.set_autocast_dtype(device_type, torch.bfloat16)
+    torch.set_autocast_enabled(device_type, True)
+    try:
+        yield
+    finally:
+        torch.set_autocast_enabled(device_type, False)
+        torch.clear_autocast_cache()
+
+
+REASONED = [(device_type, *row) for device_type in ("cuda", "cpu") for row in reasoned(device_type)]
+
+
+@pytest.mark.parametrize(("device_type", "kind", "name", "reason"), REASONED)
+def test_line_stands_for_a_cast_inside_the_op(
+    device_type: str, kind: str, name: str, reason: str, tmp_path: Path
+) -> None:
+    """Only with the line the op gives the dtype that it gives under torch.autocast."""
+    inner = set(reason.split(", "))
+    assert inner <= own(device_type, kind) | UNCALLABLE.keys()
+    pattern = {
+        "bf16": (torch.float32, torch.float32),
+        "fp32": (torch.bfloat16, torch.bfloat16),
+        "widest": (torch.bfloat16, torch.float32),
+    }[kind]
+    mode = FakeTensorMode() if device_type == "cuda" else contextlib.nullcontext()
+
+    def run() -> Any:
+        remaining = itertools.cycle(pattern)
+
+        def tensor(*shape: int) -> Tensor:
+            if device_type == "cpu":
+                return torch.ones(shape, dtype=next(remaining))
+            meta = torch.empty(shape, dtype=next(remaining), device="meta")
+            return FakeTensor(mode, meta, torch.device("cuda", 0))
+
+        return dtypes(outcome(INSIDE[name], tensor))
+
+    with mode:
+        with autocast(device_type):
+            expected = run()
+        for text, why in UNABLE.items():
+            if isinstance(expected, str) and text in expected:
+                pytest.skip(why)
+        with hmpx.convert(policy=policy(device_type, LOW), device_types={device_type}):
+            assert run() == expected
+        for path in (LISTS / f"autocast-{device_type}").iterdir():
+            lines = path.read_text().splitlines()
+            kept = [line for line in lines if line != f"{name}  # {reason}"]
+            (tmp_path / path.name).write_text("\n".join(kept))
+        with hmpx.convert(lists=tmp_path, device_types={device_type}):
+            assert run() != expected
+
+
+def test_binary_cross_entropy_runs_where_torch_autocast_refuses_it() -> None:
+    """torch.autocast on CUDA raises, as float16 inputs lose what the loss needs: fp32 does not."""
+    mode = FakeTensorMode()
+    with mode:
+        meta = torch.empty(3, dtype=torch.float32, device="meta")
+        fake = FakeTensor(mode, meta, torch.device("cuda", 0))
+        with autocast("cuda"):
+            refused = outcome(functional.binary_cross_entropy, fake, fake)
+    assert isinstance(refused, str)
+    assert "unsafe to autocast" in refused
+    probabilities = torch.full((3,), 0.5, dtype=torch.bfloat16)
+    with hmpx.convert(policy=policy("cuda", LOW), device_types={"cpu"}):
+        assert functional.binary_cross_entropy(probabilities, probabilities).dtype is torch.float32

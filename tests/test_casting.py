@@ -1,0 +1,544 @@
+"""The rules on single calls: every form of a call, per thread off switch, retired wrappers."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import hmpx
+from hmpx import Policy, casting
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+
+
+def low(*names: str) -> hmpx.Session:
+    return hmpx.convert(policy=Policy.from_ops(low=names))
+
+
+def x(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
+    torch.manual_seed(0)
+    return torch.rand(shape or (4, 4)).to(dtype)
+
+
+# --- LOW and FP32 -------------------------------------------------------------------------------
+
+CALLS = {
+    "function": lambda a, b: torch.matmul(a, b),
+    "method": lambda a, b: a.matmul(b),
+    "operator": lambda a, b: a @ b,
+    "unbound method": lambda a, b: torch.Tensor.matmul(a, b),
+    "torch.linalg": lambda a, b: torch.linalg.matmul(a, b),
+    "keyword": lambda a, b: torch.matmul(a, other=b),
+    "all keywords": lambda a, b: torch.matmul(input=a, other=b),
+    "all keywords, reversed": lambda a, b: torch.matmul(other=b, input=a),
+    "reflected dunder": lambda a, b: torch.Tensor.__rmatmul__(b, a),
+}
+
+
+@pytest.mark.parametrize("spelling", CALLS)
+@pytest.mark.parametrize("dtypes", [(FP32, FP32), (BF16, FP32), (FP32, FP16), (BF16, BF16)])
+def test_low_casts_every_spelling(spelling: str, dtypes: tuple[torch.dtype, torch.dtype]) -> None:
+    """A LOW op gives exactly what it gives on inputs rounded by hand."""
+    a, b = x(dtype=dtypes[0]), x(dtype=dtypes[1])
+    expected = CALLS["function"](a.to(BF16), b.to(BF16))
+    with low("matmul"):
+        actual = CALLS[spelling](a, b)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "result"),
+    [
+        ((FP32, FP32), FP32),
+        ((BF16, BF16), FP32),
+        ((FP16, BF16), FP32),
+        ((FP64, FP64), FP64),
+        ((torch.complex64, torch.complex64), torch.complex64),
+    ],
+)
+def test_fp32_raises_only_low_precision(
+    dtypes: tuple[torch.dtype, torch.dtype], result: torch.dtype
+) -> None:
+    """FP32 casts bfloat16 and float16 up; float64 and complex stay."""
+    a, b = x(dtype=dtypes[0]), x(dtype=dtypes[1])
+    with hmpx.convert(policy=Policy.from_ops(fp32=["matmul"])):
+        assert (a @ b).dtype is result
+
+
+@pytest.mark.parametrize("kind", ["low", "fp32"])
+def test_a_float64_input_leaves_the_call_untouched(kind: str) -> None:
+    """LOW and FP32 do nothing beside a float64, so torch's own promotion decides."""
+    for other in (FP32, BF16):
+        with hmpx.convert(policy=Policy.from_ops(**{kind: ["mul"]})):
+            assert (x(dtype=FP64) * x(dtype=other)).dtype is FP64
+            assert torch.mul(x(dtype=other), x(dtype=FP64)).dtype is FP64
+        with (
+            hmpx.convert(policy=Policy.from_ops(**{kind: ["matmul"]})),
+            pytest.raises(RuntimeError, match=r"same dtype|expected scalar type"),
+        ):
+            x(dtype=FP64) @ x(dtype=other)
+
+
+def test_integers_bools_and_numbers_are_not_cast() -> None:
+    """Only floating tensors are cast; the others reach torch as they are."""
+    with low("mul", "embedding"):
+        assert (torch.arange(3) * 2).dtype is torch.int64
+        assert (torch.arange(3) * 2.0).dtype is FP32
+        assert (x(3) * torch.arange(3)).dtype is BF16
+        assert (x(3) * True).dtype is BF16
+        assert F.embedding(torch.tensor([0, 1]), x(4, 2)).dtype is BF16
+
+
+@pytest.mark.filterwarnings("ignore:.*quantize.*deprecated:UserWarning")
+def test_sparse_and_quantized_tensors_are_left_alone() -> None:
+    """A sparse or quantized input keeps torch's own behaviour for the whole call."""
+    sparse = x(3, 3).to_sparse()
+    expected = torch.mm(sparse, x(3, 3))
+    quantized = torch.quantize_per_tensor(x(3), 0.1, 0, torch.qint8)
+    with low("mm", "relu"):
+        torch.testing.assert_close(torch.mm(sparse, x(3, 3)), expected, rtol=0, atol=0)
+        assert torch.relu(quantized).dtype is torch.qint8
+
+
+def test_tensors_in_nested_lists_and_keywords_are_cast() -> None:
+    """``cat``, ``einsum``, RNN weights: tensors inside lists and tuples count."""
+    lstm = nn.LSTM(4, 3)
+    with low("cat", "einsum", "lstm", "scaled_dot_product_attention"):
+        assert torch.cat([x(), x(dtype=BF16)]).dtype is BF16
+        assert torch.cat(tensors=(x(), x()), dim=0).dtype is BF16
+        assert torch.einsum("ij,jk->ik", x(), x()).dtype is BF16
+        assert torch.einsum("ij,jk->ik", [x(), x()]).dtype is BF16
+        output, (h, c) = lstm(x(5, 2, 4))
+        assert output.dtype is h.dtype is c.dtype is BF16
+        q = x(1, 2, 4, 4)
+        mask = x(4, 4)
+        assert F.scaled_dot_product_attention(q, q, q, attn_mask=mask).dtype is BF16
+        assert F.scaled_dot_product_attention(query=q, key=q, value=q).dtype is BF16
+
+
+def test_arguments_are_not_mutated() -> None:
+    """Casting builds new lists and dicts; the caller's are as they were."""
+    tensors, keywords = [x(), x()], {"other": x()}
+    inside = list(tensors)
+    with low("cat", "matmul"):
+        torch.cat(tensors)
+        torch.matmul(x(), **keywords)
+    assert all(a is b for a, b in zip(tensors, inside, strict=True))
+    assert keywords["other"].dtype is FP32
+
+
+def test_gradients_come_back_in_the_parameters_dtype() -> None:
+    """The cast is differentiable: fp32 weights get fp32 gradients, as with casts by hand."""
+    weight = nn.Parameter(x())
+    (x(dtype=BF16) @ weight.bfloat16()).sum().backward()
+    expected = weight.grad
+    weight.grad = None
+    with low("matmul"):
+        (x() @ weight).sum().backward()
+    assert weight.grad is not None
+    torch.testing.assert_close(weight.grad, expected, rtol=0, atol=0)
+
+
+def test_parameters_and_tensor_subclasses_are_cast() -> None:
+    """A subclass stays one through the cast."""
+
+    class Tagged(Tensor):
+        pass
+
+    with low("matmul"):
+        out = x().as_subclass(Tagged) @ nn.Parameter(x())
+    assert type(out) is Tagged
+    assert out.dtype is BF16
+
+
+def test_other_devices_are_not_cast() -> None:
+    """Only tensors on a device type in ``device_types`` are eligible."""
+    with hmpx.convert(policy=Policy.from_ops(low=["matmul"]), device_types={"cuda"}):
+        assert (x() @ x()).dtype is FP32
+    with hmpx.convert(policy=Policy.from_ops(low=["matmul"]), device_types={"meta", "cuda"}):
+        meta = torch.empty(4, 4, device="meta")
+        assert (meta @ meta).dtype is BF16
+        assert (x() @ x()).dtype is FP32
+
+
+@pytest.mark.parametrize("name", ["T", "mT"])
+def test_properties_can_be_listed(name: str) -> None:
+    """``x.T`` is an op like any other when a list names it."""
+    with low(name):
+        assert getattr(x(), name).dtype is BF16
+    assert getattr(x(), name).dtype is FP32
+
+
+def test_real_keeps_its_setter_when_listed() -> None:
+    """A listed property can still be assigned to."""
+    value = torch.zeros(2, dtype=torch.complex64)
+    with low("real"):
+        value.real = torch.ones(2)
+    assert value.real.tolist() == [1.0, 1.0]
+
+
+# --- WIDEST and FIRST ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("dtypes", "expected"),
+    [
+        ((FP32, BF16), FP32),
+        ((BF16, FP32), FP32),
+        ((BF16, FP16), FP32),
+        ((BF16, BF16), BF16),
+        ((FP64, FP32), FP64),
+        ((FP16, FP64), FP64),
+    ],
+)
+@pytest.mark.parametrize("name", ["cross", "baddbmm", "add", "stack"])
+def test_widest_is_torchs_result_type(
+    name: str, dtypes: tuple[torch.dtype, torch.dtype], expected: torch.dtype
+) -> None:
+    """Whether torch promotes by itself or the wrapper casts, the type is `result_type`'s."""
+    a, b = x(1, 3, 3, dtype=dtypes[0]), x(1, 3, 3, dtype=dtypes[1])
+    call = {
+        "cross": lambda: torch.cross(a, b, dim=-1),
+        "baddbmm": lambda: torch.baddbmm(a, b, b),
+        "add": lambda: a + b,
+        "stack": lambda: torch.stack([a, b]),
+    }[name]
+    with hmpx.convert(policy=Policy.from_ops(widest=[name])):
+        assert call().dtype is expected is torch.result_type(a, b)
+
+
+def test_a_0dim_tensor_does_not_widen_a_dimensioned_one() -> None:
+    """As in `torch.result_type`; Python numbers never widen."""
+    tensors = [x(3, dtype=BF16), torch.tensor(2.0)]
+    assert casting.widest(tensors) is BF16 is torch.result_type(*tensors)
+    assert casting.widest([torch.tensor(2.0), torch.tensor(1.0, dtype=BF16)]) is FP32
+    with hmpx.convert(policy=Policy.from_ops(widest=["add", "heaviside"])):
+        assert (tensors[0] + 2.0).dtype is BF16
+        assert torch.heaviside(*tensors).dtype is BF16
+
+
+@pytest.mark.parametrize("first", [FP32, BF16])
+@pytest.mark.parametrize("second", [FP32, BF16])
+def test_first_follows_the_first_floating_argument_of_the_signature(
+    first: torch.dtype, second: torch.dtype
+) -> None:
+    """Keyword order does not matter: the first is the first in the op's signature."""
+    a, w, b = x(dtype=first), x(dtype=second), x(4, dtype=second)
+    with hmpx.convert(policy=Policy.from_ops(first=["linear", "index_put", "embedding_bag"])):
+        assert F.linear(a, w, b).dtype is first
+        assert F.linear(bias=b, weight=w, input=a).dtype is first
+        assert torch.index_put(a, (torch.tensor([0]),), x(4, dtype=second)).dtype is first
+        bags = F.embedding_bag(
+            torch.tensor([[0, 1]]), a, mode="sum", per_sample_weights=x(1, 2, dtype=second)
+        )
+        assert bags.dtype is first
+
+
+# --- in place and out= --------------------------------------------------------------------------
+
+IN_PLACE = {
+    "x += y": lambda a, b: a.__iadd__(b),
+    "add_": lambda a, b: a.add_(b),
+    "mul_": lambda a, b: a.mul_(b),
+    "addmm_": lambda a, b: a.addmm_(b, b),
+    "lerp_": lambda a, b: a.lerp_(b, 0.5),
+    "lerp_ weight": lambda a, b: a.lerp_(b, b),
+    "copy by index": lambda a, b: a.__setitem__(slice(0, 2), b[:2]),
+    "mask": lambda a, b: a.__setitem__(torch.eye(4, dtype=torch.bool), b[0]),
+    "index_put_": lambda a, b: a.index_put_((torch.tensor([0, 1]),), b[:2]),
+    "scatter_add_": lambda a, b: a.scatter_add_(0, torch.zeros(4, 4, dtype=torch.int64), b),
+    "add out": lambda a, b: torch.add(b, b, out=a),
+    "mm out": lambda a, b: torch.mm(b, b, out=a),
+    "addmm out": lambda a, b: torch.addmm(b, b, b, out=a),
+}
+LISTED = ("add", "iadd", "mul", "addmm", "lerp", "mm", "index_put", "setitem", "scatter_add")
+
+
+@pytest.mark.parametrize("kind", ["low", "fp32", "first"])
+@pytest.mark.parametrize("target", [FP32, BF16])
+@pytest.mark.parametrize("source", [FP32, BF16])
+@pytest.mark.parametrize("form", IN_PLACE)
+def test_in_place_targets_keep_dtype_and_storage(
+    form: str, source: torch.dtype, target: torch.dtype, kind: str
+) -> None:
+    """Whatever the lists say, the tensor written to keeps its dtype, its storage and its update."""
+    a, b = x(dtype=target), x(dtype=source)
+    expected = a.clone()
+    promotes = form in ("x += y", "add_", "mul_", "add out", "copy by index")
+    IN_PLACE[form](expected, b if promotes else b.to(target))
+    pointer = a.data_ptr()
+    with hmpx.convert(policy=Policy.from_ops(**{kind: LISTED})):
+        IN_PLACE[form](a, b)
+    assert a.dtype is target
+    assert a.data_ptr() == pointer
+    torch.testing.assert_close(a, expected, rtol=0, atol=0)
+
+
+def test_iadd_in_the_low_list_still_updates_the_parameter() -> None:
+    """``p += u`` must reach p's storage: HMP's lists name ``iadd``."""
+    p = x()
+    alias = p.view(-1)
+    with low("iadd", "add"):
+        p += torch.ones(4, 4, dtype=BF16)
+    assert p.dtype is FP32
+    torch.testing.assert_close(alias.view(4, 4), x() + 1, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["relu", "leaky_relu", "dropout", "dropout2d", "elu"])
+def test_inplace_flag_keeps_the_inputs_dtype(name: str) -> None:
+    """``F.relu(x, inplace=True)`` writes to x although relu is listed."""
+    a = x(1, 2, 4, 4) - 0.5
+    with low(name):
+        out = getattr(F, name)(a, inplace=True)
+        assert getattr(F, name)(x(1, 2, 4, 4)).dtype is BF16
+    assert out.dtype is FP32
+    assert out.data_ptr() == a.data_ptr()
+
+
+# --- norms --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("training", [True, False])
+def test_batch_norm_buffers_are_never_cast(training: bool) -> None:
+    """Running statistics keep their dtype and are updated in place; weights stay fp32 on the CPU."""
+    norm = nn.BatchNorm2d(3).train(training)
+    reference = nn.BatchNorm2d(3).train(training)
+    expected = reference(x(2, 3, 4, 4).bfloat16())
+    with low("batch_norm"):
+        actual = norm(x(2, 3, 4, 4))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert actual.dtype is BF16
+    assert norm.running_mean is not None
+    assert norm.running_mean.dtype is FP32
+    torch.testing.assert_close(norm.running_mean, reference.running_mean, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weight_dtype", [FP32, BF16])
+@pytest.mark.parametrize("input_dtype", [FP32, BF16])
+@pytest.mark.parametrize("kind", ["low", "fp32", "first"])
+def test_layer_norm_weights_follow_only_where_the_kernel_refuses(
+    kind: str, input_dtype: torch.dtype, weight_dtype: torch.dtype
+) -> None:
+    """On the CPU fp32 weights stay beside a bf16 input; the output has the input's cast dtype."""
+    a, w = x(4, 8, dtype=input_dtype), x(8, dtype=weight_dtype)
+    want = {"low": BF16, "fp32": FP32, "first": input_dtype}[kind]
+    keeps = want is BF16 and weight_dtype is FP32
+    expected = F.layer_norm(
+        a.to(want), (8,), w if keeps else w.to(want), w if keeps else w.to(want)
+    )
+    with hmpx.convert(policy=Policy.from_ops(**{kind: ["layer_norm"]})):
+        actual = F.layer_norm(a, (8,), w, w)
+        by_name = torch.layer_norm(a, normalized_shape=(8,), weight=w, bias=w)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    torch.testing.assert_close(by_name, expected, rtol=0, atol=0)
+
+
+# --- atomic ops ---------------------------------------------------------------------------------
+
+
+def test_a_listed_python_op_is_atomic() -> None:
+    """Inside a listed op that is implemented in Python the patched ops do not cast again."""
+    attention = nn.MultiheadAttention(8, 2)
+    a = x(3, 1, 8)
+    expected, _ = attention(a, a, a)
+    policy = Policy.from_ops(
+        fp32=["multi_head_attention_forward"], low=["linear", "bmm", "softmax", "baddbmm"]
+    )
+    with hmpx.convert(policy=policy):
+        actual, _ = attention(a, a, a)
+        assert F.linear(x(), x()).dtype is BF16
+        assert hmpx.casts_enabled()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_an_exception_inside_a_listed_python_op_leaves_casts_on() -> None:
+    """The atomic region closes however the op is left."""
+    with low("normalize", "matmul"):
+        with pytest.raises(AttributeError, match="'str' object has no attribute 'norm'"):
+            F.normalize("no tensor")
+        assert hmpx.casts_enabled()
+        assert (x() @ x()).dtype is BF16
+
+
+def test_errors_of_the_op_pass_through_unchanged() -> None:
+    """A wrong call fails as it does on unpatched torch, in type and text."""
+    calls = [
+        lambda: F.linear(x(2, 3), x(5, 7)),
+        lambda: F.linear([1.0], x()),
+        lambda: torch.matmul(x()),
+        lambda: torch.matmul(),
+        lambda: x() @ "text",
+        lambda: torch.softmax(x(), 7),
+        lambda: torch.softmax(x(), dim=0, nonsense=1),
+    ]
+    for call in calls:
+        with hmpx.disable_casts(), pytest.raises((RuntimeError, TypeError, IndexError)) as expected:
+            call()
+        with (
+            low("linear", "matmul", "softmax"),
+            pytest.raises(expected.type) as actual,
+        ):
+            call()
+        first = str(expected.value).split("\n")[0]
+        assert str(actual.value).split("\n")[0].replace("c10::BFloat16", "float") == first
+
+
+# --- on and off ---------------------------------------------------------------------------------
+
+
+def cast_dtype() -> torch.dtype:
+    return (x() @ x()).dtype
+
+
+def test_disable_casts_nests_and_restores() -> None:
+    """The inner block's end does not switch casting back on, HMP's well-known fault."""
+    with low("matmul"):
+        with hmpx.disable_casts():
+            with hmpx.disable_casts():
+                assert cast_dtype() is FP32
+            assert cast_dtype() is FP32
+            assert not hmpx.casts_enabled()
+        assert cast_dtype() is BF16
+
+
+def test_disable_casts_restores_after_an_exception() -> None:
+    """The state is restored in ``finally``."""
+    with low("matmul"):
+        with pytest.raises(ZeroDivisionError), hmpx.disable_casts():
+            1 / 0  # noqa: B018
+        assert hmpx.casts_enabled()
+        assert cast_dtype() is BF16
+
+
+def test_one_instance_of_disable_casts_can_be_entered_twice() -> None:
+    """The object holds no state of its own."""
+    off = hmpx.disable_casts()
+    with low("matmul"):
+        with off, off:
+            assert cast_dtype() is FP32
+        assert cast_dtype() is BF16
+
+
+def test_disable_casts_decorates_functions_generators_and_coroutines() -> None:
+    """Off inside the decorated code only, also between the yields of a generator."""
+
+    @hmpx.disable_casts()
+    def function() -> torch.dtype:
+        return cast_dtype()
+
+    @hmpx.disable_casts()
+    def generator() -> Iterator[torch.dtype]:
+        sent = yield cast_dtype()
+        assert sent == "sent"
+        try:
+            yield cast_dtype()
+        except KeyError:
+            yield cast_dtype()
+
+    @hmpx.disable_casts()
+    async def coroutine() -> torch.dtype:
+        await asyncio.sleep(0)
+        return cast_dtype()
+
+    with low("matmul"):
+        assert function() is FP32
+        running = generator()
+        assert next(running) is FP32
+        assert cast_dtype() is BF16
+        assert running.send("sent") is FP32
+        assert running.throw(KeyError()) is FP32
+        assert cast_dtype() is BF16
+        assert list(running) == []
+        assert asyncio.run(coroutine()) is FP32
+        assert cast_dtype() is BF16
+        assert function.__name__ == "function"
+
+
+def test_disable_casts_refuses_an_async_generator() -> None:
+    """It can't be decorated rightly, and says what to write instead."""
+
+    async def stream():
+        yield 1
+
+    with pytest.raises(TypeError, match=r"async generator .*stream; use `with disable_casts"):
+        hmpx.disable_casts()(stream)
+
+
+def test_disable_casts_holds_for_its_thread_and_task_only() -> None:
+    """Another thread, and another asyncio task, cast while this one does not."""
+    inside, leave = threading.Event(), threading.Event()
+    seen: dict[str, torch.dtype] = {}
+
+    def disabled() -> None:
+        with hmpx.disable_casts():
+            inside.set()
+            leave.wait(10)
+            seen["disabled"] = cast_dtype()
+
+    async def task(off: bool, barrier: asyncio.Event) -> torch.dtype:
+        if off:
+            with hmpx.disable_casts():
+                barrier.set()
+                await asyncio.sleep(0.01)
+                return cast_dtype()
+        await barrier.wait()
+        return cast_dtype()
+
+    async def both() -> list[torch.dtype]:
+        barrier = asyncio.Event()
+        return await asyncio.gather(task(True, barrier), task(False, barrier))
+
+    with low("matmul"):
+        thread = threading.Thread(target=disabled)
+        thread.start()
+        inside.wait(10)
+        assert cast_dtype() is BF16
+        leave.set()
+        thread.join()
+        assert seen == {"disabled": FP32}
+        assert asyncio.run(both()) == [FP32, BF16]
+
+
+# --- references kept ----------------------------------------------------------------------------
+
+
+def test_a_reference_kept_over_revert_acts_as_the_original() -> None:
+    """``from torch import matmul`` during a conversion must not go on casting after it."""
+    with low("matmul", "normalize"):
+        kept, kept_python = torch.matmul, F.normalize
+        assert kept(x(), x()).dtype is BF16
+    assert kept(x(), x()).dtype is FP32
+    assert kept_python(x()).dtype is FP32
+    assert torch.matmul is not kept
+
+
+def test_nothing_is_cast_below_the_dispatcher() -> None:
+    """Decompositions and meta functions, which call torch's own functions, see no casts."""
+    seen: list[torch.dtype] = []
+
+    class Decomposing(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            if func is torch.ops.aten.exp.default:
+                seen.append(torch.matmul(x(), x()).dtype)
+            return func(*args, **(kwargs or {}))
+
+    with low("matmul"), Decomposing():
+        torch.exp(x())
+        assert torch.matmul(x(), x()).dtype is BF16
+    assert seen == [FP32]
+
+
+def test_fake_tensors_are_cast_once() -> None:
+    """Under FakeTensorMode sdpa's meta function calls softmax: it must not cast that again."""
+    with low("softmax", "scaled_dot_product_attention"), FakeTensorMode():
+        q = torch.rand(1, 2, 4, 8)
+        assert F.scaled_dot_product_attention(q, q, q).dtype is BF16
+        assert torch.softmax(q, -1).dtype is BF16

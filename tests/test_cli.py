@@ -1,0 +1,450 @@
+"""The command line: what it prints, and its exit status; ``run`` against python itself."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+
+from hmpx import cli, ops
+
+
+class Outcome(NamedTuple):
+    """Exit status and output of a process."""
+
+    status: int
+    out: str
+    err: str
+
+
+HMPX = [sys.executable, "-m", "hmpx"]
+RUN = [*HMPX, "run"]
+PYTHON = [sys.executable]
+
+
+def finish(command: list[str], directory: Path) -> Outcome:
+    """Returns what ``command`` gives when it is run in ``directory``."""
+    finished = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
+    return Outcome(finished.returncode, finished.stdout, finished.stderr)
+
+
+#: Forks one child a command line, so that torch is imported once for all of them. `main` is called
+#: at the top of the program: what leaves it meets the interpreter, as it does in ``python -m hmpx``.
+FORKING = """
+import json, os, sys
+from hmpx import cli
+
+for number, arguments in enumerate(json.loads(sys.argv[1])):
+    child = os.fork()
+    if not child:
+        for descriptor, name in ((1, "out"), (2, "err")):
+            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
+        sys.argv = ["hmpx", *arguments]
+        sys.exit(cli.main())
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+"""
+
+
+def finish_all(command_lines: list[list[str]], directory: Path) -> list[Outcome]:
+    """Returns what each of ``hmpx``'s ``command_lines`` gives."""
+    finished = finish([*PYTHON, "-c", FORKING, json.dumps(command_lines)], directory)
+    assert (finished.status, finished.err) == (0, "")
+    return [
+        Outcome(int(status), *((directory / f"{i}.{n}").read_text() for n in ("out", "err")))
+        for i, status in enumerate(finished.out.split())
+    ]
+
+
+def write(directory: Path, name: str, text: str) -> str:
+    """Writes ``text`` to a file in ``directory`` and returns its name there."""
+    path = directory / name
+    path.parent.mkdir(exist_ok=True)
+    path.write_text(text)
+    return name
+
+
+@pytest.fixture
+def directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """Returns an empty directory, the current one during the test."""
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+# --- check -------------------------------------------------------------------------------------
+
+
+def test_check_prints_every_fault_with_file_and_line(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Unknown names, doubled lines and conflicts are all found in one go."""
+    write(directory, "my_bf16.txt", "matmul\nmatmull\nmatmul\nsoftmax\n")
+    write(directory, "my_fp32.txt", "div\nF.softmax\n")
+    assert cli.main(["check", "my_bf16.txt", "my_fp32.txt", "absent.txt"]) == 1
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "absent.txt: no such file; give the path of an op list",
+        "my_bf16.txt:2: unknown op 'matmull'; did you mean 'matmul'?",
+        "my_bf16.txt:3: 'matmul' stands in this list already, at my_bf16.txt:1; "
+        "remove one of the lines",
+        "my_fp32.txt:2: 'F.softmax' is in two lists: it is the op 'softmax', as 'softmax' at "
+        "my_bf16.txt:4 is; keep one of the lines",
+    ]
+
+
+def test_check_counts_files_and_ops_of_clean_lists(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Clean lists give one line and status 0."""
+    write(directory, "my_bf16.txt", "matmul\n")
+    write(directory, "my_fp32.txt", "softmax\ndiv\n")
+    assert cli.main(["check", "my_bf16.txt", "my_fp32.txt"]) == 0
+    assert cli.main(["check", "my_bf16.txt"]) == 0
+    assert capsys.readouterr().out == "2 files, 3 ops: no faults\n1 file, 1 op: no faults\n"
+
+
+@pytest.mark.parametrize(
+    ("arguments", "status"),
+    [
+        (["a.txt", "b.txt"], 0),  # two low-precision lists
+        (["a.txt", "b_fp32.txt"], 1),
+        (["a.txt", "b_FP16.txt"], 1),
+        (["a.txt", "widest.txt"], 0),  # the other lists outrank it
+        (["a.txt", "--fp32", "b.txt"], 1),
+        (["--fp16", "a.txt", "--fp32", "b.txt"], 1),
+        (["--bf16", "b_fp32.txt", "--bf16", "a.txt"], 0),
+    ],
+)
+def test_check_reads_a_list_as_its_name_or_option_says(
+    directory: Path, arguments: list[str], status: int
+) -> None:
+    """One op in two files is a fault only if they are lists of different kinds."""
+    for name in ("a.txt", "b.txt", "b_fp32.txt", "b_FP16.txt", "widest.txt"):
+        write(directory, name, "mul\n")
+    assert cli.main(["check", *arguments]) == status
+
+
+# --- ops ---------------------------------------------------------------------------------------
+
+
+def table(arguments: list[str], capsys: pytest.CaptureFixture[str]) -> list[list[str]]:
+    """Returns the rows, without the header, that ``hmpx ops`` prints, cell by cell."""
+    assert cli.main(["ops", *arguments]) == 0
+    header, *rows = capsys.readouterr().out.splitlines()
+    starts = [header.index(title) for title in ("op", "policy", "reason", "call sites")]
+    ends = [*starts[1:], None]
+    return [[row[a:b].strip() for a, b in zip(starts, ends, strict=True)] for row in rows]
+
+
+def test_ops_shows_policy_reason_and_call_sites(capsys: pytest.CaptureFixture[str]) -> None:
+    """The row of an op says what is done, by which line, and where the op is called."""
+    name, policy, reason, sites = table(["softmax"], capsys)[0]
+    assert (name, policy) == ("softmax", "FP32")
+    assert reason.startswith("lists/hmp/fp32.txt:")
+    assert sites.split(", ") == [
+        "torch.softmax",
+        "torch.Tensor.softmax",
+        "torch.special.softmax",
+        "torch.nn.functional.softmax",
+    ]
+
+
+def test_ops_names_each_policy(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """The five policies have five spellings, the low one with its type."""
+    write(directory, "low.txt", "cos\n")
+    rows = {row[0]: row for row in table(["--bf16", "low.txt"], capsys)}
+    policies = {name: rows[name][1] for name in ("cos", "div", "cat", "lerp", "tan")}
+    assert policies == {
+        "cos": "LOW bf16",
+        "div": "FP32",
+        "cat": "WIDEST",
+        "lerp": "FIRST",
+        "tan": "-",
+    }
+    assert rows["cos"][2] == "low.txt:1"
+    assert rows["tan"][2] == "in no list"
+
+
+def test_ops_holds_every_op_a_list_may_name(capsys: pytest.CaptureFixture[str]) -> None:
+    """Without a pattern the table is complete, and every op has a call site."""
+    rows = table([], capsys)
+    assert {row[0] for row in rows} == {name for name in ops.table() if ops.is_castable(name)}
+    assert all(row[3] for row in rows)
+
+
+def test_ops_shows_torch_vf_only_where_there_is_nothing_else(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """An internal namespace is named only for ops that live nowhere else."""
+    for _, _, _, sites in table([], capsys):
+        assert len({site.startswith("torch._VF.") for site in sites.split(", ")}) == 1
+
+
+@pytest.mark.parametrize(
+    ("pattern", "first"),
+    [
+        ("truediv", "truediv"),
+        ("F.gelu", "gelu"),
+        ("torch.nn.functional.softmax", "softmax"),
+        ("divide", "div"),
+        ("Tensor.__iadd__", "iadd"),
+        ("aten::nll_loss2d", "nll_loss"),
+    ],
+)
+def test_ops_resolves_spellings(
+    pattern: str, first: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Any way to write an op finds it, before the ops that merely contain the pattern."""
+    assert table([pattern], capsys)[0][0] == first
+
+
+def test_ops_takes_globs_and_parts_of_names(capsys: pytest.CaptureFixture[str]) -> None:
+    """A glob matches whole names or call sites, a plain pattern any part of a name."""
+    convs = {"conv1d", "conv2d", "conv3d"}
+    assert {row[0] for row in table(["conv?d"], capsys)} == convs
+    assert convs < {row[0] for row in table(["conv"], capsys)}
+    assert "linalg_inv" in {row[0] for row in table(["torch.linalg.*"], capsys)}
+
+
+@pytest.mark.parametrize(
+    ("pattern", "message"),
+    [
+        ("sofmax", "hmpx: no op matches 'sofmax'; did you mean 'softmax'?\n"),
+        ("zzz", "hmpx: no op matches 'zzz'; hmpx ops without a pattern shows all\n"),
+        (
+            "is_contiguous",
+            "hmpx: 'is_contiguous' computes nothing from tensors, so there is nothing to cast\n",
+        ),
+    ],
+)
+def test_ops_says_why_nothing_matches(
+    pattern: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A pattern without a match gives a message on stderr and status 1."""
+    assert cli.main(["ops", pattern]) == 1
+    assert capsys.readouterr() == ("", message)
+
+
+def test_ops_follows_the_list_options(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Options change what the table says: another type, another level, another file, another set."""
+    write(directory, "bf16.txt", "softmax\n")
+    assert table(["--low-precision-type", "float16", "linear"], capsys)[0][1] == "LOW fp16"
+    assert table(["--opt-level", "O2", "softplus"], capsys)[0][1] == "FP32"
+    assert table(["--lists", ".", "softmax"], capsys)[0][1:3] == ["LOW bf16", "bf16.txt:1"]
+    write(directory, "mine.txt", "erf\n")
+    assert table(["--fp16", "mine.txt", "erf"], capsys)[0][1:3] == ["LOW fp16", "mine.txt:1"]
+
+
+def test_ops_is_quiet_when_its_reader_leaves(directory: Path) -> None:
+    """A reader that takes one line, as head does, causes no error."""
+    with subprocess.Popen(
+        [*HMPX, "ops"], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    ) as process:
+        assert process.stdout is not None and process.stderr is not None
+        assert process.stdout.readline().split()[:2] == ["op", "policy"]
+        process.stdout.close()
+        assert process.stderr.read() == ""
+        assert process.wait() == 0
+
+
+# --- errors and help ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("command", ["run", "check", "ops"])
+def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Each command's help explains its exit status and gives an example."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main([command, "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    assert "exit status:" in text
+    assert f"  hmpx {command} " in text.partition("example")[2]
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        [],
+        ["tune"],
+        ["check"],
+        ["run"],
+        ["run", "-m"],
+        ["run", "--verbose", "--verbose-once", "x.py"],
+        ["run", "--opt-level", "O3", "x.py"],
+        ["ops", "--low-precision-type", "int8"],
+    ],
+)
+def test_wrong_arguments_give_usage_and_status_2(
+    arguments: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What the parser refuses ends in the usage and status 2."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(arguments)
+    assert caught.value.code == 2
+    assert capsys.readouterr().err.startswith("usage: hmpx")
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["run", "absent.py"], "absent.py: no such file; give the path of a Python script"),
+        (["run", "--", "absent.py"], "absent.py: no such file; give the path of a Python script"),
+        (
+            ["run", "--bf16", "absent.txt", "x.py"],
+            "absent.txt: no such file; give the path of an op list",
+        ),
+        (
+            ["run", "--strict", "--bf16", "bad.txt", "x.py"],
+            "bad.txt:1: unknown op 'matmull'; did you mean 'matmul'?",
+        ),
+        (
+            ["ops", "--strict", "--bf16", "bad.txt"],
+            "bad.txt:1: unknown op 'matmull'; did you mean 'matmul'?",
+        ),
+        (
+            ["run", "--device-types", "cpu,cudo", "x.py"],
+            "device_types: torch has no device type 'cudo'; did you mean 'cuda'?",
+        ),
+        (
+            ["run", "-m", "absent_module"],
+            "-m absent_module: no such module; give a name that python -m can run",
+        ),
+        (["run", "."], ".: no __main__.py in it; give the path of a Python script"),
+    ],
+)
+def test_errors_are_lines_on_stderr_and_status_2(
+    arguments: list[str],
+    message: str,
+    directory: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """What is missing or wrong is said in one line, and nothing is run."""
+    monkeypatch.setattr(sys, "argv", sys.argv)
+    monkeypatch.setattr(sys, "path", [*sys.path])
+    write(directory, "x.py", "raise AssertionError('must not run')")
+    write(directory, "bad.txt", "matmull\n")
+    assert cli.main(arguments) == 2
+    assert capsys.readouterr() == ("", f"hmpx: {message}\n")
+
+
+# --- run ---------------------------------------------------------------------------------------
+
+REPORT = """
+import json, pickle, sys, types
+import neighbour
+from pathlib import Path
+
+class Pickled:
+    def __eq__(self, other):
+        return type(other) is Pickled
+
+main = sys.modules["__main__"]
+assert main.__dict__ is globals() and isinstance(main, types.ModuleType)
+assert pickle.loads(pickle.dumps(Pickled())) == Pickled()
+print(json.dumps({
+    "argv": sys.argv,
+    "path": sys.path[0],
+    "file": __file__,
+    "name": __name__,
+    "package": __package__,
+    "spec": __spec__ and [__spec__.name, __spec__.origin],
+    "loader": type(__loader__).__name__,
+    "builtins": str(__builtins__),
+    "doc": __doc__,
+    "cached": globals().get("__cached__"),
+    "code": sys._getframe().f_code.co_filename,
+}))
+"""
+
+
+def test_run_is_like_python(directory: Path) -> None:
+    """A script, a linked one, a directory and a module see what python would show them."""
+    write(directory, "script.py", REPORT)
+    write(directory, "neighbour.py", "")
+    write(directory, "package/__main__.py", REPORT)
+    write(directory, "package/neighbour.py", "")
+    (directory / "links").mkdir()
+    (directory / "links" / "link.py").symlink_to("../script.py")
+    programs = [
+        ["script.py", "--verbose", "-m", "--", "x"],
+        ["links/link.py"],
+        ["package", "--help"],
+        ["-m", "package", "-m", "y"],
+    ]
+    outcomes = finish_all([["run", *program] for program in programs], directory)
+    for program, actual in zip(programs, outcomes, strict=True):
+        expected = finish([*PYTHON, *program], directory)
+        assert (expected.status, expected.err) == (actual.status, actual.err) == (0, "")
+        assert json.loads(actual.out) == json.loads(expected.out)
+
+
+def test_run_ends_as_python_does(directory: Path) -> None:
+    """Exit status and stderr are python's: sys.exit, interrupts, exceptions, syntax errors."""
+    write(directory, "number.py", "import sys\nsys.exit(7)")
+    write(directory, "text.py", "import sys\nsys.exit('bye')")
+    write(directory, "interrupt.py", "def f():\n    raise KeyboardInterrupt\nf()")
+    write(directory, "syntax.py", "x = (\n")
+    write(directory, "hook.py", "import sys\nsys.excepthook = lambda *a: print(a[1])\n1 / 0")
+    write(directory, "bad_hook.py", "import sys\nsys.excepthook = lambda *a: a[9]\n1 / 0")
+    names = sorted(path.name for path in directory.iterdir())
+    outcomes = dict(zip(names, finish_all([["run", n] for n in names], directory), strict=True))
+    for name, actual in outcomes.items():
+        assert actual == finish([*PYTHON, name], directory), name
+    statuses = {name: outcome.status for name, outcome in outcomes.items()}
+    assert statuses["number.py"] == 7
+    assert statuses["text.py"] == statuses["syntax.py"] == statuses["hook.py"] == 1
+    if os.name == "posix":
+        assert statuses["interrupt.py"] == -signal.SIGINT
+
+
+def test_run_shows_the_traceback_that_python_would_show(directory: Path) -> None:
+    """An exception from inside a patched op, and its cause, come without a frame of hmpx."""
+    script = write(
+        directory,
+        "fails.py",
+        """
+import torch
+
+def multiply():
+    return torch.nn.Linear(2, 2)(torch.ones(3, 3))
+
+try:
+    multiply()
+except RuntimeError as error:
+    try:
+        raise KeyError("first") from error
+    except KeyError:
+        raise ValueError("second")
+""",
+    )
+    expected, actual = finish([*PYTHON, script], directory), finish([*RUN, script], directory)
+    assert actual == expected
+    assert actual.status == 1
+    assert "ValueError: second" in actual.err
+
+
+def test_run_converts_by_the_lists_given(directory: Path) -> None:
+    """The script's ops cast as the lists say; warnings and the log are lines of their own."""
+    write(directory, "my_bf16.txt", "softmax\nsoftmaxx\n")
+    write(directory, "my_fp32.txt", "tanh\n")
+    script = write(
+        directory,
+        "script.py",
+        "import torch\nx = torch.ones(2, 2)\nprint(torch.softmax(x, 0).dtype, (x @ x).dtype)\n",
+    )
+    options = ["--bf16", "my_bf16.txt", "--fp32", "my_fp32.txt", "--device-types", "cpu,cuda"]
+    actual = finish([*RUN, *options, "--verbose-once", script], directory)
+    assert actual.status == 0
+    assert actual.err.splitlines() == [
+        "hmpx: warning: left out of the op lists:",
+        "hmpx:   my_bf16.txt:2: unknown op 'softmaxx'; did you mean 'softmax'?",
+    ]
+    log, *_, output = actual.out.splitlines()
+    assert output == "torch.bfloat16 torch.float32"
+    assert log.startswith("casting  softmax(fp32)  to_bf16  LOW by my_bf16.txt:1  at ")
+    assert log.endswith("script.py:3")

@@ -1,0 +1,366 @@
+"""The stand-in for habana_frameworks: its modules, where "hpu" lands, and that it leaves no trace."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import io
+import os
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed
+from torch.utils._device import DeviceContext
+
+import hmpx
+from hmpx import habana_shim, session
+from hmpx.errors import HmpxError
+
+HPU = torch.device("hpu")
+DEVICE = habana_shim.device_type()
+
+# The first pickle of a tensor leaves its slot names in the class, where Python looks them up again.
+torch.save(torch.ones(1), io.BytesIO())
+
+
+@pytest.fixture
+def shim() -> Iterator[None]:
+    """Installs the shim for the test."""
+    assert habana_shim.install()
+    yield
+    habana_shim.uninstall()
+
+
+def state() -> dict[str, dict[str, Any]]:
+    """Returns all that the shim may change, by key and identity."""
+    owners = [torch, torch.serialization, torch.distributed]
+    classes = [torch.Tensor, torch.nn.Module, torch.autocast, DeviceContext]
+    names = [n for n in sys.modules if n.split(".")[0] in ("hmp", "habana_frameworks")]
+    return {
+        **{str(owner): dict(vars(owner)) for owner in (*owners, *classes)},
+        "modules": {
+            name: sys.modules[name] for name in [*names, "torch.hpu"] if name in sys.modules
+        },
+    }
+
+
+# --- devices -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda: torch.zeros(2, device="hpu"),
+        lambda: torch.zeros(2, device="hpu:0"),
+        lambda: torch.zeros(2, device=HPU),
+        lambda: torch.tensor([1.0], device="hpu"),
+        lambda: torch.randint(3, (2,), device="hpu"),
+        lambda: torch.empty_like(torch.ones(2), device="hpu"),
+        lambda: torch.ones(2).new_zeros(2, device="hpu"),
+        lambda: torch.ones(2).to("hpu"),
+        lambda: torch.ones(2).to(HPU, non_blocking=True),
+        lambda: torch.ones(2).to(device="hpu", dtype=torch.bfloat16),
+        lambda: torch.ones(2).hpu(),
+        lambda: torch.ones(2).hpu(0, non_blocking=True),
+        lambda: torch.nn.Linear(2, 2, device="hpu").weight,
+        lambda: torch.nn.Linear(2, 2).to("hpu").weight,
+        lambda: torch.nn.Linear(2, 2).to(HPU, torch.bfloat16).weight,
+        lambda: torch.nn.Linear(2, 2).hpu().weight,
+        lambda: torch.nn.Linear(2, 2, device="meta").to_empty(device="hpu").weight,
+    ],
+)
+@pytest.mark.usefixtures("shim")
+def test_hpu_lands_on_the_device_that_is_there(make: Callable[[], torch.Tensor]) -> None:
+    """Factories, moves and modules accept hpu in each of its spellings."""
+    assert make().device.type == DEVICE
+
+
+@pytest.mark.usefixtures("shim")
+def test_hpu_as_context_and_default_device() -> None:
+    """torch.device as a context, and the default device, may be hpu."""
+    with HPU:
+        assert torch.zeros(2).device.type == DEVICE
+    torch.set_default_device("hpu")
+    try:
+        assert torch.zeros(2).device.type == DEVICE
+    finally:
+        torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("shim")
+def test_autocast_takes_hpu() -> None:
+    """An autocast region for hpu is one for the device really used."""
+    with torch.autocast("hpu", dtype=torch.bfloat16):
+        assert torch.is_autocast_enabled(DEVICE)
+    assert torch.autocast(device_type="hpu", enabled=False).device == DEVICE
+
+
+@pytest.mark.parametrize("written_on", ["cpu", "hpu:0"])
+@pytest.mark.parametrize(
+    "map_location",
+    ["hpu", HPU, None, {"cpu": "hpu"}, {"hpu:0": "cpu"}, lambda storage, location: None],
+)
+@pytest.mark.usefixtures("shim")
+def test_load_from_and_to_hpu(
+    written_on: str, map_location: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Checkpoints load whether they were written on an hpu or are to go to one."""
+    file = io.BytesIO()
+    with monkeypatch.context() as patched:
+        patched.setattr(torch.serialization, "location_tag", lambda storage: written_on)
+        torch.save({"weight": torch.arange(3.0)}, file)
+    file.seek(0)
+    loaded = torch.load(file, map_location=map_location)["weight"]
+    assert loaded.tolist() == [0, 1, 2]
+    if map_location in ("hpu", HPU):
+        assert loaded.device.type == DEVICE
+
+
+@pytest.mark.usefixtures("shim")
+def test_load_prefers_what_the_callers_function_returns() -> None:
+    """A map_location function has its say before the shim."""
+    file = io.BytesIO()
+    torch.save(torch.ones(2), file)
+    file.seek(0)
+    seen = []
+    torch.load(file, lambda storage, location: seen.append(location) or storage)
+    assert seen == ["cpu"]
+
+
+@pytest.mark.usefixtures("shim")
+def test_hccl_process_groups_use_the_backend_of_the_device() -> None:
+    """A script that asks for Habana's collectives gets those of the device."""
+    torch.distributed.init_process_group(
+        backend="hccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+    )
+    try:
+        assert torch.distributed.get_backend() == ("nccl" if DEVICE == "cuda" else "gloo")
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+# --- modules -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("module", "attribute"),
+    [
+        ("habana_frameworks", "torch"),
+        ("habana_frameworks.torch", "core"),
+        ("habana_frameworks.torch", "hpu"),
+        ("habana_frameworks.torch.hpex", "hmp"),
+        ("habana_frameworks.torch.hpex.hmp", "disable_casts"),
+        ("habana_frameworks.torch.core", "mark_step"),
+        ("habana_frameworks.torch.hpu", "synchronize"),
+        ("habana_frameworks.torch.hpu.random", "manual_seed_all"),
+        ("habana_frameworks.torch.utils", "debug"),
+        ("habana_frameworks.torch.utils.library_loader", "load_habana_module"),
+        ("habana_frameworks.torch.distributed.hccl", "initialize_distributed_hpu"),
+        ("hmp", "hmp"),
+        ("hmp.hmp", "convert"),
+        ("torch.hpu", "is_available"),
+    ],
+)
+@pytest.mark.usefixtures("shim")
+def test_modules_import_by_the_names_in_use(module: str, attribute: str) -> None:
+    """Every module that HMP's scripts import is there, for find_spec too."""
+    assert hasattr(importlib.import_module(module), attribute)
+    assert importlib.util.find_spec(module) is not None
+
+
+@pytest.mark.usefixtures("shim")
+def test_device_functions_answer() -> None:
+    """What scripts ask of the device has an answer on every machine."""
+    hpu = importlib.import_module("habana_frameworks.torch.hpu")
+    assert hpu.is_available() and hpu.device_count() >= 1 and hpu.current_device() == 0
+    assert torch.hpu.memory_allocated() >= 0  # type: ignore[attr-defined]
+    hpu.synchronize()
+    importlib.import_module("habana_frameworks.torch.core").mark_step()
+    hpu.random.manual_seed_all(3)
+    first = torch.rand(2, device="hpu")
+    hpu.random.manual_seed_all(3)
+    assert torch.equal(torch.rand(2, device="hpu"), first)
+
+
+@pytest.mark.usefixtures("shim")
+def test_launcher_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
+    """initialize_distributed_hpu gives world size, rank and local rank; -1 without a launcher."""
+    hccl = importlib.import_module("habana_frameworks.torch.distributed.hccl")
+    for name in ("WORLD_SIZE", "RANK", "LOCAL_RANK"):
+        monkeypatch.delenv(name, raising=False)
+    assert hccl.initialize_distributed_hpu() == (1, 0, -1)
+    for name, value in (("WORLD_SIZE", "8"), ("RANK", "5"), ("LOCAL_RANK", "1")):
+        monkeypatch.setenv(name, value)
+    assert hccl.initialize_distributed_hpu() == (8, 5, 1)
+
+
+@pytest.mark.usefixtures("shim")
+def test_what_is_missing_says_so() -> None:
+    """An attribute that the shim lacks is an AttributeError with a remedy, a module an ImportError."""
+    core = importlib.import_module("habana_frameworks.torch.core")
+    with pytest.raises(AttributeError) as caught:
+        _ = core.quantize
+    assert str(caught.value) == (
+        "hmpx's stand-in for 'habana_frameworks.torch.core' has no 'quantize'; guard its use with "
+        "hasattr(core, 'quantize'), or run where the real one is installed"
+    )
+    with pytest.raises(ImportError, match=r"habana_frameworks\.torch\.hpex\.optimizers"):
+        importlib.import_module("habana_frameworks.torch.hpex.optimizers")
+
+
+@pytest.mark.usefixtures("shim")
+def test_convert_has_hmps_positional_order(tmp_path: Path) -> None:
+    """The script's own convert replaces the one in force, on the device really used."""
+    low, fp32 = tmp_path / "low.txt", tmp_path / "fp32.txt"
+    low.write_text("softmax\n")
+    fp32.write_text("tanh\n")
+    hmpx.convert(device_types={"cpu"})
+    hmp = importlib.import_module("hmp").hmp
+    hmp.convert("O1", str(low), str(fp32), False, torch.float16)
+    current = session.current()
+    assert current is not None and current.device_types == {DEVICE}
+    x = torch.ones(2, 2, device="hpu")
+    assert torch.softmax(x, 0).dtype is torch.float16
+    with hmp.disable_casts():
+        assert torch.softmax(x, 0).dtype is torch.float32
+    hmp.convert(opt_level="O2")
+    assert (x @ x).dtype is torch.bfloat16
+    hmp.convert(bf16_file_path=None, fp32_file_path=None)
+    assert torch.nn.functional.linear(x, x).dtype is torch.bfloat16
+
+
+# --- in and out --------------------------------------------------------------------------------
+
+
+def test_uninstall_leaves_no_trace() -> None:
+    """Modules, attributes and the mode are as before, also after a second install."""
+    before = state()
+    assert habana_shim.install() and habana_shim.install()
+    assert state() != before
+    habana_shim.uninstall()
+    habana_shim.uninstall()
+    after = state()
+    for owner, values in before.items():
+        assert values.keys() == after[owner].keys(), owner
+        assert all(after[owner][key] is value for key, value in values.items()), owner
+    with pytest.raises(ModuleNotFoundError, match="hpu"):
+        torch.zeros(2, device="hpu")
+
+
+@pytest.mark.usefixtures("shim")
+def test_uninstall_refuses_beneath_another_mode() -> None:
+    """Another torch function mode on top is left alone, and the error says what to do."""
+    with torch.overrides.BaseTorchFunctionMode(), pytest.raises(HmpxError, match="leave that mode"):
+        habana_shim.uninstall()
+
+
+def package(directory: Path, name: str) -> None:
+    """Makes ``name`` a regular, empty package below ``directory``."""
+    for part in name.split("."):
+        directory = directory / part
+        directory.mkdir(exist_ok=True)
+        (directory / "__init__.py").touch()
+
+
+def test_the_real_package_is_preferred(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing is installed where habana_frameworks.torch is importable."""
+    monkeypatch.syspath_prepend(tmp_path)
+    package(tmp_path, "habana_frameworks.torch")
+    try:
+        assert not habana_shim.install()
+        assert not hasattr(torch, "hpu")
+    finally:
+        sys.modules.pop("habana_frameworks", None)
+
+
+def test_bare_directories_are_no_packages(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A directory that happens to be called hmp or habana_frameworks stops nothing."""
+    monkeypatch.syspath_prepend(tmp_path)
+    (tmp_path / "hmp").mkdir()
+    (tmp_path / "habana_frameworks").mkdir()
+    assert habana_shim.install()
+    try:
+        assert importlib.import_module("hmp").hmp.convert
+    finally:
+        habana_shim.uninstall()
+        sys.modules.pop("habana_frameworks", None)
+
+
+def test_a_package_called_hmp_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Somebody else's package of that name is not replaced."""
+    monkeypatch.syspath_prepend(tmp_path)
+    package(tmp_path, "hmp")
+    assert habana_shim.install()
+    try:
+        assert importlib.import_module("hmp").__file__ == str(tmp_path / "hmp" / "__init__.py")
+    finally:
+        habana_shim.uninstall()
+        sys.modules.pop("hmp", None)
+
+
+# --- the command line --------------------------------------------------------------------------
+
+TRAINING = """
+import torch
+import habana_frameworks.torch.core as htcore
+from habana_frameworks.torch.hpex import hmp
+from habana_frameworks.torch.utils.library_loader import load_habana_module
+
+load_habana_module()
+print(torch.nn.functional.linear(torch.ones(2, 2, device="hpu"), torch.ones(2, 2).to("hpu")).dtype)
+hmp.convert(opt_level="O1", bf16_file_path="", fp32_file_path="", isVerbose=False,
+            low_precision_type=torch.float16)
+device = torch.device("hpu")
+model = torch.nn.Linear(4, 2).to(device)
+optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+output = model(torch.ones(3, 4).to(device, non_blocking=True))
+loss = torch.nn.functional.cross_entropy(output, torch.zeros(3, dtype=torch.long, device=device))
+loss.backward()
+htcore.mark_step()
+with hmp.disable_casts():
+    optimizer.step()
+htcore.mark_step()
+print(output.dtype, loss.dtype, model.weight.dtype)
+"""
+
+
+def run(script: Path, python_path: str = "") -> subprocess.CompletedProcess[str]:
+    """Returns the outcome of ``hmpx run --habana-shim`` on ``script``."""
+    return subprocess.run(
+        [sys.executable, "-m", "hmpx", "run", "--habana-shim", script.name],
+        cwd=script.parent,
+        env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+
+
+def test_run_trains_a_script_written_for_gaudi(tmp_path: Path) -> None:
+    """An unmodified HMP script trains; its own convert replaces that of the command line."""
+    script = tmp_path / "train.py"
+    script.write_text(TRAINING)
+    finished = run(script)
+    assert (finished.stderr, finished.returncode) == ("", 0)
+    assert finished.stdout.splitlines() == [
+        "torch.bfloat16",
+        "torch.float16 torch.float32 torch.float32",
+    ]
+
+
+def test_run_says_that_the_real_package_is_used(tmp_path: Path) -> None:
+    """Where habana_frameworks is installed, one notice tells that the shim stays out."""
+    package(tmp_path, "site.habana_frameworks.torch")
+    script = tmp_path / "script.py"
+    script.write_text("import habana_frameworks.torch as t\nprint(t.__file__)\n")
+    finished = run(script, str(tmp_path / "site"))
+    assert finished.returncode == 0
+    assert finished.stdout.strip().endswith("__init__.py")
+    assert finished.stderr == (
+        "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim\n"
+    )
