@@ -27,5 +27,5 @@ class HmpxWarning(UserWarning):
 
 def suggestion(name: str, candidates: Iterable[str]) -> str:
     """Returns ``"; did you mean 'matmul'?"`` for the nearest candidate, or ``""``."""
-    nearest = difflib.get_close_matches(name, candidates, n=1, cutoff=0.7)
+    nearest = difflib.get_close_matches(name, candidates, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""

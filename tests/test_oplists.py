@@ -1,0 +1,324 @@
+"""The list parser: real files' warts, what a line may be, and every error text."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+import hmpx
+from hmpx import HmpxError, HmpxWarning, OpListError, OptionError, oplists, ops
+from hmpx.policy import CastPolicy, Policy
+
+
+def names(text: str) -> list[str]:
+    return list(oplists.parse(text, "a.txt").ops)
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "matmul\nsoftmax\n",
+        "matmul\r\nsoftmax\r\n",
+        "\ufeffmatmul\nsoftmax",
+        "  matmul  \n\n\t softmax\t",
+        "# a comment\nmatmul # another\n#softmax\nsoftmax",
+        "torch.matmul\ntorch.nn.functional.softmax",
+        "Tensor.__matmul__\nF.softmax",
+        "__rmatmul__\ntorch.special.softmax",
+        "aten::matmul\nsoftmax.int",
+    ],
+)
+def test_warts_and_spellings_are_read(text: str) -> None:
+    """Blank lines, comments, spaces, CRLF, a byte-order mark, no last newline; any spelling."""
+    expected = ["rmatmul", "softmax"] if "rmatmul" in text else ["matmul", "softmax"]
+    assert names(text) == expected
+
+
+@pytest.mark.parametrize(
+    ("spelling", "op"),
+    [
+        ("truediv", "truediv"),
+        ("__truediv__", "truediv"),
+        ("iadd", "iadd"),
+        ("rsub", "rsub"),
+        ("imul", "imul"),
+        ("add_", "add"),
+        ("divide", "div"),
+        ("true_divide", "div"),
+        ("conv_transpose2d.input", "conv_transpose2d"),
+        ("pow.Tensor_Scalar", "pow"),
+        ("nll_loss2d", "nll_loss"),
+        ("_convolution", "_convolution"),
+        ("_convolution.deprecated", "_convolution"),
+        ("norm", "norm"),
+        ("linalg.norm", "linalg_norm"),
+        ("torch.linalg.norm", "linalg_norm"),
+        ("linalg_norm", "linalg_norm"),
+        ("multi_dot", "linalg_multi_dot"),
+        ("torch.Tensor.T.__get__", "T"),
+        ("lstm", "lstm"),
+        ("max_pool2d_with_indices", "max_pool2d"),
+        ("torch.ops.aten.gelu", "gelu"),
+        ("matmull", None),
+        ("matmul.nonsense", None),
+        ("torch.nonsense", None),
+        ("", None),
+        (".", None),
+    ],
+)
+def test_resolve(spelling: str, op: str | None) -> None:
+    """A name covers every spelling of its op; ATen's overload names count."""
+    assert ops.resolve(spelling) == op
+
+
+def test_include_and_remove() -> None:
+    """A user's file can be two lines."""
+    shipped = oplists.read_shipped("hmp/bf16").ops
+    read = oplists.parse("@hmp\n-mul\ngelu", "a.txt", "low").ops
+    assert set(read) == set(shipped) - {"mul"} | {"gelu"}
+    assert read["matmul"].where.startswith("lists/hmp/bf16.txt:")
+    assert read["gelu"].where == "a.txt:3"
+    assert set(oplists.parse("@autocast-cuda", "a.txt", "fp32").ops) == set(
+        oplists.read_shipped("autocast-cuda/fp32").ops
+    )
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("matmul softmax", "a.txt:1: one op a line, please, not 'matmul softmax'"),
+        ("softmax\nmatmul, mm", "a.txt:2: one op a line, please, not 'matmul, mm'"),
+        ("@hpm", "a.txt:1: no shipped set 'hpm' (autocast-cpu, autocast-cuda, hmp, o2)"
+                 "; did you mean 'hmp'?"),
+        ("mat\x01mul", "a.txt:1: one op a line, please, not 'mat\\x01mul'"),
+    ],
+)  # fmt: skip
+def test_malformed_lines_are_errors(text: str, message: str) -> None:
+    """Each with file, line and remedy."""
+    with pytest.raises(OpListError) as error:
+        oplists.parse(text, "a.txt")
+    assert str(error.value) == message
+
+
+def test_unreadable_files_are_errors_before_anything_is_patched(tmp_path: Path) -> None:
+    """Missing, a directory, undecodable, binary: each is named, and torch is as it was."""
+    (tmp_path / "latin.txt").write_bytes(b"matmul\n\xe9")
+    (tmp_path / "utf16.txt").write_bytes("matmul\n".encode("utf-16"))
+    (tmp_path / "binary.txt").write_bytes(b"\0\0matmul")
+    cases = {
+        "missing.txt": "missing.txt: no such file; give the path of an op list",
+        "": ": a directory, not an op list; give a file's path",
+        "latin.txt": "latin.txt: no UTF-8 text (byte 7: 0xe9); save it as UTF-8",
+        "utf16.txt": "utf16.txt: no UTF-8 text (byte 0: 0xff); save it as UTF-8",
+        "binary.txt": "binary.txt: a binary file, not an op list; give a text file's path",
+    }
+    for name, message in cases.items():
+        for argument in ("bf16_file_path", "fp32_file_path", "fp16_file_path"):
+            with pytest.raises(OpListError) as error:
+                hmpx.convert(**{argument: tmp_path / name})
+            assert str(error.value).endswith(message)
+            assert not hmpx.is_converted()
+    with pytest.raises(OpListError, match="can't be read"):
+        hmpx.convert(bf16_file_path="\0")
+
+
+def write(folder: Path, **lists: str) -> dict[str, str]:
+    paths = {}
+    for kind, text in lists.items():
+        path = folder / f"{kind}.txt"
+        path.write_text(text)
+        paths[f"{kind}_file_path"] = str(path)
+    return paths
+
+
+def test_unknown_names_give_one_warning_that_gathers_all(tmp_path: Path) -> None:
+    """Each with file:line and the nearest known name; the warning points at the caller."""
+    paths = write(tmp_path, bf16="matmull\nmatmul\n", fp32="soft_max\nsize\n")
+    with pytest.warns(HmpxWarning) as caught:
+        hmpx.convert(**paths)
+    assert len(caught) == 1
+    assert caught[0].filename == __file__
+    assert str(caught[0].message).replace(str(tmp_path), "") == (
+        "left out of the op lists:\n"
+        "  /bf16.txt:1: unknown op 'matmull'; did you mean 'matmul'?\n"
+        "  /fp32.txt:1: unknown op 'soft_max'; did you mean 'softmax'?\n"
+        "  /fp32.txt:2: 'size' computes nothing from tensors, so there is nothing to cast"
+    )
+
+
+def test_unknown_names_are_an_error_if_strict(tmp_path: Path) -> None:
+    """The same text, and nothing patched."""
+    with pytest.raises(OpListError, match=r"bf16.txt:1: unknown op 'matmull'; did you mean"):
+        hmpx.convert(**write(tmp_path, bf16="matmull"), strict=True)
+    assert not hmpx.is_converted()
+
+
+@pytest.mark.parametrize(
+    ("bf16", "fp32", "op"),
+    [
+        ("softmax", "softmax", "softmax"),
+        ("torch.conv2d", "torch.nn.functional.conv2d", "conv2d"),
+        ("div", "divide", "div"),
+        ("pow.Scalar", "pow", "pow"),
+    ],
+)
+def test_an_op_in_both_lists_is_an_error_that_names_both_lines(
+    tmp_path: Path, bf16: str, fp32: str, op: str
+) -> None:
+    """Two spellings of one op count as well."""
+    with pytest.raises(OpListError) as error:
+        hmpx.convert(**write(tmp_path, bf16=f"mm\n{bf16}", fp32=fp32))
+    assert str(error.value).replace(f"{tmp_path}/", "") == (
+        f"fp32.txt:1: {fp32!r} is in two lists: it is the op {op!r}, as {bf16!r} at bf16.txt:2 is; "
+        "keep one of the lines"
+    )
+
+
+def test_everything_in_both_lists_is_an_error(tmp_path: Path) -> None:
+    """``*`` can't stand in two lists."""
+    with pytest.raises(OpListError, match=r"fp32.txt:1: '\*' is in two lists, at .*bf16.txt:1 too"):
+        hmpx.convert(**write(tmp_path, bf16="*", fp32="*"))
+
+
+def test_the_same_name_twice_in_one_list_is_a_warning(tmp_path: Path) -> None:
+    """It names both lines."""
+    with pytest.warns(HmpxWarning, match=r"bf16.txt:3: 'mm' stands in this list already, at .*:1"):
+        hmpx.convert(**write(tmp_path, bf16="mm\nbmm\nmm"))
+
+
+def test_removing_what_is_not_there_is_a_warning(tmp_path: Path) -> None:
+    """A ``-`` line must remove something."""
+    with pytest.warns(HmpxWarning, match=r"'-mul' removes an op that no earlier line holds"):
+        hmpx.convert(**write(tmp_path, bf16="mm\n-mul"))
+
+
+def test_an_operators_own_name_outranks_its_op(tmp_path: Path) -> None:
+    """``div`` covers ``/`` unless ``truediv`` is listed itself."""
+    session = hmpx.convert(**write(tmp_path, bf16="div\nmul", fp32="truediv\nrmul"))
+    decided = {name: session.policy[name].cast_policy for name in ("div", "rmul", "imul", "mul")}
+    assert decided == {
+        "div": CastPolicy.LOW,
+        "rmul": CastPolicy.FP32,
+        "imul": CastPolicy.LOW,
+        "mul": CastPolicy.LOW,
+    }
+    assert session.policy["truediv"].cast_policy is CastPolicy.FP32
+    assert session.policy["rtruediv"].cast_policy is CastPolicy.FP32
+
+
+def test_a_users_list_outranks_a_shipped_one_filled_in(tmp_path: Path) -> None:
+    """Softmax stands in the shipped fp32 list, truediv too: the user's own lines win."""
+    session = hmpx.convert(**write(tmp_path, bf16="softmax\ndiv"))
+    assert session.policy["softmax"].cast_policy is CastPolicy.LOW
+    assert session.policy["truediv"].cast_policy is CastPolicy.LOW
+    assert session.policy["log_softmax"].reason == "lists/hmp/fp32.txt:11"
+    assert session.policy["linear"].cast_policy is CastPolicy.FIRST
+
+
+def test_everything_is_every_other_computing_op(tmp_path: Path) -> None:
+    """``*`` leaves out named ops of the other lists, views, conversions and queries."""
+    session = hmpx.convert(**write(tmp_path, bf16="mm", fp32="*\n-exp"))
+    for name in ("softmax", "add", "sum", "cat"):
+        assert session.policy[name].cast_policy is CastPolicy.FP32, name
+    assert session.policy["mm"].cast_policy is CastPolicy.LOW
+    for name in ("exp", "view", "t", "detach", "size", "to", "getitem", "T", "bfloat16"):
+        assert session.policy[name].cast_policy is CastPolicy.PASS, name
+
+
+def test_o2_is_gemms_and_convolutions_low_and_the_rest_fp32() -> None:
+    """HMP's O2; it ignores list files, and says so."""
+    policy = hmpx.load_policy(opt_level="O2")
+    low = {name for name, d in policy.decisions.items() if d.cast_policy is CastPolicy.LOW}
+    assert low == {
+        "addmm", "bmm", "conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d",
+        "conv_transpose3d", "dot", "linear", "matmul", "mm", "mv", "rmatmul",
+    }  # fmt: skip
+    assert policy["layer_norm"].cast_policy is CastPolicy.FP32
+    with pytest.warns(
+        HmpxWarning, match=r"opt_level 'O2' ignores list files \('a.txt'\); use 'O1'"
+    ):
+        hmpx.load_policy("a.txt", opt_level="O2")
+
+
+def test_lists_takes_a_set_or_a_directory(tmp_path: Path) -> None:
+    """A directory with files of the shipped names is a set too."""
+    (tmp_path / "bf16.txt").write_text("exp")
+    policy = hmpx.load_policy(lists=tmp_path)
+    assert policy["exp"].cast_policy is CastPolicy.LOW
+    assert policy["softmax"].cast_policy is CastPolicy.PASS
+    assert policy["add"].cast_policy is CastPolicy.WIDEST
+    with pytest.raises(OptionError, match=r"is no shipped set .* did you mean 'autocast-cuda'"):
+        hmpx.load_policy(lists="autocast_cuda")
+
+
+def test_fp16_list_runs_in_float16_whatever_the_low_type() -> None:
+    """With float16 as low type it is the low list; beside bf16 it is a list of its own."""
+    import torch
+
+    path = oplists.directory() / "o2" / "bf16.txt"
+    both = hmpx.load_policy(fp16_file_path=path)
+    assert both["linear"].dtype is torch.float16
+    assert both["relu"].dtype is torch.bfloat16
+    alone = hmpx.load_policy(fp16_file_path=path, low_precision_type=torch.float16)
+    assert alone["linear"].dtype is torch.float16
+    assert alone["relu"].cast_policy is CastPolicy.PASS
+
+
+def test_policies_compare_by_their_decisions(tmp_path: Path) -> None:
+    """Not by the files they came from."""
+    copy = tmp_path / "copy.txt"
+    copy.write_text((oplists.directory() / "hmp" / "bf16.txt").read_text())
+    assert hmpx.load_policy(copy) == hmpx.load_policy()
+    assert hash(hmpx.load_policy(copy)) == hash(hmpx.load_policy())
+    assert hmpx.load_policy() != hmpx.load_policy(low_precision_type="float16")
+
+
+def test_policy_lookup_of_an_unknown_op() -> None:
+    """The error suggests the nearest name."""
+    with pytest.raises(OptionError, match=r"unknown op 'sofmax'; did you mean 'softmax'\?"):
+        hmpx.load_policy()["sofmax"]
+
+
+def test_policy_from_ops_says_what_is_wrong() -> None:
+    """Unknown names and conflicts are errors."""
+    with pytest.raises(OpListError, match=r"<low>:1: unknown op 'matmull'"):
+        Policy.from_ops(low=["matmull"])
+    with pytest.raises(OpListError, match=r"<fp32>:1: 'mm' is in two lists"):
+        Policy.from_ops(low=["mm"], fp32=["mm"])
+
+
+LINES = st.one_of(
+    st.sampled_from(
+        ["matmul", "@hmp", "-mul", "*", "#", "softmax.int", "\ufeff", "@", "-", "--", "."]
+    ),
+    st.text(max_size=12),
+    st.sampled_from(["add", "iadd", "truediv"]),
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.lists(LINES, max_size=8).map("\n".join))
+def test_no_text_crashes_the_parser(text: str) -> None:
+    """Whatever the text, the parser returns a list or raises HmpxError."""
+    try:
+        parsed = oplists.parse(text, "fuzz.txt")
+    except HmpxError as error:
+        assert str(error).startswith("fuzz.txt:")
+    else:
+        assert all(name in ops.table() for name in parsed.ops)
+        assert all(message for message in oplists.unknown(parsed) + oplists.repeated(parsed))
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(data=st.binary(max_size=64))
+def test_no_bytes_crash_the_reader(tmp_path: Path, data: bytes) -> None:
+    """Whatever the file holds, reading it returns a list or raises HmpxError."""
+    path = tmp_path / "fuzz.txt"
+    path.write_bytes(data)
+    try:
+        oplists.read(path, "low")
+    except HmpxError as error:
+        assert "fuzz.txt" in str(error)

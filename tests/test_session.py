@@ -1,0 +1,313 @@
+"""convert, replace, revert: torch is patched as a whole, or not at all."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import hmpx
+from hmpx import HmpxWarning, OptionError, Policy, patching, session
+from tests.conftest import differences, namespaces
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+def ones() -> torch.Tensor:
+    return torch.ones(2, 2)
+
+
+def test_convert_and_revert_restore_torch_by_key_and_identity() -> None:
+    """Every slot of every namespace is the same object again, created slots are gone."""
+    for options in ({}, {"opt_level": "O2"}, {"isVerbose": True}, {"lists": "autocast-cuda"}):
+        before = namespaces()
+        hmpx.convert(**options)
+        assert hmpx.is_converted()
+        assert len(differences(before)) > 100
+        hmpx.revert()
+        assert not hmpx.is_converted()
+        assert differences(before) == []
+
+
+def test_revert_without_convert_does_nothing() -> None:
+    """It may be called at any time."""
+    hmpx.revert()
+    assert not hmpx.is_converted()
+    assert not hmpx.casts_enabled()
+
+
+def test_a_second_convert_with_an_equal_policy_does_nothing() -> None:
+    """The same wrappers stay in place: a notebook cell may be run again."""
+    first = hmpx.convert()
+    wrapper = F.linear
+    assert hmpx.convert() is first
+    assert F.linear is wrapper
+
+
+def test_a_second_convert_with_another_policy_replaces_the_first() -> None:
+    """No wrapper of the first is left beneath the second."""
+    first = hmpx.convert()
+    second = hmpx.convert(policy=Policy.from_ops(fp32=["matmul"]))
+    assert (ones() @ ones()).dtype is FP32
+    assert F.linear(ones(), ones()).dtype is FP32
+    first.revert()
+    assert hmpx.is_converted()
+    second.revert()
+    assert not hmpx.is_converted()
+
+
+def test_a_with_block_restores_what_was_in_force_before() -> None:
+    """Inner and outer conversions nest, also when they are equal."""
+    low, fp32 = Policy.from_ops(low=["matmul"]), Policy.from_ops(fp32=["matmul"])
+    with hmpx.convert(policy=low):
+        with hmpx.convert(policy=fp32):
+            assert (ones() @ ones()).dtype is FP32
+        assert (ones() @ ones()).dtype is BF16
+        with hmpx.convert(policy=low):
+            assert (ones() @ ones()).dtype is BF16
+        assert (ones() @ ones()).dtype is BF16
+    assert not hmpx.is_converted()
+
+
+def test_a_with_block_reverts_after_an_exception() -> None:
+    """However the block is left."""
+    with pytest.raises(ZeroDivisionError), hmpx.convert():
+        1 / 0  # noqa: B018
+    assert not hmpx.is_converted()
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"opt_level": "O3"}, "opt_level must be 'O1' or 'O2', not 'O3'"),
+        ({"bf16_file_path": "O1"}, "bf16_file_path is 'O1'; pass it by name: opt_level='O1'"),
+        ({"bf16_file_path": 3}, "an op-list path must be a string or a path, not 3"),
+        ({"isVerbose": "loud"}, "isVerbose must be True, False or 'once', not 'loud'"),
+        ({"policy": {}}, "policy must be an hmpx.Policy, not {}"),
+        ({"lists": 3}, "lists must be a name or a directory, not 3"),
+        (
+            {"low_precision_type": torch.float32},
+            "low_precision_type must be torch.bfloat16 or torch.float16, not torch.float32",
+        ),
+        (
+            {"low_precision_type": "bfloat"},
+            "low_precision_type must be torch.bfloat16 or torch.float16, not 'bfloat'; "
+            "did you mean 'bfloat16'?",
+        ),
+        (
+            {"device_types": {"cdua"}},
+            "device_types: torch has no device type 'cdua'; did you mean 'cuda'?",
+        ),
+        (
+            {"device_types": ["cuda:0"]},
+            "device_types: torch has no device type 'cuda:0'; did you mean 'cuda'?",
+        ),
+        ({"device_types": ()}, 'device_types is empty; name at least one, such as {"cuda"}'),
+        (
+            {"device_types": 7},
+            'device_types must be a set of names such as {"cuda"}, not 7',
+        ),
+        (
+            {"policy": Policy({}), "lists": "hmp"},
+            "policy holds every decision; leave out lists, paths and opt_level",
+        ),
+        (
+            {"opt_level": "O2", "lists": "hmp"},
+            "opt_level 'O2' has its own lists; leave out lists, or use 'O1'",
+        ),
+    ],
+)
+def test_wrong_options_are_errors_before_anything_is_patched(
+    options: dict[str, Any], message: str
+) -> None:
+    """What is wrong, and the remedy."""
+    before = namespaces()
+    with pytest.raises(OptionError) as error:
+        hmpx.convert(**options)
+    assert str(error.value) == message
+    assert differences(before) == []
+
+
+def test_wrong_options_leave_a_conversion_in_force() -> None:
+    """A failed second convert changes nothing."""
+    hmpx.convert(policy=Policy.from_ops(low=["matmul"]))
+    with pytest.raises(OptionError):
+        hmpx.convert(opt_level="O3")
+    assert (ones() @ ones()).dtype is BF16
+
+
+@pytest.mark.parametrize("converted", [False, True])
+def test_an_error_halfway_through_convert_leaves_a_clean_state(
+    monkeypatch: pytest.MonkeyPatch, converted: bool
+) -> None:
+    """All of the old state or all of the new one."""
+    if converted:
+        hmpx.convert(policy=Policy.from_ops(low=["matmul"]))
+    expected = (ones() @ ones()).dtype
+    real_apply, calls = patching.apply, []
+
+    def failing_apply(patches: list[patching.Patch]) -> list[patching.Applied]:
+        calls.append(1)
+        if len(calls) == 1:
+            patches = [*patches[: len(patches) // 2], patching.Patch(int, "x", 1), *patches]
+        return real_apply(patches)
+
+    monkeypatch.setattr(patching, "apply", failing_apply)
+    with pytest.raises(TypeError):
+        hmpx.convert()
+    assert hmpx.is_converted() is converted
+    assert (ones() @ ones()).dtype is expected
+    assert F.linear(ones(), ones()).dtype is FP32
+
+
+def test_somebody_elses_patch_on_top_is_left_working_and_named() -> None:
+    """Their function stays in place, and no cast is left beneath it."""
+    hmpx.convert(policy=Policy.from_ops(low=["linear"]))
+    ours = F.linear
+
+    def theirs(*args: Any) -> torch.Tensor:
+        return ours(*args)
+
+    F.linear = theirs  # type: ignore[assignment]
+    assert F.linear(ones(), ones()).dtype is BF16
+    with pytest.warns(HmpxWarning, match=r"torch.nn.functional.linear: patched by somebody else"):
+        hmpx.revert()
+    assert F.linear is theirs
+    assert F.linear(ones(), ones()).dtype is FP32
+    F.linear = torch._C._nn.linear
+
+
+def test_one_builtin_in_two_slots_keeps_one_identity() -> None:
+    """``F.conv2d is torch.conv2d`` before and after."""
+    with hmpx.convert():
+        assert F.conv2d is torch.conv2d
+        assert F.linear is torch._C._nn.linear
+
+
+def test_wrappers_tell_what_they_wrap() -> None:
+    """Name, module, documentation and ``__wrapped__``, so that help() and pickle work."""
+    original, method = F.linear, torch.Tensor.matmul
+    with hmpx.convert():
+        assert F.linear.__wrapped__ is original
+        assert (F.linear.__module__, F.linear.__qualname__) == ("torch.nn.functional", "linear")
+        assert F.linear.__doc__ == original.__doc__
+        assert torch.Tensor.matmul.__qualname__ == "Tensor.matmul"
+        assert torch.Tensor.matmul.__wrapped__ is method
+        assert pickle.loads(pickle.dumps(F.linear)) is F.linear
+        assert pickle.loads(pickle.dumps(torch.Tensor.matmul)) is torch.Tensor.matmul
+        assert copy.deepcopy(F.linear) is F.linear
+
+
+def test_models_train_under_the_default_lists() -> None:
+    """fp32 parameters, fp32 gradients, and the loss of casting by hand."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.ReLU(), nn.Linear(8, 3))
+    data, target = torch.randn(4, 8), torch.tensor([0, 1, 2, 0])
+    with hmpx.convert() as active:
+        assert model(data).dtype is BF16
+        loss = F.cross_entropy(model(data), target)
+        loss.backward()
+    assert loss.dtype is FP32
+    assert {p.grad.dtype for p in model.parameters()} == {FP32}  # type: ignore[union-attr]
+    hidden = F.linear(data.bfloat16(), model[0].weight.bfloat16(), model[0].bias.bfloat16())
+    hidden = F.layer_norm(hidden, (8,), model[1].weight, model[1].bias).relu()
+    logits = F.linear(hidden, model[3].weight.bfloat16(), model[3].bias.bfloat16())
+    assert loss.item() == F.cross_entropy(logits.float(), target).item()
+    assert "not in force" in repr(active)
+
+
+def test_printing_a_tensor_shows_its_values_as_they_are() -> None:
+    """The arithmetic of ``repr`` is neither cast nor logged."""
+    value = torch.tensor([1.001, 1000.5])
+    expected = repr(value)
+    with hmpx.convert(opt_level="O2"):
+        assert repr(value) == expected
+        assert repr(nn.Parameter(value)) == "Parameter containing:\n" + repr(value.requires_grad_())
+
+
+# --- logs ---------------------------------------------------------------------------------------
+
+
+def lines(caplog: pytest.LogCaptureFixture) -> list[str]:
+    return [record.getMessage() for record in caplog.records if record.name == "hmpx"]
+
+
+def test_verbose_logs_each_call_in_hmps_shape(caplog: pytest.LogCaptureFixture) -> None:
+    """One line a call: ``casting  <method ...>  to_bf16``."""
+    caplog.set_level(logging.INFO, "hmpx")
+    hmpx.convert(isVerbose=True)
+    for _ in range(2):
+        ones() @ ones()
+    torch.softmax(ones().bfloat16(), 0)
+    torch.add(ones(), ones().bfloat16())
+    with hmpx.disable_casts():
+        ones() @ ones()
+    torch.mul(ones().double(), 2.0)
+    assert (
+        lines(caplog)[:2]
+        == [
+            "casting  <slot wrapper '__matmul__' of 'torch._C.TensorBase' objects>  to_bf16"
+            if "slot wrapper" in lines(caplog)[0]
+            else "casting  <method '__matmul__' of 'torch._C.TensorBase' objects>  to_bf16"
+        ]
+        * 2
+    )
+    assert [line.rpartition("  ")[2] for line in lines(caplog)[2:]] == [
+        "to_fp32",
+        "to_fp32",
+        "as_is",
+    ]
+    assert len(lines(caplog)) == 5
+
+
+def test_verbose_once_logs_each_decision_with_reason_module_and_line(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """The list line, the module path and the user's file:line; repeats are silent."""
+    caplog.set_level(logging.INFO, "hmpx")
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    hmpx.convert(isVerbose="once")
+    for _ in range(3):
+        model(ones())
+    logged = lines(caplog)
+    assert len(logged) == 2
+    assert logged[0].startswith(
+        "casting  linear(fp32, fp32, fp32)  to_bf16  LOW by lists/hmp/bf16.txt:20  in 0.0  at "
+    )
+    here = Path(__file__).name
+    assert f"{here}:" in logged[0]
+    assert "relu(bf16)  to_bf16" in logged[1]
+    assert "  in 1  at " in logged[1]
+
+
+@pytest.mark.parametrize("name", ["add", "cat", "where", "max"])
+def test_logging_does_not_change_the_numbers(name: str) -> None:
+    """An op that torch promotes by itself is wrapped while observed, with the same result."""
+    a, b = torch.rand(3), torch.rand(3).bfloat16()
+    call = {
+        "add": lambda: a + b,
+        "cat": lambda: torch.cat([a, b]),
+        "where": lambda: torch.where(a > 0.5, a, b),
+        "max": lambda: torch.max(a, b),
+    }[name]
+    with hmpx.convert():
+        assert not hasattr(getattr(torch, name), "__wrapped__")
+        expected = call()
+    with hmpx.convert(isVerbose="once"):
+        assert hasattr(getattr(torch, name), "__wrapped__")
+        actual = call()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_current_session_is_the_one_returned() -> None:
+    """`session.current` tells what is in force."""
+    assert session.current() is None
+    with hmpx.convert() as active:
+        assert session.current() is active
