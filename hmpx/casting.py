@@ -40,8 +40,9 @@ _DENSE = frozenset({torch.strided, torch.jagged})
 
 # --- on and off --------------------------------------------------------------------------------
 
-#: Regions with casts off that are open in any thread. While it is 0, a call looks no further.
-_off_regions = 0
+#: Whether casts may be off in some thread. While False, a call looks no further.
+_may_be_off = False
+_off_regions = 0  # regions with casts off that are open, in all threads together
 _off_regions_lock = threading.Lock()
 #: Depth of such regions in this thread, or asyncio task.
 _off_depth: contextvars.ContextVar[int] = contextvars.ContextVar("hmpx_off_depth", default=0)
@@ -59,15 +60,11 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
     """
 
     def __enter__(self) -> None:
-        global _off_regions
         _off_depth.set(_off_depth.get() + 1)
-        with _off_regions_lock:
-            _off_regions += 1
+        _count_region(+1)
 
     def __exit__(self, *exc_info: object) -> None:
-        global _off_regions
-        with _off_regions_lock:
-            _off_regions -= 1
+        _count_region(-1)
         _off_depth.set(_off_depth.get() - 1)
 
     def __call__(self, function: _F) -> _F:
@@ -104,6 +101,34 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 def is_off() -> bool:
     """Whether casts are off in this thread."""
     return _off_depth.get() > 0
+
+
+def keeps_state(function: _F) -> _F:
+    """Returns ``function`` such that it runs with casts on or off as they are here and now.
+
+    What runs it later may have switched them: a checkpoint's recomputation, an optimizer.
+    """
+    depth = _off_depth.get()
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        there = _off_depth.get()
+        _off_depth.set(depth)
+        _count_region(depth)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _count_region(-depth)
+            _off_depth.set(there)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def _count_region(change: int) -> None:
+    global _may_be_off, _off_regions
+    with _off_regions_lock:
+        _off_regions += change
+        _may_be_off = _off_regions > 0
 
 
 def _run_generator(generator: Any) -> Any:
@@ -411,7 +436,7 @@ def _cast_nothing(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
 _HEAD = """
 def make(original, cast, dtype, other_dtypes, convert, device_types):
     def wrapper(*args, **kwargs):
-        if _off_regions and _off_depth.get():
+        if _may_be_off and _off_depth.get():
             return original(*args, **kwargs)
 """
 

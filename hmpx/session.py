@@ -12,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from . import casting, log, ops, patching
+from . import casting, log, ops, patching, regions
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
 from .patching import Patch
@@ -88,8 +88,12 @@ class Session:
         if self._verbose:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
         patches, wrappers = _patches(self.policy, self.device_types, observers)
-        self._applied = patching.apply(patches)
+        self._applied = patching.apply([*patches, *regions.patches(self._add)])
         self._wrappers = wrappers
+
+    def _add(self, patch: Patch) -> None:
+        with _lock:
+            self._applied += patching.apply([patch])
 
     def _uninstall(self) -> None:
         covered = patching.undo(self._applied)
@@ -97,7 +101,7 @@ class Session:
             casting.retire(wrapper)
         self._applied, self._wrappers = [], []
         if covered:
-            names = ", ".join(sorted({f"{_owner_name(p.owner)}.{p.attribute}" for p in covered}))
+            names = ", ".join(sorted({f"{_name(p.owner)}.{p.attribute}" for p in covered}))
             warnings.warn(
                 f"{names}: patched by somebody else after hmpx.convert(); their patch was left in "
                 "place, without hmpx's casts beneath it. Undo theirs first, then hmpx.revert()",
@@ -222,8 +226,7 @@ def _patches(
 
     One builtin in several slots (``torch.conv2d`` is ``F.conv2d``) gets one wrapper.
     """
-    # Printing a tensor computes with it, and shows its values as they are.
-    patches = [Patch(torch.Tensor, "__repr__", casting.disable_casts()(torch.Tensor.__repr__))]
+    patches: list[Patch] = []
     wrappers: dict[tuple[int, str], Callable[..., Any] | None] = {}
     for name, decision in policy.decisions.items():
         op = ops.table().get(name)
@@ -272,8 +275,10 @@ def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> 
     return promotes and decision.cast_policy is CastPolicy.WIDEST
 
 
-def _owner_name(owner: Any) -> str:
-    return next(name for name, candidate in ops.NAMESPACES.items() if candidate is owner)
+def _name(owner: Any) -> str:
+    """Returns the dotted name of a module or class."""
+    known = (name for name, candidate in ops.NAMESPACES.items() if candidate is owner)
+    return next(known, None) or getattr(owner, "__qualname__", None) or str(owner.__name__)
 
 
 @contextlib.contextmanager

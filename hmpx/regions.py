@@ -1,0 +1,95 @@
+"""Regions of torch in which casts are off, or as they were elsewhere, without being asked.
+
+Printing shows values as they are, an optimizer's arithmetic is not cast, and a checkpointed forward
+is recomputed in the on/off state that it first ran in. Knows neither ops nor policies.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+import torch.utils.checkpoint
+from torch.optim import Optimizer
+
+from .casting import disable_casts, keeps_state
+from .patching import Patch
+
+
+def patches(add: Callable[[Patch], None]) -> Iterator[Patch]:
+    """Yields the patches that make these regions.
+
+    Args:
+        add: Applies one more patch while these are in force: for optimizer classes that torch
+            prepares only when the first of their instances is made.
+    """
+    yield Patch(torch.Tensor, "__repr__", disable_casts()(torch.Tensor.__repr__))
+    yield from _optimizer_patches(add)
+    yield from _checkpoint_patches()
+
+
+# --- optimizers --------------------------------------------------------------------------------
+
+
+def _optimizer_patches(add: Callable[[Patch], None]) -> Iterator[Patch]:
+    for optimizer_class in _subclasses(Optimizer):
+        if _has_hooked_step(optimizer_class):
+            yield Patch(optimizer_class, "step", _without_casts(vars(optimizer_class)["step"]))
+    patch_step_function = Optimizer._patch_step_function
+
+    @functools.wraps(patch_step_function)
+    def prepare(self: Optimizer) -> None:
+        had_hooked_step = _has_hooked_step(type(self))
+        patch_step_function(self)
+        if not had_hooked_step and _has_hooked_step(type(self)):
+            add(Patch(type(self), "step", _without_casts(vars(type(self))["step"])))
+
+    yield Patch(Optimizer, "_patch_step_function", prepare)
+
+
+def _has_hooked_step(optimizer_class: type[Optimizer]) -> bool:
+    """Whether torch has put its profiling and hooks around the class' own ``step`` already."""
+    return hasattr(vars(optimizer_class).get("step"), "hooked")
+
+
+def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``step`` with casts off, but for the closure, which is the user's forward."""
+
+    @functools.wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(keeps_state(a) if callable(a) else a for a in args)
+        if callable(kwargs.get("closure")):
+            kwargs["closure"] = keeps_state(kwargs["closure"])
+        with disable_casts():
+            return step(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _subclasses(parent: type[Optimizer]) -> Iterator[type[Optimizer]]:
+    for child in parent.__subclasses__():
+        yield child
+        yield from _subclasses(child)
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def _checkpoint_patches() -> Iterator[Patch]:
+    """Patches what `torch.utils.checkpoint.checkpoint` calls, so that early imports of it count."""
+    module = torch.utils.checkpoint
+    forward: Callable[..., Any] = module.CheckpointFunction.forward
+    generator = module._checkpoint_without_reentrant_generator
+
+    @functools.wraps(forward)
+    def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        return forward(ctx, keeps_state(run_function), *args)
+
+    @functools.wraps(generator)
+    def non_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(keeps_state(fn), *args, **kwargs)
+
+    yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
+    yield Patch(module, "_checkpoint_without_reentrant_generator", non_reentrant)

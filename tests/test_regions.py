@@ -1,0 +1,234 @@
+"""Casts off, or as they were, without being asked: printing, optimizers, checkpoints."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint, checkpoint_sequential
+
+import hmpx
+from hmpx import Policy
+
+FP32, BF16 = torch.float32, torch.bfloat16
+POLICY = Policy.from_ops(low=["mul", "matmul", "linear", "add", "sub", "div"])
+
+
+# --- optimizers ---------------------------------------------------------------------------------
+
+OPTIMIZERS: dict[str, Callable[[list[Tensor]], torch.optim.Optimizer]] = {
+    "SGD": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=False),
+    "SGD foreach": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, foreach=True),
+    "SGD fused": lambda p: torch.optim.SGD(p, lr=0.1, momentum=0.9, fused=True),
+    "Adam": lambda p: torch.optim.Adam(p, lr=0.1, foreach=False),
+    "AdamW": lambda p: torch.optim.AdamW(p, lr=0.1, foreach=False),
+    "Adagrad": lambda p: torch.optim.Adagrad(p, lr=0.1, foreach=False),
+    "NAdam": lambda p: torch.optim.NAdam(p, lr=0.1, foreach=False),
+    "Rprop": lambda p: torch.optim.Rprop(p, lr=0.1, foreach=False),
+}
+
+
+def stepped(name: str) -> tuple[Tensor, list[torch.dtype]]:
+    torch.manual_seed(0)
+    parameter = nn.Parameter(torch.randn(5))
+    optimizer = OPTIMIZERS[name]([parameter])
+    for _ in range(3):
+        parameter.grad = torch.linspace(-1, 1, 5)
+        optimizer.step()
+    state = [
+        v.dtype
+        for s in optimizer.state.values()
+        for v in s.values()
+        if isinstance(v, Tensor) and v.is_floating_point()
+    ]
+    return parameter.detach(), state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_an_optimizers_arithmetic_is_not_cast(name: str) -> None:
+    """The step equals that of unconverted torch bit for bit, and its state stays fp32."""
+    expected, _ = stepped(name)
+    with hmpx.convert(policy=POLICY):
+        actual, state = stepped(name)
+        assert hmpx.casts_enabled()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+    assert set(state) <= {FP32}
+
+
+class Plain(torch.optim.Optimizer):
+    """An optimizer of the user's own: records what a product gives inside step."""
+
+    def __init__(self, params: list[Tensor], fails: bool = False) -> None:
+        super().__init__(params, {})
+        self.seen: list[torch.dtype] = []
+        self.fails = fails
+
+    def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
+        self.seen.append((torch.ones(2, 2) @ torch.ones(2, 2)).dtype)
+        if closure is not None:
+            self.seen.append(closure().dtype)
+        if self.fails:
+            raise ZeroDivisionError
+
+
+def test_a_users_optimizer_defined_before_or_after_convert() -> None:
+    """Its step is not cast, its closure is: that is the user's forward."""
+    a = torch.ones(2, 2)
+    before = Plain([nn.Parameter(a)])
+    with hmpx.convert(policy=POLICY):
+
+        class Later(Plain):
+            def step(self, closure: Callable[[], Tensor] | None = None) -> None:  # type: ignore[override]
+                super().step(closure)
+
+        for optimizer in (before, Plain([nn.Parameter(a)]), Later([nn.Parameter(a)])):
+            optimizer.step(lambda: a @ a)
+            assert optimizer.seen == [FP32, BF16]
+            optimizer.step(closure=lambda: a @ a)
+            assert optimizer.seen[2:] == [FP32, BF16]
+            with hmpx.disable_casts():
+                optimizer.step(lambda: a @ a)
+            assert optimizer.seen[4:] == [FP32, FP32]
+        kept = Later([nn.Parameter(a)])
+    kept.step(lambda: a @ a)
+    assert kept.seen == [FP32, FP32]
+
+
+def test_an_exception_in_step_leaves_casts_on() -> None:
+    """The region closes however the step is left."""
+    with hmpx.convert(policy=POLICY):
+        with pytest.raises(ZeroDivisionError):
+            Plain([nn.Parameter(torch.ones(2))], fails=True).step()
+        assert hmpx.casts_enabled()
+
+
+def test_optimizer_classes_are_restored() -> None:
+    """``step`` is the object that torch itself put there."""
+    torch.optim.SGD([nn.Parameter(torch.ones(2))])
+    step = vars(torch.optim.SGD)["step"]
+    with hmpx.convert():
+        assert vars(torch.optim.SGD)["step"] is not step
+    assert vars(torch.optim.SGD)["step"] is step
+
+
+def test_lbfgs_runs_its_closure_with_casts_on() -> None:
+    """LBFGS calls the closure several times from inside step."""
+    torch.manual_seed(0)
+    model, data = nn.Linear(3, 1), torch.randn(8, 3)
+    seen: set[torch.dtype] = set()
+    with hmpx.convert(policy=POLICY):
+        optimizer = torch.optim.LBFGS(model.parameters(), max_iter=3)
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            output = model(data)
+            seen.add(output.dtype)
+            loss = output.float().square().mean()
+            loss.backward()
+            return loss
+
+        optimizer.step(closure)
+    assert seen == {BF16}
+    assert {p.dtype for p in model.parameters()} == {FP32}
+
+
+def test_a_learning_rate_scheduler_keeps_the_rule() -> None:
+    """It wraps the instance's step, which still is the class'."""
+    parameter = nn.Parameter(torch.ones(2, 2))
+    with hmpx.convert(policy=POLICY):
+        optimizer = Plain([parameter])
+        optimizer.param_groups[0]["lr"] = 0.1
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1)
+        optimizer.step()
+        scheduler.step()
+        assert optimizer.seen == [FP32]
+
+
+# --- checkpoints --------------------------------------------------------------------------------
+
+
+class Recorder(nn.Module):
+    """A linear layer that records the dtype of its output in forward and in recomputation."""
+
+    def __init__(self, inner_off: bool = False) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear = nn.Linear(4, 4)
+        self.seen: list[torch.dtype] = []
+        self.inner_off = inner_off
+
+    def forward(self, x: Tensor) -> Tensor:
+        with hmpx.disable_casts() if self.inner_off else contextlib.nullcontext():
+            output = self.linear(x)
+        self.seen.append(output.dtype)
+        return torch.tanh(output.float())
+
+
+def gradients(
+    module: nn.Module, x: Tensor, run: Callable[[Tensor], Tensor], off: str
+) -> list[Tensor]:
+    """Returns the gradients of a pass with casts off in ``off``: forward, backward, both or none."""
+    module.zero_grad()
+    leaf = x.clone().requires_grad_()
+    with hmpx.disable_casts() if off in ("forward", "both") else contextlib.nullcontext():
+        output = run(leaf)
+    with hmpx.disable_casts() if off in ("backward", "both") else contextlib.nullcontext():
+        output.sum().backward()
+    assert leaf.grad is not None
+    return [leaf.grad, *(p.grad.clone() for p in module.parameters() if p.grad is not None)]
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("inner_off", [True, False])
+@pytest.mark.parametrize("off", ["none", "forward", "backward", "both"])
+def test_recomputation_sees_the_state_of_its_forward(
+    use_reentrant: bool, inner_off: bool, off: str
+) -> None:
+    """Same dtypes and gradients as without a checkpoint (pytorch #71169, #141896, #148831)."""
+    module, x = Recorder(inner_off), torch.randn(3, 4)
+    with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
+        expected = gradients(module, x, module, off)
+        module.seen.clear()
+        actual = gradients(
+            module, x, lambda t: checkpoint(module, t, use_reentrant=use_reentrant), off
+        )
+    want = FP32 if inner_off or off in ("forward", "both") else BF16
+    assert module.seen == [want, want]
+    for a, b in zip(actual, expected, strict=True):
+        torch.testing.assert_close(a, b, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:None of the inputs have requires_grad")  # inside the outer one
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_nested_checkpoints_recompute_in_their_forwards_state(use_reentrant: bool) -> None:
+    """Outer with casts on, inner with casts off (pytorch #148023)."""
+    inner, outer = Recorder(), Recorder()
+
+    def run(x: Tensor) -> Tensor:
+        def both(t: Tensor) -> Tensor:
+            hidden = outer(t)
+            with hmpx.disable_casts():
+                return checkpoint(inner, hidden, use_reentrant=use_reentrant)
+
+        return checkpoint(both, x, use_reentrant=use_reentrant)
+
+    with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
+        gradients(nn.ModuleList([inner, outer]), torch.randn(3, 4), run, "none")
+    assert set(outer.seen) == {BF16}
+    assert set(inner.seen) == {FP32}
+
+
+def test_checkpoint_sequential_and_revert_before_backward() -> None:
+    """A sequence of segments; and a recomputation after revert runs without casts, as torch is."""
+    module = nn.Sequential(Recorder(), Recorder())
+    with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
+        gradients(
+            module,
+            torch.randn(3, 4),
+            lambda t: checkpoint_sequential(module, 2, t, use_reentrant=False),
+            "backward",
+        )
+    assert {dtype for part in module for dtype in part.seen} == {BF16}  # type: ignore[union-attr]
