@@ -14,7 +14,7 @@ import functools
 import inspect
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -43,9 +43,24 @@ _DENSE = frozenset({torch.strided, torch.jagged})
 #: Whether casts may be off in some thread. While False, a call looks no further.
 _may_be_off = False
 _off_regions = 0  # regions with casts off that are open, in all threads together
+_has_traced_regions = False  # torch.compile has put one into a graph: it may run at any time
 _off_regions_lock = threading.Lock()
 #: Depth of such regions in this thread, or asyncio task.
 _off_depth: contextvars.ContextVar[int] = contextvars.ContextVar("hmpx_off_depth", default=0)
+_thread = threading.local()  # .regions: those opened by Python code of this thread
+
+# The state is marked in a place that torch itself carries along as well: the autocast bit of a
+# device type that nobody has. torch.compile guards on it and captures it, and autograd's backward
+# threads inherit it, as they do neither thread-locals nor context variables.
+_MARK = "maia"
+
+
+def _mark(is_off: bool) -> None:
+    torch.set_autocast_enabled(_MARK, is_off)
+
+
+def _is_marked() -> bool:
+    return torch.is_autocast_enabled(_MARK)
 
 
 class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
@@ -60,12 +75,20 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
     """
 
     def __enter__(self) -> None:
-        _off_depth.set(_off_depth.get() + 1)
-        _count_region(+1)
+        if torch.compiler.is_dynamo_compiling():
+            # torch.compile runs wrappers, it does not trace into them: they see the mark, which
+            # becomes part of the graph.
+            _note_traced_region()
+            self._was_marked = _is_marked()
+            _mark(True)
+        else:
+            _set_depth(_off_depth.get() + 1, regions=+1)
 
     def __exit__(self, *exc_info: object) -> None:
-        _count_region(-1)
-        _off_depth.set(_off_depth.get() - 1)
+        if torch.compiler.is_dynamo_compiling():
+            _mark(self._was_marked)
+        else:
+            _set_depth(_off_depth.get() - 1, regions=-1)
 
     def __call__(self, function: _F) -> _F:
         """Returns ``function`` with casts off while it runs."""
@@ -100,7 +123,13 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
 def is_off() -> bool:
     """Whether casts are off in this thread."""
-    return _off_depth.get() > 0
+    if torch.compiler.is_dynamo_compiling():
+        return _is_marked()
+    if _off_depth.get():
+        return True
+    # A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
+    # backward thread. Otherwise it is that of another asyncio task.
+    return _is_marked() and not getattr(_thread, "regions", 0)
 
 
 def keeps_state(function: _F) -> _F:
@@ -113,22 +142,38 @@ def keeps_state(function: _F) -> _F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         there = _off_depth.get()
-        _off_depth.set(depth)
-        _count_region(depth)
+        _set_depth(depth, regions=+1)
         try:
             return function(*args, **kwargs)
         finally:
-            _count_region(-depth)
-            _off_depth.set(there)
+            _set_depth(there, regions=-1)
 
     return wrapper  # type: ignore[return-value]
 
 
-def _count_region(change: int) -> None:
+def _set_depth(depth: int, regions: int) -> None:
+    """Sets the depth of this thread or task; ``regions`` is +1 where a region begins, else -1."""
     global _may_be_off, _off_regions
+    _off_depth.set(depth)
+    _thread.regions = getattr(_thread, "regions", 0) + regions
+    _mark(depth > 0)
     with _off_regions_lock:
-        _off_regions += change
-        _may_be_off = _off_regions > 0
+        _off_regions += regions
+        _may_be_off = _off_regions > 0 or _has_traced_regions
+
+
+def _note_traced_region() -> None:
+    global _may_be_off, _has_traced_regions
+    with _off_regions_lock:
+        _may_be_off = _has_traced_regions = True
+
+
+def _run_when_traced(function: Callable[..., Any]) -> None:
+    """Makes torch.compile run ``function`` at trace time, once, instead of tracing into it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+
+
+_run_when_traced(_note_traced_region)
 
 
 def _run_generator(generator: Any) -> Any:
@@ -169,6 +214,11 @@ class CallPlan:
         never_cast: Names of buffers.
         norm_parameters: Names of a norm's weight and bias, which stay fp32 beside a low-precision
             input on ``mixed_device_types``.
+        inplace_flag: Position of a Python function's ``inplace`` argument.
+        fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
+            call's device.
+        cast_kinds: ``parameters.kinds`` without the buffers.
+        skipped: Names whose values are no inputs to cast.
     """
 
     op: str
@@ -183,31 +233,26 @@ class CallPlan:
     norm_parameters: frozenset[str] = frozenset()
     mixed_device_types: frozenset[str] = frozenset()
 
-    @functools.cached_property
-    def inplace_flag(self) -> int | None:
-        """Position of a Python function's ``inplace`` argument."""
+    inplace_flag: int | None = field(init=False)
+    fp32_positions: frozenset[int] | None = field(init=False)
+    cast_kinds: Mapping[int, str] = field(init=False)
+    skipped: frozenset[str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Works out what follows from the rest, here and not in each call."""
         names = self.parameters.names
-        return names.index("inplace") if self.is_python and "inplace" in names else None
-
-    @functools.cached_property
-    def fp32_positions(self) -> frozenset[int] | None:
-        """Positions of norm parameters that stay fp32; None if that depends on the call."""
-        if self.decision.dtype not in _LOW_DTYPES or not self.norm_parameters:
-            return frozenset()
-        if not self.device_types <= self.mixed_device_types:
-            return None if self.device_types & self.mixed_device_types else frozenset()
-        return frozenset(map(self.parameters.names.index, self.norm_parameters))
-
-    @functools.cached_property
-    def cast_kinds(self) -> Mapping[int, str]:
-        """``parameters.kinds`` without the buffers."""
-        names = self.parameters.names
-        return {p: k for p, k in self.parameters.kinds.items() if names[p] not in self.never_cast}
-
-    @functools.cached_property
-    def skipped(self) -> frozenset[str]:
-        """Names whose values are no inputs to cast."""
-        return self.never_cast | self.parameters.plain | {"out"}
+        flag = names.index("inplace") if self.is_python and "inplace" in names else None
+        kinds = {p: k for p, k in self.parameters.kinds.items() if names[p] not in self.never_cast}
+        fp32_positions: frozenset[int] | None = frozenset()
+        if self.decision.dtype in _LOW_DTYPES and self.norm_parameters:
+            if self.device_types <= self.mixed_device_types:
+                fp32_positions = frozenset(map(names.index, self.norm_parameters))
+            elif self.device_types & self.mixed_device_types:
+                fp32_positions = None
+        object.__setattr__(self, "inplace_flag", flag)
+        object.__setattr__(self, "fp32_positions", fp32_positions)
+        object.__setattr__(self, "cast_kinds", kinds)
+        object.__setattr__(self, "skipped", self.never_cast | self.parameters.plain | {"out"})
 
 
 def cast_args(plan: CallPlan, args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
@@ -347,6 +392,9 @@ def _below_dispatcher() -> bool:
     return _is_excluded(_SNAPSHOT)
 
 
+_run_when_traced(_below_dispatcher)
+
+
 # --- wrappers ----------------------------------------------------------------------------------
 
 
@@ -357,9 +405,13 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         return None  # there is no other input to cast
     dtype = plan.decision.dtype
     factory = _factory(_wrapper_source(plan, is_relative=is_relative))
+
+    def cast(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+        return cast_args(plan, args, kwargs)
+
     wrapper = factory(
         original,
-        functools.partial(cast_args, plan),
+        cast,
         dtype,
         ELIGIBLE - {dtype},
         None if dtype is None else CAST[dtype],
@@ -374,7 +426,7 @@ def make_observed_wrapper(
     """Returns a wrapper that casts as `make_wrapper`'s does and tells ``observers`` each call."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _off_depth.get() or _below_dispatcher():
+        if is_off() or _below_dispatcher():
             return original(*args, **kwargs)
         dtype = target_dtype(plan, args, kwargs)
         new_args, new_kwargs = cast(args, kwargs)
@@ -389,6 +441,31 @@ def make_observed_wrapper(
         _collect_any(result, outputs)
         if before and plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
             dtype = before[0].dtype if plan.in_place else widest(before)  # torch's kernel does that
+        cast_bytes = 0
+        if not torch.compiler.is_dynamo_compiling():  # where sizes may be symbols
+            for a, b in zip(before, after, strict=True):
+                cast_bytes += b.numel() * b.element_size() if a.dtype is not b.dtype else 0
+        tell(
+            dtype,
+            tuple([t.dtype for t in before]),
+            tuple([t.dtype for t in after]),
+            tuple([t.dtype for t in outputs]),
+            before[0].device.type if before else None,
+            cast_bytes,
+        )
+        return result
+
+    def cast(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
+        return cast_args(plan, args, kwargs)
+
+    def tell(  # noqa: PLR0917  # torch.compile passes constants by position
+        dtype: torch.dtype | None,
+        input_dtypes: tuple[torch.dtype, ...],
+        cast_dtypes: tuple[torch.dtype, ...],
+        output_dtypes: tuple[torch.dtype, ...],
+        device_type: str | None,
+        cast_bytes: int,
+    ) -> None:
         call = OpCall(
             op=plan.op,
             site=plan.site,
@@ -396,23 +473,18 @@ def make_observed_wrapper(
             cast_policy=plan.decision.cast_policy.name,
             reason=plan.decision.reason,
             dtype=dtype,
-            input_dtypes=tuple(t.dtype for t in before),
-            cast_dtypes=tuple(t.dtype for t in after),
-            output_dtypes=tuple(t.dtype for t in outputs),
-            device_type=before[0].device.type if before else None,
-            cast_bytes=sum(
-                b.numel() * b.element_size()
-                for a, b in zip(before, after, strict=True)
-                if a.dtype is not b.dtype
-            ),
+            input_dtypes=input_dtypes,
+            cast_dtypes=cast_dtypes,
+            output_dtypes=output_dtypes,
+            device_type=device_type,
+            cast_bytes=cast_bytes,
             module=records.module_path(),
             location=records.user_location(),
         )
         for observer in observers:
             observer(call)
-        return result
 
-    cast: Callable[[_Args, _Kwargs], tuple[_Args, _Kwargs]] = functools.partial(cast_args, plan)
+    _run_when_traced(tell)
     return _named_after(original, wrapper, plan.site)
 
 
@@ -422,8 +494,12 @@ def retire(wrapper: Callable[..., Any]) -> None:
     cells["cast"].cell_contents = _cast_nothing
     if "other_dtypes" in cells:
         cells["other_dtypes"].cell_contents = frozenset()
-    if "observers" in cells:
-        cells["observers"].cell_contents = ()
+    if "tell" in cells:
+        cells["tell"].cell_contents = _tell_nobody
+
+
+def _tell_nobody(*args: object) -> None:
+    pass
 
 
 def _cast_nothing(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
@@ -436,7 +512,7 @@ def _cast_nothing(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
 _HEAD = """
 def make(original, cast, dtype, other_dtypes, convert, device_types):
     def wrapper(*args, **kwargs):
-        if _may_be_off and _off_depth.get():
+        if _may_be_off and is_off():
             return original(*args, **kwargs)
 """
 
@@ -465,7 +541,7 @@ _SETTLED = """
 
 _UNROLLED = """
         if len(args) >= {count} and (not kwargs or {kwargs_are_plain}):
-            if _is_excluded(_SNAPSHOT):
+            if _below_dispatcher():
                 return original(*args, **kwargs)
             is_usual = True
 {casts}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -90,6 +91,7 @@ class Session:
         patches, wrappers = _patches(self.policy, self.device_types, observers)
         self._applied = patching.apply([*patches, *regions.patches(self._add)])
         self._wrappers = wrappers
+        _forget_compiled_code()
 
     def _add(self, patch: Patch) -> None:
         with _lock:
@@ -100,6 +102,7 @@ class Session:
         for wrapper in self._wrappers:
             casting.retire(wrapper)
         self._applied, self._wrappers = [], []
+        _forget_compiled_code()
         if covered:
             names = ", ".join(sorted({f"{_name(p.owner)}.{p.attribute}" for p in covered}))
             warnings.warn(
@@ -266,6 +269,20 @@ def _patches(
             elif wrapper is not None:
                 patches.append(Patch(site.owner, site.attribute, wrapper))
     return patches, [wrapper for wrapper in wrappers.values() if wrapper is not None]
+
+
+def _forget_compiled_code() -> None:
+    """Makes torch.compile trace again, and learn anew what the functions of torch are.
+
+    It sets no guard on the wrappers of methods and operators. What it finds under the names of
+    torch's functions, wrappers now, it puts into the graph as they are; they cast when that runs.
+    """
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not to its end
+        return
+    dynamo.reset()
+    if hasattr(dynamo.trace_rules, "clear_lru_cache"):
+        dynamo.trace_rules.clear_lru_cache()
 
 
 def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> bool:

@@ -46,3 +46,4 @@ def torch_is_left_untouched() -> Iterator[None]:
     assert not changed, f"left patched: {changed}"
     assert not hmpx.casting.is_off()
     assert hmpx.casting._off_regions == 0
+    assert not torch.is_autocast_enabled("maia")

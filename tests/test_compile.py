@@ -1,0 +1,180 @@
+"""torch.compile: no graph break, the dtypes of eager mode, and nothing stale."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hmpx
+from hmpx import Policy
+
+FP32, BF16 = torch.float32, torch.bfloat16
+
+pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+POLICY = Policy.from_ops(
+    low=["matmul", "linear", "layer_norm", "add", "scaled_dot_product_attention", "cat", "einsum"],
+    fp32=["softmax", "truediv"],
+    first=["addmm"],
+    widest=["cross"],
+)
+
+
+@pytest.fixture(autouse=True)
+def fresh_dynamo() -> Iterator[None]:
+    """Each test compiles anew."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def x(*shape: int) -> Tensor:
+    torch.manual_seed(0)
+    return torch.rand(shape or (4, 4))
+
+
+FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "function": lambda a, b: torch.matmul(a, b),
+    "method": lambda a, b: a.matmul(b),
+    "operator": lambda a, b: a @ b,
+    "x += y": lambda a, b: a.clone().__iadd__(b.bfloat16()),
+    "add": lambda a, b: a + b,
+    "cat": lambda a, b: torch.cat([a, b]),
+    "softmax": lambda a, b: F.softmax((a @ b), -1),
+    "division": lambda a, b: (a @ b) / 3,
+    "linear": lambda a, b: F.linear(a, b),
+    "layer_norm": lambda a, b: F.layer_norm(a, (4,), b[0], b[1]),
+    "sdpa": lambda a, b: F.scaled_dot_product_attention(a[None], b[None], b[None]),
+    "einsum": lambda a, b: torch.einsum("ij,jk->ik", a, b),
+    "addmm": lambda a, b: torch.addmm(a, b.bfloat16(), b),
+    "addmm_": lambda a, b: a.clone().addmm_(b.bfloat16(), b.bfloat16()),
+    "cross": lambda a, b: torch.cross(a[:, :3], b[:, :3].bfloat16(), dim=1),
+}
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_compiles_whole_and_equals_eager(form: str, backend: str) -> None:
+    """``fullgraph=True``: functions, methods, operators, in-place forms."""
+    function = FORMS[form]
+    with hmpx.convert(policy=POLICY):
+        expected = function(x(), x())
+        actual = torch.compile(function, backend=backend, fullgraph=True)(x(), x())
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+class Small(nn.Module):
+    """Linear, norm, attention scores, softmax: with and without a region of its own."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        self.linear, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+    def forward(self, value: Tensor) -> tuple[Tensor, ...]:
+        hidden = self.norm(self.linear(value))
+        with hmpx.disable_casts():
+            function = self.linear(value)
+            operator = value @ value
+        return hidden, function, operator, value @ value, self.linear(value)
+
+
+DTYPES_ON = [BF16, FP32, FP32, BF16, BF16]
+DTYPES_OFF = [FP32] * 5
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+def test_disable_casts_inside_and_outside_a_compiled_function(backend: str) -> None:
+    """Inside it holds for its block; toggled outside it recompiles, with the right dtypes."""
+    model = Small()
+    compiled = torch.compile(model, backend=backend, fullgraph=True)
+    with hmpx.convert(policy=POLICY):
+        for _ in range(2):
+            assert [t.dtype for t in compiled(x())] == DTYPES_ON
+            with hmpx.disable_casts():
+                assert [t.dtype for t in compiled(x())] == DTYPES_OFF
+            assert [t.dtype for t in model(x())] == DTYPES_ON
+
+
+@pytest.mark.parametrize("form", ["function", "operator", "linear", "softmax"])
+def test_convert_before_and_after_compile(form: str) -> None:
+    """A function compiled before convert casts after it, and no longer after revert."""
+    function = FORMS[form]
+    compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+    for _ in range(2):
+        assert compiled(x(), x()).dtype is FP32
+        with hmpx.convert(policy=Policy.from_ops(low=["matmul", "linear", "softmax"])):
+            assert compiled(x(), x()).dtype is BF16
+        with hmpx.convert(policy=Policy.from_ops(fp32=["matmul", "linear", "softmax"])):
+            assert compiled(x(), x()).dtype is FP32
+
+
+def test_toggling_does_not_recompile_without_end() -> None:
+    """One graph for each state, however deep the regions and however often."""
+    compiles = []
+
+    def backend(graph: torch.fx.GraphModule, _: object) -> Callable[..., object]:
+        compiles.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(lambda a: F.linear(a, a) @ a, backend=backend, fullgraph=True)
+    with hmpx.convert(policy=POLICY):
+        for _ in range(4):
+            compiled(x())
+            with hmpx.disable_casts():
+                compiled(x())
+                with hmpx.disable_casts():
+                    compiled(x())
+    assert len(compiles) == 2
+
+
+@pytest.mark.parametrize("mode", [True, "once"])
+def test_logging_does_not_break_the_graph(
+    mode: bool | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Decisions are logged at trace time."""
+    caplog.set_level("INFO", "hmpx")
+    with hmpx.convert(policy=POLICY, isVerbose=mode):
+        compiled = torch.compile(
+            lambda a: F.softmax(F.linear(a, a), -1), backend="aot_eager", fullgraph=True
+        )
+        compiled(x())
+        traced = [r.getMessage() for r in caplog.records if r.name == "hmpx"]
+        compiled(x())
+        assert [r.getMessage() for r in caplog.records if r.name == "hmpx"] == traced
+    assert any("to_bf16" in line for line in traced)
+    assert any("to_fp32" in line for line in traced)
+
+
+def test_a_training_step_compiles_whole() -> None:
+    """Forward and backward under inductor: fp32 gradients, close to eager."""
+    model = nn.Sequential(nn.Linear(4, 8), nn.GELU(), nn.LayerNorm(8), nn.Linear(8, 2))
+    target = torch.tensor([0, 1, 1, 0])
+
+    def loss(value: Tensor) -> Tensor:
+        return F.cross_entropy(model(value), target)
+
+    with hmpx.convert():
+        expected = loss(x())
+        expected.backward()
+        grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
+        model.zero_grad()
+        actual = torch.compile(loss, fullgraph=True)(x())
+        actual.backward()
+    # Inductor keeps bf16 intermediates in fp32 registers: 2^-8 is bf16's relative spacing.
+    torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0)
+    for parameter, grad in zip(model.parameters(), grads, strict=True):
+        assert parameter.grad is not None
+        assert parameter.grad.dtype is FP32
+        torch.testing.assert_close(parameter.grad, grad, rtol=0.1, atol=2**-7)
+
+
+def test_a_function_mode_does_not_break_the_graph() -> None:
+    """Under any TorchFunctionMode, such as a default device, compilation works as without hmpx."""
+    with hmpx.convert(policy=POLICY), torch.device("cpu"):
+        compiled = torch.compile(lambda a: torch.matmul(a, a), backend="eager", fullgraph=True)
+        assert compiled(x()).dtype is BF16
