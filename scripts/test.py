@@ -42,12 +42,13 @@ print(f"hmpx {hmpx.__version__} from {package}")
 
 
 def test_with_coverage() -> None:
-    """Runs pytest, then reports the lines and branches that no test reached."""
-    coverage = program("coverage")
-    run([coverage, "erase"])
-    run([coverage, "run", *PYTEST])
-    run([coverage, "combine", "--quiet"])  # one data file for each process
-    run([coverage, "report"])
+    """Runs the tests but for conformance, and reports the lines and branches that none reached."""
+    run([PYTHON, *PYTEST, "-m", "not opinfo", "--cov", "--cov-report=term"])
+
+
+def test_conformance() -> None:
+    """Runs each sample of torch's OpInfo database."""
+    run([PYTHON, *PYTEST, "-m", "opinfo"])
 
 
 def test_wheel() -> None:
@@ -98,6 +99,7 @@ STEPS: dict[str, Callable[[], None]] = {
     "layers": command("lint-imports"),
     "types": command("mypy", "--strict", "hmpx"),
     "tests": test_with_coverage,
+    "conformance": test_conformance,
     "wheel": test_wheel,
 }
 
