@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import gc
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -13,7 +12,7 @@ from typing import Any, Final
 
 import torch
 
-from . import casting, log, ops, patching, regions
+from . import casting, compiled, log, ops, patching, regions
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
 from .patching import Patch
@@ -48,6 +47,7 @@ class Session:
         self._previous = previous
         self._applied: list[patching.Applied] = []
         self._wrappers: list[Callable[..., Any]] = []
+        self._untag_caches: Callable[[], None]
         self._converts = 1  # `convert` calls that this session answers
 
     def revert(self) -> None:
@@ -91,7 +91,8 @@ class Session:
         patches, wrappers = _patches(self.policy, self.device_types, observers)
         self._applied = patching.apply([*patches, *regions.patches(self._add)])
         self._wrappers = wrappers
-        _forget_compiled_code()
+        self._untag_caches = compiled.tag_caches(self.policy, self.device_types)
+        compiled.forget()
 
     def _add(self, patch: Patch) -> None:
         with _lock:
@@ -102,7 +103,8 @@ class Session:
         for wrapper in self._wrappers:
             casting.retire(wrapper)
         self._applied, self._wrappers = [], []
-        _forget_compiled_code()
+        self._untag_caches()
+        compiled.forget()
         if covered:
             names = ", ".join(sorted({f"{_name(p.owner)}.{p.attribute}" for p in covered}))
             warnings.warn(
@@ -269,20 +271,6 @@ def _patches(
             elif wrapper is not None:
                 patches.append(Patch(site.owner, site.attribute, wrapper))
     return patches, [wrapper for wrapper in wrappers.values() if wrapper is not None]
-
-
-def _forget_compiled_code() -> None:
-    """Makes torch.compile trace again, and learn anew what the functions of torch are.
-
-    It sets no guard on the wrappers of methods and operators. What it finds under the names of
-    torch's functions, wrappers now, it puts into the graph as they are; they cast when that runs.
-    """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not to its end
-        return
-    dynamo.reset()
-    if hasattr(dynamo.trace_rules, "clear_lru_cache"):
-        dynamo.trace_rules.clear_lru_cache()
 
 
 def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> bool:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -178,3 +182,39 @@ def test_a_function_mode_does_not_break_the_graph() -> None:
     with hmpx.convert(policy=POLICY), torch.device("cpu"):
         compiled = torch.compile(lambda a: torch.matmul(a, a), backend="eager", fullgraph=True)
         assert compiled(x()).dtype is BF16
+
+
+CACHED = """
+import sys, torch
+from torch._dynamo.utils import counters
+
+if sys.argv[1] != "none":
+    import hmpx
+    hmpx.convert(policy=hmpx.Policy.from_ops(**{sys.argv[1]: ["matmul"]}))
+out = torch.compile(lambda a: a @ a + 1)(torch.ones(4, 4))
+print(out.dtype, counters["aot_autograd"]["autograd_cache_hit"])
+"""
+
+
+def test_the_disk_cache_keeps_policies_apart(tmp_path: Path) -> None:
+    """An artefact compiled under one policy, or none, is never served under another."""
+    environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
+    seen = []
+    for policy in ("none", "low", "fp32", "low", "none"):
+        command = [sys.executable, "-c", CACHED, policy]
+        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        seen.append(run.stdout.split())
+    assert [dtype for dtype, _ in seen] == [
+        "torch.float32", "torch.bfloat16", "torch.float32", "torch.bfloat16", "torch.float32",
+    ]  # fmt: skip
+    # The third run's wrappers cast nothing, yet its key is its own; the last two are served.
+    assert [hits for _, hits in seen] == ["0", "0", "0", "1", "1"]
+
+
+def test_the_cache_tag_is_restored() -> None:
+    """Also one that the user has set."""
+    config = torch.compiler.config
+    assert config.cache_key_tag == ""
+    with hmpx.convert(policy=POLICY):
+        assert config.cache_key_tag.startswith("hmpx-")
+    assert config.cache_key_tag == ""
