@@ -12,10 +12,13 @@ import asyncio
 import contextvars
 import functools
 import inspect
+import logging
+import re
+import textwrap
 import threading
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from dataclasses import dataclass, field, replace
+from typing import Any, Final, TypeVar
 
 import torch
 from torch import Tensor
@@ -25,6 +28,8 @@ from .dtypes import CAST, ELIGIBLE
 from .ops import Parameters
 from .policy import CastPolicy, Decision
 from .records import Observer, OpCall
+
+LOGGER: Final = logging.getLogger("hmpx")
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _Args = tuple[Any, ...]
@@ -238,6 +243,11 @@ class CallPlan:
     cast_kinds: Mapping[int, str] = field(init=False)
     skipped: frozenset[str] = field(init=False)
 
+    @property
+    def may_lack_kernel(self) -> bool:
+        """Whether a missing kernel for the low-precision dtype may be made up for in fp32."""
+        return self.decision.dtype in _LOW_DTYPES and not self.in_place
+
     def __post_init__(self) -> None:
         """Works out what follows from the rest, here and not in each call."""
         names = self.parameters.names
@@ -412,12 +422,62 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
     wrapper = factory(
         original,
         cast,
+        functools.partial(_retry_in_fp32, plan, original),
         dtype,
         ELIGIBLE - {dtype},
         None if dtype is None else CAST[dtype],
         plan.device_types,
     )
     return _named_after(original, wrapper, plan.site)
+
+
+def _lacks_kernel(error: RuntimeError) -> bool:
+    """Whether ``error`` says that an op has no kernel for a low-precision dtype."""
+    return _MISSING_KERNEL.search(str(error)) is not None
+
+
+_MISSING_KERNEL = re.compile(
+    r"not implemented for '(BFloat16|Half)'|[Ll]ow precision dtypes not supported"
+)
+_retried: set[tuple[str, torch.dtype | None]] = set()
+
+
+def _retry_in_fp32(
+    plan: CallPlan, original: Callable[..., Any], error: RuntimeError, args: _Args, kwargs: _Kwargs
+) -> Any:
+    """Returns the call's result computed in fp32 from inputs rounded as ever, and rounded itself.
+
+    Raises:
+        RuntimeError: ``error``, where a half-done in-place update can't be ruled out, or where the
+            call has no low-precision input.
+    """
+    if _written_tensor(plan, args, kwargs) is not None:
+        raise error
+    args, kwargs = cast_args(plan, args, kwargs)
+    inputs = floating_inputs(plan, args, kwargs)
+    if not any(t.dtype in _LOW_DTYPES for t in inputs):
+        raise error
+    in_fp32 = replace(plan, decision=Decision(CastPolicy.FP32, torch.float32))
+    args, kwargs = cast_args(in_fp32, args, kwargs)
+    with disable_casts():
+        result = original(*args, **kwargs)
+    dtype = plan.decision.dtype
+    if (plan.op, dtype) not in _retried:
+        _retried.add((plan.op, dtype))
+        LOGGER.warning("%s runs in fp32 and is rounded: %s", plan.op, error)
+    return _rounded(result, CAST[dtype]) if dtype is not None else result
+
+
+def _rounded(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return convert(value) if value.dtype is torch.float32 else value
+    if isinstance(value, _SEQUENCES):
+        new = [_rounded(item, convert) for item in value]
+        if isinstance(value, list):
+            return new
+        # torch.return_types are tuples made from one sequence, named tuples from several values
+        return value._make(new) if hasattr(value, "_make") else type(value)(new)
+    return value
 
 
 def make_observed_wrapper(
@@ -430,11 +490,16 @@ def make_observed_wrapper(
             return original(*args, **kwargs)
         dtype = target_dtype(plan, args, kwargs)
         new_args, new_kwargs = cast(args, kwargs)
-        if plan.is_python:
-            with disable_casts():
+        try:
+            if plan.is_python:
+                with disable_casts():
+                    result = original(*new_args, **new_kwargs)
+            else:
                 result = original(*new_args, **new_kwargs)
-        else:
-            result = original(*new_args, **new_kwargs)
+        except RuntimeError as error:
+            if not (plan.may_lack_kernel and _lacks_kernel(error)):
+                raise
+            result = retry(error, args, kwargs)
         before = floating_inputs(plan, args, kwargs)
         after = floating_inputs(plan, new_args, new_kwargs)
         outputs: list[Tensor] = []
@@ -457,6 +522,9 @@ def make_observed_wrapper(
 
     def cast(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
         return cast_args(plan, args, kwargs)
+
+    def retry(error: RuntimeError, args: _Args, kwargs: _Kwargs) -> Any:
+        return _retry_in_fp32(plan, original, error, args, kwargs)
 
     def tell(  # noqa: PLR0917  # torch.compile passes constants by position
         dtype: torch.dtype | None,
@@ -492,10 +560,16 @@ def retire(wrapper: Callable[..., Any]) -> None:
     """Makes ``wrapper`` act as its original does, wherever a reference to it was kept."""
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
     cells["cast"].cell_contents = _cast_nothing
+    if "retry" in cells:
+        cells["retry"].cell_contents = _raise
     if "other_dtypes" in cells:
         cells["other_dtypes"].cell_contents = frozenset()
     if "tell" in cells:
         cells["tell"].cell_contents = _tell_nobody
+
+
+def _raise(error: RuntimeError, args: _Args, kwargs: _Kwargs) -> Any:
+    raise error
 
 
 def _tell_nobody(*args: object) -> None:
@@ -510,24 +584,36 @@ def _cast_nothing(args: _Args, kwargs: _Kwargs) -> tuple[_Args, _Kwargs]:
 # as fast as a loop; ``cast`` is `cast_args` for every call that is not of the usual shape.
 
 _HEAD = """
-def make(original, cast, dtype, other_dtypes, convert, device_types):
+def make(original, cast, retry, dtype, other_dtypes, convert, device_types):
     def wrapper(*args, **kwargs):
         if _may_be_off and is_off():
             return original(*args, **kwargs)
 """
 
-_TAIL = """
+_CAST = """
         args, kwargs = cast(args, kwargs)
         return original(*args, **kwargs)
-    return wrapper
 """
 
 #: A Python function is atomic: what it calls is not cast again.
-_ATOMIC_TAIL = """
+_ATOMIC_CAST = """
         args, kwargs = cast(args, kwargs)
         with disable_casts():
             return original(*args, **kwargs)
+"""
+
+_TAIL = """
     return wrapper
+"""
+
+#: A low-precision op whose kernel lacks the type runs in fp32 instead.
+_TRY = """
+        try:
+{body}
+        except RuntimeError as error:
+            if not _lacks_kernel(error):
+                raise
+            return retry(error, args, kwargs)
 """
 
 _SETTLED = """
@@ -569,17 +655,24 @@ _UNROLLED_CAST = """
 
 def _wrapper_source(plan: CallPlan, *, is_relative: bool) -> str:
     """Returns the source of the factory that makes the wrapper for ``plan``."""
+    body = _body_source(plan, is_relative=is_relative)
+    if plan.may_lack_kernel:
+        body = _TRY.format(body=textwrap.indent(body, "    "))
+    return _HEAD + body + _TAIL
+
+
+def _body_source(plan: CallPlan, *, is_relative: bool) -> str:
     if plan.is_python:
-        return _HEAD + _ATOMIC_TAIL
+        return _ATOMIC_CAST
     kinds = plan.cast_kinds
     if is_relative:
         first = min(kinds, default=None)
         if first is None or kinds[first] != "T":
-            return _HEAD + _TAIL
-        return _HEAD + _settled_source(plan, first) + _TAIL
+            return _CAST
+        return _settled_source(plan, first) + _CAST
     if "A" in kinds.values() or plan.fp32_positions is None:
-        return _HEAD + _settled_source(plan, None) + _TAIL
-    return _HEAD + _settled_source(plan, None) + _unrolled_source(plan) + _TAIL
+        return _settled_source(plan, None) + _CAST
+    return _settled_source(plan, None) + _unrolled_source(plan) + _CAST
 
 
 def _settled_source(plan: CallPlan, reference: int | None) -> str:

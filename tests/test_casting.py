@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
@@ -542,3 +543,62 @@ def test_fake_tensors_are_cast_once() -> None:
         q = torch.rand(1, 2, 4, 8)
         assert F.scaled_dot_product_attention(q, q, q).dtype is BF16
         assert torch.softmax(q, -1).dtype is BF16
+
+
+# --- ops without a low-precision kernel ---------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("name", "call"),
+    {
+        "linalg_inv": lambda t: torch.linalg.inv(t),
+        "linalg_svdvals": lambda t: torch.linalg.svdvals(t),
+        "cdist": lambda t: torch.cdist(t, t),
+        "linalg_qr": lambda t: torch.linalg.qr(t),
+        "linalg_slogdet": lambda t: torch.linalg.slogdet(t),
+    }.items(),
+)
+def test_an_op_without_a_bf16_kernel_runs_in_fp32_and_is_rounded(
+    name: str, call: Callable[[Tensor], Any]
+) -> None:
+    """Inputs rounded as ever, computed in fp32, results rounded (pytorch #112575, #116609)."""
+    torch.manual_seed(0)
+    value = (torch.eye(4) + 0.1 * torch.rand(4, 4)).requires_grad_()
+    expected = call(value.bfloat16().float())
+    for verbose in (False, True):
+        with hmpx.convert(policy=Policy.from_ops(low=[name]), isVerbose=verbose):
+            actual = call(value)
+        assert type(actual) is type(expected)
+        pairs = (
+            zip(actual, expected, strict=True)
+            if isinstance(actual, tuple)
+            else [(actual, expected)]
+        )
+        for got, want in pairs:
+            torch.testing.assert_close(got, want.bfloat16(), rtol=0, atol=0)
+            assert got.requires_grad
+
+
+def test_the_retry_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
+    """With torch's own words about the kernel."""
+    casting._retried.clear()
+    with low("linalg_inv"):
+        for _ in range(3):
+            torch.linalg.inv(torch.eye(3))
+    assert len(caplog.messages) == 1
+    assert caplog.messages[0].startswith("linalg_inv runs in fp32 and is rounded: ")
+    assert "BFloat16" in caplog.messages[0]
+
+
+def test_other_failures_are_not_retried() -> None:
+    """An in-place call, an unlisted op and any other error fail as they do without hmpx."""
+    singular, out = torch.zeros(3, 3), torch.empty(3, 3, dtype=BF16)
+    with low("linalg_inv"):
+        with pytest.raises(torch.linalg.LinAlgError):
+            torch.linalg.inv(singular)
+        with pytest.raises(RuntimeError, match="BFloat16"):
+            torch.linalg.inv(torch.eye(3), out=out)
+        with pytest.raises(RuntimeError, match="BFloat16"):
+            torch.linalg.qr(torch.eye(3, dtype=BF16))
+    with pytest.raises(RuntimeError, match="BFloat16"):
+        torch.linalg.inv(torch.eye(3, dtype=BF16))
