@@ -757,6 +757,7 @@ def _named_after(
     wrapper.__qualname__ = name
     wrapper.__doc__ = original.__doc__
     wrapper.__wrapped__ = original  # type: ignore[attr-defined]
+    wrapper.__hmpx_site__ = site  # type: ignore[attr-defined]
     return wrapper
 
 

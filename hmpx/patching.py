@@ -23,20 +23,32 @@ class Patch:
 
 
 @dataclass(frozen=True, slots=True)
-class Applied:
-    """A patch in force, and what ``vars(owner)`` held before; `_ABSENT` if nothing."""
+class ItemPatch:
+    """A value to put at ``owner[attribute]``, an item that a dict or a list has."""
 
-    patch: Patch
+    owner: Any
+    attribute: Any
+    value: Any
+
+
+@dataclass(frozen=True, slots=True)
+class Applied:
+    """A patch in force, and what its slot held before; `_ABSENT` if nothing."""
+
+    patch: Patch | ItemPatch
     previous: Any
 
 
-def apply(patches: Iterable[Patch]) -> list[Applied]:
+def apply(patches: Iterable[Patch | ItemPatch]) -> list[Applied]:
     """Applies all ``patches`` in order, or none of them: an error undoes what was done."""
     applied: list[Applied] = []
     try:
         for patch in patches:
-            previous = vars(patch.owner).get(patch.attribute, _ABSENT)
-            setattr(patch.owner, patch.attribute, patch.value)
+            previous = _value(patch)
+            if isinstance(patch, ItemPatch):
+                patch.owner[patch.attribute] = patch.value
+            else:
+                setattr(patch.owner, patch.attribute, patch.value)
             applied.append(Applied(patch, previous))
     except BaseException:
         undo(applied)
@@ -44,7 +56,7 @@ def apply(patches: Iterable[Patch]) -> list[Applied]:
     return applied
 
 
-def undo(applied: Iterable[Applied]) -> list[Patch]:
+def undo(applied: Iterable[Applied]) -> list[Patch | ItemPatch]:
     """Undoes ``applied``, newest first.
 
     Returns:
@@ -53,10 +65,22 @@ def undo(applied: Iterable[Applied]) -> list[Patch]:
     covered = []
     for done in reversed(list(applied)):
         patch = done.patch
-        if vars(patch.owner).get(patch.attribute, _ABSENT) is not patch.value:
+        if _value(patch) is not patch.value:
             covered.append(patch)
+        elif isinstance(patch, ItemPatch):
+            patch.owner[patch.attribute] = done.previous
         elif done.previous is _ABSENT:
             delattr(patch.owner, patch.attribute)
         else:
             setattr(patch.owner, patch.attribute, done.previous)
     return covered
+
+
+def _value(patch: Patch | ItemPatch) -> Any:
+    """Returns what the slot of ``patch`` holds, itself and not by inheritance; `_ABSENT` if none."""
+    if isinstance(patch, Patch):
+        return vars(patch.owner).get(patch.attribute, _ABSENT)
+    try:
+        return patch.owner[patch.attribute]
+    except (KeyError, IndexError):
+        return _ABSENT

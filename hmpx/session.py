@@ -12,10 +12,10 @@ from typing import Any, Final
 
 import torch
 
-from . import casting, compiled, log, ops, patching, regions
+from . import casting, compiled, log, ops, patching, rebinding, regions
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
-from .patching import Patch
+from .patching import ItemPatch, Patch
 from .policy import CastPolicy, Decision, Policy, load_policy
 from .records import Observer
 
@@ -46,6 +46,7 @@ class Session:
         self._verbose = verbose
         self._previous = previous
         self._applied: list[patching.Applied] = []
+        self._rebindings: list[Patch | ItemPatch] = []
         self._wrappers: list[Callable[..., Any]] = []
         self._untag_caches: Callable[[], None]
         self._converts = 1  # `convert` calls that this session answers
@@ -89,7 +90,9 @@ class Session:
         if self._verbose:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
         patches, wrappers = _patches(self.policy, self.device_types, observers)
-        self._applied = patching.apply([*patches, *regions.patches(self._add)])
+        replacements = {id(w.__wrapped__): w for w in wrappers}  # type: ignore[attr-defined]
+        self._rebindings = list(rebinding.patches(replacements))
+        self._applied = patching.apply([*patches, *regions.patches(self._add), *self._rebindings])
         self._wrappers = wrappers
         self._untag_caches = compiled.tag_caches(self.policy, self.device_types)
         compiled.forget()
@@ -99,10 +102,11 @@ class Session:
             self._applied += patching.apply([patch])
 
     def _uninstall(self) -> None:
-        covered = patching.undo(self._applied)
+        users = set(map(id, self._rebindings))  # what they gave another value since, stays so
+        covered = [p for p in patching.undo(self._applied) if id(p) not in users]
         for wrapper in self._wrappers:
             casting.retire(wrapper)
-        self._applied, self._wrappers = [], []
+        self._applied, self._rebindings, self._wrappers = [], [], []
         self._untag_caches()
         compiled.forget()
         if covered:

@@ -1,0 +1,101 @@
+"""Names taken before convert: found in loaded modules, rebound, and restored."""
+
+from __future__ import annotations
+
+import functools
+import sys
+import time
+import types
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hmpx
+from hmpx import Policy
+
+POLICY = Policy.from_ops(low=["gelu", "matmul", "linear", "normalize"])
+BF16, FP32 = torch.bfloat16, torch.float32
+
+
+@pytest.fixture
+def early() -> Iterator[Any]:
+    """A user's module that took its names before convert."""
+    module: Any = types.ModuleType("early_module")
+    module.gelu = F.gelu
+    module.normalize = F.normalize
+    module.method = torch.Tensor.matmul
+    module.activations = {"gelu": F.gelu, "relu": F.relu, 3: "three"}
+    module.layers = [F.linear, None]
+    module.product = functools.partial(torch.matmul, torch.ones(2, 2))
+    module.unrelated = len
+    sys.modules["early_module"] = module
+    yield module
+    del sys.modules["early_module"]
+
+
+def test_names_dicts_lists_and_partials_are_rebound_and_restored(early: Any) -> None:
+    """Each casts while converted, and is the same object as before after revert."""
+    before = dict(vars(early)), dict(early.activations), list(early.layers)
+    a = torch.ones(2, 2)
+    calls = {
+        "global": lambda: early.gelu(a),
+        "python function": lambda: early.normalize(a),
+        "method": lambda: early.method(a, a),
+        "dict": lambda: early.activations["gelu"](a),
+        "list": lambda: early.layers[0](a, a),
+        "partial": lambda: early.product(a),
+    }
+    assert {name: call().dtype for name, call in calls.items()} == dict.fromkeys(calls, FP32)
+    with hmpx.convert(policy=POLICY):
+        assert {name: call().dtype for name, call in calls.items()} == dict.fromkeys(calls, BF16)
+        assert early.activations["relu"] is F.relu
+        assert early.unrelated is len
+    assert (dict(vars(early)), dict(early.activations), list(early.layers)) == before
+
+
+def test_a_name_taken_while_converted_casts_in_the_next_conversion(early: Any) -> None:
+    """It holds the first conversion's wrapper, which acts as the original in between."""
+    a = torch.ones(2, 2)
+    with hmpx.convert(policy=POLICY):
+        early.later = torch.matmul
+        assert early.later(a, a).dtype is BF16
+    assert early.later(a, a).dtype is FP32
+    with hmpx.convert(policy=POLICY):
+        assert early.later(a, a).dtype is BF16
+
+
+def test_what_the_user_changed_meanwhile_stays(early: Any) -> None:
+    """A name or item given another value during the conversion keeps that."""
+
+    def mine(value: Tensor) -> Tensor:
+        return value
+
+    hmpx.convert(policy=POLICY)
+    early.gelu = mine
+    early.activations["gelu"] = mine
+    early.layers.clear()
+    hmpx.revert()
+    assert early.gelu is early.activations["gelu"] is mine
+    assert early.layers == []
+
+
+def test_torchs_own_tables_are_left_alone() -> None:
+    """torch.overrides goes on describing the functions that torch dispatches on."""
+    table = torch.overrides.get_testing_overrides()
+    with hmpx.convert():
+        assert torch._C._nn.gelu in table
+        assert vars(torch.nn.modules.rnn)["_VF"] is torch._VF
+
+
+def test_rebinding_takes_little_time_with_many_modules_loaded() -> None:
+    """Under 300 ms with transformers imported; here the bound is on the scan alone."""
+    pytest.importorskip("transformers.models.bert.modeling_bert")
+    from hmpx import rebinding
+
+    start = time.perf_counter()
+    list(rebinding.patches({id(F.gelu): F.gelu}))
+    assert time.perf_counter() - start < 3.0  # a sanity bound; benchmarks/overhead.py measures it
