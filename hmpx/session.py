@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
 import os
 import threading
@@ -49,6 +50,7 @@ class Session:
         self._rebindings: list[Patch | ItemPatch] = []
         self._wrappers: list[Callable[..., Any]] = []
         self._untag_caches: Callable[[], None]
+        self._has_scripted = False
         self._converts = 1  # `convert` calls that this session answers
 
     def revert(self) -> None:
@@ -92,10 +94,35 @@ class Session:
         patches, wrappers = _patches(self.policy, self.device_types, observers)
         replacements = {id(w.__wrapped__): w for w in wrappers}  # type: ignore[attr-defined]
         self._rebindings = list(rebinding.patches(replacements))
-        self._applied = patching.apply([*patches, *regions.patches(self._add), *self._rebindings])
+        patches += regions.patches(self._add)
+        patches.append(Patch(torch.jit, "script", self._scripting_uncast(torch.jit.script)))
+        self._applied = patching.apply([*patches, *self._rebindings])
         self._wrappers = wrappers
         self._untag_caches = compiled.tag_caches(self.policy, self.device_types)
         compiled.forget()
+
+    def _scripting_uncast(self, script: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns `torch.jit.script` such that it sees torch's own functions: it takes no others."""
+
+        @functools.wraps(script)
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if not self._has_scripted:
+                self._has_scripted = True
+                warnings.warn(
+                    "torch.jit.script takes torch's own functions only: what it scripts is not cast. "
+                    "Use torch.jit.trace or torch.export to have the casts in the graph",
+                    HmpxWarning,
+                    stacklevel=2,
+                )
+            with _lock:
+                patches = [applied.patch for applied in self._applied]
+                patching.undo(self._applied)
+                try:
+                    return script(*args, **kwargs)
+                finally:
+                    self._applied = patching.apply(patches)
+
+        return wrapper
 
     def _add(self, patch: Patch) -> None:
         with _lock:
