@@ -13,6 +13,7 @@ import contextvars
 import functools
 import inspect
 import logging
+import os
 import re
 import textwrap
 import threading
@@ -165,6 +166,18 @@ def _set_depth(depth: int, regions: int) -> None:
     with _off_regions_lock:
         _off_regions += regions
         _may_be_off = _off_regions > 0 or _has_traced_regions
+
+
+def _start_in_forked_child() -> None:
+    """Leaves behind the regions and the lock of threads that the child does not have."""
+    global _may_be_off, _off_regions, _off_regions_lock
+    _off_regions_lock = threading.Lock()
+    _off_regions = getattr(_thread, "regions", 0)
+    _may_be_off = _off_regions > 0 or _has_traced_regions
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_in_forked_child)
 
 
 def _note_traced_region() -> None:

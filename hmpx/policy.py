@@ -13,6 +13,7 @@ import types
 import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -66,6 +67,9 @@ class Policy:
 
     def __hash__(self) -> int:
         return hash((frozenset(self.decisions.items()), self.low_precision_type))
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Policy, (dict(self.decisions), self.low_precision_type)
 
     def __getitem__(self, op: str) -> Decision:
         """Returns the decision for ``op``, in any of its spellings.

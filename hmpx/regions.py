@@ -1,7 +1,8 @@
-"""Regions of torch in which casts are off, or as they were elsewhere, without being asked.
+"""Places in torch that must know whether casts are on, or in which they are off without being asked.
 
-Printing shows values as they are, an optimizer's arithmetic is not cast, and a checkpointed forward
-is recomputed in the on/off state that it first ran in. Knows neither ops nor policies.
+Printing shows values as they are, an optimizer's arithmetic is not cast, a checkpointed forward is
+recomputed in the on/off state that it first ran in, and modules that look at dtypes before their ops
+run leave that to the ops. Knows neither ops nor policies.
 """
 
 from __future__ import annotations
@@ -11,10 +12,11 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.backends.mha
 import torch.utils.checkpoint
 from torch.optim import Optimizer
 
-from .casting import disable_casts, keeps_state
+from .casting import disable_casts, is_off, keeps_state
 from .patching import Patch
 
 
@@ -28,6 +30,7 @@ def patches(add: Callable[[Patch], None]) -> Iterator[Patch]:
     yield Patch(torch.Tensor, "__repr__", disable_casts()(torch.Tensor.__repr__))
     yield from _optimizer_patches(add)
     yield from _checkpoint_patches()
+    yield from _module_patches()
 
 
 # --- optimizers --------------------------------------------------------------------------------
@@ -93,3 +96,34 @@ def _checkpoint_patches() -> Iterator[Patch]:
 
     yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
     yield Patch(module, "_checkpoint_without_reentrant_generator", non_reentrant)
+
+
+# --- modules -----------------------------------------------------------------------------------
+
+
+def _module_patches() -> Iterator[Patch]:
+    """Patches what decides by dtypes before any op is called."""
+    get_fastpath_enabled = torch.backends.mha.get_fastpath_enabled
+
+    @functools.wraps(get_fastpath_enabled)
+    def only_where_casts_are_off() -> bool:
+        # The inference fast path of TransformerEncoder and MultiheadAttention is one fused kernel,
+        # which no list names.
+        return is_off() and get_fastpath_enabled()
+
+    yield Patch(torch.backends.mha, "get_fastpath_enabled", only_where_casts_are_off)
+    rnn_base = torch.nn.RNNBase
+    check_input = rnn_base.check_input
+
+    @functools.wraps(check_input)
+    def check_but_for_casts(self: torch.nn.RNNBase, *args: Any, **kwargs: Any) -> None:
+        # An input of another dtype than the weights is an error there, unless autocast is on. The
+        # check calls no op, so that nothing is cast by autocast.
+        was_enabled = torch.is_autocast_enabled("cpu")
+        torch.set_autocast_enabled("cpu", was_enabled or not is_off())
+        try:
+            check_input(self, *args, **kwargs)
+        finally:
+            torch.set_autocast_enabled("cpu", was_enabled)
+
+    yield Patch(rnn_base, "check_input", check_but_for_casts)

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import gc
 import os
+import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -106,7 +107,8 @@ class Session:
 
         @functools.wraps(script)
         def wrapper(*args: Any, **kwargs: Any) -> Any:
-            if not self._has_scripted:
+            is_by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+            if not self._has_scripted and not is_by_torch:
                 self._has_scripted = True
                 warnings.warn(
                     "torch.jit.script takes torch's own functions only: what it scripts is not cast. "

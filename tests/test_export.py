@@ -121,6 +121,18 @@ def test_a_failing_script_leaves_torch_converted() -> None:
         assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype is BF16
 
 
+def test_torchs_own_scripting_is_silent() -> None:
+    """Torch scripts its decompositions when jvp is first used: no concern of the user's."""
+    code = (
+        "import warnings, torch, hmpx\n"
+        "warnings.simplefilter('error', hmpx.HmpxWarning)\n"
+        "hmpx.convert(); x = torch.ones(2, 2)\n"
+        "torch.func.jvp(lambda t: torch.nn.functional.linear(t, t), (x,), (x,))"
+    )
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert run.returncode == 0, run.stderr
+
+
 def test_fx_traces_the_uncast_calls() -> None:
     """symbolic_trace records what the module says; the graph casts when it runs converted."""
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import pickle
 from pathlib import Path
 
 import pytest
@@ -274,6 +275,7 @@ def test_policies_compare_by_their_decisions(tmp_path: Path) -> None:
     assert hmpx.load_policy(copy) == hmpx.load_policy()
     assert hash(hmpx.load_policy(copy)) == hash(hmpx.load_policy())
     assert hmpx.load_policy() != hmpx.load_policy(low_precision_type="float16")
+    assert pickle.loads(pickle.dumps(hmpx.load_policy())) == hmpx.load_policy()
 
 
 def test_policy_lookup_of_an_unknown_op() -> None:

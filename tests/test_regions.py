@@ -232,3 +232,41 @@ def test_checkpoint_sequential_and_revert_before_backward() -> None:
             "backward",
         )
     assert {dtype for part in module for dtype in part.seen} == {BF16}  # type: ignore[union-attr]
+
+
+# --- modules ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["LSTM", "GRU", "RNN"])
+def test_an_rnn_takes_the_low_precision_output_of_a_layer(kind: str) -> None:
+    """nn.RNNBase checks its input's dtype in Python, before the op that would cast the weights."""
+    torch.manual_seed(0)
+    rnn, linear, x = getattr(nn, kind)(4, 3), nn.Linear(4, 4), torch.randn(5, 2, 4)
+    message = "RNN input dtype"
+    with hmpx.convert():
+        output, _ = rnn(linear(x))
+        assert output.dtype is BF16
+        with hmpx.disable_casts(), pytest.raises(ValueError, match=message):
+            rnn(x.bfloat16())
+    with pytest.raises(ValueError, match=message):
+        rnn(x.bfloat16())
+    output.float().sum().backward()
+    assert {p.grad.dtype for p in rnn.parameters() if p.grad is not None} == {FP32}
+
+
+def test_transformer_encoders_fast_path_is_off_while_converted() -> None:
+    """It would bypass the lists: one fused kernel in the dtype of its weights."""
+    torch.manual_seed(0)
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True).eval()
+    x = torch.randn(2, 3, 8)
+    with torch.no_grad():
+        fast = layer(x)
+        assert torch.backends.mha.get_fastpath_enabled()
+        with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
+            assert not torch.backends.mha.get_fastpath_enabled()
+            converted = layer(x)
+            with hmpx.disable_casts():
+                torch.testing.assert_close(layer(x), fast, rtol=0, atol=0)
+        assert torch.backends.mha.get_fastpath_enabled()
+    assert not torch.equal(converted, fast)
+    torch.testing.assert_close(converted, fast, rtol=0.1, atol=0.1)  # bf16 linears: 2^-8 relative
