@@ -47,7 +47,7 @@ for number, arguments in enumerate(json.loads(sys.argv[1])):
             os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
         sys.argv = ["hmpx", *arguments]
         sys.exit(cli.main())
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
 """
 
 
