@@ -602,3 +602,14 @@ def test_other_failures_are_not_retried() -> None:
             torch.linalg.qr(torch.eye(3, dtype=BF16))
     with pytest.raises(RuntimeError, match="BFloat16"):
         torch.linalg.inv(torch.eye(3, dtype=BF16))
+
+
+def test_a_tensor_given_for_a_number_is_no_input() -> None:
+    """``alpha`` may be a 0-dim float64 tensor: it neither stops the cast nor is cast."""
+    alpha = torch.tensor(0.5, dtype=FP64)
+    expected = torch.addmm(x().bfloat16(), x().bfloat16(), x().bfloat16(), alpha=0.5)
+    with low("addmm"):
+        positional = torch.addmm(x(), x(), x(), alpha=alpha)
+        by_name = torch.addmm(input=x(), mat1=x(), mat2=x(), alpha=alpha)
+    torch.testing.assert_close(positional, expected, rtol=0, atol=0)
+    torch.testing.assert_close(by_name, expected, rtol=0, atol=0)
