@@ -15,11 +15,16 @@ _ABSENT: Any = object()
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A value to put at ``owner.attribute``: ``owner`` is a module, a class or an instance."""
+    """A value to put at ``owner.attribute``: ``owner`` is a module, a class or an instance.
+
+    ``stays_idle`` says that the value does nothing once its patch was to be undone, so that it may
+    stay beneath somebody else's patch and nobody needs to hear of it.
+    """
 
     owner: Any
     attribute: str
     value: Any
+    stays_idle: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,13 +65,15 @@ def undo(applied: Iterable[Applied]) -> list[Patch | ItemPatch]:
     """Undoes ``applied``, newest first.
 
     Returns:
-        The patches on top of which somebody else has patched; their slots are left as they are.
+        The patches on top of which somebody else has patched, but for those that stay idle; their
+        slots are left as they are.
     """
     covered = []
     for done in reversed(list(applied)):
         patch = done.patch
         if _value(patch) is not patch.value:
-            covered.append(patch)
+            if isinstance(patch, ItemPatch) or not patch.stays_idle:
+                covered.append(patch)
         elif isinstance(patch, ItemPatch):
             patch.owner[patch.attribute] = done.previous
         elif done.previous is _ABSENT:

@@ -39,7 +39,7 @@ def patches(add: Callable[[Patch], None]) -> Iterator[Patch]:
 def _optimizer_patches(add: Callable[[Patch], None]) -> Iterator[Patch]:
     for optimizer_class in _subclasses(Optimizer):
         if _has_hooked_step(optimizer_class):
-            yield Patch(optimizer_class, "step", _without_casts(vars(optimizer_class)["step"]))
+            yield _step_patch(optimizer_class)
     patch_step_function = Optimizer._patch_step_function
 
     @functools.wraps(patch_step_function)
@@ -47,9 +47,15 @@ def _optimizer_patches(add: Callable[[Patch], None]) -> Iterator[Patch]:
         had_hooked_step = _has_hooked_step(type(self))
         patch_step_function(self)
         if not had_hooked_step and _has_hooked_step(type(self)):
-            add(Patch(type(self), "step", _without_casts(vars(type(self))["step"])))
+            add(_step_patch(type(self)))
 
     yield Patch(Optimizer, "_patch_step_function", prepare)
+
+
+def _step_patch(optimizer_class: type[Optimizer]) -> Patch:
+    # torch.compile patches the steps of some classes too, whenever it is first used.
+    step = _without_casts(vars(optimizer_class)["step"])
+    return Patch(optimizer_class, "step", step, stays_idle=True)
 
 
 def _has_hooked_step(optimizer_class: type[Optimizer]) -> bool:

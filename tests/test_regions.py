@@ -270,3 +270,27 @@ def test_transformer_encoders_fast_path_is_off_while_converted() -> None:
         assert torch.backends.mha.get_fastpath_enabled()
     assert not torch.equal(converted, fast)
     torch.testing.assert_close(converted, fast, rtol=0.1, atol=0.1)  # bf16 linears: 2^-8 relative
+
+
+def test_a_step_that_torch_compile_patched_meanwhile_stays_and_casts_nothing() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.LBFGS([weight], max_iter=1)
+    original = torch.optim.LBFGS.step
+    try:
+        with hmpx.convert(device_types={"cpu"}):
+            torch.optim.LBFGS.step = torch.compiler.disable(torch.optim.LBFGS.step)
+        # a warning would be an error here
+        seen = []
+
+        def closure() -> Tensor:
+            weight.grad = torch.ones(3)
+            seen.append(torch.nn.functional.linear(torch.ones(1, 3), weight[None]).dtype)
+            return weight.sum()
+
+        optimizer.step(closure)
+        assert set(seen) == {torch.float32}
+        with hmpx.convert(device_types={"cpu"}):
+            optimizer.step(closure)
+        assert seen[-1] is torch.bfloat16
+    finally:
+        torch.optim.LBFGS.step = original
