@@ -1,9 +1,9 @@
 """Mixed precision for PyTorch, op by op: one `convert()`, plain-text op lists, and reasons."""
 
-from .casting import disable_casts
 from .errors import HmpxError, HmpxWarning, OpListError, OptionError
 from .policy import CastPolicy, Decision, Policy, load_policy
 from .session import Session, casts_enabled, convert, is_converted, revert
+from .switch import disable_casts
 
 __version__ = "0.1.0"
 

@@ -29,7 +29,8 @@ from .policy import CastPolicy, Decision
 _PASSING_ON = frozenset(
     {
         (__name__, None),
-        ("hmpx.casting", "wrapper"),
+        ("hmpx.switch", "wrapper"),  # the generated ones have its globals
+        ("hmpx.wrappers", "wrapper"),
         ("hmpx.habana_shim", "__torch_function__"),
         ("hmpx.habana_shim", "call"),
     }

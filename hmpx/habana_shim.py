@@ -35,9 +35,9 @@ from torch.serialization import default_restore_location
 from torch.utils._device import DeviceContext
 
 from . import ops, patching, session
-from .casting import disable_casts
 from .errors import HmpxError
 from .patching import Patch
+from .switch import disable_casts
 
 _ROOT: Final = "habana_frameworks"
 _SHIM_FLAG: Final = "__hmpx_shim__"  # dtypes.py asks for it

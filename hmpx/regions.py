@@ -2,12 +2,15 @@
 
 Printing shows values as they are, an optimizer's arithmetic is not cast, a checkpointed forward is
 recomputed in the on/off state that it first ran in, and modules that look at dtypes before their ops
-run leave that to the ops. Knows neither ops nor policies.
+run leave that to the ops. torch.jit.script sees torch as it was. Knows neither ops nor policies.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
+import sys
+import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -16,21 +19,26 @@ import torch.backends.mha
 import torch.utils.checkpoint
 from torch.optim import Optimizer
 
-from .casting import disable_casts, is_off, keeps_state
+from .errors import HmpxWarning
 from .patching import Patch
+from .switch import disable_casts, is_off, keeps_state
 
 
-def patches(add: Callable[[Patch], None]) -> Iterator[Patch]:
+def patches(
+    add: Callable[[Patch], None], suspended: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Iterator[Patch]:
     """Yields the patches that make these regions.
 
     Args:
         add: Applies one more patch while these are in force: for optimizer classes that torch
             prepares only when the first of their instances is made.
+        suspended: Makes a context without any of the conversion's patches.
     """
     yield Patch(torch.Tensor, "__repr__", disable_casts()(torch.Tensor.__repr__))
     yield from _optimizer_patches(add)
     yield from _checkpoint_patches()
     yield from _module_patches()
+    yield Patch(torch.jit, "script", _scripting_uncast(torch.jit.script, suspended))
 
 
 # --- optimizers --------------------------------------------------------------------------------
@@ -133,3 +141,30 @@ def _module_patches() -> Iterator[Patch]:
             torch.set_autocast_enabled("cpu", was_enabled)
 
     yield Patch(rnn_base, "check_input", check_but_for_casts)
+
+
+# --- TorchScript -------------------------------------------------------------------------------
+
+
+def _scripting_uncast(
+    script: Callable[..., Any], suspended: Callable[[], contextlib.AbstractContextManager[None]]
+) -> Callable[..., Any]:
+    """Returns `torch.jit.script` such that it sees torch's own functions: it takes no others."""
+    has_warned = False
+
+    @functools.wraps(script)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_warned
+        is_by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+        if not has_warned and not is_by_torch:
+            has_warned = True
+            warnings.warn(
+                "torch.jit.script takes torch's own functions only: what it scripts is not cast. "
+                "Use torch.jit.trace or torch.export to have the casts in the graph",
+                HmpxWarning,
+                stacklevel=2,
+            )
+        with suspended():
+            return script(*args, **kwargs)
+
+    return wrapper

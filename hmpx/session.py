@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import gc
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
@@ -14,7 +12,8 @@ from typing import Any, Final
 
 import torch
 
-from . import casting, compiled, log, ops, patching, rebinding, regions
+from . import compiled, log, ops, patching, rebinding, regions, switch, wrappers
+from .casting import CallPlan
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
 from .patching import ItemPatch, Patch
@@ -51,7 +50,6 @@ class Session:
         self._rebindings: list[Patch | ItemPatch] = []
         self._wrappers: list[Callable[..., Any]] = []
         self._untag_caches: Callable[[], None]
-        self._has_scripted = False
         self._converts = 1  # `convert` calls that this session answers
 
     def revert(self) -> None:
@@ -92,39 +90,25 @@ class Session:
         observers: tuple[Observer, ...] = ()
         if self._verbose:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
-        patches, wrappers = _patches(self.policy, self.device_types, observers)
-        replacements = {id(w.__wrapped__): w for w in wrappers}  # type: ignore[attr-defined]
+        patches, made = _patches(self.policy, self.device_types, observers)
+        replacements = {id(w.__wrapped__): w for w in made}  # type: ignore[attr-defined]
         self._rebindings = list(rebinding.patches(replacements))
-        patches += regions.patches(self._add)
-        patches.append(Patch(torch.jit, "script", self._scripting_uncast(torch.jit.script)))
+        patches += regions.patches(self._add, self._suspended)
         self._applied = patching.apply([*patches, *self._rebindings])
-        self._wrappers = wrappers
+        self._wrappers = made
         self._untag_caches = compiled.tag_caches(self.policy, self.device_types)
         compiled.forget()
 
-    def _scripting_uncast(self, script: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns `torch.jit.script` such that it sees torch's own functions: it takes no others."""
-
-        @functools.wraps(script)
-        def wrapper(*args: Any, **kwargs: Any) -> Any:
-            is_by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
-            if not self._has_scripted and not is_by_torch:
-                self._has_scripted = True
-                warnings.warn(
-                    "torch.jit.script takes torch's own functions only: what it scripts is not cast. "
-                    "Use torch.jit.trace or torch.export to have the casts in the graph",
-                    HmpxWarning,
-                    stacklevel=2,
-                )
-            with _lock:
-                patches = [applied.patch for applied in self._applied]
-                patching.undo(self._applied)
-                try:
-                    return script(*args, **kwargs)
-                finally:
-                    self._applied = patching.apply(patches)
-
-        return wrapper
+    @contextlib.contextmanager
+    def _suspended(self) -> Iterator[None]:
+        """Takes all patches away for a block, in the whole process."""
+        with _lock:
+            patches = [applied.patch for applied in self._applied]
+            patching.undo(self._applied)
+            try:
+                yield
+            finally:
+                self._applied = patching.apply(patches)
 
     def _add(self, patch: Patch) -> None:
         with _lock:
@@ -134,7 +118,7 @@ class Session:
         users = set(map(id, self._rebindings))  # what they gave another value since, stays so
         covered = [p for p in patching.undo(self._applied) if id(p) not in users]
         for wrapper in self._wrappers:
-            casting.retire(wrapper)
+            wrappers.retire(wrapper)
         self._applied, self._rebindings, self._wrappers = [], [], []
         self._untag_caches()
         compiled.forget()
@@ -230,7 +214,7 @@ def is_converted() -> bool:
 
 def casts_enabled() -> bool:
     """Whether ops cast here and now: torch is converted, and no `disable_casts` block is open."""
-    return _current is not None and not casting.is_off()
+    return _current is not None and not switch.is_off()
 
 
 def current() -> Session | None:
@@ -265,7 +249,7 @@ def _patches(
     One builtin in several slots (``torch.conv2d`` is ``F.conv2d``) gets one wrapper.
     """
     patches: list[Patch] = []
-    wrappers: dict[tuple[int, str], Callable[..., Any] | None] = {}
+    made: dict[tuple[int, str], Callable[..., Any] | None] = {}
     for name, decision in policy.decisions.items():
         op = ops.table().get(name)
         if op is None:
@@ -278,8 +262,8 @@ def _patches(
                 continue
             slot = getattr(site.owner, site.attribute)
             key = (id(slot), name)
-            if key not in wrappers:
-                plan = casting.CallPlan(
+            if key not in made:
+                plan = CallPlan(
                     op=name,
                     site=site.qualified,
                     decision=decision,
@@ -292,18 +276,18 @@ def _patches(
                     norm_parameters=frozenset(ops.facts("parameters").get(name, ())),
                     mixed_device_types=frozenset(ops.facts("mixed_parameters").get(name, ())),
                 )
-                wrappers[key] = (
-                    casting.make_observed_wrapper(site.function(), plan, observers)
+                made[key] = (
+                    wrappers.make_observed_wrapper(site.function(), plan, observers)
                     if observers
-                    else casting.make_wrapper(site.function(), plan)
+                    else wrappers.make_wrapper(site.function(), plan)
                 )
-            wrapper = wrappers[key]
+            wrapper = made[key]
             if wrapper is not None and site.is_property:
                 getter = property(wrapper, slot.__set__, slot.__delete__, slot.__doc__)
                 patches.append(Patch(site.owner, site.attribute, getter))
             elif wrapper is not None:
                 patches.append(Patch(site.owner, site.attribute, wrapper))
-    return patches, [wrapper for wrapper in wrappers.values() if wrapper is not None]
+    return patches, [wrapper for wrapper in made.values() if wrapper is not None]
 
 
 def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> bool:

@@ -44,6 +44,6 @@ def torch_is_left_untouched() -> Iterator[None]:
     hmpx.revert()
     changed = differences(before)
     assert not changed, f"left patched: {changed}"
-    assert not hmpx.casting.is_off()
-    assert hmpx.casting._off_regions == 0
+    assert not hmpx.switch.is_off()
+    assert hmpx.switch._off_regions == 0
     assert not torch.is_autocast_enabled("maia")

@@ -1,0 +1,412 @@
+"""Wrappers of torch's functions: what `casting` says, with a few identity checks a call.
+
+`make_wrapper` generates, for one call site, the code that decides whether there is anything to cast;
+whatever a call does not need was settled when the wrapper was made. Knows neither lists nor how
+wrappers get into torch.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import re
+import textwrap
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from . import records, switch
+from .casting import (
+    LOW_DTYPES,
+    SEQUENCES,
+    Args,
+    CallPlan,
+    Kwargs,
+    cast_args,
+    floating_inputs,
+    target_dtype,
+    widest,
+    written_tensor,
+)
+from .dtypes import CAST, ELIGIBLE
+from .policy import CastPolicy, Decision
+from .records import Observer, OpCall
+from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
+
+LOGGER: Final = logging.getLogger("hmpx")
+
+_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({type(None), int, float, bool, complex})
+
+
+def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any] | None:
+    """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast."""
+    is_relative = plan.in_place or plan.decision.dtype is None
+    if is_relative and not plan.is_python and not plan.parameters.has_several_tensors:
+        return None  # there is no other input to cast
+    dtype = plan.decision.dtype
+    factory = _factory(_wrapper_source(plan, is_relative=is_relative))
+
+    def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return cast_args(plan, args, kwargs)
+
+    wrapper = factory(
+        original,
+        cast,
+        functools.partial(_retry_in_fp32, plan, original),
+        dtype,
+        ELIGIBLE - {dtype},
+        None if dtype is None else CAST[dtype],
+        plan.device_types,
+        _PLAIN_TENSORS,
+        _NUMBERS,
+        torch.float32,
+        torch.strided,
+        _is_settled,
+        _lacks_kernel,
+    )
+    return _named_after(original, wrapper, plan.site)
+
+
+def _lacks_kernel(error: RuntimeError) -> bool:
+    """Whether ``error`` says that an op has no kernel for a low-precision dtype."""
+    return _MISSING_KERNEL.search(str(error)) is not None
+
+
+_MISSING_KERNEL = re.compile(
+    r"not implemented for '(BFloat16|Half)'|[Ll]ow precision dtypes not supported"
+)
+_retried: set[tuple[str, torch.dtype | None]] = set()
+
+
+def _retry_in_fp32(
+    plan: CallPlan, original: Callable[..., Any], error: RuntimeError, args: Args, kwargs: Kwargs
+) -> Any:
+    """Returns the call's result computed in fp32 from inputs rounded as ever, and rounded itself.
+
+    Raises:
+        RuntimeError: ``error``, where a half-done in-place update can't be ruled out, or where the
+            call has no low-precision input.
+    """
+    if written_tensor(plan, args, kwargs) is not None:
+        raise error
+    args, kwargs = cast_args(plan, args, kwargs)
+    inputs = floating_inputs(plan, args, kwargs)
+    if not any(t.dtype in LOW_DTYPES for t in inputs):
+        raise error
+    in_fp32 = replace(plan, decision=Decision(CastPolicy.FP32, torch.float32))
+    args, kwargs = cast_args(in_fp32, args, kwargs)
+    with disable_casts():
+        result = original(*args, **kwargs)
+    dtype = plan.decision.dtype
+    if (plan.op, dtype) not in _retried:
+        _retried.add((plan.op, dtype))
+        LOGGER.warning("%s runs in fp32 and is rounded: %s", plan.op, error)
+    return _rounded(result, CAST[dtype]) if dtype is not None else result
+
+
+def _rounded(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return convert(value) if value.dtype is torch.float32 else value
+    if isinstance(value, SEQUENCES):
+        new = [_rounded(item, convert) for item in value]
+        if isinstance(value, list):
+            return new
+        # torch.return_types are tuples made from one sequence, named tuples from several values
+        return value._make(new) if hasattr(value, "_make") else type(value)(new)
+    return value
+
+
+def make_observed_wrapper(
+    original: Callable[..., Any], plan: CallPlan, observers: tuple[Observer, ...]
+) -> Callable[..., Any]:
+    """Returns a wrapper that casts as `make_wrapper`'s does and tells ``observers`` each call."""
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if is_off() or is_below_dispatcher():
+            return original(*args, **kwargs)
+        dtype = target_dtype(plan, args, kwargs)
+        new_args, new_kwargs = cast(args, kwargs)
+        try:
+            if plan.is_python:
+                with disable_casts():
+                    result = original(*new_args, **new_kwargs)
+            else:
+                result = original(*new_args, **new_kwargs)
+        except RuntimeError as error:
+            if not (plan.may_lack_kernel and _lacks_kernel(error)):
+                raise
+            result = retry(error, args, kwargs)
+        before = floating_inputs(plan, args, kwargs)
+        after = floating_inputs(plan, new_args, new_kwargs)
+        outputs: list[Tensor] = []
+        _collect_any(result, outputs)
+        if before and plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
+            dtype = before[0].dtype if plan.in_place else widest(before)  # torch's kernel does that
+        cast_bytes = 0
+        if not torch.compiler.is_dynamo_compiling():  # where sizes may be symbols
+            for a, b in zip(before, after, strict=True):
+                cast_bytes += b.numel() * b.element_size() if a.dtype is not b.dtype else 0
+        tell(
+            dtype,
+            tuple([t.dtype for t in before]),
+            tuple([t.dtype for t in after]),
+            tuple([t.dtype for t in outputs]),
+            before[0].device.type if before else None,
+            cast_bytes,
+        )
+        return result
+
+    def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return cast_args(plan, args, kwargs)
+
+    def retry(error: RuntimeError, args: Args, kwargs: Kwargs) -> Any:
+        return _retry_in_fp32(plan, original, error, args, kwargs)
+
+    def tell(  # noqa: PLR0917  # torch.compile passes constants by position
+        dtype: torch.dtype | None,
+        input_dtypes: tuple[torch.dtype, ...],
+        cast_dtypes: tuple[torch.dtype, ...],
+        output_dtypes: tuple[torch.dtype, ...],
+        device_type: str | None,
+        cast_bytes: int,
+    ) -> None:
+        call = OpCall(
+            op=plan.op,
+            site=plan.site,
+            function=original,
+            cast_policy=plan.decision.cast_policy.name,
+            reason=plan.decision.reason,
+            dtype=dtype,
+            input_dtypes=input_dtypes,
+            cast_dtypes=cast_dtypes,
+            output_dtypes=output_dtypes,
+            device_type=device_type,
+            cast_bytes=cast_bytes,
+            module=records.module_path(),
+            location=records.user_location(),
+        )
+        for observer in observers:
+            observer(call)
+
+    run_when_traced(tell)
+    return _named_after(original, wrapper, plan.site)
+
+
+def retire(wrapper: Callable[..., Any]) -> None:
+    """Makes ``wrapper`` act as its original does, wherever a reference to it was kept."""
+    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+    cells["cast"].cell_contents = _cast_nothing
+    if "retry" in cells:
+        cells["retry"].cell_contents = _raise
+    if "other_dtypes" in cells:
+        cells["other_dtypes"].cell_contents = frozenset()
+    if "tell" in cells:
+        cells["tell"].cell_contents = _tell_nobody
+
+
+def _raise(error: RuntimeError, args: Args, kwargs: Kwargs) -> Any:
+    raise error
+
+
+def _tell_nobody(*args: object) -> None:
+    pass
+
+
+def _cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    return args, kwargs
+
+
+# The source of a wrapper, in parts. Unrolled for the positions that hold tensors, it casts twice
+# as fast as a loop; ``cast`` is `cast_args` for every call that is not of the usual shape.
+
+_HEAD = """
+def make(
+    original, cast, retry, dtype, other_dtypes, convert, device_types,
+    plain_tensors, numbers, float32, strided, is_settled, lacks_kernel,
+):
+    def wrapper(*args, **kwargs):
+        if _may_be_off and is_off():
+            return original(*args, **kwargs)
+"""
+
+_CAST = """
+        args, kwargs = cast(args, kwargs)
+        return original(*args, **kwargs)
+"""
+
+#: A Python function is atomic: what it calls is not cast again.
+_ATOMIC_CAST = """
+        args, kwargs = cast(args, kwargs)
+        with disable_casts():
+            return original(*args, **kwargs)
+"""
+
+_TAIL = """
+    return wrapper
+"""
+
+#: A low-precision op whose kernel lacks the type runs in fp32 instead.
+_TRY = """
+        try:
+{body}
+        except RuntimeError as error:
+            if not lacks_kernel(error):
+                raise
+            return retry(error, args, kwargs)
+"""
+
+_SETTLED = """
+        try:
+            settled = {test}
+        except (AttributeError, IndexError):
+            settled = False
+        if settled:
+            return original(*args)
+"""
+
+_UNROLLED = """
+        if len(args) >= {count} and (not kwargs or {kwargs_are_plain}):
+            if is_below_dispatcher():
+                return original(*args, **kwargs)
+            is_usual = True
+{casts}
+            if is_usual:
+                if len(args) == {count} and not kwargs:
+                    return original({arguments})
+                return original({arguments}, *args[{count}:], **kwargs)
+"""
+
+_UNROLLED_CAST = """
+            {value} = args[{position}]
+            if type({value}) in plain_tensors:
+                dtype_ = {value}.dtype
+                if dtype_ in other_dtypes:
+                    if {value}.layout is not strided:
+                        return original(*args, **kwargs)
+                    if {is_to_be_cast}:
+                        {value} = convert({value})
+                elif dtype_ is not dtype and dtype_.is_floating_point:
+                    return original(*args, **kwargs)
+            elif {value} is not None{and_no_number}:
+                is_usual = False
+"""
+
+
+def _wrapper_source(plan: CallPlan, *, is_relative: bool) -> str:
+    """Returns the source of the factory that makes the wrapper for ``plan``."""
+    body = _body_source(plan, is_relative=is_relative)
+    if plan.may_lack_kernel:
+        body = _TRY.format(body=textwrap.indent(body, "    "))
+    return _HEAD + body + _TAIL
+
+
+def _body_source(plan: CallPlan, *, is_relative: bool) -> str:
+    if plan.is_python:
+        return _ATOMIC_CAST
+    kinds = plan.cast_kinds
+    if is_relative:
+        first = min(kinds, default=None)
+        if first is None or kinds[first] != "T":
+            return _CAST
+        return _settled_source(plan, first) + _CAST
+    if "A" in kinds.values() or plan.fp32_positions is None:
+        return _settled_source(plan, None) + _CAST
+    return _settled_source(plan, None) + _unrolled_source(plan) + _CAST
+
+
+def _settled_source(plan: CallPlan, reference: int | None) -> str:
+    """Returns the test whether all inputs have one dtype already, so that nothing is cast.
+
+    That dtype is the plan's, or with ``reference`` that of the tensor at this position.
+    """
+    tests = ["not kwargs"]
+    if reference is not None:
+        tests.append(f"(dtype_ := args[{reference}].dtype)")
+    dtype = "dtype" if reference is None else "dtype_"
+    for position, kind in sorted(plan.cast_kinds.items()):
+        if position == reference:
+            continue
+        value = f"args[{position}]"
+        test = {
+            "T": f"{value}.dtype is {dtype}",
+            "O": f"({value} is None or {value}.dtype is {dtype})",
+            "N": f"(type({value}) in numbers or {value}.dtype is {dtype})",
+            "A": f"is_settled({value}, {dtype})",
+        }[kind]
+        if position in (plan.fp32_positions or ()):
+            test = f"({value} is None or {value}.dtype is float32 or {value}.dtype is {dtype})"
+        is_required = position < plan.parameters.required
+        tests.append(test if is_required else f"(len(args) <= {position} or {test})")
+    return _SETTLED.format(test=" and ".join(tests))
+
+
+def _unrolled_source(plan: CallPlan) -> str:
+    """Returns the casts of a call that gives all its tensors by position, to one fixed dtype."""
+    count = max(plan.cast_kinds, default=-1) + 1
+    device_types = sorted(plan.device_types)
+    on_device = "{value}.device.type in device_types"
+    if len(device_types) == 1 and hasattr(Tensor, f"is_{device_types[0]}"):
+        on_device = f"{{value}}.is_{device_types[0]}"
+    casts, arguments = [], [f"args[{position}]" for position in range(count)]
+    for position, kind in sorted(plan.cast_kinds.items()):
+        value = arguments[position] = f"a{position}"
+        test = on_device.format(value=value)
+        if position in (plan.fp32_positions or ()):
+            test = f"dtype_ is not float32 and {test}"
+        and_no_number = f" and type({value}) not in numbers" if kind == "N" else ""
+        casts.append(
+            _UNROLLED_CAST.format(
+                value=value, position=position, is_to_be_cast=test, and_no_number=and_no_number
+            )
+        )
+    plain = "False" if plan.parameters.has_keyword_tensors else '"out" not in kwargs'
+    return _UNROLLED.format(
+        count=count, kwargs_are_plain=plain, casts="".join(casts), arguments=", ".join(arguments)
+    )
+
+
+def _is_settled(value: Any, dtype: torch.dtype) -> bool:
+    """Whether no tensor in ``value``, a tensor or a list of them, has another dtype."""
+    if isinstance(value, Tensor):
+        return value.dtype is dtype
+    if isinstance(value, SEQUENCES):
+        for item in value:
+            if not _is_settled(item, dtype):
+                return False
+    return True
+
+
+@functools.cache
+def _factory(source: str) -> Callable[..., Callable[..., Any]]:
+    """Returns the wrapper factory that ``source`` defines: many ops share one."""
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<{__name__}>", "exec"), vars(switch), namespace)
+    return namespace["make"]  # type: ignore[no-any-return]
+
+
+def _named_after(
+    original: Callable[..., Any], wrapper: Callable[..., Any], site: str
+) -> Callable[..., Any]:
+    """Gives ``wrapper`` the name by which it can be imported, so that it can be pickled."""
+    module, _, name = site.rpartition(".")
+    if module == "torch.Tensor":
+        module, name = "torch", f"Tensor.{name}"
+    wrapper.__module__ = module
+    wrapper.__name__ = getattr(original, "__name__", name)
+    wrapper.__qualname__ = name
+    wrapper.__doc__ = original.__doc__
+    wrapper.__wrapped__ = original  # type: ignore[attr-defined]
+    wrapper.__hmpx_site__ = site  # type: ignore[attr-defined]
+    return wrapper
+
+
+def _collect_any(value: Any, found: list[Tensor]) -> None:
+    if isinstance(value, Tensor):
+        found.append(value)
+    elif isinstance(value, SEQUENCES):
+        for item in value:
+            _collect_any(item, found)
