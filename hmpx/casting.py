@@ -43,7 +43,8 @@ class CallPlan:
         never_cast: Names of buffers.
         norm_parameters: Names of a norm's weight and bias, which stay fp32 beside a low-precision
             input on ``mixed_device_types``.
-        inplace_flag: Position of a Python function's ``inplace`` argument.
+        never_narrows: The callable refuses a ``dtype=`` narrower than its input.
+        has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
         fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
             call's device.
         cast_kinds: ``parameters.kinds`` without the buffers.
@@ -61,8 +62,9 @@ class CallPlan:
     never_cast: frozenset[str] = frozenset()
     norm_parameters: frozenset[str] = frozenset()
     mixed_device_types: frozenset[str] = frozenset()
+    never_narrows: bool = False
 
-    inplace_flag: int | None = field(init=False)
+    has_inplace_flag: bool = field(init=False)
     fp32_positions: frozenset[int] | None = field(init=False)
     cast_kinds: Mapping[int, str] = field(init=False)
     skipped: frozenset[str] = field(init=False)
@@ -75,7 +77,6 @@ class CallPlan:
     def __post_init__(self) -> None:
         """Works out what follows from the rest, here and not in each call."""
         names = self.parameters.names
-        flag = names.index("inplace") if self.is_python and "inplace" in names else None
         kinds = {p: k for p, k in self.parameters.kinds.items() if names[p] not in self.never_cast}
         fp32_positions: frozenset[int] | None = frozenset()
         if self.decision.dtype in LOW_DTYPES and self.norm_parameters:
@@ -83,7 +84,7 @@ class CallPlan:
                 fp32_positions = frozenset(map(names.index, self.norm_parameters))
             elif self.device_types & self.mixed_device_types:
                 fp32_positions = None
-        object.__setattr__(self, "inplace_flag", flag)
+        object.__setattr__(self, "has_inplace_flag", self.is_python and "inplace" in names)
         object.__setattr__(self, "fp32_positions", fp32_positions)
         object.__setattr__(self, "cast_kinds", kinds)
         object.__setattr__(self, "skipped", self.never_cast | self.parameters.plain | {"out"})
@@ -114,14 +115,16 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
         dtype = widest(inputs)
     else:
         if any(t.dtype not in ELIGIBLE or t.layout not in _DENSE for t in inputs):
-            return None  # float64, float8 or sparse: casting the others would mix dtypes
+            return None  # float64, complex or sparse: casting the others would mix dtypes
+        if plan.never_narrows and _argument(plan, "dtype", args, kwargs) in LOW_DTYPES:
+            return None
         assert plan.decision.dtype is not None
         dtype = plan.decision.dtype
     return dtype if dtype in CAST else None
 
 
 def floating_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Returns the floating tensors among the inputs, in the order of the op's parameters."""
+    """Returns the floating and complex tensors among the inputs, in the parameters' order."""
     found: list[Tensor] = []
     for name, value in zip(_padded(plan.parameters.names, len(args)), args, strict=False):
         if name not in plan.never_cast:
@@ -145,15 +148,16 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
 
 def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     cast = CAST[dtype]
+    mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(plan, args, kwargs)
 
     def cast_value(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
             if value.dtype is dtype or not _is_eligible(value, plan.device_types):
                 return value
             keeps_fp32 = (
-                name in plan.norm_parameters
+                mixes
+                and name in plan.norm_parameters
                 and value.dtype is torch.float32
-                and dtype in LOW_DTYPES
                 and value.device.type in plan.mixed_device_types
             )
             return value if keeps_fp32 else cast(value)
@@ -178,6 +182,21 @@ def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> 
     return new_args, new_kwargs
 
 
+def _takes_mixed_parameters(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a norm's weight and bias may stay fp32 in this call, if its device type takes that.
+
+    Neither the kernels for nested tensors take it, nor the formulas of torch.func.vmap.
+    """
+    if not plan.norm_parameters:
+        return False
+    first = args[0] if args else kwargs.get(plan.parameters.names[0])
+    return not (isinstance(first, Tensor) and first.is_nested) and transforms() is None
+
+
+#: Returns the stack of torch.func's transforms that are running; None if there are none.
+transforms = torch._C._functorch.peek_interpreter_stack
+
+
 def written_tensor(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | None:
     """Returns the tensor that the call writes to: ``out=``, or the first one of an in-place op."""
     out = kwargs.get("out")
@@ -185,14 +204,22 @@ def written_tensor(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | None:
         first = out[0] if isinstance(out, SEQUENCES) and out else out
         return first if isinstance(first, Tensor) else None
     is_in_place = plan.in_place
-    if plan.inplace_flag is not None:
-        given = args[plan.inplace_flag] if len(args) > plan.inplace_flag else None
-        is_in_place = is_in_place or bool(kwargs.get("inplace", given))
+    if plan.has_inplace_flag:
+        is_in_place = is_in_place or bool(_argument(plan, "inplace", args, kwargs))
     if not is_in_place:
         return None
     names = plan.parameters.names
     first = args[0] if args else kwargs.get(names[0] if names else "self")
     return first if isinstance(first, Tensor) else None
+
+
+def _argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """Returns the argument of that name, however it was given; None if it was not."""
+    names = plan.parameters.names
+    if name in kwargs or name not in names:
+        return kwargs.get(name)
+    position = names.index(name)
+    return args[position] if position < len(args) else None
 
 
 def _is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:
@@ -203,7 +230,7 @@ def _is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:
 
 def _collect(value: Any, found: list[Tensor]) -> None:
     if isinstance(value, Tensor):
-        if value.dtype.is_floating_point:
+        if value.dtype.is_floating_point or value.dtype.is_complex:
             found.append(value)
     elif isinstance(value, SEQUENCES):
         for item in value:

@@ -1,4 +1,4 @@
-"""The command line: ``hmpx run``, ``hmpx check`` and ``hmpx ops``.
+"""The command line: ``hmpx run``, ``hmpx check``, ``hmpx ops`` and ``hmpx doctor``.
 
 Turns arguments into calls and results into text; the only module that prints. Decides nothing
 about casting.
@@ -8,9 +8,11 @@ from __future__ import annotations
 
 import argparse
 import fnmatch
+import importlib
 import importlib.machinery
 import importlib.util
 import os
+import platform
 import sys
 import traceback
 import types
@@ -19,6 +21,8 @@ import zipfile
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
+
+import torch
 
 from . import __version__, habana_shim, oplists, ops, policy, session
 from .dtypes import short_name
@@ -75,6 +79,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_run(commands)
     _add_check(commands)
     _add_ops(commands)
+    _add_doctor(commands)
     return parser
 
 
@@ -203,6 +208,29 @@ examples:
         metavar="PATTERN",
         help="part of a name, a glob such as 'conv*', or any spelling: truediv, F.gelu, Tensor.add",
     )
+
+
+def _add_doctor(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "doctor",
+        _doctor,
+        help="what hmpx finds on this machine, and what it can't reach",
+        usage="hmpx doctor [options] [MODULES...]",
+        description="Prints the versions and devices that count. Then imports MODULES, converts, and"
+        "\nprints where they keep functions of torch that were taken before and stay uncast.",
+        epilog="""\
+exit status:
+  0 all is reached; 1 something stays uncast; 2 wrong arguments, or a module can't be imported
+
+examples:
+  hmpx doctor
+  hmpx doctor my_package.model transformers.models.bert.modeling_bert""",
+    )
+    parser.add_argument(
+        "modules", nargs="*", metavar="MODULES", help="modules to import, by dotted name"
+    )
+    _add_list_options(parser)
 
 
 def _add_list_options(parser: argparse.ArgumentParser) -> None:
@@ -501,6 +529,34 @@ def _call_sites(name: str) -> list[str]:
     op = ops.table()[name]
     sites = [site.qualified for site in (*op.sites, *op.followers)]
     return [site for site in sites if not site.startswith("torch._VF.")] or sites
+
+
+# --- doctor ------------------------------------------------------------------------------------
+
+
+def _doctor(options: argparse.Namespace) -> int:
+    sys.path.insert(0, "")  # as `python -m` does
+    for name in options.modules:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            _complain(f"can't import {name}: {error}")
+            return 2
+    with _warned(session.convert, **_list_options(options)) as active:
+        lines = [
+            f"hmpx {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+            f"casts tensors on: {', '.join(sorted(active.device_types))}",
+        ]
+        missed = sorted(active.missed())
+    for path, function in missed:
+        lines.append(f"{path} keeps {function!r}, which is not cast")
+    if missed:
+        lines.append(
+            "take these functions from torch where they are called, or after hmpx.convert()"
+        )
+    elif options.modules:
+        lines.append(f"{_counted(len(options.modules), 'module')}: nothing stays uncast")
+    return _show(lines, status=1 if missed else 0)
 
 
 # --- output ------------------------------------------------------------------------------------

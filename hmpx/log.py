@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import logging
 import sys
-from typing import Final
+from typing import Final, TextIO
 
 from .dtypes import short_name
 from .records import OpCall
@@ -49,12 +49,22 @@ class VerboseOnceLog:
         )
 
 
+class _StdoutHandler(logging.StreamHandler[TextIO]):
+    """Ends the program where its reader has gone, as printing does: ``python script.py | head``."""
+
+    def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
+        """Raises a broken pipe on; reports any other error as ever."""
+        if isinstance(error := sys.exc_info()[1], BrokenPipeError):
+            raise error
+        super().handleError(record)
+
+
 def show() -> None:
     """Makes the log visible: on stdout while the program has not configured logging itself."""
     if LOGGER.getEffectiveLevel() > logging.INFO:
         LOGGER.setLevel(logging.INFO)
     if not LOGGER.hasHandlers():
-        handler = logging.StreamHandler(sys.stdout)
+        handler = _StdoutHandler(sys.stdout)
         handler.setFormatter(logging.Formatter("%(message)s"))
         # A program that configures logging later gets each line once, through its own handlers.
         handler.addFilter(lambda record: not logging.getLogger().handlers)

@@ -29,7 +29,7 @@ class Patch:
 
 @dataclass(frozen=True, slots=True)
 class ItemPatch:
-    """A value to put at ``owner[attribute]``, an item that a dict or a list has."""
+    """A value to put at ``owner[attribute]``, an item of a dict or a list."""
 
     owner: Any
     attribute: Any
@@ -75,7 +75,10 @@ def undo(applied: Iterable[Applied]) -> list[Patch | ItemPatch]:
             if isinstance(patch, ItemPatch) or not patch.stays_idle:
                 covered.append(patch)
         elif isinstance(patch, ItemPatch):
-            patch.owner[patch.attribute] = done.previous
+            if done.previous is _ABSENT:
+                del patch.owner[patch.attribute]
+            else:
+                patch.owner[patch.attribute] = done.previous
         elif done.previous is _ABSENT:
             delattr(patch.owner, patch.attribute)
         else:

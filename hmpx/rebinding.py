@@ -2,17 +2,21 @@
 
 ``from torch.nn.functional import gelu`` above `convert` holds the builtin itself, which no patch of
 torch reaches. Looks at module globals, and one level into the dicts, lists and partials that they
-name; torch's own modules are left alone. Patches nothing itself.
+name; torch's own modules are left alone. A table with a function of torch for a key, as classes with
+a ``__torch_function__`` have, gets the wrapper for a key beside it. Patches nothing itself.
 """
 
 from __future__ import annotations
 
 import collections
+import contextlib
 import functools
 import sys
 import types
-from collections.abc import Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from .patching import ItemPatch, Patch
 
@@ -31,12 +35,7 @@ def patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
         replacements: ``id`` of a function of torch -> its wrapper.
     """
     seen: set[int] = set()
-    for name, module in list(sys.modules.items()):
-        if name.partition(".")[0] in _LEFT_ALONE or not isinstance(module, types.ModuleType):
-            continue
-        if id(module) in seen:  # one module may stand under two names
-            continue
-        seen.add(id(module))
+    for module in _modules().values():
         for key, value in list(vars(module).items()):
             if (wrapper := _wrapper_of(value, replacements)) is not None:
                 yield Patch(module, key, wrapper)
@@ -49,6 +48,93 @@ def patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
             elif type(value) in _CONTAINERS and len(value) <= _LONGEST and id(value) not in seen:
                 seen.add(id(value))
                 yield from _item_patches(value, replacements)
+            elif isinstance(value, type) and "__torch_function__" in vars(value):
+                for table in list(vars(value).values()):
+                    yield from _table_patches(table, replacements)
+                    for inner in list(table.values()) if type(table) is dict else ():
+                        yield from _table_patches(inner, replacements)
+
+
+def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
+    """Yields where `patches` does not reach: class attributes, defaults, closures, deeper tables.
+
+    Args:
+        originals: The functions of torch to look for.
+        depth: How many steps from a module's globals to look.
+
+    Yields:
+        A dotted path such as ``package.module.Block.forward(activation=)``, and the function there.
+    """
+    wanted = {id(original) for original in originals}
+    seen: set[int] = set()
+    paths = [(name, module) for name, module in _modules().items()]
+    for _ in range(depth):
+        inner: list[tuple[str, Any]] = []
+        for path, value in paths:
+            if id(value) in wanted:
+                yield path, value
+            elif id(value) not in seen and not isinstance(value, (str, bytes, int, float)):
+                seen.add(id(value))
+                inner.extend(_parts(path, value))
+        paths = inner
+
+
+def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the paths and values that are one step from ``value``."""
+    if isinstance(value, types.FunctionType) and "__hmpx_site__" in vars(value):
+        return  # a wrapper
+    if isinstance(value, types.FunctionType):
+        code = value.__code__
+        names = code.co_varnames[: code.co_argcount]
+        defaults = value.__defaults__ or ()
+        for name, default in zip(names[len(names) - len(defaults) :], defaults, strict=True):
+            yield f"{path}({name}=)", default
+        for name, default in (value.__kwdefaults__ or {}).items():
+            yield f"{path}({name}=)", default
+        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
+            with contextlib.suppress(ValueError):  # an empty cell
+                yield f"{path}<{name}>", cell.cell_contents
+    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+        yield path, value.__func__
+    elif isinstance(value, functools.partial):
+        yield from ((f"{path}.func", value.func), (f"{path}.args", value.args))
+        yield f"{path}.keywords", value.keywords
+    elif type(value) in _CONTAINERS or isinstance(value, tuple):
+        if len(value) <= _LONGEST:
+            items = value.items() if isinstance(value, dict) else enumerate(value)
+            yield from ((f"{path}[{key!r}]", item) for key, item in list(items))
+    else:
+        yield from _attributes(path, value)
+
+
+def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    is_foreign = isinstance(value, type) and _is_left_alone(str(value.__module__))
+    is_elsewhere = isinstance(value, types.ModuleType) and value.__name__ != path
+    if is_foreign or is_elsewhere:
+        return
+    for name, attribute in list(getattr(value, "__dict__", {}).items()):
+        yield f"{path}.{name}", attribute
+
+
+def _modules() -> dict[str, types.ModuleType]:
+    """Returns the loaded modules but torch's and hmpx's, each once, by the names they go by."""
+    found: dict[int, tuple[str, types.ModuleType]] = {}
+    for name, module in list(sys.modules.items()):
+        if isinstance(module, types.ModuleType) and not _is_left_alone(name):
+            found.setdefault(id(module), (name, module))
+    return dict(found.values())
+
+
+def _is_left_alone(name: str) -> bool:
+    return name.partition(".")[0] in _LEFT_ALONE
+
+
+def forget_overrides() -> None:
+    """Makes `torch.overrides` list torch's functions anew: by them classes tell what they are handed."""
+    for name in ("_get_overridable_functions", "_get_tensor_methods"):
+        cached: Any = getattr(torch.overrides, name, None)
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
 
 
 def _item_patches(
@@ -59,6 +145,17 @@ def _item_patches(
         wrapper = _wrapper_of(value, replacements)
         if wrapper is not None:
             yield ItemPatch(container, key, wrapper)
+    yield from _table_patches(container, replacements)
+
+
+def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[ItemPatch]:
+    """Yields what puts a wrapper beside each key that is a function of torch."""
+    if type(table) not in _CONTAINERS or isinstance(table, list) or len(table) > _LONGEST:
+        return
+    for key, value in list(table.items()):
+        wrapper = _wrapper_of(key, replacements)
+        if wrapper is not None and wrapper not in table:
+            yield ItemPatch(table, wrapper, _wrapper_of(value, replacements) or value)
 
 
 def _wrapper_of(value: Any, replacements: Mapping[int, Any]) -> Any:

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from .errors import HmpxWarning
 from .patching import Patch
-from .switch import disable_casts, is_off, keeps_state
+from .switch import disable_casts, is_off, keeps_state, look_closer
 
 
 def patches(
@@ -34,10 +34,13 @@ def patches(
             prepares only when the first of their instances is made.
         suspended: Makes a context without any of the conversion's patches.
     """
+    if torch._C._is_any_autocast_enabled():  # by a region that is open already
+        look_closer()
     yield Patch(torch.Tensor, "__repr__", disable_casts()(torch.Tensor.__repr__))
     yield from _optimizer_patches(add)
     yield from _checkpoint_patches()
     yield from _module_patches()
+    yield Patch(torch.autocast, "__enter__", _announced(torch.autocast.__enter__))
     yield Patch(torch.jit, "script", _scripting_uncast(torch.jit.script, suspended))
 
 
@@ -141,6 +144,20 @@ def _module_patches() -> Iterator[Patch]:
             torch.set_autocast_enabled("cpu", was_enabled)
 
     yield Patch(rnn_base, "check_input", check_but_for_casts)
+
+
+# --- torch.autocast ----------------------------------------------------------------------------
+
+
+def _announced(enter: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `torch.autocast.__enter__` such that calls ask from then on whether it is on."""
+
+    @functools.wraps(enter)
+    def wrapper(self: torch.autocast) -> Any:
+        look_closer()
+        return enter(self)
+
+    return wrapper
 
 
 # --- TorchScript -------------------------------------------------------------------------------

@@ -8,11 +8,11 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 
-from . import compiled, log, ops, patching, rebinding, regions, switch, wrappers
+from . import compiled, log, ops, patching, pickling, rebinding, regions, switch, wrappers
 from .casting import CallPlan
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
@@ -20,7 +20,7 @@ from .patching import ItemPatch, Patch
 from .policy import CastPolicy, Decision, Policy, load_policy
 from .records import Observer
 
-_lock: Final = threading.RLock()
+_lock = threading.RLock()
 _current: Session | None = None
 
 
@@ -58,6 +58,14 @@ class Session:
             if self is _current:
                 _switch_to(None)
 
+    def missed(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """Yields where loaded modules keep functions of torch from before `convert`, uncast.
+
+        Yields:
+            A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
+        """
+        return rebinding.missed([vars(wrapper)["__wrapped__"] for wrapper in self._wrappers])
+
     def __enter__(self) -> Session:
         return self
 
@@ -91,13 +99,17 @@ class Session:
         if self._verbose:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
         patches, made = _patches(self.policy, self.device_types, observers)
-        replacements = {id(w.__wrapped__): w for w in made}  # type: ignore[attr-defined]
+        replacements = {id(vars(wrapper)["__wrapped__"]): wrapper for wrapper in made}
         self._rebindings = list(rebinding.patches(replacements))
         patches += regions.patches(self._add, self._suspended)
-        self._applied = patching.apply([*patches, *self._rebindings])
+        pickled = pickling.patch(vars(wrapper)["__wrapped__"] for wrapper in made)
+        self._applied = patching.apply([*patches, pickled, *self._rebindings])
         self._wrappers = made
+        for wrapper in made:
+            wrappers.put_in_force(wrapper)
         self._untag_caches = compiled.tag_caches(self.policy, self.device_types)
         compiled.forget()
+        rebinding.forget_overrides()
 
     @contextlib.contextmanager
     def _suspended(self) -> Iterator[None]:
@@ -122,6 +134,7 @@ class Session:
         self._applied, self._rebindings, self._wrappers = [], [], []
         self._untag_caches()
         compiled.forget()
+        rebinding.forget_overrides()
         if covered:
             names = ", ".join(sorted({f"{_name(p.owner)}.{p.attribute}" for p in covered}))
             warnings.warn(
@@ -130,6 +143,16 @@ class Session:
                 HmpxWarning,
                 stacklevel=4,
             )
+
+
+def _start_in_forked_child() -> None:
+    """Leaves behind a lock that a thread which the child does not have may hold."""
+    global _lock
+    _lock = threading.RLock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_in_forked_child)
 
 
 def convert(
@@ -275,6 +298,7 @@ def _patches(
                     never_cast=frozenset(ops.facts("never_cast").get(name, ())),
                     norm_parameters=frozenset(ops.facts("parameters").get(name, ())),
                     mixed_device_types=frozenset(ops.facts("mixed_parameters").get(name, ())),
+                    never_narrows=name in ops.facts("never_narrow"),
                 )
                 made[key] = (
                     wrappers.make_observed_wrapper(site.function(), plan, observers)

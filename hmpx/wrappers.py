@@ -11,14 +11,16 @@ import functools
 import logging
 import re
 import textwrap
+import types
 from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
-from . import records, switch
+from . import pickling, records, switch
 from .casting import (
     LOW_DTYPES,
     SEQUENCES,
@@ -28,6 +30,7 @@ from .casting import (
     cast_args,
     floating_inputs,
     target_dtype,
+    transforms,
     widest,
     written_tensor,
 )
@@ -56,19 +59,59 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
     wrapper = factory(
         original,
         cast,
+        _run_atomically,
         functools.partial(_retry_in_fp32, plan, original),
         dtype,
         ELIGIBLE - {dtype},
         None if dtype is None else CAST[dtype],
         plan.device_types,
-        _PLAIN_TENSORS,
-        _NUMBERS,
-        torch.float32,
-        torch.strided,
-        _is_settled,
-        _lacks_kernel,
     )
     return _named_after(original, wrapper, plan.site)
+
+
+def _is_overridden(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a mode, or the class of an argument or of one in a list, overrides torch functions."""
+    return (
+        has_torch_function(args)
+        or has_torch_function(tuple(kwargs.values()))
+        or any(isinstance(v, SEQUENCES) and has_torch_function(v) for v in args)
+        or any(isinstance(v, SEQUENCES) and has_torch_function(v) for v in kwargs.values())
+    )
+
+
+def _override(
+    original: Callable[..., Any],
+    wrapper: Callable[..., Any],
+    cast: Callable[[Args, Kwargs], tuple[Args, Kwargs]],
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Returns what the ``__torch_function__`` of a mode or an argument makes of a call of ``wrapper``.
+
+    It is handed what stands under the function's name now, and the arguments as they came: what it
+    calls in turn is cast. But a class that says by ``__torch_dispatch__`` how it computes is a tensor
+    to be cast.
+    """
+    relevant = _values(args, kwargs)
+    if not is_off() and any(_is_tensor_by_dispatch(value) for value in relevant):
+        with torch._C.DisableTorchFunctionSubclass():
+            args, kwargs = cast(args, kwargs)
+        relevant = _values(args, kwargs)
+    if not isinstance(original, types.BuiltinFunctionType):  # methods are looked up by torch too
+        return original(*args, **kwargs)
+    return handle_torch_function(wrapper, relevant, *args, **kwargs)
+
+
+def _values(args: Args, kwargs: Kwargs) -> list[Any]:
+    found: list[Any] = []
+    for value in (*args, *kwargs.values()):
+        found.extend(value if isinstance(value, SEQUENCES) else [value])
+    return found
+
+
+def _is_tensor_by_dispatch(value: Any) -> bool:
+    own = Tensor.__torch_dispatch__
+    return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not own
 
 
 def _lacks_kernel(error: RuntimeError) -> bool:
@@ -126,16 +169,17 @@ def make_observed_wrapper(
     """Returns a wrapper that casts as `make_wrapper`'s does and tells ``observers`` each call."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if _is_overridden(args, kwargs):
+            return _override(original, wrapper, cast, args, kwargs)
         if is_off() or is_below_dispatcher():
             return original(*args, **kwargs)
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():
+                return wrapper(*args, **kwargs)
         dtype = target_dtype(plan, args, kwargs)
         new_args, new_kwargs = cast(args, kwargs)
         try:
-            if plan.is_python:
-                with disable_casts():
-                    result = original(*new_args, **new_kwargs)
-            else:
-                result = original(*new_args, **new_kwargs)
+            result = run(original, new_args, new_kwargs)
         except RuntimeError as error:
             if not (plan.may_lack_kernel and _lacks_kernel(error)):
                 raise
@@ -144,7 +188,9 @@ def make_observed_wrapper(
         after = floating_inputs(plan, new_args, new_kwargs)
         outputs: list[Tensor] = []
         _collect_any(result, outputs)
-        if before and plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
+        if not before:
+            return result  # there was nothing to decide
+        if plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
             dtype = before[0].dtype if plan.in_place else widest(before)  # torch's kernel does that
         cast_bytes = 0
         if not torch.compiler.is_dynamo_compiling():  # where sizes may be symbols
@@ -155,10 +201,12 @@ def make_observed_wrapper(
             tuple([t.dtype for t in before]),
             tuple([t.dtype for t in after]),
             tuple([t.dtype for t in outputs]),
-            before[0].device.type if before else None,
+            before[0].device.type,
             cast_bytes,
         )
         return result
+
+    run = _run_atomically if plan.is_python else _run
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
@@ -196,16 +244,47 @@ def make_observed_wrapper(
     return _named_after(original, wrapper, plan.site)
 
 
+#: Dotted name of a slot -> the wrapper that is in it.
+_in_force: Final[dict[str, Callable[..., Any]]] = {}
+
+
+def put_in_force(wrapper: Callable[..., Any]) -> None:
+    """Lets wrappers of earlier conversions, wherever they were kept, pass their calls to ``wrapper``."""
+    _in_force[vars(wrapper)["__hmpx_site__"]] = wrapper
+
+
 def retire(wrapper: Callable[..., Any]) -> None:
-    """Makes ``wrapper`` act as its original does, wherever a reference to it was kept."""
+    """Makes ``wrapper`` act as what is in its slot from now on, wherever a reference to it was kept."""
+    site, original = vars(wrapper)["__hmpx_site__"], vars(wrapper)["__wrapped__"]
+    _in_force.pop(site, None)
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current = _in_force.get(site)
+        # Not to a wrapper of what somebody else has put there since: that may call this one.
+        is_same = current is not None and vars(current)["__wrapped__"] is original
+        return (current if current is not None and is_same else original)(*args, **kwargs)
+
     cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
-    cells["cast"].cell_contents = _cast_nothing
-    if "retry" in cells:
-        cells["retry"].cell_contents = _raise
-    if "other_dtypes" in cells:
-        cells["other_dtypes"].cell_contents = frozenset()
-    if "tell" in cells:
-        cells["tell"].cell_contents = _tell_nobody
+    replacements = {
+        "original": forward,
+        "cast": _cast_nothing,
+        "run": _run,
+        "retry": _raise,
+        "other_dtypes": frozenset(),
+        "tell": _tell_nobody,
+    }
+    for name in cells.keys() & replacements:
+        cells[name].cell_contents = replacements[name]
+    pickling.name_retired(wrapper, site)
+
+
+def _run(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    return function(*args, **kwargs)
+
+
+def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    with disable_casts():
+        return function(*args, **kwargs)
 
 
 def _raise(error: RuntimeError, args: Args, kwargs: Kwargs) -> Any:
@@ -224,25 +303,31 @@ def _cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 # as fast as a loop; ``cast`` is `cast_args` for every call that is not of the usual shape.
 
 _HEAD = """
-def make(
-    original, cast, retry, dtype, other_dtypes, convert, device_types,
-    plain_tensors, numbers, float32, strided, is_settled, lacks_kernel,
-):
+def make(original, cast, run, retry, dtype, other_dtypes, convert, device_types):
     def wrapper(*args, **kwargs):
-        if _may_be_off and is_off():
-            return original(*args, **kwargs)
+        if has_torch_function(args):
+            return override(original, wrapper, cast, args, kwargs)
+        if _looks_closer:
+            if is_off():
+                return original(*args, **kwargs)
+            if is_any_autocast_enabled():  # the lists win
+                with DisableAutocast():
+                    return wrapper(*args, **kwargs)
 """
 
 _CAST = """
+        if is_overridden(args, kwargs):
+            return override(original, wrapper, cast, args, kwargs)
         args, kwargs = cast(args, kwargs)
         return original(*args, **kwargs)
 """
 
 #: A Python function is atomic: what it calls is not cast again.
 _ATOMIC_CAST = """
+        if is_overridden(args, kwargs):
+            return override(original, wrapper, cast, args, kwargs)
         args, kwargs = cast(args, kwargs)
-        with disable_casts():
-            return original(*args, **kwargs)
+        return run(original, args, kwargs)
 """
 
 _TAIL = """
@@ -272,13 +357,16 @@ _UNROLLED = """
         if len(args) >= {count} and (not kwargs or {kwargs_are_plain}):
             if is_below_dispatcher():
                 return original(*args, **kwargs)
-            is_usual = True
+            is_usual = True{mixes}
 {casts}
             if is_usual:
                 if len(args) == {count} and not kwargs:
                     return original({arguments})
                 return original({arguments}, *args[{count}:], **kwargs)
 """
+
+#: Whether a norm's parameters may stay fp32, as `casting` has it.
+_MIXES = "not args[0].is_nested and transforms() is None"
 
 _UNROLLED_CAST = """
             {value} = args[{position}]
@@ -289,7 +377,7 @@ _UNROLLED_CAST = """
                         return original(*args, **kwargs)
                     if {is_to_be_cast}:
                         {value} = convert({value})
-                elif dtype_ is not dtype and dtype_.is_floating_point:
+                elif dtype_ is not dtype and (dtype_.is_floating_point or dtype_.is_complex):
                     return original(*args, **kwargs)
             elif {value} is not None{and_no_number}:
                 is_usual = False
@@ -313,7 +401,7 @@ def _body_source(plan: CallPlan, *, is_relative: bool) -> str:
         if first is None or kinds[first] != "T":
             return _CAST
         return _settled_source(plan, first) + _CAST
-    if "A" in kinds.values() or plan.fp32_positions is None:
+    if "A" in kinds.values() or plan.fp32_positions is None or plan.never_narrows:
         return _settled_source(plan, None) + _CAST
     return _settled_source(plan, None) + _unrolled_source(plan) + _CAST
 
@@ -341,6 +429,8 @@ def _settled_source(plan: CallPlan, reference: int | None) -> str:
             test = f"({value} is None or {value}.dtype is float32 or {value}.dtype is {dtype})"
         is_required = position < plan.parameters.required
         tests.append(test if is_required else f"(len(args) <= {position} or {test})")
+    if plan.fp32_positions:
+        tests.append(_MIXES)
     return _SETTLED.format(test=" and ".join(tests))
 
 
@@ -356,7 +446,7 @@ def _unrolled_source(plan: CallPlan) -> str:
         value = arguments[position] = f"a{position}"
         test = on_device.format(value=value)
         if position in (plan.fp32_positions or ()):
-            test = f"dtype_ is not float32 and {test}"
+            test = f"(dtype_ is not float32 or not mixes) and {test}"
         and_no_number = f" and type({value}) not in numbers" if kind == "N" else ""
         casts.append(
             _UNROLLED_CAST.format(
@@ -365,27 +455,48 @@ def _unrolled_source(plan: CallPlan) -> str:
         )
     plain = "False" if plan.parameters.has_keyword_tensors else '"out" not in kwargs'
     return _UNROLLED.format(
-        count=count, kwargs_are_plain=plain, casts="".join(casts), arguments=", ".join(arguments)
+        count=count,
+        kwargs_are_plain=plain,
+        mixes=f"\n            mixes = {_MIXES}" if plan.fp32_positions else "",
+        casts="".join(casts),
+        arguments=", ".join(arguments),
     )
 
 
 def _is_settled(value: Any, dtype: torch.dtype) -> bool:
     """Whether no tensor in ``value``, a tensor or a list of them, has another dtype."""
     if isinstance(value, Tensor):
-        return value.dtype is dtype
+        return value.dtype is dtype and type(value) in _PLAIN_TENSORS
     if isinstance(value, SEQUENCES):
-        for item in value:
-            if not _is_settled(item, dtype):
-                return False
-    return True
+        return all([_is_settled(item, dtype) for item in value])  # noqa: C419  # twice as fast
+    return type(value) in _NUMBERS or type(value) is str
 
 
 @functools.cache
 def _factory(source: str) -> Callable[..., Callable[..., Any]]:
     """Returns the wrapper factory that ``source`` defines: many ops share one."""
+    # Names are the switch's globals, its gate above all, or constants in closure cells.
+    parameters = ", ".join(_CONSTANTS)
+    source = f"def bind({parameters}):\n{textwrap.indent(source, '    ')}\n    return make\n"
     namespace: dict[str, Any] = {}
     exec(compile(source, f"<{__name__}>", "exec"), vars(switch), namespace)
-    return namespace["make"]  # type: ignore[no-any-return]
+    return namespace["bind"](**_CONSTANTS)  # type: ignore[no-any-return]
+
+
+_CONSTANTS: Final = {
+    "plain_tensors": _PLAIN_TENSORS,
+    "numbers": _NUMBERS,
+    "float32": torch.float32,
+    "strided": torch.strided,
+    "has_torch_function": has_torch_function,
+    "is_overridden": _is_overridden,
+    "override": _override,
+    "is_any_autocast_enabled": torch._C._is_any_autocast_enabled,
+    "DisableAutocast": torch._C._DisableAutocast,
+    "transforms": transforms,
+    "is_settled": _is_settled,
+    "lacks_kernel": _lacks_kernel,
+}
 
 
 def _named_after(

@@ -12,6 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
@@ -613,3 +614,68 @@ def test_a_tensor_given_for_a_number_is_no_input() -> None:
         by_name = torch.addmm(input=x(), mat1=x(), mat2=x(), alpha=alpha)
     torch.testing.assert_close(positional, expected, rtol=0, atol=0)
     torch.testing.assert_close(by_name, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda t: torch.norm(t, dtype=BF16),
+        lambda t: t.norm(2, None, False, BF16),
+        lambda t: torch.linalg.norm(t, dtype=BF16),
+        lambda t: torch.linalg.vector_norm(t, dtype=BF16),
+        lambda t: torch.linalg.matrix_norm(t, dtype=BF16),
+    ],
+    ids=["norm", "method", "linalg.norm", "vector_norm", "matrix_norm"],
+)
+def test_a_norm_that_is_asked_for_a_narrow_result_runs_as_called(
+    norm: Callable[[Tensor], Tensor],
+) -> None:
+    """Torch refuses to narrow an fp32 input there: casting to fp32 would make the call an error."""
+    names = ["norm", "linalg_norm", "linalg_vector_norm", "linalg_matrix_norm"]
+    value = x(dtype=BF16)
+    expected = norm(value)
+    with hmpx.convert(policy=Policy.from_ops(fp32=names)):
+        torch.testing.assert_close(norm(value), expected, rtol=0, atol=0)
+        assert torch.linalg.vector_norm(value).dtype is FP32
+        assert torch.linalg.vector_norm(value, dtype=FP32).dtype is FP32
+
+
+def test_a_low_op_with_a_complex_input_runs_as_called() -> None:
+    """Its kernel computes in complex64: rounding the other input would only lose digits."""
+    z, real = torch.rand(4, 4, dtype=torch.complex64), x()
+    expected = z * real
+    with low("mul", "add"):
+        for actual in (z * real, real * z, torch.mul(input=real, other=z)):
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_a_mode_and_an_overriding_class_leave_each_call_in_the_log_once(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Though both call again the function that they are handed."""
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            return func(*args, **(kwargs or {}))
+
+    class Own(Tensor):
+        pass
+
+    with hmpx.convert(policy=Policy.from_ops(low=["matmul"]), isVerbose=True), Mode():
+        value = x().as_subclass(Own)
+        caplog.clear()
+        assert (value @ value).dtype is BF16
+    assert len(caplog.messages) == 1
+
+
+def test_calls_without_floating_inputs_are_not_logged(caplog: pytest.LogCaptureFixture) -> None:
+    """There was nothing to decide."""
+    with hmpx.convert(isVerbose=True):
+        caplog.clear()
+        torch.add(torch.tensor(1), 2)
+        torch.div(torch.tensor(4), 2)
+        assert caplog.messages == []
+        torch.div(torch.tensor(4.0), 2)
+    assert len(caplog.messages) == 1

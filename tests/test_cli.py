@@ -448,3 +448,31 @@ def test_run_converts_by_the_lists_given(directory: Path) -> None:
     assert output == "torch.bfloat16 torch.float32"
     assert log.startswith("casting  softmax(fp32)  to_bf16  LOW by my_bf16.txt:1  at ")
     assert log.endswith("script.py:3")
+
+
+# --- doctor -------------------------------------------------------------------------------------
+
+
+def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
+    """With the path to it and the remedy; a status that scripts can use."""
+    (tmp_path / "early.py").write_text(
+        "import torch.nn.functional as F\n"
+        "LAYERS = {'relu': F.relu, 'linear': F.linear}\n"
+        "class Block:\n"
+        "    project = staticmethod(F.linear)\n"
+    )
+    (tmp_path / "clean.py").write_text("import torch.nn.functional as F\n")
+    command_lines = [["doctor", "early"], ["doctor", "clean"], ["doctor", "none"], ["doctor"]]
+    early, clean, missing, plain = finish_all(command_lines, tmp_path)
+    assert (early.status, early.err) == (1, "")
+    assert early.out.splitlines()[1:] == [
+        "casts tensors on: cpu",
+        "early.Block.project keeps <built-in function linear>, which is not cast",
+        "take these functions from torch where they are called, or after hmpx.convert()",
+    ]
+    assert (clean.status, clean.err) == (0, "")
+    assert clean.out.splitlines()[2:] == ["1 module: nothing stays uncast"]
+    assert (missing.status, missing.out) == (2, "")
+    assert missing.err == "hmpx: can't import none: No module named 'none'\n"
+    assert (plain.status, plain.err) == (0, "")
+    assert plain.out.splitlines() == early.out.splitlines()[:2]

@@ -71,6 +71,50 @@ def test_every_form_compiles_whole_and_equals_eager(form: str, backend: str) -> 
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+def test_every_form_under_inductor_has_the_dtypes_of_eager() -> None:
+    """All in one graph, which keeps intermediate results in fp32 where it fuses (pytorch #194329)."""
+
+    def every_form(a: Tensor, b: Tensor) -> list[Tensor]:
+        return [function(a, b) for function in FORMS.values()]
+
+    with hmpx.convert(policy=POLICY):
+        expected = every_form(x(), x())
+        actual = torch.compile(every_form, backend="inductor", fullgraph=True)(x(), x())
+    assert [a.dtype for a in actual] == [e.dtype for e in expected]
+    # bfloat16's relative spacing is 2^-8; some forms round two or three times.
+    torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-8)
+
+
+def test_rounding_survives_inductor_where_it_is_asked_to() -> None:
+    """It elides rounding to bf16 and back unless told otherwise (pytorch #179804, #183761)."""
+
+    def chain(a: Tensor, b: Tensor) -> Tensor:
+        return torch.log(torch.mul(a, b) * a)
+
+    a, b = torch.rand(64, 64) + 1, torch.rand(64, 64) + 1
+    with hmpx.convert(policy=Policy.from_ops(low=["mul"], fp32=["log"])):
+        expected = chain(a, b)
+        with torch._inductor.config.patch(emulate_precision_casts=True):
+            actual = torch.compile(chain, backend="inductor", fullgraph=True)(a, b)
+    torch.testing.assert_close(actual, expected, rtol=2**-22, atol=0)  # the log's own last digits
+
+
+@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+def test_an_autocast_region_in_a_compiled_function(backend: str) -> None:
+    """The lists win inside it, before, within and after the call (pytorch #112260)."""
+
+    def function(a: Tensor) -> list[Tensor]:
+        with torch.autocast("cpu", torch.float16):
+            return [torch.matmul(a, a), a @ a, F.linear(a, a), torch.mm(a, a)]
+
+    compiled = torch.compile(function, backend=backend, fullgraph=True)
+    with hmpx.convert(policy=POLICY):
+        for _ in range(2):
+            assert [t.dtype for t in compiled(x())] == [BF16, BF16, BF16, torch.float16]
+        with torch.autocast("cpu", torch.float16):
+            assert [t.dtype for t in compiled(x())] == [BF16, BF16, BF16, torch.float16]
+
+
 class Small(nn.Module):
     """Linear, norm, attention scores, softmax: with and without a region of its own."""
 

@@ -38,7 +38,7 @@ def test_aliases_agree_with_opinfo() -> None:
 
 def test_facts_name_ops_that_exist() -> None:
     """Every name in ops.ini that this torch should have, it has."""
-    for section in ("promotes", "parameters", "mixed_parameters", "never_cast"):
+    for section in ("promotes", "parameters", "mixed_parameters", "never_cast", "never_narrow"):
         for name in ops.facts(section):
             assert name in ops.table(), (section, name)
     for alias, (name,) in ops.facts("aliases").items():

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import logging
 import pickle
+import subprocess
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -311,3 +313,26 @@ def test_current_session_is_the_one_returned() -> None:
     assert session.current() is None
     with hmpx.convert() as active:
         assert session.current() is active
+
+
+def test_the_log_ends_the_program_when_its_reader_has_gone() -> None:
+    """As print does in ``python script.py | head -1``, instead of a traceback for each line."""
+    script = (
+        "import torch, hmpx\n"
+        "with hmpx.convert(isVerbose=True, device_types={'cpu'}):\n"
+        "    for _ in range(100_000): torch.ones(1) @ torch.ones(1)\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-c", script],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    assert process.stdout is not None and process.stderr is not None
+    assert process.stdout.readline().startswith("casting")
+    process.stdout.close()
+    errors = process.stderr.read()
+    process.stderr.close()
+    assert process.wait(timeout=120) == 1
+    assert errors.count("Traceback") == 1
+    assert errors.splitlines()[-1].startswith("BrokenPipeError")

@@ -1,0 +1,59 @@
+"""Pickle stores a function by name, and refuses one that is not what it finds under that name.
+
+So are wrappers that models kept after `revert`, which get names here, and builtins of torch that
+models kept from before `convert`, which are stored by what is in their slot. Knows no dtypes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import itertools
+import pkgutil
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from .patching import ItemPatch
+
+_retired: Final[weakref.WeakValueDictionary[str, Callable[..., Any]]] = (
+    weakref.WeakValueDictionary()
+)
+_numbers: Final = itertools.count(1)
+
+
+def name_retired(wrapper: Callable[..., Any], site: str) -> None:
+    """Renames ``wrapper``, once in the slot with the dotted name ``site``, into this module.
+
+    Another process finds there what is in that slot.
+    """
+    name = f"{site.replace('.', ':')}#{next(_numbers)}"
+    wrapper.__module__, wrapper.__qualname__ = __name__, name
+    _retired[name] = wrapper
+
+
+def __getattr__(name: str) -> Any:
+    if name in _retired:
+        return _retired[name]
+    site, separator, _ = name.partition("#")
+    if not separator:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return pkgutil.resolve_name(site.replace(":", "."))
+
+
+def patch(originals: Iterable[Callable[..., Any]]) -> ItemPatch:
+    """Returns the patch that lets pickle store those ``originals`` that are builtins of a module."""
+    names = {
+        id(original): f"{original.__module__}:{original.__qualname__}"
+        for original in originals
+        if isinstance(getattr(original, "__self__", None), types.ModuleType)
+    }
+    table = copyreg.dispatch_table
+    before = table.get(types.BuiltinFunctionType)
+
+    def reduce(function: types.BuiltinFunctionType) -> Any:
+        if id(function) in names:
+            return pkgutil.resolve_name, (names[id(function)],)
+        return function.__reduce__() if before is None else before(function)
+
+    return ItemPatch(table, types.BuiltinFunctionType, reduce)
