@@ -32,6 +32,11 @@ def name_retired(wrapper: Callable[..., Any], site: str) -> None:
     _retired[name] = wrapper
 
 
+def retired() -> list[Callable[..., Any]]:
+    """Returns the wrappers of earlier conversions that somebody kept."""
+    return list(_retired.values())
+
+
 def __getattr__(name: str) -> Any:
     if name in _retired:
         return _retired[name]

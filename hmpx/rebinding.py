@@ -24,7 +24,11 @@ from .patching import ItemPatch, Patch
 _LEFT_ALONE = ("torch", "hmpx", "functorch")
 
 #: Not their subclasses, whose methods may do more than get and set; and no data.
-_CONTAINERS = (dict, list, collections.OrderedDict)
+_CONTAINERS = frozenset({dict, list, collections.OrderedDict})
+_ATOMS = frozenset(
+    {str, int, float, bool, type(None), types.ModuleType, types.FunctionType}
+    | {types.BuiltinFunctionType, tuple, frozenset, bytes}
+)
 _LONGEST = 1000
 
 
@@ -36,18 +40,24 @@ def patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
     """
     seen: set[int] = set()
     for module in _modules().values():
-        for key, value in list(vars(module).items()):
-            if (wrapper := _wrapper_of(value, replacements)) is not None:
-                yield Patch(module, key, wrapper)
-            elif type(value) is functools.partial:
-                wrapper = _wrapper_of(value.func, replacements)
-                if wrapper is not None:
-                    yield Patch(
-                        module, key, functools.partial(wrapper, *value.args, **value.keywords)
-                    )
-            elif type(value) in _CONTAINERS and len(value) <= _LONGEST and id(value) not in seen:
-                seen.add(id(value))
-                yield from _item_patches(value, replacements)
+        names = list(vars(module).items())
+        if not replacements.keys().isdisjoint(map(id, vars(module).values())):
+            for key, value in names:
+                if id(value) in replacements:
+                    yield Patch(module, key, replacements[id(value)])
+        for key, value in names:
+            kind = type(value)
+            if kind in _ATOMS:  # most are
+                continue
+            if kind in _CONTAINERS:
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    yield from _item_patches(value, replacements)
+            elif kind is functools.partial:
+                if id(value.func) in replacements:
+                    function = replacements[id(value.func)]
+                    partial = functools.partial(function, *value.args, **value.keywords)
+                    yield Patch(module, key, partial)
             elif isinstance(value, type) and "__torch_function__" in vars(value):
                 for table in list(vars(value).values()):
                     yield from _table_patches(table, replacements)
@@ -140,11 +150,14 @@ def forget_overrides() -> None:
 def _item_patches(
     container: dict[Any, Any] | list[Any], replacements: Mapping[int, Any]
 ) -> Iterator[ItemPatch]:
-    items = list(container.items() if isinstance(container, dict) else enumerate(container))
-    for key, value in items:
-        wrapper = _wrapper_of(value, replacements)
-        if wrapper is not None:
-            yield ItemPatch(container, key, wrapper)
+    if len(container) > _LONGEST:
+        return
+    values = container.values() if isinstance(container, dict) else container
+    if not replacements.keys().isdisjoint(map(id, values)):
+        items = list(container.items() if isinstance(container, dict) else enumerate(container))
+        for key, value in items:
+            if id(value) in replacements:
+                yield ItemPatch(container, key, replacements[id(value)])
     yield from _table_patches(container, replacements)
 
 
@@ -152,18 +165,9 @@ def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[Item
     """Yields what puts a wrapper beside each key that is a function of torch."""
     if type(table) not in _CONTAINERS or isinstance(table, list) or len(table) > _LONGEST:
         return
+    if replacements.keys().isdisjoint(map(id, table)):
+        return
     for key, value in list(table.items()):
-        wrapper = _wrapper_of(key, replacements)
+        wrapper = replacements.get(id(key))
         if wrapper is not None and wrapper not in table:
-            yield ItemPatch(table, wrapper, _wrapper_of(value, replacements) or value)
-
-
-def _wrapper_of(value: Any, replacements: Mapping[int, Any]) -> Any:
-    """Returns what ``value`` is to be replaced with; None if it is no function of torch.
-
-    A name taken during an earlier conversion holds that one's wrapper, which casts no more.
-    """
-    found = replacements.get(id(value))
-    if found is None and type(value) is types.FunctionType and "__hmpx_site__" in vars(value):
-        found = replacements.get(id(vars(value)["__wrapped__"]))
-    return found if found is not value else None
+            yield ItemPatch(table, wrapper, replacements.get(id(value), value))

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 
 from .errors import HmpxWarning
 from .patching import Patch
-from .switch import disable_casts, is_off, keeps_state, look_closer
+from .switch import count_autocast, disable_casts, is_off, keeps_state
 
 
 def patches(
@@ -34,13 +34,11 @@ def patches(
             prepares only when the first of their instances is made.
         suspended: Makes a context without any of the conversion's patches.
     """
-    if torch._C._is_any_autocast_enabled():  # by a region that is open already
-        look_closer()
     yield Patch(torch.Tensor, "__repr__", disable_casts()(torch.Tensor.__repr__))
     yield from _optimizer_patches(add)
     yield from _checkpoint_patches()
     yield from _module_patches()
-    yield Patch(torch.autocast, "__enter__", _announced(torch.autocast.__enter__))
+    yield from _autocast_patches()
     yield Patch(torch.jit, "script", _scripting_uncast(torch.jit.script, suspended))
 
 
@@ -149,15 +147,24 @@ def _module_patches() -> Iterator[Patch]:
 # --- torch.autocast ----------------------------------------------------------------------------
 
 
-def _announced(enter: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `torch.autocast.__enter__` such that calls ask from then on whether it is on."""
+def _autocast_patches() -> Iterator[Patch]:
+    """Counts the open regions, so that calls outside of any need not ask whether autocast is on."""
+    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
+    if torch._C._is_any_autocast_enabled():  # by a region that is open already
+        count_autocast(+1)
 
     @functools.wraps(enter)
-    def wrapper(self: torch.autocast) -> Any:
-        look_closer()
-        return enter(self)
+    def counted_enter(self: torch.autocast) -> Any:
+        count_autocast(+1)
+        return enter(self)  # type: ignore[no-untyped-call]
 
-    return wrapper
+    @functools.wraps(leave)
+    def counted_exit(self: torch.autocast, *exc_info: Any) -> Any:
+        count_autocast(-1)
+        return leave(self, *exc_info)
+
+    yield Patch(torch.autocast, "__enter__", counted_enter)
+    yield Patch(torch.autocast, "__exit__", counted_exit)
 
 
 # --- TorchScript -------------------------------------------------------------------------------

@@ -100,6 +100,9 @@ class Session:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
         patches, made = _patches(self.policy, self.device_types, observers)
         replacements = {id(vars(wrapper)["__wrapped__"]): wrapper for wrapper in made}
+        for retired in pickling.retired():  # a name taken during an earlier conversion
+            if (wrapper := replacements.get(id(vars(retired)["__wrapped__"]))) is not None:
+                replacements[id(retired)] = wrapper
         self._rebindings = list(rebinding.patches(replacements))
         patches += regions.patches(self._add, self._suspended)
         pickled = pickling.patch(vars(wrapper)["__wrapped__"] for wrapper in made)

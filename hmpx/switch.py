@@ -22,7 +22,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 #: Whether casts may be off in some thread, or torch.autocast on. While False, calls don't ask.
 _looks_closer = False
 _off_regions = 0  # regions with casts off that are open, in all threads together
-_must_look_closer = False  # torch.compile has put one into a graph, or torch.autocast was entered
+_has_traced_regions = False  # torch.compile has put one into a graph: it may run at any time
+_autocast_regions = 0  # regions of torch.autocast that are open
 _off_regions_lock = threading.Lock()
 #: Depth of such regions in this thread, or asyncio task.
 _off_depth: contextvars.ContextVar[int] = contextvars.ContextVar("hmpx_off_depth", default=0)
@@ -57,7 +58,7 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
         if torch.compiler.is_dynamo_compiling():
             # torch.compile runs wrappers, it does not trace into them: they see the mark, which
             # becomes part of the graph.
-            look_closer()
+            _note_traced_region()
             self._was_marked = _is_marked()
             _mark(True)
         else:
@@ -132,32 +133,45 @@ def keeps_state(function: _F) -> _F:
 
 def _set_depth(depth: int, regions: int) -> None:
     """Sets the depth of this thread or task; ``regions`` is +1 where a region begins, else -1."""
-    global _looks_closer, _off_regions
+    global _off_regions
     _off_depth.set(depth)
     _thread.regions = getattr(_thread, "regions", 0) + regions
     _mark(depth > 0)
     with _off_regions_lock:
         _off_regions += regions
-        _looks_closer = _off_regions > 0 or _must_look_closer
+        _set_gate()
 
 
 def _start_in_forked_child() -> None:
     """Leaves behind the regions and the lock of threads that the child does not have."""
-    global _looks_closer, _off_regions, _off_regions_lock
+    global _off_regions, _off_regions_lock
     _off_regions_lock = threading.Lock()
     _off_regions = getattr(_thread, "regions", 0)
-    _looks_closer = _off_regions > 0 or _must_look_closer
+    _set_gate()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=_start_in_forked_child)
 
 
-def look_closer() -> None:
-    """Makes each call ask from now on whether casts are off, or torch.autocast is on."""
-    global _looks_closer, _must_look_closer
+def _set_gate() -> None:
+    global _looks_closer
+    _looks_closer = _off_regions > 0 or _autocast_regions > 0 or _has_traced_regions
+
+
+def count_autocast(regions: int) -> None:
+    """Notes that a region of torch.autocast begins, +1, or ends, -1."""
+    global _autocast_regions
     with _off_regions_lock:
-        _looks_closer = _must_look_closer = True
+        _autocast_regions = max(0, _autocast_regions + regions)
+        _set_gate()
+
+
+def _note_traced_region() -> None:
+    global _has_traced_regions
+    with _off_regions_lock:
+        _has_traced_regions = True
+        _set_gate()
 
 
 def run_when_traced(function: Callable[..., Any]) -> None:
@@ -165,7 +179,7 @@ def run_when_traced(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-run_when_traced(look_closer)
+run_when_traced(_note_traced_region)
 
 
 def _run_generator(generator: Any) -> Any:
