@@ -1,14 +1,19 @@
-"""What torch.compile keeps of a conversion: traced code in the process, artefacts on the disk.
+"""What torch.compile keeps of a conversion: traced code, kernels, artefacts on the disk.
 
-Neither knows of hmpx: a graph is traced with the wrappers in it, and cached under a key made before
-their casts are. So both are told.
+None of them knows of hmpx: a graph is traced with the wrappers in it, and cached under a key made
+before their casts are; and compiled code calls ``torch.mm`` as it was when inductor was imported.
+So they are told.
 """
 
 from __future__ import annotations
 
+import functools
 import hashlib
+import importlib.abc
+import importlib.machinery
 import sys
-from collections.abc import Callable
+import types
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .policy import Policy
@@ -28,12 +33,83 @@ def forget() -> None:
         dynamo.trace_rules.clear_lru_cache()
 
 
-def tag_caches(policy: Policy, device_types: frozenset[str]) -> Callable[[], None]:
-    """Keeps the disk caches of each policy, and of unconverted torch, apart.
+def prepare(policy: Policy, device_types: frozenset[str]) -> Callable[[], None]:
+    """Tells inductor's kernels and caches of a conversion.
 
     Returns:
         What undoes it.
     """
+    finder = _keep_kernels_plain()
+    restore_tag = _tag_caches(policy, device_types)
+
+    def undo() -> None:
+        restore_tag()
+        if finder in sys.meta_path:
+            sys.meta_path.remove(finder)
+
+    return undo
+
+
+def _keep_kernels_plain() -> _Finder:
+    """Has compiled code call torch's own kernels, where inductor is yet to note ``torch.mm``.
+
+    Its calls are below the dispatcher: a wrapper would cost time, and cast outside of
+    `disable_casts` what was traced inside.
+    """
+    finder, module = _Finder(), sys.modules.get(_SELECTION)
+    if module is None:
+        sys.meta_path.insert(0, finder)
+    else:
+        _unwrap_kernels(module)
+    return finder
+
+
+_SELECTION = "torch._inductor.select_algorithm"
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds the module in which inductor notes the kernels, and sees to it once it is executed."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the spec of that module; None for any other."""
+        if fullname != _SELECTION:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                _unwrap_kernels(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+def _unwrap_kernels(module: Any) -> None:
+    choice = getattr(module, "ExternKernelChoice", None)
+    if choice is None or hasattr(choice.__init__, "__hmpx_kernels__"):
+        return
+    kernels = vars(module.extern_kernels)
+    kernels |= {name: _unwrapped(kernel) for name, kernel in kernels.items()}
+    initialize = choice.__init__
+
+    @functools.wraps(initialize)
+    def unwrapping(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, _unwrapped(kernel), *args, **kwargs)
+
+    unwrapping.__hmpx_kernels__ = True  # type: ignore[attr-defined]
+    choice.__init__ = unwrapping
+
+
+def _unwrapped(kernel: Any) -> Any:
+    return kernel.__wrapped__ if hasattr(kernel, "__hmpx_site__") else kernel
+
+
+def _tag_caches(policy: Policy, device_types: frozenset[str]) -> Callable[[], None]:
+    """Keeps the disk caches of each policy, and of unconverted torch, apart; returns the undo."""
     config: Any = sys.modules.get("torch.compiler.config")
     if config is None or not hasattr(config, "cache_key_tag"):  # a torch older than the tag
 

@@ -49,7 +49,7 @@ class Session:
         self._applied: list[patching.Applied] = []
         self._rebindings: list[Patch | ItemPatch] = []
         self._wrappers: list[Callable[..., Any]] = []
-        self._untag_caches: Callable[[], None]
+        self._release_compiled: Callable[[], None]
         self._converts = 1  # `convert` calls that this session answers
 
     def revert(self) -> None:
@@ -110,7 +110,7 @@ class Session:
         self._wrappers = made
         for wrapper in made:
             wrappers.put_in_force(wrapper)
-        self._untag_caches = compiled.tag_caches(self.policy, self.device_types)
+        self._release_compiled = compiled.prepare(self.policy, self.device_types)
         compiled.forget()
         rebinding.forget_overrides()
 
@@ -135,7 +135,7 @@ class Session:
         for wrapper in self._wrappers:
             wrappers.retire(wrapper)
         self._applied, self._rebindings, self._wrappers = [], [], []
-        self._untag_caches()
+        self._release_compiled()
         compiled.forget()
         rebinding.forget_overrides()
         if covered:

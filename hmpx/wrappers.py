@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 import textwrap
 import types
 from collections.abc import Callable
@@ -59,7 +60,7 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
     wrapper = factory(
         original,
         cast,
-        _run_atomically,
+        _runner(plan),
         functools.partial(_retry_in_fp32, plan, original),
         dtype,
         ELIGIBLE - {dtype},
@@ -140,15 +141,23 @@ def _retry_in_fp32(
     inputs = floating_inputs(plan, args, kwargs)
     if not any(t.dtype in LOW_DTYPES for t in inputs):
         raise error
-    in_fp32 = replace(plan, decision=Decision(CastPolicy.FP32, torch.float32))
-    args, kwargs = cast_args(in_fp32, args, kwargs)
-    with disable_casts():
-        result = original(*args, **kwargs)
     dtype = plan.decision.dtype
+    assert dtype is not None
+    with disable_casts():
+        result = _computed_in_fp32(plan, original, args, kwargs, dtype)
     if (plan.op, dtype) not in _retried:
         _retried.add((plan.op, dtype))
         LOGGER.warning("%s runs in fp32 and is rounded: %s", plan.op, error)
-    return _rounded(result, CAST[dtype]) if dtype is not None else result
+    return result
+
+
+def _computed_in_fp32(
+    plan: CallPlan, function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
+) -> Any:
+    """Returns the result of ``function`` on inputs raised to fp32, rounded to ``dtype``."""
+    in_fp32 = replace(plan, decision=Decision(CastPolicy.FP32, torch.float32))
+    args, kwargs = cast_args(in_fp32, args, kwargs)
+    return _rounded(function(*args, **kwargs), CAST[dtype])
 
 
 def _rounded(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
@@ -206,7 +215,7 @@ def make_observed_wrapper(
         )
         return result
 
-    run = _run_atomically if plan.is_python else _run
+    run = _runner(plan)
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
@@ -278,13 +287,34 @@ def retire(wrapper: Callable[..., Any]) -> None:
     pickling.name_retired(wrapper, site)
 
 
+def _runner(plan: CallPlan) -> Callable[[Callable[..., Any], Args, Kwargs], Any]:
+    """Returns what runs the op once its inputs are cast."""
+    if plan.is_python:
+        return _run_atomically
+    return functools.partial(_run_norm, plan) if plan.norm_parameters else _run
+
+
 def _run(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
     return function(*args, **kwargs)
 
 
 def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Runs a Python function: what it calls is not cast again."""
     with disable_casts():
         return function(*args, **kwargs)
+
+
+def _run_norm(plan: CallPlan, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+    """Runs a norm, in fp32 where ONNX is to hold it, which takes no fp32 weights beside bf16.
+
+    The kernels that do take them compute in fp32 too, and round the same result.
+    """
+    onnx = sys.modules.get("torch.onnx")
+    if onnx is not None and onnx.is_in_onnx_export():
+        dtype = floating_inputs(plan, args, kwargs)[0].dtype
+        if dtype in LOW_DTYPES:
+            return _computed_in_fp32(plan, function, args, kwargs, dtype)
+    return function(*args, **kwargs)
 
 
 def _raise(error: RuntimeError, args: Args, kwargs: Kwargs) -> Any:
@@ -322,8 +352,8 @@ _CAST = """
         return original(*args, **kwargs)
 """
 
-#: A Python function is atomic: what it calls is not cast again.
-_ATOMIC_CAST = """
+#: For the ops that `_runner` is about.
+_CAST_AND_RUN = """
         if is_overridden(args, kwargs):
             return override(original, wrapper, cast, args, kwargs)
         args, kwargs = cast(args, kwargs)
@@ -366,7 +396,7 @@ _UNROLLED = """
 """
 
 #: Whether a norm's parameters may stay fp32, as `casting` has it.
-_MIXES = "not args[0].is_nested and transforms() is None"
+_MIXES = "type(args[0]) in plain_tensors and not args[0].is_nested and transforms() is None"
 
 _UNROLLED_CAST = """
             {value} = args[{position}]
@@ -394,16 +424,17 @@ def _wrapper_source(plan: CallPlan, *, is_relative: bool) -> str:
 
 def _body_source(plan: CallPlan, *, is_relative: bool) -> str:
     if plan.is_python:
-        return _ATOMIC_CAST
+        return _CAST_AND_RUN
+    cast = _CAST_AND_RUN if plan.norm_parameters else _CAST
     kinds = plan.cast_kinds
     if is_relative:
         first = min(kinds, default=None)
         if first is None or kinds[first] != "T":
-            return _CAST
-        return _settled_source(plan, first) + _CAST
+            return cast
+        return _settled_source(plan, first) + cast
     if "A" in kinds.values() or plan.fp32_positions is None or plan.never_narrows:
-        return _settled_source(plan, None) + _CAST
-    return _settled_source(plan, None) + _unrolled_source(plan) + _CAST
+        return _settled_source(plan, None) + cast
+    return _settled_source(plan, None) + _unrolled_source(plan) + cast
 
 
 def _settled_source(plan: CallPlan, reference: int | None) -> str:

@@ -232,7 +232,7 @@ def test_a_0dim_tensor_does_not_widen_a_dimensioned_one() -> None:
 def test_first_follows_the_first_floating_argument_of_the_signature(
     first: torch.dtype, second: torch.dtype
 ) -> None:
-    """Keyword order does not matter: the first is the first in the op's signature."""
+    """Keyword order does not matter: the first is the first in the op's signature (transformers #47689)."""
     a, w, b = x(dtype=first), x(dtype=second), x(4, dtype=second)
     with hmpx.convert(policy=Policy.from_ops(first=["linear", "index_put", "embedding_bag"])):
         assert F.linear(a, w, b).dtype is first
@@ -271,7 +271,7 @@ LISTED = ("add", "iadd", "mul", "addmm", "lerp", "mm", "index_put", "setitem", "
 def test_in_place_targets_keep_dtype_and_storage(
     form: str, source: torch.dtype, target: torch.dtype, kind: str
 ) -> None:
-    """Whatever the lists say, the tensor written to keeps its dtype, its storage and its update."""
+    """Whatever the lists say, the target keeps dtype, storage and update (unsloth #5766)."""
     a, b = x(dtype=target), x(dtype=source)
     expected = a.clone()
     promotes = form in ("x += y", "add_", "mul_", "add out", "copy by index")
@@ -562,7 +562,7 @@ def test_fake_tensors_are_cast_once() -> None:
 def test_an_op_without_a_bf16_kernel_runs_in_fp32_and_is_rounded(
     name: str, call: Callable[[Tensor], Any]
 ) -> None:
-    """Inputs rounded as ever, computed in fp32, results rounded (pytorch #112575, #116609)."""
+    """Inputs rounded as ever, computed in fp32, results rounded (pytorch #112575, #117844, #89372, #116609)."""
     torch.manual_seed(0)
     value = (torch.eye(4) + 0.1 * torch.rand(4, 4)).requires_grad_()
     expected = call(value.bfloat16().float())

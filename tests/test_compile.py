@@ -262,3 +262,25 @@ def test_the_cache_tag_is_restored() -> None:
     with hmpx.convert(policy=POLICY):
         assert config.cache_key_tag.startswith("hmpx-")
     assert config.cache_key_tag == ""
+
+
+KERNELS = """
+import torch, hmpx
+
+hmpx.convert(opt_level="O2", device_types={"cpu"})
+assert "torch._inductor.select_algorithm" not in __import__("sys").modules
+out = torch.compile(lambda a: (a @ a, torch.addmm(a, a, a)))(torch.ones(4, 4))
+assert out[0].dtype is torch.bfloat16
+hmpx.revert()
+from torch._inductor.select_algorithm import extern_kernels
+
+assert "mm" in vars(extern_kernels)
+print([name for name, kernel in vars(extern_kernels).items() if hasattr(kernel, "__hmpx_site__")])
+"""
+
+
+def test_compiled_code_calls_torchs_own_kernels() -> None:
+    """Also where inductor is imported while torch is converted: nothing below is cast again."""
+    command = [sys.executable, "-c", KERNELS]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["[]"]

@@ -254,6 +254,14 @@ def test_functions_kept_from_before_convert_are_copied(name: str) -> None:
     assert pickle.loads(blob) == original
 
 
+def test_a_python_function_from_before_convert_is_refused() -> None:
+    """Pickle stores those by name alone, and says that another is there now."""
+    original = F.normalize
+    with hmpx.convert(policy=LISTED), pytest.raises(pickle.PicklingError, match="not the same"):
+        pickle.dumps(original)
+    assert pickle.loads(pickle.dumps(original)) is original
+
+
 @pytest.mark.parametrize("attribute", ["matmul", "__matmul__", "softmax", "add_"])
 def test_bound_methods_are_copied_with_their_tensor(attribute: str) -> None:
     """``x.matmul`` kept from before convert or during it."""

@@ -64,7 +64,7 @@ def run_elsewhere(kind: str, folder: Path) -> Tensor:
 
 @pytest.mark.parametrize("strict", [True, False])
 def test_exported_programs_hold_the_casts(strict: bool, tmp_path: Path) -> None:
-    """Strict or not: casts are plain ATen ops, no higher-order op, and load without hmpx."""
+    """Strict or not: plain ATen ops, no higher-order op; loads without hmpx (pytorch #136545)."""
     model = Net().eval()
     with hmpx.convert(), torch.no_grad():
         expected = model(data())
@@ -79,7 +79,7 @@ def test_exported_programs_hold_the_casts(strict: bool, tmp_path: Path) -> None:
 
 
 def test_traced_modules_hold_the_casts(tmp_path: Path) -> None:
-    """torch.jit.trace records them; the file runs where hmpx is not."""
+    """torch.jit.trace records them; the file runs where hmpx is not (pytorch #84219)."""
     model = Net().eval()
     with hmpx.convert(), torch.no_grad():
         expected = model(data())

@@ -795,6 +795,41 @@ def test_grad_scaler_with_fp16_on_the_cpu() -> None:
     assert {p.dtype for p in module.parameters()} == {FP32}
 
 
+# --- ops that autocast forgets or forbids ---------------------------------------------------------
+
+FORGOTTEN: dict[str, Callable[[], Tensor]] = {
+    "scatter_add": lambda: x().scatter_add(0, torch.zeros(4, 4, dtype=torch.long), x() @ x()),
+    "scatter_add_": lambda: x().scatter_add_(0, torch.zeros(4, 4, dtype=torch.long), x() @ x()),
+    "index_add": lambda: x().index_add(0, torch.tensor([0]), (x() @ x())[:1]),
+    "masked assignment": lambda: x().masked_scatter(x() > 0, x() @ x()),
+    "cat of three types": lambda: torch.cat([x() @ x(), x(), x(dtype=FP16)]),
+    "baddbmm": lambda: torch.baddbmm(x(1, 4, 4), (x() @ x())[None], x(1, 4, 4)),
+    "lerp": lambda: torch.lerp(x(), x() @ x(), 0.5),
+    "grid_sample": lambda: F.grid_sample(
+        (x() @ x())[None, None], x(1, 2, 2, 2), align_corners=False
+    ),
+}
+
+
+@pytest.mark.parametrize("name", FORGOTTEN)
+def test_no_op_refuses_the_types_that_the_lists_bring_together(name: str) -> None:
+    """Under torch.autocast some raise a dtype mismatch (pytorch #51730, #174763, #100932)."""
+    with hmpx.convert():
+        converted = FORGOTTEN[name]().float()
+    torch.testing.assert_close(converted, FORGOTTEN[name]().float(), rtol=0.02, atol=0.02)
+
+
+def test_binary_cross_entropy_runs_in_fp32() -> None:
+    """Under torch.autocast it is an error (pytorch #61098, YOLOX #336, apex #1017)."""
+    layer, target = made(lambda: nn.Linear(4, 1)), torch.ones(4, 1)
+    with hmpx.convert():
+        probability = torch.sigmoid(layer(x()))
+        assert probability.dtype is BF16
+        loss = F.binary_cross_entropy(probability, target.bfloat16())
+    assert loss.dtype is FP32
+    same(loss.detach(), F.binary_cross_entropy(probability.detach().float(), target))
+
+
 # --- torch.autocast regions ---------------------------------------------------------------------
 
 REGION_CALLS: dict[str, tuple[dict[str, list[str]], Callable[[], Tensor]]] = {

@@ -73,6 +73,7 @@ def listed() -> list[OpInfo]:
 
 INFOS = listed()
 
+
 @pytest.fixture(autouse=True)
 def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes most of a conversion's time here, for nothing: calls look their functions up late."""

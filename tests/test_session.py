@@ -272,7 +272,7 @@ def test_verbose_logs_each_call_in_hmps_shape(caplog: pytest.LogCaptureFixture) 
 def test_verbose_once_logs_each_decision_with_reason_module_and_line(
     caplog: pytest.LogCaptureFixture,
 ) -> None:
-    """The list line, the module path and the user's file:line; repeats are silent."""
+    """The list line, the module path, the user's file:line; once (pytorch #117832, #116935)."""
     caplog.set_level(logging.INFO, "hmpx")
     model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
     hmpx.convert(isVerbose="once")

@@ -1,0 +1,215 @@
+"""What hmpx costs under torch.compile: a tiny GPT, eager and compiled, against casts by hand.
+
+    python benchmarks/compiled.py [--save] [--rounds N]
+
+Everything runs in one process. `convert` and `revert` make torch.compile trace anew, so the two
+sides take turns in rounds, in alternating order: compile (from the disk cache after the first
+round), compare, time. A round's figure is the fastest of its samples; shown are the medians over
+the rounds, of the figures and of their ratios. Candidates:
+
+by hand            the model with its casts written out, torch unconverted
+hmpx               the fp32 model, converted
+by hand, compiled  the same two through ``torch.compile(fullgraph=True)`` with inductor
+hmpx, compiled
+
+Both sides must give bit-equal results, the loss and in a training step each gradient; and
+torch.compile must trace both to the same graphs, forward and backward.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import overhead
+import torch
+import torch.nn.functional as F
+from functorch.compile import make_boxed_func
+from torch import Tensor, nn
+from torch._dynamo.backends.common import aot_autograd
+
+import hmpx
+
+Step = Callable[[], Tensor]
+
+SAMPLES, CALLS = 40, 10  # samples of each candidate in a round, calls in a sample
+
+#: Candidate -> what it is divided by.
+RATIOS = {
+    "hmpx": "by hand",
+    "hmpx, compiled": "by hand, compiled",
+    "by hand, compiled": "by hand",
+}
+
+
+@dataclass(frozen=True)
+class Side:
+    """A model and the ways to run it."""
+
+    model: nn.Module
+    is_converted: bool
+    loss: Step
+    candidates: dict[str, Step]
+
+    def conversion(self) -> contextlib.AbstractContextManager[Any]:
+        return hmpx.convert() if self.is_converted else contextlib.nullcontext()
+
+
+def make_sides(*, training: bool) -> tuple[Side, Side]:
+    """Returns the casts by hand and hmpx, with equal weights and inputs."""
+    torch.manual_seed(0)
+    plain, hand = overhead.TinyGPT(), overhead.TinyGPT(casts=True)
+    hand.load_state_dict(plain.state_dict())
+    tokens = torch.randint(0, 32, (1, 4))
+
+    def side(model: nn.Module, name: str) -> Side:
+        def loss() -> Tensor:
+            return F.cross_entropy(model(tokens).float().flatten(0, 1), tokens.flatten())
+
+        def step(function: Step) -> Step:
+            def train() -> Tensor:
+                model.zero_grad(set_to_none=True)
+                result = function()
+                result.backward()
+                return result.detach()
+
+            return train if training else torch.no_grad()(function)
+
+        compiled = torch.compile(loss, fullgraph=True)
+        candidates = {name: step(loss), f"{name}, compiled": step(compiled)}
+        return Side(model, name == "hmpx", loss, candidates)
+
+    return side(hand, "by hand"), side(plain, "hmpx")
+
+
+def results(side: Side, name: str) -> list[Tensor]:
+    """Returns the loss, and the gradients where the step computes them."""
+    loss = side.candidates[name]()
+    return [loss, *(p.grad for p in side.model.parameters() if p.grad is not None)]
+
+
+def fastest(candidates: dict[str, Step]) -> dict[str, float]:
+    """Returns candidate -> microseconds of one step, candidates interleaved."""
+    best = dict.fromkeys(candidates, float("inf"))
+    for _ in range(SAMPLES):
+        for name, run in candidates.items():
+            start = time.perf_counter()
+            for _ in range(CALLS):
+                run()
+            best[name] = min(best[name], (time.perf_counter() - start) / CALLS * 1e6)
+    return best
+
+
+def measure(rounds: int, *, training: bool) -> dict[str, dict[str, float]]:
+    """Returns the medians in microseconds, and of the ratios.
+
+    Raises:
+        SystemExit: hmpx and the casts by hand differ in a bit.
+    """
+    sides = make_sides(training=training)
+    figures = []
+    for number in range(rounds):
+        found: dict[str, list[Tensor]] = {}
+        figures.append(figure := {})
+        for side in sides if number % 2 else sides[::-1]:
+            with side.conversion():
+                found |= {name: results(side, name) for name in side.candidates}
+                figure |= fastest(side.candidates)
+        check_equal(found["by hand"], found["hmpx"], "eager")
+        check_equal(found["by hand, compiled"], found["hmpx, compiled"], "compiled")
+    return {
+        "us": {
+            name: statistics.median(figure[name] for figure in figures)
+            for side in sides
+            for name in side.candidates
+        },
+        "ratios": {
+            f"{name} / {base}": statistics.median(f[name] / f[base] for f in figures)
+            for name, base in RATIOS.items()
+        },
+    }
+
+
+def check_equal(expected: list[Tensor], actual: list[Tensor], what: str) -> None:
+    """Ends the program unless all tensors are equal, bit for bit."""
+    for number, (a, b) in enumerate(zip(expected, actual, strict=True)):
+        if a.dtype is not b.dtype or not torch.equal(a, b):
+            raise SystemExit(f"{what}: result {number} differs by {(a - b).abs().max().item()}")
+
+
+def compare_graphs() -> dict[str, dict[str, int]]:
+    """Returns how many nodes and casts the graphs of a training step have.
+
+    Raises:
+        SystemExit: The graphs of hmpx and of the casts by hand are not the same.
+    """
+    sources, counts = [], {}
+    for side in make_sides(training=True):
+        graphs: list[torch.fx.GraphModule] = []
+
+        def keep(
+            graph: torch.fx.GraphModule, _: object, graphs: list[torch.fx.GraphModule] = graphs
+        ) -> Callable[..., Any]:
+            graphs.append(graph)
+            return make_boxed_func(graph.forward)
+
+        backend = aot_autograd(fw_compiler=keep, bw_compiler=keep)
+        with side.conversion():
+            torch.compile(side.loss, fullgraph=True, backend=backend)().backward()
+        sources.append([graph.code for graph in graphs])
+        counts = {
+            direction: {
+                "nodes": len(graph.graph.nodes),
+                "casts": sum(
+                    n.target is torch.ops.aten._to_copy.default for n in graph.graph.nodes
+                ),
+            }
+            for direction, graph in zip(("forward", "backward"), graphs, strict=True)
+        }
+    if sources[0] != sources[1]:
+        raise SystemExit("hmpx and the casts by hand give torch.compile different graphs")
+    return counts
+
+
+def main() -> None:
+    """Prints the tables; with ``--save`` also writes them beside this file."""
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--rounds", type=int, default=12)
+    parser.add_argument("--save", action="store_true", help="write compiled.json")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    graphs = compare_graphs()
+    print(f"graphs of hmpx and by hand are equal: {graphs}")
+    models = {}
+    for name, training in (("forward", False), ("training step", True)):
+        found = models[name] = measure(options.rounds, training=training)
+        print(f"\ntiny GPT {name}, results bit-equal in {options.rounds} rounds")
+        for candidate, us in found["us"].items():
+            print(f"  {candidate:36}{us:6.0f} us")
+        for pair, ratio in found["ratios"].items():
+            print(f"  {pair:36}{ratio:6.2f}")
+    if options.save:
+        result = {
+            "machine": f"{platform.machine()}, {overhead._processor()}",
+            "torch": torch.__version__,
+            "date": time.strftime("%Y-%m-%d"),
+            "rounds": options.rounds,
+            "bit_equal": True,  # or `check_equal` would have ended the program
+            "equal_graphs": graphs,
+            "models_us": {name: found["us"] for name, found in models.items()},
+            "ratios": {name: found["ratios"] for name, found in models.items()},
+        }
+        path = Path(__file__).with_suffix(".json")
+        path.write_text(json.dumps(result, indent=1) + "\n")
+
+
+if __name__ == "__main__":
+    main()
