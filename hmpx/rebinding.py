@@ -25,10 +25,8 @@ _LEFT_ALONE = ("torch", "hmpx", "functorch")
 
 #: Not their subclasses, whose methods may do more than get and set; and no data.
 _CONTAINERS = frozenset({dict, list, collections.OrderedDict})
-_ATOMS = frozenset(
-    {str, int, float, bool, type(None), types.ModuleType, types.FunctionType}
-    | {types.BuiltinFunctionType, tuple, frozenset, bytes}
-)
+_DATA = frozenset({str, bytes, int, float, bool, type(None)})
+_ATOMS = _DATA | {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, tuple, frozenset}
 _LONGEST = 1000
 
 
@@ -58,7 +56,7 @@ def patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
                     function = replacements[id(value.func)]
                     partial = functools.partial(function, *value.args, **value.keywords)
                     yield Patch(module, key, partial)
-            elif isinstance(value, type) and "__torch_function__" in vars(value):
+            elif issubclass(kind, type) and "__torch_function__" in vars(value):
                 for table in list(vars(value).values()):
                     yield from _table_patches(table, replacements)
                     for inner in list(table.values()) if type(table) is dict else ():
@@ -83,46 +81,56 @@ def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, An
         for path, value in paths:
             if id(value) in wanted:
                 yield path, value
-            elif id(value) not in seen and not isinstance(value, (str, bytes, int, float)):
+            elif id(value) not in seen and type(value) not in _DATA:
                 seen.add(id(value))
                 inner.extend(_parts(path, value))
         paths = inner
 
 
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the paths and values that are one step from ``value``."""
-    if isinstance(value, types.FunctionType) and "__hmpx_site__" in vars(value):
-        return  # a wrapper
-    if isinstance(value, types.FunctionType):
-        code = value.__code__
-        names = code.co_varnames[: code.co_argcount]
-        defaults = value.__defaults__ or ()
-        for name, default in zip(names[len(names) - len(defaults) :], defaults, strict=True):
-            yield f"{path}({name}=)", default
-        for name, default in (value.__kwdefaults__ or {}).items():
-            yield f"{path}({name}=)", default
-        for name, cell in zip(code.co_freevars, value.__closure__ or (), strict=True):
-            with contextlib.suppress(ValueError):  # an empty cell
-                yield f"{path}<{name}>", cell.cell_contents
-    elif isinstance(value, types.MethodType | staticmethod | classmethod):
+    """Yields the paths and values that are one step from ``value``; runs no code of its class."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        if "__hmpx_site__" not in vars(value):  # not a wrapper
+            yield from _function_parts(path, value)
+    elif kind in (types.MethodType, staticmethod, classmethod):
         yield path, value.__func__
-    elif isinstance(value, functools.partial):
+    elif kind is functools.partial:
         yield from ((f"{path}.func", value.func), (f"{path}.args", value.args))
         yield f"{path}.keywords", value.keywords
-    elif type(value) in _CONTAINERS or isinstance(value, tuple):
+    elif kind in _CONTAINERS or kind is tuple:
         if len(value) <= _LONGEST:
-            items = value.items() if isinstance(value, dict) else enumerate(value)
-            yield from ((f"{path}[{key!r}]", item) for key, item in list(items))
+            items = enumerate(value) if kind in (list, tuple) else value.items()
+            for key, item in list(items):
+                shown = repr(key) if type(key) in _DATA else f"<{type(key).__name__}>"
+                yield f"{path}[{shown}]", item
     else:
         yield from _attributes(path, value)
 
 
+def _function_parts(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    names, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
+    # Decorators may give a function more defaults than it has parameters.
+    for name, default in zip(reversed(names), reversed(defaults), strict=False):
+        yield f"{path}({name}=)", default
+    for name, default in (function.__kwdefaults__ or {}).items():
+        yield f"{path}({name}=)", default
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield f"{path}<{name}>", cell.cell_contents
+
+
 def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    is_foreign = isinstance(value, type) and _is_left_alone(str(value.__module__))
-    is_elsewhere = isinstance(value, types.ModuleType) and value.__name__ != path
-    if is_foreign or is_elsewhere:
+    if issubclass(type(value), type) and _is_left_alone(str(vars(value).get("__module__", ""))):
         return
-    for name, attribute in list(getattr(value, "__dict__", {}).items()):
+    if issubclass(type(value), types.ModuleType) and value.__name__ != path:
+        return  # it is looked at under its own name
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # slots only
+        return
+    for name, attribute in list(attributes.items()):
         yield f"{path}.{name}", attribute
 
 
@@ -130,7 +138,7 @@ def _modules() -> dict[str, types.ModuleType]:
     """Returns the loaded modules but torch's and hmpx's, each once, by the names they go by."""
     found: dict[int, tuple[str, types.ModuleType]] = {}
     for name, module in list(sys.modules.items()):
-        if isinstance(module, types.ModuleType) and not _is_left_alone(name):
+        if issubclass(type(module), types.ModuleType) and not _is_left_alone(name):
             found.setdefault(id(module), (name, module))
     return dict(found.values())
 

@@ -66,6 +66,7 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         ELIGIBLE - {dtype},
         None if dtype is None else CAST[dtype],
         plan.device_types,
+        torch._C._is_any_autocast_enabled,
     )
     return _named_after(original, wrapper, plan.site)
 
@@ -182,7 +183,7 @@ def make_observed_wrapper(
             return _override(original, wrapper, cast, args, kwargs)
         if is_off() or is_below_dispatcher():
             return original(*args, **kwargs)
-        if torch._C._is_any_autocast_enabled():
+        if is_autocast_on():
             with torch._C._DisableAutocast():
                 return wrapper(*args, **kwargs)
         dtype = target_dtype(plan, args, kwargs)
@@ -216,6 +217,7 @@ def make_observed_wrapper(
         return result
 
     run = _runner(plan)
+    is_autocast_on = torch._C._is_any_autocast_enabled
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
@@ -280,6 +282,7 @@ def retire(wrapper: Callable[..., Any]) -> None:
         "run": _run,
         "retry": _raise,
         "other_dtypes": frozenset(),
+        "is_autocast_on": bool,
         "tell": _tell_nobody,
     }
     for name in cells.keys() & replacements:
@@ -333,14 +336,16 @@ def _cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 # as fast as a loop; ``cast`` is `cast_args` for every call that is not of the usual shape.
 
 _HEAD = """
-def make(original, cast, run, retry, dtype, other_dtypes, convert, device_types):
+def make(
+    original, cast, run, retry, dtype, other_dtypes, convert, device_types, is_autocast_on
+):
     def wrapper(*args, **kwargs):
         if has_torch_function(args):
             return override(original, wrapper, cast, args, kwargs)
         if _looks_closer:
             if is_off():
                 return original(*args, **kwargs)
-            if is_any_autocast_enabled():  # the lists win
+            if is_autocast_on():  # the lists win
                 with DisableAutocast():
                     return wrapper(*args, **kwargs)
 """
@@ -522,7 +527,6 @@ _CONSTANTS: Final = {
     "has_torch_function": has_torch_function,
     "is_overridden": _is_overridden,
     "override": _override,
-    "is_any_autocast_enabled": torch._C._is_any_autocast_enabled,
     "DisableAutocast": torch._C._DisableAutocast,
     "transforms": transforms,
     "is_settled": _is_settled,

@@ -132,6 +132,16 @@ def test_what_a_model_kept_from_an_earlier_convert_casts_in_the_next(name: str) 
     assert torch.equal(model(x()), plain)
 
 
+@pytest.mark.parametrize("verbose", [False, True])
+def test_what_a_model_kept_follows_torch_autocast_after_revert(verbose: bool) -> None:
+    """As torch's own function does; so in a region that was open over `revert`."""
+    with torch.autocast("cpu", torch.float16):
+        with hmpx.convert(policy=LISTED, isVerbose=verbose):
+            kept = F.linear
+            assert kept(x(), x()).dtype is BF16
+        assert kept(x(), x()).dtype is torch.float16
+
+
 @pytest.mark.parametrize("name", ACTIVATIONS)
 def test_a_model_made_during_convert_is_copied_after_revert(name: str) -> None:
     """The wrappers that it still holds don't keep it from being saved; they cast nothing now."""
