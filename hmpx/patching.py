@@ -65,15 +65,13 @@ def undo(applied: Iterable[Applied]) -> list[Patch | ItemPatch]:
     """Undoes ``applied``, newest first.
 
     Returns:
-        The patches on top of which somebody else has patched, but for those that stay idle; their
-        slots are left as they are.
+        The patches on top of which somebody else has patched; their slots are left as they are.
     """
     covered = []
     for done in reversed(list(applied)):
         patch = done.patch
         if _value(patch) is not patch.value:
-            if isinstance(patch, ItemPatch) or not patch.stays_idle:
-                covered.append(patch)
+            covered.append(patch)
         elif isinstance(patch, ItemPatch):
             if done.previous is _ABSENT:
                 del patch.owner[patch.attribute]

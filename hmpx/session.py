@@ -100,7 +100,10 @@ class Session:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
         patches, made = _patches(self.policy, self.device_types, observers)
         replacements = {id(vars(wrapper)["__wrapped__"]): wrapper for wrapper in made}
-        for retired in pickling.retired():  # a name taken during an earlier conversion
+        earlier = (
+            pickling.retired()
+        )  # names taken during an earlier conversion; alive for their ids
+        for retired in earlier:
             if (wrapper := replacements.get(id(vars(retired)["__wrapped__"]))) is not None:
                 replacements[id(retired)] = wrapper
         self._rebindings = list(rebinding.patches(replacements))
@@ -118,12 +121,13 @@ class Session:
     def _suspended(self) -> Iterator[None]:
         """Takes all patches away for a block, in the whole process."""
         with _lock:
-            patches = [applied.patch for applied in self._applied]
-            patching.undo(self._applied)
+            covered = set(map(id, patching.undo(self._applied)))  # stay beneath somebody else's
+            patches = [done.patch for done in self._applied if id(done.patch) not in covered]
+            self._applied = [done for done in self._applied if id(done.patch) in covered]
             try:
                 yield
             finally:
-                self._applied = patching.apply(patches)
+                self._applied += patching.apply(patches)
 
     def _add(self, patch: Patch) -> None:
         with _lock:
@@ -131,7 +135,11 @@ class Session:
 
     def _uninstall(self) -> None:
         users = set(map(id, self._rebindings))  # what they gave another value since, stays so
-        covered = [p for p in patching.undo(self._applied) if id(p) not in users]
+        covered = [
+            patch
+            for patch in patching.undo(self._applied)
+            if id(patch) not in users and not (isinstance(patch, Patch) and patch.stays_idle)
+        ]
         for wrapper in self._wrappers:
             wrappers.retire(wrapper)
         self._applied, self._rebindings, self._wrappers = [], [], []

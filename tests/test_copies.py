@@ -338,7 +338,6 @@ def convert_in_worker(_: int) -> None:
     hmpx.convert(policy=POLICY)
 
 
-@pytest.mark.skipif(not hasattr(multiprocessing, "get_all_start_methods"), reason="needs processes")
 def test_data_loader_workers_by_fork_are_converted() -> None:
     """A forked worker is converted as its parent was; the parent stays so."""
     if "fork" not in multiprocessing.get_all_start_methods():

@@ -183,3 +183,23 @@ def test_function_transforms_equal_casts_by_hand(name: str) -> None:
     with hmpx.convert(policy=Policy.from_ops(low=["linear", "matmul"])):
         actual = FUNCTIONS[name](x)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:hmpx.HmpxWarning")
+@pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
+def test_scripting_leaves_what_somebody_else_patched_on_top() -> None:
+    """Their patch of a slot is in force after it as before."""
+    with hmpx.convert(policy=Policy.from_ops(low=["matmul", "relu"])):
+        ours = torch.matmul
+
+        def theirs(*args: Tensor) -> Tensor:
+            return ours(*args)
+
+        torch.matmul = theirs
+        try:
+            torch.jit.script(nn.Linear(2, 2))
+            assert torch.matmul is theirs
+            assert torch.relu(torch.ones(2)).dtype is BF16
+        finally:
+            torch.matmul = ours
+    assert torch.relu(torch.ones(2)).dtype is FP32

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
+import ml_dtypes
 import numpy as np
 import pytest
 import torch
 
 from hmpx.errors import OptionError
 from hmpx.legalize import from_uint16, to_uint16
-
-ml_dtypes = pytest.importorskip("ml_dtypes")
 
 ALL = np.arange(2**16, dtype=np.uint16)
 BF16 = torch.bfloat16

@@ -1141,6 +1141,10 @@ VMAPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": lambda t: torch.softmax(t, -1),
     "cross_entropy": lambda t: F.cross_entropy(t, torch.tensor([0, 1, 2, 3])),
     "layer_norm": lambda t: F.layer_norm(t, (4,), norm_weight, norm_weight),
+    "layer_norm by keywords": lambda t: torch.layer_norm(t, (4,), weight=t[0], bias=t[0]),
+    "group_norm by keywords": lambda t: torch.group_norm(
+        t, 2, weight=norm_weight, bias=norm_weight
+    ),
     "layer_norm, batched weight": lambda t: F.layer_norm(t, (4,), t[0], t[0]),
     "group_norm": lambda t: F.group_norm(t, 2, norm_weight, norm_weight),
     "batch_norm": lambda t: F.batch_norm(t, None, None, norm_weight, norm_weight, True),
