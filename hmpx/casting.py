@@ -26,6 +26,10 @@ LOW_DTYPES = frozenset({torch.bfloat16, torch.float16})
 SEQUENCES = (list, tuple)
 _DENSE = frozenset({torch.strided, torch.jagged})
 
+#: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has
+#: brought their inputs there.
+_SLOW_KINDS = frozenset({"attention", "convolution", "gemm", "rnn"})
+
 
 @dataclass(frozen=True)
 class CallPlan:
@@ -44,9 +48,14 @@ class CallPlan:
         norm_parameters: Names of a norm's weight and bias, which stay fp32 beside a low-precision
             input on ``mixed_device_types``.
         never_narrows: The callable refuses a ``dtype=`` narrower than its input.
+        kind: What the op's speed in low precision depends on: one of `capability.KINDS`.
+        first_matrix: Of a product of two matrices, the position of the first.
+        legalize: One of `legalize.MODES`.
+        is_view: The op computes nothing.
         has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
         fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
             call's device.
+        legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
         cast_kinds: ``parameters.kinds`` without the buffers.
         skipped: Names whose values are no inputs to cast.
     """
@@ -63,16 +72,31 @@ class CallPlan:
     norm_parameters: frozenset[str] = frozenset()
     mixed_device_types: frozenset[str] = frozenset()
     never_narrows: bool = False
+    kind: str = "elementwise"
+    first_matrix: int | None = None
+    legalize: str = "never"
+    is_view: bool = False
 
     has_inplace_flag: bool = field(init=False)
+    legalizes: bool = field(init=False)
     fp32_positions: frozenset[int] | None = field(init=False)
     cast_kinds: Mapping[int, str] = field(init=False)
     skipped: frozenset[str] = field(init=False)
 
     @property
-    def may_lack_kernel(self) -> bool:
-        """Whether a missing kernel for the low-precision dtype may be made up for in fp32."""
+    def is_low(self) -> bool:
+        """Whether the op runs in a low-precision dtype, whatever its inputs are."""
         return self.decision.dtype in LOW_DTYPES and not self.in_place
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the dtype that inputs are cast to depends on the call."""
+        return self.in_place or self.decision.dtype is None
+
+    @property
+    def casts_late(self) -> bool:
+        """Whether casts are left to what legalizes the op: it needs the inputs as they are given."""
+        return self.is_low and self.legalizes and self.legalize == "fast"
 
     def __post_init__(self) -> None:
         """Works out what follows from the rest, here and not in each call."""
@@ -84,6 +108,9 @@ class CallPlan:
                 fp32_positions = frozenset(map(names.index, self.norm_parameters))
             elif self.device_types & self.mixed_device_types:
                 fp32_positions = None
+        may_be_low = self.is_low or (self.decision.dtype is None and self.kind in _SLOW_KINDS)
+        is_legalized = self.legalize != "never" and may_be_low and not self.in_place
+        object.__setattr__(self, "legalizes", is_legalized and not self.is_view)
         object.__setattr__(self, "has_inplace_flag", self.is_python and "inplace" in names)
         object.__setattr__(self, "fp32_positions", fp32_positions)
         object.__setattr__(self, "cast_kinds", kinds)

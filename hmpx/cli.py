@@ -34,7 +34,21 @@ _PASSING_ON = frozenset(
     {
         (__name__, None),
         ("hmpx.switch", "wrapper"),  # the generated ones have its globals
-        ("hmpx.wrappers", "wrapper"),
+        *(
+            ("hmpx.wrappers", name)
+            for name in (
+                "wrapper",
+                "_run",
+                "_run_atomically",
+                "_run_legalized",
+                "_run_norm",
+                "_run_with",
+            )
+        ),
+        *(
+            ("hmpx.legalize", name)
+            for name in ("_call", "_in_graph", "_keeping_low", "compute", "computed_in_fp32")
+        ),
         ("hmpx.habana_shim", "__torch_function__"),
         ("hmpx.habana_shim", "call"),
     }

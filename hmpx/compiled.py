@@ -33,14 +33,14 @@ def forget() -> None:
         dynamo.trace_rules.clear_lru_cache()
 
 
-def prepare(policy: Policy, device_types: frozenset[str]) -> Callable[[], None]:
+def prepare(policy: Policy, device_types: frozenset[str], legalize: str) -> Callable[[], None]:
     """Tells inductor's kernels and caches of a conversion.
 
     Returns:
         What undoes it.
     """
     finder = _keep_kernels_plain()
-    restore_tag = _tag_caches(policy, device_types)
+    restore_tag = _tag_caches(policy, device_types, legalize)
 
     def undo() -> None:
         restore_tag()
@@ -108,7 +108,7 @@ def _unwrapped(kernel: Any) -> Any:
     return kernel.__wrapped__ if hasattr(kernel, "__hmpx_site__") else kernel
 
 
-def _tag_caches(policy: Policy, device_types: frozenset[str]) -> Callable[[], None]:
+def _tag_caches(policy: Policy, device_types: frozenset[str], legalize: str) -> Callable[[], None]:
     """Keeps the disk caches of each policy, and of unconverted torch, apart; returns the undo."""
     config: Any = sys.modules.get("torch.compiler.config")
     if config is None or not hasattr(config, "cache_key_tag"):  # a torch older than the tag
@@ -118,7 +118,7 @@ def _tag_caches(policy: Policy, device_types: frozenset[str]) -> Callable[[], No
 
         return nothing
     before = config.cache_key_tag
-    config.cache_key_tag = tagged = f"{before}hmpx-{_digest(policy, device_types)}"
+    config.cache_key_tag = tagged = f"{before}hmpx-{_digest(policy, device_types, legalize)}"
 
     def restore() -> None:
         if config.cache_key_tag == tagged:
@@ -127,7 +127,7 @@ def _tag_caches(policy: Policy, device_types: frozenset[str]) -> Callable[[], No
     return restore
 
 
-def _digest(policy: Policy, device_types: frozenset[str]) -> str:
+def _digest(policy: Policy, device_types: frozenset[str], legalize: str) -> str:
     decisions = sorted((n, d.cast_policy.name, str(d.dtype)) for n, d in policy.decisions.items())
-    state = repr((decisions, sorted(device_types)))
+    state = repr((decisions, sorted(device_types), legalize))
     return hashlib.sha256(state.encode()).hexdigest()[:16]

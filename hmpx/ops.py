@@ -184,6 +184,17 @@ def root(name: str) -> str:
     return name
 
 
+def kind(name: str) -> tuple[str, int | None]:
+    """Returns what the speed of op ``name`` in low precision depends on: its kind.
+
+    Of a product of two matrices also the position of the first.
+    """
+    words = facts("kinds").get(name)
+    if words is None:
+        return ("norm" if name in facts("parameters") else "elementwise"), None
+    return words[0], int(words[1]) if len(words) > 1 else None
+
+
 @functools.cache
 def is_castable(name: str) -> bool:
     """Whether op ``name`` takes tensors and gives tensors, so that casting it means something."""

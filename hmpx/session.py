@@ -16,6 +16,7 @@ from . import compiled, log, ops, patching, pickling, rebinding, regions, switch
 from .casting import CallPlan
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
+from .legalize import MODES
 from .patching import ItemPatch, Patch
 from .policy import CastPolicy, Decision, Policy, load_policy
 from .records import Observer
@@ -32,18 +33,21 @@ class Session:
     Attributes:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
+        legalize: How ops run that the device computes slowly in low precision: see `convert`.
     """
 
     def __init__(
         self,
         policy: Policy,
         device_types: frozenset[str],
+        legalize: str,
         verbose: bool | str,
         previous: Session | None,
     ) -> None:
         """Is called by `convert` only."""
         self.policy = policy
         self.device_types = device_types
+        self.legalize = legalize
         self._verbose = verbose
         self._previous = previous
         self._applied: list[patching.Applied] = []
@@ -88,9 +92,10 @@ class Session:
         return f"<hmpx.Session {state}: {shown} on {', '.join(sorted(self.device_types))}>"
 
     def _is_equal_to(self, other: Session) -> bool:
-        return (self.policy, self.device_types, self._verbose) == (
+        return (self.policy, self.device_types, self.legalize, self._verbose) == (
             other.policy,
             other.device_types,
+            other.legalize,
             other._verbose,
         )
 
@@ -98,7 +103,7 @@ class Session:
         observers: tuple[Observer, ...] = ()
         if self._verbose:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
-        patches, made = _patches(self.policy, self.device_types, observers)
+        patches, made = _patches(self, observers)
         replacements = {id(vars(wrapper)["__wrapped__"]): wrapper for wrapper in made}
         earlier = (
             pickling.retired()
@@ -113,7 +118,7 @@ class Session:
         self._wrappers = made
         for wrapper in made:
             wrappers.put_in_force(wrapper)
-        self._release_compiled = compiled.prepare(self.policy, self.device_types)
+        self._release_compiled = compiled.prepare(self.policy, self.device_types, self.legalize)
         compiled.forget()
         rebinding.forget_overrides()
 
@@ -178,6 +183,7 @@ def convert(
     policy: Policy | None = None,
     device_types: Iterable[str] | None = None,
     strict: bool = False,
+    legalize: str = "auto",
 ) -> Session:
     """Patches torch so that every op casts its inputs as the op lists say.
 
@@ -198,6 +204,11 @@ def convert(
         device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
             accelerator's if there is one, else ``{"cpu"}``.
         strict: Makes an unknown name in a list an error instead of a warning.
+        legalize: Which low-precision ops compute in float32, with inputs and outputs rounded to the
+            low-precision type, as hardware does that has it: ``"auto"`` those that this machine
+            computes slowly in that type, ``"always"`` all, ``"never"`` none. ``"fast"`` is
+            ``"auto"`` without rounding inputs that are float32: faster and more accurate, but not
+            what such hardware gives.
 
     Returns:
         The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
@@ -209,6 +220,10 @@ def convert(
     with _paused_gc(), _lock:
         if isVerbose not in (True, False, "once"):
             raise OptionError(f"isVerbose must be True, False or 'once', not {isVerbose!r}")
+        if legalize not in MODES:
+            raise OptionError(
+                f"legalize must be one of {', '.join(map(repr, MODES))}, not {legalize!r}"
+            )
         parsed_device_types = parse_device_types(device_types)
         if policy is None:
             policy = load_policy(
@@ -224,7 +239,7 @@ def convert(
             raise OptionError(f"policy must be an hmpx.Policy, not {policy!r}")
         elif any((bf16_file_path, fp32_file_path, fp16_file_path, lists)) or opt_level != "O1":
             raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
-        session = Session(policy, parsed_device_types, isVerbose, _current)
+        session = Session(policy, parsed_device_types, legalize, isVerbose, _current)
         if isVerbose:
             log.show()
         if _current is not None and _current._is_equal_to(session):
@@ -276,21 +291,22 @@ def _switch_to(session: Session | None) -> None:
 
 
 def _patches(
-    policy: Policy, device_types: frozenset[str], observers: tuple[Observer, ...]
+    session: Session, observers: tuple[Observer, ...]
 ) -> tuple[list[Patch], list[Callable[..., Any]]]:
-    """Returns the patches that make torch follow ``policy``, and the wrappers in them.
+    """Returns the patches that make torch follow the session's policy, and the wrappers in them.
 
     One builtin in several slots (``torch.conv2d`` is ``F.conv2d``) gets one wrapper.
     """
     patches: list[Patch] = []
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
-    for name, decision in policy.decisions.items():
+    for name, decision in session.policy.decisions.items():
         op = ops.table().get(name)
         if op is None:
             raise OptionError(
                 f"the policy holds {name!r}, which is no op of torch {torch.__version__}"
             )
         promotes = ops.root(name) in ops.facts("promotes")
+        kind, first_matrix = ops.kind(name)
         for site in op.sites:
             if not observers and _is_settled_by_torch(site, decision, promotes):
                 continue
@@ -302,7 +318,7 @@ def _patches(
                     site=site.qualified,
                     decision=decision,
                     parameters=ops.parameters(site),
-                    device_types=device_types,
+                    device_types=session.device_types,
                     in_place=site.in_place,
                     promotes=promotes,
                     is_python=site.is_python,
@@ -310,6 +326,10 @@ def _patches(
                     norm_parameters=frozenset(ops.facts("parameters").get(name, ())),
                     mixed_device_types=frozenset(ops.facts("mixed_parameters").get(name, ())),
                     never_narrows=name in ops.facts("never_narrow"),
+                    kind=kind,
+                    first_matrix=first_matrix,
+                    legalize=session.legalize,
+                    is_view=ops.is_view(name),
                 )
                 made[key] = (
                     wrappers.make_observed_wrapper(site.function(), plan, observers)

@@ -1,27 +1,24 @@
 """Wrappers of torch's functions: what `casting` says, with a few identity checks a call.
 
-`make_wrapper` generates, for one call site, the code that decides whether there is anything to cast;
-whatever a call does not need was settled when the wrapper was made. Knows neither lists nor how
-wrappers get into torch.
+`make_wrapper` makes, for one call site, the code that decides whether there is anything to cast;
+whatever a call does not need was settled when the wrapper was made. Here is what calls do off the
+usual path. Knows neither lists nor how wrappers get into torch.
 """
 
 from __future__ import annotations
 
 import functools
 import logging
-import re
 import sys
-import textwrap
 import types
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.overrides import handle_torch_function, has_torch_function
+from torch.overrides import handle_torch_function
 
-from . import pickling, records, switch
+from . import legalize, pickling, records, source
 from .casting import (
     LOW_DTYPES,
     SEQUENCES,
@@ -31,60 +28,46 @@ from .casting import (
     cast_args,
     floating_inputs,
     target_dtype,
-    transforms,
     widest,
     written_tensor,
 )
 from .dtypes import CAST, ELIGIBLE
-from .policy import CastPolicy, Decision
+from .policy import CastPolicy
 from .records import Observer, OpCall
 from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
 
 LOGGER: Final = logging.getLogger("hmpx")
 
-_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
-_NUMBERS = frozenset({type(None), int, float, bool, complex})
-
 
 def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any] | None:
     """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast."""
-    is_relative = plan.in_place or plan.decision.dtype is None
-    if is_relative and not plan.is_python and not plan.parameters.has_several_tensors:
+    if plan.is_relative and not plan.is_python and not plan.parameters.has_several_tensors:
         return None  # there is no other input to cast
     dtype = plan.decision.dtype
-    factory = _factory(_wrapper_source(plan, is_relative=is_relative))
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
 
-    wrapper = factory(
-        original,
-        cast,
-        _runner(plan),
-        functools.partial(_retry_in_fp32, plan, original),
-        dtype,
-        ELIGIBLE - {dtype},
-        None if dtype is None else CAST[dtype],
-        plan.device_types,
-        torch._C._is_any_autocast_enabled,
+    wrapper = source.factory(plan)(
+        original=original,
+        cast=cast,
+        run=_runner(plan),
+        retry=functools.partial(_retry_in_fp32, plan, original),
+        override=functools.partial(_override, original, cast),
+        dtype=dtype,
+        other_dtypes=ELIGIBLE - {dtype},
+        convert=None if dtype is None else CAST[dtype],
+        device_types=plan.device_types,
+        is_autocast_on=torch._C._is_any_autocast_enabled,
+        legalizes=plan.legalizes,
     )
     return _named_after(original, wrapper, plan.site)
 
 
-def _is_overridden(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a mode, or the class of an argument or of one in a list, overrides torch functions."""
-    return (
-        has_torch_function(args)
-        or has_torch_function(tuple(kwargs.values()))
-        or any(isinstance(v, SEQUENCES) and has_torch_function(v) for v in args)
-        or any(isinstance(v, SEQUENCES) and has_torch_function(v) for v in kwargs.values())
-    )
-
-
 def _override(
     original: Callable[..., Any],
-    wrapper: Callable[..., Any],
     cast: Callable[[Args, Kwargs], tuple[Args, Kwargs]],
+    wrapper: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
@@ -116,14 +99,6 @@ def _is_tensor_by_dispatch(value: Any) -> bool:
     return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not own
 
 
-def _lacks_kernel(error: RuntimeError) -> bool:
-    """Whether ``error`` says that an op has no kernel for a low-precision dtype."""
-    return _MISSING_KERNEL.search(str(error)) is not None
-
-
-_MISSING_KERNEL = re.compile(
-    r"not implemented for '(BFloat16|Half)'|[Ll]ow precision dtypes not supported"
-)
 _retried: set[tuple[str, torch.dtype | None]] = set()
 
 
@@ -145,32 +120,11 @@ def _retry_in_fp32(
     dtype = plan.decision.dtype
     assert dtype is not None
     with disable_casts():
-        result = _computed_in_fp32(plan, original, args, kwargs, dtype)
+        result = legalize.computed_in_fp32(original, args, kwargs, dtype)
     if (plan.op, dtype) not in _retried:
         _retried.add((plan.op, dtype))
         LOGGER.warning("%s runs in fp32 and is rounded: %s", plan.op, error)
     return result
-
-
-def _computed_in_fp32(
-    plan: CallPlan, function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
-) -> Any:
-    """Returns the result of ``function`` on inputs raised to fp32, rounded to ``dtype``."""
-    in_fp32 = replace(plan, decision=Decision(CastPolicy.FP32, torch.float32))
-    args, kwargs = cast_args(in_fp32, args, kwargs)
-    return _rounded(function(*args, **kwargs), CAST[dtype])
-
-
-def _rounded(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    if isinstance(value, Tensor):
-        return convert(value) if value.dtype is torch.float32 else value
-    if isinstance(value, SEQUENCES):
-        new = [_rounded(item, convert) for item in value]
-        if isinstance(value, list):
-            return new
-        # torch.return_types are tuples made from one sequence, named tuples from several values
-        return value._make(new) if hasattr(value, "_make") else type(value)(new)
-    return value
 
 
 def make_observed_wrapper(
@@ -179,8 +133,8 @@ def make_observed_wrapper(
     """Returns a wrapper that casts as `make_wrapper`'s does and tells ``observers`` each call."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if _is_overridden(args, kwargs):
-            return _override(original, wrapper, cast, args, kwargs)
+        if source.is_overridden(args, kwargs):
+            return _override(original, cast, wrapper, args, kwargs)
         if is_off() or is_below_dispatcher():
             return original(*args, **kwargs)
         if is_autocast_on():
@@ -189,9 +143,12 @@ def make_observed_wrapper(
         dtype = target_dtype(plan, args, kwargs)
         new_args, new_kwargs = cast(args, kwargs)
         try:
-            result = run(original, new_args, new_kwargs)
+            if plan.casts_late:
+                result = run(original, args, kwargs, args)
+            else:
+                result = run(original, new_args, new_kwargs, args)
         except RuntimeError as error:
-            if not (plan.may_lack_kernel and _lacks_kernel(error)):
+            if not (plan.is_low and source.lacks_kernel(error)):
                 raise
             result = retry(error, args, kwargs)
         before = floating_inputs(plan, args, kwargs)
@@ -282,6 +239,7 @@ def retire(wrapper: Callable[..., Any]) -> None:
         "run": _run,
         "retry": _raise,
         "other_dtypes": frozenset(),
+        "legalizes": False,
         "is_autocast_on": bool,
         "tell": _tell_nobody,
     }
@@ -290,24 +248,69 @@ def retire(wrapper: Callable[..., Any]) -> None:
     pickling.name_retired(wrapper, site)
 
 
-def _runner(plan: CallPlan) -> Callable[[Callable[..., Any], Args, Kwargs], Any]:
-    """Returns what runs the op once its inputs are cast."""
+def _runner(plan: CallPlan) -> Callable[[Callable[..., Any], Args, Kwargs, Args], Any]:
+    """Returns what runs the op: of torch's function, the arguments cast, and those as given."""
     if plan.is_python:
-        return _run_atomically
-    return functools.partial(_run_norm, plan) if plan.norm_parameters else _run
+        run = _run_atomically
+    else:
+        run = functools.partial(_run_norm, plan) if plan.norm_parameters else _run
+    return functools.partial(_run_legalized, plan, _legalizer(plan), run) if plan.legalizes else run
 
 
-def _run(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _legalizer(plan: CallPlan) -> legalize.Legalizer:
+    return legalize.Legalizer(plan.op, plan.kind, plan.first_matrix, plan.legalize)
+
+
+def _run(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
     return function(*args, **kwargs)
 
 
-def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _run_legalized(  # noqa: PLR0917  # bound to the plan
+    plan: CallPlan,
+    legalizer: legalize.Legalizer,
+    run: Callable[[Callable[..., Any], Args, Kwargs, Args], Any],
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    given: Args,
+) -> Any:
+    """Runs the op in fp32 with rounded inputs and outputs, where its native kernel is slow."""
+    if is_below_dispatcher() or written_tensor(plan, args, kwargs) is not None:
+        return run(function, *_cast_late(plan, args, kwargs), given)
+    dtype = plan.decision.dtype if plan.is_low else None
+    if plan.casts_late and target_dtype(plan, args, kwargs) is None:
+        return run(function, args, kwargs, given)
+    tensors = legalize.tensors_of(args, kwargs, ELIGIBLE if plan.casts_late else LOW_DTYPES)
+    if not tensors or not legalizer.applies(tensors, args, kwargs, dtype or tensors[0].dtype):
+        return run(function, *_cast_late(plan, args, kwargs), given)
+    if run is not _run:
+        function = functools.partial(_run_with, run, function, given)
+    return legalizer.compute(function, tensors, args, kwargs, given, dtype or tensors[0].dtype)
+
+
+def _run_with(
+    run: Callable[[Callable[..., Any], Args, Kwargs, Args], Any],
+    function: Callable[..., Any],
+    given: Args,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return run(function, args, kwargs, given)
+
+
+def _cast_late(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    return cast_args(plan, args, kwargs) if plan.casts_late else (args, kwargs)
+
+
+def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
     """Runs a Python function: what it calls is not cast again."""
     with disable_casts():
         return function(*args, **kwargs)
 
 
-def _run_norm(plan: CallPlan, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+def _run_norm(
+    plan: CallPlan, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
+) -> Any:
     """Runs a norm, in fp32 where ONNX is to hold it, which takes no fp32 weights beside bf16.
 
     The kernels that do take them compute in fp32 too, and round the same result.
@@ -316,7 +319,7 @@ def _run_norm(plan: CallPlan, function: Callable[..., Any], args: Args, kwargs: 
     if onnx is not None and onnx.is_in_onnx_export():
         dtype = floating_inputs(plan, args, kwargs)[0].dtype
         if dtype in LOW_DTYPES:
-            return _computed_in_fp32(plan, function, args, kwargs, dtype)
+            return legalize.computed_in_fp32(function, args, kwargs, dtype)
     return function(*args, **kwargs)
 
 
@@ -330,208 +333,6 @@ def _tell_nobody(*args: object) -> None:
 
 def _cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return args, kwargs
-
-
-# The source of a wrapper, in parts. Unrolled for the positions that hold tensors, it casts twice
-# as fast as a loop; ``cast`` is `cast_args` for every call that is not of the usual shape.
-
-_HEAD = """
-def make(
-    original, cast, run, retry, dtype, other_dtypes, convert, device_types, is_autocast_on
-):
-    def wrapper(*args, **kwargs):
-        if has_torch_function(args):
-            return override(original, wrapper, cast, args, kwargs)
-        if _looks_closer:
-            if is_off():
-                return original(*args, **kwargs)
-            if is_autocast_on():  # the lists win
-                with DisableAutocast():
-                    return wrapper(*args, **kwargs)
-"""
-
-_CAST = """
-        if is_overridden(args, kwargs):
-            return override(original, wrapper, cast, args, kwargs)
-        args, kwargs = cast(args, kwargs)
-        return original(*args, **kwargs)
-"""
-
-#: For the ops that `_runner` is about.
-_CAST_AND_RUN = """
-        if is_overridden(args, kwargs):
-            return override(original, wrapper, cast, args, kwargs)
-        args, kwargs = cast(args, kwargs)
-        return run(original, args, kwargs)
-"""
-
-_TAIL = """
-    return wrapper
-"""
-
-#: A low-precision op whose kernel lacks the type runs in fp32 instead.
-_TRY = """
-        try:
-{body}
-        except RuntimeError as error:
-            if not lacks_kernel(error):
-                raise
-            return retry(error, args, kwargs)
-"""
-
-_SETTLED = """
-        try:
-            settled = {test}
-        except (AttributeError, IndexError):
-            settled = False
-        if settled:
-            return original(*args)
-"""
-
-_UNROLLED = """
-        if len(args) >= {count} and (not kwargs or {kwargs_are_plain}):
-            if is_below_dispatcher():
-                return original(*args, **kwargs)
-            is_usual = True{mixes}
-{casts}
-            if is_usual:
-                if len(args) == {count} and not kwargs:
-                    return original({arguments})
-                return original({arguments}, *args[{count}:], **kwargs)
-"""
-
-#: Whether a norm's parameters may stay fp32, as `casting` has it.
-_MIXES = "type(args[0]) in plain_tensors and not args[0].is_nested and transforms() is None"
-
-_UNROLLED_CAST = """
-            {value} = args[{position}]
-            if type({value}) in plain_tensors:
-                dtype_ = {value}.dtype
-                if dtype_ in other_dtypes:
-                    if {value}.layout is not strided:
-                        return original(*args, **kwargs)
-                    if {is_to_be_cast}:
-                        {value} = convert({value})
-                elif dtype_ is not dtype and (dtype_.is_floating_point or dtype_.is_complex):
-                    return original(*args, **kwargs)
-            elif {value} is not None{and_no_number}:
-                is_usual = False
-"""
-
-
-def _wrapper_source(plan: CallPlan, *, is_relative: bool) -> str:
-    """Returns the source of the factory that makes the wrapper for ``plan``."""
-    body = _body_source(plan, is_relative=is_relative)
-    if plan.may_lack_kernel:
-        body = _TRY.format(body=textwrap.indent(body, "    "))
-    return _HEAD + body + _TAIL
-
-
-def _body_source(plan: CallPlan, *, is_relative: bool) -> str:
-    if plan.is_python:
-        return _CAST_AND_RUN
-    cast = _CAST_AND_RUN if plan.norm_parameters else _CAST
-    kinds = plan.cast_kinds
-    if is_relative:
-        first = min(kinds, default=None)
-        if first is None or kinds[first] != "T":
-            return cast
-        return _settled_source(plan, first) + cast
-    if "A" in kinds.values() or plan.fp32_positions is None or plan.never_narrows:
-        return _settled_source(plan, None) + cast
-    return _settled_source(plan, None) + _unrolled_source(plan) + cast
-
-
-def _settled_source(plan: CallPlan, reference: int | None) -> str:
-    """Returns the test whether all inputs have one dtype already, so that nothing is cast.
-
-    That dtype is the plan's, or with ``reference`` that of the tensor at this position.
-    """
-    tests = ["not kwargs"]
-    if reference is not None:
-        tests.append(f"(dtype_ := args[{reference}].dtype)")
-    dtype = "dtype" if reference is None else "dtype_"
-    for position, kind in sorted(plan.cast_kinds.items()):
-        if position == reference:
-            continue
-        value = f"args[{position}]"
-        test = {
-            "T": f"{value}.dtype is {dtype}",
-            "O": f"({value} is None or {value}.dtype is {dtype})",
-            "N": f"(type({value}) in numbers or {value}.dtype is {dtype})",
-            "A": f"is_settled({value}, {dtype})",
-        }[kind]
-        if position in (plan.fp32_positions or ()):
-            test = f"({value} is None or {value}.dtype is float32 or {value}.dtype is {dtype})"
-        is_required = position < plan.parameters.required
-        tests.append(test if is_required else f"(len(args) <= {position} or {test})")
-    if plan.fp32_positions:
-        tests.append(_MIXES)
-    return _SETTLED.format(test=" and ".join(tests))
-
-
-def _unrolled_source(plan: CallPlan) -> str:
-    """Returns the casts of a call that gives all its tensors by position, to one fixed dtype."""
-    count = max(plan.cast_kinds, default=-1) + 1
-    device_types = sorted(plan.device_types)
-    on_device = "{value}.device.type in device_types"
-    if len(device_types) == 1 and hasattr(Tensor, f"is_{device_types[0]}"):
-        on_device = f"{{value}}.is_{device_types[0]}"
-    casts, arguments = [], [f"args[{position}]" for position in range(count)]
-    for position, kind in sorted(plan.cast_kinds.items()):
-        value = arguments[position] = f"a{position}"
-        test = on_device.format(value=value)
-        if position in (plan.fp32_positions or ()):
-            test = f"(dtype_ is not float32 or not mixes) and {test}"
-        and_no_number = f" and type({value}) not in numbers" if kind == "N" else ""
-        casts.append(
-            _UNROLLED_CAST.format(
-                value=value, position=position, is_to_be_cast=test, and_no_number=and_no_number
-            )
-        )
-    plain = "False" if plan.parameters.has_keyword_tensors else '"out" not in kwargs'
-    return _UNROLLED.format(
-        count=count,
-        kwargs_are_plain=plain,
-        mixes=f"\n            mixes = {_MIXES}" if plan.fp32_positions else "",
-        casts="".join(casts),
-        arguments=", ".join(arguments),
-    )
-
-
-def _is_settled(value: Any, dtype: torch.dtype) -> bool:
-    """Whether no tensor in ``value``, a tensor or a list of them, has another dtype."""
-    if isinstance(value, Tensor):
-        return value.dtype is dtype and type(value) in _PLAIN_TENSORS
-    if isinstance(value, SEQUENCES):
-        return all([_is_settled(item, dtype) for item in value])  # noqa: C419  # twice as fast
-    return type(value) in _NUMBERS or type(value) is str
-
-
-@functools.cache
-def _factory(source: str) -> Callable[..., Callable[..., Any]]:
-    """Returns the wrapper factory that ``source`` defines: many ops share one."""
-    # Names are the switch's globals, its gate above all, or constants in closure cells.
-    parameters = ", ".join(_CONSTANTS)
-    source = f"def bind({parameters}):\n{textwrap.indent(source, '    ')}\n    return make\n"
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<{__name__}>", "exec"), vars(switch), namespace)
-    return namespace["bind"](**_CONSTANTS)  # type: ignore[no-any-return]
-
-
-_CONSTANTS: Final = {
-    "plain_tensors": _PLAIN_TENSORS,
-    "numbers": _NUMBERS,
-    "float32": torch.float32,
-    "strided": torch.strided,
-    "has_torch_function": has_torch_function,
-    "is_overridden": _is_overridden,
-    "override": _override,
-    "DisableAutocast": torch._C._DisableAutocast,
-    "transforms": transforms,
-    "is_settled": _is_settled,
-    "lacks_kernel": _lacks_kernel,
-}
 
 
 def _named_after(

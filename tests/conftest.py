@@ -37,6 +37,17 @@ def differences(before: dict[str, dict[str, object]]) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
+def nothing_is_legalized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `convert` leave every op to torch's kernels, bit for bit, on any machine.
+
+    What ``legalize="auto"`` computes in fp32 depends on how fast the machine is. Tests marked
+    ``legalize`` see the default that users see.
+    """
+    if request.node.get_closest_marker("legalize") is None:
+        monkeypatch.setitem(hmpx.convert.__kwdefaults__, "legalize", "never")
+
+
+@pytest.fixture(autouse=True)
 def torch_is_left_untouched() -> Iterator[None]:
     """Reverts after each test, then compares every patched namespace by key and identity."""
     before = namespaces()

@@ -44,7 +44,8 @@ from torch.utils.data import DataLoader
 
 import hmpx
 
-hmpx.convert(device_types={"cpu"})  # here, not in main(): a spawned child imports this file
+# Here, not in main(): a spawned child imports this file.
+hmpx.convert(device_types={"cpu"}, legalize="never")
 
 STEPS, BATCH, FEATURES, WIDTH, CLASSES = 6, 16, 8, 32, 4
 

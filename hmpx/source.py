@@ -1,0 +1,313 @@
+"""The source of a wrapper: a few identity checks a call, generated for the op's signature.
+
+Unrolled for the positions that hold tensors, it casts twice as fast as a loop. A call that is not of
+the usual shape goes to ``cast``, which is `casting.cast_args`. Knows neither torch's ops nor lists.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import textwrap
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.overrides import has_torch_function, has_torch_function_variadic
+
+from . import switch
+from .casting import LOW_DTYPES, SEQUENCES, CallPlan, transforms
+
+#: What the factory takes that `factory` returns; they become closure cells of the wrapper.
+PARAMETERS: Final = (
+    "original",  # torch's function
+    "cast",  # casts the arguments of any call
+    "run",  # runs the op once its inputs are cast: of the arguments, cast and as given
+    "retry",  # makes up for a missing kernel
+    "override",  # hands a call to ``__torch_function__``
+    "dtype",
+    "other_dtypes",
+    "convert",
+    "device_types",
+    "is_autocast_on",
+    "legalizes",  # False where ``run`` would do nothing else than call the function
+)
+
+_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+_NUMBERS = frozenset({type(None), int, float, bool, complex})
+
+
+class missing:  # noqa: N801  # a value
+    """Stands for a positional argument that was not given."""
+
+    dtype = None
+
+
+def factory(plan: CallPlan) -> Callable[..., Callable[..., Any]]:
+    """Returns the function of `PARAMETERS` that makes the wrapper for ``plan``."""
+    return _compiled(_source(plan))
+
+
+# A call's arguments are a0, a1, ... up to the last that may be a tensor, and ``rest``; cast ones are
+# b0, b1, ...
+
+_WRAPPER = """
+def make({factory_parameters}):
+    def wrapper({parameters}*rest, **kwargs):
+        if {has_torch_function}:
+            return override(wrapper, given({names}rest), kwargs)
+        if _looks_closer:
+            if is_off():
+                return original(*given({names}rest), **kwargs)
+            if is_autocast_on():  # the lists win
+                with DisableAutocast():
+                    return wrapper(*given({names}rest), **kwargs)
+{body}
+    return wrapper
+"""
+
+#: A low-precision op whose kernel lacks the type runs in fp32 instead.
+_TRY = """
+        try:
+{body}
+        except RuntimeError as error:
+            if not lacks_kernel(error):
+                raise
+            return retry(error, given({names}rest), kwargs)
+"""
+
+#: Any call.
+_CAST = """
+        args = given({names}rest)
+        if is_overridden(args, kwargs):
+            return override(wrapper, args, kwargs)
+        cast_args, kwargs = cast(args, kwargs)
+        return {call}
+"""
+
+#: As `_CAST`, where ``run`` casts.
+_RUN = """
+        if legalizes:
+            args = given({names}rest)
+            if is_overridden(args, kwargs):
+                return override(wrapper, args, kwargs)
+            return run(original, args, kwargs, args)
+"""
+
+#: Nothing is to be cast.
+_SETTLED = """
+        try:
+            settled = {test}
+        except AttributeError:
+            settled = False
+        if settled:
+            return {call}
+"""
+
+#: Plain tensors, all given by position, to one fixed dtype.
+_UNROLLED = """
+        if {last} is not missing and {kwargs_are_plain}:
+            if is_below_dispatcher():
+                return original({names}*rest, **kwargs)
+            is_usual = True{mixes}
+{casts}
+            if is_usual:
+                return {call}
+"""
+
+_UNROLLED_CAST = """
+            b{position} = a{position}
+            if type(b{position}) in plain_tensors:
+                dtype_ = b{position}.dtype
+                if dtype_ in other_dtypes:
+                    if b{position}.layout is not strided:
+                        return original({names}*rest, **kwargs)
+                    if {is_to_be_cast}:
+                        b{position} = convert(b{position})
+                elif dtype_ is not dtype and (dtype_.is_floating_point or dtype_.is_complex):
+                    return original({names}*rest, **kwargs)
+            elif b{position} is not None{and_no_number}:
+                is_usual = False
+"""
+
+#: Whether a norm's parameters may stay fp32, as `casting` has it.
+_MIXES = "type(a0) in plain_tensors and not a0.is_nested and transforms() is None"
+
+
+def _source(plan: CallPlan) -> str:
+    count = 0 if plan.is_python else max(plan.cast_kinds, default=-1) + 1
+    names = [f"a{position}" for position in range(count)]
+    listed = _listed(names)
+    body = _body(plan, listed)
+    if plan.is_low:
+        body = _TRY.format(body=textwrap.indent(body, "    "), names=listed)
+    tensors = [names[position] for position in plan.cast_kinds if position < count]
+    return _WRAPPER.format(
+        factory_parameters=", ".join(PARAMETERS),
+        parameters=_listed([f"{name}=missing" for name in names]) + ("/, " if names else ""),
+        has_torch_function=(
+            f"has_torch_function_variadic({', '.join(tensors)})"
+            if tensors
+            else "has_torch_function(rest)"
+        ),
+        names=listed,
+        body=body,
+    )
+
+
+def _listed(names: list[str]) -> str:
+    return "".join([f"{name}, " for name in names])
+
+
+def _body(plan: CallPlan, names: str) -> str:
+    """Returns the part that looks at the arguments; ``names`` are ``"a0, a1, "``."""
+    run, native = "run(original, cast_args, kwargs, args)", "original(*cast_args, **kwargs)"
+    if plan.is_python or plan.norm_parameters:
+        call = run
+    else:
+        call = f"{run} if legalizes else {native}" if plan.legalizes else native
+    body = _CAST.format(names=names, call=call)
+    if not names:
+        return body
+    if plan.is_relative:
+        first = min(plan.cast_kinds)
+        return _settled(plan, names, first) + body if plan.cast_kinds[first] == "T" else body
+    is_fixed = not (
+        "A" in plan.cast_kinds.values() or plan.fp32_positions is None or plan.never_narrows
+    )
+    if is_fixed:
+        body = _unrolled(plan, names) + body
+    body = _settled(plan, names, None) + body
+    return _RUN.format(names=names) + body if plan.casts_late else body
+
+
+def _settled(plan: CallPlan, names: str, reference: int | None) -> str:
+    """Returns the part for inputs that have one dtype already.
+
+    That dtype is the plan's, or with ``reference`` that of the tensor at this position.
+    """
+    dtype, is_low = ("dtype", "") if reference is None else ("dtype_", " and dtype_ in low_dtypes")
+    tests = [] if reference is None else [f"(dtype_ := a{reference}.dtype)"]
+    last = max(plan.cast_kinds)
+    for position, kind in sorted(plan.cast_kinds.items()):
+        if position == reference:
+            continue
+        value = f"a{position}"
+        test = {
+            "T": f"{value}.dtype is {dtype}",
+            "O": f"({value} is None or {value}.dtype is {dtype})",
+            "N": f"(type({value}) in numbers or {value}.dtype is {dtype})",
+            "A": f"is_settled({value}, {dtype})",
+        }[kind]
+        if position in (plan.fp32_positions or ()):
+            test = f"({value} is None or {value}.dtype is float32 or {value}.dtype is {dtype})"
+        tests.append(test)
+    if plan.cast_kinds[last] == "A":
+        tests.append(f"a{last} is not missing")  # the others have no dtype if they are missing
+    if plan.fp32_positions:
+        tests.append(_MIXES)
+    call = f"original({names}*rest)"
+    if plan.legalizes:
+        run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
+        call = f"{run} if legalizes{is_low} else {call}"
+    return _SETTLED.format(test=" and ".join([*tests, "not kwargs"]), call=call)
+
+
+def _unrolled(plan: CallPlan, names: str) -> str:
+    device_types = sorted(plan.device_types)
+    on_device = "b{position}.device.type in device_types"
+    if len(device_types) == 1 and hasattr(Tensor, f"is_{device_types[0]}"):
+        on_device = f"b{{position}}.is_{device_types[0]}"
+    last = max(plan.cast_kinds)
+    arguments = [f"{'b' if p in plan.cast_kinds else 'a'}{p}" for p in range(last + 1)]
+    casts = []
+    for position, kind in sorted(plan.cast_kinds.items()):
+        test = on_device.format(position=position)
+        if position in (plan.fp32_positions or ()):
+            test = f"(dtype_ is not float32 or not mixes) and {test}"
+        and_no_number = f" and type(b{position}) not in numbers" if kind == "N" else ""
+        casts.append(
+            _UNROLLED_CAST.format(
+                position=position, names=names, is_to_be_cast=test, and_no_number=and_no_number
+            )
+        )
+    cast = _listed(arguments)
+    call = f"original({cast}*rest, **kwargs)"
+    if plan.legalizes:
+        call = f"run(original, ({cast}*rest), kwargs, ({names}*rest)) if legalizes else {call}"
+    has_keywords = plan.parameters.has_keyword_tensors
+    return _UNROLLED.format(
+        last=f"a{last}",
+        kwargs_are_plain="not kwargs" if has_keywords else '"out" not in kwargs',
+        names=names,
+        mixes=f"\n            mixes = {_MIXES}" if plan.fp32_positions else "",
+        casts="".join(casts),
+        call=call,
+    )
+
+
+@functools.cache
+def _compiled(source: str) -> Callable[..., Callable[..., Any]]:
+    """Returns the wrapper factory that ``source`` defines: many ops share one."""
+    # Names are the switch's globals, its gate above all, or constants in closure cells.
+    parameters = ", ".join(_CONSTANTS)
+    source = f"def bind({parameters}):\n{textwrap.indent(source, '    ')}\n    return make\n"
+    namespace: dict[str, Any] = {}
+    exec(compile(source, f"<{__name__}>", "exec"), vars(switch), namespace)
+    return namespace["bind"](**_CONSTANTS)  # type: ignore[no-any-return]
+
+
+# --- what the source calls ---------------------------------------------------------------------
+
+
+def given(*values: Any) -> tuple[Any, ...]:
+    """Returns a call's arguments as they were given: those with names, then the tuple of the rest."""
+    *named, rest = values
+    return (*[value for value in named if value is not missing], *rest)
+
+
+def is_overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    """Whether a mode, or the class of an argument or of one in a list, overrides torch functions."""
+    return (
+        has_torch_function(args)
+        or has_torch_function(tuple(kwargs.values()))
+        or any(isinstance(v, SEQUENCES) and has_torch_function(v) for v in args)
+        or any(isinstance(v, SEQUENCES) and has_torch_function(v) for v in kwargs.values())
+    )
+
+
+def _is_settled(value: Any, dtype: torch.dtype) -> bool:
+    """Whether no tensor in ``value``, a tensor or a list of them, has another dtype."""
+    if isinstance(value, Tensor):
+        return value.dtype is dtype and type(value) in _PLAIN_TENSORS
+    if isinstance(value, SEQUENCES):
+        return all([_is_settled(item, dtype) for item in value])  # noqa: C419  # twice as fast
+    return type(value) in _NUMBERS or type(value) is str
+
+
+def lacks_kernel(error: RuntimeError) -> bool:
+    """Whether ``error`` says that an op has no kernel for a low-precision dtype."""
+    return _MISSING_KERNEL.search(str(error)) is not None
+
+
+_MISSING_KERNEL = re.compile(
+    r"not implemented for '(BFloat16|Half)'|[Ll]ow precision dtypes not supported"
+)
+
+_CONSTANTS: Final = {
+    "missing": missing,
+    "plain_tensors": _PLAIN_TENSORS,
+    "low_dtypes": LOW_DTYPES,
+    "numbers": _NUMBERS,
+    "float32": torch.float32,
+    "strided": torch.strided,
+    "has_torch_function": has_torch_function,
+    "has_torch_function_variadic": has_torch_function_variadic,
+    "given": given,
+    "is_overridden": is_overridden,
+    "DisableAutocast": torch._C._DisableAutocast,
+    "transforms": transforms,
+    "is_settled": _is_settled,
+    "lacks_kernel": lacks_kernel,
+}
