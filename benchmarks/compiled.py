@@ -8,7 +8,7 @@ round), compare, time. A round's figure is the fastest of its samples; shown are
 the rounds, of the figures and of their ratios. Candidates:
 
 by hand            the model with its casts written out, torch unconverted
-hmpx               the fp32 model, converted
+hmpx               the fp32 model, converted; no op is legalized, as none is by hand
 by hand, compiled  the same two through ``torch.compile(fullgraph=True)`` with inductor
 hmpx, compiled
 
@@ -18,18 +18,14 @@ torch.compile must trace both to the same graphs, forward and backward.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
-import json
-import platform
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import overhead
+import timing
 import torch
 import torch.nn.functional as F
 from functorch.compile import make_boxed_func
@@ -40,7 +36,7 @@ import hmpx
 
 Step = Callable[[], Tensor]
 
-SAMPLES, CALLS = 40, 10  # samples of each candidate in a round, calls in a sample
+CALLS = 10  # in a sample
 
 #: Candidate -> what it is divided by.
 RATIOS = {
@@ -60,10 +56,10 @@ class Side:
     candidates: dict[str, Step]
 
     def conversion(self) -> contextlib.AbstractContextManager[Any]:
-        return hmpx.convert() if self.is_converted else contextlib.nullcontext()
+        return hmpx.convert(legalize="never") if self.is_converted else contextlib.nullcontext()
 
 
-def make_sides(*, training: bool) -> tuple[Side, Side]:
+def make_sides(*, training: bool, backend: str = "inductor") -> tuple[Side, Side]:
     """Returns the casts by hand and hmpx, with equal weights and inputs."""
     torch.manual_seed(0)
     plain, hand = overhead.TinyGPT(), overhead.TinyGPT(casts=True)
@@ -83,7 +79,7 @@ def make_sides(*, training: bool) -> tuple[Side, Side]:
 
             return train if training else torch.no_grad()(function)
 
-        compiled = torch.compile(loss, fullgraph=True)
+        compiled = torch.compile(loss, fullgraph=True, backend=backend)
         candidates = {name: step(loss), f"{name}, compiled": step(compiled)}
         return Side(model, name == "hmpx", loss, candidates)
 
@@ -96,25 +92,15 @@ def results(side: Side, name: str) -> list[Tensor]:
     return [loss, *(p.grad for p in side.model.parameters() if p.grad is not None)]
 
 
-def fastest(candidates: dict[str, Step]) -> dict[str, float]:
-    """Returns candidate -> microseconds of one step, candidates interleaved."""
-    best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(SAMPLES):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            for _ in range(CALLS):
-                run()
-            best[name] = min(best[name], (time.perf_counter() - start) / CALLS * 1e6)
-    return best
-
-
-def measure(rounds: int, *, training: bool) -> dict[str, dict[str, float]]:
+def measure(
+    rounds: int, samples: int, *, training: bool, backend: str
+) -> dict[str, dict[str, float]]:
     """Returns the medians in microseconds, and of the ratios.
 
     Raises:
         SystemExit: hmpx and the casts by hand differ in a bit.
     """
-    sides = make_sides(training=training)
+    sides = make_sides(training=training, backend=backend)
     figures = []
     for number in range(rounds):
         found: dict[str, list[Tensor]] = {}
@@ -122,7 +108,7 @@ def measure(rounds: int, *, training: bool) -> dict[str, dict[str, float]]:
         for side in sides if number % 2 else sides[::-1]:
             with side.conversion():
                 found |= {name: results(side, name) for name in side.candidates}
-                figure |= fastest(side.candidates)
+                figure |= timing.fastest(side.candidates, CALLS, samples)
         check_equal(found["by hand"], found["hmpx"], "eager")
         check_equal(found["by hand, compiled"], found["hmpx, compiled"], "compiled")
     return {
@@ -180,35 +166,33 @@ def compare_graphs() -> dict[str, dict[str, int]]:
 
 
 def main() -> None:
-    """Prints the tables; with ``--save`` also writes them beside this file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """Prints the tables; with ``--save`` also writes the figures."""
+    parser = timing.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
-    parser.add_argument("--save", action="store_true", help="write compiled.json")
+    parser.add_argument("--samples", type=int, default=40, help="of each candidate in a round")
+    parser.add_argument("--backend", default="inductor", help="torch.compile's")
     options = parser.parse_args()
     torch.set_num_threads(1)
     graphs = compare_graphs()
     print(f"graphs of hmpx and by hand are equal: {graphs}")
     models = {}
     for name, training in (("forward", False), ("training step", True)):
-        found = models[name] = measure(options.rounds, training=training)
+        found = models[name] = measure(
+            options.rounds, options.samples, training=training, backend=options.backend
+        )
         print(f"\ntiny GPT {name}, results bit-equal in {options.rounds} rounds")
         for candidate, us in found["us"].items():
             print(f"  {candidate:36}{us:6.0f} us")
         for pair, ratio in found["ratios"].items():
             print(f"  {pair:36}{ratio:6.2f}")
-    if options.save:
-        result = {
-            "machine": f"{platform.machine()}, {overhead._processor()}",
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "rounds": options.rounds,
-            "bit_equal": True,  # or `check_equal` would have ended the program
-            "equal_graphs": graphs,
-            "models_us": {name: found["us"] for name, found in models.items()},
-            "ratios": {name: found["ratios"] for name, found in models.items()},
-        }
-        path = Path(__file__).with_suffix(".json")
-        path.write_text(json.dumps(result, indent=1) + "\n")
+    figures = {
+        "rounds": options.rounds,
+        "bit_equal": True,  # or `check_equal` would have ended the program
+        "equal_graphs": graphs,
+        "models_us": {name: found["us"] for name, found in models.items()},
+        "ratios": {name: found["ratios"] for name, found in models.items()},
+    }
+    timing.save(options.save, "compiled", figures, device="cpu", threads=1)
 
 
 if __name__ == "__main__":

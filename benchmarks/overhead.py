@@ -3,7 +3,8 @@
     python benchmarks/overhead.py [--save] [--repeats N]
 
 Every figure of one table comes from one process, the candidates interleaved, the minimum over the
-repeats taken; compare within a table only. Candidates:
+repeats taken; compare within a table only. No op is legalized, so that all compute the same.
+Candidates:
 
 raw            the unpatched op on inputs that have the right dtype already
 autocast       the same inputs inside torch.autocast(bfloat16)
@@ -16,15 +17,12 @@ by hand        the unpatched op on the same inputs, cast by hand
 
 from __future__ import annotations
 
-import argparse
 import importlib
-import json
-import platform
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
+import timing
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
@@ -74,18 +72,6 @@ def cast_all(args: tuple[Any, ...], dtype: torch.dtype) -> tuple[Any, ...]:
     return tuple(cast(a) for a in args)
 
 
-def fastest(candidates: dict[str, Callable[[], Any]], calls: int, repeats: int) -> dict[str, float]:
-    """Returns the minimum time of one call in microseconds, candidates interleaved."""
-    best = dict.fromkeys(candidates, float("inf"))
-    for _ in range(repeats):
-        for name, run in candidates.items():
-            start = time.perf_counter()
-            for _ in range(calls):
-                run()
-            best[name] = min(best[name], (time.perf_counter() - start) / calls * 1e6)
-    return best
-
-
 def measure_op(kind: str, repeats: int) -> dict[str, float]:
     """Returns candidate -> microseconds of one op."""
     spelled, dtype, fp32_args = op_cases()[kind]
@@ -93,7 +79,7 @@ def measure_op(kind: str, repeats: int) -> dict[str, float]:
     other = FP32 if dtype is BF16 else BF16
     right, wrong = cast_all(fp32_args, dtype), cast_all(fp32_args, other)
     wrapped = naive(original, dtype)
-    with hmpx.convert():
+    with hmpx.convert(legalize="never"):
         patched = spelled()  # "add" and "cat" are left to torch: no wrapper at all
 
         def by_hand() -> Any:
@@ -111,7 +97,7 @@ def measure_op(kind: str, repeats: int) -> dict[str, float]:
         def autocast() -> Any:
             return original(*right)
 
-        times = fastest(
+        times = timing.fastest(
             {
                 "raw": lambda: original(*right),
                 "pass-through": lambda: patched(*right),
@@ -123,13 +109,13 @@ def measure_op(kind: str, repeats: int) -> dict[str, float]:
             repeats,
         )
         with hmpx.disable_casts():
-            times |= fastest(
+            times |= timing.fastest(
                 {"raw ": lambda: original(*right), "disabled": lambda: patched(*right)},
                 200,
                 repeats,
             )
         with torch.autocast("cpu", BF16):
-            times |= fastest({"raw  ": autocast}, 200, repeats)
+            times |= timing.fastest({"raw  ": autocast}, 200, repeats)
     times["disabled"] += times["raw"] - times.pop("raw ")
     times["autocast"] = times.pop("raw  ")
     return times
@@ -215,13 +201,13 @@ def measure_model(repeats: int, *, training: bool) -> dict[str, float]:
             ("by hand", lambda: run(hand)),
             ("autocast", with_autocast),
         ):
-            best[name] = min(best[name], fastest({"": candidate}, 10, 3)[""])
-        with hmpx.convert():
+            best[name] = min(best[name], timing.fastest({"": candidate}, 10, 3)[""])
+        with hmpx.convert(legalize="never"):
             for name, candidate in (
                 ("hmpx", lambda: run(plain)),
                 ("hmpx disabled", with_disabled_casts),
             ):
-                best[name] = min(best[name], fastest({"": candidate}, 10, 3)[""])
+                best[name] = min(best[name], timing.fastest({"": candidate}, 10, 3)[""])
     return best
 
 
@@ -244,10 +230,9 @@ def measure_convert() -> dict[str, float]:
 
 
 def main() -> None:
-    """Prints the tables; with ``--save`` also writes them beside this file."""
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    """Prints the tables; with ``--save`` also writes the figures."""
+    parser = timing.make_parser(__doc__)
     parser.add_argument("--repeats", type=int, default=60)
-    parser.add_argument("--save", action="store_true", help="write overhead.json")
     options = parser.parse_args()
     torch.set_num_threads(1)
     converting = measure_convert()
@@ -265,26 +250,8 @@ def main() -> None:
         times = models_us[name] = measure_model(options.repeats // 2, training=training)
         shown = "  ".join(f"{k} {v / times['by hand']:.2f}" for k, v in times.items())
         print(f"\ntiny GPT {name}, by hand = 1.00 ({times['by hand']:.0f} us):  {shown}")
-    if options.save:
-        result = {
-            "machine": f"{platform.machine()}, {_processor()}",
-            "torch": torch.__version__,
-            "date": time.strftime("%Y-%m-%d"),
-            "convert_ms": converting,
-            "ops_us": ops_us,
-            "models_us": models_us,
-        }
-        path = Path(__file__).with_suffix(".json")
-        path.write_text(json.dumps(result, indent=1) + "\n")
-
-
-def _processor() -> str:
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text().splitlines():
-            if line.startswith("model name"):
-                return line.partition(":")[2].strip()
-    return platform.processor()
+    figures = {"convert_ms": converting, "ops_us": ops_us, "models_us": models_us}
+    timing.save(options.save, "overhead", figures, device="cpu", threads=1)
 
 
 if __name__ == "__main__":

@@ -22,10 +22,15 @@ from .dtypes import CAST
 _MM, _CONV2D, _LINEAR = torch.mm, torch.conv2d, torch.nn.functional.linear
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, torch._VF.lstm
+_SUM = torch.sum
 
 #: A native kernel that takes this many times as long as the same result by way of fp32 is slow.
 #: The kinds are far from it on either side, so that noise does not decide.
 SLOW: Final = 2.0
+
+#: Products of up to so many multiplications take less time than the casts would. Not measured, so
+#: that results are the same in each process.
+SMALL_PRODUCT: Final = 8192
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,13 +41,11 @@ class Capability:
         reported: What torch says of the hardware; None if it says nothing.
         inference: Time of the native forward, over that of fp32 with casts; None if not measured.
         training: The same of forward and backward.
-        work: Multiplications up to which a native product is faster all the same; 0 for other kinds.
     """
 
     reported: bool | None
     inference: float | None = None
     training: float | None = None
-    work: int = 0
 
     def is_slow(self, *, training: bool) -> bool:
         """Whether fp32 and casts are clearly faster than the native kernels."""
@@ -117,20 +120,13 @@ def _measured(kind: str, device_type: str, dtype: torch.dtype, said: bool | None
         legalized_training_s = _fastest_s(_with_backward(legalized), inputs, device_type)
     except RuntimeError:  # no kernel at all
         return Capability(said, float("inf"), float("inf"))
-    work = 0
-    if kind == "gemm":  # a small product's time is that of its casts
-        with torch.no_grad():
-            casts_s = _fastest_s(
-                legalized, [tensor[:4, :4].contiguous() for tensor in low], device_type
-            )
-        work = 1 << int(_SIZE**3 * casts_s / native_s).bit_length() >> 1  # the same in each process
-    return Capability(said, native_s / legalized_s, native_training_s / legalized_training_s, work)
+    return Capability(said, native_s / legalized_s, native_training_s / legalized_training_s)
 
 
 def _with_backward(function: Callable[..., Tensor]) -> Callable[..., Any]:
     def run(*tensors: Tensor) -> None:
         result = function(*tensors)
-        torch.autograd.grad(result, tensors, torch.ones_like(result))
+        torch.autograd.grad(_SUM(result), tensors)
 
     return run
 

@@ -70,16 +70,15 @@ class Legalizer:
             return False  # whatever hardware it will come to
         device_type = tensors[0].device.type
         is_training = _is_training(tensors)
+        known = _capability(self.kind, device_type, dtype)
         a, b = self._matrices(args)
         if a is not None and b is not None:
             is_traced = _is_traced()
-            if not is_training and _is_skinny(a, is_traced=is_traced):
-                return _capability("gemv", device_type, dtype).is_slow(training=False)
-            known = _capability(self.kind, device_type, dtype)
-            if not known.is_slow(training=is_training):
+            if not is_traced and _work(a, b) <= capability.SMALL_PRODUCT:
                 return False
-            return is_traced or _work(a, b) > known.work
-        return _capability(self.kind, device_type, dtype).is_slow(training=is_training)
+            if not is_training and _is_skinny(a, is_traced=is_traced):
+                known = _capability("gemv", device_type, dtype)
+        return known.is_slow(training=is_training)
 
     def _matrices(self, args: Args) -> tuple[Tensor | None, Tensor | None]:
         if self.first_matrix is None:

@@ -19,6 +19,7 @@ from torch import Tensor
 from torch.overrides import handle_torch_function
 
 from . import legalize, pickling, records, source
+from .capability import SMALL_PRODUCT
 from .casting import (
     LOW_DTYPES,
     SEQUENCES,
@@ -38,6 +39,9 @@ from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
 
 LOGGER: Final = logging.getLogger("hmpx")
 
+#: Runs torch's function, its first argument, on arguments that are cast; last come those given.
+Runner = Callable[[Callable[..., Any], Args, Kwargs, Args], Any]
+
 
 def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any] | None:
     """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast."""
@@ -48,10 +52,14 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
 
+    def settle() -> None:
+        _cells(wrapper)["legalizes"].cell_contents = False
+
     wrapper = source.factory(plan)(
         original=original,
         cast=cast,
-        run=_runner(plan),
+        run=_runner(plan, settle),
+        is_large=_is_large if plan.legalize != "always" else _always,
         retry=functools.partial(_retry_in_fp32, plan, original),
         override=functools.partial(_override, original, cast),
         dtype=dtype,
@@ -173,7 +181,7 @@ def make_observed_wrapper(
         )
         return result
 
-    run = _runner(plan)
+    run = _runner(plan, settle=_tell_nobody)
     is_autocast_on = torch._C._is_any_autocast_enabled
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -232,7 +240,7 @@ def retire(wrapper: Callable[..., Any]) -> None:
         is_same = current is not None and vars(current)["__wrapped__"] is original
         return (current if current is not None and is_same else original)(*args, **kwargs)
 
-    cells = dict(zip(wrapper.__code__.co_freevars, wrapper.__closure__ or (), strict=True))
+    cells = _cells(wrapper)
     replacements = {
         "original": forward,
         "cast": _cast_nothing,
@@ -248,48 +256,80 @@ def retire(wrapper: Callable[..., Any]) -> None:
     pickling.name_retired(wrapper, site)
 
 
-def _runner(plan: CallPlan) -> Callable[[Callable[..., Any], Args, Kwargs, Args], Any]:
-    """Returns what runs the op: of torch's function, the arguments cast, and those as given."""
+def _cells(wrapper: Callable[..., Any]) -> dict[str, types.CellType]:
+    """Returns the closure's cells by name."""
+    function: Any = wrapper
+    return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
+
+
+def _is_large(a: Any, b: Any) -> bool:
+    """Whether the product of two matrices may have to be legalized."""
+    if torch.compiler.is_dynamo_compiling():
+        return True  # comparing sizes would set guards
+    try:
+        return a.numel() * b.numel() > SMALL_PRODUCT * a.shape[-1]  # type: ignore[no-any-return]
+    except (AttributeError, IndexError):
+        return True
+
+
+def _always(*args: object) -> bool:
+    return True
+
+
+def _runner(plan: CallPlan, settle: Callable[[], None]) -> Runner:
+    """Returns what runs the op: of torch's function, the arguments cast, and those as given.
+
+    Args:
+        plan: That of the call site.
+        settle: Called once nothing but the function need be called from now on.
+    """
+    run: Runner = _run
     if plan.is_python:
         run = _run_atomically
-    else:
-        run = functools.partial(_run_norm, plan) if plan.norm_parameters else _run
-    return functools.partial(_run_legalized, plan, _legalizer(plan), run) if plan.legalizes else run
+    elif plan.norm_parameters:
+        run = functools.partial(_run_norm, plan)
+    return _legalized(plan, run, settle) if plan.legalizes else run
 
 
-def _legalizer(plan: CallPlan) -> legalize.Legalizer:
-    return legalize.Legalizer(plan.op, plan.kind, plan.first_matrix, plan.legalize)
+def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runner:
+    """Returns what runs the op in fp32 with rounded inputs and outputs, where ``run`` is slow."""
+    legalizer = legalize.Legalizer(plan.op, plan.kind, plan.first_matrix, plan.legalize)
+    eligible = ELIGIBLE if plan.casts_late else LOW_DTYPES
+
+    def run_legalized(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        if is_below_dispatcher() or written_tensor(plan, args, kwargs) is not None:
+            return run(function, *_cast_late(plan, args, kwargs), given)
+        if plan.casts_late and target_dtype(plan, args, kwargs) is None:
+            return run(function, args, kwargs, given)
+        tensors = legalize.tensors_of(args, kwargs, eligible)
+        if not tensors:
+            return run(function, args, kwargs, given)
+        dtype = plan.decision.dtype if plan.is_low else tensors[0].dtype
+        assert dtype is not None
+        if not legalizer.applies(tensors, args, kwargs, dtype):
+            device_type = tensors[0].device.type
+            if (
+                plan.legalize != "always"
+                and plan.is_low
+                and plan.device_types == {device_type}
+                and not torch.compiler.is_dynamo_compiling()
+                and not legalize.is_slow(plan.kind, device_type, dtype)
+            ):
+                settle()
+            return run(function, *_cast_late(plan, args, kwargs), given)
+        if run is not _run:
+            function = functools.partial(_run_with, run, function, given)
+        return legalizer.compute(function, tensors, args, kwargs, given, dtype)
+
+    return run_legalized
 
 
 def _run(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
     return function(*args, **kwargs)
 
 
-def _run_legalized(  # noqa: PLR0917  # bound to the plan
-    plan: CallPlan,
-    legalizer: legalize.Legalizer,
-    run: Callable[[Callable[..., Any], Args, Kwargs, Args], Any],
-    function: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-) -> Any:
-    """Runs the op in fp32 with rounded inputs and outputs, where its native kernel is slow."""
-    if is_below_dispatcher() or written_tensor(plan, args, kwargs) is not None:
-        return run(function, *_cast_late(plan, args, kwargs), given)
-    dtype = plan.decision.dtype if plan.is_low else None
-    if plan.casts_late and target_dtype(plan, args, kwargs) is None:
-        return run(function, args, kwargs, given)
-    tensors = legalize.tensors_of(args, kwargs, ELIGIBLE if plan.casts_late else LOW_DTYPES)
-    if not tensors or not legalizer.applies(tensors, args, kwargs, dtype or tensors[0].dtype):
-        return run(function, *_cast_late(plan, args, kwargs), given)
-    if run is not _run:
-        function = functools.partial(_run_with, run, function, given)
-    return legalizer.compute(function, tensors, args, kwargs, given, dtype or tensors[0].dtype)
-
-
 def _run_with(
-    run: Callable[[Callable[..., Any], Args, Kwargs, Args], Any],
+    run: Runner,
     function: Callable[..., Any],
     given: Args,
     *args: Any,
