@@ -21,6 +21,10 @@ class OptionError(HmpxError):
     """An argument of a public function has a value that it can't have."""
 
 
+class FreezeError(HmpxError):
+    """A model can't be frozen, or a frozen one can't do what was asked of it."""
+
+
 class HmpxWarning(UserWarning):
     """Something in the user's input was left out, and hmpx went on without it."""
 

@@ -8,8 +8,10 @@ bfloat16 is kept as the uint16 of its bits. Knows neither lists nor how wrappers
 
 from __future__ import annotations
 
+import contextlib
+import contextvars
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
@@ -124,6 +126,20 @@ class Legalizer:
                 return result
         widen = _matrix_widen if is_product else _widen
         return _rounded(_call(function, args, kwargs, widen), CAST[dtype])
+
+
+#: Whether the mode ``"fast"`` rounds its inputs all the same.
+rounds_inputs: Final = contextvars.ContextVar("hmpx_rounds_inputs", default=False)
+
+
+@contextlib.contextmanager
+def inputs_rounded() -> Iterator[None]:
+    """Has ops round their inputs in the mode ``"fast"`` too, inside the block."""
+    token = rounds_inputs.set(True)
+    try:
+        yield
+    finally:
+        rounds_inputs.reset(token)
 
 
 def is_slow(kind: str, device_type: str, dtype: torch.dtype) -> bool:

@@ -301,6 +301,8 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
             return run(function, *_cast_late(plan, args, kwargs), given)
         if plan.casts_late and target_dtype(plan, args, kwargs) is None:
             return run(function, args, kwargs, given)
+        if plan.casts_late and legalize.rounds_inputs.get():
+            args, kwargs = cast_args(plan, args, kwargs)
         tensors = legalize.tensors_of(args, kwargs, eligible)
         if not tensors:
             return run(function, args, kwargs, given)

@@ -1,0 +1,386 @@
+"""`freeze`: stores each weight of a model in the low-precision type that alone it is used in.
+
+From how one forward uses the parameters and buffers it judges which to store low, replaces what they
+hold, and seals the model against training. Knows neither ops nor how they are patched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from . import compiled, legalize, session, switch
+from .dtypes import short_name
+from .errors import FreezeError, OptionError
+from .seal import REMEDY, WidensOutputs, is_sealed, seal
+from .weight_uses import FoundTensor, Place, Watch, found_tensors, replaced, watch_forward
+
+_OUTPUTS: Final = ("fp32", "keep")
+
+
+@dataclass(frozen=True)
+class Weight:
+    """One parameter or buffer of a frozen model, under one of its names.
+
+    Attributes:
+        name: Its name in the model.
+        kind: ``"parameter"`` or ``"buffer"``.
+        dtype: The dtype that it had.
+        stored_dtype: The dtype that it has in the frozen model.
+        size_bytes: Its size before; 0 for what shares the memory of another of this list.
+        stored_bytes: Its size in the frozen model.
+        reason: Why it is stored so.
+    """
+
+    name: str
+    kind: str
+    dtype: torch.dtype
+    stored_dtype: torch.dtype
+    size_bytes: int
+    stored_bytes: int
+    reason: str
+
+    @property
+    def is_low(self) -> bool:
+        """Whether freezing stored it in low precision."""
+        return self.stored_dtype is not self.dtype
+
+
+class Frozen:
+    """What `freeze` did to a model, and the way back.
+
+    It holds the fp32 weights; without a reference to it they are freed. As a context manager it
+    undoes the freezing on exit.
+
+    Attributes:
+        weights: Every parameter and buffer, in the model's order.
+    """
+
+    def __init__(
+        self,
+        name: str,
+        weights: tuple[Weight, ...],
+        attached: contextlib.ExitStack,
+        *,
+        has_originals: bool,
+    ) -> None:
+        """Is called by `freeze` only."""
+        self.weights = weights
+        self._name = name
+        self._attached = attached
+        self._has_originals = has_originals
+        self._is_undone = False
+
+    def summary(self) -> str:
+        """Returns a table: the bytes before and after, and for each weight its dtype and why."""
+        before = sum(weight.size_bytes for weight in self.weights)
+        after = sum(weight.stored_bytes for weight in self.weights)
+        low = sum(weight.is_low for weight in self.weights)
+        lines = [
+            f"{self._name}: {low} of {len(self.weights)} weights stored in low precision, "
+            f"{before:,} -> {after:,} bytes{' (undone)' if self._is_undone else ''}"
+        ]
+        rows = [("name", "kind", "dtype", "stored", "bytes", "why")]
+        rows += [
+            (
+                weight.name,
+                weight.kind,
+                short_name(weight.dtype),
+                short_name(weight.stored_dtype),
+                f"{weight.stored_bytes:,}",
+                weight.reason,
+            )
+            for weight in self.weights
+        ]
+        widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+        for *cells, size, reason in rows:
+            padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
+            lines.append("  ".join([*padded, size.rjust(widths[-2]), reason]))
+        return "\n".join(lines)
+
+    def undo(self) -> None:
+        """Gives the model its fp32 weights back, bit for bit; does nothing the second time.
+
+        Raises:
+            FreezeError: The model was frozen with ``keep_fp32=False``.
+        """
+        if self._is_undone:
+            return
+        if not self._has_originals:
+            raise FreezeError(
+                f"{self._name} was frozen with keep_fp32=False, so its fp32 weights are gone; "
+                "build the model from them anew, or leave out keep_fp32=False to undo()"
+            )
+        self._attached.close()
+        self._is_undone = True
+        compiled.forget()
+
+    def __enter__(self) -> Frozen:
+        """Returns itself.
+
+        Raises:
+            FreezeError: The model was frozen with ``keep_fp32=False``: there is no way back.
+        """
+        if not self._has_originals:
+            raise FreezeError(
+                f"{self._name} was frozen with keep_fp32=False, so a with block can't undo() it "
+                "at its end; leave out keep_fp32=False, or call hmpx.freeze without the block"
+            )
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.undo()
+
+    def __repr__(self) -> str:
+        low = sum(weight.is_low for weight in self.weights)
+        state = "undone" if self._is_undone else f"{low} of {len(self.weights)} weights low"
+        return f"<hmpx.Frozen {self._name}: {state}>"
+
+
+def freeze(
+    model: nn.Module,
+    *example_inputs: Any,
+    outputs: str = "fp32",
+    keep_fp32: bool = True,
+    **kwargs: Any,
+) -> Frozen:
+    """Stores, in place, the weights of ``model`` that it uses only in low precision in that type.
+
+    One forward on the example is watched. What it casts to bfloat16 or float16 on every use is
+    stored so, once; a weight that is used in float32 too, or that the example does not use, stays
+    as it is. The model then gives the same results, bit for bit, without casting weights. It is for
+    inference: training it and loading weights into it are errors.
+
+    Args:
+        model: In evaluation mode. Its parameters stay the same objects.
+        *example_inputs: Inputs of the forward to watch.
+        outputs: ``"fp32"`` makes the model return float32 where it would return bfloat16 or
+            float16; ``"keep"`` leaves its outputs.
+        keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
+        **kwargs: Keyword inputs of the forward to watch.
+
+    Returns:
+        What was done, and the way back.
+
+    Raises:
+        FreezeError: There is no example, torch is not converted, casts are off, the model is in
+            training mode or frozen, or its forward raised. The model is untouched then.
+        OptionError: ``outputs`` has no such value.
+    """
+    if outputs not in _OUTPUTS:
+        raise OptionError(f"outputs must be 'fp32' or 'keep', not {outputs!r}")
+    in_force = _checked(model, has_example=bool(example_inputs or kwargs))
+    found = found_tensors(model)
+    with legalize.inputs_rounded():  # in the mode that leaves fp32 inputs as they are, too
+        watch = watch_forward(model, found, example_inputs, kwargs)
+    weights = tuple(_judged(found, watch, replaced(model, found)))
+    dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
+    lows: dict[int, FoundTensor] = {}
+    for f in found:
+        if f.name in dtypes:
+            lows.setdefault(id(f.tensor), f)
+    low_copies = _low_copies(lows.values(), dtypes)
+    has_originals = keep_fp32 or not lows
+    with contextlib.ExitStack() as attached:  # what undoes it all, also if an error comes
+        if keep_fp32:
+            attached.callback(_restore, _originals(found, lows))
+        for tensor, low in low_copies:
+            tensor.data = low
+        if outputs == "fp32":
+            attached.callback(model.register_forward_hook(WidensOutputs()).remove)
+        if lows:
+            seal(model, {f.name: f.tensor for f in lows.values()}, dtypes, in_force, attached)
+        compiled.forget()
+        return Frozen(
+            type(model).__name__, weights, attached.pop_all(), has_originals=has_originals
+        )
+
+
+def _checked(model: object, *, has_example: bool) -> session.Session:
+    """Returns the session in force, once nothing speaks against freezing ``model``."""
+    if not isinstance(model, nn.Module):
+        raise FreezeError(
+            f"hmpx.freeze takes a torch.nn.Module, not {type(model).__name__}; pass the model "
+            "itself, then its example inputs"
+        )
+    name = type(model).__name__
+    if not has_example:
+        raise FreezeError(
+            f"hmpx.freeze has no example to run {name} on; pass its inputs: hmpx.freeze(model, x)"
+        )
+    in_force = session.current()
+    if in_force is None:
+        raise FreezeError(
+            f"torch is not converted, so {name} uses no weight in low precision; call "
+            "hmpx.convert() before hmpx.freeze"
+        )
+    if switch.is_off():
+        raise FreezeError(
+            f"casts are off here, so {name} uses no weight in low precision; call hmpx.freeze "
+            "outside of the hmpx.disable_casts block"
+        )
+    for path, module in model.named_modules():
+        if is_sealed(module):
+            where = f"{path!r} in {name}" if path else name
+            raise FreezeError(f"{where} is frozen already; {REMEDY} before freezing it again")
+    if model.training:
+        raise FreezeError(
+            f"{name} is in training mode, and frozen weights can't be trained; call model.eval() "
+            "first"
+        )
+    return in_force
+
+
+# --- judging -----------------------------------------------------------------------------------
+
+
+def _judged(found: Sequence[FoundTensor], watch: Watch, replaced: set[Place]) -> Iterator[Weight]:
+    """Yields for each tensor how it is to be stored, and why."""
+    firsts: dict[object, FoundTensor] = {}
+    by_storage: dict[int, list[FoundTensor]] = {}
+    for f in found:
+        if f.place is not None:
+            by_storage.setdefault(f.place.storage, []).append(f)
+    for f in found:
+        key = f.place or id(f.tensor)
+        first = firsts.setdefault(key, f)
+        neighbours = by_storage[f.place.storage] if f.place is not None else []
+        dtype, reason = _judgement(f, neighbours, watch, replaced)
+        size_bytes = stored_bytes = 0
+        if first is not f:
+            reason = (
+                f"{'is' if first.tensor is f.tensor else 'shares its memory with'} {first.name}"
+            )
+        elif not nn.parameter.is_lazy(f.tensor):
+            size_bytes = f.tensor.numel() * f.tensor.element_size()
+            stored_bytes = f.tensor.numel() * dtype.itemsize
+        yield Weight(f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason)
+
+
+def _judgement(
+    f: FoundTensor, neighbours: Sequence[FoundTensor], watch: Watch, replaced: set[Place]
+) -> tuple[torch.dtype, str]:
+    """Returns the dtype that a tensor is to be stored in, and why.
+
+    ``neighbours`` are the tensors in its storage.
+    """
+    kept = f.tensor.dtype
+    if f.place is None:
+        return kept, f.fault
+    if kept is not torch.float32:
+        return kept, f"is {short_name(kept)}"
+    if f.place in replaced:
+        return kept, "was replaced while the example ran"
+    for other in neighbours:
+        if other.place is not None and other.place != f.place and f.place.overlaps(other.place):
+            return kept, f"shares its storage with {other.name}"
+    uses = watch.uses[f.place]
+    if uses.written_by:
+        return kept, f"written by {_listed(uses.written_by)}"
+    if uses.is_changed:
+        return kept, "changed while the example ran"
+    converted = [short_name(dtype) for dtype in sorted(uses.converted_to, key=str)]
+    read = [f"in {short_name(dtype)} by {_listed(by)}" for dtype, by in uses.read_by.items()]
+    if read or len(converted) > 1:
+        used = ", ".join([*(f"in {name}" for name in converted), *read])
+        return kept, f"used {used}"
+    if not converted:
+        return kept, "not used by the example"
+    return next(iter(uses.converted_to)), f"used in {converted[0]} only"
+
+
+def _listed(names: Sequence[str]) -> str:
+    distinct = list(dict.fromkeys(names))
+    return ", ".join(distinct[:3]) + (f" and {len(distinct) - 3} more" if len(distinct) > 3 else "")
+
+
+# --- storing and restoring ---------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class _Original:
+    """What a tensor held: its storage, perhaps a copy of that in host memory, and the geometry."""
+
+    tensor: Tensor
+    storage: torch.UntypedStorage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_inference: bool
+
+
+def _low_copies(
+    lows: Iterable[FoundTensor], dtypes: Mapping[str, torch.dtype]
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns each tensor that is to be stored low, and what it is to hold; one copy a place."""
+    copies: dict[Place | None, Tensor] = {}
+    pairs = []
+    with torch.no_grad(), switch.disable_casts():
+        for f in lows:
+            if f.place not in copies:
+                with torch.inference_mode(f.tensor.is_inference()):
+                    copies[f.place] = f.tensor.detach().to(dtypes[f.name])
+            pairs.append((f.tensor, copies[f.place]))
+    return pairs
+
+
+def _originals(
+    found: Sequence[FoundTensor], lows: Mapping[int, FoundTensor]
+) -> tuple[_Original, ...]:
+    """Returns what ``lows`` hold.
+
+    On an accelerator it is moved to host memory, but for storages that others keep alive anyway.
+    """
+    shared = {f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows}
+    moved: dict[int, torch.UntypedStorage] = {}
+    originals = []
+    for f in lows.values():
+        tensor, storage = f.tensor, f.tensor.untyped_storage()
+        key = storage._cdata
+        if not _is_host(tensor.device) and key not in shared:
+            if key not in moved:
+                moved[key] = _copied(storage, torch.device("cpu"))
+            storage = moved[key]
+        originals.append(
+            _Original(
+                tensor,
+                storage,
+                int(tensor.storage_offset()),
+                tuple(tensor.size()),
+                tensor.stride(),
+                tensor.is_inference(),
+            )
+        )
+    return tuple(originals)
+
+
+def _restore(originals: Sequence[_Original]) -> None:
+    """Gives each tensor what it held, on the device where it is now."""
+    moved: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
+    for original in originals:
+        device, storage = original.tensor.device, original.storage
+        if storage.device != device:
+            key = (storage._cdata, device)
+            if key not in moved:
+                moved[key] = _copied(storage, device)
+            storage = moved[key]
+        with torch.inference_mode(original.is_inference), torch.no_grad():
+            empty = torch.empty(0, dtype=torch.float32, device=device)
+            original.tensor.data = empty.set_(
+                storage, original.offset, original.size, original.stride
+            )
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"
+
+
+def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+    with torch.inference_mode(False), torch.no_grad():
+        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+        return empty.set_(storage).to(device, copy=True).untyped_storage()
