@@ -76,16 +76,15 @@ def capability(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
     An accelerator that is said to have the dtype is taken at its word: measuring would start its
     context, and disturb a graph that is being captured.
     """
-    said = reported(device_type, dtype)
-    if device_type != "cpu" and said is not False:
-        return Capability(said)
+    if device_type != "cpu" and reported(device_type, dtype) is not False:
+        return Capability(reported(device_type, dtype))
     found: list[Capability] = []
 
     def measure() -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # of this thread: more of them make small times vary
         try:
-            found.append(_measured(kind, device_type, dtype, said))
+            found.append(_measured(kind, device_type, dtype))
         finally:
             torch.set_num_threads(threads)
 
@@ -100,7 +99,8 @@ def capability(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
     return found[0]
 
 
-def _measured(kind: str, device_type: str, dtype: torch.dtype, said: bool | None) -> Capability:
+def _measured(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
+    said = reported(device_type, dtype)
     function, shapes = _PROBES[kind]
     # Not random: torch's generator is the user's.
     low = [

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 from . import capability
 from .capability import Capability
@@ -42,6 +43,7 @@ _add, _sub, _gt, _isnan, _where = torch.add, torch.sub, torch.gt, torch.isnan, t
 _equal, _mm, _to, _t, _transpose = torch.equal, torch.mm, Tensor.to, Tensor.t, Tensor.transpose
 _add_, _as_strided, _copy_, _detach = Tensor.add_, Tensor.as_strided, Tensor.copy_, Tensor.detach
 _narrow, _reshape, _unsqueeze = Tensor.narrow, Tensor.reshape, Tensor.unsqueeze
+_data_ptr = Tensor.data_ptr
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,22 +65,22 @@ class Legalizer:
     def applies(
         self, tensors: list[Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
     ) -> bool:
-        """Whether to compute this call in fp32; ``tensors`` are its inputs for ``dtype``."""
+        """Whether to compute this call in fp32; ``tensors`` are its floating inputs."""
         if kwargs.get("dtype") is not None or any([type(v) is torch.dtype for v in args]):  # noqa: C419
             return False  # its output is as asked for
         if self.mode == "always":
             return True
-        if _is_exported():
-            return False  # whatever hardware it will come to
+        if is_exported():
+            return False
         device_type = tensors[0].device.type
         is_training = _is_training(tensors)
         known = _capability(self.kind, device_type, dtype)
         a, b = self._matrices(args)
         if a is not None and b is not None:
-            is_traced = _is_traced()
-            if not is_traced and _work(a, b) <= capability.SMALL_PRODUCT:
+            traced = is_traced()
+            if not traced and _work(a, b) <= capability.SMALL_PRODUCT:
                 return False
-            if not is_training and _is_skinny(a, is_traced=is_traced):
+            if not is_training and _is_skinny(a, is_traced=traced):
                 known = _capability("gemv", device_type, dtype)
         return known.is_slow(training=is_training)
 
@@ -103,28 +105,25 @@ class Legalizer:
 
         Args:
             function: torch's function.
-            tensors: Those of the arguments that are for ``dtype``: in it, or, in the mode
-                ``"fast"``, in fp32 as well.
+            tensors: The floating tensors among the arguments.
             args: Positional arguments, and
             kwargs: those given by name.
             given: The positional arguments before they were cast.
             dtype: The low-precision dtype.
         """
-        if _is_traced():
-            if self.mode == "fast":
-                return computed_in_fp32(function, args, kwargs, dtype)
+        if is_traced() and self.mode != "fast" and not is_exported():
             return _in_graph(function, args, kwargs, dtype)
         is_plain = all([type(t) in _PLAIN_TENSORS and not t.is_nested for t in tensors])  # noqa: C419
         if not is_plain or _transforms() is not None or torch._C._is_tracing():
             return computed_in_fp32(function, args, kwargs, dtype)
-        is_product = self.kind in _PRODUCTS
-        if _is_training(tensors):
-            return _keeping_low(function, args, kwargs, given, dtype, is_product)
-        if self.op in _BLOCKED and not kwargs:
+        widen = _matrix_widen if self.kind == "gemm" else _widen
+        has_hooks = _hooks_refused() is None
+        if _is_training(tensors) and has_hooks:
+            return _keeping_low(function, args, kwargs, given, _Precision(dtype, widen, self))
+        if self.op in _BLOCKED and not kwargs and not _is_training(tensors):
             result = _in_blocks(self.op, args, dtype)
             if result is not None:
                 return result
-        widen = _matrix_widen if is_product else _widen
         return _rounded(_call(function, args, kwargs, widen), CAST[dtype])
 
 
@@ -185,14 +184,19 @@ _PRODUCTS: Final = frozenset({"gemm", "convolution"})
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 
-def _is_traced() -> bool:
+def is_traced() -> bool:
     """Whether the call becomes part of a graph, by Dynamo or by what it calls."""
     if torch.compiler.is_dynamo_compiling():
         return True
-    return torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None
+    return _dispatch_mode(_PROXY) is not None or _dispatch_mode(_FAKE) is not None
 
 
-def _is_exported() -> bool:
+_dispatch_mode = torch._C._get_dispatch_mode
+_PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+
+
+def is_exported() -> bool:
+    """Whether the call becomes part of an artefact, for whatever hardware it will come to."""
     if torch.compiler.is_exporting() or torch._C._is_tracing():
         return True
     if torch.compiler.is_dynamo_compiling():
@@ -217,17 +221,17 @@ def _call(
     function: Callable[..., Any], args: Args, kwargs: Kwargs, widen: Callable[[Tensor], Tensor]
 ) -> Any:
     """Returns the result of ``function`` on low-precision tensors raised to fp32."""
+    new_kwargs = {name: _raised(value, widen) for name, value in kwargs.items()}
+    return function(*[_raised(value, widen) for value in args], **new_kwargs)
 
-    def raised(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return widen(value) if value.dtype in _LOW else value
-        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            new = [raised(item) for item in value]
-            return new if isinstance(value, list) else tuple(new)
-        return value
 
-    new_kwargs = {name: raised(value) for name, value in kwargs.items()} if kwargs else kwargs
-    return function(*[raised(value) for value in args], **new_kwargs)
+def _raised(value: Any, widen: Callable[[Tensor], Tensor]) -> Any:
+    if isinstance(value, Tensor):
+        return widen(value) if value.dtype in _LOW else value
+    if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+        new = [_raised(item, widen) for item in value]
+        return new if isinstance(value, list) else tuple(new)
+    return value
 
 
 def _rounded(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
@@ -255,6 +259,15 @@ def _matrix_widen(tensor: Tensor) -> Tensor:
 # --- in training: what autograd keeps ----------------------------------------------------------
 
 
+@dataclass(frozen=True, slots=True)
+class _Precision:
+    """How one call is computed: for which dtype, how its inputs are raised, and for which op."""
+
+    dtype: torch.dtype
+    widen: Callable[[Tensor], Tensor]
+    legalizer: Legalizer
+
+
 class _Kept:
     """What autograd keeps instead of an fp32 tensor.
 
@@ -262,37 +275,36 @@ class _Kept:
         tensor: The low-precision tensor, or parameter, that it is made from; with outer hooks, what
             they made of that.
         version: That of the tensor, so that writing to it meanwhile is noticed.
-        size: Shape and strides of what is to be given back; None for those of the raised tensor.
+        raise_again: Makes the fp32 tensor; None where ``tensor`` is it.
+        layout: Strides of the tensor that ``raise_again`` made first, then shape and strides of the
+            view of it to be given back; None for that tensor itself.
     """
 
-    __slots__ = ("raised", "size", "tensor", "version")
+    __slots__ = ("layout", "raise_again", "tensor", "version")
 
     def __init__(
         self,
         tensor: Any,
-        raised: Callable[[Tensor], Tensor] | None,
-        size: tuple[Any, Any] | None,
+        raise_again: Callable[[Tensor], Tensor] | None = None,
+        layout: tuple[Any, Any, Any] | None = None,
     ) -> None:
-        self.tensor, self.raised, self.size = tensor, raised, size
+        self.tensor, self.raise_again, self.layout = tensor, raise_again, layout
         self.version = tensor._version
 
 
-def _keeping_low(  # noqa: PLR0917  # all there is to one call
-    function: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-    dtype: torch.dtype,
-    is_product: bool,
+def _keeping_low(
+    function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, precision: _Precision
 ) -> Any:
     """Returns the rounded result of ``function`` in fp32; autograd keeps low-precision tensors.
 
     An fp32 copy of an input is made again from the input, or from the parameter behind it, which is
     alive anyway; an output is kept as it was rounded; statistics of a norm stay as they are.
     """
-    convert = CAST[dtype]
-    widen = _matrix_widen if is_product else _widen
-    sources: dict[int, tuple[Tensor, Callable[[Tensor], Tensor]]] = {}
+    convert, widen = CAST[precision.dtype], precision.widen
+    is_product = precision.legalizer.kind in _PRODUCTS
+    # By address: what an fp32 input is made from, how, and its strides.
+    sources: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Any]] = {}
+    alive: set[int] = set()  # addresses of fp32 parameters that are inputs themselves
     pending: list[tuple[int, _Kept]] = []
     outer = _top_hooks(True)
 
@@ -301,33 +313,34 @@ def _keeping_low(  # noqa: PLR0917  # all there is to one call
 
     def raised(tensor: Tensor) -> Tensor:
         wide = widen(tensor)
-        sources[wide.data_ptr()] = (tensor, widen)
+        sources[_data_ptr(wide)] = (tensor, widen, wide.stride())
         return wide
 
     def pack(tensor: Tensor) -> _Kept:
         tensor = _detach(tensor)
-        if tensor.dtype is torch.float32 and tensor.numel():
-            pointer = tensor.data_ptr()
-            found = sources.get(pointer)
-            if found is not None:
-                source, again = found
-                return keep(_detach(source), again, (tensor.shape, tensor.stride()))
-            if is_product:  # a copy of an input, in another layout
-                low = convert(tensor)
-                if _equal(_widen(low), tensor):
-                    return keep(low, _widen, None)
-            else:
-                kept = _Kept(tensor, None, None)
-                pending.append((pointer, kept))
-                return kept
-        return keep(tensor, None, None)
+        if tensor.dtype is not torch.float32 or not tensor.numel():
+            return keep(_Kept(tensor))
+        pointer = _data_ptr(tensor)
+        found = sources.get(pointer)
+        if found is not None:
+            source, again, strides = found
+            layout = (strides, tensor.shape, tensor.stride())
+            return keep(_Kept(_detach(source), again, layout))
+        if pointer in alive:
+            return keep(_Kept(tensor))
+        if is_product:
+            low = convert(tensor)
+            # Of fp32 inputs that were not rounded, or a copy of an input in another layout.
+            if precision.legalizer.mode == "fast" or _equal(_widen(low), tensor):
+                return keep(_Kept(low, _widen))
+            return keep(_Kept(tensor))
+        kept = _Kept(tensor)
+        pending.append((pointer, kept))
+        return kept
 
-    def keep(
-        tensor: Tensor, again: Callable[[Tensor], Tensor] | None, size: tuple[Any, Any] | None
-    ) -> _Kept:
-        kept = _Kept(tensor, again, size)
+    def keep(kept: _Kept) -> _Kept:
         if outer is not None:
-            kept.tensor = outer[0](tensor)
+            kept.tensor = outer[0](kept.tensor)
         return kept
 
     def unpack(kept: _Kept) -> Tensor:
@@ -340,19 +353,21 @@ def _keeping_low(  # noqa: PLR0917  # all there is to one call
                 f"inplace operation: [{tensor.dtype}, {list(tensor.shape)}] is at version "
                 f"{tensor._version}; expected version {kept.version} instead"
             )
-        if kept.raised is None:
+        if kept.raise_again is None:
             return tensor
-        tensor = kept.raised(tensor)
-        if kept.size is not None and (tensor.shape, tensor.stride()) != kept.size:
-            tensor = _as_strided(tensor, *kept.size)
-        return tensor
+        tensor = kept.raise_again(tensor)
+        return tensor if kept.layout is None else _laid_out(tensor, *kept.layout)
 
-    new_args = _call(_arguments, args, {}, raised)
+    new_args = tuple([_raised(value, raised) for value in args])
     for value, cast in zip(given, args, strict=False):
-        if value is not cast and type(value) is torch.nn.Parameter:
-            for pointer, (source, _) in sources.items():
+        if type(value) is not torch.nn.Parameter:
+            continue
+        if value is not cast:
+            for pointer, (source, _, strides) in sources.items():
                 if source is cast:
-                    sources[pointer] = (value, reround)
+                    sources[pointer] = (value, reround, strides)
+        elif value.dtype is torch.float32:
+            alive.add(_data_ptr(value))
     _push_hooks(pack, unpack)
     try:
         result = _call(function, new_args, kwargs, raised)
@@ -360,27 +375,33 @@ def _keeping_low(  # noqa: PLR0917  # all there is to one call
         _pop_hooks()
     rounded = _rounded(result, convert)
     for pointer, kept in pending:
-        if isinstance(result, Tensor) and pointer == result.data_ptr():
-            kept.tensor, kept.raised = _detach(rounded), _widen
+        if isinstance(result, Tensor) and pointer == _data_ptr(result):
+            kept.tensor, kept.raise_again = _detach(rounded), _widen
             kept.version = rounded._version
-        if outer is not None:
-            kept.tensor = outer[0](kept.tensor)
+        keep(kept)
     return rounded
 
 
-def _arguments(*args: Any) -> Args:
-    return args
+def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Tensor:
+    """Returns the view of ``tensor``, which must have these strides, and had when it was packed."""
+    if tensor.shape == shape and tensor.stride() == view_strides:
+        return tensor
+    if tensor.stride() != strides:  # outer hooks gave back another layout
+        same = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = _copy_(same, tensor)
+    return _as_strided(tensor, shape, view_strides)
 
 
 _push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
 _pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
 _top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+_hooks_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
 
 
 # --- in inference: products by blocks ----------------------------------------------------------
 
-#: Ops that multiply by a matrix of weights, as `_in_blocks` knows them.
-_BLOCKED: Final = frozenset({"addmm", "linear", "matmul", "mm"})
+#: Ops that multiply by a matrix of weights, and how many arguments `_in_blocks` takes.
+_BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
 _BLOCK_BYTES = 8 << 20
 _MOST_ROWS = 512  # beyond, arithmetic hides the casts
 _LEAST_WEIGHTS = 1 << 14
@@ -394,9 +415,10 @@ def _in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
     faster one.
     """
     bias: Tensor | None = None
+    if forward_ad._current_level >= 0 or len(args) not in _BLOCKED[op]:
+        return None
     if op == "linear":
-        x, weight = args[:2]  # x: [..., k], weight: [n, k]
-        bias = args[2] if len(args) > 2 else None
+        x, weight, bias = (*args, None)[:3]  # x: [..., k], weight: [n, k]
     elif op == "addmm":
         bias, x, weight = args
         weight = _t(weight)

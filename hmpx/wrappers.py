@@ -262,12 +262,20 @@ def _cells(wrapper: Callable[..., Any]) -> dict[str, types.CellType]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
+def _low_dtype(tensors: list[Any]) -> torch.dtype | None:
+    """Returns the dtype of the first low-precision tensor; None if there is none."""
+    found = [t.dtype for t in tensors if t is not None and t.dtype in LOW_DTYPES]
+    return found[0] if found else None
+
+
 def _is_large(a: Any, b: Any) -> bool:
     """Whether the product of two matrices may have to be legalized."""
     if torch.compiler.is_dynamo_compiling():
         return True  # comparing sizes would set guards
     try:
-        return a.numel() * b.numel() > SMALL_PRODUCT * a.shape[-1]  # type: ignore[no-any-return]
+        size = a.numel() * b.numel()
+        # torch.jit.trace has tensors for sizes.
+        return type(size) is not int or size > SMALL_PRODUCT * a.shape[-1]  # type: ignore[no-any-return]
     except (AttributeError, IndexError):
         return True
 
@@ -294,7 +302,7 @@ def _runner(plan: CallPlan, settle: Callable[[], None]) -> Runner:
 def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runner:
     """Returns what runs the op in fp32 with rounded inputs and outputs, where ``run`` is slow."""
     legalizer = legalize.Legalizer(plan.op, plan.kind, plan.first_matrix, plan.legalize)
-    eligible = ELIGIBLE if plan.casts_late else LOW_DTYPES
+    buffers = [plan.parameters.names.index(name) for name in sorted(plan.never_cast)]
 
     def run_legalized(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if is_below_dispatcher() or written_tensor(plan, args, kwargs) is not None:
@@ -303,18 +311,20 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
             return run(function, args, kwargs, given)
         if plan.casts_late and legalize.rounds_inputs.get():
             args, kwargs = cast_args(plan, args, kwargs)
-        tensors = legalize.tensors_of(args, kwargs, eligible)
-        if not tensors:
-            return run(function, args, kwargs, given)
-        dtype = plan.decision.dtype if plan.is_low else tensors[0].dtype
-        assert dtype is not None
+        tensors = legalize.tensors_of(args, kwargs, ELIGIBLE)
+        dtype = plan.decision.dtype if plan.casts_late else _low_dtype(tensors)
+        if dtype is None or not all([t.device.type in plan.device_types for t in tensors]):  # noqa: C419
+            return run(function, *_cast_late(plan, args, kwargs), given)
+        if buffers and _low_dtype([args[p] for p in buffers if p < len(args)]) is not None:
+            return run(function, *_cast_late(plan, args, kwargs), given)  # it writes to them
         if not legalizer.applies(tensors, args, kwargs, dtype):
             device_type = tensors[0].device.type
             if (
                 plan.legalize != "always"
                 and plan.is_low
                 and plan.device_types == {device_type}
-                and not torch.compiler.is_dynamo_compiling()
+                and not legalize.is_traced()
+                and not legalize.is_exported()
                 and not legalize.is_slow(plan.kind, device_type, dtype)
             ):
                 settle()

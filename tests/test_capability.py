@@ -1,0 +1,445 @@
+"""What a device does natively: measured once, anywhere, without leaving a trace; or as reported."""
+
+from __future__ import annotations
+
+import math
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import hmpx
+from hmpx import capability
+from hmpx.capability import KINDS, SLOW, Capability
+from hmpx.errors import OptionError
+from hmpx.legalize import MODES, is_slow
+
+BF16, FP16 = torch.bfloat16, torch.float16
+LOW = (BF16, FP16)
+
+
+@pytest.fixture
+def forgotten() -> Iterator[None]:
+    """Nothing is known at the beginning, and what a test made up isn't at its end."""
+    capability.capability.cache_clear()
+    yield
+    capability.capability.cache_clear()
+
+
+# --- measured -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_cpu_is_measured(kind: str, dtype: torch.dtype) -> None:
+    """Both ratios are finite and positive, and each question after the first has the same answer."""
+    found = capability.capability(kind, "cpu", dtype)
+    assert found.reported is capability.reported("cpu", dtype)
+    for ratio in (found.inference, found.training):
+        assert ratio is not None
+        assert 0 < ratio < math.inf
+    assert capability.capability(kind, "cpu", dtype) is found
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_it_is_measured_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """In a process, however often it is asked."""
+    measured = []
+
+    def measure(*args: object) -> Capability:
+        measured.append(args[:3])
+        return Capability(None, 1.0, 1.0)
+
+    monkeypatch.setattr(capability, "_measured", measure)
+    for _ in range(3):
+        capability.capability("gemm", "cpu", BF16)
+        capability.capability("gemm", "cpu", FP16)
+    assert measured == [("gemm", "cpu", BF16), ("gemm", "cpu", FP16)]
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_an_op_without_kernel_is_infinitely_slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that it is computed in fp32."""
+
+    def refuse(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("\"refuse\" not implemented for 'BFloat16'")
+
+    monkeypatch.setitem(capability._PROBES, "norm", (refuse, ((2, 2),)))
+    found = capability.capability("norm", "cpu", BF16)
+    assert found.inference == found.training == math.inf
+    assert found.is_slow(training=True)
+    assert found.is_slow(training=False)
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_measurement_that_fails_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And is not taken for known."""
+
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise TypeError("not like this")
+
+    monkeypatch.setitem(capability._PROBES, "norm", (fail, ((2, 2),)))
+    text = r"measuring norm in torch\.bfloat16 on cpu failed"
+    for _ in range(2):
+        with pytest.raises(RuntimeError, match=text):
+            capability.capability("norm", "cpu", BF16)
+    monkeypatch.undo()
+    assert capability.capability("norm", "cpu", BF16).inference is not None
+
+
+@pytest.mark.parametrize(
+    ("inference", "training", "expected"),
+    [
+        (None, None, (False, False)),
+        (SLOW, SLOW, (False, False)),
+        (SLOW * 1.01, SLOW, (True, False)),
+        (0.5, 100.0, (False, True)),
+        (math.inf, math.inf, (True, True)),
+    ],
+)
+def test_what_is_slow(
+    inference: float | None, training: float | None, expected: tuple[bool, bool]
+) -> None:
+    """What takes more than `SLOW` times as long as fp32; not what has not been measured."""
+    found = Capability(None, inference, training)
+    assert (found.is_slow(training=False), found.is_slow(training=True)) == expected
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("kind", KINDS)
+def test_is_slow_sums_up(kind: str, dtype: torch.dtype) -> None:
+    """A kind is slow if any of its ops is, in training or not; products by few rows are gemm too."""
+    names = ("gemm", "gemv") if kind == "gemm" else (kind,)
+    known = [capability.capability(name, "cpu", dtype) for name in names]
+    expected = any(c.is_slow(training=training) for c in known for training in (True, False))
+    assert is_slow(kind, "cpu", dtype) is expected
+
+
+# --- the first question, anywhere -----------------------------------------------------------------
+
+#: Each context runs in a process of its own, forked from one in which nothing was measured.
+SCRIPT = '''
+import contextlib, os, sys, threading, traceback
+import torch
+import torch._dynamo  # here, not in each process
+import torch.nn.functional as F
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+import hmpx
+from hmpx import Policy, capability
+
+torch.set_num_threads(2)
+BF16 = torch.bfloat16
+
+
+def ask():
+    """Has some kinds measured; checks that it has been, and that nothing else has changed."""
+    assert capability.capability.cache_info().currsize == 0
+    before = state()
+    for kind in ("gemm", "rnn", "norm"):
+        found = capability.capability(kind, "cpu", BF16)
+        assert 0 < found.inference < 1e9 and 0 < found.training < 1e9, found
+    assert state() == before, (state(), before)
+
+
+def state():
+    return (
+        torch._C._get_tracing_state(),
+        torch.default_generator.get_state().numpy().tobytes() if is_plain else None,
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.get_num_threads(),
+        torch.is_autocast_enabled("cpu"),
+        torch.is_autocast_cache_enabled(),
+        torch.get_autocast_dtype("cpu"),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch.get_default_dtype(),
+        torch.are_deterministic_algorithms_enabled(),
+        len(torch.overrides._get_current_function_mode_stack()),
+        torch._C._len_torch_dispatch_stack(),
+        threading.active_count(),
+    )
+
+
+is_plain = True
+seen = []
+
+
+def called(name):
+    def hook(tensor):
+        seen.append((name, tensor.shape))
+        return tensor
+    return hook
+
+
+class Functions(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        if "mm" in str(func):
+            seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+class Dispatched(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if "mm" in str(func):
+            seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def within(*contexts):
+    def run():
+        with contextlib.ExitStack() as stack:
+            for context in contexts:
+                stack.enter_context(context())
+            ask()
+    return run
+
+
+def in_fake_mode():
+    global is_plain
+    is_plain = False
+    with FakeTensorMode():
+        ask()
+
+
+def in_checkpoint(use_reentrant):
+    def run():
+        global is_plain
+        is_plain = False
+        asked = []
+
+        def function(a):
+            if not asked:
+                asked.append(ask())
+            return a * 2
+
+        a = torch.ones(2, requires_grad=True)
+        checkpoint(function, a, use_reentrant=use_reentrant, preserve_rng_state=True).sum().backward()
+        assert a.grad.tolist() == [2, 2] and asked
+    return run
+
+
+def in_vmap():
+    global is_plain
+    is_plain = False
+
+    def function(a):
+        ask()
+        return a * 2
+
+    torch.func.vmap(torch.func.grad(lambda a: function(a).sum()))(torch.ones(3, 2))
+
+
+def in_compile():
+    compiled = torch.compile(lambda a, w: F.linear(a, w), backend="aot_eager", fullgraph=True)
+    with hmpx.convert(policy=Policy.from_ops(low=["linear"]), legalize="auto"):
+        random = torch.get_rng_state()
+        assert capability.capability.cache_info().currsize == 0
+        assert compiled(torch.ones(8, 64), torch.ones(64, 64)).dtype is BF16
+        assert capability.capability.cache_info().currsize > 0
+        assert torch.equal(torch.get_rng_state(), random)
+        assert torch.get_num_threads() == 2
+
+
+def in_backward():
+    class Asking(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, a):
+            return a.clone()
+
+        @staticmethod
+        def backward(ctx, gradient):
+            ask()
+            return gradient
+
+    Asking.apply(torch.ones(2, requires_grad=True)).sum().backward()
+
+
+def in_conversion_of_everything():
+    with hmpx.convert(policy=Policy.from_ops(low=["*"]), legalize="always"):
+        ask()
+
+
+def in_default_dtype():
+    torch.set_default_dtype(torch.float64)
+    ask()
+
+
+def in_thread():
+    errors = []
+
+    def run():
+        try:
+            ask()
+        except BaseException as error:
+            errors.append(error)
+
+    thread = threading.Thread(target=run)
+    thread.start()
+    thread.join()
+    assert not errors, errors
+
+
+def no_hooks():
+    return torch.autograd.graph.saved_tensors_hooks(called("pack"), called("unpack"))
+
+
+CONTEXTS = {
+    "nothing": ask,
+    "no_grad": within(torch.no_grad),
+    "inference_mode": within(torch.inference_mode),
+    "autocast": within(lambda: torch.autocast("cpu", dtype=BF16)),
+    "saved_tensors_hooks": within(no_hooks),
+    "disabled hooks": within(lambda: torch.autograd.graph.disable_saved_tensors_hooks("none")),
+    "function mode": within(Functions),
+    "dispatch mode": within(Dispatched),
+    "default device": within(lambda: torch.device("meta")),
+    "disable_casts": within(hmpx.disable_casts),
+    "FakeTensorMode": in_fake_mode,
+    "checkpoint": in_checkpoint(False),
+    "reentrant checkpoint": in_checkpoint(True),
+    "vmap of grad": in_vmap,
+    "torch.compile": in_compile,
+    "backward": in_backward,
+    "a conversion": in_conversion_of_everything,
+    "default dtype": in_default_dtype,
+    "another thread": in_thread,
+}
+
+failed = 0
+for name, run in CONTEXTS.items():
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            run()
+            assert not seen, seen
+            code = 0
+        except BaseException:
+            print(f"--- {name}", file=sys.stderr)
+            traceback.print_exc()
+        finally:
+            sys.stderr.flush()
+            os._exit(code)
+    failed += os.waitpid(child, 0)[1] != 0
+sys.exit(failed != 0)
+'''
+
+
+def test_the_first_question_may_come_anywhere() -> None:
+    """In modes, transforms, hooks and compilation: all is measured, and nothing left changed."""
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore::FutureWarning", "-c", SCRIPT],
+        capture_output=True,
+        text=True,
+        check=False,
+        timeout=300,
+    )
+    assert done.returncode == 0, done.stderr
+
+
+# --- reported -------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("device_type", ["hpu", "xpu", "mps", "mtia", "privateuseone", "meta"])
+def test_accelerators_are_taken_at_their_word(device_type: str, dtype: torch.dtype) -> None:
+    """Nothing is measured there, and nothing slow."""
+    assert capability.reported(device_type, dtype) is True
+    for kind in KINDS:
+        assert capability.capability(kind, device_type, dtype) == Capability(True)
+        assert not is_slow(kind, device_type, dtype)
+
+
+def test_the_cpu_reports_what_onednn_says(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or nothing, where torch has no such question."""
+    assert capability.reported("cpu", BF16) is torch.ops.mkldnn._is_mkldnn_bf16_supported()
+    assert capability.reported("cpu", FP16) is torch.ops.mkldnn._is_mkldnn_fp16_supported()
+    monkeypatch.setattr(torch.ops, "mkldnn", object())
+    assert capability.reported("cpu", BF16) is None
+
+
+@pytest.mark.parametrize(
+    ("is_available", "hip", "version", "expected"),
+    [
+        (False, None, (9, 0), (None, None)),
+        (True, None, (9, 0), (True, True)),
+        (True, None, (8, 0), (True, True)),
+        (True, None, (7, 5), (False, True)),
+        (True, None, (5, 3), (False, True)),
+        (True, None, (5, 2), (False, False)),
+        (True, "6.2", (5, 0), (True, True)),
+    ],
+)
+def test_gpus_report_by_their_compute_capability(
+    monkeypatch: pytest.MonkeyPatch,
+    is_available: bool,
+    hip: str | None,
+    version: tuple[int, int],
+    expected: tuple[bool | None, bool | None],
+) -> None:
+    """From 8.0 on bfloat16, from 5.3 on float16; AMD's always."""
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: is_available)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: version)
+    monkeypatch.setattr(torch.version, "hip", hip)
+    assert (capability.reported("cuda", BF16), capability.reported("cuda", FP16)) == expected
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("device_type", "said", "is_measured"),
+    [
+        ("cpu", True, True),
+        ("cpu", False, True),
+        ("cpu", None, True),
+        ("cuda", True, False),
+        ("cuda", None, False),
+        ("cuda", False, True),
+    ],
+)
+def test_what_is_measured(
+    monkeypatch: pytest.MonkeyPatch, device_type: str, said: bool | None, is_measured: bool
+) -> None:
+    """Every CPU, whatever it says; an accelerator only if it says that it lacks the dtype."""
+    monkeypatch.setattr(capability, "reported", lambda *args: said)
+    measured = Capability(said, 3.0, 3.0)
+    monkeypatch.setattr(capability, "_measured", lambda *args: measured)
+    found = capability.capability("gemm", device_type, BF16)
+    assert found == (measured if is_measured else Capability(said))
+
+
+# --- the option -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("value", ["sometimes", "", "AUTO", True, None])
+def test_unknown_values_of_legalize_are_refused(value: object) -> None:
+    """With what is known; torch stays as it was."""
+    text = f"legalize must be one of {', '.join(map(repr, MODES))}, not {value!r}"
+    with pytest.raises(OptionError) as error:
+        hmpx.convert(legalize=value)  # type: ignore[arg-type]
+    assert str(error.value) == text
+    assert not hmpx.is_converted()
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("legalize", "asks"), [("always", False), ("never", False), ("auto", True)]
+)
+def test_only_auto_asks(monkeypatch: pytest.MonkeyPatch, legalize: str, asks: bool) -> None:
+    """Nothing is measured at convert, nor where the answer would change nothing."""
+    asked = []
+
+    def measure(*args: object) -> Capability:
+        asked.append(args[0])
+        return Capability(None, 1.0, 1.0)
+
+    monkeypatch.setattr(capability, "_measured", measure)
+    with hmpx.convert(legalize=legalize):
+        assert not asked
+        torch.ones(64, 64) @ torch.ones(64, 64)
+        assert bool(asked) is asks

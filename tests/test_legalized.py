@@ -1,0 +1,1649 @@
+"""Ops computed in fp32 and rounded: their numerics, what autograd keeps, and what they compose with."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import gc
+import io
+import logging
+import threading
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo.testing
+import torch.autograd.forward_ad as fwAD
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
+from torch.func import functional_call, grad, jvp, vmap
+from torch.overrides import TorchFunctionMode
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx import Policy
+from hmpx.errors import OptionError
+from hmpx.legalize import MODES, round_fp32
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
+LOW = (BF16, FP16)
+
+Function = Callable[..., Any]
+
+
+def low(
+    *names: str, legalize: str = "always", dtype: torch.dtype = BF16, verbose: bool | str = False
+) -> hmpx.Session:
+    policy = Policy.from_ops(low=names, low_precision_type=dtype)
+    return hmpx.convert(policy=policy, legalize=legalize, isVerbose=verbose)
+
+
+def x(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).to(dtype)
+
+
+def same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+def ulp_distance(a: Tensor, b: Tensor) -> Tensor:
+    """Returns how many numbers of their dtype lie from ``a`` to ``b``, element by element."""
+    wide = a.dtype.itemsize == 4
+
+    def ordered(tensor: Tensor) -> Tensor:
+        bits = tensor.detach().contiguous().view(torch.int32 if wide else torch.int16).long()
+        return torch.where(bits < 0, -(bits & (0x7FFFFFFF if wide else 0x7FFF)), bits)
+
+    assert a.dtype is b.dtype
+    return (ordered(a) - ordered(b)).abs()
+
+
+def test_ulp_distance() -> None:
+    """Neighbours are 1 apart, across zero and powers of two as well; both zeros are one."""
+    for dtype in LOW:
+        info = torch.finfo(dtype)
+        a = torch.tensor([1.0, 1.0, 0.0, -1.0, -info.smallest_normal], dtype=dtype)
+        b = torch.tensor(
+            [1 + info.eps, 1 - info.eps / 2, -0.0, -1 - info.eps, info.smallest_normal], dtype=dtype
+        )
+        least = round(1 / info.eps)  # subnormal numbers, and zero
+        assert ulp_distance(a, b).tolist() == [1, 1, 0, 1, 2 * least]
+
+
+# --- the ops, and what torch's own low-precision kernels make of them -----------------------------
+
+EQUAL = "equal"  #: bit for bit but for some that the order of fp32 sums decides: see `are_equal`
+NO_WORSE = "no worse"  #: torch's kernel rounds more often: not as near to float64 as the op in fp32
+
+#: Least share of equal elements. fp32 sums in another order differ by some 2**-23 of them, half a
+#: unit of bf16 is 2**-9 and one of fp16 2**-12: so about one in 2**14, or 2**11, is rounded the other
+#: way; more where the sum is smaller than what it is made of.
+LEAST_EQUAL = {BF16: 0.999, FP16: 0.998, FP32: 0.0}
+
+
+@dataclass(frozen=True)
+class Case:
+    """One way to call an op.
+
+    Attributes:
+        op: Op name.
+        function: Calls it on tensors of ``shapes``.
+        shapes: Of its inputs.
+        output: How the output compares with that of torch's low-precision kernel, and
+        gradient: how the gradients do.
+        parameters: Positions of a norm's weight and bias, which the cast leaves in fp32.
+    """
+
+    op: str
+    function: Function
+    shapes: tuple[tuple[int, ...], ...]
+    output: str = EQUAL
+    gradient: str = EQUAL
+    parameters: tuple[int, ...] = ()
+
+
+CAUSAL = torch.ones(48, 48, dtype=torch.bool).tril()
+HEADS = ((4, 4, 48, 32),) * 3
+
+CASES: dict[str, Case] = {
+    "linear": Case("linear", lambda a, w, b: F.linear(a, w, b), ((160, 64), (136, 64), (136,))),
+    "linear 3-D": Case(
+        "linear", lambda a, w, b: F.linear(a, w, b), ((4, 40, 64), (136, 64), (136,))
+    ),
+    "linear without bias": Case("linear", lambda a, w: F.linear(a, w), ((160, 64), (136, 64))),
+    "linear, transposed weight": Case(
+        "linear", lambda a, w: F.linear(a, w.t()), ((160, 64), (64, 136))
+    ),
+    "matmul 1-D 1-D": Case("matmul", lambda a, b: torch.matmul(a, b), ((20000,), (20000,))),
+    "matmul 2-D 1-D": Case("matmul", lambda a, b: torch.matmul(a, b), ((20000, 8), (8,))),
+    "matmul 1-D 2-D": Case("matmul", lambda a, b: torch.matmul(a, b), ((8,), (8, 20000))),
+    "matmul 2-D": Case("matmul", lambda a, b: torch.matmul(a, b), ((150, 64), (64, 140))),
+    "matmul 3-D": Case("matmul", lambda a, b: torch.matmul(a, b), ((4, 80, 32), (4, 32, 70))),
+    "matmul 4-D broadcast": Case(
+        "matmul", lambda a, b: torch.matmul(a, b), ((2, 3, 60, 32), (3, 32, 60)), gradient=NO_WORSE
+    ),
+    "matmul 3-D 2-D": Case("matmul", lambda a, b: a @ b, ((4, 40, 64), (64, 136))),
+    "matmul transposed": Case("matmul", lambda a, b: a.t() @ b.t(), ((64, 150), (140, 64))),
+    "matmul transposed 3-D": Case(
+        "matmul", lambda a, b: a @ b.transpose(-2, -1), ((4, 80, 32), (4, 70, 32))
+    ),
+    "matmul permuted": Case(
+        "matmul",
+        lambda a, b: a.permute(0, 2, 1, 3) @ b.permute(0, 2, 3, 1),
+        ((2, 80, 3, 32), (2, 70, 3, 32)),
+    ),
+    "matmul sliced": Case("matmul", lambda a, b: a[:, ::2] @ b[1:, 3:], ((150, 64), (33, 143))),
+    "mm": Case("mm", lambda a, b: torch.mm(a, b), ((150, 64), (64, 140))),
+    "bmm": Case("bmm", lambda a, b: torch.bmm(a, b), ((4, 80, 32), (4, 32, 70))),
+    "addmm": Case(
+        "addmm", lambda c, a, b: torch.addmm(c, a, b), ((150, 140), (150, 64), (64, 140))
+    ),
+    "addmm of a row": Case(
+        "addmm", lambda c, a, b: torch.addmm(c, a, b), ((140,), (150, 64), (64, 140))
+    ),
+    "addmm alpha, beta": Case(
+        "addmm",
+        lambda c, a, b: torch.addmm(c, a, b, beta=0.5, alpha=2.0),
+        ((150, 140), (150, 64), (64, 140)),
+    ),
+    "baddbmm": Case(
+        "baddbmm",
+        lambda c, a, b: torch.baddbmm(c, a, b),
+        ((4, 80, 70), (4, 80, 32), (4, 32, 70)),
+    ),
+    "baddbmm alpha, beta": Case(
+        "baddbmm",
+        lambda c, a, b: torch.baddbmm(c, a, b, beta=0.5, alpha=2.0),
+        ((4, 80, 70), (4, 80, 32), (4, 32, 70)),
+    ),
+    "mv": Case("mv", lambda a, b: torch.mv(a, b), ((20000, 8), (8,))),
+    "dot": Case("dot", lambda a, b: torch.dot(a, b), ((20000,), (20000,))),
+    "conv1d": Case(
+        "conv1d",
+        lambda a, w, b: F.conv1d(a, w, b, padding=1),
+        ((8, 8, 200), (16, 8, 3), (16,)),
+        gradient=NO_WORSE,
+    ),
+    "conv2d": Case(
+        "conv2d",
+        lambda a, w, b: F.conv2d(a, w, b, padding=1),
+        ((4, 8, 24, 24), (16, 8, 3, 3), (16,)),
+        gradient=NO_WORSE,
+    ),
+    "conv2d strided, dilated, grouped": Case(
+        "conv2d",
+        lambda a, w: F.conv2d(a, w, stride=2, padding=2, dilation=2, groups=4),
+        ((4, 16, 40, 40), (16, 4, 3, 3)),
+        gradient=NO_WORSE,
+    ),
+    "conv2d depthwise": Case(
+        "conv2d",
+        lambda a, w, b: F.conv2d(a, w, b, padding=1, groups=16),
+        ((4, 16, 24, 24), (16, 1, 3, 3), (16,)),
+        gradient=NO_WORSE,
+    ),
+    "conv3d": Case(
+        "conv3d",
+        lambda a, w, b: F.conv3d(a, w, b, padding=1),
+        ((2, 4, 10, 12, 12), (8, 4, 3, 3, 3), (8,)),
+        gradient=NO_WORSE,
+    ),
+    "conv_transpose1d": Case(
+        "conv_transpose1d",
+        lambda a, w, b: F.conv_transpose1d(a, w, b, stride=2, padding=1),
+        ((8, 8, 100), (8, 16, 4), (16,)),
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "conv_transpose2d": Case(
+        "conv_transpose2d",
+        lambda a, w, b: F.conv_transpose2d(a, w, b, stride=2, padding=1, output_padding=1),
+        ((4, 8, 12, 12), (8, 16, 3, 3), (16,)),
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "conv_transpose2d grouped, dilated": Case(
+        "conv_transpose2d",
+        lambda a, w: F.conv_transpose2d(a, w, padding=1, groups=4, dilation=2),
+        ((4, 8, 24, 24), (8, 4, 3, 3)),
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "conv_transpose3d": Case(
+        "conv_transpose3d",
+        lambda a, w, b: F.conv_transpose3d(a, w, b, padding=1),
+        ((2, 8, 8, 12, 12), (8, 8, 3, 3, 3), (8,)),
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "layer_norm": Case(
+        "layer_norm",
+        lambda a, w, b: F.layer_norm(a, (128,), w, b),
+        ((160, 128), (128,), (128,)),
+        parameters=(1, 2),
+        gradient=NO_WORSE,
+    ),
+    "layer_norm without parameters": Case(
+        "layer_norm", lambda a: F.layer_norm(a, (128,)), ((160, 128),), gradient=NO_WORSE
+    ),
+    "batch_norm in training": Case(
+        "batch_norm",
+        lambda a, w, b: (
+            F.batch_norm(a, torch.zeros(16), torch.ones(16), w, b, training=True, momentum=0.1)
+            if a.dtype is not FP64
+            else F.batch_norm(a, None, None, w, b, training=True)
+        ),
+        ((8, 16, 13, 13), (16,), (16,)),
+        parameters=(1, 2),
+        gradient=NO_WORSE,
+    ),
+    "batch_norm in evaluation": Case(
+        "batch_norm",
+        lambda a, w, b: F.batch_norm(
+            a,
+            torch.linspace(-1, 1, 16).to(FP64 if a.dtype is FP64 else FP32),
+            torch.linspace(0.5, 2, 16).to(FP64 if a.dtype is FP64 else FP32),
+            w,
+            b,
+        ),
+        ((8, 16, 13, 13), (16,), (16,)),
+        parameters=(1, 2),
+        gradient=NO_WORSE,
+    ),
+    "group_norm": Case(
+        "group_norm",
+        lambda a, w, b: F.group_norm(a, 4, w, b),
+        ((8, 16, 13, 13), (16,), (16,)),
+        parameters=(1, 2),
+        gradient=NO_WORSE,
+    ),
+    "instance_norm": Case(
+        "instance_norm",
+        lambda a, w, b: F.instance_norm(a, weight=w, bias=b),
+        ((8, 16, 13, 13), (16,), (16,)),
+        parameters=(1, 2),
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "rms_norm": Case(
+        "rms_norm",
+        lambda a, w: F.rms_norm(a, (128,), w),
+        ((160, 128), (128,)),
+    ),
+    "relu": Case("relu", lambda a: F.relu(a), ((160, 128),)),
+    "gelu": Case("gelu", lambda a: F.gelu(a), ((160, 128),)),
+    "gelu tanh": Case("gelu", lambda a: F.gelu(a, approximate="tanh"), ((160, 128),)),
+    "silu": Case("silu", lambda a: F.silu(a), ((160, 128),)),
+    "tanh": Case("tanh", lambda a: torch.tanh(a), ((160, 128),)),
+    "sigmoid": Case("sigmoid", lambda a: torch.sigmoid(a), ((160, 128),), gradient=NO_WORSE),
+    "leaky_relu": Case("leaky_relu", lambda a: F.leaky_relu(a, 0.1), ((160, 128),)),
+    "softplus": Case("softplus", lambda a: F.softplus(a), ((160, 128),)),
+    "elu": Case("elu", lambda a: F.elu(a), ((160, 128),)),
+    "hardswish": Case("hardswish", lambda a: F.hardswish(a), ((160, 128),)),
+    "mish": Case("mish", lambda a: F.mish(a), ((160, 128),)),
+    "softmax": Case("softmax", lambda a: F.softmax(a, -1), ((160, 128),)),
+    "log_softmax": Case(
+        "log_softmax",
+        lambda a: F.log_softmax(a, -1),
+        ((160, 128),),
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "exp": Case("exp", lambda a: torch.exp(a), ((160, 128),)),
+    "mul": Case("mul", lambda a, b: a * b, ((160, 128), (160, 128))),
+    "mul broadcast": Case("mul", lambda a, b: a * b, ((160, 128), (128,)), gradient=NO_WORSE),
+    "sdpa": Case(
+        "scaled_dot_product_attention",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v),
+        HEADS,
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "sdpa causal": Case(
+        "scaled_dot_product_attention",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, is_causal=True),
+        HEADS,
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "sdpa float mask": Case(
+        "scaled_dot_product_attention",
+        lambda q, k, v: F.scaled_dot_product_attention(
+            q, k, v, x(48, 48, dtype=BF16, seed=9).to(q.dtype)
+        ),
+        HEADS,
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+    "sdpa bool mask": Case(
+        "scaled_dot_product_attention",
+        lambda q, k, v: F.scaled_dot_product_attention(q, k, v, CAUSAL),
+        HEADS,
+        output=NO_WORSE,
+        gradient=NO_WORSE,
+    ),
+}
+
+
+def results(
+    function: Function, inputs: Sequence[Tensor], incoming: Tensor | None = None
+) -> tuple[Tensor, list[Tensor]]:
+    """Returns the output, and the gradients of ``inputs`` for the gradient ``incoming``."""
+    with hmpx.disable_casts():  # lists may hold any op
+        leaves = [t.detach().clone().requires_grad_() for t in inputs]
+    output = function(*leaves)
+    with hmpx.disable_casts():
+        incoming = x(*output.shape, seed=99) if incoming is None else incoming
+        incoming = incoming.to(output.dtype)
+    found = torch.autograd.grad(output, leaves, incoming)
+    return output.detach(), list(found)
+
+
+def share_equal(a: Sequence[Tensor], b: Sequence[Tensor]) -> float:
+    """Returns the share of elements that are equal bit for bit."""
+    distances = torch.cat([ulp_distance(p, q).flatten() for p, q in zip(a, b, strict=True)])
+    return float((distances == 0).double().mean())
+
+
+def errors(actual: Sequence[Tensor], exact: Sequence[Tensor]) -> Tensor:
+    """Returns how far each element is from the exact one: [n] float64."""
+    pairs = zip(actual, exact, strict=True)
+    return torch.cat([(a.double() - e.double()).abs().flatten() for a, e in pairs])
+
+
+def are_equal(
+    actual: Sequence[Tensor], expected: Sequence[Tensor], exact: Sequence[Tensor] | None = None
+) -> None:
+    """Nearly all elements are equal, and the others neighbours, or as near to ``exact``."""
+    dtype = actual[0].dtype
+    if not any(a.numel() for a in actual):
+        return
+    assert share_equal(actual, expected) >= LEAST_EQUAL[dtype]
+    scale = max(e.double().abs().max() for e in expected if e.numel())
+    for a, e in zip(actual, expected, strict=True):
+        is_apart = ulp_distance(a, e) > 1  # sums near zero
+        apart = (a.double() - e.double()).abs()[is_apart]
+        assert not apart.numel() or apart.max() <= scale * 2**-18
+    if exact is not None:
+        assert errors(actual, exact).mean() <= 1.001 * errors(expected, exact).mean()
+
+
+def compared(
+    case: Case, dtype: torch.dtype
+) -> Iterator[tuple[str, str, list[Tensor], list[Tensor], list[Tensor]]]:
+    """Yields what is compared, and how: legalized, native and exact tensors."""
+    inputs = [
+        x(*shape, dtype=dtype, seed=i).to(FP32 if i in case.parameters else dtype)
+        for i, shape in enumerate(case.shapes)
+    ]
+    shape = case.function(*inputs).shape
+    incoming = x(*shape, dtype=dtype, seed=99)
+    native = results(case.function, inputs, incoming)
+    exact = results(case.function, [t.double() for t in inputs], incoming)
+    with low(case.op, dtype=dtype):
+        legalized = results(case.function, inputs, incoming)
+    for i, (actual, expected) in enumerate(zip(legalized[1], native[1], strict=True)):
+        assert actual.dtype is expected.dtype is (FP32 if i in case.parameters else dtype)
+    yield "output", case.output, [legalized[0]], [native[0]], [exact[0]]
+    yield "gradient", case.gradient, legalized[1], native[1], exact[1]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", CASES)
+def test_it_equals_low_precision_kernels_or_is_more_accurate(name: str, dtype: torch.dtype) -> None:
+    """In output and gradients: the same numbers, or nearer to float64 where torch rounds midway."""
+    for what, criterion, legalized, native, exact in compared(CASES[name], dtype):
+        if criterion == EQUAL:
+            are_equal(legalized, native, exact)
+        else:
+            ours, theirs = errors(legalized, exact), errors(native, exact)
+            # But for the order of fp32 sums.
+            assert ours.mean() <= 1.001 * theirs.mean(), what
+            assert ours.max() <= 1.001 * theirs.max(), what
+
+
+@pytest.mark.parametrize("legalize", ["always", "never"])
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+@pytest.mark.parametrize("norm", ["batch_norm", "instance_norm"])
+@pytest.mark.parametrize("is_training", [True, False])
+def test_running_statistics_are_updated(
+    norm: str, dtype: torch.dtype, legalize: str, is_training: bool
+) -> None:
+    """In training and evaluation, with and without gradients, whatever dtype the buffers have."""
+    kind = {"batch_norm": nn.BatchNorm1d, "instance_norm": nn.InstanceNorm1d}[norm]
+    module = kind(8, affine=True, track_running_stats=True).to(dtype).train(is_training)
+    expected = copy.deepcopy(module)
+    data = x(16, 8, 12, dtype=BF16) + 3
+    expected(data.to(dtype))
+    with low(norm, legalize=legalize):
+        module(data)
+        with torch.no_grad():
+            copy.deepcopy(module)(data)
+            no_grad = copy.deepcopy(module)
+            no_grad.reset_running_stats()
+            no_grad(data)
+    rtol = 1e-5 if dtype is FP32 else 2 * torch.finfo(BF16).eps
+    for each in (module, no_grad):
+        torch.testing.assert_close(each.running_mean, expected.running_mean, rtol=rtol, atol=1e-6)
+        torch.testing.assert_close(each.running_var, expected.running_var, rtol=rtol, atol=0)
+
+
+# --- where it rounds ------------------------------------------------------------------------------
+
+
+def lstm(a: Tensor, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    state = torch.zeros(1, a.shape[1], r.shape[1], dtype=a.dtype)
+    return torch._VF.lstm(a, [state, state], [w, r, b, c], True, 1, 0.0, True, False, False)[0]
+
+
+def gru(a: Tensor, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    state = torch.zeros(1, a.shape[1], r.shape[1], dtype=a.dtype)
+    return torch._VF.gru(a, state, [w, r, b, c], True, 1, 0.0, True, False, False)[0]
+
+
+def attention(*tensors: Tensor) -> Tensor:
+    q, k, v, w, b, o, p = tensors
+    return F.multi_head_attention_forward(
+        q, k, v, 16, 2, w, b, None, None, False, 0.0, o, p, need_weights=False
+    )[0]
+
+
+COMPOSED_CASES = {
+    **CASES,
+    "einsum": Case(
+        "einsum",
+        lambda a, b: torch.einsum("bij,bjk->bik", a, b),
+        ((3, 8, 9), (3, 9, 7)),
+    ),
+    "einsum of three": Case(
+        "einsum", lambda a, b, c: torch.einsum("ij,jk,kl->il", a, b, c), ((8, 9), (9, 7), (7, 5))
+    ),
+    "tensordot": Case(
+        "tensordot", lambda a, b: torch.tensordot(a, b, dims=2), ((6, 8, 9), (8, 9, 7))
+    ),
+    "lstm": Case("lstm", lstm, ((5, 4, 8), (24, 8), (24, 6), (24,), (24,))),
+    "gru": Case("gru", gru, ((5, 4, 8), (18, 8), (18, 6), (18,), (18,))),
+    "multi_head_attention_forward": Case(
+        "multi_head_attention_forward",
+        attention,
+        (*((5, 3, 16),) * 3, (48, 16), (48,), (16, 16), (16,)),
+    ),
+}
+
+#: Their inputs are laid out anew for fp32's product, which may add up in another order.
+RELAID = {"matmul transposed 3-D", "matmul permuted"}
+
+
+#: They return more than one tensor; what autograd keeps of these, it keeps in fp32.
+SEVERAL_OUTPUTS = {"lstm", "gru"}
+
+
+def composed(
+    function: Function,
+    dtype: torch.dtype,
+    parameters: Sequence[int] = (),
+    *,
+    rounds_kept_output: bool = True,
+) -> Function:
+    """Returns ``function`` on inputs cast to ``dtype`` and back, its output cast too.
+
+    An output that autograd keeps is kept as it was rounded, as low-precision kernels do.
+    """
+
+    def composition(*tensors: Tensor) -> Tensor:
+        wide: list[Tensor] = []
+
+        def unpack(kept: Tensor) -> Tensor:
+            is_output = rounds_kept_output and kept.data_ptr() == wide[0].data_ptr()
+            return kept.to(dtype).float() if is_output else kept
+
+        inputs = [t if i in parameters else t.to(dtype).float() for i, t in enumerate(tensors)]
+        with saved_tensors_hooks(lambda t: t, unpack):
+            wide.append(function(*inputs))
+        return wide[0].to(dtype)
+
+    return composition
+
+
+def is_representable(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("name", COMPOSED_CASES)
+def test_it_is_the_composition_of_casts(name: str, dtype: torch.dtype) -> None:
+    """Bit for bit, whether leaves are fp32 or low: each gradient is rounded, and has its leaf's dtype."""
+    case = COMPOSED_CASES[name]
+    for leaf_dtype in (FP32, dtype):
+        inputs = [
+            x(*shape, seed=i).to(FP32 if i in case.parameters else leaf_dtype)
+            for i, shape in enumerate(case.shapes)
+        ]
+        composition = composed(
+            case.function,
+            dtype,
+            case.parameters,
+            rounds_kept_output=name not in SEVERAL_OUTPUTS,
+        )
+        expected = results(composition, inputs)
+        with low(case.op, dtype=dtype):
+            actual = results(case.function, inputs)
+        assert actual[0].dtype is dtype
+        for i, gradient in enumerate(actual[1]):
+            assert gradient.dtype is inputs[i].dtype
+            assert i in case.parameters or is_representable(gradient, dtype)
+        if name in RELAID:
+            are_equal([actual[0]], [expected[0]])
+            are_equal([t.to(dtype) for t in actual[1]], [t.to(dtype) for t in expected[1]])
+        else:
+            same(actual, expected)
+
+
+@pytest.mark.parametrize("name", COMPOSED_CASES)
+def test_fp32_inputs_are_rounded_first(name: str) -> None:
+    """With and without gradients: what is given unrounded gives what it gives rounded."""
+    case = COMPOSED_CASES[name]
+    inputs = [x(*shape, seed=i) for i, shape in enumerate(case.shapes)]
+    rounded = [t if i in case.parameters else t.to(BF16).float() for i, t in enumerate(inputs)]
+    with low(case.op):
+        same(results(case.function, inputs), results(case.function, rounded))
+        with torch.no_grad():
+            same(case.function(*inputs), case.function(*rounded))
+
+
+@pytest.mark.parametrize("name", COMPOSED_CASES)
+def test_inference_gives_what_training_does(name: str) -> None:
+    """The forward's numbers do not depend on whether a graph is recorded."""
+    case = COMPOSED_CASES[name]
+    inputs = [x(*shape, seed=i) for i, shape in enumerate(case.shapes)]
+    with low(case.op):
+        expected = results(case.function, inputs)[0]
+        with torch.no_grad():
+            are_equal([case.function(*inputs)], [expected])
+        with torch.inference_mode():
+            are_equal([case.function(*inputs)], [expected])
+        are_equal([case.function(*inputs)], [expected])  # nothing requires gradients
+
+
+@pytest.mark.parametrize("legalize", ["always", "never"])
+def test_memory_formats_are_those_of_torch(legalize: str) -> None:
+    """A channels_last image gives a channels_last one, in inference and in training."""
+    image = x(2, 8, 9, 9).to(memory_format=torch.channels_last)
+    weight = x(8, 8, 3, 3)
+    expected = F.conv2d(image.bfloat16(), weight.bfloat16()).stride()
+    with low("conv2d", legalize=legalize):
+        assert F.conv2d(image, weight).stride() == expected
+        assert F.conv2d(image, weight.requires_grad_()).stride() == expected
+
+
+VIEWS: dict[str, Function] = {
+    "atleast_2d": lambda t: torch.atleast_2d(t),
+    "broadcast_tensors": lambda t: torch.broadcast_tensors(t, t[None])[0],
+    "chunk": lambda t: torch.chunk(t, 2)[0],
+    "flatten": lambda t: torch.flatten(t),
+    "meshgrid": lambda t: torch.meshgrid(t, t, indexing="ij")[0],
+    "squeeze": lambda t: torch.squeeze(t),
+}
+
+
+@pytest.mark.parametrize("legalize", ["always", "never"])
+@pytest.mark.parametrize("op", VIEWS)
+def test_views_of_low_precision_tensors_stay_views(op: str, legalize: str) -> None:
+    """There is nothing to compute; a copy would lose what is written through it."""
+    tensor = x(4, dtype=BF16)
+    with low(op, legalize=legalize):
+        view = VIEWS[op](tensor)
+    assert view.untyped_storage().data_ptr() == tensor.untyped_storage().data_ptr()
+
+
+# --- what is kept for the backward ----------------------------------------------------------------
+
+STATISTICS = {  # op -> most fp32 elements kept beside the parameters
+    "layer_norm": 2 * 160,
+    "batch_norm": 2 * 16 + 2 * 16,
+    "group_norm": 2 * 8 * 4,
+    "instance_norm": 4 * 8 * 16,
+    "rms_norm": 2 * 160 + 160 * 128,  # torch makes it of several ops, in fp32 natively too
+    "scaled_dot_product_attention": 4 * 4 * 48 + 48 * 48,  # a boolean mask is made a float one
+}
+
+
+@contextlib.contextmanager
+def seen_by_hooks() -> Iterator[list[Tensor]]:
+    """Yields the list of tensors that outer hooks are given to keep."""
+    found: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        found.append(tensor)
+        return tensor
+
+    with saved_tensors_hooks(pack, lambda tensor: tensor):
+        yield found
+
+
+def bytes_besides(parameters: Sequence[Tensor], kept: Sequence[Tensor]) -> int:
+    """Returns the size of the storages of ``kept``, each once, without those of ``parameters``."""
+    known = {t.untyped_storage().data_ptr() for t in parameters}
+    sizes = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in kept}
+    return sum(size for pointer, size in sizes.items() if pointer not in known)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_kept_is_in_low_precision(name: str) -> None:
+    """Only parameters, and the statistics of norms and attention, are kept in fp32."""
+    case = CASES[name]
+    inputs: list[Tensor] = [
+        (nn.Parameter if i else Tensor.requires_grad_)(x(*shape, seed=i))
+        for i, shape in enumerate(case.shapes)
+    ]
+    with low(case.op), seen_by_hooks() as kept:
+        case.function(*inputs)
+    parameters = {t.data_ptr() for t in inputs[1:]}
+    others = [t for t in kept if t.dtype is FP32 and t.data_ptr() not in parameters]
+    assert sum(t.numel() for t in others) <= STATISTICS.get(case.op, 0), [t.shape for t in others]
+
+
+def test_a_norm_of_which_only_the_parameters_learn_keeps_its_input_in_low_precision() -> None:
+    """Though no low-precision tensor requires a gradient."""
+    weight = nn.Parameter(torch.ones(64))
+    with low("layer_norm"), seen_by_hooks() as kept:
+        F.layer_norm(x(32, 64), (64,), weight)
+    assert [t.shape for t in kept if t.dtype is FP32 and t.numel() > 64] == []
+
+
+def mlp() -> nn.Module:
+    torch.manual_seed(0)
+    layers = [layer for _ in range(6) for layer in (nn.Linear(64, 64), nn.ReLU())]
+    return nn.Sequential(*layers)
+
+
+def conv_net() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(
+        nn.Conv2d(3, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+        nn.ReLU(),
+        nn.Conv2d(8, 8, 3, padding=1),
+    )
+
+
+MODELS = {"mlp": (mlp, (512, 64)), "conv net": (conv_net, (4, 3, 32, 32))}
+
+
+@pytest.mark.parametrize("legalize", ["auto", "always"])
+@pytest.mark.parametrize("model", MODELS)
+def test_activations_take_half_the_memory(model: str, legalize: str) -> None:
+    """What is kept besides the parameters is at most 0.6 times what fp32 keeps."""
+    factory, shape = MODELS[model]
+    module = factory()
+    with seen_by_hooks() as kept_fp32:
+        module(x(*shape))
+    with hmpx.convert(legalize=legalize), seen_by_hooks() as kept:
+        module(x(*shape))
+    parameters = list(module.parameters())
+    assert bytes_besides(parameters, kept) <= 0.6 * bytes_besides(parameters, kept_fp32)
+
+
+@contextlib.contextmanager
+def no_collection() -> Iterator[None]:
+    gc.collect()
+    gc.disable()
+    try:
+        yield
+    finally:
+        gc.enable()
+
+
+@pytest.mark.parametrize("has_backward", [True, False])
+@pytest.mark.parametrize(
+    "name", ["linear", "matmul permuted", "conv2d", "layer_norm", "tanh", "softmax", "sdpa", "mul"]
+)
+def test_what_is_kept_is_freed_without_garbage_collection(name: str, has_backward: bool) -> None:
+    """By the backward, or with the output: nothing refers to itself."""
+    case = CASES[name]
+    with low(case.op), no_collection():
+        leaves = [x(*shape, seed=i).requires_grad_() for i, shape in enumerate(case.shapes)]
+        inputs = [leaf.bfloat16() for leaf in leaves]
+        storages = [torch._C.StorageBase._weak_ref(t.untyped_storage()) for t in inputs]
+        output = case.function(*inputs)
+        storages.append(torch._C.StorageBase._weak_ref(output.untyped_storage()))
+        node = weakref.ref(output)
+        del inputs
+        if has_backward:
+            output.float().sum().backward()
+        del output
+        expired = [torch.UntypedStorage._expired(reference) for reference in storages]
+    assert node() is None
+    assert all(expired)
+    for reference in storages:
+        torch.UntypedStorage._free_weak_ref(reference)
+
+
+# --- writing in between ---------------------------------------------------------------------------
+
+MODIFIED: dict[str, tuple[tuple[str, ...], Function, str]] = {
+    "low-precision input of mm": (("mm",), lambda a, w: torch.mm(a, w), "input"),
+    "low-precision input of linear": (("linear",), lambda a, w: F.linear(a, w), "input"),
+    "low-precision view": (("matmul",), lambda a, w: a.t() @ w, "input"),
+    "low-precision input of conv": (
+        ("conv1d",),
+        lambda a, w: F.conv1d(a[None], w[:, :, None]),
+        "input",
+    ),
+    "low-precision input of silu": (("silu",), lambda a, w: F.silu(a), "input"),
+    "fp32 parameter of mm": (("mm",), lambda a, w: torch.mm(a, w), "parameter"),
+    "fp32 parameter of linear": (("linear",), lambda a, w: F.linear(a, w), "parameter"),
+    "fp32 parameter of a norm": (
+        ("layer_norm",),
+        lambda a, w: F.layer_norm(a, w.shape, w),
+        "parameter",
+    ),
+    "output of tanh": (("tanh",), lambda a, w: torch.tanh(a), "output"),
+    "output of sigmoid": (("sigmoid",), lambda a, w: torch.sigmoid(a), "output"),
+    "output of exp": (("exp",), lambda a, w: torch.exp(a), "output"),
+    "output of relu": (("relu",), lambda a, w: F.relu(a), "output"),
+    "output of softmax": (("softmax",), lambda a, w: F.softmax(a, -1), "output"),
+    "output of log_softmax": (("log_softmax",), lambda a, w: F.log_softmax(a, -1), "output"),
+    "output of sdpa": (
+        ("scaled_dot_product_attention",),
+        lambda a, w: F.scaled_dot_product_attention(a[None, None], a[None, None], a[None, None]),
+        "output",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", MODIFIED)
+def test_writing_to_what_is_kept_is_an_error(name: str) -> None:
+    """With torch's own words, in the backward; nothing is computed from what was written meanwhile."""
+    ops, function, written = MODIFIED[name]
+    leaf = x(8, 8).requires_grad_()
+    weight = nn.Parameter(x(8, 8, seed=1))
+    with low(*ops):
+        low_input = leaf.bfloat16()
+        output = function(low_input, weight)
+        target = {"input": low_input, "parameter": weight, "output": output}[written]
+        with torch.no_grad():
+            target.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            output.sum().backward()
+
+
+def test_writing_to_what_is_not_kept_is_none() -> None:
+    """A weight of which the input needs no gradient, and the output of a product."""
+    leaf = x(8, 8, dtype=BF16)
+    weight = x(8, 8, dtype=BF16, seed=1).requires_grad_()
+    with low("mm"):
+        output = torch.mm(leaf, weight)
+        with torch.no_grad():
+            weight.add_(1)  # the gradient of `leaf` is not asked for
+        output.add_(1)
+        output.sum().backward()
+    same(weight.grad, (leaf.float().t() @ torch.ones(8, 8)).bfloat16())
+
+
+# --- what it composes with ------------------------------------------------------------------------
+
+
+#: torch does, the first time that it needs some derivative.
+scripts_decompositions = pytest.mark.filterwarnings(
+    "ignore:`torch.jit.script` is deprecated:DeprecationWarning"
+)
+
+
+def net(a: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    return torch.tanh(F.linear(a, w)) @ v
+
+
+NET_OPS = ("linear", "tanh", "matmul")
+
+
+def net_inputs(dtype: torch.dtype = FP32) -> list[Tensor]:
+    return [x(6, 16, seed=0).to(dtype), x(12, 16, seed=1).to(dtype), x(12, 5, seed=2).to(dtype)]
+
+
+def composed_net(a: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    linear = composed(lambda p, q: F.linear(p, q), BF16)
+    matmul = composed(lambda p, q: p @ q, BF16)
+    return matmul(composed(lambda p: torch.tanh(p), BF16)(linear(a, w)), v)
+
+
+def plainly_composed_net(a: Tensor, w: Tensor, v: Tensor) -> Tensor:
+    """As `composed_net`, without hooks, for what does not take them."""
+    h = F.linear(a.bfloat16().float(), w.bfloat16().float()).bfloat16().float()
+    return (torch.tanh(h).bfloat16().float() @ v.bfloat16().float()).bfloat16()
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_save_on_cpu(dtype: torch.dtype) -> None:
+    """It changes nothing."""
+    expected = results(composed_net, net_inputs(dtype))
+    with low(*NET_OPS), save_on_cpu():
+        same(results(net, net_inputs(dtype)), expected)
+
+
+@pytest.mark.parametrize(
+    "name", ["matmul transposed", "matmul permuted", "matmul sliced", "linear", "conv2d", "sdpa"]
+)
+def test_outer_hooks_may_lay_tensors_out_anew(name: str) -> None:
+    """As `save_on_cpu` with pinned memory does: what they give back has the values, not the strides."""
+    case = CASES[name]
+    inputs = [x(*shape, dtype=BF16, seed=i) for i, shape in enumerate(case.shapes)]
+
+    def pack(tensor: Tensor) -> Tensor:
+        return torch.empty(tensor.shape, dtype=tensor.dtype).copy_(tensor)
+
+    with low(case.op):
+        expected = results(case.function, inputs)
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            same(results(case.function, inputs), expected)
+
+
+def test_outer_hooks_pack_as_often_as_they_unpack() -> None:
+    """And see low-precision tensors and the parameters only."""
+    packed: list[Tensor] = []
+    unpacked: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> int:
+        packed.append(tensor)
+        return len(packed) - 1
+
+    def unpack(index: int) -> Tensor:
+        unpacked.append(packed[index])
+        return packed[index]
+
+    with low(*NET_OPS):
+        a, w, v = [t.requires_grad_() for t in net_inputs()]
+        with saved_tensors_hooks(pack, unpack):
+            output = net(a, w, v)
+        assert {t.dtype for t in packed} == {BF16}
+        assert not any(t.requires_grad for t in packed)
+        output.sum().backward()
+    assert len(unpacked) == len(packed) > 0
+
+
+def test_disabled_hooks() -> None:
+    """Where hooks are forbidden, ops are computed all the same, as their plain composition."""
+    expected = results(plainly_composed_net, net_inputs())
+    with low(*NET_OPS), disable_saved_tensors_hooks("none here"):
+        actual = results(net, net_inputs())
+    same(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["linear", "conv2d", "tanh", "softmax", "sdpa", "layer_norm"])
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_checkpoints(name: str, use_reentrant: bool) -> None:
+    """Gradients are those without, and the forward keeps nothing but its inputs."""
+    case = CASES[name]
+    inputs = [x(*shape, seed=i) for i, shape in enumerate(case.shapes)]
+    with low(case.op):
+        expected = results(case.function, inputs)
+
+        def function(*tensors: Tensor) -> Tensor:
+            return checkpoint(case.function, *tensors, use_reentrant=use_reentrant)
+
+        leaves = [t.clone().requires_grad_() for t in inputs]
+        with seen_by_hooks() as kept:
+            output = function(*leaves)
+        known = {t.data_ptr() for t in leaves}
+        assert {t.data_ptr() for t in kept} <= known
+        output.backward(x(*output.shape, seed=99).to(output.dtype))
+    same((output.detach(), [t.grad for t in leaves]), expected)
+
+
+@pytest.mark.parametrize("dtype", [FP32, BF16])
+def test_double_backward(dtype: torch.dtype) -> None:
+    """Second-order gradients are those of the composition."""
+
+    def second(function: Function) -> list[Tensor]:
+        leaves = [t.requires_grad_() for t in net_inputs(dtype)]
+        loss = function(*leaves).float().pow(2).sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        penalty = sum(g.float().pow(2).sum() for g in first)
+        return [*first, *torch.autograd.grad(penalty, leaves)]
+
+    linear = composed(lambda p, q: F.linear(p, q), BF16)
+    matmul = composed(lambda p, q: p @ q, BF16)
+    expected = second(lambda a, w, v: matmul(linear(a, w), v))
+    with low("linear", "matmul"):
+        actual = second(lambda a, w, v: F.linear(a, w) @ v)
+    same(actual, expected)
+
+
+@pytest.mark.parametrize("name", ["tanh", "softmax", "layer_norm", "silu", "gelu", "exp"])
+def test_second_order_gradients_are_near_to_exact_ones(name: str) -> None:
+    """Of ops that keep their output too."""
+    case = CASES[name]
+    inputs = [x(*shape, dtype=BF16, seed=i) for i, shape in enumerate(case.shapes)]
+
+    def second(tensors: Sequence[Tensor]) -> Tensor:
+        leaves = [t.detach().clone().requires_grad_() for t in tensors]
+        output = case.function(*leaves)
+        first = torch.autograd.grad(
+            output, leaves[0], x(*output.shape, seed=9).to(output.dtype), create_graph=True
+        )[0]
+        return torch.autograd.grad(first.float().pow(2).sum(), leaves[0])[0]
+
+    exact = second([t.double() for t in inputs])
+    with low(case.op):
+        actual = second(inputs)
+    assert actual.dtype is BF16
+    # Each of the two backwards rounds: some units in the last place of the greatest element.
+    assert (actual.double() - exact).abs().max() <= 8 * torch.finfo(BF16).eps * exact.abs().max()
+
+
+@scripts_decompositions
+def test_func_transforms() -> None:
+    """torch.func's grad, vmap, jvp and their mixtures give what they give of the composition."""
+    a, w, v = net_inputs()
+    batch = x(3, 6, 16, seed=5)
+
+    def loss_of(function: Function) -> Function:
+        return lambda a, w, v: function(a, w, v).float().pow(2).sum()
+
+    def transformed(function: Function) -> list[Any]:
+        return [
+            grad(loss_of(function), argnums=(0, 1, 2))(a, w, v),
+            vmap(function, in_dims=(0, None, None))(batch, w, v),
+            vmap(grad(loss_of(function), argnums=(0, 1)), in_dims=(0, None, None))(batch, w, v),
+            jvp(function, (a, w, v), (a, w, v)),
+            grad(lambda a: grad(loss_of(function))(a, w, v).pow(2).sum())(a),
+        ]
+
+    expected = transformed(plainly_composed_net)
+    with low(*NET_OPS):
+        actual = transformed(net)
+    same(actual, expected)
+
+
+def test_functional_call_with_grad() -> None:
+    """Parameters that are given by name."""
+    module = nn.Linear(16, 4)
+    parameters = {name: p.detach() for name, p in module.named_parameters()}
+    data = x(5, 16)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(module, parameters, (data,)).float().sum()
+
+    def expected_loss(parameters: dict[str, Tensor]) -> Tensor:
+        values = [t.bfloat16().float() for t in (data, parameters["weight"], parameters["bias"])]
+        return F.linear(*values).bfloat16().float().sum()
+
+    with low("linear"):
+        actual = grad(loss)(parameters)
+    same(actual, grad(expected_loss)(parameters))
+
+
+@scripts_decompositions
+@pytest.mark.parametrize("which", ["input", "weight"])
+@pytest.mark.parametrize("requires_grad", [False, True])
+@pytest.mark.parametrize("form", ["linear", "mm", "addmm", "mul"])
+def test_forward_mode_differentiation(form: str, requires_grad: bool, which: str) -> None:
+    """Dual tensors outside of torch.func, small and as large as products by blocks take."""
+    function = {
+        "linear": lambda a, w: F.linear(a, w),
+        "mm": lambda a, w: torch.mm(a, w),
+        "addmm": lambda a, w: torch.addmm(a, a, w),
+        "mul": lambda a, w: a * w[: a.shape[0]],
+    }[form]
+    a, w = x(4, 256, dtype=BF16), x(256, 256, dtype=BF16, seed=1)
+    tangents = (x(4, 256, dtype=BF16, seed=2), None)
+    if which == "weight":
+        tangents = (None, x(256, 256, dtype=BF16, seed=2))
+    values = (a, w)
+
+    def tangent(call: Function) -> Tensor:
+        with fwAD.dual_level():
+            duals = [
+                value.detach().clone().requires_grad_(requires_grad)
+                if t is None
+                else fwAD.make_dual(value.detach().clone().requires_grad_(requires_grad), t)
+                for value, t in zip(values, tangents, strict=True)
+            ]
+            return fwAD.unpack_dual(call(*duals)).tangent.detach()
+
+    expected = tangent(lambda a, w: function(a.float(), w.float()).bfloat16())
+    with low("linear", "mm", "addmm", "mul"):
+        actual = tangent(function)
+    are_equal([actual], [expected])
+
+
+def test_gradients_accumulate_over_two_backwards() -> None:
+    """With ``retain_graph``: what is kept can be raised again."""
+    leaves = [t.requires_grad_() for t in net_inputs()]
+    once = results(composed_net, net_inputs(), torch.ones(6, 5))[1]
+    with low(*NET_OPS):
+        loss = net(*leaves).float().sum()
+        loss.backward(retain_graph=True)
+        loss.backward()
+    same([t.grad for t in leaves], [2 * g for g in once])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("layout", ["plain", "transposed", "sliced rows", "sliced columns"])
+@pytest.mark.parametrize("rows", [1, 2, 3, 16, 300, 600])
+def test_products_by_blocks(rows: int, layout: str, dtype: torch.dtype) -> None:
+    """In inference: any number of rows, weights as they lie, every op that multiplies by weights."""
+    n, k = 160, 128
+    weight = {
+        "plain": lambda: x(n, k, seed=1),
+        "transposed": lambda: x(k, n, seed=1).t(),
+        "sliced rows": lambda: x(2 * n, k, seed=1)[::2],
+        "sliced columns": lambda: x(n, 2 * k + 1, seed=1)[:, 1::2],
+    }[layout]()
+    bias, data = x(n, seed=2), x(rows, k)
+    calls: dict[str, Function] = {
+        "linear": lambda a, w, b: F.linear(a, w),
+        "linear with bias": lambda a, w, b: F.linear(a, w, b),
+        "linear 3-D": lambda a, w, b: F.linear(a[None], w, b),
+        "linear, odd rows": lambda a, w, b: F.linear(a.t().contiguous().t(), w, b),
+        "matmul": lambda a, w, b: torch.matmul(a, w.t()),
+        "matmul 4-D": lambda a, w, b: a[None, None] @ w.t(),
+        "mm": lambda a, w, b: torch.mm(a, w.t()),
+        "addmm": lambda a, w, b: torch.addmm(b, a, w.t()),
+        "addmm of one": lambda a, w, b: torch.addmm(b[:1], a, w.t()),
+        "addmm, beta": lambda a, w, b: torch.addmm(b, a, w.t(), beta=0.5),
+    }
+    actual, expected = [], []
+    with torch.no_grad():
+        for call in calls.values():
+            wide = [t.to(dtype).float() for t in (data, weight, bias)]
+            expected.append(call(*wide).to(dtype))
+        with low("linear", "matmul", "mm", "addmm", dtype=dtype):
+            actual = [call(data, weight, bias) for call in calls.values()]
+    for a, e in zip(actual, expected, strict=True):
+        assert (a.shape, a.dtype, a.is_contiguous()) == (e.shape, dtype, True)
+    are_equal(actual, expected)
+
+
+@pytest.mark.parametrize("rows", [1, 5])
+@pytest.mark.parametrize("is_transposed", [False, True])
+def test_products_of_several_blocks(rows: int, is_transposed: bool) -> None:
+    """With more weights than a block holds, and a last block that is not full."""
+    n, k = 2500, 1024
+    assert n * k * 4 > 8 << 20
+    weight = (x(k, n, seed=1).t() if is_transposed else x(n, k, seed=1)).bfloat16()
+    data, bias = x(rows, k, dtype=BF16), x(n, dtype=BF16, seed=2)
+    expected = F.linear(data.float(), weight.float(), bias.float()).bfloat16()
+    with low("linear", "mm"), torch.inference_mode():
+        are_equal([F.linear(data, weight, bias)], [expected])
+        product = torch.mm(data, weight.t())
+    are_equal([product], [(data.float() @ weight.float().t()).bfloat16()])
+
+
+@pytest.mark.parametrize(
+    "shapes", [((0, 200), (200, 200)), ((4, 0), (200, 0)), ((4, 200), (0, 200)), ((1, 1), (1, 1))]
+)
+@pytest.mark.parametrize("requires_grad", [True, False])
+def test_empty_tensors(
+    shapes: tuple[tuple[int, int], tuple[int, int]], requires_grad: bool
+) -> None:
+    """No rows, no features, no outputs."""
+    a, w = [x(*shape).requires_grad_(requires_grad) for shape in shapes]
+    with low("linear", "matmul", "tanh"):
+        outputs = [F.linear(a, w), a @ w.t(), torch.tanh(a)]
+        if requires_grad:
+            sum(output.float().sum() for output in outputs).backward()
+    expected = [(a.bfloat16().float() @ w.t().bfloat16().float()).bfloat16()] * 2
+    same([o.detach() for o in outputs[:2]], [e.detach() for e in expected])
+    assert outputs[2].shape == a.shape
+    assert not requires_grad or a.grad.shape == a.shape
+
+
+def test_scalars() -> None:
+    """0-dim tensors."""
+    a, b = torch.tensor(1.001, requires_grad=True), torch.tensor(3.0, dtype=BF16)
+    with low("mul", "tanh", "matmul"):
+        product = a * b
+        same(product, torch.tensor(3.0, dtype=BF16, requires_grad=True))
+        same(torch.tanh(b), torch.tanh(b.float()).bfloat16())
+        product.backward()
+        with pytest.raises(RuntimeError, match="at least 1D"):
+            torch.matmul(a, b)
+    same(a.grad, torch.tensor(3.0))
+
+
+@pytest.mark.parametrize("legalize", ["always", "fast"])
+@pytest.mark.parametrize("dtype", [FP64, torch.complex64, torch.int64])
+def test_other_dtypes_are_left_alone(dtype: torch.dtype, legalize: str) -> None:
+    """float64, complex, integers, also beside fp32."""
+    a = (x(4, 4) * 9).to(dtype)
+    expected = a @ a, a * a
+    with low("matmul", "mul", legalize=legalize):
+        same((a @ a, a * a), expected)
+        if dtype is not torch.int64:
+            assert (a * x(4, 4)).dtype is dtype
+
+
+@pytest.mark.parametrize("legalize", ["always", "fast"])
+def test_written_tensors_and_asked_dtypes(legalize: str) -> None:
+    """``out=``, in-place calls and ``dtype=`` do what they do without."""
+    a, b = x(4, 4), x(4, 4, dtype=BF16, seed=1)
+    low_a = a.bfloat16()
+
+    def calls() -> list[Tensor]:
+        buffer, wide = torch.empty(4, 4, dtype=BF16), torch.empty(4, 4)
+        given = [
+            torch.mm(low_a, b, out=buffer).clone(),
+            torch.mm(a, b, out=wide).clone(),
+            a.clone().mul_(b),
+            low_a.clone().mul_(b),
+            F.relu(low_a.clone(), inplace=True),
+            low_a.clone().tanh_(),
+            a.clone().addmm_(b, b),
+            F.softmax(b, -1, dtype=FP32),
+            torch.softmax(b, -1, FP64),
+            torch.sum(b, 0, dtype=FP32),
+        ]
+        assert given[0].dtype is BF16
+        return given
+
+    ops = ("mm", "mul", "relu", "tanh", "addmm", "softmax", "sum")
+    with low(*ops, legalize="never"):
+        expected = calls()
+    with low(*ops, legalize=legalize):
+        same(calls(), expected)
+
+
+class Tagged(Tensor):
+    """A subclass as users make them."""
+
+
+class Logged(Tensor):
+    """Overrides what is done with torch's functions."""
+
+    called: list[str] = []  # noqa: RUF012  # a fresh one in each test
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        cls.called.append(getattr(func, "__name__", "?"))
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("kind", [Tagged, Logged])
+def test_subclasses(kind: type[Tensor]) -> None:
+    """The result is of the subclass, and that of the composition; gradients flow."""
+    expected = results(plainly_composed_net, net_inputs())
+    a, w, v = net_inputs()
+    leaf = a.clone().requires_grad_()
+    w, v = w.requires_grad_(), v.requires_grad_()
+    with low(*NET_OPS):
+        output = net(leaf.as_subclass(kind), w, v)
+        assert type(output) is kind
+        found = torch.autograd.grad(output, [leaf, w, v], x(6, 5, seed=99).bfloat16())
+    assert output.dtype is BF16
+    same(output.detach().as_subclass(Tensor), expected[0])
+    for actual, gradient in zip(found, expected[1], strict=True):
+        are_equal([actual.as_subclass(Tensor).bfloat16()], [gradient.bfloat16()])
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
+def test_nested_tensors(layout: torch.layout) -> None:
+    """Each part is computed as if it were alone."""
+    parts, weight = [x(3, 16), x(5, 16, seed=1)], x(8, 16, seed=2)
+    function = composed(lambda a, w: F.linear(a, w), BF16)
+    expected = torch.cat([function(part, weight) for part in parts])
+    with low("linear"):
+        nested = torch.nested.nested_tensor(parts, layout=layout)
+        output = F.linear(nested, weight)
+    assert output.dtype is BF16
+    same(torch.cat(list(output.unbind())), expected)
+
+
+@pytest.mark.parametrize("legalize", ["always", "auto", "fast"])
+def test_default_dtype_and_device(legalize: str) -> None:
+    """Neither decides what is computed."""
+    with low(*NET_OPS, legalize=legalize):
+        expected = results(net, net_inputs()), net(*net_inputs())
+        inputs = net_inputs()
+        torch.set_default_dtype(FP64)
+        try:
+            same(results(net, inputs, torch.ones(6, 5)), results(net, inputs, torch.ones(6, 5)))
+            same(net(*inputs), expected[1])
+            assert results(net, inputs, torch.ones(6, 5))[1][0].dtype is FP32
+        finally:
+            torch.set_default_dtype(FP32)
+        torch.set_default_device("meta")
+        try:
+            actual = net(*inputs)
+        finally:
+            torch.set_default_device(None)
+        same(actual, expected[1])
+
+
+def test_function_modes() -> None:
+    """A mode sees the ops as called, and nothing of what they are computed by."""
+    called: list[str] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            called.append(getattr(func, "__name__", str(func)))
+            return func(*args, **(kwargs or {}))
+
+    expected = results(composed_net, net_inputs())
+    leaves = [t.requires_grad_() for t in net_inputs()]
+    with low(*NET_OPS):
+        with Mode():
+            output = net(*leaves)
+        found = torch.autograd.grad(output, leaves, x(6, 5, seed=99).bfloat16())
+    same((output.detach(), list(found)), expected)
+    assert [name for name in called if name in ("linear", "tanh", "matmul")] == [
+        "linear",
+        "tanh",
+        "matmul",
+    ]
+
+
+def test_deepcopy_of_a_model_in_training() -> None:
+    """A copy has the same gradients, and parameters of its own."""
+    with low("linear", "relu"):
+        module = mlp()
+        module(x(8, 64)).float().sum().backward()
+        copied = copy.deepcopy(module)
+        copied.zero_grad()
+        copied(x(8, 64)).float().sum().backward()
+    same([p.grad for p in copied.parameters()], [p.grad for p in module.parameters()])
+
+
+def test_threads() -> None:
+    """Two that train at once get what one gets."""
+    with low(*NET_OPS):
+        expected = results(net, net_inputs())
+        found: list[Any] = []
+
+        def work() -> None:
+            found.extend(results(net, net_inputs()) for _ in range(20))
+
+        threads = [threading.Thread(target=work) for _ in range(2)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(found) == 40
+    for each in found:
+        same(each, expected)
+
+
+def test_nothing_is_legalized_where_casts_are_off() -> None:
+    """Low-precision inputs go to torch's own kernel, whose rounding shows."""
+    case = CASES["conv_transpose2d"]
+    inputs = [x(*shape, dtype=BF16, seed=i) for i, shape in enumerate(case.shapes)]
+    native = case.function(*inputs)
+    with low(case.op):
+        assert not torch.equal(case.function(*inputs), native)
+        with hmpx.disable_casts():
+            same(case.function(*inputs), native)
+
+
+def test_in_an_autocast_region() -> None:
+    """The lists win there, and ops are computed as outside."""
+    expected = results(composed_net, net_inputs())
+    with low(*NET_OPS), torch.autocast("cpu", dtype=BF16):
+        same(results(net, net_inputs()), expected)
+
+
+@pytest.mark.parametrize("legalize", ["always", "fast", "never"])
+def test_tensors_of_other_devices_are_left_alone(legalize: str) -> None:
+    """Where casts are for another device type, fp32 stays fp32, bit for bit."""
+    a, w = x(64, 64), x(64, 64, seed=1)
+    expected = F.linear(a, w), a @ w, results(lambda a, w: a @ w, [a, w])
+    policy = Policy.from_ops(low=["linear", "matmul"])
+    with hmpx.convert(policy=policy, legalize=legalize, device_types={"cuda"}):
+        same((F.linear(a, w), a @ w, results(lambda a, w: a @ w, [a, w])), expected)
+
+
+# --- lists that hold anything ---------------------------------------------------------------------
+
+INNER = (
+    *("t", "transpose", "add", "sub", "where", "isnan", "gt", "equal", "mm", "matmul", "narrow"),
+    *("reshape", "unsqueeze", "clone", "detach", "as_strided", "clamp", "bitwise_and", "linear"),
+    *("empty_like", "copysign", "mul"),
+)
+
+
+def known(names: Sequence[str]) -> list[str]:
+    return [name for name in names if hmpx.ops.resolve(name) is not None]
+
+
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("names", [("*",), INNER], ids=["*", "by name"])
+def test_lists_may_hold_the_ops_that_legalize(names: Sequence[str], dtype: torch.dtype) -> None:
+    """With every op low: products are those of fp32, in training and by blocks."""
+    inputs = [x(7, 200), x(160, 200, seed=1), x(160, seed=2)]
+    expected = results(composed(lambda a, w, b: F.linear(a, w, b), dtype), inputs)
+    several = [x(2, 3, 40, 16), x(2, 50, 3, 16, seed=1)]
+    relaid = composed(lambda a, b: a @ b.permute(0, 2, 3, 1), dtype)
+    expected_relaid = results(relaid, several)
+    with low(*(names if names == ("*",) else known(names)), dtype=dtype):
+        same(results(lambda a, w, b: F.linear(a, w, b), inputs), expected)
+        with torch.no_grad():
+            are_equal([F.linear(*inputs)], [expected[0]])
+        actual = results(lambda a, b: a @ b.permute(0, 2, 3, 1), several)
+    are_equal([actual[0]], [expected_relaid[0]])
+    are_equal([g.to(dtype) for g in actual[1]], [g.to(dtype) for g in expected_relaid[1]])
+
+
+# --- torch.compile --------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Has a test compile anew."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+compiles = pytest.mark.usefixtures("fresh_dynamo")
+quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+
+
+def chain(a: Tensor, w: Tensor, v: Tensor, u: Tensor) -> Tensor:
+    h = F.linear(a, w)  # as a function
+    h = h.matmul(v)  # as a method
+    return h @ u  # as an operator
+
+
+def chain_inputs() -> list[Tensor]:
+    return [x(9, 16), x(12, 16, seed=1), x(12, 8, seed=2), x(8, 5, seed=3)]
+
+
+@compiles
+@quiet
+@pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_compiled_rounding_is_that_of_eager(backend: str, dtype: torch.dtype) -> None:
+    """Bit for bit, in outputs and gradients: inductor leaves out casts, but not the rounding."""
+    plain = results(chain, chain_inputs())
+    with low("linear", "matmul", dtype=dtype):
+        expected = results(chain, chain_inputs())
+        actual = results(torch.compile(chain, backend=backend, fullgraph=True), chain_inputs())
+    same(actual, expected)
+    assert not torch.equal(actual[0], plain[0].to(dtype))  # which rounds but once
+
+
+@compiles
+@quiet
+def test_compiled_inference() -> None:
+    """Without gradients."""
+    with low("linear", "matmul"), torch.no_grad():
+        expected = chain(*chain_inputs())
+        same(torch.compile(chain, backend="aot_eager", fullgraph=True)(*chain_inputs()), expected)
+
+
+@compiles
+@quiet
+def test_dynamic_sizes_do_not_recompile() -> None:
+    """One graph for every number of rows, with and without gradients."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(chain, backend=counter, fullgraph=True, dynamic=True)
+    _, *weights = chain_inputs()
+    weights = [w.requires_grad_() for w in weights]
+    with low("linear", "matmul"):
+        for rows in range(2, 10):
+            same(compiled(x(rows, 16), *weights), chain(x(rows, 16), *weights))
+        assert counter.frame_count == 1
+
+
+@compiles
+@quiet
+@pytest.mark.legalize
+def test_auto_compiles_with_dynamic_sizes() -> None:
+    """The choice by size does not put guards on sizes."""
+    counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
+    compiled = torch.compile(chain, backend=counter, fullgraph=True, dynamic=True)
+    _, *weights = chain_inputs()
+    with low("linear", "matmul", legalize="auto"), torch.no_grad():
+        for rows in range(2, 10):
+            assert compiled(x(rows, 16), *weights).dtype is BF16
+        assert counter.frame_count == 1
+
+
+def all_roundings(dtype: torch.dtype) -> Tensor:
+    """Returns every number of ``dtype``, every midpoint, its fp32 neighbours, and random bits."""
+    bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
+    values = bits.view(dtype).float()
+    finite = values[values.isfinite()].double().unique()
+    midpoints = ((finite[:-1] + finite[1:]) / 2).float()
+    greatest = torch.finfo(dtype).max
+    step = greatest - float(finite[-2])
+    past = torch.tensor([greatest + step / 2]).float()
+    middles = torch.cat([midpoints, past, -past])
+    infinity = torch.tensor(float("inf"))
+    near = torch.cat([middles.nextafter(infinity), middles.nextafter(-infinity)])
+    generator = torch.Generator().manual_seed(0)
+    random = torch.randint(-(2**31), 2**31, (10**6,), generator=generator).to(torch.int32)
+    payloads = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000], dtype=torch.int32)
+    special = torch.cat([payloads, payloads | -(2**31)]).view(FP32)
+    return torch.cat([values, middles, near, random.view(FP32), special])
+
+
+def same_bits(actual: Tensor, expected: Tensor) -> None:
+    """As bits, so that zeros have their sign; a NaN is any NaN."""
+    assert torch.equal(actual.isnan(), expected.isnan())
+    a = actual.nan_to_num(nan=1.0, posinf=float("inf"), neginf=float("-inf"))
+    e = expected.nan_to_num(nan=1.0, posinf=float("inf"), neginf=float("-inf"))
+    same(a.view(torch.int32), e.view(torch.int32))
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_rounding_by_arithmetic_is_that_of_casts(dtype: torch.dtype) -> None:
+    """Of every number, every midpoint between two, its neighbours, and a million random bits."""
+    values = all_roundings(dtype)
+    same_bits(round_fp32(values, dtype), values.to(dtype).float())
+
+
+@compiles
+@quiet
+def test_compiled_rounding_by_arithmetic_is_that_of_casts() -> None:
+    """The same numbers, by inductor's code."""
+
+    def both(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+        return round_fp32(a, BF16), round_fp32(b, FP16)
+
+    values = [all_roundings(dtype) for dtype in LOW]
+    actual = torch.compile(both, backend="inductor", fullgraph=True)(*values)
+    for a, value, dtype in zip(actual, values, LOW, strict=True):
+        same_bits(a, value.to(dtype).float())
+
+
+# --- exported graphs ------------------------------------------------------------------------------
+
+
+class Chain(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(32, 32)
+
+    def forward(self, a: Tensor) -> Tensor:
+        return torch.tanh(self.linear(a)) @ self.linear.weight
+
+
+def exported(legalize: str, how: str) -> tuple[str, Function]:
+    """Returns the text of the exported graph, and what runs it."""
+    torch.manual_seed(0)
+    module, data = Chain().eval(), x(4, 32)
+    with low(*NET_OPS, legalize=legalize):
+        if how == "export":
+            program = torch.export.export(module, (data,))
+            return str(program.graph_module.code), program.module()
+        if how == "trace":
+            traced = torch.jit.trace(module, (data,))
+            kinds = [node.kind() for node in traced.inlined_graph.nodes()]
+            return "\n".join(kinds), traced
+        onnx = torch.onnx.export(module, (data,), dynamo=True, verbose=False)
+        return "\n".join(node.op_type for node in onnx.model.graph), onnx
+
+
+EXPORTS = ("export", "trace", "onnx")
+
+
+@pytest.mark.filterwarnings("ignore::FutureWarning", "ignore::DeprecationWarning")
+@pytest.mark.parametrize("how", EXPORTS)
+def test_exported_graphs_hold_plain_low_precision_ops(how: str) -> None:
+    """Under ``"auto"``, whatever a machine is slow at; under ``"always"`` the composition."""
+    plain, _ = exported("never", how)
+    assert exported("auto", how)[0] == plain
+    legalized, run = exported("always", how)
+    assert legalized != plain
+    if how != "onnx":
+        torch.manual_seed(0)
+        module = Chain().eval()
+        weight, bias = module.linear.weight, module.linear.bias
+        data = x(4, 32)
+        h = composed(lambda a, w, b: F.linear(a, w, b), BF16)(data, weight, bias)
+        h = composed(lambda a: torch.tanh(a), BF16)(h)
+        same(run(data), composed(lambda a, w: a @ w, BF16)(h, weight))
+
+
+# --- "fast" ---------------------------------------------------------------------------------------
+
+
+class SmallAttention(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.project = nn.Linear(32, 96)
+        self.out = nn.Linear(32, 32)
+
+    def forward(self, a: Tensor) -> Tensor:
+        q, k, v = [t.unflatten(-1, (4, 8)).transpose(1, 2) for t in self.project(a).chunk(3, -1)]
+        return self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(-2))
+
+
+def small_mlp() -> nn.Module:
+    return nn.Sequential(
+        nn.Linear(32, 64), nn.GELU(), nn.Linear(64, 64), nn.GELU(), nn.Linear(64, 8)
+    )
+
+
+FAST_OPS = ("linear", "gelu", "scaled_dot_product_attention")
+
+
+@pytest.mark.legalize
+@pytest.mark.parametrize("factory", [small_mlp, SmallAttention])
+def test_fast_is_no_less_accurate_than_auto(factory: Callable[[], nn.Module]) -> None:
+    """In outputs and gradients, over several models; and its outputs have the same dtypes."""
+    total = {"auto": [0.0, 0.0], "fast": [0.0, 0.0]}
+    for seed in range(6):
+        torch.manual_seed(seed)
+        module = factory()
+        data = x(8, 48, 32, seed=seed)
+        exact_module = copy.deepcopy(module).double()
+        exact = exact_module(data.double())
+        exact.pow(2).sum().backward()
+        for mode, sums in total.items():
+            copied = copy.deepcopy(module)
+            with low(*FAST_OPS, legalize=mode):
+                output = copied(data)
+                output.float().pow(2).sum().backward()
+            assert output.dtype is BF16
+            sums[0] += float(
+                (output.detach().double() - exact.detach()).norm() / exact.detach().norm()
+            )
+            for p, e in zip(copied.parameters(), exact_module.parameters(), strict=True):
+                assert p.grad.dtype is FP32
+                sums[1] += float((p.grad.double() - e.grad).norm() / e.grad.norm())
+    assert total["fast"][0] <= total["auto"][0]
+    assert total["fast"][1] <= total["auto"][1]
+
+
+@pytest.mark.parametrize("is_representable", [False, True])
+def test_fast_does_not_copy_parameters(is_representable: bool) -> None:
+    """It keeps no more than ``"auto"``, even where the parameters have low-precision values."""
+    module = mlp()
+    if is_representable:
+        module = module.bfloat16().float()
+    parameters = list(module.parameters())
+    kept_bytes = {}
+    for mode in ("auto", "fast"):
+        with low("linear", "relu", legalize=mode), seen_by_hooks() as kept:
+            module(x(512, 64, dtype=BF16))
+        kept_bytes[mode] = bytes_besides(parameters, kept)
+    assert kept_bytes["fast"] <= kept_bytes["auto"]
+
+
+@pytest.mark.parametrize("name", {case.op: name for name, case in COMPOSED_CASES.items()}.values())
+def test_fast_gives_the_dtypes_of_auto(name: str) -> None:
+    """Of outputs and gradients, with fp32 and with low-precision inputs, in training or not."""
+    case = COMPOSED_CASES[name]
+    for dtype in (FP32, BF16):
+        inputs = [
+            x(*shape, seed=i).to(FP32 if i in case.parameters else dtype)
+            for i, shape in enumerate(case.shapes)
+        ]
+        found = {}
+        for mode in ("auto", "fast"):
+            with low(case.op, legalize=mode):
+                output, gradients = results(case.function, inputs)
+                with torch.no_grad():
+                    outputs = [output, case.function(*inputs)]
+            found[mode] = [t.dtype for t in (*outputs, *gradients)]
+        assert found["fast"] == found["auto"]
+
+
+# --- the option, and observers --------------------------------------------------------------------
+
+
+def test_unknown_values_are_refused() -> None:
+    """With what is known; nothing is patched."""
+    text = r"legalize must be one of 'auto', 'always', 'never', 'fast', not 'sometimes'"
+    with pytest.raises(OptionError, match=text):
+        hmpx.convert(legalize="sometimes")
+    assert not hmpx.is_converted()
+    for mode in MODES:
+        with hmpx.convert(legalize=mode) as session:
+            assert session.legalize == mode
+
+
+@pytest.mark.parametrize("verbose", [True, "once"])
+def test_the_log_tells_the_same_decisions(
+    verbose: bool | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Whether, and how, ops are legalized: those who observe are told what is cast."""
+    caplog.set_level(logging.INFO, "hmpx")
+    logs, found = {}, {}
+    for mode in ("never", *[mode for mode in MODES if mode != "never"]):
+        caplog.clear()
+        with low(*NET_OPS, "sum", legalize=mode, verbose=verbose):
+            leaves = [t.requires_grad_() for t in net_inputs()]
+            output = net(*leaves)
+            with torch.no_grad():
+                net(*net_inputs(BF16))
+            found[mode] = torch.autograd.grad(output.sum(), leaves)
+        logs[mode] = [record.getMessage() for record in caplog.records]
+    assert len(logs["never"]) >= 4
+    for mode in MODES:
+        assert logs[mode] == logs["never"]
+    same(found["always"], results(composed_net, net_inputs(), torch.ones(6, 5))[1])
+
+
+def test_deprecated_positions_of_addmm() -> None:
+    """``addmm(beta, input, alpha, mat1, mat2)``, which torch takes with a warning, is still taken."""
+    a, w = x(4, 256, dtype=BF16), x(256, 256, dtype=BF16, seed=1)
+    bias = x(4, 256, dtype=BF16, seed=2)
+    expected = torch.addmm(bias.float(), a.float(), w.float(), beta=2).bfloat16()
+    with low("addmm"), pytest.warns(UserWarning, match="deprecated"):
+        torch.set_warn_always(True)
+        try:
+            actual = torch.addmm(2, bias, 1, a, w)
+        finally:
+            torch.set_warn_always(False)
+    are_equal([actual], [expected])
+
+
+def test_saved_models_do_not_notice() -> None:
+    """torch.save and load of a model in a conversion."""
+    with low("linear", "relu"):
+        module, buffer = mlp(), io.BytesIO()
+        torch.save(module, buffer)
+        buffer.seek(0)
+        loaded = torch.load(buffer, weights_only=False)
+        same(loaded(x(4, 64)), module(x(4, 64)))
