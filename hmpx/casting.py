@@ -7,13 +7,14 @@ made and get into torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from . import reuse
 from .dtypes import CAST, ELIGIBLE
 from .ops import Parameters
 from .policy import CastPolicy, Decision
@@ -51,6 +52,7 @@ class CallPlan:
         kind: What the op's speed in low precision depends on: one of `capability.KINDS`.
         first_matrix: Of a product of two matrices, the position of the first.
         legalize: One of `legalize.MODES`.
+        reuses_casts: A parameter is cast once within a call of the outermost module.
         is_view: The op computes nothing.
         has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
         fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
@@ -75,6 +77,7 @@ class CallPlan:
     kind: str = "elementwise"
     first_matrix: int | None = None
     legalize: str = "never"
+    reuses_casts: bool = False
     is_view: bool = False
 
     has_inplace_flag: bool = field(init=False)
@@ -121,6 +124,13 @@ def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     """Returns the arguments that ``plan`` makes of ``args`` and ``kwargs``; changes neither."""
     dtype = target_dtype(plan, args, kwargs)
     return (args, kwargs) if dtype is None else _cast_to(dtype, plan, args, kwargs)
+
+
+def converter(plan: CallPlan, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Returns what casts one tensor to ``dtype``."""
+    if plan.reuses_casts and dtype in LOW_DTYPES:
+        return functools.partial(reuse.cast, dtype)
+    return CAST[dtype]
 
 
 def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | None:
@@ -174,7 +184,7 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    cast = CAST[dtype]
+    cast = converter(plan, dtype)
     mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(plan, args, kwargs)
 
     def cast_value(name: str, value: Any) -> Any:

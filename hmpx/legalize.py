@@ -11,6 +11,7 @@ from __future__ import annotations
 import contextlib
 import contextvars
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
@@ -43,7 +44,7 @@ _add, _sub, _gt, _isnan, _where = torch.add, torch.sub, torch.gt, torch.isnan, t
 _equal, _mm, _to, _t, _transpose = torch.equal, torch.mm, Tensor.to, Tensor.t, Tensor.transpose
 _add_, _as_strided, _copy_, _detach = Tensor.add_, Tensor.as_strided, Tensor.copy_, Tensor.detach
 _narrow, _reshape, _unsqueeze = Tensor.narrow, Tensor.reshape, Tensor.unsqueeze
-_data_ptr = Tensor.data_ptr
+_contiguous, _data_ptr = Tensor.contiguous, Tensor.data_ptr
 
 
 @dataclass(frozen=True, slots=True)
@@ -434,19 +435,44 @@ def _in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
     n, k = weight.shape
     if x.shape[-1] != k or weight.dtype is not dtype or not x.numel():
         return None
-    columns = _t(_reshape(_widen(x), (-1, k)))  # [k, rows]
-    product = torch.empty(n, columns.shape[1], dtype=torch.float32, device=x.device)
-    size = min(n, max(1, _BLOCK_BYTES // (4 * k)))
-    block = torch.empty_like(_narrow(weight, 0, 0, size), dtype=torch.float32)
+    rows = x.numel() // k
+    size = min(n, max(1, _BLOCK_BYTES // (4 * k)))  # rows of the weight in a block
+    memory = _scratch(x.device, size * k + rows * (k + n))
+    wide = _copy_(_as_strided(memory, x.shape, _contiguous_strides(x.shape)), x)
+    columns = _as_strided(wide, (k, rows), (1, k))
+    product = _as_strided(memory, (n, rows), (rows, 1), rows * k)
+    is_by_column = weight.stride(0) < weight.stride(1)
     for start in range(0, n, size):
         length = min(size, n - start)
-        part = _narrow(block, 0, 0, length)
-        _copy_(part, _narrow(weight, 0, start, length))
-        _mm(part, columns, out=_narrow(product, 0, start, length))
+        strides = (1, length) if is_by_column else (k, 1)
+        block = _as_strided(memory, (length, k), strides, rows * (k + n))
+        _copy_(block, _narrow(weight, 0, start, length))
+        _mm(block, columns, out=_narrow(product, 0, start, length))
     if bias is not None:
         _add_(product, _unsqueeze(_widen(bias), 1))
-    rounded = _to(_t(product), dtype, memory_format=torch.contiguous_format)
-    return _reshape(rounded, (*x.shape[:-1], n))
+    # A copy to another layout is fast in one dtype only.
+    return _reshape(_contiguous(_t(CAST[dtype](product))), (*x.shape[:-1], n))
+
+
+def _contiguous_strides(shape: torch.Size) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return strides[::-1]
+
+
+_thread: Final = threading.local()  # .memory: kept, since memory new from the system is slow
+
+
+def _scratch(device: torch.device, size: int) -> Tensor:
+    """Returns memory for so many elements that nothing else uses until this thread asks again."""
+    memory = getattr(_thread, "memory", None)
+    if memory is None or memory.device != device or memory.numel() < size:
+        with torch.inference_mode(False):
+            memory = torch.empty(size, dtype=torch.float32, device=device)
+        if device.type == "cpu":  # elsewhere torch keeps memory itself
+            _thread.memory = memory
+    return memory
 
 
 # --- in a graph: rounding that compilers keep --------------------------------------------------

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from . import compiled, log, ops, patching, pickling, rebinding, regions, switch, wrappers
+from . import compiled, log, ops, patching, pickling, rebinding, regions, reuse, switch, wrappers
 from .casting import CallPlan
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
@@ -34,20 +34,21 @@ class Session:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
         legalize: How ops run that the device computes slowly in low precision: see `convert`.
+        reuses_casts: Whether a parameter is cast once within a call of the outermost module.
     """
 
     def __init__(
         self,
         policy: Policy,
         device_types: frozenset[str],
-        legalize: str,
+        options: tuple[str, bool],
         verbose: bool | str,
         previous: Session | None,
     ) -> None:
         """Is called by `convert` only."""
         self.policy = policy
         self.device_types = device_types
-        self.legalize = legalize
+        self.legalize, self.reuses_casts = options
         self._verbose = verbose
         self._previous = previous
         self._applied: list[patching.Applied] = []
@@ -92,12 +93,10 @@ class Session:
         return f"<hmpx.Session {state}: {shown} on {', '.join(sorted(self.device_types))}>"
 
     def _is_equal_to(self, other: Session) -> bool:
-        return (self.policy, self.device_types, self.legalize, self._verbose) == (
-            other.policy,
-            other.device_types,
-            other.legalize,
-            other._verbose,
-        )
+        return self._settings() == other._settings()
+
+    def _settings(self) -> tuple[object, ...]:
+        return self.policy, self.device_types, self.legalize, self.reuses_casts, self._verbose
 
     def _install(self) -> None:
         observers: tuple[Observer, ...] = ()
@@ -113,8 +112,9 @@ class Session:
                 replacements[id(retired)] = wrapper
         self._rebindings = list(rebinding.patches(replacements))
         patches += regions.patches(self._add, self._suspended)
+        reusing = reuse.patches() if self.reuses_casts else ()
         pickled = pickling.patch(vars(wrapper)["__wrapped__"] for wrapper in made)
-        self._applied = patching.apply([*patches, pickled, *self._rebindings])
+        self._applied = patching.apply([*patches, *reusing, pickled, *self._rebindings])
         self._wrappers = made
         for wrapper in made:
             wrappers.put_in_force(wrapper)
@@ -184,6 +184,7 @@ def convert(
     device_types: Iterable[str] | None = None,
     strict: bool = False,
     legalize: str = "auto",
+    reuse_casts: bool = False,
 ) -> Session:
     """Patches torch so that every op casts its inputs as the op lists say.
 
@@ -209,6 +210,9 @@ def convert(
             computes slowly in that type, ``"always"`` all, ``"never"`` none. ``"fast"`` is
             ``"auto"`` without rounding inputs that are float32: faster and more accurate, but not
             what such hardware gives.
+        reuse_casts: Whether a parameter that is used several times within one call of the outermost
+            module, by recurrent cells or under tied weights, is cast once. Writes to it past its
+            version counter end that, where they go through torch's Python methods.
 
     Returns:
         The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
@@ -239,7 +243,9 @@ def convert(
             raise OptionError(f"policy must be an hmpx.Policy, not {policy!r}")
         elif any((bf16_file_path, fp32_file_path, fp16_file_path, lists)) or opt_level != "O1":
             raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
-        session = Session(policy, parsed_device_types, legalize, isVerbose, _current)
+        session = Session(
+            policy, parsed_device_types, (legalize, bool(reuse_casts)), isVerbose, _current
+        )
         if isVerbose:
             log.show()
         if _current is not None and _current._is_equal_to(session):
@@ -329,6 +335,7 @@ def _patches(
                     kind=kind,
                     first_matrix=first_matrix,
                     legalize=session.legalize,
+                    reuses_casts=session.reuses_casts,
                     is_view=ops.is_view(name),
                 )
                 made[key] = (

@@ -27,12 +27,13 @@ from .casting import (
     CallPlan,
     Kwargs,
     cast_args,
+    converter,
     floating_inputs,
     target_dtype,
     widest,
     written_tensor,
 )
-from .dtypes import CAST, ELIGIBLE
+from .dtypes import ELIGIBLE
 from .policy import CastPolicy
 from .records import Observer, OpCall
 from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
@@ -64,7 +65,7 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         override=functools.partial(_override, original, cast),
         dtype=dtype,
         other_dtypes=ELIGIBLE - {dtype},
-        convert=None if dtype is None else CAST[dtype],
+        convert=None if dtype is None else converter(plan, dtype),
         device_types=plan.device_types,
         is_autocast_on=torch._C._is_any_autocast_enabled,
         legalizes=plan.legalizes,
@@ -275,7 +276,7 @@ def _is_large(a: Any, b: Any) -> bool:
     try:
         size = a.numel() * b.numel()
         # torch.jit.trace has tensors for sizes.
-        return type(size) is not int or size > SMALL_PRODUCT * a.shape[-1]  # type: ignore[no-any-return]
+        return type(size) is not int or size > SMALL_PRODUCT * a.shape[-1]
     except (AttributeError, IndexError):
         return True
 
