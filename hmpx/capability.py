@@ -155,7 +155,7 @@ def _numel(shape: tuple[int, ...]) -> int:
     return functools.reduce(lambda a, b: a * b, shape)
 
 
-_SIZE = 96
+_SIZE = 128
 
 #: Kind -> a typical op, and the shapes of its inputs.
 _PROBES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {

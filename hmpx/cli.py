@@ -18,15 +18,16 @@ import traceback
 import types
 import warnings
 import zipfile
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from . import __version__, habana_shim, oplists, ops, policy, session
+from . import __version__, capability, habana_shim, oplists, ops, policy, session
 from .dtypes import short_name
 from .errors import HmpxError, HmpxWarning, suggestion
+from .legalize import MODES
 from .policy import CastPolicy, Decision
 
 #: Functions of hmpx that merely pass a call on; tracebacks are shown without their frames.
@@ -144,6 +145,13 @@ examples:
         "--verbose-once",
         action="store_true",
         help="log each distinct decision once, with its reason and line",
+    )
+    parser.add_argument(
+        "--legalize",
+        choices=MODES,
+        default="auto",
+        help="which low-precision ops compute in fp32 and round: those slow on this machine (auto), "
+        "all, none, or auto without rounding fp32 inputs (fast)",
     )
     parser.add_argument(
         "--habana-shim",
@@ -302,6 +310,7 @@ def _run(options: argparse.Namespace) -> int:
         session.convert,
         isVerbose="once" if options.verbose_once else options.verbose,
         device_types=device_types,
+        legalize=options.legalize,
         **_list_options(options),
     )
     uncaught = None
@@ -562,6 +571,8 @@ def _doctor(options: argparse.Namespace) -> int:
             f"casts tensors on: {', '.join(sorted(active.device_types))}",
         ]
         missed = sorted(active.missed())
+        for device_type in sorted(active.device_types):
+            lines += _capability_lines(device_type, active.policy.low_precision_type)
     for path, function in missed:
         lines.append(f"{path} keeps {function!r}, which is not cast")
     if missed:
@@ -571,6 +582,26 @@ def _doctor(options: argparse.Namespace) -> int:
     elif options.modules:
         lines.append(f"{_counted(len(options.modules), 'module')}: nothing stays uncast")
     return _show(lines, status=1 if missed else 0)
+
+
+def _capability_lines(device_type: str, dtype: torch.dtype) -> Iterator[str]:
+    """Yields what the device reports and was measured to do in ``dtype``, and what follows."""
+    name = str(dtype).removeprefix("torch.")
+    said = {True: "has it", False: "lacks it", None: "is not told"}
+    reported = capability.reported(device_type, dtype)
+    yield f"{name} on {device_type}: torch reports that the hardware {said[reported]}"
+    found = {kind: capability.capability(kind, device_type, dtype) for kind in capability.KINDS}
+    if all(known.inference is None for known in found.values()):
+        yield "  every op runs in its native kernel"
+        return
+    yield "  time of the native kernel over that by way of fp32; slow ones are not used"
+    yield f"  {'ops':14}{'inference':>13}{'training':>13}"
+    for kind, known in found.items():
+        cells = []
+        for ratio, training in ((known.inference, False), (known.training, True)):
+            slow = " slow" if known.is_slow(training=training) else ""
+            cells.append(f"{ratio:.1f}{slow:5}" if ratio is not None else "")
+        yield f"  {kind:14}{cells[0]:>13}{cells[1]:>13}".rstrip()
 
 
 # --- output ------------------------------------------------------------------------------------

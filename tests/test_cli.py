@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -12,7 +13,7 @@ from typing import NamedTuple
 
 import pytest
 
-from hmpx import cli, ops
+from hmpx import capability, cli, ops
 
 
 class Outcome(NamedTuple):
@@ -438,6 +439,7 @@ def test_run_converts_by_the_lists_given(directory: Path) -> None:
         "import torch\nx = torch.ones(2, 2)\nprint(torch.softmax(x, 0).dtype, (x @ x).dtype)\n",
     )
     options = ["--bf16", "my_bf16.txt", "--fp32", "my_fp32.txt", "--device-types", "cpu,cuda"]
+    options += ["--legalize", "never"]
     actual = finish([*RUN, *options, "--verbose-once", script], directory)
     assert actual.status == 0
     assert actual.err.splitlines() == [
@@ -465,14 +467,28 @@ def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
     command_lines = [["doctor", "early"], ["doctor", "clean"], ["doctor", "none"], ["doctor"]]
     early, clean, missing, plain = finish_all(command_lines, tmp_path)
     assert (early.status, early.err) == (1, "")
-    assert early.out.splitlines()[1:] == [
-        "casts tensors on: cpu",
+    capabilities = plain.out.splitlines()[2:]
+    assert early.out.splitlines()[1] == "casts tensors on: cpu"
+    assert early.out.splitlines()[2 + len(capabilities) :] == [
         "early.Block.project keeps <built-in function linear>, which is not cast",
         "take these functions from torch where they are called, or after hmpx.convert()",
     ]
     assert (clean.status, clean.err) == (0, "")
-    assert clean.out.splitlines()[2:] == ["1 module: nothing stays uncast"]
+    assert clean.out.splitlines()[2 + len(capabilities) :] == ["1 module: nothing stays uncast"]
     assert (missing.status, missing.out) == (2, "")
     assert missing.err == "hmpx: can't import none: No module named 'none'\n"
     assert (plain.status, plain.err) == (0, "")
-    assert plain.out.splitlines() == early.out.splitlines()[:2]
+    assert plain.out.splitlines()[:2] == early.out.splitlines()[:2]
+
+
+def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
+    """What torch reports of each device's hardware, and each kind of op as measured."""
+    actual = finish([*PYTHON, "-m", "hmpx", "doctor", "--low-precision-type", "float16"], tmp_path)
+    assert (actual.status, actual.err) == (0, "")
+    said, what, head, *rows = actual.out.splitlines()[2:]
+    assert re.fullmatch(r"float16 on cpu: torch reports that the hardware (has|lacks) it", said)
+    assert what == "  time of the native kernel over that by way of fp32; slow ones are not used"
+    assert head.split() == ["ops", "inference", "training"]
+    assert [row.split()[0] for row in rows] == list(capability.KINDS)
+    for row in rows:
+        assert re.fullmatch(r" +\w+( +\d+\.\d( slow)?){2}", row)
