@@ -46,10 +46,12 @@ _PASSING_ON = frozenset(
                 "_run_with",
             )
         ),
-        *(
-            ("hmpx.legalize", name)
-            for name in ("_call", "_in_graph", "_keeping_low", "compute", "computed_in_fp32")
-        ),
+        ("hmpx.legalize", "compute"),
+        ("hmpx.blocks", "in_blocks"),
+        ("hmpx.composition", "call_raised"),
+        ("hmpx.composition", "computed_in_fp32"),
+        ("hmpx.graph_rounding", "in_graph"),
+        ("hmpx.keeping", "keeping_low"),
         ("hmpx.habana_shim", "__torch_function__"),
         ("hmpx.habana_shim", "call"),
     }

@@ -33,6 +33,7 @@ from .casting import (
     widest,
     written_tensor,
 )
+from .composition import computed_in_fp32, inputs_of
 from .dtypes import ELIGIBLE
 from .policy import CastPolicy
 from .records import Observer, OpCall
@@ -129,7 +130,7 @@ def _retry_in_fp32(
     dtype = plan.decision.dtype
     assert dtype is not None
     with disable_casts():
-        result = legalize.computed_in_fp32(original, args, kwargs, dtype)
+        result = computed_in_fp32(original, args, kwargs, dtype)
     if (plan.op, dtype) not in _retried:
         _retried.add((plan.op, dtype))
         LOGGER.warning("%s runs in fp32 and is rounded: %s", plan.op, error)
@@ -263,10 +264,8 @@ def _cells(wrapper: Callable[..., Any]) -> dict[str, types.CellType]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
-def _low_dtype(tensors: list[Any]) -> torch.dtype | None:
-    """Returns the dtype of the first low-precision tensor; None if there is none."""
-    found = [t.dtype for t in tensors if t is not None and t.dtype in LOW_DTYPES]
-    return found[0] if found else None
+def _has_low(tensors: list[Any]) -> bool:
+    return any([t is not None and t.dtype in LOW_DTYPES for t in tensors])  # noqa: C419
 
 
 def _is_large(a: Any, b: Any) -> bool:
@@ -304,22 +303,28 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
     """Returns what runs the op in fp32 with rounded inputs and outputs, where ``run`` is slow."""
     legalizer = legalize.Legalizer(plan.op, plan.kind, plan.first_matrix, plan.legalize)
     buffers = [plan.parameters.names.index(name) for name in sorted(plan.never_cast)]
+    casts_late, device_types = plan.casts_late, plan.device_types
+    may_write = plan.in_place or plan.has_inplace_flag
 
     def run_legalized(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-        if is_below_dispatcher() or written_tensor(plan, args, kwargs) is not None:
+        if is_below_dispatcher() or (
+            (may_write or kwargs) and written_tensor(plan, args, kwargs) is not None
+        ):
             return run(function, *_cast_late(plan, args, kwargs), given)
-        if plan.casts_late and target_dtype(plan, args, kwargs) is None:
+        if casts_late and target_dtype(plan, args, kwargs) is None:
             return run(function, args, kwargs, given)
-        if plan.casts_late and legalize.rounds_inputs.get():
+        if casts_late and legalize.rounds_inputs.get():
             args, kwargs = cast_args(plan, args, kwargs)
-        tensors = legalize.tensors_of(args, kwargs, ELIGIBLE)
-        dtype = plan.decision.dtype if plan.casts_late else _low_dtype(tensors)
-        if dtype is None or not all([t.device.type in plan.device_types for t in tensors]):  # noqa: C419
+        inputs = inputs_of(args, kwargs)
+        if inputs is None or inputs.first.device.type not in device_types:
             return run(function, *_cast_late(plan, args, kwargs), given)
-        if buffers and _low_dtype([args[p] for p in buffers if p < len(args)]) is not None:
-            return run(function, *_cast_late(plan, args, kwargs), given)  # it writes to them
-        if not legalizer.applies(tensors, args, kwargs, dtype):
-            device_type = tensors[0].device.type
+        dtype = None if inputs.low is None else inputs.low.dtype
+        if casts_late:
+            dtype = plan.decision.dtype
+        if dtype is None or (buffers and _has_low([args[p] for p in buffers if p < len(args)])):
+            return run(function, *_cast_late(plan, args, kwargs), given)  # it writes to buffers
+        if not legalizer.applies(inputs, args, kwargs, dtype):
+            device_type = inputs.first.device.type
             if (
                 plan.legalize != "always"
                 and plan.is_low
@@ -332,7 +337,7 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
             return run(function, *_cast_late(plan, args, kwargs), given)
         if run is not _run:
             function = functools.partial(_run_with, run, function, given)
-        return legalizer.compute(function, tensors, args, kwargs, given, dtype)
+        return legalizer.compute(function, inputs, args, kwargs, given, dtype)
 
     return run_legalized
 
@@ -372,7 +377,7 @@ def _run_norm(
     if onnx is not None and onnx.is_in_onnx_export():
         dtype = floating_inputs(plan, args, kwargs)[0].dtype
         if dtype in LOW_DTYPES:
-            return legalize.computed_in_fp32(function, args, kwargs, dtype)
+            return computed_in_fp32(function, args, kwargs, dtype)
     return function(*args, **kwargs)
 
 

@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx import Policy
 from hmpx.errors import OptionError
-from hmpx.legalize import MODES, round_fp32
+from hmpx.graph_rounding import round_fp32
+from hmpx.legalize import MODES
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = (BF16, FP16)
@@ -842,6 +843,17 @@ def test_outer_hooks_may_lay_tensors_out_anew(name: str) -> None:
         expected = results(case.function, inputs)
         with saved_tensors_hooks(pack, lambda tensor: tensor):
             same(results(case.function, inputs), expected)
+
+
+def test_outer_hooks_may_transpose_square_tensors() -> None:
+    """What they give back has the strides of its own transposed view, but not its values."""
+    inputs = [x(24, 24, seed=0).t(), x(24, 24, seed=1)]
+    expected = results(composed(torch.mm, BF16), inputs)
+    with (
+        low("mm"),
+        saved_tensors_hooks(lambda t: t.clone(memory_format=torch.contiguous_format), lambda t: t),
+    ):
+        same(results(torch.mm, inputs), expected)
 
 
 def test_outer_hooks_pack_as_often_as_they_unpack() -> None:

@@ -1,0 +1,114 @@
+"""The composition that low precision is made of: fp32 from rounded inputs, and the result rounded.
+
+Knows neither which ops are computed so nor what autograd keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_LOW = frozenset(LOW_PRECISION)
+_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+
+# As they were before anything was patched: lists may hold any of them.
+widen = CAST[torch.float32]
+_to, _transpose = Tensor.to, Tensor.transpose
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What is to be known of a call's floating inputs, gathered in one pass.
+
+    Attributes:
+        first: The first of them.
+        low: The first in low precision, or None.
+        is_learning: Some input requires a gradient, and gradients are recorded.
+        is_plain: All are dense tensors of torch's own classes.
+    """
+
+    first: Tensor
+    low: Tensor | None = None
+    is_learning: bool = False
+    is_plain: bool = True
+
+
+def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
+    """Returns the floating inputs among the arguments, and in lists of them; None without any."""
+    found: Inputs | None = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, Tensor):
+                continue
+            dtype = tensor.dtype
+            if dtype not in ELIGIBLE:
+                continue
+            if found is None:
+                found = Inputs(tensor)
+            if found.low is None and dtype in _LOW:
+                found.low = tensor
+            found.is_learning = found.is_learning or tensor.requires_grad
+            if type(tensor) not in _PLAIN_TENSORS or tensor.is_nested:
+                found.is_plain = False
+    if found is not None and found.is_learning:
+        found.is_learning = torch.is_grad_enabled()
+    return found
+
+
+def computed_in_fp32(
+    function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
+) -> Any:
+    """Returns the result of ``function`` on inputs raised to fp32, rounded to ``dtype``."""
+    return rounded(call_raised(function, args, kwargs, widen), CAST[dtype])
+
+
+def call_raised(
+    function: Callable[..., Any], args: Args, kwargs: Kwargs, widen: Callable[[Tensor], Tensor]
+) -> Any:
+    """Returns the result of ``function`` on low-precision tensors raised to fp32."""
+    new_args = [raised(value, widen) for value in args]
+    if not kwargs:
+        return function(*new_args)
+    return function(*new_args, **{name: raised(value, widen) for name, value in kwargs.items()})
+
+
+def raised(value: Any, widen: Callable[[Tensor], Tensor]) -> Any:
+    """Returns ``value`` with the low-precision tensors in it raised by ``widen``."""
+    if isinstance(value, Tensor):
+        return widen(value) if value.dtype in _LOW else value
+    if isinstance(value, (list, tuple)) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
+        new = [raised(item, widen) for item in value]
+        return new if isinstance(value, list) else tuple(new)
+    return value
+
+
+def rounded(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
+    """Returns ``value`` with the fp32 tensors in it rounded by ``convert``."""
+    if isinstance(value, Tensor):
+        return convert(value) if value.dtype is torch.float32 else value
+    if isinstance(value, (list, tuple)):
+        new = [rounded(item, convert) for item in value]
+        if isinstance(value, list):
+            return new
+        # torch.return_types are tuples made from one sequence, named tuples from several values
+        return value._make(new) if hasattr(value, "_make") else type(value)(new)
+    return value
+
+
+def widen_matrices(tensor: Tensor) -> Tensor:
+    """Returns ``tensor`` in fp32, matrices laid out so that a product need not copy them again."""
+    if tensor.dim() < 3 or tensor.is_contiguous():
+        return widen(tensor)
+    if tensor.stride(-1) <= tensor.stride(-2):
+        return _to(tensor, torch.float32, memory_format=torch.contiguous_format)
+    transposed = _transpose(tensor, -2, -1)
+    return _transpose(_to(transposed, torch.float32, memory_format=torch.contiguous_format), -2, -1)

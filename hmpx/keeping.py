@@ -1,0 +1,171 @@
+"""What autograd keeps of an op that is computed in fp32: low-precision tensors.
+
+Saved-tensor hooks give it, instead of the fp32 copies that the op saw, what these are made from.
+Knows neither which ops are computed so nor why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .composition import Args, Kwargs, raised, rounded, widen
+from .dtypes import CAST, LOW_PRECISION
+
+# As they were before anything was patched: lists may hold any of them.
+_as_strided, _copy_, _data_ptr = Tensor.as_strided, Tensor.copy_, Tensor.data_ptr
+_detach, _equal = Tensor.detach, torch.equal
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """How one call is computed.
+
+    Attributes:
+        dtype: The low-precision dtype.
+        widen: Raises its inputs.
+        is_product: What autograd keeps of it are inputs only, or copies of them.
+        rounds_inputs: Its fp32 inputs are rounded first.
+    """
+
+    dtype: torch.dtype
+    widen: Callable[[Tensor], Tensor]
+    is_product: bool
+    rounds_inputs: bool
+
+
+class _Kept:
+    """What autograd keeps instead of an fp32 tensor.
+
+    Attributes:
+        tensor: The low-precision tensor, or parameter, that it is made from; with outer hooks, what
+            they made of that.
+        version: That of the tensor, so that writing to it meanwhile is noticed.
+        raise_again: Makes the fp32 tensor; None where ``tensor`` is it.
+        layout: Strides of the tensor that ``raise_again`` made first, then shape and strides of the
+            view of it to be given back; None for that tensor itself.
+    """
+
+    __slots__ = ("layout", "raise_again", "tensor", "version")
+
+    def __init__(
+        self,
+        tensor: Any,
+        raise_again: Callable[[Tensor], Tensor] | None = None,
+        layout: tuple[Any, Any, Any] | None = None,
+    ) -> None:
+        self.tensor, self.raise_again, self.layout = tensor, raise_again, layout
+        self.version = tensor._version
+
+
+def keeping_low(
+    function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, precision: Precision
+) -> Any:
+    """Returns the rounded result of ``function`` in fp32; autograd keeps low-precision tensors.
+
+    An fp32 copy of an input is made again from the input, or from the parameter behind it, which is
+    alive anyway; an output is kept as it was rounded; statistics of a norm stay as they are.
+    """
+    convert, raise_one = CAST[precision.dtype], precision.widen
+    # By address: what an fp32 input is made from, how, and its strides.
+    sources: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Any]] = {}
+    alive: set[int] = set()  # addresses of fp32 parameters that are inputs themselves
+    pending: list[tuple[int, _Kept]] = []
+    outer = _top_hooks(True)
+
+    def reround(tensor: Tensor) -> Tensor:
+        return raise_one(convert(tensor))
+
+    def noting(tensor: Tensor, source: Tensor | None = None) -> Tensor:
+        wide = raise_one(tensor)
+        again = raise_one if source is None else reround
+        sources[_data_ptr(wide)] = (tensor if source is None else source, again, wide.stride())
+        return wide
+
+    def pack(tensor: Tensor) -> _Kept:
+        pointer = _data_ptr(tensor)  # 0 if it is empty
+        found = sources.get(pointer) if tensor.dtype is torch.float32 else None
+        if found is not None and pointer:
+            source, again, strides = found
+            layout = (strides, tensor.shape, tensor.stride())
+            return keep(_Kept(_detach(source), again, layout))
+        tensor = _detach(tensor)
+        if tensor.dtype is not torch.float32 or not pointer:
+            return keep(_Kept(tensor))
+        if pointer in alive:
+            return keep(_Kept(tensor))
+        if precision.is_product:
+            low = convert(tensor)
+            # Of fp32 inputs that were not rounded, or a copy of an input in another layout.
+            if not precision.rounds_inputs or _equal(widen(low), tensor):
+                return keep(_Kept(low, widen))
+            return keep(_Kept(tensor))
+        kept = _Kept(tensor)
+        pending.append((pointer, kept))
+        return kept
+
+    def keep(kept: _Kept) -> _Kept:
+        if outer is not None:
+            kept.tensor = outer[0](kept.tensor)
+        return kept
+
+    def unpack(kept: _Kept) -> Tensor:
+        tensor: Tensor = kept.tensor
+        if outer is not None:
+            tensor = outer[1](tensor)
+        elif tensor._version != kept.version:
+            raise RuntimeError(
+                "one of the variables needed for gradient computation has been modified by an "
+                f"inplace operation: [{tensor.dtype}, {list(tensor.shape)}] is at version "
+                f"{tensor._version}; expected version {kept.version} instead"
+            )
+        if kept.raise_again is None:
+            return tensor
+        tensor = kept.raise_again(tensor)
+        return tensor if kept.layout is None else _laid_out(tensor, *kept.layout)
+
+    new_args = list(args)
+    for position, value in enumerate(args):
+        before = given[position]
+        is_parameter = type(before) is torch.nn.Parameter
+        if isinstance(value, Tensor):
+            if value.dtype in LOW_PRECISION:
+                source = before if is_parameter and before is not value else None
+                new_args[position] = noting(value, source)
+            elif is_parameter:
+                alive.add(_data_ptr(before))
+        elif isinstance(value, (list, tuple)):
+            new_args[position] = raised(value, noting)
+    new_kwargs = {name: raised(value, noting) for name, value in kwargs.items()} if kwargs else {}
+    _push_hooks(pack, unpack)
+    try:
+        result = function(*new_args, **new_kwargs)
+    finally:
+        _pop_hooks()
+    low_result = rounded(result, convert)
+    for pointer, kept in pending:
+        if isinstance(result, Tensor) and pointer == _data_ptr(result):
+            kept.tensor, kept.raise_again = _detach(low_result), widen
+            kept.version = low_result._version
+        keep(kept)
+    return low_result
+
+
+def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Tensor:
+    """Returns the view of ``tensor``, which must have these strides, and had when it was packed."""
+    if tensor.stride() != strides:  # outer hooks gave back another layout
+        same = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = _copy_(same, tensor)
+    if tensor.shape == shape and strides == view_strides:
+        return tensor
+    return _as_strided(tensor, shape, view_strides)
+
+
+_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
+_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
+_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
+hooks_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message
