@@ -136,6 +136,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     supports_higher_order_operators = True
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while it watches; torch would import Dynamo, 70 MB, to say so."""
+        return False
+
     def __init__(self, found: Sequence[FoundTensor]) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
         self._tensors = {f.place: f.tensor for f in found if f.place is not None}

@@ -783,6 +783,20 @@ def test_outputs_has_two_values(outputs: Any) -> None:
 # --- the way back ------------------------------------------------------------------------------
 
 
+def test_dynamo_is_not_imported() -> None:
+    """Its 70 MB would be more than most models save."""
+    code = (
+        "import sys, torch, hmpx\n"
+        "hmpx.convert(device_types={'cpu'})\n"
+        "model = torch.nn.Linear(64, 64).eval()\n"
+        "hmpx.freeze(model, torch.randn(2, 64))\n"
+        "model(torch.randn(64, 64))\n"
+        "assert model.weight.dtype is torch.bfloat16\n"
+        "assert 'torch._dynamo' not in sys.modules"
+    )
+    subprocess.run([sys.executable, "-c", code], check=True)
+
+
 def test_undo_leaves_no_trace() -> None:
     """Same storages, values with NaN and infinity, requires_grad, hooks, ``train``; twice."""
     model = Perceptron().eval()
