@@ -1,14 +1,28 @@
 """Mixed precision for PyTorch, op by op: one `convert()`, plain-text op lists, and reasons."""
 
-from .errors import FreezeError, HmpxError, HmpxWarning, OpListError, OptionError
+from .decisions import ALLOW, DENY, FOLLOW, CastPolicy, Decision
+from .errors import (
+    FreezeError,
+    HmpxError,
+    HmpxWarning,
+    OpListError,
+    OptionError,
+    PolicyFileError,
+    RuleError,
+)
 from .freeze import Frozen, Weight, freeze
-from .policy import CastPolicy, Decision, Policy, load_policy
+from .policy import Policy, load_policy
+from .rules import Call, register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .switch import disable_casts
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "ALLOW",
+    "DENY",
+    "FOLLOW",
+    "Call",
     "CastPolicy",
     "Decision",
     "FreezeError",
@@ -18,6 +32,8 @@ __all__ = [
     "OpListError",
     "OptionError",
     "Policy",
+    "PolicyFileError",
+    "RuleError",
     "Session",
     "Weight",
     "casts_enabled",
@@ -26,5 +42,7 @@ __all__ = [
     "freeze",
     "is_converted",
     "load_policy",
+    "register_rule",
     "revert",
+    "unregister_rule",
 ]

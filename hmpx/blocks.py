@@ -51,15 +51,15 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         x, weight, bias = (*args, None)[:3]  # x: [..., k], weight: [n, k]
     elif op == "addmm":
         bias, x, weight = args
-        weight = _t(weight)
     else:
         x, weight = args
-        if weight.dim() != 2:
-            return None
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    if op != "linear":
         weight = _t(weight)
     if weight.numel() < _LEAST_WEIGHTS or x.dim() < 2 or x.numel() > _MOST_ROWS * x.shape[-1]:
         return None
-    if bias is not None and bias.dim() != 1:
+    if bias is not None and not (isinstance(bias, Tensor) and bias.dim() == 1):
         return None
     n, k = weight.shape
     if x.shape[-1] != k or weight.dtype is not dtype or not x.numel():

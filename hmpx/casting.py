@@ -15,9 +15,9 @@ import torch
 from torch import Tensor
 
 from . import reuse
+from .decisions import CastPolicy, Decision
 from .dtypes import CAST, ELIGIBLE
 from .ops import Parameters
-from .policy import CastPolicy, Decision
 from .switch import is_below_dispatcher
 
 Args = tuple[Any, ...]
@@ -54,9 +54,11 @@ class CallPlan:
         legalize: One of `legalize.MODES`.
         reuses_casts: A parameter is cast once within a call of the outermost module.
         is_view: The op computes nothing.
+        casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
         has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
         fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
             call's device.
+        composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
         legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
         cast_kinds: ``parameters.kinds`` without the buffers.
         skipped: Names whose values are no inputs to cast.
@@ -79,8 +81,10 @@ class CallPlan:
     legalize: str = "never"
     reuses_casts: bool = False
     is_view: bool = False
+    casts_first: bool = False
 
     has_inplace_flag: bool = field(init=False)
+    composes: bool = field(init=False)
     legalizes: bool = field(init=False)
     fp32_positions: frozenset[int] | None = field(init=False)
     cast_kinds: Mapping[int, str] = field(init=False)
@@ -112,8 +116,10 @@ class CallPlan:
             elif self.device_types & self.mixed_device_types:
                 fp32_positions = None
         may_be_low = self.is_low or (self.decision.dtype is None and self.kind in _SLOW_KINDS)
+        may_be_low = may_be_low and self.decision.accumulate_dtype is None
         is_legalized = self.legalize != "never" and may_be_low and not self.in_place
         object.__setattr__(self, "legalizes", is_legalized and not self.is_view)
+        object.__setattr__(self, "composes", self.decision.is_composed and not self.in_place)
         object.__setattr__(self, "has_inplace_flag", self.is_python and "inplace" in names)
         object.__setattr__(self, "fp32_positions", fp32_positions)
         object.__setattr__(self, "cast_kinds", kinds)
@@ -144,6 +150,8 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     if not inputs:
         return None
     cast_policy = plan.decision.cast_policy
+    if cast_policy is CastPolicy.PASS:
+        return None
     if cast_policy is CastPolicy.FIRST:
         dtype = inputs[0].dtype
     elif cast_policy is CastPolicy.WIDEST:
@@ -153,6 +161,10 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     else:
         if any(t.dtype not in ELIGIBLE or t.layout not in _DENSE for t in inputs):
             return None  # float64, complex or sparse: casting the others would mix dtypes
+        if cast_policy is CastPolicy.FOLLOW:
+            first = inputs[0].dtype
+            is_low = first in LOW_DTYPES and all(t.dtype is first for t in inputs)
+            return first if is_low else torch.float32
         if plan.never_narrows and _argument(plan, "dtype", args, kwargs) in LOW_DTYPES:
             return None
         assert plan.decision.dtype is not None

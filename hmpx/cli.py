@@ -24,11 +24,11 @@ from typing import Any
 
 import torch
 
-from . import __version__, capability, habana_shim, oplists, ops, policy, session
+from . import __version__, capability, habana_shim, oplists, ops, policy, policy_files, session
+from .decisions import CastPolicy, Decision
 from .dtypes import short_name
 from .errors import HmpxError, HmpxWarning, suggestion
 from .legalize import MODES
-from .policy import CastPolicy, Decision
 
 #: Functions of hmpx that merely pass a call on; tracebacks are shown without their frames.
 _PASSING_ON = frozenset(
@@ -132,6 +132,7 @@ exit status:
 examples:
   hmpx run train.py --epochs 3
   hmpx run --bf16 my_bf16.txt --verbose-once train.py --epochs 3
+  hmpx run --policy policy.yaml train.py
   hmpx run --habana-shim train_on_gaudi.py --device hpu
   torchrun --nproc-per-node 2 -m hmpx run train.py""",
     )
@@ -173,22 +174,23 @@ def _add_check(commands: Any) -> None:
         commands,
         "check",
         _check,
-        help="find the faults of op lists",
+        help="find the faults of op lists and policy files",
         usage="hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILES...]",
-        description="Prints every fault of op lists as FILE:LINE: MESSAGE: names that torch does not"
-        "\nknow, lines that stand there twice, ops that two of the files claim.",
+        description="Prints every fault of op lists and policy files as FILE:LINE: MESSAGE: names that"
+        "\ntorch does not know, lines that stand there twice, ops that two lists claim, unknown keys.",
         epilog="""\
 exit status:
   0 no fault; 1 faults; 2 wrong arguments
 
 example:
-  hmpx check my_bf16.txt my_fp32.txt""",
+  hmpx check my_bf16.txt my_fp32.txt
+  hmpx check policy.yaml gaudi_config.json""",
     )
     parser.add_argument(
         "files",
         nargs="*",
         metavar="FILES",
-        help="op lists; a file whose name contains fp32 or fp16 holds ops for that type, "
+        help="policy files (.yaml, .yml, .json), or op lists: a file whose name contains fp32 or fp16 holds ops for that type, "
         f"{oplists.FILE_NAMES['widest']} the ops that follow their widest input, "
         "any other name is the low-precision list",
     )
@@ -216,6 +218,8 @@ what is done:
   LOW bf16  inputs are cast to bf16        FIRST  ... to the type of the first one
   FP32      ... to fp32                    -      nothing
   WIDEST    ... to the widest type among them
+  FOLLOW    ... to fp32, unless all have one low type already
+  Lines without an op's name are what sections of the policy file do with it.
 
 exit status:
   0; 1 if no op matches; 2 wrong arguments or op lists
@@ -259,6 +263,7 @@ examples:
 
 def _add_list_options(parser: argparse.ArgumentParser) -> None:
     group = parser.add_argument_group("list options, as in hmpx.convert")
+    group.add_argument("--policy", metavar="FILE", help="a policy file, instead of all lists")
     group.add_argument("--bf16", default="", metavar="FILE", help="ops to run in the low type")
     group.add_argument("--fp32", default="", metavar="FILE", help="ops to run in float32")
     group.add_argument("--fp16", default="", metavar="FILE", help="ops to run in float16")
@@ -284,6 +289,7 @@ def _list_options(options: argparse.Namespace) -> dict[str, Any]:
         "fp32_file_path": options.fp32,
         "fp16_file_path": options.fp16,
         "lists": options.lists,
+        "policy": options.policy,
         "opt_level": options.opt_level,
         "low_precision_type": options.low_precision_type,
         "strict": options.strict,
@@ -469,7 +475,7 @@ def _without_hmpx(trace: types.TracebackType | None) -> types.TracebackType | No
 
 
 def _check(options: argparse.Namespace) -> int:
-    files: dict[str, list[str]] = {"low": [], "fp16": [], "fp32": [], "widest": []}
+    files: dict[str, list[str]] = {"low": [], "fp16": [], "fp32": [], "widest": [], "policy": []}
     files["low"] += options.bf16
     files["fp16"] += options.fp16
     files["fp32"] += options.fp32
@@ -477,16 +483,25 @@ def _check(options: argparse.Namespace) -> int:
         files[_kind(path)].append(path)
     count = sum(map(len, files.values()))
     if not count:
-        options.parser.error("name at least one op list")
+        options.parser.error("name at least one op list or policy file")
     faults = policy.check({kind: tuple(paths) for kind, paths in files.items()})
     if faults:
         return _show(faults, status=1)
-    op_count = sum(len(oplists.read(p, kind).ops) for kind, paths in files.items() for p in paths)
+    op_count = sum(
+        len(each.ops)
+        for kind, paths in files.items()
+        for path in paths
+        for each in (
+            policy_files.read(path).op_lists() if kind == "policy" else [oplists.read(path, kind)]
+        )
+    )
     return _show([f"{_counted(count, 'file')}, {_counted(op_count, 'op')}: no faults"])
 
 
 def _kind(path: str) -> str:
     name = Path(path).name.lower()
+    if policy_files.is_policy_file(name):
+        return "policy"
     if name == oplists.FILE_NAMES["widest"]:
         return "widest"
     return "fp32" if "fp32" in name else "fp16" if "fp16" in name else "low"
@@ -513,6 +528,7 @@ def _ops(options: argparse.Namespace) -> int:
     for name in names:
         decision = loaded[name]
         rows.append((name, _what(decision), decision.reason, ", ".join(_call_sites(name))))
+        rows += [("", _what(each.decision), str(each), "") for each in loaded.section_rules(name)]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return _show(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
@@ -545,9 +561,14 @@ def _why_no_match(pattern: str, names: list[str]) -> str:
 def _what(decision: Decision) -> str:
     if decision.cast_policy is CastPolicy.PASS:
         return "-"
+    words = [decision.cast_policy.name]
     if decision.cast_policy is CastPolicy.LOW and decision.dtype is not None:
-        return f"LOW {short_name(decision.dtype)}"
-    return decision.cast_policy.name
+        words.append(short_name(decision.dtype))
+    if decision.accumulate_dtype is not None:
+        words.append(f"accumulate={short_name(decision.accumulate_dtype)}")
+    if decision.output_dtype is not None:
+        words.append(f"output={short_name(decision.output_dtype)}")
+    return " ".join(words)
 
 
 def _call_sites(name: str) -> list[str]:

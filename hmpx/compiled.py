@@ -13,9 +13,11 @@ import importlib.abc
 import importlib.machinery
 import sys
 import types
+import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from .decisions import Decision
 from .policy import Policy
 
 
@@ -33,14 +35,16 @@ def forget() -> None:
         dynamo.trace_rules.clear_lru_cache()
 
 
-def prepare(policy: Policy, device_types: frozenset[str], legalize: str) -> Callable[[], None]:
+def prepare(
+    policy: Policy, device_types: frozenset[str], legalize: str, rules: tuple[object, ...]
+) -> Callable[[], None]:
     """Tells inductor's kernels and caches of a conversion.
 
     Returns:
         What undoes it.
     """
     finder = _keep_kernels_plain()
-    restore_tag = _tag_caches(policy, device_types, legalize)
+    restore_tag = _tag_caches(_digest(policy, device_types, legalize, rules))
 
     def undo() -> None:
         restore_tag()
@@ -108,7 +112,7 @@ def _unwrapped(kernel: Any) -> Any:
     return kernel.__wrapped__ if hasattr(kernel, "__hmpx_site__") else kernel
 
 
-def _tag_caches(policy: Policy, device_types: frozenset[str], legalize: str) -> Callable[[], None]:
+def _tag_caches(digest: str) -> Callable[[], None]:
     """Keeps the disk caches of each policy, and of unconverted torch, apart; returns the undo."""
     config: Any = sys.modules.get("torch.compiler.config")
     if config is None or not hasattr(config, "cache_key_tag"):  # a torch older than the tag
@@ -118,7 +122,7 @@ def _tag_caches(policy: Policy, device_types: frozenset[str], legalize: str) -> 
 
         return nothing
     before = config.cache_key_tag
-    config.cache_key_tag = tagged = f"{before}hmpx-{_digest(policy, device_types, legalize)}"
+    config.cache_key_tag = tagged = f"{before}hmpx-{digest}"
 
     def restore() -> None:
         if config.cache_key_tag == tagged:
@@ -127,7 +131,20 @@ def _tag_caches(policy: Policy, device_types: frozenset[str], legalize: str) -> 
     return restore
 
 
-def _digest(policy: Policy, device_types: frozenset[str], legalize: str) -> str:
-    decisions = sorted((n, d.cast_policy.name, str(d.dtype)) for n, d in policy.decisions.items())
-    state = repr((decisions, sorted(device_types), legalize))
+def _digest(
+    policy: Policy, device_types: frozenset[str], legalize: str, rules: tuple[object, ...]
+) -> str:
+    """Returns what stands for a conversion; nothing else does for one with functions that decide."""
+    decisions = sorted((name, _text(each)) for name, each in policy.decisions.items())
+    sections = [
+        (section.conditions(), sorted((n, _text(each)) for n, each in section.decisions.items()))
+        for section in policy.sections
+    ]
+    unique = uuid.uuid4().hex if rules else ""
+    state = repr((decisions, sections, sorted(device_types), legalize, unique))
     return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def _text(decision: Decision) -> str:
+    dtypes = decision.dtype, decision.accumulate_dtype, decision.output_dtype
+    return f"{decision.cast_policy.name} {dtypes}"

@@ -72,31 +72,40 @@ def computed_in_fp32(
 
 
 def call_raised(
-    function: Callable[..., Any], args: Args, kwargs: Kwargs, widen: Callable[[Tensor], Tensor]
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    widen: Callable[[Tensor], Tensor],
+    dtypes: frozenset[torch.dtype] = _LOW,
 ) -> Any:
-    """Returns the result of ``function`` on low-precision tensors raised to fp32."""
-    new_args = [raised(value, widen) for value in args]
+    """Returns the result of ``function`` on tensors of ``dtypes`` raised by ``widen``."""
+    new_args = [raised(value, widen, dtypes) for value in args]
     if not kwargs:
         return function(*new_args)
-    return function(*new_args, **{name: raised(value, widen) for name, value in kwargs.items()})
+    named = {name: raised(value, widen, dtypes) for name, value in kwargs.items()}
+    return function(*new_args, **named)
 
 
-def raised(value: Any, widen: Callable[[Tensor], Tensor]) -> Any:
-    """Returns ``value`` with the low-precision tensors in it raised by ``widen``."""
+def raised(
+    value: Any, widen: Callable[[Tensor], Tensor], dtypes: frozenset[torch.dtype] = _LOW
+) -> Any:
+    """Returns ``value`` with the tensors of ``dtypes`` in it raised by ``widen``."""
     if isinstance(value, Tensor):
-        return widen(value) if value.dtype in _LOW else value
+        return widen(value) if value.dtype in dtypes else value
     if isinstance(value, (list, tuple)) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
-        new = [raised(item, widen) for item in value]
+        new = [raised(item, widen, dtypes) for item in value]
         return new if isinstance(value, list) else tuple(new)
     return value
 
 
-def rounded(value: Any, convert: Callable[[Tensor], Tensor]) -> Any:
-    """Returns ``value`` with the fp32 tensors in it rounded by ``convert``."""
+def rounded(
+    value: Any, convert: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
+) -> Any:
+    """Returns ``value`` with the tensors of ``dtype`` in it rounded by ``convert``."""
     if isinstance(value, Tensor):
-        return convert(value) if value.dtype is torch.float32 else value
+        return convert(value) if value.dtype is dtype else value
     if isinstance(value, (list, tuple)):
-        new = [rounded(item, convert) for item in value]
+        new = [rounded(item, convert, dtype) for item in value]
         if isinstance(value, list):
             return new
         # torch.return_types are tuples made from one sequence, named tuples from several values

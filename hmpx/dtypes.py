@@ -20,6 +20,9 @@ ELIGIBLE: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, tor
 
 LOW_PRECISION: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 
+#: What an op may compute in, and its outputs be cast to.
+COMPUTED: tuple[torch.dtype, ...] = (*LOW_PRECISION, torch.float32, torch.float64)
+
 #: The cheapest differentiable cast to each dtype: ``Tensor.bfloat16`` takes half the time of
 #: ``Tensor.to``. Taken from torch before anything is patched.
 CAST: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
@@ -46,6 +49,20 @@ def short_name(dtype: torch.dtype) -> str:
     return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
 
 
+def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.dtype:
+    """Returns the dtype of ``allowed`` that ``name`` names: ``"float16"``, ``"fp16"``.
+
+    Raises:
+        OptionError: It names none of them.
+    """
+    names = {n: d for d in allowed for n in (str(d).removeprefix("torch."), short_name(d))}
+    found = names.get(name.removeprefix("torch."))
+    if found is None:
+        known = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise OptionError(f"unknown dtype {name!r} ({known}){suggestion(name, names)}")
+    return found
+
+
 def parse_low_precision(value: object) -> torch.dtype:
     """Returns the low-precision dtype that ``value`` names.
 
@@ -56,9 +73,9 @@ def parse_low_precision(value: object) -> torch.dtype:
     Raises:
         OptionError: ``value`` is no low-precision dtype.
     """
-    names = {n: d for d in LOW_PRECISION for n in (str(d).removeprefix("torch."), short_name(d))}
     if isinstance(value, torch.dtype) and value in LOW_PRECISION:
         return value
+    names = {n: d for d in LOW_PRECISION for n in (str(d).removeprefix("torch."), short_name(d))}
     if isinstance(value, str) and value.removeprefix("torch.") in names:
         return names[value.removeprefix("torch.")]
     allowed = " or ".join(str(d) for d in LOW_PRECISION)

@@ -21,6 +21,14 @@ class OptionError(HmpxError):
     """An argument of a public function has a value that it can't have."""
 
 
+class PolicyFileError(HmpxError):
+    """A policy file can't be read, or says what no policy can be."""
+
+
+class RuleError(HmpxError):
+    """A rule raised an error, or returned what is no decision."""
+
+
 class FreezeError(HmpxError):
     """A model can't be frozen, or a frozen one can't do what was asked of it."""
 

@@ -12,25 +12,47 @@ import torch
 from torch import Tensor
 
 from .composition import Args, Kwargs, call_raised, rounded, widen
-from .dtypes import CAST
+from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
 
 # As they were before anything was patched: lists may hold any of them.
 _add, _sub, _gt, _isnan, _where = torch.add, torch.sub, torch.gt, torch.isnan, torch.where
 
 
-def in_graph(function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Any:
+def in_graph(
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    dtype: torch.dtype,
+    accumulate_dtype: torch.dtype = torch.float32,
+) -> Any:
     """Returns what the composition of casts would, where inductor leaves out casts there and back.
 
     So the rounding is arithmetic on the bits of fp32, which is fused with what is around it.
+
+    Args:
+        function: torch's function.
+        args: Positional arguments, in low precision, and
+        kwargs: those given by name.
+        dtype: That of the result.
+        accumulate_dtype: That which the function computes in.
     """
-    result = call_raised(function, args, kwargs, _raised_in_graph)
+
+    def raise_one(tensor: Tensor) -> Tensor:
+        if tensor.dtype in LOW_PRECISION:
+            tensor = _raised_in_graph(tensor)
+        return CAST[accumulate_dtype](tensor)
+
+    result = call_raised(function, args, kwargs, raise_one, ELIGIBLE)
 
     def convert(tensor: Tensor) -> Tensor:
+        if dtype not in LOW_PRECISION:
+            return CAST[dtype](tensor)
+        tensor = widen(tensor)
         if tensor.requires_grad:
             return _RoundOutput.apply(tensor, dtype)  # type: ignore[no-any-return, no-untyped-call]
         return CAST[dtype](round_fp32(tensor, dtype))
 
-    return rounded(result, convert)
+    return rounded(result, convert, accumulate_dtype)
 
 
 def _raised_in_graph(tensor: Tensor) -> Tensor:

@@ -62,11 +62,17 @@ class _Kept:
         self.version = tensor._version
 
 
-def keeping_low(
-    function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, precision: Precision
+def keeping_low(  # noqa: PLR0917  # all there is to one call
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    given: Args,
+    precision: Precision,
+    finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """Returns the rounded result of ``function`` in fp32; autograd keeps low-precision tensors.
+    """Returns the result of ``function`` in fp32, rounded; autograd keeps low-precision tensors.
 
+    With ``finish``, which must not be given but for products, that makes the result of what fp32 is.
     An fp32 copy of an input is made again from the input, or from the parameter behind it, which is
     alive anyway; an output is kept as it was rounded; statistics of a norm stay as they are.
     """
@@ -146,7 +152,7 @@ def keeping_low(
         result = function(*new_args, **new_kwargs)
     finally:
         _pop_hooks()
-    low_result = rounded(result, convert)
+    low_result = rounded(result, finish or convert)
     for pointer, kept in pending:
         if isinstance(result, Tensor) and pointer == _data_ptr(result):
             kept.tensor, kept.raise_again = _detach(low_result), widen

@@ -83,9 +83,9 @@ class Legalizer:
         if self.first_matrix is None:
             return None, None
         pair = args[self.first_matrix : self.first_matrix + 2]
-        if len(pair) == 2 and isinstance(pair[0], Tensor) and isinstance(pair[1], Tensor):
-            return pair
-        return None, None
+        if len(pair) < 2 or not all([isinstance(m, Tensor) and not m.is_nested for m in pair]):  # noqa: C419
+            return None, None
+        return pair
 
     def compute(  # noqa: PLR0917  # all there is to one call
         self,

@@ -1,18 +1,21 @@
 """Op-list files: text -> op names, each with its file and line.
 
 One op a line, ``#`` comments, ``@hmp`` includes the shipped list of the same kind, ``-mul``
-removes an op again, ``*`` means every op that no list names. Knows no dtype and no policy.
+removes an op again, ``*`` means every op that no list names. After the op may stand a low-precision
+dtype of its own, and ``accumulate=`` and ``output=`` dtypes. Knows no policy.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Final
 
-from . import ops
+import torch
+
+from . import dtypes, ops
 from .errors import OpListError, OptionError, suggestion
 
 #: Kind of list -> its file name in a shipped set, or in a directory given as ``lists``.
@@ -25,10 +28,25 @@ FILE_NAMES: Final[Mapping[str, str]] = {
 
 @dataclass(frozen=True, slots=True)
 class Entry:
-    """One line of a list: ``text`` as written, at ``where`` (``my_bf16.txt:3``)."""
+    """One line of a list.
+
+    Attributes:
+        text: The name as written, with what stands before it: ``"-mul"``.
+        where: ``"my_bf16.txt:3"``.
+        dtype: The low-precision dtype of this op alone; None for that of the list.
+        accumulate_dtype: See `decisions.Decision`, and
+        output_dtype: there.
+    """
 
     text: str
     where: str
+    dtype: torch.dtype | None = None
+    accumulate_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+
+    def options(self) -> tuple[torch.dtype | None, ...]:
+        """Returns what stands after the name."""
+        return self.dtype, self.accumulate_dtype, self.output_dtype
 
 
 @dataclass(frozen=True)
@@ -39,7 +57,7 @@ class OpList:
         ops: Op name -> the line that put it there.
         unknown: Lines whose name is no op of the installed torch.
         repeated: (line, earlier line) pairs that hold the same text.
-        removed: Ops removed by a ``-`` line.
+        removed: Ops removed by a ``-`` line, also operators of ops that are in the list.
         everything: The ``*`` line, if there is one.
         is_shipped: The list comes with hmpx.
     """
@@ -50,6 +68,9 @@ class OpList:
     removed: frozenset[str] = frozenset()
     everything: Entry | None = None
     is_shipped: bool = False
+
+
+NOTHING: Final = OpList({})
 
 
 def directory() -> Path:
@@ -120,21 +141,32 @@ def parse(text: str, source: str, kind: str = "low", *, is_shipped: bool = False
     """Returns the list that ``text`` holds; ``source`` is what error messages call it.
 
     Raises:
-        OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``.
+        OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``; or what stands
+            after the name is no option.
+    """
+    lines = enumerate(text.removeprefix("\ufeff").splitlines(), start=1)
+    contents = [(line.partition("#")[0].strip(), f"{source}:{number}") for number, line in lines]
+    return from_lines([each for each in contents if each[0]], kind, is_shipped=is_shipped)
+
+
+def from_lines(
+    lines: Iterable[tuple[str, str]], kind: str = "low", *, is_shipped: bool = False
+) -> OpList:
+    """Returns the list that these lines make, each given with its ``file:line``.
+
+    Raises:
+        OpListError: As `parse`.
     """
     found: dict[str, Entry] = {}
+    own: dict[str, Entry] = {}
     texts: dict[str, Entry] = {}
     unknown: list[Entry] = []
     repeated: list[tuple[Entry, Entry]] = []
     removed: set[str] = set()
     everything: Entry | None = None
-    for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), start=1):
-        content = line.partition("#")[0].strip()
-        if not content:
-            continue
-        entry = Entry(content, f"{source}:{number}")
-        if len(content.split()) > 1 or not content.isprintable():
-            raise OpListError(f"{entry.where}: one op a line, please, not {content!r}")
+    for line, where in lines:
+        entry = parse_line(line, where, kind)
+        content = entry.text
         if content in texts and content[0] not in "@-":
             repeated.append((entry, texts[content]))
         texts[content] = entry
@@ -142,21 +174,76 @@ def parse(text: str, source: str, kind: str = "low", *, is_shipped: bool = False
             everything = entry
         elif content[0] == "@":
             included = _included(content[1:], kind, entry)
-            found.update(included.ops)
+            found.update({n: e for n, e in included.ops.items() if n not in own})
             everything = included.everything or everything
         else:
             name = ops.resolve(content.removeprefix("-"))
             if name is None or not ops.is_castable(name):
                 unknown.append(entry)
             elif content[0] == "-":
-                if found.pop(name, None) is None and everything is None:
+                if found.pop(name, None) is None and not (everything or _is_covered(name, found)):
                     unknown.append(entry)
+                own.pop(name, None)
                 removed.add(name)
-            else:
-                found.setdefault(name, entry)
+            elif name in own and own[name].options() != entry.options():
+                raise OpListError(
+                    f"{entry.where}: {entry.text!r} is the op {name!r}, which stands in this list "
+                    f"already, at {own[name].where}, with other dtypes; keep one of the lines"
+                )
+            elif name not in own:
+                found[name] = own[name] = entry
     return OpList(
         found, tuple(unknown), tuple(repeated), frozenset(removed), everything, is_shipped
     )
+
+
+def _is_covered(name: str, found: Mapping[str, Entry]) -> bool:
+    """Whether ``name`` is an operator of an op in ``found``."""
+    return any(name in ops.covered(other) for other in found)
+
+
+def parse_line(content: str, where: str, kind: str = "low") -> Entry:
+    """Returns what one line says: ``"conv2d float16"``, ``"sum accumulate=float32"``.
+
+    Raises:
+        OpListError: What stands after the name is no option.
+    """
+    if not content.isprintable() and "\t" not in content:
+        raise OpListError(f"{where}: one op a line, please, not {content!r}")
+    name, *words = content.split() or [""]
+    if not name:
+        raise OpListError(f"{where}: an op name is empty")
+    options: dict[str, torch.dtype] = {}
+    for word in words:
+        key, is_option, value = word.partition("=")
+        if not is_option:
+            key, value = "dtype", word
+        if key not in _OPTIONS:
+            hint = suggestion(key, _OPTIONS) or f" ({', '.join(_OPTIONS)})"
+            raise OpListError(f"{where}: unknown option {key!r} of {name!r}{hint}")
+        if _OPTIONS[key] in options:
+            raise OpListError(f"{where}: {name!r} is given {key} twice; keep one")
+        try:
+            options[_OPTIONS[key]] = dtypes.parse_name(value, _ALLOWED.get(key, dtypes.COMPUTED))
+        except OptionError as error:
+            if not is_option and len(words) == 1 and ops.resolve(word) is not None:
+                raise OpListError(f"{where}: one op a line, please, not {content!r}") from None
+            raise OpListError(f"{where}: {error}") from None
+    if words and name[0] in "@-":
+        raise OpListError(f"{where}: {name!r} takes no options; put them after an op's name")
+    if "dtype" in options and kind not in ("low", "fp16"):
+        raise OpListError(
+            f"{where}: {content!r} names a dtype, but only low-precision lists have a choice"
+        )
+    return Entry(name, where, **options)
+
+
+_OPTIONS: Final[Mapping[str, str]] = {
+    "dtype": "dtype",
+    "accumulate": "accumulate_dtype",
+    "output": "output_dtype",
+}
+_ALLOWED: Final = {"dtype": dtypes.LOW_PRECISION}
 
 
 def unknown(op_list: OpList) -> list[str]:

@@ -184,6 +184,27 @@ def root(name: str) -> str:
     return name
 
 
+@functools.cache
+def covered(name: str) -> frozenset[str]:
+    """Returns op ``name`` and the operators that a line of it covers."""
+    found = {name}
+    for candidate in table():
+        covering: str | None = candidate
+        while covering is not None and covering != name:
+            covering = table()[covering].covered_by
+        if covering is not None:
+            found.add(candidate)
+    return frozenset(found)
+
+
+@functools.cache
+def computing() -> frozenset[str]:
+    """Returns the ops that ``*`` means: they compute with tensors, and casting can't lose a write."""
+    return frozenset(
+        name for name in table() if name[0] != "_" and is_castable(name) and not is_view(name)
+    )
+
+
 def kind(name: str) -> tuple[str, int | None]:
     """Returns what the speed of op ``name`` in low precision depends on: its kind.
 

@@ -6,46 +6,23 @@ every op that is cast. Knows nothing of how torch is patched.
 
 from __future__ import annotations
 
-import enum
+import dataclasses
 import os
 import sys
 import types
 import warnings
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from . import dtypes, oplists, ops
-from .errors import HmpxWarning, OpListError, OptionError, suggestion
+from . import dtypes, oplists, ops, policy_files, sections
+from .decisions import CastPolicy, Decision
+from .errors import HmpxError, HmpxWarning, OpListError, OptionError, PolicyFileError, suggestion
 from .oplists import OpList
-
-
-class CastPolicy(enum.Enum):
-    """What is done with the inputs of an op."""
-
-    LOW = "low"  #: every eligible input -> the low-precision dtype
-    FP32 = "fp32"  #: every bfloat16 or float16 input -> float32
-    WIDEST = "widest"  #: all floating inputs -> the widest dtype among them
-    FIRST = "first"  #: the other eligible inputs -> the dtype of the first floating one
-    PASS = "pass"  #: nothing
-
-
-@dataclass(frozen=True, slots=True)
-class Decision:
-    """What the policy does with one op.
-
-    Attributes:
-        cast_policy: The rule.
-        dtype: The dtype that `CastPolicy.LOW` and `CastPolicy.FP32` cast to; None for the others.
-        reason: Where it comes from: ``"my_bf16.txt:3"``. Not part of equality.
-    """
-
-    cast_policy: CastPolicy
-    dtype: torch.dtype | None = None
-    reason: str = field(default="", compare=False)
-
+from .policy_files import PolicySource
+from .sections import Section, SectionRule
 
 _PASS = Decision(CastPolicy.PASS, reason="in no list")
 
@@ -57,19 +34,39 @@ class Policy:
     Attributes:
         decisions: Op name -> decision. Ops that are not in it are left alone.
         low_precision_type: The dtype of the low-precision list.
+        sections: Decisions for parts of a model; of those that hold for a call and name its op, the
+            first one counts, before ``decisions``.
     """
 
     decisions: Mapping[str, Decision]
     low_precision_type: torch.dtype = torch.bfloat16
+    sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "decisions", types.MappingProxyType(dict(self.decisions)))
 
     def __hash__(self) -> int:
-        return hash((frozenset(self.decisions.items()), self.low_precision_type))
+        return hash((frozenset(self.decisions.items()), self.low_precision_type, self.sections))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return Policy, (dict(self.decisions), self.low_precision_type)
+        return Policy, (dict(self.decisions), self.low_precision_type, self.sections)
+
+    def section_rules(self, op: str) -> tuple[SectionRule, ...]:
+        """Returns what the sections say of ``op``, in the order in which they are asked."""
+        found = [(section, section.decisions.get(op)) for section in self.sections]
+        return tuple([SectionRule(section, said) for section, said in found if said is not None])
+
+    def section_ops(self) -> frozenset[str]:
+        """Returns the ops that sections speak of."""
+        return frozenset(op for section in self.sections for op in section.decisions)
+
+    def unmatched(self, paths: Iterable[str]) -> list[str]:
+        """Returns a message for each module pattern that matches none of these qualified names."""
+        return sections.unmatched(self.sections, paths)
+
+    def to_yaml(self) -> str:
+        """Returns a policy file that makes an equal policy: all that is in force, spelled out."""
+        return policy_files.dump(self.decisions, self.low_precision_type, self.sections)
 
     def __getitem__(self, op: str) -> Decision:
         """Returns the decision for ``op``, in any of its spellings.
@@ -118,21 +115,35 @@ def load_policy(
     opt_level: str = "O1",
     low_precision_type: torch.dtype | str = torch.bfloat16,
     lists: str | os.PathLike[str] | None = None,
+    policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     strict: bool = False,
 ) -> Policy:
     """Returns the policy that these lists make; the arguments are those of `hmpx.convert`.
 
+    A policy file may also be given alone, in the first place: ``load_policy("policy.yaml")``.
+
     Raises:
         OpListError: A list can't be read, or an op stands in two lists; with ``strict``, also if a
             name is unknown.
+        PolicyFileError: ``policy`` can't be read, or is no policy.
         OptionError: ``opt_level``, ``low_precision_type`` or ``lists`` has no such value.
     """
+    if policy is None and policy_files.is_policy_file(bf16_file_path):
+        policy, bf16_file_path = bf16_file_path, ""
     low_dtype = dtypes.parse_low_precision(low_precision_type)
+    if policy is not None:
+        if any((bf16_file_path, fp32_file_path, fp16_file_path, lists)) or opt_level != "O1":
+            raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
+        if isinstance(policy, Policy):
+            return policy
+        return _from_source(read_source(policy), low_dtype, strict=strict)
     if opt_level not in ("O1", "O2"):
         raise OptionError(f"opt_level must be 'O1' or 'O2', not {opt_level!r}")
     for argument, path in (("bf16_file_path", bf16_file_path), ("fp32_file_path", fp32_file_path)):
         if path in ("O1", "O2"):
             raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
+        if policy_files.is_policy_file(path):
+            raise OptionError(f"{argument} is {path!r}; pass it by name: policy={path!r}")
     given_paths = {"low": bf16_file_path, "fp16": fp16_file_path, "fp32": fp32_file_path}
     if opt_level == "O2":
         if lists is not None:
@@ -158,12 +169,107 @@ def load_policy(
     return Policy(_resolve([given, shipped, first]), low_dtype)
 
 
+def read_source(policy: object) -> PolicySource:
+    """Returns what a policy file, or a mapping like one, holds.
+
+    Raises:
+        OptionError: ``policy`` is neither.
+        PolicyFileError: It can't be read, or is no policy.
+    """
+    if isinstance(policy, PolicySource):
+        return policy
+    if isinstance(policy, Mapping):
+        return policy_files.from_mapping(policy)
+    if isinstance(policy, (str, os.PathLike)):
+        return policy_files.read(policy)
+    raise OptionError(
+        f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {policy!r}"
+    )
+
+
+def _from_source(source: PolicySource, default_dtype: torch.dtype, *, strict: bool) -> Policy:
+    """Returns the policy of a file; raises and warns of its faults."""
+    for note in source.notes:
+        _warn(note)
+    low_dtype = source.low_precision_type or default_dtype
+    given = [(op_list, _decision(kind, low_dtype)) for kind, op_list in source.lists.items()]
+    shipped = []
+    first = []
+    if source.base is not None:
+        base = oplists.read_set(source.base)
+        shipped = [
+            (_without(op_list, kind, source), _decision(kind, low_dtype))
+            for kind, op_list in base.items()
+        ]
+        for kind in source.removed.keys() - base.keys() - {"first"}:
+            raise PolicyFileError(
+                f"{source.removed[kind][0].where}: the shipped set has no {kind} list to remove from"
+            )
+        first_list = _without(oplists.read_shipped("first"), "first", source)
+        first = [(first_list, _decision("first", low_dtype))]
+    by_section = [
+        [
+            (op_list, _decision(kind, section.low_precision_type or low_dtype))
+            for kind, op_list in section.lists.items()
+        ]
+        for section in source.sections
+    ]
+    _report([*given, *shipped], *by_section, strict=strict)
+    decisions = {
+        op: decision
+        for op, decision in _resolve([given, shipped, first]).items()
+        if decision.cast_policy is not CastPolicy.PASS
+    }
+    made = [
+        Section(_resolve([lists]), **section.conditions, where=section.where)
+        for section, lists in zip(source.sections, by_section, strict=True)
+    ]
+    _check_sections(made)
+    return Policy(decisions, low_dtype, tuple(made))
+
+
+def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
+    """Returns ``op_list`` without the ops that the policy file removes from it."""
+    kept = dict(op_list.ops)
+    for entry in source.removed.get(kind, ()):
+        if entry.text == "*":
+            return dataclasses.replace(op_list, ops={}, everything=None)
+        name = ops.resolve(entry.text)
+        if name is None or kept.pop(name, None) is None:
+            hint = suggestion(entry.text, kept)
+            raise PolicyFileError(
+                f"{entry.where}: no {entry.text!r} in the shipped {kind} list to remove{hint}"
+            )
+    removed = op_list.removed | (op_list.ops.keys() - kept.keys())
+    return dataclasses.replace(op_list, ops=kept, removed=removed)
+
+
+def _check_sections(made: list[Section]) -> None:
+    """Raises an error where two sections with equal conditions differ about an op."""
+    known: dict[tuple[object, str], Decision] = {}
+    for section in made:
+        for op, decision in section.decisions.items():
+            said = known.setdefault((section.conditions(), op), decision)
+            if said != decision:
+                raise PolicyFileError(
+                    f"{decision.reason}: {op!r} is decided at {said.reason} already, in a section "
+                    "with the same conditions; keep one of the lines"
+                )
+
+
 def check(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Returns every fault of list files, kind (``low``, ``fp16``, ``fp32``) -> paths, as text."""
+    """Returns every fault of files as text.
+
+    Args:
+        paths: Kind (``low``, ``fp16``, ``fp32`` for lists, ``policy``) -> paths.
+    """
     faults: list[str] = []
     read: list[tuple[OpList, Decision]] = []
     for kind, files in paths.items():
         for path in files:
+            if kind == "policy":
+                faults += _faults_of(path)
+                continue
             try:
                 read.append((oplists.read(path, kind), _decision(kind, torch.bfloat16)))
             except OpListError as error:
@@ -171,6 +277,21 @@ def check(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
     for op_list, _ in read:
         faults += oplists.unknown(op_list) + oplists.repeated(op_list)
     return faults + _conflicts(read)
+
+
+def _faults_of(path: str) -> list[str]:
+    """Returns every fault of a policy file."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always", HmpxWarning)
+        try:
+            load_policy(policy=path)
+        except HmpxError as error:
+            return str(error).splitlines()
+    lines = [line.strip() for warning in caught for line in str(warning.message).splitlines()]
+    return [line for line in lines if line != _LEFT_OUT]
+
+
+_LEFT_OUT = "left out of the op lists:"
 
 
 def _is_low(fp16_file_path: object, low_dtype: torch.dtype) -> bool:
@@ -185,22 +306,41 @@ def _decision(kind: str, low_dtype: torch.dtype) -> Decision:
         "fp32": Decision(CastPolicy.FP32, torch.float32),
         "widest": Decision(CastPolicy.WIDEST),
         "first": Decision(CastPolicy.FIRST),
+        "follow": Decision(CastPolicy.FOLLOW),
+        "pass": Decision(CastPolicy.PASS),
     }[kind]
 
 
-def _report(lists: list[tuple[OpList, Decision]], *, strict: bool) -> None:
-    """Raises or warns about the faults of lists that stand beside each other."""
-    unknown = [fault for op_list, _ in lists for fault in oplists.unknown(op_list)]
-    if unknown and strict:
-        raise OpListError("\n".join(unknown))
+def _of(entry: oplists.Entry, decision: Decision) -> Decision:
+    """Returns the decision of a list's line: that of its list, but for what the line says itself."""
+    return dataclasses.replace(
+        decision,
+        dtype=entry.dtype or decision.dtype,
+        accumulate_dtype=entry.accumulate_dtype,
+        output_dtype=entry.output_dtype,
+        reason=entry.where,
+    )
+
+
+def _report(
+    lists: list[tuple[OpList, Decision]], *more: list[tuple[OpList, Decision]], strict: bool
+) -> None:
+    """Raises or warns about the faults of lists that stand beside each other.
+
+    ``more`` are lists that stand beside each other elsewhere.
+    """
     by_band: dict[bool, list[tuple[OpList, Decision]]] = {}
     for op_list, decision in lists:
         by_band.setdefault(op_list.is_shipped, []).append((op_list, decision))
-    conflicts = [fault for band in by_band.values() for fault in _conflicts(band)]
+    lists = [*lists, *[pair for each in more for pair in each]]
+    unknown = [fault for op_list, _ in lists for fault in oplists.unknown(op_list)]
+    if unknown and strict:
+        raise OpListError("\n".join(unknown))
+    conflicts = [fault for band in (*by_band.values(), *more) for fault in _conflicts(band)]
     if conflicts:
         raise OpListError("\n".join(conflicts))
     if unknown:
-        _warn("left out of the op lists:\n  " + "\n  ".join(unknown))
+        _warn(f"{_LEFT_OUT}\n  " + "\n  ".join(unknown))
     repeated = [fault for op_list, _ in lists for fault in oplists.repeated(op_list)]
     if repeated:
         _warn("\n".join(repeated))
@@ -210,23 +350,29 @@ def _conflicts(lists: list[tuple[OpList, Decision]]) -> list[str]:
     faults = []
     seen: dict[str, tuple[oplists.Entry, OpList, Decision]] = {}
     for op_list, decision in lists:
-        if decision.dtype is None:  # WIDEST and FIRST give way to the other lists
+        if decision.cast_policy in _RELATIVE:  # they give way to the other lists
             continue
         for name, entry in op_list.ops.items():
-            other = seen.setdefault(name, (entry, op_list, decision))
-            if other[2] != decision:
+            said = _of(entry, decision)
+            other = seen.setdefault(name, (entry, op_list, said))
+            if other[2] != said:
                 faults.append(
                     f"{entry.where}: {entry.text!r} is in two lists: it is the op {name!r}, as "
                     f"{other[0].text!r} at {other[0].where} is; keep one of the lines"
                 )
         if op_list.everything is not None:
-            other = seen.setdefault("*", (op_list.everything, op_list, decision))
-            if other[2] != decision:
+            said = _of(op_list.everything, decision)
+            other = seen.setdefault("*", (op_list.everything, op_list, said))
+            if other[2] != said:
                 faults.append(
                     f"{op_list.everything.where}: '*' is in two lists, at {other[0].where} too; "
                     "keep one of the lines"
                 )
     return faults
+
+
+#: Of lists that give way to the others.
+_RELATIVE = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST})
 
 
 def _resolve(bands: list[list[tuple[OpList, Decision]]]) -> dict[str, Decision]:
@@ -236,17 +382,18 @@ def _resolve(bands: list[list[tuple[OpList, Decision]]]) -> dict[str, Decision]:
     op that covers it. ``*`` comes after every named line of a low-precision or fp32 list.
     """
     decisions: dict[str, Decision] = {}
-    relative = (CastPolicy.WIDEST, CastPolicy.FIRST)
-    fixed_bands = [[pair for pair in band if pair[1].cast_policy not in relative] for band in bands]
-    relative_bands = [[pair for pair in band if pair[1].cast_policy in relative] for band in bands]
+    fixed_bands = [
+        [pair for pair in band if pair[1].cast_policy not in _RELATIVE] for band in bands
+    ]
+    relative_bands = [[pair for pair in band if pair[1].cast_policy in _RELATIVE] for band in bands]
     for band in fixed_bands:
         _resolve_named(band, decisions)
     for band in fixed_bands:
         for op_list, decision in band:
             if op_list.everything is not None:
-                star = Decision(decision.cast_policy, decision.dtype, op_list.everything.where)
+                star = _of(op_list.everything, decision)
                 for name in ops.table():
-                    if name not in op_list.removed and _is_computation(name):
+                    if name not in op_list.removed and name in ops.computing():
                         decisions.setdefault(name, star)
     for band in relative_bands:
         _resolve_named(band, decisions)
@@ -256,7 +403,7 @@ def _resolve(bands: list[list[tuple[OpList, Decision]]]) -> dict[str, Decision]:
 def _resolve_named(band: list[tuple[OpList, Decision]], decisions: dict[str, Decision]) -> None:
     """Adds to ``decisions`` what the named lines of ``band`` say of ops not in it yet."""
     named = {
-        name: Decision(decision.cast_policy, decision.dtype, entry.where)
+        name: (_of(entry, decision), op_list)
         for op_list, decision in band
         for name, entry in op_list.ops.items()
     }
@@ -266,13 +413,8 @@ def _resolve_named(band: list[tuple[OpList, Decision]], decisions: dict[str, Dec
         covering: str | None = name
         while covering is not None and covering not in named:
             covering = op.covered_by if covering == name else ops.table()[covering].covered_by
-        if covering is not None:
-            decisions.setdefault(name, named[covering])
-
-
-def _is_computation(name: str) -> bool:
-    """Whether ``*`` covers the op: it computes with tensors, and casting can't lose a write."""
-    return not name.startswith("_") and ops.is_castable(name) and not ops.is_view(name)
+        if covering is not None and name not in named[covering][1].removed:
+            decisions.setdefault(name, named[covering][0])
 
 
 def _warn(message: str) -> None:

@@ -6,7 +6,6 @@ Knows no policy. Nothing here runs unless an observer is installed.
 from __future__ import annotations
 
 import sys
-import weakref
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +16,6 @@ import torch
 
 _TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 _HMPX_DIRECTORY = str(Path(__file__).parent)
-_MODULE_CALL = torch.nn.Module._call_impl.__code__
 
 
 @dataclass(frozen=True, slots=True)
@@ -72,35 +70,7 @@ def user_location(frame: FrameType | None = None) -> str:
     return ""
 
 
-def module_path(frame: FrameType | None = None) -> str:
-    """Returns the qualified name of the innermost module whose forward is running.
-
-    The name is the one that the outermost running module's ``named_modules`` gives; a module that
-    is not registered there goes by its class name.
-    """
-    running = [
-        candidate.f_locals["self"]
-        for candidate in _frames(frame or sys._getframe(1))
-        if candidate.f_code is _MODULE_CALL
-    ]
-    if not running:
-        return ""
-    innermost, outermost = running[0], running[-1]
-    return _names(outermost).get(id(innermost), type(innermost).__name__)
-
-
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-_names_of: weakref.WeakKeyDictionary[torch.nn.Module, dict[int, str]] = weakref.WeakKeyDictionary()
-
-
-def _names(root: torch.nn.Module) -> dict[int, str]:
-    names = _names_of.get(root)
-    if names is None:
-        names = {id(module): name for name, module in root.named_modules()}
-        _names_of[root] = names
-    return names

@@ -20,6 +20,7 @@ import torch.utils.checkpoint
 from torch.optim import Optimizer
 
 from .errors import HmpxWarning
+from .modules import keeps_place
 from .patching import Patch
 from .switch import count_autocast, disable_casts, is_off, keeps_state
 
@@ -103,11 +104,11 @@ def _checkpoint_patches() -> Iterator[Patch]:
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return forward(ctx, keeps_state(run_function), *args)
+        return forward(ctx, keeps_place(keeps_state(run_function)), *args)
 
     @functools.wraps(generator)
     def non_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(keeps_state(fn), *args, **kwargs)
+        return generator(keeps_place(keeps_state(fn)), *args, **kwargs)
 
     yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
     yield Patch(module, "_checkpoint_without_reentrant_generator", non_reentrant)

@@ -3,22 +3,39 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import os
 import threading
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from . import compiled, log, ops, patching, pickling, rebinding, regions, reuse, switch, wrappers
+from . import (
+    choosing,
+    compiled,
+    log,
+    modules,
+    ops,
+    patching,
+    pickling,
+    rebinding,
+    regions,
+    reuse,
+    rules,
+    switch,
+    wrappers,
+)
 from .casting import CallPlan
+from .decisions import CastPolicy, Decision
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
 from .legalize import MODES
 from .patching import ItemPatch, Patch
-from .policy import CastPolicy, Decision, Policy, load_policy
+from .policy import Policy, load_policy, read_source
+from .policy_files import PolicySource, is_policy_file
 from .records import Observer
 
 _lock = threading.RLock()
@@ -50,6 +67,8 @@ class Session:
         self.device_types = device_types
         self.legalize, self.reuses_casts = options
         self._verbose = verbose
+        self._rules = rules.state()
+        self._notes_modules = False
         self._previous = previous
         self._applied: list[patching.Applied] = []
         self._rebindings: list[Patch | ItemPatch] = []
@@ -96,7 +115,8 @@ class Session:
         return self._settings() == other._settings()
 
     def _settings(self) -> tuple[object, ...]:
-        return self.policy, self.device_types, self.legalize, self.reuses_casts, self._verbose
+        options = self.legalize, self.reuses_casts, self._verbose, self._rules
+        return self.policy, self.device_types, *options
 
     def _install(self) -> None:
         observers: tuple[Observer, ...] = ()
@@ -115,10 +135,16 @@ class Session:
         reusing = reuse.patches() if self.reuses_casts else ()
         pickled = pickling.patch(vars(wrapper)["__wrapped__"] for wrapper in made)
         self._applied = patching.apply([*patches, *reusing, pickled, *self._rebindings])
+        self._rules = rules.state()
+        modules.when_asked(self._note_modules)
+        if observers or _asks_for_modules(self.policy, self._rules):
+            self._note_modules()
         self._wrappers = made
         for wrapper in made:
             wrappers.put_in_force(wrapper)
-        self._release_compiled = compiled.prepare(self.policy, self.device_types, self.legalize)
+        self._release_compiled = compiled.prepare(
+            self.policy, self.device_types, self.legalize, self._rules
+        )
         compiled.forget()
         rebinding.forget_overrides()
 
@@ -134,6 +160,22 @@ class Session:
             finally:
                 self._applied += patching.apply(patches)
 
+    def _note_modules(self) -> None:
+        with _lock:
+            if not self._notes_modules:
+                self._notes_modules = True
+                # On top of the patch of the same slot for reused casts.
+                self._applied += patching.apply(modules.patches(self._warn_of_unmatched))
+
+    def _warn_of_unmatched(self, root: torch.nn.Module) -> None:
+        unmatched = self.policy.unmatched([name for name, _ in modules.named_modules(root)])
+        if unmatched:
+            warnings.warn(
+                f"no module of {type(root).__name__} is called so:\n  " + "\n  ".join(unmatched),
+                HmpxWarning,
+                stacklevel=4,
+            )
+
     def _add(self, patch: Patch) -> None:
         with _lock:
             self._applied += patching.apply([patch])
@@ -148,6 +190,8 @@ class Session:
         for wrapper in self._wrappers:
             wrappers.retire(wrapper)
         self._applied, self._rebindings, self._wrappers = [], [], []
+        self._notes_modules = False
+        modules.forget()
         self._release_compiled()
         compiled.forget()
         rebinding.forget_overrides()
@@ -180,7 +224,7 @@ def convert(
     opt_level: str = "O1",
     low_precision_type: torch.dtype | str = torch.bfloat16,
     lists: str | os.PathLike[str] | None = None,
-    policy: Policy | None = None,
+    policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     device_types: Iterable[str] | None = None,
     strict: bool = False,
     legalize: str = "auto",
@@ -201,7 +245,8 @@ def convert(
         low_precision_type: ``torch.bfloat16`` or ``torch.float16``.
         lists: Name of a shipped set (``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``,
             ``"o2"``), or a directory that holds ``bf16.txt``, ``fp32.txt``, ``widest.txt``.
-        policy: A ready `Policy`, instead of all the lists above.
+        policy: Instead of all the lists above a ready `Policy`, or the path of a policy file (YAML, or
+            a ``gaudi_config.json``), or a dict like such a file.
         device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
             accelerator's if there is one, else ``{"cpu"}``.
         strict: Makes an unknown name in a list an error instead of a warning.
@@ -219,6 +264,7 @@ def convert(
 
     Raises:
         OpListError: A list can't be read, or an op stands in two lists.
+        PolicyFileError: ``policy`` can't be read, or is no policy.
         OptionError: An argument has a value that it can't have. Nothing is patched then.
     """
     with _paused_gc(), _lock:
@@ -229,24 +275,26 @@ def convert(
                 f"legalize must be one of {', '.join(map(repr, MODES))}, not {legalize!r}"
             )
         parsed_device_types = parse_device_types(device_types)
-        if policy is None:
-            policy = load_policy(
-                bf16_file_path,
-                fp32_file_path,
-                fp16_file_path=fp16_file_path,
-                opt_level=opt_level,
-                low_precision_type=low_precision_type,
-                lists=lists,
-                strict=strict,
-            )
-        elif not isinstance(policy, Policy):
-            raise OptionError(f"policy must be an hmpx.Policy, not {policy!r}")
-        elif any((bf16_file_path, fp32_file_path, fp16_file_path, lists)) or opt_level != "O1":
-            raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
-        session = Session(
-            policy, parsed_device_types, (legalize, bool(reuse_casts)), isVerbose, _current
+        verbose = isVerbose
+        if policy is None and is_policy_file(bf16_file_path):
+            policy, bf16_file_path = bf16_file_path, ""
+        if policy is not None and not isinstance(policy, Policy):
+            policy = source = read_source(policy)
+            verbose = verbose or source.is_verbose
+        policy = load_policy(
+            bf16_file_path,
+            fp32_file_path,
+            fp16_file_path=fp16_file_path,
+            opt_level=opt_level,
+            low_precision_type=low_precision_type,
+            lists=lists,
+            policy=policy,
+            strict=strict,
         )
-        if isVerbose:
+        session = Session(
+            policy, parsed_device_types, (legalize, bool(reuse_casts)), verbose, _current
+        )
+        if verbose:
             log.show()
         if _current is not None and _current._is_equal_to(session):
             _current._converts += 1
@@ -296,6 +344,23 @@ def _switch_to(session: Session | None) -> None:
     _current = session
 
 
+def _rules_changed() -> None:
+    with _paused_gc(), _lock:
+        if _current is not None:
+            _current._uninstall()
+            _current._install()
+
+
+rules.on_change(_rules_changed)
+
+
+def _asks_for_modules(policy: Policy, registered: tuple[rules.Registered, ...]) -> bool:
+    """Whether to note running modules from the start; otherwise that begins when they are asked for."""
+    return any(section.is_placed for section in policy.sections) or any(
+        rule.names_modules() for rule in registered
+    )
+
+
 def _patches(
     session: Session, observers: tuple[Observer, ...]
 ) -> tuple[list[Patch], list[Callable[..., Any]]]:
@@ -305,7 +370,10 @@ def _patches(
     """
     patches: list[Patch] = []
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
-    for name, decision in session.policy.decisions.items():
+    policy = session.policy
+    deciding = _deciding(policy)
+    for name in dict.fromkeys([*policy.decisions, *deciding]):
+        decision = policy.decisions.get(name, _PASS)
         op = ops.table().get(name)
         if op is None:
             raise OptionError(
@@ -313,8 +381,9 @@ def _patches(
             )
         promotes = ops.root(name) in ops.facts("promotes")
         kind, first_matrix = ops.kind(name)
+        asked = deciding.get(name, ())
         for site in op.sites:
-            if not observers and _is_settled_by_torch(site, decision, promotes):
+            if not observers and _is_settled_by_torch(site, decision, promotes, bool(asked)):
                 continue
             slot = getattr(site.owner, site.attribute)
             key = (id(slot), name)
@@ -337,12 +406,16 @@ def _patches(
                     legalize=session.legalize,
                     reuses_casts=session.reuses_casts,
                     is_view=ops.is_view(name),
+                    casts_first=name in ops.facts("casts_first"),
                 )
-                made[key] = (
-                    wrappers.make_observed_wrapper(site.function(), plan, observers)
-                    if observers
-                    else wrappers.make_wrapper(site.function(), plan)
-                )
+                make = _maker(site.function(), plan, observers)
+                if asked and not site.in_place:
+                    judge = rules.Judge(
+                        name, plan.parameters.names, asked, policy.low_precision_type
+                    )
+                    made[key] = choosing.make_choosing_wrapper(site.function(), plan, judge, make)
+                else:
+                    made[key] = make(decision)
             wrapper = made[key]
             if wrapper is not None and site.is_property:
                 getter = property(wrapper, slot.__set__, slot.__delete__, slot.__doc__)
@@ -352,11 +425,46 @@ def _patches(
     return patches, [wrapper for wrapper in made.values() if wrapper is not None]
 
 
-def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> bool:
+_PASS = Decision(CastPolicy.PASS, reason="in no list")
+
+
+def _deciding(policy: Policy) -> dict[str, tuple[rules.Rule, ...]]:
+    """Returns op -> what decides its calls before the lists do, for ops that have any."""
+    names = set(policy.section_ops())
+    for rule in rules.state():
+        names |= ops.computing() if rule.op == "*" else ops.covered(rule.op)
+    found: dict[str, tuple[rules.Rule, ...]] = {
+        name: (*rules.registered(name), *policy.section_rules(name)) for name in names
+    }
+    return {name: asked for name, asked in found.items() if asked}
+
+
+def _maker(
+    function: Callable[..., Any], plan: CallPlan, observers: tuple[Observer, ...]
+) -> choosing.Maker:
+    """Returns what makes the wrapper that follows a decision; None for one that does nothing."""
+
+    def make(decision: Decision) -> Callable[..., Any] | None:
+        if decision.cast_policy is CastPolicy.PASS:
+            return None
+        decided = dataclasses.replace(plan, decision=decision)
+        if observers:
+            return wrappers.make_observed_wrapper(function, decided, observers)
+        return wrappers.make_wrapper(function, decided)
+
+    return make
+
+
+def _is_settled_by_torch(
+    site: ops.Site, decision: Decision, promotes: bool, is_ruled: bool
+) -> bool:
     """Whether torch's own kernel does exactly what the decision says, so that none is wrapped."""
+    if decision.cast_policy is CastPolicy.PASS and not is_ruled:
+        return True
     if site.in_place:
         return promotes or not (site.is_python or ops.parameters(site).has_several_tensors)
-    return promotes and decision.cast_policy is CastPolicy.WIDEST
+    is_widest = decision.cast_policy is CastPolicy.WIDEST
+    return promotes and is_widest and not decision.is_composed and not is_ruled
 
 
 def _name(owner: Any) -> str:

@@ -182,7 +182,7 @@ def _listed(names: list[str]) -> str:
 def _body(plan: CallPlan, names: str) -> str:
     """Returns the part that looks at the arguments; ``names`` are ``"a0, a1, "``."""
     run, native = "run(original, cast_args, kwargs, args)", "original(*cast_args, **kwargs)"
-    if plan.is_python or plan.norm_parameters:
+    if plan.is_python or plan.norm_parameters or plan.composes:
         call = run
     else:
         call = f"{run} if legalizes else {native}" if plan.legalizes else native
@@ -226,11 +226,12 @@ def _settled(plan: CallPlan, names: str, reference: int | None) -> str:
         tests.append(f"a{last} is not missing")  # the others have no dtype if they are missing
     if plan.fp32_positions:
         tests.append(_MIXES)
-    run = ""
-    if plan.legalizes:
-        run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
-        run += f" if {_legalizes(plan)}{is_low} else "
-    call = run + _short_call(names)
+    run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
+    call = _short_call(names)
+    if plan.composes:
+        call = run
+    elif plan.legalizes:
+        call = f"{run} if {_legalizes(plan)}{is_low} else {call}"
     return _SETTLED.format(test=" and ".join([*tests, "not kwargs"]), call=call)
 
 
@@ -260,8 +261,10 @@ def _unrolled(plan: CallPlan, names: str) -> str:
         )
     cast = _listed(arguments)
     call = f"original({cast}*rest, **kwargs)"
-    if plan.legalizes:
-        run = f"run(original, ({cast}*rest), kwargs, ({names}*rest))"
+    run = f"run(original, ({cast}*rest), kwargs, ({names}*rest))"
+    if plan.composes:
+        call = run
+    elif plan.legalizes:
         call = f"{run} if {_legalizes(plan)} else {call}"
     has_keywords = plan.parameters.has_keyword_tensors
     return _UNROLLED.format(

@@ -18,7 +18,8 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from . import legalize, pickling, records, source
+from . import legalize, modules, pickling, records, source
+from .accumulation import Accumulation
 from .capability import SMALL_PRODUCT
 from .casting import (
     LOW_DTYPES,
@@ -34,8 +35,8 @@ from .casting import (
     written_tensor,
 )
 from .composition import computed_in_fp32, inputs_of
+from .decisions import CastPolicy
 from .dtypes import ELIGIBLE
-from .policy import CastPolicy
 from .records import Observer, OpCall
 from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
 
@@ -47,7 +48,8 @@ Runner = Callable[[Callable[..., Any], Args, Kwargs, Args], Any]
 
 def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any] | None:
     """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast."""
-    if plan.is_relative and not plan.is_python and not plan.parameters.has_several_tensors:
+    is_single = not plan.is_python and not plan.parameters.has_several_tensors
+    if plan.is_relative and is_single and not plan.composes:
         return None  # there is no other input to cast
     dtype = plan.decision.dtype
 
@@ -55,7 +57,9 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         return cast_args(plan, args, kwargs)
 
     def settle() -> None:
-        _cells(wrapper)["legalizes"].cell_contents = False
+        cell = _cells(wrapper).get("legalizes")
+        if cell is not None:  # elsewhere ``run`` is called in any case
+            cell.cell_contents = False
 
     wrapper = source.factory(plan)(
         original=original,
@@ -63,7 +67,7 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         run=_runner(plan, settle),
         is_large=_is_large if plan.legalize != "always" else _always,
         retry=functools.partial(_retry_in_fp32, plan, original),
-        override=functools.partial(_override, original, cast),
+        override=functools.partial(override, original, cast),
         dtype=dtype,
         other_dtypes=ELIGIBLE - {dtype},
         convert=None if dtype is None else converter(plan, dtype),
@@ -71,10 +75,10 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         is_autocast_on=torch._C._is_any_autocast_enabled,
         legalizes=plan.legalizes,
     )
-    return _named_after(original, wrapper, plan.site)
+    return named_after(original, wrapper, plan.site)
 
 
-def _override(
+def override(
     original: Callable[..., Any],
     cast: Callable[[Args, Kwargs], tuple[Args, Kwargs]],
     wrapper: Callable[..., Any],
@@ -144,7 +148,7 @@ def make_observed_wrapper(
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if source.is_overridden(args, kwargs):
-            return _override(original, cast, wrapper, args, kwargs)
+            return override(original, cast, wrapper, args, kwargs)
         if is_off() or is_below_dispatcher():
             return original(*args, **kwargs)
         if is_autocast_on():
@@ -212,14 +216,14 @@ def make_observed_wrapper(
             output_dtypes=output_dtypes,
             device_type=device_type,
             cast_bytes=cast_bytes,
-            module=records.module_path(),
+            module=modules.place().path,
             location=records.user_location(),
         )
         for observer in observers:
             observer(call)
 
     run_when_traced(tell)
-    return _named_after(original, wrapper, plan.site)
+    return named_after(original, wrapper, plan.site)
 
 
 #: Dotted name of a slot -> the wrapper that is in it.
@@ -249,6 +253,7 @@ def retire(wrapper: Callable[..., Any]) -> None:
         "run": _run,
         "retry": _raise,
         "other_dtypes": frozenset(),
+        "choose": lambda args, kwargs: forward,
         "legalizes": False,
         "is_autocast_on": bool,
         "tell": _tell_nobody,
@@ -276,7 +281,7 @@ def _is_large(a: Any, b: Any) -> bool:
         size = a.numel() * b.numel()
         # torch.jit.trace has tensors for sizes.
         return type(size) is not int or size > SMALL_PRODUCT * a.shape[-1]
-    except (AttributeError, IndexError):
+    except (AttributeError, IndexError, RuntimeError):  # no matrices; nested tensors have no sizes
         return True
 
 
@@ -296,7 +301,9 @@ def _runner(plan: CallPlan, settle: Callable[[], None]) -> Runner:
         run = _run_atomically
     elif plan.norm_parameters:
         run = functools.partial(_run_norm, plan)
-    return _legalized(plan, run, settle) if plan.legalizes else run
+    if plan.legalizes:
+        run = _legalized(plan, run, settle)
+    return _composed(plan, run) if plan.composes else run
 
 
 def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runner:
@@ -340,6 +347,34 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
         return legalizer.compute(function, inputs, args, kwargs, given, dtype)
 
     return run_legalized
+
+
+def _composed(plan: CallPlan, run: Runner) -> Runner:
+    """Returns what runs the op in its ``accumulate_dtype``, and casts what ``run`` returns."""
+    decision = plan.decision
+    accumulation = Accumulation(
+        plan.kind, plan.casts_first, decision.accumulate_dtype, decision.output_dtype
+    )
+
+    def run_composed(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        if is_below_dispatcher() or written_tensor(plan, args, kwargs) is not None:
+            return run(function, args, kwargs, given)
+        if kwargs.get("dtype") is not None or torch.dtype in map(type, args):
+            return run(function, args, kwargs, given)  # its output is as asked for
+        cast = args
+        if plan.casts_late:
+            cast, kwargs = cast_args(plan, args, kwargs)
+        inputs = floating_inputs(plan, cast, kwargs)
+        if not inputs or any([t.dtype not in ELIGIBLE for t in inputs]):  # noqa: C419
+            return run(function, args, kwargs, given)
+        if inputs[0].device.type not in plan.device_types:
+            return run(function, args, kwargs, given)
+        known = inputs_of(cast, kwargs)
+        assert known is not None
+        wrapped = functools.partial(_run_with, run, function, given)
+        return accumulation.compute(wrapped, known, cast, kwargs, given, inputs[0].dtype)
+
+    return run_composed
 
 
 def _run(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
@@ -393,7 +428,7 @@ def _cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return args, kwargs
 
 
-def _named_after(
+def named_after(
     original: Callable[..., Any], wrapper: Callable[..., Any], site: str
 ) -> Callable[..., Any]:
     """Gives ``wrapper`` the name by which it can be imported, so that it can be pickled."""

@@ -37,13 +37,13 @@ def differences(before: dict[str, dict[str, object]]) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def nothing_is_legalized(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `convert` leave every op to torch's kernels, bit for bit, on any machine.
+def native_where_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has `convert` leave every op to torch's kernels in tests marked ``native``.
 
-    What ``legalize="auto"`` computes in fp32 depends on how fast the machine is. Tests marked
-    ``legalize`` see the default that users see.
+    What ``legalize="auto"``, the default that all others see, computes in fp32 depends on how fast
+    the machine is.
     """
-    if request.node.get_closest_marker("legalize") is None:
+    if request.node.get_closest_marker("native") is not None:
         monkeypatch.setitem(hmpx.convert.__kwdefaults__, "legalize", "never")
 
 

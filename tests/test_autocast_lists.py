@@ -301,6 +301,7 @@ def test_cuda_case_gives_the_dtype_that_torch_expects(
     assert deviates == (("cuda", group, op) in DEVIATIONS), (dtypes(actual), dtype)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("low", LOW_DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("group", "op", "call", "expected"), cases("cpu"))
 def test_cpu_case_equals_torch_autocast(

@@ -169,6 +169,7 @@ CASES: list[tuple[str, str, Callable[..., Tensor], Inputs, int]] = [
 ]
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(("kind", "op", "function", "inputs", "expected"), CASES)
 def test_count_by_policy_and_dtypes(
     kind: str, op: str, function: Callable[..., Tensor], inputs: Inputs, expected: int

@@ -379,6 +379,7 @@ def test_evaluation(framework: Framework, tmp_path: Path) -> None:
     assert actual == expected != in_fp32
 
 
+@pytest.mark.native
 @pytest.mark.filterwarnings("ignore:.gradient_checkpointing. is deprecated:FutureWarning")
 def test_gradient_checkpointing_of_the_trainer(hugging_face: HuggingFace, tmp_path: Path) -> None:
     """A Llama learns with ``gradient_checkpointing=True`` what it learns without."""

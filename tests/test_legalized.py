@@ -1407,7 +1407,6 @@ def test_dynamic_sizes_do_not_recompile() -> None:
 
 @compiles
 @quiet
-@pytest.mark.legalize
 def test_auto_compiles_with_dynamic_sizes() -> None:
     """The choice by size does not put guards on sizes."""
     counter = torch._dynamo.testing.CompileCounterWithBackend("aot_eager")
@@ -1539,7 +1538,6 @@ def small_mlp() -> nn.Module:
 FAST_OPS = ("linear", "gelu", "scaled_dot_product_attention")
 
 
-@pytest.mark.legalize
 @pytest.mark.parametrize("factory", [small_mlp, SmallAttention])
 def test_fast_is_no_less_accurate_than_auto(factory: Callable[[], nn.Module]) -> None:
     """In outputs and gradients, over several models; and its outputs have the same dtypes."""

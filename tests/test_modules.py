@@ -83,6 +83,7 @@ def first(output: Any) -> Tensor:
     return output
 
 
+@pytest.mark.native
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("hx_dtype", [None, FP32, BF16, FP16])
 @pytest.mark.parametrize("name", [*RECURRENT, *CELLS])
@@ -104,6 +105,7 @@ def test_recurrent_modules_run_in_low_precision(name: str, hx_dtype: torch.dtype
         same(a.grad, b.grad.float())
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("name", RECURRENT)
 def test_packed_sequences_run_in_low_precision(name: str) -> None:
     """A packed sequence goes the same way, its lengths and order untouched."""
@@ -197,6 +199,7 @@ def test_multihead_attention_takes_any_mix(kind: str, need_weights: bool) -> Non
     assert {p.grad.dtype for p in module.parameters()} == {FP32}
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("lists", ["hmp", "o2", "autocast-cuda", "autocast-cpu"])
 @pytest.mark.parametrize("need_weights", [True, False])
 def test_attentions_fast_path_does_not_bypass_the_lists(need_weights: bool, lists: str) -> None:
@@ -218,6 +221,7 @@ def encoder() -> nn.TransformerEncoder:
     return nn.TransformerEncoder(layer, 2)
 
 
+@pytest.mark.native
 @pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
 @pytest.mark.parametrize("lists", ["hmp", "o2", "autocast-cuda", "autocast-cpu"])
 @pytest.mark.parametrize("mask", ["none", "padding", "causal"])

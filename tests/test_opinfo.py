@@ -300,6 +300,7 @@ def patterned(call: tuple[Any, ...], pattern: Callable[[int], torch.dtype]) -> t
     return mapped(call, cast)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_each_sample_equals_the_call_with_inputs_cast_by_hand(info: OpInfo) -> None:
     """Same dtype, bit-equal, same failures; results, gradients, and arguments left alone."""
@@ -361,6 +362,7 @@ def spelled(kind: str, variant: str, info: OpInfo) -> Callable[..., Any]:
     return lambda input, args, kwargs: function(input, *args, **kwargs)
 
 
+@pytest.mark.native
 @pytest.mark.parametrize(
     ("info", "kind", "variant"),
     VARIANTS,

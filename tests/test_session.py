@@ -92,7 +92,14 @@ def test_a_with_block_reverts_after_an_exception() -> None:
         ({"bf16_file_path": "O1"}, "bf16_file_path is 'O1'; pass it by name: opt_level='O1'"),
         ({"bf16_file_path": 3}, "an op-list path must be a string or a path, not 3"),
         ({"isVerbose": "loud"}, "isVerbose must be True, False or 'once', not 'loud'"),
-        ({"policy": {}}, "policy must be an hmpx.Policy, not {}"),
+        (
+            {"policy": 7},
+            "policy must be an hmpx.Policy, the path of a policy file, or a dict, not 7",
+        ),
+        (
+            {"fp32_file_path": "p.yaml"},
+            "fp32_file_path is 'p.yaml'; pass it by name: policy='p.yaml'",
+        ),
         ({"lists": 3}, "lists must be a name or a directory, not 3"),
         (
             {"low_precision_type": torch.float32},

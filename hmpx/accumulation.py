@@ -1,0 +1,104 @@
+"""Ops with an ``accumulate_dtype`` or ``output_dtype``: computed in a wider dtype, and cast once.
+
+The inputs come here rounded. They are raised to the accumulate dtype, the op runs, and its floating
+outputs are cast to the output dtype; gradients are those of these casts. Where torch has a kernel
+that does just that, it runs. Knows neither lists nor how wrappers get into torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from .composition import Args, Inputs, Kwargs, call_raised, rounded, widen, widen_matrices
+from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
+from .graph_rounding import in_graph
+from .keeping import Precision, hooks_refused, keeping_low
+from .legalize import is_exported, is_traced
+
+_PRODUCTS: Final = frozenset({"gemm", "convolution"})
+_transforms = torch._C._functorch.peek_interpreter_stack
+_REDUCED_REDUCTION: Final = {
+    torch.bfloat16: "allow_bf16_reduced_precision_reduction",
+    torch.float16: "allow_fp16_reduced_precision_reduction",
+}
+
+
+@dataclass(frozen=True, slots=True)
+class Accumulation:
+    """Computes one op in a dtype of its own, and casts what it returns.
+
+    Attributes:
+        kind: One of `capability.KINDS`.
+        casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
+        accumulate_dtype: None leaves the computation to the op's kernel.
+        output_dtype: None for the dtype of the inputs.
+    """
+
+    kind: str
+    casts_first: bool
+    accumulate_dtype: torch.dtype | None
+    output_dtype: torch.dtype | None
+
+    def compute(  # noqa: PLR0917  # all there is to one call
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        args: Args,
+        kwargs: Kwargs,
+        given: Args,
+        dtype: torch.dtype,
+    ) -> Any:
+        """Returns the call's result.
+
+        Args:
+            function: torch's function.
+            inputs: Those of the arguments.
+            args: Positional arguments, and
+            kwargs: those given by name.
+            given: The positional arguments before they were cast.
+            dtype: That of the inputs, fp32 parameters of a norm aside.
+        """
+        if self.accumulate_dtype is None:
+            result = function(*args, **kwargs)
+            return rounded(result, CAST[self.output_dtype or dtype], dtype)
+        output = self.output_dtype or dtype
+        if self._has_native_kernel(inputs, output, dtype):
+            return function(*args, **kwargs)
+        if is_traced() and not is_exported():
+            return in_graph(function, args, kwargs, output, self.accumulate_dtype)
+        if self.casts_first and "dtype" not in kwargs:
+            result = function(*args, **kwargs, dtype=self.accumulate_dtype)
+            return rounded(result, CAST[output], self.accumulate_dtype)
+        if self._keeps_low(inputs, dtype):
+            raise_one = widen_matrices if self.kind == "gemm" else widen
+            precision = Precision(dtype, raise_one, is_product=True, rounds_inputs=True)
+            return keeping_low(function, args, kwargs, given, precision, CAST[output])
+        result = call_raised(function, args, kwargs, CAST[self.accumulate_dtype], ELIGIBLE)
+        return rounded(result, CAST[output], self.accumulate_dtype)
+
+    def _has_native_kernel(self, inputs: Inputs, output: torch.dtype, dtype: torch.dtype) -> bool:
+        """Whether the op's kernel for ``dtype`` accumulates so, and rounds once."""
+        if self.accumulate_dtype is dtype:
+            return output is dtype
+        if inputs.first.device.type != "cuda" or self.kind != "gemm" or output is not dtype:
+            return False
+        if self.accumulate_dtype is not torch.float32 or dtype not in _REDUCED_REDUCTION:
+            return False
+        return not getattr(torch.backends.cuda.matmul, _REDUCED_REDUCTION[dtype])
+
+    def _keeps_low(self, inputs: Inputs, dtype: torch.dtype) -> bool:
+        """Whether autograd need not keep the raised inputs."""
+        return (
+            self.accumulate_dtype is torch.float32
+            and dtype in LOW_PRECISION
+            and self.kind in _PRODUCTS
+            and inputs.is_learning
+            and inputs.is_plain
+            and _transforms() is None
+            and not torch._C._is_tracing()
+            and hooks_refused() is None
+        )

@@ -1,0 +1,510 @@
+"""Policy files: YAML, and the JSON that optimum-habana's users have, to lists and conditions.
+
+Everything is checked here, with file and line; nothing in a file is ever evaluated. Knows no
+precedence: that is settled in `policy`.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import yaml
+
+from . import dtypes, oplists, ops
+from .decisions import CastPolicy, Decision
+from .errors import OpListError, OptionError, PolicyFileError, suggestion
+from .oplists import OpList
+from .sections import PHASES, Section
+
+#: How the files' names end.
+SUFFIXES: Final = (".yaml", ".yml", ".json")
+
+#: The lists that a file, and each section in it, may hold.
+LISTS: Final = ("low", "fp32", "widest", "first", "follow", "pass")
+
+_MOST_BYTES: Final = 1 << 20
+_MOST_LINES: Final = 100_000
+
+
+@dataclass(frozen=True)
+class SectionSource:
+    """One section as it is written.
+
+    Attributes:
+        lists: Name in `LISTS` -> op list.
+        conditions: Those of `sections.Section`, by name.
+        low_precision_type: Of its lists; None for that of the file.
+        where: ``"policy.yaml:12"``.
+    """
+
+    lists: Mapping[str, OpList]
+    conditions: Mapping[str, Any]
+    low_precision_type: torch.dtype | None
+    where: str
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """A policy file after reading.
+
+    Attributes:
+        lists: Name in `LISTS` -> ops added to that list.
+        removed: Name in `LISTS` -> the lines that take ops out of the shipped list.
+        base: The shipped set, or a directory; None for none.
+        low_precision_type: None if the file names none.
+        sections: In their order.
+        is_verbose: What the file says of logging.
+        notes: What the user should hear of.
+        where: The file.
+    """
+
+    lists: Mapping[str, OpList] = field(default_factory=dict)
+    removed: Mapping[str, tuple[oplists.Entry, ...]] = field(default_factory=dict)
+    base: str | None = "hmp"
+    low_precision_type: torch.dtype | None = None
+    sections: tuple[SectionSource, ...] = ()
+    is_verbose: bool = False
+    notes: tuple[str, ...] = ()
+    where: str = ""
+
+    def op_lists(self) -> list[OpList]:
+        """Returns all the lists in it."""
+        return [*self.lists.values(), *[o for each in self.sections for o in each.lists.values()]]
+
+
+def is_policy_file(path: object) -> bool:
+    """Whether ``path`` is named as policy files are."""
+    return isinstance(path, (str, os.PathLike)) and os.fspath(path).endswith(SUFFIXES)
+
+
+def read(path: str | os.PathLike[str]) -> PolicySource:
+    """Returns what the file holds.
+
+    Raises:
+        PolicyFileError: It can't be read, or is no policy.
+    """
+    name = os.fspath(path)
+    if not is_policy_file(name):
+        raise PolicyFileError(f"{name}: a policy file ends in {', '.join(SUFFIXES)}")
+    text = _read_text(Path(path))
+    folder = Path(path).parent
+    return _parse_json(text, name) if name.endswith(".json") else parse(text, name, folder)
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
+    """Returns what a policy file of these keys and values would hold.
+
+    Raises:
+        PolicyFileError: It is no policy.
+    """
+    try:
+        text = yaml.safe_dump(_plain(mapping), sort_keys=False)
+    except yaml.YAMLError as error:
+        raise PolicyFileError(f"<policy>: only plain values, please: {error}") from None
+    return parse(text, "<policy>", Path())
+
+
+def _plain(value: Any) -> Any:
+    if isinstance(value, Mapping):
+        return {key: _plain(each) for key, each in value.items()}
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [_plain(each) for each in value]
+    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+
+
+def _read_text(path: Path) -> str:
+    try:
+        size = path.stat().st_size
+        if size > _MOST_BYTES:
+            raise PolicyFileError(
+                f"{path}: {size / 1e6:.1f} MB is no policy file; at most {_MOST_BYTES >> 20} MB"
+            )
+        return path.read_bytes().decode("utf-8-sig")
+    except FileNotFoundError:
+        raise PolicyFileError(f"{path}: no such file; give the path of a policy file") from None
+    except IsADirectoryError:
+        raise PolicyFileError(f"{path}: a directory, not a policy file") from None
+    except UnicodeDecodeError as error:
+        raise PolicyFileError(
+            f"{path}: no UTF-8 text (byte {error.start}: {error.object[error.start]:#04x}); save it "
+            "as UTF-8"
+        ) from None
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise PolicyFileError(f"{path}: can't be read: {reason}") from error
+
+
+# --- YAML --------------------------------------------------------------------------------------
+
+
+class _Reader:
+    """Reads the nodes of one file; errors name its lines."""
+
+    def __init__(self, source: str) -> None:
+        self._source = source
+        self._lines = 0
+
+    def where(self, node: yaml.Node) -> str:
+        return f"{self._source}:{node.start_mark.line + 1}"
+
+    def error(self, node: yaml.Node, message: str) -> PolicyFileError:
+        return PolicyFileError(f"{self.where(node)}: {message}")
+
+    def mapping(
+        self, node: yaml.Node, readers: Mapping[str, Callable[[str, yaml.Node], Any]], what: str
+    ) -> dict[str, Any]:
+        """Returns key -> what the key's reader makes of its name and its value."""
+        self._check_tag(node)
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{what} must be a mapping of keys to values")
+        found: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value in node.value:
+            key = self.text("a key", key_node)
+            if key in found:
+                raise self.error(key_node, f"{key!r} is given twice, at line {lines[key]} too")
+            if key not in readers:
+                hint = suggestion(key, readers) or f" ({', '.join(readers)})"
+                raise self.error(key_node, f"unknown key {key!r} of {what}{hint}")
+            found[key] = readers[key](key, value)
+            lines[key] = key_node.start_mark.line + 1
+        return found
+
+    def _check_tag(self, node: yaml.Node) -> None:
+        if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
+            raise self.error(node, f"the tag {node.tag!r} has no meaning here; leave it out")
+
+    def items(self, key: str, node: yaml.Node) -> list[yaml.Node]:
+        """Returns the items of a list; a single value is one."""
+        self._check_tag(node)
+        if isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{key} must be a list")
+        nodes: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        self._lines += len(nodes)
+        if self._lines > _MOST_LINES:
+            raise self.error(node, f"more than {_MOST_LINES:,} items in one file")
+        return nodes
+
+    def text(self, key: str, node: yaml.Node) -> str:
+        self._check_tag(node)
+        if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
+            raise self.error(node, f"{key} must be a text")
+        return str(node.value)
+
+    def texts(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        return tuple([self.text(key, item) for item in self.items(key, node)])
+
+    def count(self, key: str, node: yaml.Node) -> int:
+        text = self.text(key, node)
+        if node.tag != "tag:yaml.org,2002:int" or not text.replace("_", "").isdigit():
+            raise self.error(node, f"{key} must be a whole number, not {text!r}")
+        return int(text.replace("_", ""))
+
+    def counts(self, key: str, node: yaml.Node) -> tuple[int, ...]:
+        return tuple([self.count(key, item) for item in self.items(key, node)])
+
+    def choice(self, key: str, node: yaml.Node, known: Iterable[str]) -> str:
+        text, known = self.text(key, node), tuple(known)
+        if text not in known:
+            raise self.error(
+                node,
+                f"{key} must be one of {', '.join(known)}, not {text!r}{suggestion(text, known)}",
+            )
+        return text
+
+    def truth(self, key: str, node: yaml.Node) -> bool:
+        return self.choice(key, node, ("true", "false")) == "true"
+
+    def dtype(
+        self, key: str, node: yaml.Node, allowed: tuple[torch.dtype, ...] = dtypes.COMPUTED
+    ) -> torch.dtype:
+        try:
+            return dtypes.parse_name(self.text(key, node), allowed)
+        except OptionError as error:
+            raise self.error(node, f"{key}: {error}") from None
+
+    def low_dtype(self, key: str, node: yaml.Node) -> torch.dtype:
+        return self.dtype(key, node, dtypes.LOW_PRECISION)
+
+    def dtypes(self, key: str, node: yaml.Node) -> tuple[torch.dtype, ...]:
+        return tuple([self.dtype(key, item) for item in self.items(key, node)])
+
+    def devices(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        try:
+            return tuple(sorted(dtypes.parse_device_types(self.texts(key, node))))
+        except OptionError as error:
+            raise self.error(node, str(error).replace("device_types", key)) from None
+
+    def regexes(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        for item in self.items(key, node):
+            try:
+                re.compile(self.text(key, item))
+            except re.error as error:
+                raise self.error(item, f"{key}: no regular expression: {error}") from None
+        return self.texts(key, node)
+
+    def lines(self, node: yaml.Node, kind: str) -> OpList:
+        nodes = self.items(kind, node)
+        lines = [(self.text(f"an op of {kind}", item), self.where(item)) for item in nodes]
+        try:
+            return oplists.from_lines(lines, kind)
+        except OpListError as error:
+            raise PolicyFileError(str(error)) from None
+
+    def op_list(self, kind: str, node: yaml.Node) -> tuple[OpList, tuple[oplists.Entry, ...]]:
+        """Returns what is added to a list, and what is removed."""
+        if not isinstance(node, yaml.MappingNode):
+            return self.lines(node, kind), ()
+        readers = {
+            "add": lambda key, each: self.lines(each, kind),
+            "remove": lambda key, each: self._removed(each, kind),
+        }
+        found = self.mapping(node, readers, kind)
+        return found.get("add", oplists.NOTHING), found.get("remove", ())
+
+    def _removed(self, node: yaml.Node, kind: str) -> tuple[oplists.Entry, ...]:
+        items = self.items(kind, node)
+        return tuple([oplists.Entry(self.text("an op", item), self.where(item)) for item in items])
+
+    def section(self, node: yaml.Node) -> SectionSource:
+        readers: dict[str, Callable[[str, yaml.Node], Any]] = {
+            "module": self.texts,
+            "module_regex": self.regexes,
+            "module_class": self.texts,
+            "phase": lambda key, each: self.choice(key, each, PHASES),
+            "min_numel": self.count,
+            "max_numel": self.count,
+            "ndim": self.counts,
+            "device": self.devices,
+            "dtype": self.dtypes,
+        }
+        own: dict[str, Callable[[str, yaml.Node], Any]] = {
+            "low_precision_type": self.low_dtype,
+            **{kind: lambda key, each: self.lines(each, key) for kind in LISTS},
+        }
+        found = self.mapping(node, {**readers, **own}, "a section")
+        conditions = {key: value for key, value in found.items() if key in readers}
+        lists = {key: value for key, value in found.items() if key in LISTS}
+        if not lists:
+            raise self.error(node, f"a section decides nothing; give it {' or '.join(LISTS)}")
+        if not conditions:
+            raise self.error(
+                node, f"a section holds for every call; give it {' or '.join(readers)}"
+            )
+        least, greatest = conditions.get("min_numel"), conditions.get("max_numel")
+        if least is not None and greatest is not None and least > greatest:
+            raise self.error(node, f"min_numel {least} is above max_numel {greatest}")
+        return SectionSource(lists, conditions, found.get("low_precision_type"), self.where(node))
+
+
+def parse(text: str, source: str, folder: Path) -> PolicySource:
+    """Returns what the YAML ``text`` holds.
+
+    Args:
+        text: The whole file.
+        source: What error messages call it.
+        folder: What ``lists``, where that is a directory, is relative to.
+
+    Raises:
+        PolicyFileError: It is no policy.
+    """
+    node = _composed(text, source)
+    if node is None:
+        return PolicySource(where=source)
+    reader = _Reader(source)
+
+    def base(key: str, each: yaml.Node) -> str | None:
+        name = reader.text(key, each)
+        if name == "none":
+            return None
+        known = oplists.set_names()
+        if name not in known and not (folder / name).is_dir():
+            hint = suggestion(name, known)
+            raise reader.error(
+                each,
+                f"lists {name!r} is no shipped set ({', '.join(known)}), no directory and not none{hint}",
+            )
+        return name if name in known else os.fspath(folder / name)
+
+    found = reader.mapping(
+        node,
+        {
+            "low_precision_type": reader.low_dtype,
+            "lists": base,
+            **dict.fromkeys(LISTS, reader.op_list),
+            "sections": lambda key, each: tuple(map(reader.section, reader.items(key, each))),
+        },
+        "a policy",
+    )
+    lists = {key: value for key, value in found.items() if key in LISTS}
+    return PolicySource(
+        lists={key: added for key, (added, _) in lists.items()},
+        removed={key: removed for key, (_, removed) in lists.items() if removed},
+        base=found.get("lists", "hmp"),
+        low_precision_type=found.get("low_precision_type"),
+        sections=found.get("sections", ()),
+        where=source,
+    )
+
+
+def _composed(text: str, source: str) -> yaml.Node | None:
+    try:
+        return yaml.compose(text, Loader=yaml.SafeLoader)
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        where = source if mark is None else f"{source}:{mark.line + 1}"
+        line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
+        hint = (
+            "; put names that begin with * or @ in quotes"
+            if re.search(r"[-\[,]\s*[*@]", line)
+            else ""
+        )
+        raise PolicyFileError(f"{where}: no YAML: {error.problem or error.context}{hint}") from None
+    except yaml.YAMLError as error:
+        raise PolicyFileError(f"{source}: no YAML: {' '.join(str(error).split())}") from None
+    except RecursionError:
+        raise PolicyFileError(f"{source}: nested too deep to be a policy") from None
+
+
+# --- JSON --------------------------------------------------------------------------------------
+
+#: What else gaudi_config.json may hold, none of which is about casting.
+_OTHER_KEYS: Final = (
+    "use_fused_adam", "use_fused_clip_norm", "use_torch_autocast", "use_dynamic_shapes",
+    "optimum_version", "transformers_version", "_name_or_path", "architectures", "model_type",
+)  # fmt: skip
+
+
+def _parse_json(text: str, source: str) -> PolicySource:
+    """Returns what a ``gaudi_config.json`` says of casting, to HMP or to Gaudi's autocast."""
+    try:
+        json.loads(text)
+    except json.JSONDecodeError as error:
+        raise PolicyFileError(f"{source}:{error.lineno}: no JSON: {error.msg}") from None
+    except RecursionError:
+        raise PolicyFileError(f"{source}: nested too deep to be a policy") from None
+    # JSON is YAML, but for tabs, which it has between tokens only.
+    node = _composed(text.replace("\t", " "), source)
+    assert node is not None
+    reader = _Reader(source)
+
+    def ops_of(kind: str) -> Callable[[str, yaml.Node], OpList | None]:
+        def read_ops(key: str, each: yaml.Node) -> OpList | None:
+            return None if each.tag.endswith(":null") else reader.lines(each, kind)
+
+        return read_ops
+
+    found = reader.mapping(
+        node,
+        {
+            "use_habana_mixed_precision": reader.truth,
+            "hmp_is_verbose": reader.truth,
+            "hmp_opt_level": lambda key, each: reader.choice(key, each, ("O1", "O2")),
+            "hmp_bf16_ops": ops_of("low"),
+            "hmp_fp32_ops": ops_of("fp32"),
+            "autocast_bf16_ops": ops_of("low"),
+            "autocast_fp32_ops": ops_of("fp32"),
+            **dict.fromkeys(_OTHER_KEYS, lambda key, each: None),
+        },
+        "a Gaudi configuration",
+    )
+    is_hmp = found.get("use_habana_mixed_precision", "autocast_bf16_ops" not in found)
+    prefix = "hmp" if is_hmp else "autocast"
+    lists = {
+        kind: found[key]
+        for kind, key in (("low", f"{prefix}_bf16_ops"), ("fp32", f"{prefix}_fp32_ops"))
+        if found.get(key) is not None
+    }
+    notes: list[str] = []
+    base: str | None = "hmp"
+    if not is_hmp and not lists:
+        base = None
+        notes.append(f"{source}: use_habana_mixed_precision is false: nothing is cast")
+    elif is_hmp and found.get("hmp_opt_level") == "O2":
+        base = "o2"
+        if lists:
+            notes.append(
+                f"{source}: hmp_opt_level 'O2' ignores its op lists; use 'O1' to read them"
+            )
+            lists = {}
+    return PolicySource(
+        lists=lists,
+        # As with HMP's files, a list that is given takes the place of the shipped one.
+        removed=dict.fromkeys(lists, _EVERYTHING),
+        base=base,
+        is_verbose=found.get("hmp_is_verbose", False),
+        notes=tuple(notes),
+        where=source,
+    )
+
+
+#: Stands for the lines that take all ops out of a shipped list.
+_EVERYTHING: Final = (oplists.Entry("*", ""),)
+
+
+# --- writing -----------------------------------------------------------------------------------
+
+
+def dump(
+    decisions: Mapping[str, Decision], low_dtype: torch.dtype, sections: tuple[Section, ...]
+) -> str:
+    """Returns the policy file that makes these decisions, spelled out one by one."""
+    content: dict[str, Any] = {
+        "low_precision_type": _name(low_dtype),
+        "lists": "none",
+        **_lists(decisions, low_dtype),
+    }
+    if sections:
+        content["sections"] = [
+            {
+                **{key: _written(value) for key, value in section.conditions()},
+                **_lists(section.decisions, low_dtype),
+            }
+            for section in sections
+        ]
+    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+
+
+def _lists(decisions: Mapping[str, Decision], low_dtype: torch.dtype) -> dict[str, list[str]]:
+    kinds = {CastPolicy[kind.upper()]: kind for kind in LISTS}
+    found: dict[str, list[str]] = {}
+    for op, decision in sorted(decisions.items()):
+        covering = ops.table()[op].covered_by
+        if covering is not None and decisions.get(covering) == decision:
+            continue
+        words = [op]
+        if decision.cast_policy is CastPolicy.LOW and decision.dtype not in (None, low_dtype):
+            words.append(_name(decision.dtype))
+        for word, dtype in (
+            ("accumulate", decision.accumulate_dtype),
+            ("output", decision.output_dtype),
+        ):
+            words += [f"{word}={_name(dtype)}"] if dtype is not None else []
+        lines = found.setdefault(kinds[decision.cast_policy], [])
+        lines.append(" ".join(words))
+        lines += [f"-{each}" for each in sorted(_operators(op)) if each not in decisions]
+    return {kind: found[kind] for kind in LISTS if kind in found}
+
+
+def _operators(op: str) -> frozenset[str]:
+    """Returns the operators that a line of ``op`` covers."""
+    return ops.covered(op) - {op}
+
+
+def _written(value: Any) -> Any:
+    return (
+        [_written(each) for each in value]
+        if isinstance(value, tuple)
+        else (_name(value) if isinstance(value, torch.dtype) else value)
+    )
+
+
+def _name(dtype: torch.dtype | None) -> str:
+    return str(dtype).removeprefix("torch.")

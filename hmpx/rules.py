@@ -1,0 +1,430 @@
+"""Decisions made by the call: functions that users register, for one op each.
+
+A rule looks at a `Call` and says what is done; what it said is kept for calls that are alike in all
+that it has looked at. Knows neither lists nor how wrappers get into torch.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final, Protocol, TypeVar, overload
+
+import torch
+from torch import Tensor
+
+from . import modules, ops
+from .decisions import CastPolicy, Decision
+from .errors import OptionError, RuleError, suggestion
+from .switch import disable_casts
+
+Verdict = Decision | CastPolicy | None
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+#: What a rule may look at, and so what its verdicts depend on.
+FIELDS: Final = ("shapes", "dtypes", "devices", "kwargs", "place")
+
+
+class Call:
+    """What a rule may know of a call: never the values in its tensors.
+
+    Tensors are listed in the order of the op's parameters, also those in lists.
+
+    Attributes:
+        op: Op name.
+    """
+
+    __slots__ = ("_read", "_values", "op")
+
+    def __init__(self, op: str, values: Mapping[str, Any], read: set[str]) -> None:
+        """Is called by hmpx only.
+
+        Args:
+            op: Op name.
+            values: Name in `FIELDS` -> value, but for the place.
+            read: Takes the names of the fields that are looked at.
+        """
+        self.op, self._values, self._read = op, values, read
+
+    def _get(self, field: str) -> Any:
+        self._read.add(field)
+        return self._values[field]
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the tensors."""
+        return self._get("shapes")  # type: ignore[no-any-return]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of the tensors, before any cast."""
+        return self._get("dtypes")  # type: ignore[no-any-return]
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Devices of the tensors."""
+        return self._get("devices")  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> str | None:
+        """Device type of the first tensor, such as ``"cuda"``; None if there is none."""
+        return self.devices[0].type if self.devices else None
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The arguments that are no tensors, however they were given, by name: ``{"stride": 2}``.
+
+        Numbers, strings, dtypes, and tuples of these; lists are tuples here.
+        """
+        return self._get("kwargs")  # type: ignore[no-any-return]
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the innermost running module: ``"encoder.layer.3.attention"``.
+
+        As the outermost running module's ``named_modules`` gives it; ``""`` for that module itself,
+        and outside of any.
+        """
+        return self._place().path
+
+    @property
+    def module_class(self) -> str:
+        """Class name of that module; ``""`` outside of any."""
+        classes = self._place().classes
+        return classes[-1] if classes else ""
+
+    @property
+    def module_classes(self) -> tuple[str, ...]:
+        """Class names of all running modules, the outermost first."""
+        return self._place().classes
+
+    @property
+    def training(self) -> bool | None:
+        """Whether that module is in training mode; None outside of any."""
+        return self._place().training
+
+    def _place(self) -> modules.Place:
+        self._read.add("place")
+        return modules.place()
+
+
+class Rule(Protocol):
+    """Something that decides one op's calls."""
+
+    def __call__(self, call: Call, /) -> Verdict:
+        """Returns what is done; None leaves it to the next rule, and then to the lists."""
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A rule as it was registered.
+
+    Attributes:
+        op: Op name, or ``"*"``.
+        function: The user's function.
+        level: The higher one is asked first; of equals, the later one.
+    """
+
+    op: str
+    function: Callable[[Call], Verdict]
+    level: int
+
+    def __call__(self, call: Call) -> Verdict:
+        """Returns what the user's function says.
+
+        Raises:
+            RuleError: It raised an error.
+        """
+        try:
+            return self.function(call)
+        except Exception as error:
+            raise RuleError(
+                f"{self} for {call.op} raised {type(error).__name__}: {error}"
+            ) from error
+
+    def names_modules(self) -> bool:
+        """Whether the function's code speaks of modules; other functions that it calls may, too."""
+        code = getattr(self.function, "__code__", None) or getattr(
+            type(self.function).__call__, "__code__", None
+        )
+        asked = {"module", "module_class", "module_classes", "training"}
+        return code is not None and not asked.isdisjoint(_names_in(code))
+
+    def __str__(self) -> str:
+        name = getattr(self.function, "__qualname__", None) or repr(self.function)
+        code = getattr(self.function, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        return f"rule {name}{where}"
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+# --- the registry ------------------------------------------------------------------------------
+
+_registered: list[Registered] = []
+_listeners: list[Callable[[], None]] = []
+
+
+@overload
+def register_rule(
+    op: str | Iterable[str], fn: None = None, level: int = 10
+) -> Callable[[_F], _F]: ...
+@overload
+def register_rule(op: str | Iterable[str], fn: _F, level: int = 10) -> _F: ...
+def register_rule(
+    op: str | Iterable[str], fn: Callable[[Call], Verdict] | None = None, level: int = 10
+) -> Any:
+    """Lets a function decide the calls of an op, before the op lists do.
+
+    It is called with a `Call` and returns a `Decision`, or a `CastPolicy` (`ALLOW`, `FOLLOW`,
+    `DENY`), or None to leave the call to the next rule and then to the lists. What it says is kept
+    for all calls that are alike in what it has looked at: so it must depend on nothing else. Tensors
+    that are written to keep their dtype, whatever it says.
+
+    Holds for conversions that are in force and for those to come, until `unregister_rule`. After
+    TVM's mixed-precision pass.
+
+    Args:
+        op: An op name as in the lists, several of them, or ``"*"`` for every op.
+        fn: The function; None makes a decorator.
+        level: Of several rules the one of the highest level is asked first; of equal ones, that
+            registered last.
+
+    Returns:
+        ``fn``, or the decorator.
+
+    Raises:
+        OptionError: An op is unknown, ``fn`` can't be called, or ``level`` is no integer.
+    """
+    names = _resolved(op)
+    if type(level) is not int:
+        raise OptionError(f"level must be an integer, not {level!r}")
+
+    def register(function: _F) -> _F:
+        if not callable(function):
+            raise OptionError(f"a rule must be a function of a call, not {function!r}")
+        for name in names:
+            known = [rule for rule in _registered if rule.op == name]
+            for rule in known:
+                if _is_same(rule.function, function):  # a notebook's cell was run again
+                    _registered.remove(rule)
+            _registered.append(Registered(name, function, level))
+        _tell()
+        return function
+
+    return register if fn is None else register(fn)
+
+
+def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | None = None) -> None:
+    """Takes back `register_rule`.
+
+    Args:
+        op: What was given there.
+        fn: The function; None for all rules of ``op``.
+
+    Raises:
+        OptionError: There is no such rule.
+    """
+    for name in _resolved(op):
+        gone = [r for r in _registered if r.op == name and fn in (None, r.function)]
+        if not gone:
+            which = "no rule" if fn is None else f"no such rule: {fn!r}"
+            raise OptionError(f"{name!r} has {which}; register_rule adds one")
+        for rule in gone:
+            _registered.remove(rule)
+    _tell()
+
+
+def registered(op: str) -> tuple[Registered, ...]:
+    """Returns the rules of ``op``, in the order in which they are asked.
+
+    A rule of an op holds for its operators too, unless they have rules of their own.
+    """
+    own: str | None = op
+    while own is not None and not any(rule.op == own for rule in _registered):
+        own = ops.table()[own].covered_by
+    found = [rule for rule in _registered if rule.op in (own, "*")]
+    found.reverse()
+    found.sort(key=lambda rule: -rule.level)
+    return tuple(found)
+
+
+def state() -> tuple[Registered, ...]:
+    """Returns all rules, in the order of their registration."""
+    return tuple(_registered)
+
+
+def on_change(listener: Callable[[], None]) -> None:
+    """Has ``listener`` called after each change of the rules."""
+    _listeners.append(listener)
+
+
+def _tell() -> None:
+    for listener in _listeners:
+        listener()
+
+
+def _resolved(op: str | Iterable[str]) -> list[str]:
+    found = []
+    for name in [op] if isinstance(op, str) else op:
+        resolved = "*" if name == "*" else ops.resolve(name)
+        if resolved is None or (resolved != "*" and not ops.is_castable(resolved)):
+            raise OptionError(f"unknown op {name!r}{suggestion(name, ops.names())}")
+        found.append(resolved)
+    return found
+
+
+def _is_same(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
+    """Whether two functions are one definition, run twice."""
+    if not (isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType)):
+        return a is b
+    both = [(f.__module__, f.__qualname__) for f in (a, b)]
+    return a is b or (both[0] == both[1] and "<lambda>" not in a.__qualname__)
+
+
+# --- asking ------------------------------------------------------------------------------------
+
+_MOST_VERDICTS: Final = 4096  # for shapes without end
+_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
+_SEQUENCES: Final = (list, tuple)
+_VALUES: Final = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
+
+
+class Judge:
+    """Decides the calls of one call site by rules, whose verdicts it keeps."""
+
+    def __init__(
+        self,
+        op: str,
+        parameters: tuple[str, ...],
+        rules: tuple[Rule, ...],
+        low_dtype: torch.dtype,
+    ) -> None:
+        """Starts without verdicts.
+
+        Args:
+            op: Op name.
+            parameters: Names of the callable's parameters by position.
+            rules: In the order in which they are asked.
+            low_dtype: That of decisions that name none.
+        """
+        self._op, self._rules, self._low_dtype = op, rules, low_dtype
+        self._parameters = parameters
+        self._fields: tuple[str, ...] = ()
+        self._known: dict[Any, Decision | None] = {}
+
+    def decide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
+        """Returns the decision for a call with these arguments; None leaves it to the lists."""
+        try:
+            return self._known[self._key(args, kwargs)]
+        except (KeyError, TypeError):  # sizes that are symbols have no hash
+            return self._ask(args, kwargs)
+
+    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
+        fields = self._fields
+        if not fields:
+            return None
+        if fields == ("place",):
+            return modules.place()
+        tensors = _tensors(args, kwargs, self._parameters)
+        if fields == ("shapes",):
+            return tuple([tensor.shape for tensor in tensors])
+        return tuple([self._value(field, tensors, args, kwargs) for field in fields])
+
+    def _value(
+        self, field: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        match field:
+            case "shapes":
+                return tuple([tensor.shape for tensor in tensors])
+            case "dtypes":
+                return tuple([tensor.dtype for tensor in tensors])
+            case "devices":
+                return tuple([tensor.device for tensor in tensors])
+            case "place":
+                return modules.place()
+            case _:
+                return tuple(_plain_arguments(args, kwargs, self._parameters).items())
+
+    def _ask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
+        tensors = _tensors(args, kwargs, self._parameters)
+        # Sizes may be symbols of a compiler, or tensors under torch.jit.trace: a rule compares them.
+        shapes = tuple([torch.Size([int(size) for size in t.shape]) for t in tensors])
+        values = {
+            "shapes": shapes,
+            "dtypes": tuple([tensor.dtype for tensor in tensors]),
+            "devices": tuple([tensor.device for tensor in tensors]),
+            "kwargs": types.MappingProxyType(_plain_arguments(args, kwargs, self._parameters)),
+        }
+        read: set[str] = set()
+        with disable_casts():
+            decision = self._verdict(Call(self._op, values, read))
+        fields = tuple([name for name in FIELDS if name in read or name in self._fields])
+        if fields != self._fields or len(self._known) >= _MOST_VERDICTS:
+            self._known.clear()  # what rules have said depends on more than was known
+            self._fields = fields
+        key = self._key(args, kwargs)
+        if all([type(size) is int for tensor in tensors for size in tensor.shape]):  # noqa: C419
+            self._known[key] = decision
+        return decision
+
+    def _verdict(self, call: Call) -> Decision | None:
+        for rule in self._rules:
+            verdict = rule(call)
+            if verdict is None:
+                continue
+            if isinstance(verdict, CastPolicy):
+                verdict = Decision(verdict)
+            if not isinstance(verdict, Decision):
+                raise RuleError(
+                    f"{rule} for {call.op} returned {verdict!r}; return hmpx.ALLOW, hmpx.FOLLOW, "
+                    "hmpx.DENY, an hmpx.Decision, or None"
+                )
+            return self._settled(verdict, rule)
+        return None
+
+    def _settled(self, decision: Decision, rule: Rule) -> Decision:
+        """Returns ``decision`` with the dtype and the reason that it leaves out."""
+        dtype = decision.dtype
+        if dtype is None and decision.cast_policy is CastPolicy.LOW:
+            dtype = self._low_dtype
+        if dtype is None and decision.cast_policy is CastPolicy.FP32:
+            dtype = torch.float32
+        return replace(decision, dtype=dtype, reason=decision.reason or str(rule))
+
+
+def _tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: tuple[str, ...]
+) -> list[Tensor]:
+    """Returns the tensors of a call, in the order of its parameters, also those in lists."""
+    values: Iterable[Any] = args
+    if kwargs:
+        order = {name: position for position, name in enumerate(parameters)}
+        named = sorted(kwargs, key=lambda name: order.get(name, len(order)))
+        values = (*args, *[kwargs[name] for name in named])
+    found: list[Tensor] = []
+    for value in values:
+        if type(value) in _PLAIN or isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _SEQUENCES):
+            found.extend([item for item in value if isinstance(item, Tensor)])
+    return found
+
+
+def _plain_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: tuple[str, ...]
+) -> dict[str, Any]:
+    """Returns the arguments that are numbers, strings, dtypes and the like, by name."""
+    found: dict[str, Any] = {}
+    for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
+        plain = tuple(value) if isinstance(value, _SEQUENCES) else value
+        items = plain if isinstance(plain, tuple) else (plain,)
+        if all([isinstance(item, _VALUES) for item in items]):  # noqa: C419
+            found[name] = plain
+    return found
