@@ -8,48 +8,57 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import torch
+from torch.overrides import has_torch_function
+
 from . import source, switch, wrappers
 from .casting import Args, CallPlan, Kwargs, cast_args
 from .decisions import Decision
-from .rules import Judge
+from .rules import Judge, Rule
 
 #: Makes the wrapper that follows a decision; None where no call would be cast.
 Maker = Callable[[Decision], Callable[..., Any] | None]
 
 
 def make_choosing_wrapper(
-    original: Callable[..., Any], plan: CallPlan, judge: Judge, make: Maker
+    original: Callable[..., Any],
+    plan: CallPlan,
+    rules: tuple[Rule, ...],
+    low_dtype: torch.dtype,
+    make: Maker,
 ) -> Callable[..., Any]:
-    """Returns a wrapper of ``original`` that asks ``judge`` how each call is cast.
+    """Returns a wrapper of ``original`` that asks ``rules`` how each call is cast.
 
     Args:
         original: torch's function.
         plan: That of the call site, with the decision of the lists.
-        judge: Decides.
+        rules: In the order in which they are asked.
+        low_dtype: That of decisions that name none.
         make: Makes the wrappers that calls go to.
     """
     followed: dict[Decision, Callable[..., Any]] = {}
 
-    def following(decision: Decision) -> Callable[..., Any]:
+    def follow(decision: Decision | None) -> Callable[..., Any]:
+        decision = plan.decision if decision is None else decision
         found = followed.get(decision)
         if found is None:
             found = followed[decision] = make(decision) or original
         return found
 
-    by_lists = following(plan.decision)
-
-    def choose(args: Args, kwargs: Kwargs) -> Callable[..., Any]:
-        decision = judge.decide(args, kwargs)
-        return by_lists if decision is None else following(decision)
-
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if source.is_overridden(args, kwargs):
+        if has_torch_function(args) or (
+            (kwargs or may_be_nested) and source.is_overridden(args, kwargs)
+        ):
             return wrappers.override(original, cast, wrapper, args, kwargs)
-        if (switch._looks_closer and switch.is_off()) or switch.is_below_dispatcher():
+        if switch._looks_closer and switch.is_off():
             return original(*args, **kwargs)
-        return choose(args, kwargs)(*args, **kwargs)
+        if kwargs:
+            return choose(args, kwargs)(*args, **kwargs)
+        return choose(args, kwargs)(*args)
 
+    may_be_nested = "A" in plan.parameters.kinds.values()
+    choose = Judge(plan.op, plan.parameters, rules, low_dtype, follow).judge
     return wrappers.named_after(original, wrapper, plan.site)

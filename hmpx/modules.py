@@ -13,9 +13,8 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, TypeVar
+from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
 import torch.fx.traceback
@@ -28,8 +27,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
 
 
-@dataclass(frozen=True, slots=True)
-class Place:
+class Place(NamedTuple):
     """Where in a model an op is called.
 
     Attributes:

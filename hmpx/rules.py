@@ -9,7 +9,7 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Protocol, TypeVar, overload
+from typing import Any, Final, Generic, Protocol, TypeVar, overload
 
 import torch
 from torch import Tensor
@@ -17,10 +17,12 @@ from torch import Tensor
 from . import modules, ops
 from .decisions import CastPolicy, Decision
 from .errors import OptionError, RuleError, suggestion
-from .switch import disable_casts
+from .ops import Parameters
+from .switch import disable_casts, is_below_dispatcher
 
 Verdict = Decision | CastPolicy | None
 _F = TypeVar("_F", bound=Callable[..., Any])
+_T = TypeVar("_T")
 
 #: What a rule may look at, and so what its verdicts depend on.
 FIELDS: Final = ("shapes", "dtypes", "devices", "kwargs", "place")
@@ -291,36 +293,40 @@ def _is_same(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
 # --- asking ------------------------------------------------------------------------------------
 
 _MOST_VERDICTS: Final = 4096  # for shapes without end
-_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
 _SEQUENCES: Final = (list, tuple)
+_SHAPES: Final = ("shapes",)
+_PLACE: Final = ("place",)
 _VALUES: Final = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
-class Judge:
-    """Decides the calls of one call site by rules, whose verdicts it keeps."""
+class Judge(Generic[_T]):
+    """Decides the calls of one call site by rules, and keeps what follows from their verdicts."""
 
     def __init__(
         self,
         op: str,
-        parameters: tuple[str, ...],
+        parameters: Parameters,
         rules: tuple[Rule, ...],
         low_dtype: torch.dtype,
+        follow: Callable[[Decision | None], _T],
     ) -> None:
         """Starts without verdicts.
 
         Args:
             op: Op name.
-            parameters: Names of the callable's parameters by position.
+            parameters: What the callable's arguments are.
             rules: In the order in which they are asked.
             low_dtype: That of decisions that name none.
+            follow: Returns what follows from a decision; from None, what follows from the lists.
         """
-        self._op, self._rules, self._low_dtype = op, rules, low_dtype
-        self._parameters = parameters
+        self._op, self._rules, self._low_dtype, self._follow = op, rules, low_dtype, follow
+        self._names = parameters.names
+        self._may_be_nested = "A" in parameters.kinds.values()
         self._fields: tuple[str, ...] = ()
-        self._known: dict[Any, Decision | None] = {}
+        self._known: dict[Any, _T] = {}
 
-    def decide(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
-        """Returns the decision for a call with these arguments; None leaves it to the lists."""
+    def judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
+        """Returns what follows from the decision for a call with these arguments."""
         try:
             return self._known[self._key(args, kwargs)]
         except (KeyError, TypeError):  # sizes that are symbols have no hash
@@ -328,13 +334,15 @@ class Judge:
 
     def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
         fields = self._fields
+        if fields == _SHAPES and not kwargs:
+            if not self._may_be_nested:
+                return tuple([value.shape for value in args if isinstance(value, Tensor)])
+            return tuple([tensor.shape for tensor in _tensors(args, kwargs, self._names)])
+        if fields == _PLACE:
+            return modules.place()
         if not fields:
             return None
-        if fields == ("place",):
-            return modules.place()
-        tensors = _tensors(args, kwargs, self._parameters)
-        if fields == ("shapes",):
-            return tuple([tensor.shape for tensor in tensors])
+        tensors = _tensors(args, kwargs, self._names)
         return tuple([self._value(field, tensors, args, kwargs) for field in fields])
 
     def _value(
@@ -350,29 +358,31 @@ class Judge:
             case "place":
                 return modules.place()
             case _:
-                return tuple(_plain_arguments(args, kwargs, self._parameters).items())
+                return tuple(_plain_arguments(args, kwargs, self._names).items())
 
-    def _ask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Decision | None:
-        tensors = _tensors(args, kwargs, self._parameters)
+    def _ask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
+        if is_below_dispatcher():  # nothing is cast there
+            return self._follow(None)
+        tensors = _tensors(args, kwargs, self._names)
         # Sizes may be symbols of a compiler, or tensors under torch.jit.trace: a rule compares them.
         shapes = tuple([torch.Size([int(size) for size in t.shape]) for t in tensors])
         values = {
             "shapes": shapes,
             "dtypes": tuple([tensor.dtype for tensor in tensors]),
             "devices": tuple([tensor.device for tensor in tensors]),
-            "kwargs": types.MappingProxyType(_plain_arguments(args, kwargs, self._parameters)),
+            "kwargs": types.MappingProxyType(_plain_arguments(args, kwargs, self._names)),
         }
         read: set[str] = set()
         with disable_casts():
-            decision = self._verdict(Call(self._op, values, read))
+            followed = self._follow(self._verdict(Call(self._op, values, read)))
         fields = tuple([name for name in FIELDS if name in read or name in self._fields])
         if fields != self._fields or len(self._known) >= _MOST_VERDICTS:
             self._known.clear()  # what rules have said depends on more than was known
             self._fields = fields
         key = self._key(args, kwargs)
         if all([type(size) is int for tensor in tensors for size in tensor.shape]):  # noqa: C419
-            self._known[key] = decision
-        return decision
+            self._known[key] = followed
+        return followed
 
     def _verdict(self, call: Call) -> Decision | None:
         for rule in self._rules:
@@ -410,7 +420,7 @@ def _tensors(
         values = (*args, *[kwargs[name] for name in named])
     found: list[Tensor] = []
     for value in values:
-        if type(value) in _PLAIN or isinstance(value, Tensor):
+        if isinstance(value, Tensor):
             found.append(value)
         elif isinstance(value, _SEQUENCES):
             found.extend([item for item in value if isinstance(item, Tensor)])

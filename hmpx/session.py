@@ -383,7 +383,8 @@ def _patches(
         kind, first_matrix = ops.kind(name)
         asked = deciding.get(name, ())
         for site in op.sites:
-            if not observers and _is_settled_by_torch(site, decision, promotes, bool(asked)):
+            is_settled = site.in_place or not asked
+            if not observers and is_settled and _is_settled_by_torch(site, decision, promotes):
                 continue
             slot = getattr(site.owner, site.attribute)
             key = (id(slot), name)
@@ -408,12 +409,11 @@ def _patches(
                     is_view=ops.is_view(name),
                     casts_first=name in ops.facts("casts_first"),
                 )
-                make = _maker(site.function(), plan, observers)
+                make = _maker(site, plan, observers)
                 if asked and not site.in_place:
-                    judge = rules.Judge(
-                        name, plan.parameters.names, asked, policy.low_precision_type
+                    made[key] = choosing.make_choosing_wrapper(
+                        site.function(), plan, asked, policy.low_precision_type, make
                     )
-                    made[key] = choosing.make_choosing_wrapper(site.function(), plan, judge, make)
                 else:
                     made[key] = make(decision)
             wrapper = made[key]
@@ -439,32 +439,29 @@ def _deciding(policy: Policy) -> dict[str, tuple[rules.Rule, ...]]:
     return {name: asked for name, asked in found.items() if asked}
 
 
-def _maker(
-    function: Callable[..., Any], plan: CallPlan, observers: tuple[Observer, ...]
-) -> choosing.Maker:
+def _maker(site: ops.Site, plan: CallPlan, observers: tuple[Observer, ...]) -> choosing.Maker:
     """Returns what makes the wrapper that follows a decision; None for one that does nothing."""
+    function = site.function()
 
     def make(decision: Decision) -> Callable[..., Any] | None:
-        if decision.cast_policy is CastPolicy.PASS:
-            return None
         decided = dataclasses.replace(plan, decision=decision)
-        if observers:
+        if observers and decision.cast_policy is not CastPolicy.PASS:
             return wrappers.make_observed_wrapper(function, decided, observers)
+        if _is_settled_by_torch(site, decision, plan.promotes):
+            return None
         return wrappers.make_wrapper(function, decided)
 
     return make
 
 
-def _is_settled_by_torch(
-    site: ops.Site, decision: Decision, promotes: bool, is_ruled: bool
-) -> bool:
+def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> bool:
     """Whether torch's own kernel does exactly what the decision says, so that none is wrapped."""
-    if decision.cast_policy is CastPolicy.PASS and not is_ruled:
+    if decision.cast_policy is CastPolicy.PASS:
         return True
     if site.in_place:
         return promotes or not (site.is_python or ops.parameters(site).has_several_tensors)
     is_widest = decision.cast_policy is CastPolicy.WIDEST
-    return promotes and is_widest and not decision.is_composed and not is_ruled
+    return promotes and is_widest and not decision.is_composed
 
 
 def _name(owner: Any) -> str:

@@ -299,12 +299,12 @@ def given(*values: Any) -> tuple[Any, ...]:
 
 def is_overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     """Whether a mode, or the class of an argument or of one in a list, overrides torch functions."""
-    return (
-        has_torch_function(args)
-        or has_torch_function(tuple(kwargs.values()))
-        or any(isinstance(v, SEQUENCES) and has_torch_function(v) for v in args)
-        or any(isinstance(v, SEQUENCES) and has_torch_function(v) for v in kwargs.values())
-    )
+    if has_torch_function(args):
+        return True
+    for value in args:
+        if isinstance(value, SEQUENCES) and has_torch_function(value):
+            return True
+    return bool(kwargs) and is_overridden(tuple(kwargs.values()), {})
 
 
 def _is_settled(value: Any, dtype: torch.dtype) -> bool:
