@@ -6,7 +6,7 @@ Knows neither ops nor where decisions come from.
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, fields
 from typing import Final
 
 import torch
@@ -79,6 +79,13 @@ class Decision:
         if self.dtype not in allowed:
             kinds = " or ".join(map(str, allowed)) or "left out"
             raise OptionError(f"dtype of {self.cast_policy.name} must be {kinds}, not {self.dtype}")
+
+    def __repr__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("accumulate_dtype", "output_dtype"):
+            if shown[name] is None:
+                del shown[name]
+        return f"Decision({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
     def is_composed(self) -> bool:
