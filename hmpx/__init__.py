@@ -1,5 +1,6 @@
 """Mixed precision for PyTorch, op by op: one `convert()`, plain-text op lists, and reasons."""
 
+from . import formats
 from .decisions import ALLOW, DENY, FOLLOW, CastPolicy, Decision
 from .errors import (
     FreezeError,
@@ -39,6 +40,7 @@ __all__ = [
     "casts_enabled",
     "convert",
     "disable_casts",
+    "formats",
     "freeze",
     "is_converted",
     "load_policy",

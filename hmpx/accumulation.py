@@ -70,7 +70,8 @@ class Accumulation:
             return function(*args, **kwargs)
         if is_traced() and not is_exported():
             return in_graph(function, args, kwargs, output, self.accumulate_dtype)
-        if self.casts_first and "dtype" not in kwargs:
+        # A positional None may stand for dtype.
+        if self.casts_first and "dtype" not in kwargs and type(None) not in map(type, args):
             result = function(*args, **kwargs, dtype=self.accumulate_dtype)
             return rounded(result, CAST[output], self.accumulate_dtype)
         if self._keeps_low(inputs, dtype):

@@ -17,6 +17,9 @@ from torch import Tensor
 from . import reuse
 from .decisions import CastPolicy, Decision
 from .dtypes import CAST, ELIGIBLE
+from .emulation import Emulation
+from .lowering import Lowering
+from .number_formats import Format
 from .ops import Parameters
 from .switch import is_below_dispatcher
 
@@ -30,6 +33,10 @@ _DENSE = frozenset({torch.strided, torch.jagged})
 #: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has
 #: brought their inputs there.
 _SLOW_KINDS = frozenset({"attention", "convolution", "gemm", "rnn"})
+
+
+#: Products with weights that may be frozen to the codes of a number format.
+_CODED_KINDS = frozenset({"convolution", "gemm"})
 
 
 @dataclass(frozen=True)
@@ -55,9 +62,13 @@ class CallPlan:
         reuses_casts: A parameter is cast once within a call of the outermost module.
         is_view: The op computes nothing.
         casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
+        rounding: How values are rounded to a number format, and
+        rounds_gradients: whether gradients are, too.
+        lowerings: What computes the op in a number format, instead of torch.
         has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
         fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
             call's device.
+        emulation: What computes the op in a number format, if that is its low precision.
         composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
         legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
         cast_kinds: ``parameters.kinds`` without the buffers.
@@ -82,8 +93,12 @@ class CallPlan:
     reuses_casts: bool = False
     is_view: bool = False
     casts_first: bool = False
+    rounding: str = "nearest"
+    rounds_gradients: bool = False
+    lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
 
     has_inplace_flag: bool = field(init=False)
+    emulation: Emulation | None = field(init=False)
     composes: bool = field(init=False)
     legalizes: bool = field(init=False)
     fp32_positions: frozenset[int] | None = field(init=False)
@@ -108,6 +123,18 @@ class CallPlan:
     def __post_init__(self) -> None:
         """Works out what follows from the rest, here and not in each call."""
         names = self.parameters.names
+        emulation = None
+        if isinstance(self.decision.dtype, Format) and not self.in_place:
+            emulation = Emulation(
+                self.decision.dtype,
+                self.rounding,
+                self.rounds_gradients,
+                self.decision.accumulate_dtype,
+                self.decision.output_dtype,
+                self.is_view,
+                self.lowerings,
+                takes_codes=self.kind in _CODED_KINDS,
+            )
         kinds = {p: k for p, k in self.parameters.kinds.items() if names[p] not in self.never_cast}
         fp32_positions: frozenset[int] | None = frozenset()
         if self.decision.dtype in LOW_DTYPES and self.norm_parameters:
@@ -119,7 +146,9 @@ class CallPlan:
         may_be_low = may_be_low and self.decision.accumulate_dtype is None
         is_legalized = self.legalize != "never" and may_be_low and not self.in_place
         object.__setattr__(self, "legalizes", is_legalized and not self.is_view)
-        object.__setattr__(self, "composes", self.decision.is_composed and not self.in_place)
+        composes = self.decision.is_composed and not self.in_place and emulation is None
+        object.__setattr__(self, "emulation", emulation)
+        object.__setattr__(self, "composes", composes)
         object.__setattr__(self, "has_inplace_flag", self.is_python and "inplace" in names)
         object.__setattr__(self, "fp32_positions", fp32_positions)
         object.__setattr__(self, "cast_kinds", kinds)
@@ -128,8 +157,16 @@ class CallPlan:
 
 def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments that ``plan`` makes of ``args`` and ``kwargs``; changes neither."""
+    if plan.emulation is not None:
+        args, kwargs = plan.emulation.decoded(args, kwargs)
     dtype = target_dtype(plan, args, kwargs)
-    return (args, kwargs) if dtype is None else _cast_to(dtype, plan, args, kwargs)
+    if dtype is None:
+        return args, kwargs
+    args, kwargs = _cast_to(dtype, plan, args, kwargs)
+    if plan.emulation is None or written_tensor(plan, args, kwargs) is not None:
+        return args, kwargs
+    keeps_parameters = _takes_mixed_parameters(plan, args, kwargs)
+    return _with_inputs(plan.emulation.round, plan, args, kwargs, keeps_parameters)
 
 
 def converter(plan: CallPlan, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
@@ -168,6 +205,8 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
         if plan.never_narrows and _argument(plan, "dtype", args, kwargs) in LOW_DTYPES:
             return None
         assert plan.decision.dtype is not None
+        if plan.emulation is not None or isinstance(plan.decision.dtype, Format):
+            return torch.float32
         dtype = plan.decision.dtype
     return dtype if dtype in CAST else None
 
@@ -197,11 +236,25 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
 
 def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     cast = converter(plan, dtype)
-    mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(plan, args, kwargs)
 
-    def cast_value(name: str, value: Any) -> Any:
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype is dtype else cast(tensor)
+
+    mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(plan, args, kwargs)
+    return _with_inputs(convert, plan, args, kwargs, mixes)
+
+
+def _with_inputs(
+    convert: Callable[[Tensor], Tensor], plan: CallPlan, args: Args, kwargs: Kwargs, mixes: bool
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments with the eligible inputs converted.
+
+    With ``mixes``, a norm's parameters in fp32 stay as they are.
+    """
+
+    def with_value(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if value.dtype is dtype or not _is_eligible(value, plan.device_types):
+            if not _is_eligible(value, plan.device_types):
                 return value
             keeps_fp32 = (
                 mixes
@@ -209,9 +262,9 @@ def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> 
                 and value.dtype is torch.float32
                 and value.device.type in plan.mixed_device_types
             )
-            return value if keeps_fp32 else cast(value)
+            return value if keeps_fp32 else convert(value)
         if isinstance(value, SEQUENCES):
-            new = [cast_value(name, item) for item in value]
+            new = [with_value(name, item) for item in value]
             if all(a is b for a, b in zip(new, value, strict=True)):
                 return value
             if isinstance(value, list):
@@ -221,11 +274,11 @@ def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> 
 
     names = _padded(plan.parameters.names, len(args))
     new_args = tuple(
-        value if name in plan.never_cast else cast_value(name, value)
+        value if name in plan.never_cast else with_value(name, value)
         for name, value in zip(names, args, strict=False)
     )
     new_kwargs = {
-        name: value if name in plan.skipped else cast_value(name, value)
+        name: value if name in plan.skipped else with_value(name, value)
         for name, value in kwargs.items()
     }
     return new_args, new_kwargs

@@ -8,12 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
-import torch
 from torch.overrides import has_torch_function
 
 from . import source, switch, wrappers
 from .casting import Args, CallPlan, Kwargs, cast_args
-from .decisions import Decision
+from .decisions import Decision, LowType
 from .rules import Judge, Rule
 
 #: Makes the wrapper that follows a decision; None where no call would be cast.
@@ -24,7 +23,7 @@ def make_choosing_wrapper(
     original: Callable[..., Any],
     plan: CallPlan,
     rules: tuple[Rule, ...],
-    low_dtype: torch.dtype,
+    low_dtype: LowType,
     make: Maker,
 ) -> Callable[..., Any]:
     """Returns a wrapper of ``original`` that asks ``rules`` how each call is cast.
@@ -36,16 +35,22 @@ def make_choosing_wrapper(
         low_dtype: That of decisions that name none.
         make: Makes the wrappers that calls go to.
     """
-    followed: dict[Decision, Callable[..., Any]] = {}
+    # By the reason too, which the log names and equality leaves out.
+    followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
 
     def follow(decision: Decision | None) -> Callable[..., Any]:
         decision = plan.decision if decision is None else decision
-        found = followed.get(decision)
+        key = decision, decision.reason
+        found = followed.get(key)
         if found is None:
-            found = followed[decision] = make(decision) or original
+            found = followed[key] = make(decision) or original
         return found
 
+    by_lists = follow(None)
+
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        if choose(args, kwargs) is not by_lists:
+            return args, kwargs  # cast once it was asked again, by the dtypes that there are
         return cast_args(plan, args, kwargs)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:

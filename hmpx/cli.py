@@ -24,7 +24,17 @@ from typing import Any
 
 import torch
 
-from . import __version__, capability, habana_shim, oplists, ops, policy, policy_files, session
+from . import (
+    __version__,
+    capability,
+    formats,
+    habana_shim,
+    oplists,
+    ops,
+    policy,
+    policy_files,
+    session,
+)
 from .decisions import CastPolicy, Decision
 from .dtypes import short_name
 from .errors import HmpxError, HmpxWarning, suggestion
@@ -41,12 +51,19 @@ _PASSING_ON = frozenset(
                 "wrapper",
                 "_run",
                 "_run_atomically",
-                "_run_legalized",
+                "_run_writing",
                 "_run_norm",
                 "_run_with",
+                "override",
+                "run_composed",
+                "run_legalized",
             )
         ),
+        ("hmpx.accumulation", "compute"),
+        ("hmpx.choosing", "wrapper"),
         ("hmpx.legalize", "compute"),
+        ("hmpx.modules", "call_outermost"),
+        ("hmpx.modules", "wrapper"),
         ("hmpx.blocks", "in_blocks"),
         ("hmpx.composition", "call_raised"),
         ("hmpx.composition", "computed_in_fp32"),
@@ -210,7 +227,7 @@ def _add_ops(commands: Any) -> None:
         "ops",
         _ops,
         help="show what a list may name, and what is done with it",
-        usage="hmpx ops [list options] [PATTERN]",
+        usage="hmpx ops [list options] [PATTERN]\n       hmpx ops --formats",
         description="Prints every op that a list may hold, what the policy does with it, the line\n"
         "that says so, and the places in torch where it is called.",
         epilog="""\
@@ -227,9 +244,15 @@ exit status:
 examples:
   hmpx ops softmax
   hmpx ops torch.nn.functional.gelu
-  hmpx ops --fp32 my_fp32.txt 'conv*'""",
+  hmpx ops --fp32 my_fp32.txt 'conv*'
+  hmpx ops --formats""",
     )
     _add_list_options(parser)
+    parser.add_argument(
+        "--formats",
+        action="store_true",
+        help="list the number formats that may stand for the low type instead",
+    )
     parser.add_argument(
         "pattern",
         nargs="?",
@@ -279,7 +302,12 @@ def _add_list_options(parser: argparse.ArgumentParser) -> None:
         default="O1",
         help="O1 follows the lists; O2 runs GEMMs and convolutions in the low type, all else in fp32",
     )
-    group.add_argument("--low-precision-type", choices=("bfloat16", "float16"), default="bfloat16")
+    group.add_argument(
+        "--low-precision-type",
+        default="bfloat16",
+        metavar="TYPE",
+        help="bfloat16, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
+    )
     group.add_argument("--strict", action="store_true", help="an unknown name is an error")
 
 
@@ -515,6 +543,8 @@ def _counted(count: int, noun: str) -> str:
 
 
 def _ops(options: argparse.Namespace) -> int:
+    if options.formats:
+        return _show(_format_lines())
     loaded = _warned(policy.load_policy, **_list_options(options))
     names = [name for name in ops.table() if ops.is_castable(name)]
     names.sort(key=lambda name: (name.startswith("_"), name.lower()))
@@ -525,15 +555,33 @@ def _ops(options: argparse.Namespace) -> int:
             return 1
         names = matching
     rows = [("op", "policy", "reason", "call sites")]
+    by_section = loaded.section_rules()
     for name in names:
         decision = loaded[name]
         rows.append((name, _what(decision), decision.reason, ", ".join(_call_sites(name))))
-        rows += [("", _what(each.decision), str(each), "") for each in loaded.section_rules(name)]
+        rows += [("", _what(each.decision), str(each), "") for each in by_section.get(name, ())]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return _show(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
         for row in rows
     )
+
+
+def _format_lines() -> Iterator[str]:
+    rows: list[tuple[str, ...]] = [
+        ("format", "bits", "largest", "epsilon", "smallest normal", "smallest")
+    ]
+    for name in formats.names():
+        known = formats.get(name)
+        if isinstance(known, formats.Custom):
+            rows.append((name, "-", "-", "-", "-", "-"))
+            continue
+        values = (known.max, known.epsilon, known.smallest_normal, known.smallest_subnormal)
+        rows.append((name, f"{known.bits:g}", *[f"{value:.6g}" for value in values]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    for name, *cells in rows:
+        shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        yield "  ".join([name.ljust(widths[0]), *shown])
 
 
 def _matching(pattern: str, names: list[str]) -> list[str]:
@@ -594,8 +642,12 @@ def _doctor(options: argparse.Namespace) -> int:
             f"casts tensors on: {', '.join(sorted(active.device_types))}",
         ]
         missed = sorted(active.missed())
+        low_type = active.policy.low_precision_type
         for device_type in sorted(active.device_types):
-            lines += _capability_lines(device_type, active.policy.low_precision_type)
+            if isinstance(low_type, torch.dtype):
+                lines += _capability_lines(device_type, low_type)
+            else:
+                lines.append(f"{low_type.name} on {device_type}: emulated in fp32")
     for path, function in missed:
         lines.append(f"{path} keeps {function!r}, which is not cast")
     if missed:

@@ -17,7 +17,6 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from .decisions import Decision
 from .policy import Policy
 
 
@@ -36,7 +35,7 @@ def forget() -> None:
 
 
 def prepare(
-    policy: Policy, device_types: frozenset[str], legalize: str, rules: tuple[object, ...]
+    policy: Policy, device_types: frozenset[str], options: object, rules: tuple[object, ...]
 ) -> Callable[[], None]:
     """Tells inductor's kernels and caches of a conversion.
 
@@ -44,7 +43,7 @@ def prepare(
         What undoes it.
     """
     finder = _keep_kernels_plain()
-    restore_tag = _tag_caches(_digest(policy, device_types, legalize, rules))
+    restore_tag = _tag_caches(_digest(policy, device_types, options, rules))
 
     def undo() -> None:
         restore_tag()
@@ -132,19 +131,9 @@ def _tag_caches(digest: str) -> Callable[[], None]:
 
 
 def _digest(
-    policy: Policy, device_types: frozenset[str], legalize: str, rules: tuple[object, ...]
+    policy: Policy, device_types: frozenset[str], options: object, rules: tuple[object, ...]
 ) -> str:
     """Returns what stands for a conversion; nothing else does for one with functions that decide."""
-    decisions = sorted((name, _text(each)) for name, each in policy.decisions.items())
-    sections = [
-        (section.conditions(), sorted((n, _text(each)) for n, each in section.decisions.items()))
-        for section in policy.sections
-    ]
     unique = uuid.uuid4().hex if rules else ""
-    state = repr((decisions, sections, sorted(device_types), legalize, unique))
+    state = repr((policy.fingerprint(), sorted(device_types), options, unique))
     return hashlib.sha256(state.encode()).hexdigest()[:16]
-
-
-def _text(decision: Decision) -> str:
-    dtypes = decision.dtype, decision.accumulate_dtype, decision.output_dtype
-    return f"{decision.cast_policy.name} {dtypes}"

@@ -1,4 +1,4 @@
-"""What can be decided for an op: the `CastPolicy`, and the dtypes it computes and ends in.
+"""What can be decided for an op: the `CastPolicy`, and the types it computes and ends in.
 
 Knows neither ops nor where decisions come from.
 """
@@ -11,8 +11,12 @@ from typing import Final
 
 import torch
 
-from . import dtypes
-from .errors import OptionError
+from . import dtypes, format_names
+from .errors import OptionError, suggestion
+from .number_formats import Format
+
+#: What low precision may be: a dtype of torch, or a number format, which is emulated.
+LowType = torch.dtype | Format
 
 
 class CastPolicy(enum.Enum):
@@ -38,8 +42,9 @@ class Decision:
 
     Attributes:
         cast_policy: The rule for its inputs.
-        dtype: The dtype that `CastPolicy.LOW` and `CastPolicy.FP32` cast to; None for the others,
-            and for the low-precision dtype of the policy.
+        dtype: The dtype that `CastPolicy.LOW` and `CastPolicy.FP32` cast to, or the number format
+            that `CastPolicy.LOW` rounds to; None for the others, and for the low-precision type of
+            the policy.
         accumulate_dtype: The op computes in it: inputs, rounded as ever, are raised to it first.
             None: as its kernel for the inputs' dtype does.
         output_dtype: Floating outputs are cast to it. None: the inputs' dtype.
@@ -50,7 +55,7 @@ class Decision:
     """
 
     cast_policy: CastPolicy
-    dtype: torch.dtype | None = None
+    dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
     output_dtype: torch.dtype | None = field(default=None, kw_only=True)
     reason: str = field(default="", compare=False, kw_only=True)
@@ -72,13 +77,19 @@ class Decision:
             raise OptionError("an op that is left alone has no accumulate_dtype or output_dtype")
 
     def _check_dtype(self) -> None:
+        if self.cast_policy is CastPolicy.LOW and isinstance(self.dtype, Format):
+            return
         allowed: tuple[torch.dtype, ...] = {
             CastPolicy.LOW: dtypes.LOW_PRECISION,
             CastPolicy.FP32: (torch.float32,),
         }.get(self.cast_policy, ())
         if self.dtype not in allowed:
             kinds = " or ".join(map(str, allowed)) or "left out"
-            raise OptionError(f"dtype of {self.cast_policy.name} must be {kinds}, not {self.dtype}")
+            if self.cast_policy is CastPolicy.LOW:
+                kinds += " or an hmpx.formats format"
+            raise OptionError(
+                f"dtype of {self.cast_policy.name} must be {kinds}, not {self.dtype!r}"
+            )
 
     def __repr__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
@@ -91,3 +102,31 @@ class Decision:
     def is_composed(self) -> bool:
         """Whether more is done than casting inputs."""
         return self.accumulate_dtype is not None or self.output_dtype is not None
+
+
+def parse_low_type(value: object) -> LowType:
+    """Returns the low-precision type that ``value`` is, or names.
+
+    Args:
+        value: ``torch.bfloat16``, ``torch.float16`` or one of their names; a number format, or the
+            name of a registered one.
+
+    Raises:
+        OptionError: It is none of these.
+    """
+    if isinstance(value, Format):
+        return value
+    native = {n: d for d in dtypes.LOW_PRECISION for n in (str(d), dtypes.short_name(d))}
+    native |= {name.removeprefix("torch."): dtype for name, dtype in native.items()}
+    if isinstance(value, str):
+        if value in native:
+            return native[value]
+        if value in format_names.names() or value.startswith("custom["):
+            return format_names.get(value)
+    elif isinstance(value, torch.dtype) and value in dtypes.LOW_PRECISION:
+        return value
+    known = " or ".join(str(dtype) for dtype in dtypes.LOW_PRECISION)
+    hint = suggestion(value, [*native, *format_names.names()]) if isinstance(value, str) else ""
+    raise OptionError(
+        f"low_precision_type must be {known}, or a number format, not {value!r}{hint}"
+    )

@@ -9,6 +9,7 @@ import importlib.util
 import sys
 from collections.abc import Callable, Iterable, Mapping
 from types import MappingProxyType
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -44,9 +45,24 @@ _SHORT_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
 )
 
 
-def short_name(dtype: torch.dtype) -> str:
-    """Returns ``"bf16"`` for ``torch.bfloat16``, ``"int64"`` for ``torch.int64``."""
-    return _SHORT_NAMES.get(dtype, str(dtype).removeprefix("torch."))
+class Named(Protocol):
+    """Something that goes by a name, such as a number format."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+
+def short_name(dtype: torch.dtype | Named) -> str:
+    """Returns ``"bf16"`` for ``torch.bfloat16``, ``"int64"`` for ``torch.int64``, and a format's name."""
+    if not isinstance(dtype, torch.dtype):
+        return dtype.name
+    return _SHORT_NAMES.get(dtype, long_name(dtype))
+
+
+def long_name(dtype: torch.dtype | Named) -> str:
+    """Returns ``"bfloat16"`` for ``torch.bfloat16``, and a format's name."""
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype.name
 
 
 def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.dtype:
@@ -61,26 +77,6 @@ def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.
         known = ", ".join(str(d).removeprefix("torch.") for d in allowed)
         raise OptionError(f"unknown dtype {name!r} ({known}){suggestion(name, names)}")
     return found
-
-
-def parse_low_precision(value: object) -> torch.dtype:
-    """Returns the low-precision dtype that ``value`` names.
-
-    Args:
-        value: ``torch.bfloat16``, ``torch.float16``, or one of their names
-            (``"bfloat16"``, ``"bf16"``, ``"float16"``, ``"fp16"``).
-
-    Raises:
-        OptionError: ``value`` is no low-precision dtype.
-    """
-    if isinstance(value, torch.dtype) and value in LOW_PRECISION:
-        return value
-    names = {n: d for d in LOW_PRECISION for n in (str(d).removeprefix("torch."), short_name(d))}
-    if isinstance(value, str) and value.removeprefix("torch.") in names:
-        return names[value.removeprefix("torch.")]
-    allowed = " or ".join(str(d) for d in LOW_PRECISION)
-    hint = suggestion(value, names) if isinstance(value, str) else ""
-    raise OptionError(f"low_precision_type must be {allowed}, not {value!r}{hint}")
 
 
 def default_device_types() -> frozenset[str]:

@@ -15,12 +15,16 @@ import torch
 from torch import Tensor, nn
 
 from . import compiled, legalize, session, switch
+from .decisions import LowType
 from .dtypes import short_name
+from .encoding import code_dtype, encode
 from .errors import FreezeError, OptionError
+from .number_formats import Fixed, Float, Posit, Table
 from .seal import REMEDY, WidensOutputs, is_sealed, seal
 from .weight_uses import FoundTensor, Place, Watch, found_tensors, replaced, watch_forward
 
 _OUTPUTS: Final = ("fp32", "keep")
+_STORES: Final = ("dtype", "codes")
 
 
 @dataclass(frozen=True)
@@ -31,7 +35,8 @@ class Weight:
         name: Its name in the model.
         kind: ``"parameter"`` or ``"buffer"``.
         dtype: The dtype that it had.
-        stored_dtype: The dtype that it has in the frozen model.
+        stored_dtype: The dtype that it has in the frozen model, or the number format whose codes it
+            holds.
         size_bytes: Its size before; 0 for what shares the memory of another of this list.
         stored_bytes: Its size in the frozen model.
         reason: Why it is stored so.
@@ -40,7 +45,7 @@ class Weight:
     name: str
     kind: str
     dtype: torch.dtype
-    stored_dtype: torch.dtype
+    stored_dtype: LowType
     size_bytes: int
     stored_bytes: int
     reason: str
@@ -146,6 +151,7 @@ def freeze(
     model: nn.Module,
     *example_inputs: Any,
     outputs: str = "fp32",
+    store: str = "dtype",
     keep_fp32: bool = True,
     **kwargs: Any,
 ) -> Frozen:
@@ -161,6 +167,8 @@ def freeze(
         *example_inputs: Inputs of the forward to watch.
         outputs: ``"fp32"`` makes the model return float32 where it would return bfloat16 or
             float16; ``"keep"`` leaves its outputs.
+        store: ``"codes"`` stores weights that are used only in one number format as its codes, in
+            uint8, uint16 or int32, which are decoded at each use; ``"dtype"`` leaves them float32.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
 
@@ -170,15 +178,19 @@ def freeze(
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
             training mode or frozen, or its forward raised. The model is untouched then.
-        OptionError: ``outputs`` has no such value.
+        OptionError: ``outputs`` or ``store`` has no such value.
     """
     if outputs not in _OUTPUTS:
         raise OptionError(f"outputs must be 'fp32' or 'keep', not {outputs!r}")
+    if store not in _STORES:
+        raise OptionError(f"store must be 'dtype' or 'codes', not {store!r}")
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
     found = found_tensors(model)
     with legalize.inputs_rounded():  # in the mode that leaves fp32 inputs as they are, too
         watch = watch_forward(model, found, example_inputs, kwargs)
-    weights = tuple(_judged(found, watch, replaced(model, found)))
+    is_random = in_force.options.rounding == "stochastic"
+    codes = _AS_CODES if store == "codes" and not is_random else ()
+    weights = tuple(_judged(found, watch, replaced(model, found), codes))
     dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
     lows: dict[int, FoundTensor] = {}
     for f in found:
@@ -190,6 +202,8 @@ def freeze(
         if keep_fp32:
             attached.callback(_restore, _originals(found, lows))
         for tensor, low in low_copies:
+            if not low.is_floating_point():
+                tensor.requires_grad_(False)
             tensor.data = low
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(WidensOutputs()).remove)
@@ -239,7 +253,13 @@ def _checked(model: object, *, has_example: bool) -> session.Session:
 # --- judging -----------------------------------------------------------------------------------
 
 
-def _judged(found: Sequence[FoundTensor], watch: Watch, replaced: set[Place]) -> Iterator[Weight]:
+#: Formats whose values are one code each.
+_AS_CODES: Final = (Float, Posit, Fixed, Table)
+
+
+def _judged(
+    found: Sequence[FoundTensor], watch: Watch, replaced: set[Place], codes: tuple[type, ...]
+) -> Iterator[Weight]:
     """Yields for each tensor how it is to be stored, and why."""
     firsts: dict[object, FoundTensor] = {}
     by_storage: dict[int, list[FoundTensor]] = {}
@@ -251,6 +271,8 @@ def _judged(found: Sequence[FoundTensor], watch: Watch, replaced: set[Place]) ->
         first = firsts.setdefault(key, f)
         neighbours = by_storage[f.place.storage] if f.place is not None else []
         dtype, reason = _judgement(f, neighbours, watch, replaced)
+        if not isinstance(dtype, (torch.dtype, *codes)):
+            dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
         size_bytes = stored_bytes = 0
         if first is not f:
             reason = (
@@ -258,14 +280,14 @@ def _judged(found: Sequence[FoundTensor], watch: Watch, replaced: set[Place]) ->
             )
         elif not nn.parameter.is_lazy(f.tensor):
             size_bytes = f.tensor.numel() * f.tensor.element_size()
-            stored_bytes = f.tensor.numel() * dtype.itemsize
+            stored_bytes = f.tensor.numel() * _stored(dtype).itemsize
         yield Weight(f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason)
 
 
 def _judgement(
     f: FoundTensor, neighbours: Sequence[FoundTensor], watch: Watch, replaced: set[Place]
-) -> tuple[torch.dtype, str]:
-    """Returns the dtype that a tensor is to be stored in, and why.
+) -> tuple[LowType, str]:
+    """Returns the type that a tensor is to be stored in, and why.
 
     ``neighbours`` are the tensors in its storage.
     """
@@ -294,6 +316,13 @@ def _judgement(
     return next(iter(uses.converted_to)), f"used in {converted[0]} only"
 
 
+def _stored(low: LowType) -> torch.dtype:
+    """Returns the dtype of a tensor that holds values, or codes, of this type."""
+    if isinstance(low, torch.dtype):
+        return low
+    return code_dtype(int(low.bits)) if isinstance(low, _AS_CODES) else torch.float32
+
+
 def _listed(names: Sequence[str]) -> str:
     distinct = list(dict.fromkeys(names))
     return ", ".join(distinct[:3]) + (f" and {len(distinct) - 3} more" if len(distinct) > 3 else "")
@@ -312,10 +341,11 @@ class _Original:
     size: tuple[int, ...]
     stride: tuple[int, ...]
     is_inference: bool
+    requires_grad: bool
 
 
 def _low_copies(
-    lows: Iterable[FoundTensor], dtypes: Mapping[str, torch.dtype]
+    lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType]
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns each tensor that is to be stored low, and what it is to hold; one copy a place."""
     copies: dict[Place | None, Tensor] = {}
@@ -324,9 +354,18 @@ def _low_copies(
         for f in lows:
             if f.place not in copies:
                 with torch.inference_mode(f.tensor.is_inference()):
-                    copies[f.place] = f.tensor.detach().to(dtypes[f.name])
+                    values, low = f.tensor.detach(), dtypes[f.name]
+                    copies[f.place] = _low_copy(values, low)
             pairs.append((f.tensor, copies[f.place]))
     return pairs
+
+
+def _low_copy(values: Tensor, low: LowType) -> Tensor:
+    if isinstance(low, torch.dtype):
+        return values.to(low)
+    codes = encode(values, low)
+    assert isinstance(codes, Tensor)
+    return codes
 
 
 def _originals(
@@ -354,6 +393,7 @@ def _originals(
                 tuple(tensor.size()),
                 tensor.stride(),
                 tensor.is_inference(),
+                tensor.requires_grad,
             )
         )
     return tuple(originals)
@@ -374,6 +414,7 @@ def _restore(originals: Sequence[_Original]) -> None:
             original.tensor.data = empty.set_(
                 storage, original.offset, original.size, original.stride
             )
+            original.tensor.requires_grad_(original.requires_grad)
 
 
 def _is_host(device: torch.device) -> bool:

@@ -1,25 +1,31 @@
 """Which modules are running, and what they are called: asked for by rules, the log and observers.
 
 Costs nothing until `patches` are in place. Names are those of the outermost module's
-``named_modules``, without what wrappers such as DDP and torch.compile put in front. Knows neither
+``named_modules``, without what wrappers such as DDP and torch.compile add to them. Knows neither
 ops nor policies.
 """
 
 from __future__ import annotations
 
 import functools
-import re
+import hashlib
+import inspect
 import sys
 import threading
+import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
 from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
+import torch._guards
+import torch.fx._symbolic_trace
 import torch.fx.traceback
 import torch.nn.modules.module
 from torch import nn
+from torch._C._dynamo import eval_frame
 
 from .patching import ItemPatch, Patch
 
@@ -50,14 +56,28 @@ class _Running(threading.local):
     Attributes:
         modules: Those whose call is running, outermost first.
         place: That of their innermost, once it was asked for.
+        since: The number of the patches of which it is known that all calls have gone through them.
     """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.place: Place | None = None
+        self.since = 0
+
+    @property
+    def key(self) -> str:
+        """What graphs that are compiled here depend on: where they are called from."""
+        return repr(_place_in(_running_modules()))
 
 
 _running: Final = _Running()
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_dispatch_mode = torch._C._get_dispatch_mode
+_FAKE = torch._C._TorchDispatchModeKey.FAKE
+
+#: Goes up whenever patches are put in place. Calls may then be running that began before.
+_patches = 0
+_is_noting = False
 
 
 def place() -> Place:
@@ -65,42 +85,76 @@ def place() -> Place:
 
     Has `patches` put in place, if they are not, by whom `when_asked` says.
     """
-    if _is_traced():
-        return _traced_place(_running.modules)
     if not _is_noting:
         _ask()
-    known = _running.place
-    if known is not None:
-        return known
-    if _may_be_midway and not _running.modules:
-        return _place_in(_running_frames())
-    found = _running.place = _place_in(_running.modules)
+    if _dispatch_mode(_FAKE) is not None and _is_traced():
+        return _traced_place()
+    found = _running.place
+    if found is None:
+        running = _running.modules
+        if not running:
+            return _place_in(_running_modules())
+        found = _running.place = _place_in(running)
     return found
 
 
-def _place_in(running: list[nn.Module]) -> Place:
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A place that was found, and what shows that it still is that of the same modules."""
+
+    root: weakref.ref[nn.Module]
+    module: weakref.ref[nn.Module]
+    keys: _Keys
+    place: Place
+
+
+def _place_in(running: Sequence[nn.Module]) -> Place:
     if not running:
         return _OUTSIDE
-    classes = tuple([type(module).__name__ for module in running])
-    return Place(_path(running), classes, running[-1].training)
+    root, module = running[0], running[-1]
+    ids = tuple(map(id, running))
+    known = _known.get(ids)
+    if (
+        known is not None
+        and known.module() is module
+        and known.root() is root
+        and known.place.training is module.training
+        and _is_at(root, known.keys, module)
+    ):
+        return known.place
+    classes = tuple([_class_name(type(each)) for each in running])
+    if _OPTIMIZED in classes and any(_optimized(each) is not None for each in running):
+        return _place_in(_without_optimized(running))
+    keys, path = _name(root, module)
+    found = Place(path, classes, module.training)
+    if keys is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[ids] = _Known(weakref.ref(root), weakref.ref(module), keys, found)
+    return found
+
+
+def _running_modules() -> list[nn.Module]:
+    """Returns the modules that are running, outermost first."""
+    return _running.modules or ([] if _running.since == _patches else _running_frames())
 
 
 def patches(first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch | ItemPatch]:
     """Yields the patches that note running modules.
 
     Args:
-        first_call_ended: Is told the first outermost module whose call has ended.
+        first_call_ended: Is told the first outermost module with parameters whose call has ended.
     """
-    global _is_noting, _may_be_midway
-    _is_noting = _may_be_midway = True
+    global _is_noting, _patches
+    _is_noting = True
+    _patches += 1
     has_ended = False
+    without_parameters: weakref.WeakSet[nn.Module] = weakref.WeakSet()
     call = nn.Module.__call__
 
     @functools.wraps(call)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        if torch.compiler.is_dynamo_compiling():
-            if self.training:  # asked, it becomes a guard of the compiled code
-                return call(self, *args, **kwargs)
+        if _is_dynamo_compiling():
             return call(self, *args, **kwargs)
         running = _running.modules
         if not running:
@@ -116,10 +170,11 @@ def patches(first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch | I
 
     def call_outermost(module: nn.Module, running: list[nn.Module], args: Any, kwargs: Any) -> Any:
         nonlocal has_ended
-        if _may_be_midway:
+        began = _patches
+        if _running.since != began:
             running.extend(_running_frames())  # of calls that began before the patch
             if not running:
-                _leave_midway()
+                _running.since = began
         running.append(module)
         _running.place = None
         try:
@@ -127,20 +182,36 @@ def patches(first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch | I
         finally:
             running.clear()
             _running.place = None
-        if not has_ended:
-            has_ended = True
-            first_call_ended(module)
+        if not has_ended and module not in without_parameters:
+            if next(module.parameters(), None) is None:
+                without_parameters.add(module)
+            else:
+                has_ended = True
+                first_call_ended(module)
         return result
 
+    @functools.wraps(call)
+    def traced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if _EXPORT_ROOT in self._modules:
+            return call(self, *args, **kwargs)
+        running, outer = _running.modules, _running.place
+        stand_in: Any = self
+        running.append(stand_in.get_base() if hasattr(type(self), "get_base") else self)
+        _running.place = None
+        try:
+            return call(self, *args, **kwargs)
+        finally:
+            running.pop()
+            _running.place = outer
+
+    _leave_to_callees(wrapper)
+    _leave_to_callees(call_outermost)
     yield Patch(nn.Module, "__call__", wrapper)
+    # make_fx and torch.export put theirs on top of that, which calls this; some of the modules
+    # that it is called with are their stand-ins for the model's.
+    yield Patch(torch.fx._symbolic_trace, "_orig_module_call", traced)
     hooks = torch.nn.modules.module._global_module_registration_hooks
     yield ItemPatch(hooks, "hmpx", _names_change)
-
-
-#: The patches are in place.
-_is_noting = False
-#: Calls of modules may be running that began before the patches were in place.
-_may_be_midway = True
 
 
 def when_asked(put_in_place: Callable[[], None]) -> None:
@@ -149,20 +220,26 @@ def when_asked(put_in_place: Callable[[], None]) -> None:
     _ask = put_in_place
 
 
-def _ask() -> None:
+def _nothing() -> None:
     pass
+
+
+_ask: Callable[[], None] = _nothing
 
 
 def forget() -> None:
     """Notes that the patches are no longer in place."""
-    global _is_noting, _may_be_midway
-    _is_noting, _may_be_midway = False, True
+    global _ask, _is_noting, _patches
+    _ask, _is_noting = _nothing, False
+    _patches += 1
     _running.place = None
-
-
-def _leave_midway() -> None:
-    global _may_be_midway
-    _may_be_midway = False
+    _restore_tag()
+    call = nn.Module.__call__
+    for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+        dynamo = vars(sys.modules.get(name, types))
+        noted = dynamo.get("unpatched_nn_module_call", call)  # when it was imported
+        if noted is not call and inspect.unwrap(noted) is call:
+            dynamo["unpatched_nn_module_call"] = call
 
 
 def keeps_place(function: _F) -> _F:
@@ -170,9 +247,9 @@ def keeps_place(function: _F) -> _F:
 
     For what runs it later: a checkpoint's recomputation.
     """
-    if not _running.modules:
+    kept = list(_running_modules())
+    if not kept:
         return function
-    kept = list(_running.modules)
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -188,52 +265,126 @@ def keeps_place(function: _F) -> _F:
 
 # --- names -------------------------------------------------------------------------------------
 
-#: Module -> id of a module in it -> that module, to be sure, and its name.
-_names_of: weakref.WeakKeyDictionary[nn.Module, dict[int, tuple[weakref.ref[nn.Module], str]]]
-_names_of = weakref.WeakKeyDictionary()
+_OPTIMIZED: Final = "OptimizedModule"
 
-#: Modules that hold the user's one under a name: class name -> that name.
-_AROUND: Final = {
-    "OptimizedModule": "_orig_mod",
-    "DistributedDataParallel": "module",
-    "DataParallel": "module",
-}
-_WRAPPED: Final = re.compile(
-    r"(?:^|\.)(?:_orig_mod|_fsdp_wrapped_module|_checkpoint_wrapped_module)(?=\.|$)"
-)
+#: Names under which wrappers hold the module that is meant, whatever the wrappers are called.
+_INNER: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+#: Class name of a wrapper -> the name under which it holds that module.
+_AROUND: Final = {"DistributedDataParallel": "module", "DataParallel": "module"}
+#: What torch puts in front of a class' name when it gives a module a class of its own making.
+_MADE: Final = ("FSDP", "Parametrized", "Replicate")
+
+#: Names of the modules from the outermost to this one, as it holds them.
+_Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A module as it was found in another."""
+
+    module: weakref.ref[nn.Module]
+    keys: _Keys
+    path: str
+
+
+#: Outermost module -> id of a module in it -> how it was found; None for one that is not in it.
+_found_in: weakref.WeakKeyDictionary[nn.Module, dict[int, _Named | weakref.ref[nn.Module]]]
+_found_in = weakref.WeakKeyDictionary()
+
+
+#: Ids of running modules -> their innermost one's place. For all roots; for modules that come and go.
+_known: dict[tuple[int, ...], _Known] = {}
+_MOST_KNOWN: Final = 1 << 14
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
     """Yields the modules in ``root``, each with the first of the names by which it goes."""
-    prefix, inner = "", root
-    while (name := _AROUND.get(type(inner).__name__)) is not None and hasattr(inner, name):
-        yield "", inner
-        prefix, inner = f"{prefix}{name}.", getattr(inner, name)
-    for name, module in inner.named_modules():
-        yield _WRAPPED.sub("", name).removeprefix("."), module
+    for _, path, module in _walk(root, (), "", set()):
+        yield path, module
 
 
-def _path(running: list[nn.Module]) -> str:
-    root, module = running[0], running[-1]
-    if root is module:
-        return ""
+def _walk(
+    module: nn.Module, keys: _Keys, path: str, seen: set[int]
+) -> Iterator[tuple[_Keys, str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield keys, path, module
+    around = _AROUND.get(type(module).__name__)
+    for key, child in module._modules.items():
+        if child is not None:
+            is_inner = key in _INNER or key == around
+            inner = path if is_inner else f"{path}.{key}" if path else key
+            yield from _walk(child, (*keys, key), inner, seen)
+
+
+def _name(root: nn.Module, module: nn.Module) -> tuple[_Keys | None, str]:
+    """Returns how ``root`` holds ``module``, None if it does not, and its qualified name."""
     for is_again in (False, True):
-        known = _names_of.get(root)
+        known = _found_in.get(root)
         if known is None or is_again:
-            known = _names_of[root] = {
-                id(each): (weakref.ref(each), name) for name, each in named_modules(root)
+            absent = {k: v for k, v in (known or {}).items() if type(v) is not _Named}
+            present = {
+                id(each): _Named(weakref.ref(each), keys, path)
+                for keys, path, each in _walk(root, (), "", set())
             }
+            known = _found_in[root] = {**absent, **present}
         found = known.get(id(module))
-        if found is not None and found[0]() is module:
-            return found[1]
-    return type(module).__name__  # it is not registered
+        if isinstance(found, _Named):
+            if found.module() is module and _is_at(root, found.keys, module):
+                return found.keys, found.path
+        elif found is not None and found() is module:
+            break  # it was not in the outermost one, which has not changed since
+    else:
+        _found_in[root][id(module)] = weakref.ref(module)
+    return None, _class_name(type(module))
+
+
+def _is_at(root: nn.Module, keys: _Keys, module: nn.Module) -> bool:
+    """Whether ``module`` is still there: items of a ModuleList move without a word to anybody."""
+    at: Any = root
+    for key in keys:
+        at = at._modules.get(key)
+        if at is None:
+            return False
+    return at is module
 
 
 def _names_change(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    _names_of.clear()
+    _found_in.clear()
+    _known.clear()
 
 
-# --- frames, and graphs that are being traced --------------------------------------------------
+def _users_class_name(cls: type) -> str:
+    """Returns the name of the class that the user knows, where torch has made one from it."""
+    if cls.__module__.startswith("torch."):
+        for base in cls.__bases__:
+            if cls.__name__ in [f"{front}{base.__name__}" for front in _MADE]:
+                return _users_class_name(base)
+    return cls.__name__
+
+
+_class_name: Callable[[Any], str] = functools.lru_cache(maxsize=1 << 12)(_users_class_name)
+
+
+def _without_optimized(running: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns ``running`` with the user's module in the place of what torch.compile put around it."""
+    found: list[nn.Module] = []
+    for module in running:
+        if found and _optimized(found[-1]) is module:
+            found[-1] = module
+        else:
+            found.append(module)
+    for position in range(len(found)):
+        while (inner := _optimized(found[position])) is not None:
+            found[position] = inner
+    return found
+
+
+def _optimized(module: nn.Module) -> nn.Module | None:
+    """Returns the user's module in ``module``, None if torch.compile has not put that around one."""
+    is_optimized = type(module).__name__ == _OPTIMIZED
+    return module._modules.get("_orig_mod") if is_optimized else None
 
 
 def _running_frames() -> list[nn.Module]:
@@ -248,60 +399,115 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-_dispatch_mode = torch._C._get_dispatch_mode
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
+# --- graphs that are being traced --------------------------------------------------------------
 
 #: Modules that torch.compile has traced into: its graphs know them by their ids.
-_traced: weakref.WeakValueDictionary[int, nn.Module] = weakref.WeakValueDictionary()
+_traced: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
+
+#: Under which name torch.export puts a model into a module of its own, and what its graphs call it.
+_EXPORT_ROOT, _EXPORTED = "_export_root", "L__self__"
 
 
 def _is_traced() -> bool:
-    """Whether torch.compile makes a graph, in which no module's call is running."""
-    return "torch._dynamo.symbolic_convert" in sys.modules and _dispatch_mode(_FAKE) is not None
+    """Whether the fake tensors are those of torch.compile, in whose graphs no module's call runs."""
+    is_loaded = "torch._dynamo.symbolic_convert" in sys.modules
+    return is_loaded and torch._guards.TracingContext.try_get() is not None
 
 
-def _traced_place(running: list[nn.Module]) -> Place:
-    """Returns the place that torch.compile has noted: for this node of its graph, or as it traces.
+def _leave_to_callees(function: Any) -> None:
+    """Has torch.compile begin its graphs in what ``function`` calls, as with Module's own functions.
 
-    ``running`` are the modules from whose call it was set off.
+    All modules share that code, and torch.compile compiles one code a few times only. Where it
+    comes upon ``function`` inside of a graph, it traces on.
     """
-    stack = torch.fx.traceback.get_current_meta().get("nn_module_stack")
-    if stack is None:
-        stack = _dynamo_stack()
-    entries = list((stack or {}).items())
-    around = _place_in(running)
-    if not entries:
-        return around
-    key, (name, _) = entries[-1]
-    base = _base_name(entries[0][1][0], has_root=bool(running))
-    inner = _WRAPPED.sub("", name.removeprefix(base)).removeprefix(".")
-    module = _traced.get(int(str(key).partition("@")[0]))
-    return Place(
-        ".".join(filter(None, (around.path, inner))),
-        (*around.classes, *[each.__name__ for _, (_, each) in entries]),
-        None if module is None else module.training,
-    )
+    code = function.__code__
+    if hasattr(eval_frame, "skip_code"):
+        eval_frame.skip_code(code)
+    elif hasattr(eval_frame, "set_code_exec_strategy"):
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
 
 
-def _base_name(first: str, *, has_root: bool) -> str:
-    """Returns what stands for the outermost module in names such as ``L['self'].layers.0``."""
-    variable = re.match(r"[LG]\['[^']*'\]", first)
-    return variable.group() if has_root and variable else first
+def _traced_place() -> Place:
+    """Returns the place that torch.compile has noted: for this node of its graph, or as it traces."""
+    running = _without_optimized(_running_modules())
+    meta = torch.fx.traceback.get_current_meta()
+    stack = meta.get("nn_module_stack")
+    translators = _translators()
+    if translators:
+        _guard_on_surroundings(translators[0])
+        if stack is None:
+            stack = translators[-1].nn_module_stack
+    for key in stack or ():
+        module = _traced.get(str(key).partition("@")[0])
+        if module is not None and module not in running[-1:]:
+            running.append(module)
+    found = _place_in(running)
+    if translators and not meta:
+        _tag_caches(translators[0].output, found)
+    return found
 
 
-def _dynamo_stack() -> dict[str, Any] | None:
-    """Returns the modules that torch.compile is tracing into."""
+#: The graph that is being traced, the places asked for in it, and the tag of caches: before, and now.
+_tagged: tuple[weakref.ref[Any], list[Place], str, str] | None = None
+
+
+def _tag_caches(graph: Any, place: Place) -> None:
+    """Keeps apart, in the caches of compiled code, graphs that differ in their ops' places only."""
+    global _tagged
+    config: Any = sys.modules.get("torch.compiler.config")
+    if config is None or not hasattr(config, "cache_key_tag"):
+        return
+    if _tagged is None or _tagged[0]() is not graph:
+        _restore_tag()
+        _tagged = weakref.ref(graph), [], config.cache_key_tag, config.cache_key_tag
+    of, places, before, _ = _tagged
+    places.append(place)
+    tag = f"{before}-{hashlib.sha256(repr(places).encode()).hexdigest()[:16]}"
+    config.cache_key_tag = tag
+    _tagged = of, places, before, tag
+
+
+def _restore_tag() -> None:
+    global _tagged
+    config: Any = sys.modules.get("torch.compiler.config")
+    if _tagged is not None and config.cache_key_tag == _tagged[3]:
+        config.cache_key_tag = _tagged[2]
+    _tagged = None
+
+
+def _translators() -> list[Any]:
+    """Returns what translates the calls that torch.compile is tracing into, outermost first."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
+    from torch._dynamo.variables import LazyVariableTracker
 
-    innermost: dict[str, Any] | None = None
+    found = []
     for frame in _frames(sys._getframe(1)):
-        translator = frame.f_locals.get("self")
-        if frame.f_code.co_name != "step" or not isinstance(translator, InstructionTranslatorBase):
+        translator = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
+        if not isinstance(translator, InstructionTranslatorBase):
             continue
-        if innermost is None:
-            innermost = translator.nn_module_stack
-        variable = translator.symbolic_locals.get("self")
-        module = getattr(variable, "value", None)
+        found.append(translator)
+        variable: Any = translator.symbolic_locals.get(
+            next(iter(translator.f_code.co_varnames), "")
+        )
+        is_lazy = isinstance(variable, LazyVariableTracker) and not variable.is_realized()
+        module = variable.peek_value() if is_lazy else getattr(variable, "value", None)
         if isinstance(module, nn.Module):
-            _traced[id(module)] = module
-    return innermost
+            variable.var_getattr(translator, "training").realize()  # sets a guard on it
+            _traced[str(id(module))] = module
+            exported = module._modules.get(_EXPORT_ROOT)
+            if exported is not None:
+                _traced[_EXPORTED] = exported
+    return found[::-1]
+
+
+def _guard_on_surroundings(translator: Any) -> None:
+    """Has the graph that is being traced hold only where it is called from such a place as this."""
+    if torch.compiler.is_exporting():
+        return
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource, GlobalSource
+
+    name = translator.output.install_global_by_id("__hmpx_running", _running)
+    install_guard(AttrSource(GlobalSource(name), "key").make_guard(GuardBuilder.EQUALS_MATCH))

@@ -2,7 +2,7 @@
 
 One op a line, ``#`` comments, ``@hmp`` includes the shipped list of the same kind, ``-mul``
 removes an op again, ``*`` means every op that no list names. After the op may stand a low-precision
-dtype of its own, and ``accumulate=`` and ``output=`` dtypes. Knows no policy.
+type of its own, and ``accumulate=`` and ``output=`` dtypes. Knows no policy.
 """
 
 from __future__ import annotations
@@ -11,11 +11,12 @@ import os
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import torch
 
 from . import dtypes, ops
+from .decisions import LowType, parse_low_type
 from .errors import OpListError, OptionError, suggestion
 
 #: Kind of list -> its file name in a shipped set, or in a directory given as ``lists``.
@@ -33,18 +34,18 @@ class Entry:
     Attributes:
         text: The name as written, with what stands before it: ``"-mul"``.
         where: ``"my_bf16.txt:3"``.
-        dtype: The low-precision dtype of this op alone; None for that of the list.
+        dtype: The low-precision type of this op alone; None for that of the list.
         accumulate_dtype: See `decisions.Decision`, and
         output_dtype: there.
     """
 
     text: str
     where: str
-    dtype: torch.dtype | None = None
+    dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
 
-    def options(self) -> tuple[torch.dtype | None, ...]:
+    def options(self) -> tuple[LowType | None, ...]:
         """Returns what stands after the name."""
         return self.dtype, self.accumulate_dtype, self.output_dtype
 
@@ -192,6 +193,7 @@ def from_lines(
                 )
             elif name not in own:
                 found[name] = own[name] = entry
+                removed.discard(name)
     return OpList(
         found, tuple(unknown), tuple(repeated), frozenset(removed), everything, is_shipped
     )
@@ -213,7 +215,7 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
     name, *words = content.split() or [""]
     if not name:
         raise OpListError(f"{where}: an op name is empty")
-    options: dict[str, torch.dtype] = {}
+    options: dict[str, Any] = {}
     for word in words:
         key, is_option, value = word.partition("=")
         if not is_option:
@@ -224,13 +226,16 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
         if _OPTIONS[key] in options:
             raise OpListError(f"{where}: {name!r} is given {key} twice; keep one")
         try:
-            options[_OPTIONS[key]] = dtypes.parse_name(value, _ALLOWED.get(key, dtypes.COMPUTED))
+            is_low = key == "dtype"
+            options[_OPTIONS[key]] = parse_low_type(value) if is_low else dtypes.parse_name(value)
         except OptionError as error:
             if not is_option and len(words) == 1 and ops.resolve(word) is not None:
                 raise OpListError(f"{where}: one op a line, please, not {content!r}") from None
             raise OpListError(f"{where}: {error}") from None
     if words and name[0] in "@-":
         raise OpListError(f"{where}: {name!r} takes no options; put them after an op's name")
+    if options and kind == "pass":
+        raise OpListError(f"{where}: {content!r} names a dtype, but is left alone")
     if "dtype" in options and kind not in ("low", "fp16"):
         raise OpListError(
             f"{where}: {content!r} names a dtype, but only low-precision lists have a choice"
@@ -243,12 +248,19 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "accumulate": "accumulate_dtype",
     "output": "output_dtype",
 }
-_ALLOWED: Final = {"dtype": dtypes.LOW_PRECISION}
+
+
+#: Suggesting a name takes milliseconds.
+_MOST_FAULTS: Final = 100
 
 
 def unknown(op_list: OpList) -> list[str]:
     """Returns a message for each line of ``op_list`` that names nothing to cast."""
-    return [f"{entry.where}: {_why_unknown(entry.text)}" for entry in op_list.unknown]
+    shown = [
+        f"{entry.where}: {_why_unknown(entry.text)}" for entry in op_list.unknown[:_MOST_FAULTS]
+    ]
+    more = len(op_list.unknown) - len(shown)
+    return [*shown, f"{op_list.unknown[-1].where}: and {more:,} more before"] if more else shown
 
 
 def repeated(op_list: OpList) -> list[str]:

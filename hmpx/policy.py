@@ -7,6 +7,7 @@ every op that is cast. Knows nothing of how torch is patched.
 from __future__ import annotations
 
 import dataclasses
+import hashlib
 import os
 import sys
 import types
@@ -17,8 +18,8 @@ from typing import Any
 
 import torch
 
-from . import dtypes, oplists, ops, policy_files, sections
-from .decisions import CastPolicy, Decision
+from . import oplists, ops, policy_files, sections
+from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .errors import HmpxError, HmpxWarning, OpListError, OptionError, PolicyFileError, suggestion
 from .oplists import OpList
 from .policy_files import PolicySource
@@ -33,17 +34,23 @@ class Policy:
 
     Attributes:
         decisions: Op name -> decision. Ops that are not in it are left alone.
-        low_precision_type: The dtype of the low-precision list.
+        low_precision_type: The type of the low-precision list.
         sections: Decisions for parts of a model; of those that hold for a call and name its op, the
             first one counts, before ``decisions``.
     """
 
     decisions: Mapping[str, Decision]
-    low_precision_type: torch.dtype = torch.bfloat16
+    low_precision_type: LowType = torch.bfloat16
     sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
-        object.__setattr__(self, "decisions", types.MappingProxyType(dict(self.decisions)))
+        settled = {
+            op: said
+            if (dtype := said.dtype or _dtype_of(said, self.low_precision_type)) is None
+            else dataclasses.replace(said, dtype=dtype)
+            for op, said in self.decisions.items()
+        }
+        object.__setattr__(self, "decisions", types.MappingProxyType(settled))
 
     def __hash__(self) -> int:
         return hash((frozenset(self.decisions.items()), self.low_precision_type, self.sections))
@@ -51,18 +58,23 @@ class Policy:
     def __reduce__(self) -> tuple[Any, ...]:
         return Policy, (dict(self.decisions), self.low_precision_type, self.sections)
 
-    def section_rules(self, op: str) -> tuple[SectionRule, ...]:
-        """Returns what the sections say of ``op``, in the order in which they are asked."""
-        found = [(section, section.decisions.get(op)) for section in self.sections]
-        return tuple([SectionRule(section, said) for section, said in found if said is not None])
-
-    def section_ops(self) -> frozenset[str]:
-        """Returns the ops that sections speak of."""
-        return frozenset(op for section in self.sections for op in section.decisions)
+    def section_rules(self) -> dict[str, list[SectionRule]]:
+        """Returns op -> what the sections say of it, in the order in which they are asked."""
+        found: dict[str, list[SectionRule]] = {}
+        for section in self.sections:
+            for op, decision in section.decisions.items():
+                found.setdefault(op, []).append(SectionRule(section, decision))
+        return found
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
         """Returns a message for each module pattern that matches none of these qualified names."""
         return sections.unmatched(self.sections, paths)
+
+    def fingerprint(self) -> str:
+        """Returns what equal policies have in common, in any process."""
+        placed = [(each.conditions(), _bare(each.decisions)) for each in self.sections]
+        state = repr((_bare(self.decisions), placed, self.low_precision_type))
+        return hashlib.sha256(state.encode()).hexdigest()
 
     def to_yaml(self) -> str:
         """Returns a policy file that makes an equal policy: all that is in force, spelled out."""
@@ -87,7 +99,7 @@ class Policy:
         fp32: Iterable[str] = (),
         widest: Iterable[str] = (),
         first: Iterable[str] = (),
-        low_precision_type: torch.dtype | str = torch.bfloat16,
+        low_precision_type: LowType | str = torch.bfloat16,
     ) -> Policy:
         """Returns the policy that holds exactly these ops, without any shipped list.
 
@@ -97,7 +109,7 @@ class Policy:
             OpListError: A name is unknown, or stands in both ``low`` and ``fp32``.
             OptionError: ``low_precision_type`` is none.
         """
-        low_dtype = dtypes.parse_low_precision(low_precision_type)
+        low_dtype = parse_low_type(low_precision_type)
         given = {"low": low, "fp32": fp32, "widest": widest, "first": first}
         lists = [
             (oplists.parse("\n".join(names), f"<{kind}>"), _decision(kind, low_dtype))
@@ -107,13 +119,21 @@ class Policy:
         return cls(_resolve([[pair] for pair in lists]), low_dtype)
 
 
+def _bare(decisions: Mapping[str, Decision]) -> list[tuple[object, ...]]:
+    """Returns ``decisions`` without their reasons."""
+    return [
+        (name, d.cast_policy.name, d.dtype, d.accumulate_dtype, d.output_dtype)
+        for name, d in sorted(decisions.items())
+    ]
+
+
 def load_policy(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",
     *,
     fp16_file_path: str | os.PathLike[str] = "",
     opt_level: str = "O1",
-    low_precision_type: torch.dtype | str = torch.bfloat16,
+    low_precision_type: LowType | str = torch.bfloat16,
     lists: str | os.PathLike[str] | None = None,
     policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     strict: bool = False,
@@ -130,7 +150,7 @@ def load_policy(
     """
     if policy is None and policy_files.is_policy_file(bf16_file_path):
         policy, bf16_file_path = bf16_file_path, ""
-    low_dtype = dtypes.parse_low_precision(low_precision_type)
+    low_dtype = parse_low_type(low_precision_type)
     if policy is not None:
         if any((bf16_file_path, fp32_file_path, fp16_file_path, lists)) or opt_level != "O1":
             raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
@@ -139,7 +159,11 @@ def load_policy(
         return _from_source(read_source(policy), low_dtype, strict=strict)
     if opt_level not in ("O1", "O2"):
         raise OptionError(f"opt_level must be 'O1' or 'O2', not {opt_level!r}")
-    for argument, path in (("bf16_file_path", bf16_file_path), ("fp32_file_path", fp32_file_path)):
+    for argument, path in (
+        ("bf16_file_path", bf16_file_path),
+        ("fp32_file_path", fp32_file_path),
+        ("fp16_file_path", fp16_file_path),
+    ):
         if path in ("O1", "O2"):
             raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
         if policy_files.is_policy_file(path):
@@ -187,7 +211,7 @@ def read_source(policy: object) -> PolicySource:
     )
 
 
-def _from_source(source: PolicySource, default_dtype: torch.dtype, *, strict: bool) -> Policy:
+def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) -> Policy:
     """Returns the policy of a file; raises and warns of its faults."""
     for note in source.notes:
         _warn(note)
@@ -248,8 +272,9 @@ def _check_sections(made: list[Section]) -> None:
     """Raises an error where two sections with equal conditions differ about an op."""
     known: dict[tuple[object, str], Decision] = {}
     for section in made:
+        conditions = section.conditions()
         for op, decision in section.decisions.items():
-            said = known.setdefault((section.conditions(), op), decision)
+            said = known.setdefault((conditions, op), decision)
             if said != decision:
                 raise PolicyFileError(
                     f"{decision.reason}: {op!r} is decided at {said.reason} already, in a section "
@@ -294,12 +319,16 @@ def _faults_of(path: str) -> list[str]:
 _LEFT_OUT = "left out of the op lists:"
 
 
-def _is_low(fp16_file_path: object, low_dtype: torch.dtype) -> bool:
+def _is_low(fp16_file_path: object, low_dtype: LowType) -> bool:
     """Whether the fp16 file *is* the low-precision list, since the low type is fp16."""
     return bool(fp16_file_path) and low_dtype is torch.float16
 
 
-def _decision(kind: str, low_dtype: torch.dtype) -> Decision:
+def _dtype_of(decision: Decision, low_dtype: LowType) -> LowType | None:
+    return {CastPolicy.LOW: low_dtype, CastPolicy.FP32: torch.float32}.get(decision.cast_policy)
+
+
+def _decision(kind: str, low_dtype: LowType) -> Decision:
     return {
         "low": Decision(CastPolicy.LOW, low_dtype),
         "fp16": Decision(CastPolicy.LOW, torch.float16),

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import re
+import warnings
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -18,8 +19,9 @@ import torch
 import yaml
 
 from . import dtypes, oplists, ops
-from .decisions import CastPolicy, Decision
+from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .errors import OpListError, OptionError, PolicyFileError, suggestion
+from .number_formats import FORMATS
 from .oplists import OpList
 from .sections import PHASES, Section
 
@@ -46,7 +48,7 @@ class SectionSource:
 
     lists: Mapping[str, OpList]
     conditions: Mapping[str, Any]
-    low_precision_type: torch.dtype | None
+    low_precision_type: LowType | None
     where: str
 
 
@@ -68,7 +70,7 @@ class PolicySource:
     lists: Mapping[str, OpList] = field(default_factory=dict)
     removed: Mapping[str, tuple[oplists.Entry, ...]] = field(default_factory=dict)
     base: str | None = "hmp"
-    low_precision_type: torch.dtype | None = None
+    low_precision_type: LowType | None = None
     sections: tuple[SectionSource, ...] = ()
     is_verbose: bool = False
     notes: tuple[str, ...] = ()
@@ -106,6 +108,8 @@ def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
     """
     try:
         text = yaml.safe_dump(_plain(mapping), sort_keys=False)
+    except RecursionError:
+        raise PolicyFileError("<policy>: nested too deep to be a policy") from None
     except yaml.YAMLError as error:
         raise PolicyFileError(f"<policy>: only plain values, please: {error}") from None
     return parse(text, "<policy>", Path())
@@ -116,7 +120,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
-    return str(value).removeprefix("torch.") if isinstance(value, torch.dtype) else value
+    return dtypes.long_name(value) if isinstance(value, (torch.dtype, *FORMATS)) else value
 
 
 def _read_text(path: Path) -> str:
@@ -203,8 +207,9 @@ class _Reader:
 
     def count(self, key: str, node: yaml.Node) -> int:
         text = self.text(key, node)
-        if node.tag != "tag:yaml.org,2002:int" or not text.replace("_", "").isdigit():
-            raise self.error(node, f"{key} must be a whole number, not {text!r}")
+        if node.tag != "tag:yaml.org,2002:int" or not re.fullmatch(r"[0-9][0-9_]{0,30}", text):
+            shown = text if len(text) <= 40 else f"{text[:40]}..."
+            raise self.error(node, f"{key} must be a whole number, not {shown!r}")
         return int(text.replace("_", ""))
 
     def counts(self, key: str, node: yaml.Node) -> tuple[int, ...]:
@@ -222,16 +227,17 @@ class _Reader:
     def truth(self, key: str, node: yaml.Node) -> bool:
         return self.choice(key, node, ("true", "false")) == "true"
 
-    def dtype(
-        self, key: str, node: yaml.Node, allowed: tuple[torch.dtype, ...] = dtypes.COMPUTED
-    ) -> torch.dtype:
+    def dtype(self, key: str, node: yaml.Node) -> torch.dtype:
         try:
-            return dtypes.parse_name(self.text(key, node), allowed)
+            return dtypes.parse_name(self.text(key, node))
         except OptionError as error:
             raise self.error(node, f"{key}: {error}") from None
 
-    def low_dtype(self, key: str, node: yaml.Node) -> torch.dtype:
-        return self.dtype(key, node, dtypes.LOW_PRECISION)
+    def low_type(self, key: str, node: yaml.Node) -> LowType:
+        try:
+            return parse_low_type(self.text(key, node))
+        except OptionError as error:
+            raise self.error(node, str(error)) from None
 
     def dtypes(self, key: str, node: yaml.Node) -> tuple[torch.dtype, ...]:
         return tuple([self.dtype(key, item) for item in self.items(key, node)])
@@ -245,8 +251,10 @@ class _Reader:
     def regexes(self, key: str, node: yaml.Node) -> tuple[str, ...]:
         for item in self.items(key, node):
             try:
-                re.compile(self.text(key, item))
-            except re.error as error:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)
+                    re.compile(self.text(key, item))
+            except (re.error, OverflowError, RecursionError) as error:
                 raise self.error(item, f"{key}: no regular expression: {error}") from None
         return self.texts(key, node)
 
@@ -286,11 +294,14 @@ class _Reader:
             "dtype": self.dtypes,
         }
         own: dict[str, Callable[[str, yaml.Node], Any]] = {
-            "low_precision_type": self.low_dtype,
+            "low_precision_type": self.low_type,
             **{kind: lambda key, each: self.lines(each, key) for kind in LISTS},
         }
         found = self.mapping(node, {**readers, **own}, "a section")
         conditions = {key: value for key, value in found.items() if key in readers}
+        empty = [key for key, value in conditions.items() if value == ()]
+        if empty:
+            raise self.error(node, f"{empty[0]} is empty; name at least one, or leave it out")
         lists = {key: value for key, value in found.items() if key in LISTS}
         if not lists:
             raise self.error(node, f"a section decides nothing; give it {' or '.join(LISTS)}")
@@ -336,7 +347,7 @@ def parse(text: str, source: str, folder: Path) -> PolicySource:
     found = reader.mapping(
         node,
         {
-            "low_precision_type": reader.low_dtype,
+            "low_precision_type": reader.low_type,
             "lists": base,
             **dict.fromkeys(LISTS, reader.op_list),
             "sections": lambda key, each: tuple(map(reader.section, reader.items(key, each))),
@@ -371,6 +382,8 @@ def _composed(text: str, source: str) -> yaml.Node | None:
         raise PolicyFileError(f"{source}: no YAML: {' '.join(str(error).split())}") from None
     except RecursionError:
         raise PolicyFileError(f"{source}: nested too deep to be a policy") from None
+    except (ValueError, OverflowError) as error:  # of \\U escapes, of a version's number
+        raise PolicyFileError(f"{source}: no YAML: {error}") from None
 
 
 # --- JSON --------------------------------------------------------------------------------------
@@ -415,7 +428,8 @@ def _parse_json(text: str, source: str) -> PolicySource:
         },
         "a Gaudi configuration",
     )
-    is_hmp = found.get("use_habana_mixed_precision", "autocast_bf16_ops" not in found)
+    is_autocast = any(found.get(f"autocast_{name}_ops") is not None for name in ("bf16", "fp32"))
+    is_hmp = found.get("use_habana_mixed_precision", not is_autocast)
     prefix = "hmp" if is_hmp else "autocast"
     lists = {
         kind: found[key]
@@ -453,11 +467,11 @@ _EVERYTHING: Final = (oplists.Entry("*", ""),)
 
 
 def dump(
-    decisions: Mapping[str, Decision], low_dtype: torch.dtype, sections: tuple[Section, ...]
+    decisions: Mapping[str, Decision], low_dtype: LowType, sections: tuple[Section, ...]
 ) -> str:
     """Returns the policy file that makes these decisions, spelled out one by one."""
     content: dict[str, Any] = {
-        "low_precision_type": _name(low_dtype),
+        "low_precision_type": dtypes.long_name(low_dtype),
         "lists": "none",
         **_lists(decisions, low_dtype),
     }
@@ -469,10 +483,10 @@ def dump(
             }
             for section in sections
         ]
-    return yaml.safe_dump(content, sort_keys=False, allow_unicode=True)
+    return yaml.safe_dump(content, sort_keys=False)  # escaped: U+0085 would be a space
 
 
-def _lists(decisions: Mapping[str, Decision], low_dtype: torch.dtype) -> dict[str, list[str]]:
+def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, list[str]]:
     kinds = {CastPolicy[kind.upper()]: kind for kind in LISTS}
     found: dict[str, list[str]] = {}
     for op, decision in sorted(decisions.items()):
@@ -481,16 +495,26 @@ def _lists(decisions: Mapping[str, Decision], low_dtype: torch.dtype) -> dict[st
             continue
         words = [op]
         if decision.cast_policy is CastPolicy.LOW and decision.dtype not in (None, low_dtype):
-            words.append(_name(decision.dtype))
+            words.append(dtypes.long_name(decision.dtype))
         for word, dtype in (
             ("accumulate", decision.accumulate_dtype),
             ("output", decision.output_dtype),
         ):
-            words += [f"{word}={_name(dtype)}"] if dtype is not None else []
+            words += [f"{word}={dtypes.long_name(dtype)}"] if dtype is not None else []
         lines = found.setdefault(kinds[decision.cast_policy], [])
         lines.append(" ".join(words))
-        lines += [f"-{each}" for each in sorted(_operators(op)) if each not in decisions]
+        lines += [
+            f"-{each}"
+            for each in sorted(_operators(op))
+            if each not in decisions or _gives_way(decisions[each], decision)
+        ]
     return {kind: found[kind] for kind in LISTS if kind in found}
+
+
+def _gives_way(decision: Decision, other: Decision) -> bool:
+    """Whether a list of ``decision`` gives way to one of ``other``."""
+    relative = (CastPolicy.WIDEST, CastPolicy.FIRST)
+    return decision.cast_policy in relative and other.cast_policy not in relative
 
 
 def _operators(op: str) -> frozenset[str]:
@@ -502,9 +526,5 @@ def _written(value: Any) -> Any:
     return (
         [_written(each) for each in value]
         if isinstance(value, tuple)
-        else (_name(value) if isinstance(value, torch.dtype) else value)
+        else (dtypes.long_name(value) if isinstance(value, torch.dtype) else value)
     )
-
-
-def _name(dtype: torch.dtype | None) -> str:
-    return str(dtype).removeprefix("torch.")

@@ -14,6 +14,8 @@ from typing import Any, Protocol
 
 import torch
 
+from .dtypes import Named
+
 _TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 _HMPX_DIRECTORY = str(Path(__file__).parent)
 
@@ -28,7 +30,8 @@ class OpCall:
         function: The callable that ran: torch's own.
         cast_policy: Name of the `CastPolicy` in force: ``"LOW"``.
         reason: Where that comes from: ``"lists/hmp/bf16.txt:12"``.
-        dtype: The dtype that the call's inputs were brought to; None if the call was left alone.
+        dtype: The dtype, or number format, that the call's inputs were brought to; None if the call was
+            left alone.
         input_dtypes: Dtypes of the floating inputs, before and
         cast_dtypes: after casting.
         output_dtypes: Dtypes of the tensors returned.
@@ -44,7 +47,7 @@ class OpCall:
     function: Callable[..., Any]
     cast_policy: str
     reason: str
-    dtype: torch.dtype | None
+    dtype: torch.dtype | Named | None
     input_dtypes: tuple[torch.dtype, ...]
     cast_dtypes: tuple[torch.dtype, ...]
     output_dtypes: tuple[torch.dtype, ...]

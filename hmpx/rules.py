@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from . import modules, ops
-from .decisions import CastPolicy, Decision
+from .decisions import CastPolicy, Decision, LowType
 from .errors import OptionError, RuleError, suggestion
 from .ops import Parameters
 from .switch import disable_casts, is_below_dispatcher
@@ -233,13 +233,14 @@ def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | Non
     Raises:
         OptionError: There is no such rule.
     """
+    gone: list[Registered] = []
     for name in _resolved(op):
-        gone = [r for r in _registered if r.op == name and fn in (None, r.function)]
-        if not gone:
+        found = [r for r in _registered if r.op == name and fn in (None, r.function)]
+        if not found:
             which = "no rule" if fn is None else f"no such rule: {fn!r}"
             raise OptionError(f"{name!r} has {which}; register_rule adds one")
-        for rule in gone:
-            _registered.remove(rule)
+        gone += found
+    _registered[:] = [rule for rule in _registered if rule not in gone]
     _tell()
 
 
@@ -273,8 +274,11 @@ def _tell() -> None:
 
 
 def _resolved(op: str | Iterable[str]) -> list[str]:
-    found = []
-    for name in [op] if isinstance(op, str) else op:
+    found: list[str] = []
+    named = [op] if isinstance(op, str) else list(op) if isinstance(op, Iterable) else []
+    if not named or not all(isinstance(name, str) for name in named):
+        raise OptionError(f"op must be an op name, or several, not {op!r}")
+    for name in named:
         resolved = "*" if name == "*" else ops.resolve(name)
         if resolved is None or (resolved != "*" and not ops.is_castable(resolved)):
             raise OptionError(f"unknown op {name!r}{suggestion(name, ops.names())}")
@@ -286,8 +290,17 @@ def _is_same(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
     """Whether two functions are one definition, run twice."""
     if not (isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType)):
         return a is b
+    if a.__code__ is b.__code__:  # made twice by one function around it
+        return _bound(a) == _bound(b)
     both = [(f.__module__, f.__qualname__) for f in (a, b)]
-    return a is b or (both[0] == both[1] and "<lambda>" not in a.__qualname__)
+    return both[0] == both[1] and "<lambda>" not in a.__qualname__
+
+
+def _bound(function: types.FunctionType) -> tuple[object, ...]:
+    """Returns the identities of what a function was made with."""
+    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return tuple(map(id, [*cells, *defaults]))
 
 
 # --- asking ------------------------------------------------------------------------------------
@@ -307,7 +320,7 @@ class Judge(Generic[_T]):
         op: str,
         parameters: Parameters,
         rules: tuple[Rule, ...],
-        low_dtype: torch.dtype,
+        low_dtype: LowType,
         follow: Callable[[Decision | None], _T],
     ) -> None:
         """Starts without verdicts.
@@ -322,18 +335,20 @@ class Judge(Generic[_T]):
         self._op, self._rules, self._low_dtype, self._follow = op, rules, low_dtype, follow
         self._names = parameters.names
         self._may_be_nested = "A" in parameters.kinds.values()
-        self._fields: tuple[str, ...] = ()
-        self._known: dict[Any, _T] = {}
+        # What the verdicts depend on, and they; replaced together, since threads share them.
+        self._state: tuple[tuple[str, ...], dict[Any, _T]] = ((), {})
 
     def judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
         """Returns what follows from the decision for a call with these arguments."""
+        fields, known = self._state
         try:
-            return self._known[self._key(args, kwargs)]
+            return known[self._key(fields, args, kwargs)]
         except (KeyError, TypeError):  # sizes that are symbols have no hash
             return self._ask(args, kwargs)
 
-    def _key(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Any:
-        fields = self._fields
+    def _key(
+        self, fields: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
         if fields == _SHAPES and not kwargs:
             if not self._may_be_nested:
                 return tuple([value.shape for value in args if isinstance(value, Tensor)])
@@ -358,7 +373,8 @@ class Judge(Generic[_T]):
             case "place":
                 return modules.place()
             case _:
-                return tuple(_plain_arguments(args, kwargs, self._names).items())
+                plain = _plain_arguments(args, kwargs, self._names)
+                return tuple([(name, *_typed(value)) for name, value in plain.items()])
 
     def _ask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
         if is_below_dispatcher():  # nothing is cast there
@@ -375,13 +391,13 @@ class Judge(Generic[_T]):
         read: set[str] = set()
         with disable_casts():
             followed = self._follow(self._verdict(Call(self._op, values, read)))
-        fields = tuple([name for name in FIELDS if name in read or name in self._fields])
-        if fields != self._fields or len(self._known) >= _MOST_VERDICTS:
-            self._known.clear()  # what rules have said depends on more than was known
-            self._fields = fields
-        key = self._key(args, kwargs)
+        before, known = self._state
+        fields = tuple([name for name in FIELDS if name in read or name in before])
+        if fields != before or len(known) >= _MOST_VERDICTS:
+            known = {}  # what rules have said depends on more than was known
+            self._state = fields, known
         if all([type(size) is int for tensor in tensors for size in tensor.shape]):  # noqa: C419
-            self._known[key] = followed
+            known[self._key(fields, args, kwargs)] = followed
         return followed
 
     def _verdict(self, call: Call) -> Decision | None:
@@ -425,6 +441,13 @@ def _tensors(
         elif isinstance(value, _SEQUENCES):
             found.extend([item for item in value if isinstance(item, Tensor)])
     return found
+
+
+def _typed(value: Any) -> tuple[Any, ...]:
+    """Returns ``value`` with what tells it from others that are equal: 1, 1.0 and True."""
+    if isinstance(value, tuple):
+        return value, *map(type, value)
+    return value, type(value), str(value) if isinstance(value, float) else None  # -0.0
 
 
 def _plain_arguments(

@@ -19,7 +19,8 @@ from torch import Tensor, nn
 
 from . import session, switch
 from .casting import LOW_DTYPES, SEQUENCES
-from .dtypes import short_name
+from .decisions import LowType
+from .dtypes import long_name, short_name
 from .errors import FreezeError
 
 REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model from its fp32 weights"
@@ -28,7 +29,7 @@ REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model fr
 def seal(
     model: nn.Module,
     tensors: Mapping[str, Tensor],
-    dtypes: Mapping[str, torch.dtype],
+    dtypes: Mapping[str, LowType],
     in_force: session.Session,
     attached: contextlib.ExitStack,
 ) -> None:
@@ -37,8 +38,8 @@ def seal(
     low_name = short_name(in_force.policy.low_precision_type)
     checks = _ChecksConversion(name, low_name, in_force)
     attached.callback(model.register_forward_pre_hook(checks, prepend=True).remove)
-    stored = {n: str(dtype).removeprefix("torch.") for n, dtype in dtypes.items()}
-    low_type = str(in_force.policy.low_precision_type).removeprefix("torch.")
+    stored = {n: long_name(dtype) for n, dtype in dtypes.items()}
+    low_type = long_name(in_force.policy.low_precision_type)
     describes = _DescribesWeights(low_type, stored)
     handle = model.register_state_dict_post_hook(describes)  # type: ignore[no-untyped-call]
     attached.callback(handle.remove)
@@ -108,9 +109,7 @@ def _nothing() -> None:
 
 def _fingerprint(in_force: session.Session) -> str:
     """Returns what equal conversions have in common, in any process."""
-    policy = in_force.policy
-    decisions = sorted((n, d.cast_policy.name, str(d.dtype)) for n, d in policy.decisions.items())
-    state = repr((decisions, str(policy.low_precision_type), sorted(in_force.device_types)))
+    state = repr((in_force.policy.fingerprint(), sorted(in_force.device_types)))
     return hashlib.sha256(state.encode()).hexdigest()
 
 
@@ -221,7 +220,7 @@ class _RefusesTraining:
         self._handles = []
         with torch.inference_mode(False):
             for name, tensor in self._tensors.items():
-                if tensor.is_inference() or not tensor.is_leaf:
+                if tensor.is_inference() or not tensor.is_leaf or not tensor.is_floating_point():
                     continue  # autograd refuses these itself
                 requires_grad = tensor.requires_grad
                 tensor.requires_grad_(True)  # no hook without; it may be set later

@@ -9,6 +9,7 @@ import fnmatch
 import functools
 import re
 import types
+import warnings
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import Any, Final
@@ -80,9 +81,10 @@ class Section:
 
     def holds_for(self, call: Call) -> bool:
         """Whether ``call`` meets all conditions."""
-        if self.phase is not None and call.training is not (self.phase == "train"):
+        is_named = bool(self.module or self.module_regex)
+        if is_named and not _holds_in(self.module, self.module_regex, call.module):
             return False
-        if (self.module or self.module_regex) and not self.holds_in(call.module):
+        if self.phase is not None and call.training is not (self.phase == "train"):
             return False
         if self.module_class and set(self.module_class).isdisjoint(call.module_classes):
             return False
@@ -105,10 +107,6 @@ class Section:
                 return False
             return not self.device or call.devices[first].type in self.device
         return True
-
-    def holds_in(self, path: str) -> bool:
-        """Whether the module of this qualified name, or one around it, has a name that is meant."""
-        return _holds_in(self.module, self.module_regex, path)
 
 
 def _remade(values: dict[str, Any]) -> Section:
@@ -153,7 +151,9 @@ def _holds_in(globs: tuple[str, ...], regexes: tuple[str, ...], path: str) -> bo
 
 @functools.cache
 def _compiled(kind: str, pattern: str) -> re.Pattern[str]:
-    return re.compile(fnmatch.translate(pattern) if kind == "module" else pattern)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", FutureWarning)
+        return re.compile(fnmatch.translate(pattern) if kind == "module" else pattern)
 
 
 def _first_floating(call: Call) -> int | None:

@@ -9,6 +9,7 @@ import os
 import threading
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,6 +18,7 @@ from . import (
     choosing,
     compiled,
     log,
+    lowering,
     modules,
     ops,
     patching,
@@ -29,17 +31,29 @@ from . import (
     wrappers,
 )
 from .casting import CallPlan
-from .decisions import CastPolicy, Decision
+from .decisions import CastPolicy, Decision, LowType
 from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
 from .legalize import MODES
+from .number_formats import Format
 from .patching import ItemPatch, Patch
 from .policy import Policy, load_policy, read_source
 from .policy_files import PolicySource, is_policy_file
 from .records import Observer
+from .rounding import MODES as ROUNDINGS
 
 _lock = threading.RLock()
 _current: Session | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How ops compute: see `convert`."""
+
+    legalize: str = "auto"
+    reuse_casts: bool = False
+    rounding: str = "nearest"
+    round_gradients: bool = False
 
 
 class Session:
@@ -50,25 +64,25 @@ class Session:
     Attributes:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
-        legalize: How ops run that the device computes slowly in low precision: see `convert`.
-        reuses_casts: Whether a parameter is cast once within a call of the outermost module.
+        options: How ops compute.
     """
 
     def __init__(
         self,
         policy: Policy,
         device_types: frozenset[str],
-        options: tuple[str, bool],
+        options: Options,
         verbose: bool | str,
         previous: Session | None,
     ) -> None:
         """Is called by `convert` only."""
         self.policy = policy
         self.device_types = device_types
-        self.legalize, self.reuses_casts = options
+        self.options = options
         self._verbose = verbose
         self._rules = rules.state()
         self._notes_modules = False
+        self._has_warned = False
         self._previous = previous
         self._applied: list[patching.Applied] = []
         self._rebindings: list[Patch | ItemPatch] = []
@@ -115,8 +129,7 @@ class Session:
         return self._settings() == other._settings()
 
     def _settings(self) -> tuple[object, ...]:
-        options = self.legalize, self.reuses_casts, self._verbose, self._rules
-        return self.policy, self.device_types, *options
+        return self.policy, self.device_types, self.options, self._verbose, self._rules
 
     def _install(self) -> None:
         observers: tuple[Observer, ...] = ()
@@ -132,7 +145,7 @@ class Session:
                 replacements[id(retired)] = wrapper
         self._rebindings = list(rebinding.patches(replacements))
         patches += regions.patches(self._add, self._suspended)
-        reusing = reuse.patches() if self.reuses_casts else ()
+        reusing = reuse.patches() if self.options.reuse_casts else ()
         pickled = pickling.patch(vars(wrapper)["__wrapped__"] for wrapper in made)
         self._applied = patching.apply([*patches, *reusing, pickled, *self._rebindings])
         self._rules = rules.state()
@@ -143,7 +156,7 @@ class Session:
         for wrapper in made:
             wrappers.put_in_force(wrapper)
         self._release_compiled = compiled.prepare(
-            self.policy, self.device_types, self.legalize, self._rules
+            self.policy, self.device_types, self.options, self._rules
         )
         compiled.forget()
         rebinding.forget_overrides()
@@ -168,6 +181,9 @@ class Session:
                 self._applied += patching.apply(modules.patches(self._warn_of_unmatched))
 
     def _warn_of_unmatched(self, root: torch.nn.Module) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
         unmatched = self.policy.unmatched([name for name, _ in modules.named_modules(root)])
         if unmatched:
             warnings.warn(
@@ -222,13 +238,15 @@ def convert(
     *,
     fp16_file_path: str | os.PathLike[str] = "",
     opt_level: str = "O1",
-    low_precision_type: torch.dtype | str = torch.bfloat16,
+    low_precision_type: LowType | str = torch.bfloat16,
     lists: str | os.PathLike[str] | None = None,
     policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     device_types: Iterable[str] | None = None,
     strict: bool = False,
     legalize: str = "auto",
     reuse_casts: bool = False,
+    rounding: str = "nearest",
+    round_gradients: bool = False,
 ) -> Session:
     """Patches torch so that every op casts its inputs as the op lists say.
 
@@ -242,7 +260,8 @@ def convert(
         fp16_file_path: Ops that run in float16, whatever ``low_precision_type`` is.
         opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
             ``low_precision_type`` and every other op in float32.
-        low_precision_type: ``torch.bfloat16`` or ``torch.float16``.
+        low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of
+            `hmpx.formats` or its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
         lists: Name of a shipped set (``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``,
             ``"o2"``), or a directory that holds ``bf16.txt``, ``fp32.txt``, ``widest.txt``.
         policy: Instead of all the lists above a ready `Policy`, or the path of a policy file (YAML, or
@@ -258,6 +277,9 @@ def convert(
         reuse_casts: Whether a parameter that is used several times within one call of the outermost
             module, by recurrent cells or under tied weights, is cast once. Writes to it past its
             version counter end that, where they go through torch's Python methods.
+        rounding: How values are rounded to a number format, as `formats.quantize` takes it. Those
+            of torch's own dtypes are always rounded to nearest.
+        round_gradients: Whether gradients through a number format are rounded, too.
 
     Returns:
         The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
@@ -270,10 +292,14 @@ def convert(
     with _paused_gc(), _lock:
         if isVerbose not in (True, False, "once"):
             raise OptionError(f"isVerbose must be True, False or 'once', not {isVerbose!r}")
+        if rounding not in ROUNDINGS:
+            known = ", ".join(map(repr, ROUNDINGS))
+            raise OptionError(f"rounding must be one of {known}, not {rounding!r}")
         if legalize not in MODES:
             raise OptionError(
                 f"legalize must be one of {', '.join(map(repr, MODES))}, not {legalize!r}"
             )
+        options = Options(legalize, bool(reuse_casts), rounding, bool(round_gradients))
         parsed_device_types = parse_device_types(device_types)
         verbose = isVerbose
         if policy is None and is_policy_file(bf16_file_path):
@@ -291,9 +317,7 @@ def convert(
             policy=policy,
             strict=strict,
         )
-        session = Session(
-            policy, parsed_device_types, (legalize, bool(reuse_casts)), verbose, _current
-        )
+        session = Session(policy, parsed_device_types, options, verbose, _current)
         if verbose:
             log.show()
         if _current is not None and _current._is_equal_to(session):
@@ -352,6 +376,7 @@ def _rules_changed() -> None:
 
 
 rules.on_change(_rules_changed)
+lowering.on_change(_rules_changed)
 
 
 def _asks_for_modules(policy: Policy, registered: tuple[rules.Registered, ...]) -> bool:
@@ -404,8 +429,10 @@ def _patches(
                     never_narrows=name in ops.facts("never_narrow"),
                     kind=kind,
                     first_matrix=first_matrix,
-                    legalize=session.legalize,
-                    reuses_casts=session.reuses_casts,
+                    legalize=session.options.legalize,
+                    reuses_casts=session.options.reuse_casts,
+                    rounding=session.options.rounding,
+                    rounds_gradients=session.options.round_gradients,
                     is_view=ops.is_view(name),
                     casts_first=name in ops.facts("casts_first"),
                 )
@@ -430,11 +457,12 @@ _PASS = Decision(CastPolicy.PASS, reason="in no list")
 
 def _deciding(policy: Policy) -> dict[str, tuple[rules.Rule, ...]]:
     """Returns op -> what decides its calls before the lists do, for ops that have any."""
-    names = set(policy.section_ops())
+    by_section = policy.section_rules()
+    names = set(by_section)
     for rule in rules.state():
         names |= ops.computing() if rule.op == "*" else ops.covered(rule.op)
     found: dict[str, tuple[rules.Rule, ...]] = {
-        name: (*rules.registered(name), *policy.section_rules(name)) for name in names
+        name: (*rules.registered(name), *by_section.get(name, ())) for name in sorted(names)
     }
     return {name: asked for name, asked in found.items() if asked}
 
@@ -445,6 +473,9 @@ def _maker(site: ops.Site, plan: CallPlan, observers: tuple[Observer, ...]) -> c
 
     def make(decision: Decision) -> Callable[..., Any] | None:
         decided = dataclasses.replace(plan, decision=decision)
+        if isinstance(decision.dtype, Format):
+            lowerings = lowering.lowerings(plan.op, decision.dtype)
+            decided = dataclasses.replace(decided, lowerings=lowerings)
         if observers and decision.cast_policy is not CastPolicy.PASS:
             return wrappers.make_observed_wrapper(function, decided, observers)
         if _is_settled_by_torch(site, decision, plan.promotes):

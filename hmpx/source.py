@@ -182,12 +182,12 @@ def _listed(names: list[str]) -> str:
 def _body(plan: CallPlan, names: str) -> str:
     """Returns the part that looks at the arguments; ``names`` are ``"a0, a1, "``."""
     run, native = "run(original, cast_args, kwargs, args)", "original(*cast_args, **kwargs)"
-    if plan.is_python or plan.norm_parameters or plan.composes:
+    if plan.is_python or plan.norm_parameters or plan.composes or plan.emulation is not None:
         call = run
     else:
         call = f"{run} if legalizes else {native}" if plan.legalizes else native
     body = _CAST.format(names=names, call=call)
-    if not names:
+    if not names or plan.emulation is not None:
         return body
     if plan.is_relative:
         first = min(plan.cast_kinds)

@@ -11,7 +11,9 @@ import contextvars
 import functools
 import inspect
 import os
+import sys
 import threading
+import types
 from collections.abc import Callable
 from typing import Any, TypeVar
 
@@ -205,11 +207,29 @@ def _run_generator(generator: Any) -> Any:
 # dtypes were settled above it. This private test is exact; it is present since torch 2.0.
 _is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
 _SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot
+# But for the decompositions that stand in for composite kernels while AOTAutograd and torch.export
+# trace: their state is that of the user's own calls. Only where they are written tells them apart.
+_is_included = torch._C._dispatch_tls_is_dispatch_key_included
+_PYTHON = torch._C.DispatchKey.PythonDispatcher
+_KERNELS = ("torch._decomp", "torch._refs", "torch._prims")
+_BETWEEN = ("hmpx", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._jit")
 
 
 def is_below_dispatcher() -> bool:
     """Whether torch itself calls, where nothing is cast."""
-    return _is_excluded(_SNAPSHOT)
+    return _is_excluded(_SNAPSHOT) or (_is_included(_PYTHON) and _is_called_by_kernel())
+
+
+def _is_called_by_kernel() -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith(_KERNELS):
+            return True
+        if not module.startswith(_BETWEEN) and frame.f_globals is not globals():
+            return False
+        frame = frame.f_back
+    return False
 
 
 run_when_traced(is_below_dispatcher)

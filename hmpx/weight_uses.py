@@ -15,9 +15,11 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from . import switch
+from . import emulation, switch
 from .casting import LOW_DTYPES, SEQUENCES
+from .decisions import LowType
 from .errors import FreezeError
+from .number_formats import Format
 
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 
@@ -125,7 +127,7 @@ _CONVERSIONS: Final = frozenset(
 class Uses:
     """How the watched forward used one place: converted to which dtypes, and read or written by."""
 
-    converted_to: set[torch.dtype] = field(default_factory=set)
+    converted_to: set[LowType] = field(default_factory=set)
     read_by: dict[torch.dtype, list[str]] = field(default_factory=dict)
     written_by: list[str] = field(default_factory=list)
     is_changed: bool = False
@@ -171,6 +173,15 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
             for place in places:
                 self._note(self.uses[place], func, tensor, alias, result)
         return result
+
+    def note_format(self, tensor: Tensor, format: Format) -> None:
+        """Notes that a parameter is rounded to a number format."""
+        place = _place(tensor)
+        for touched in self._touched(tensor):
+            if touched == place:
+                self.uses[touched].converted_to.add(format)
+            else:
+                self.uses[touched].read_by.setdefault(tensor.dtype, []).append(format.name)
 
     def take_back_writes(self) -> None:
         """Gives every place that was written to what it held before."""
@@ -258,7 +269,8 @@ def watch_forward(
     """Returns what one forward does with the tensors found, which hold what they held before."""
     watch = Watch(found)
     try:
-        with torch.no_grad(), _compiled_code_in_eager_mode(), watch:
+        noted = emulation.watched(watch.note_format)
+        with torch.no_grad(), _compiled_code_in_eager_mode(), noted, watch:
             model(*args, **kwargs)
     except Exception as error:
         raise FreezeError(

@@ -11,7 +11,7 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -34,9 +34,10 @@ from .casting import (
     widest,
     written_tensor,
 )
-from .composition import computed_in_fp32, inputs_of
+from .composition import computed_in_fp32, inputs_of, rounded
 from .decisions import CastPolicy
-from .dtypes import ELIGIBLE
+from .dtypes import CAST, ELIGIBLE
+from .emulation import Emulation
 from .records import Observer, OpCall
 from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
 
@@ -51,7 +52,7 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
     is_single = not plan.is_python and not plan.parameters.has_several_tensors
     if plan.is_relative and is_single and not plan.composes:
         return None  # there is no other input to cast
-    dtype = plan.decision.dtype
+    dtype = plan.decision.dtype if isinstance(plan.decision.dtype, torch.dtype) else None
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
@@ -132,9 +133,12 @@ def _retry_in_fp32(
     if not any(t.dtype in LOW_DTYPES for t in inputs):
         raise error
     dtype = plan.decision.dtype
-    assert dtype is not None
+    assert isinstance(dtype, torch.dtype)
     with disable_casts():
         result = computed_in_fp32(original, args, kwargs, dtype)
+    output = plan.decision.output_dtype
+    if output is not None:
+        result = rounded(result, CAST[output], dtype)
     if (plan.op, dtype) not in _retried:
         _retried.add((plan.op, dtype))
         LOGGER.warning("%s runs in fp32 and is rounded: %s", plan.op, error)
@@ -210,7 +214,7 @@ def make_observed_wrapper(
             function=original,
             cast_policy=plan.decision.cast_policy.name,
             reason=plan.decision.reason,
-            dtype=dtype,
+            dtype=dtype if plan.emulation is None or dtype is None else plan.emulation.format,
             input_dtypes=input_dtypes,
             cast_dtypes=cast_dtypes,
             output_dtypes=output_dtypes,
@@ -301,6 +305,8 @@ def _runner(plan: CallPlan, settle: Callable[[], None]) -> Runner:
         run = _run_atomically
     elif plan.norm_parameters:
         run = functools.partial(_run_norm, plan)
+    if plan.emulation is not None:
+        return _emulated(plan, plan.emulation, run)
     if plan.legalizes:
         run = _legalized(plan, run, settle)
     return _composed(plan, run) if plan.composes else run
@@ -326,7 +332,7 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
         if inputs is None or inputs.first.device.type not in device_types:
             return run(function, *_cast_late(plan, args, kwargs), given)
         dtype = None if inputs.low is None else inputs.low.dtype
-        if casts_late:
+        if casts_late and isinstance(plan.decision.dtype, torch.dtype):
             dtype = plan.decision.dtype
         if dtype is None or (buffers and _has_low([args[p] for p in buffers if p < len(args)])):
             return run(function, *_cast_late(plan, args, kwargs), given)  # it writes to buffers
@@ -349,12 +355,35 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
     return run_legalized
 
 
+def _emulated(plan: CallPlan, emulation: Emulation, run: Runner) -> Runner:
+    """Returns what runs the op in a number format."""
+    buffers = _buffers(plan)
+
+    def run_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        if (
+            target_dtype(plan, args, kwargs) is None
+            or written_tensor(plan, args, kwargs) is not None
+        ):
+            return run(function, args, kwargs, given)
+        inputs = floating_inputs(plan, args, kwargs)
+        if inputs[0].device.type not in plan.device_types:
+            return run(function, args, kwargs, given)
+        wrapped = functools.partial(_run_with, run, function, given)
+        if buffers:
+            wrapped = functools.partial(_run_writing, buffers, wrapped, args, kwargs)
+        return emulation.compute(wrapped, args, kwargs)
+
+    return run_emulated
+
+
 def _composed(plan: CallPlan, run: Runner) -> Runner:
     """Returns what runs the op in its ``accumulate_dtype``, and casts what ``run`` returns."""
     decision = plan.decision
     accumulation = Accumulation(
         plan.kind, plan.casts_first, decision.accumulate_dtype, decision.output_dtype
     )
+    is_widest = decision.cast_policy is CastPolicy.WIDEST
+    buffers = _buffers(plan)
 
     def run_composed(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if is_below_dispatcher() or written_tensor(plan, args, kwargs) is not None:
@@ -370,11 +399,42 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
         if inputs[0].device.type not in plan.device_types:
             return run(function, args, kwargs, given)
         known = inputs_of(cast, kwargs)
-        assert known is not None
+        if known is None:  # all are in lists of lists, which are not raised
+            return run(function, args, kwargs, given)
         wrapped = functools.partial(_run_with, run, function, given)
-        return accumulation.compute(wrapped, known, cast, kwargs, given, inputs[0].dtype)
+        if buffers:
+            wrapped = functools.partial(_run_writing, buffers, wrapped, cast, kwargs)
+        dtype = widest(inputs) if is_widest else inputs[0].dtype
+        return accumulation.compute(wrapped, known, cast, kwargs, given, dtype)
 
     return run_composed
+
+
+def _buffers(plan: CallPlan) -> Mapping[str, int]:
+    """Returns the name of each buffer that the op may write to -> its position."""
+    return {name: plan.parameters.names.index(name) for name in sorted(plan.never_cast)}
+
+
+def _run_writing(  # all there is to one call
+    buffers: Mapping[str, int],
+    function: Callable[..., Any],
+    given: Args,
+    given_kwargs: Kwargs,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """Runs an op that writes to buffers, and brings what it wrote to raised copies back to them."""
+    result = function(*args, **kwargs)
+    pairs = [(given[p], args[p]) for p in buffers.values() if p < len(given)]
+    pairs += [(given_kwargs[name], kwargs[name]) for name in buffers if name in given_kwargs]
+    with torch.no_grad():
+        for buffer, raised in pairs:
+            if raised is not buffer:
+                _copy_(buffer, raised)
+    return result
+
+
+_copy_ = Tensor.copy_
 
 
 def _run(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:

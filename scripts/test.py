@@ -44,7 +44,7 @@ print(f"hmpx {hmpx.__version__} from {package}")
 
 def test() -> None:
     """Runs the tests but for conformance."""
-    run([PYTHON, *PYTEST, "-m", "not opinfo"])
+    run([PYTHON, *PYTEST, "-m", "not opinfo and not slow"])
 
 
 def test_conformance() -> None:

@@ -1,0 +1,168 @@
+"""Ops in a number format that no hardware has: rounded inputs, a wider kernel, rounded outputs.
+
+Values live in fp32 tensors and are always representable in the format. The kernel computes in fp32,
+or in fp64 where rounding fp32's results again would show. Gradients pass as if nothing had been
+rounded, or are rounded too. Knows neither lists nor how wrappers get into torch.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from .composition import Args, Kwargs, call_raised, rounded
+from .dtypes import CAST, ELIGIBLE
+from .encoding import decode
+from .lowering import Lowering
+from .number_formats import Custom, Format
+from .quantization import Rounder, rounder
+from .switch import disable_casts
+
+#: fp32's results may be rounded again to formats of so many significand bits: 2 * 11 + 2 <= 24.
+_MOST_BITS: Final = 11
+_FP32_BITS: Final = 24
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Computes one op in a number format.
+
+    Attributes:
+        format: The format.
+        rounding: How values are rounded, as `formats.quantize` takes it.
+        rounds_gradients: Gradients are rounded as well, those that come in and those that go out.
+        accumulate_dtype: What the op computes in; None for fp32, or fp64 where the format is wide.
+        output_dtype: What outputs are cast to once they are rounded; None for fp32.
+        is_view: The op computes nothing, so that there is nothing to round in its outputs.
+        lowerings: Device type -> what computes the op instead of torch; None for every other type.
+        takes_codes: Its weights may be frozen to codes.
+    """
+
+    format: Format
+    rounding: str = "nearest"
+    rounds_gradients: bool = False
+    accumulate_dtype: torch.dtype | None = None
+    output_dtype: torch.dtype | None = None
+    is_view: bool = False
+    lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
+    takes_codes: bool = False
+
+    _round: Rounder = field(init=False, repr=False, compare=False)
+    _computes_in: torch.dtype = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        round_ = rounder(self.format, self.rounding)
+        if isinstance(self.format, Custom):  # torch's functions in it are not to be cast
+            round_ = disable_casts()(round_)
+        object.__setattr__(self, "_round", round_)
+        is_wide = (
+            not isinstance(self.format, Custom)
+            and _MOST_BITS < self.format.significand_bits < _FP32_BITS
+        )
+        usual = torch.float64 if is_wide else torch.float32
+        object.__setattr__(self, "_computes_in", self.accumulate_dtype or usual)
+
+    def round(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor`` rounded to the format, in its own dtype."""
+        if _watchers and self.takes_codes and type(tensor) is nn.Parameter:
+            for note in _watchers:
+                note(tensor, self.format)
+            with _disable_current_modes():
+                return self._round(tensor)
+        if tensor.requires_grad and torch.is_grad_enabled():
+            return _Rounded.apply(tensor, self._round, self.rounds_gradients)  # type: ignore[no-any-return, no-untyped-call]
+        return self._round(tensor)
+
+    def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Returns the arguments with the values of weights that were frozen to codes.
+
+        A product takes no integers beside floating tensors: there they are codes. While a graph is
+        traced nothing else tells.
+        """
+        if not self.takes_codes:
+            return args, kwargs
+        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
+        if not any([t.dtype in _CODES for t in tensors]):  # noqa: C419
+            return args, kwargs
+        if not any([t.is_floating_point() for t in tensors]):  # noqa: C419
+            return args, kwargs
+        new_args = tuple([self._value(value) for value in args])
+        return new_args, {name: self._value(value) for name, value in kwargs.items()}
+
+    def _value(self, value: Any) -> Any:
+        is_coded = isinstance(value, Tensor) and value.dtype in _CODES
+        return decode(value, self.format) if is_coded else value
+
+    def compute(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        """Returns the result of ``function`` on inputs that are rounded."""
+        if self.is_view:
+            return function(*args, **kwargs)
+        dtype = self._computes_in
+        if dtype is torch.float32:
+            result = function(*args, **kwargs)
+        else:
+            result = call_raised(function, args, kwargs, CAST[dtype], ELIGIBLE)
+        lowering = self._lowering(args)
+        if lowering is not None:
+            with disable_casts():
+                result = lowering.in_place_of(result, args, kwargs)
+        return rounded(result, self._finish, dtype)
+
+    def _finish(self, tensor: Tensor) -> Tensor:
+        return CAST[self.output_dtype or torch.float32](self.round(tensor))
+
+    def _lowering(self, args: Args) -> Lowering | None:
+        if not self.lowerings:
+            return None
+        first = next((value for value in args if isinstance(value, Tensor)), None)
+        device_type = None if first is None else first.device.type
+        return self.lowerings.get(device_type) or self.lowerings.get(None)
+
+
+_CODES: Final = frozenset({torch.uint8, torch.uint16, torch.int32})
+
+#: Told each parameter that is rounded, and its format.
+_watchers: Final[list[Callable[[Tensor, Format], None]]] = []
+
+
+@contextlib.contextmanager
+def watched(note: Callable[[Tensor, Format], None]) -> Iterator[None]:
+    """Has ``note`` told each parameter that is rounded in the block; dispatch modes don't see that."""
+    _watchers.append(note)
+    try:
+        yield
+    finally:
+        _watchers.remove(note)
+
+
+class _Rounded(torch.autograd.Function):
+    """Rounds values, and gradients if asked."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, round_: Rounder, rounds_gradients: bool) -> Tensor:
+        result = round_(tensor)
+        return tensor.view_as(tensor) if result is tensor else result
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.round = inputs[1] if inputs[2] else None
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
+        if ctx.round is None:
+            return gradient, None, None
+        if gradient.requires_grad and torch.is_grad_enabled():  # create_graph=True
+            return _Rounded.apply(gradient, ctx.round, True), None, None  # type: ignore[no-untyped-call]
+        return ctx.round(gradient), None, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        return tangent.view_as(tangent) if ctx.round is None else ctx.round(tangent)

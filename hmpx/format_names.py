@@ -1,0 +1,150 @@
+"""Formats by name: those that come with hmpx, and those that users register.
+
+Knows nothing of rounding.
+"""
+
+from __future__ import annotations
+
+import re
+from typing import Final
+
+from .errors import OptionError, suggestion
+from .number_formats import Block, Custom, Fixed, Float, Format, Posit, Table
+
+#: TVM's custom types have codes from here on, below are its own; a code is one byte.
+_FIRST_CODE: Final = 129
+_LAST_CODE: Final = 255
+
+_CUSTOM: Final = re.compile(r"custom\[(\w+)\](\d+)")
+
+_E4M3FN: Final = Float("float8_e4m3fn", 4, 3, kind="fn")
+_E5M2: Final = Float("float8_e5m2", 5, 2)
+_E3M2FN: Final = Float("float6_e3m2fn", 3, 2, kind="finite")
+_E2M3FN: Final = Float("float6_e2m3fn", 2, 3, kind="finite")
+_E2M1FN: Final = Float("float4_e2m1fn", 2, 1, kind="finite")
+
+_SHIPPED: Final[dict[str, Format]] = {
+    format.name: format
+    for format in (
+        Float("float32", 8, 23),
+        Float("bfloat16", 8, 7),
+        Float("float16", 5, 10),
+        Float("tf32", 8, 10),
+        Float("fp24", 7, 16),
+        Float("float8_e4m3", 4, 3),
+        _E4M3FN,
+        Float("float8_e4m3fnuz", 4, 3, kind="fnuz"),
+        Float("float8_e4m3b11fnuz", 4, 3, bias=11, kind="fnuz"),
+        _E5M2,
+        Float("float8_e5m2fnuz", 5, 2, kind="fnuz"),
+        Float("float8_e3m4", 3, 4),
+        _E2M3FN,
+        _E3M2FN,
+        _E2M1FN,
+        Posit("posit8_0", 8, 0),
+        Posit("posit8_1", 8, 1),
+        Posit("posit8_2", 8, 2),
+        Posit("posit16_1", 16, 1),
+        Posit("posit16_2", 16, 2),
+        Block("mxfp8_e4m3", _E4M3FN),
+        Block("mxfp8_e5m2", _E5M2),
+        Block("mxfp6_e3m2", _E3M2FN),
+        Block("mxfp6_e2m3", _E2M3FN),
+        Block("mxfp4_e2m1", _E2M1FN),
+    )
+}
+
+_formats: Final[dict[str, Format]] = dict(_SHIPPED)
+_codes: Final[dict[int, str]] = {}
+
+
+def register(format: Format, code: int | None = None) -> None:
+    """Makes a format known by its name.
+
+    Registering an equal format again, with the same code, does nothing.
+
+    Args:
+        format: The format.
+        code: A type code, 129 to 255, as TVM's custom types have; hmpx only keeps it unique.
+
+    Raises:
+        OptionError: ``format`` is none, or its name or code is another's.
+    """
+    if not isinstance(format, Float | Posit | Fixed | Block | Table | Custom):
+        raise OptionError(
+            f"register takes a Float, Posit, Fixed, Block, Table or Custom format, not {format!r}"
+        )
+    name = format.name
+    if code is not None and (
+        isinstance(code, bool) or not isinstance(code, int) or not _FIRST_CODE <= code <= _LAST_CODE
+    ):
+        raise OptionError(
+            f"format {name}: code must be an integer from {_FIRST_CODE} to {_LAST_CODE}, "
+            f"not {code!r}"
+        )
+    if name in _formats and (_formats[name] != format or code_of(name) != code):
+        if name in _SHIPPED:
+            raise OptionError(f"format {name} comes with hmpx; choose another name")
+        raise OptionError(
+            f"format {name} is already registered, and differs: {_formats[name]!r}; "
+            "choose another name or unregister it first"
+        )
+    if code is not None and _codes.get(code, name) != name:
+        raise OptionError(
+            f"format {name}: code {code} is that of format {_codes[code]}; choose another"
+        )
+    _formats[name] = format
+    if code is not None:
+        _codes[code] = name
+
+
+def unregister(name: str) -> None:
+    """Forgets a format that was registered.
+
+    Raises:
+        OptionError: There is none of that name, or it comes with hmpx.
+    """
+    if name in _SHIPPED:
+        raise OptionError(f"format {name} comes with hmpx and can't be unregistered")
+    if name not in _formats:
+        raise OptionError(f"no format {name!r} is registered{suggestion(str(name), _formats)}")
+    code = code_of(name)
+    del _formats[name]
+    if code is not None:
+        del _codes[code]
+
+
+def get(name: str | Format) -> Format:
+    """Returns the format of that name; a format is returned as it is.
+
+    Args:
+        name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` as TVM spells it.
+
+    Raises:
+        OptionError: There is none of that name.
+    """
+    if isinstance(name, str):
+        known = _formats.get(name)
+        if known is not None:
+            return known
+        match = _CUSTOM.fullmatch(name)
+        if match is not None:
+            known = get(match[1])
+            if isinstance(known, Custom) or known.bits == int(match[2]):
+                return known
+            raise OptionError(f"format {match[1]} has {known.bits} bits, not {match[2]}: {name!r}")
+        hint = suggestion(name, _formats) or "; names() lists the known ones"
+        raise OptionError(f"no format {name!r} is known{hint}")
+    if isinstance(name, Float | Posit | Fixed | Block | Table | Custom):
+        return name
+    raise OptionError(f"a format must be a name or a format, not {name!r}")
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names of all formats: first those that come with hmpx."""
+    return tuple(_formats)
+
+
+def code_of(name: str) -> int | None:
+    """Returns the type code that a format was registered with."""
+    return next((code for code, owner in _codes.items() if owner == name), None)

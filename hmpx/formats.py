@@ -1,0 +1,30 @@
+"""Number formats: define one, register it, round tensors to it, and store them in its codes.
+
+The public menu, ``hmpx.formats``; holds nothing of its own.
+"""
+
+from __future__ import annotations
+
+from .encoding import decode, encode
+from .format_names import get, names, register
+from .lowering import create_lower_func, register_op, unregister
+from .number_formats import Block, Custom, Fixed, Float, Posit, Table
+from .quantization import quantize
+
+__all__ = [
+    "Block",
+    "Custom",
+    "Fixed",
+    "Float",
+    "Posit",
+    "Table",
+    "create_lower_func",
+    "decode",
+    "encode",
+    "get",
+    "names",
+    "quantize",
+    "register",
+    "register_op",
+    "unregister",
+]
