@@ -1,6 +1,6 @@
 """How often models cast one activation for several consumers, which could share the cast.
 
-    python benchmarks/casts.py
+    python benchmarks/casts.py [--models bert]
 
 One forward without gradients. The casts are those that reach torch's dispatcher:
 
@@ -11,6 +11,7 @@ parameters     casts of parameters
 
 from __future__ import annotations
 
+import argparse
 import collections
 import warnings
 from typing import Any
@@ -70,9 +71,14 @@ def models() -> dict[str, tuple[torch.nn.Module, torch.Tensor]]:
 
 def main() -> None:
     """Prints the table."""
+    parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
+    parser.add_argument("--models", nargs="+", choices=["bert", "resnet"])
+    options = parser.parse_args()
     warnings.simplefilter("ignore")
     print(f"{'model':8}{'lists':16}{'activations':>12}{'again':>8}{'parameters':>12}")
     for name, (model, inputs) in models().items():
+        if options.models and name not in options.models:
+            continue
         for lists in ("hmp", "autocast-cuda", "autocast-cpu"):
             counting = Casts({parameter.data_ptr() for parameter in model.parameters()})
             with hmpx.convert(lists=lists, legalize="never"), torch.no_grad(), counting:

@@ -250,3 +250,27 @@ def test_nothing_to_draw(load: Any, tmp_path: Path) -> None:
     """Without results, the error tells how to get them."""
     with pytest.raises(SystemExit, match=r"run train\.py and inference\.py with --save"):
         load("draw").read_panels(tmp_path, "cpu")
+
+
+def test_formats(tmp_path: Path) -> None:
+    """Each shipped format is rounded to, by kernels and by torch ops."""
+    options = ["--elements", "4096", "--rounds", "1", "--threads", "1"]
+    output = run("formats.py", *options, folder=tmp_path)
+    saved(tmp_path / "formats-cpu.json")
+    assert all(name in output for name in ("float8_e4m3fn", "posit16_1", "mxfp8_e4m3"))
+
+
+@pytest.mark.models
+def test_casts() -> None:
+    """With HMP's lists no activation is cast twice; with torch.autocast's some are."""
+    result = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "casts.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    rows = {tuple(line.split()[:2]): line.split()[2:] for line in result.stdout.splitlines()[1:]}
+    assert rows["bert", "hmp"] == ["1", "0", "50"]
+    assert rows["bert", "autocast-cuda"] == ["17", "8", "50"]
+    assert rows["resnet", "autocast-cpu"] == ["1", "0", "22"]

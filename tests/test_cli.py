@@ -129,6 +129,30 @@ def test_check_reads_a_list_as_its_name_or_option_says(
     assert cli.main(["check", *arguments]) == status
 
 
+def test_check_reads_policy_files(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """YAML and JSON beside op lists; ops of sections count, and so do all unknown names."""
+    write(directory, "p.yaml", "low: [mm]\nsections:\n- ndim: 2\n  fp32: [exp, tan]\n")
+    write(directory, "gaudi_config.json", '{"hmp_bf16_ops": ["mm"]}')
+    write(directory, "my_bf16.txt", "sum accumulate=float32 output=float32\nconv2d float16\n")
+    assert cli.main(["check", "p.yaml", "gaudi_config.json", "my_bf16.txt"]) == 0
+    assert capsys.readouterr().out == "3 files, 6 ops: no faults\n"
+    write(directory, "bad.yml", "low: [matmull, mm, mm]\nfp32:\n- soft_max\n")
+    write(directory, "worse.yaml", "low: [mm]\nfp32: [mm]\nlowe: 1\n")
+    write(directory, "bad.json", '{\n"hmp_bf16_op": []}')
+    write(directory, "bad.txt", "mm float31\n")
+    assert cli.main(["check", "bad.yml", "worse.yaml", "bad.json", "bad.txt", "none.yaml"]) == 1
+    assert sorted(capsys.readouterr().out.splitlines()) == [
+        "bad.json:2: unknown key 'hmp_bf16_op' of a Gaudi configuration; did you mean 'hmp_bf16_ops'?",
+        "bad.txt:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
+        "not 'float31'; did you mean 'float32'?",
+        "bad.yml:1: 'mm' stands in this list already, at bad.yml:1; remove one of the lines",
+        "bad.yml:1: unknown op 'matmull'; did you mean 'matmul'?",
+        "bad.yml:3: unknown op 'soft_max'; did you mean 'softmax'?",
+        "none.yaml: no such file; give the path of a policy file",
+        "worse.yaml:3: unknown key 'lowe' of a policy; did you mean 'low'?",
+    ]
+
+
 # --- ops ---------------------------------------------------------------------------------------
 
 
@@ -240,6 +264,41 @@ def test_ops_follows_the_list_options(directory: Path, capsys: pytest.CaptureFix
     assert table(["--fp16", "mine.txt", "erf"], capsys)[0][1:3] == ["LOW fp16", "mine.txt:1"]
 
 
+def test_ops_shows_what_a_policy_file_says(
+    directory: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Dtypes, FOLLOW, and below an op what sections do with it."""
+    write(
+        directory,
+        "p.yaml",
+        """\
+lists: none
+low: [sum accumulate=float32 output=float64, conv2d float16]
+follow: [avg_pool2d]
+sections:
+- {module: head, fp32: [sum], pass: [conv2d]}
+- {phase: eval, low_precision_type: float16, low: [sum]}
+""",
+    )
+    rows = table(["--policy", "p.yaml", "sum"], capsys)
+    assert [row[:3] for row in rows[:3]] == [
+        ["sum", "LOW bf16 accumulate=fp32 output=fp64", "p.yaml:2"],
+        ["", "FP32", "p.yaml:5"],
+        ["", "LOW fp16", "p.yaml:6"],
+    ]
+    assert [row[3] for row in rows[1:3]] == ["", ""]
+    rows = table(["--policy", "p.yaml", "F.conv2d"], capsys)
+    assert [row[:3] for row in rows[:2]] == [
+        ["conv2d", "LOW fp16", "p.yaml:2"],
+        ["", "-", "p.yaml:5"],
+    ]
+    assert table(["--policy", "p.yaml", "avg_pool2d"], capsys)[0][1] == "FOLLOW"
+    assert cli.main(["ops", "--policy", "p.yaml", "--bf16", "x.txt"]) == 2
+    assert capsys.readouterr().err == (
+        "hmpx: policy holds every decision; leave out lists, paths and opt_level\n"
+    )
+
+
 def test_ops_is_quiet_when_its_reader_leaves(directory: Path) -> None:
     """A reader that takes one line, as head does, causes no error."""
     with subprocess.Popen(
@@ -276,7 +335,6 @@ def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
         ["run", "-m"],
         ["run", "--verbose", "--verbose-once", "x.py"],
         ["run", "--opt-level", "O3", "x.py"],
-        ["ops", "--low-precision-type", "int8"],
     ],
 )
 def test_wrong_arguments_give_usage_and_status_2(
@@ -452,6 +510,39 @@ def test_run_converts_by_the_lists_given(directory: Path) -> None:
     assert log.endswith("script.py:3")
 
 
+def test_run_converts_by_a_policy_file(directory: Path) -> None:
+    """Lists, sections and accumulate dtypes; a traceback shows no frame of hmpx there either."""
+    write(
+        directory,
+        "p.yaml",
+        """\
+lists: none
+low: [matmul accumulate=float32 output=float32, softmaxx]
+sections: [{module_class: Linear, low: [linear accumulate=float32]}]
+""",
+    )
+    script = write(
+        directory,
+        "script.py",
+        "import torch\nx = torch.ones(2, 2)\n"
+        "print((x @ x).dtype, torch.nn.Linear(2, 2)(x).dtype)\n"
+        "torch.nn.Linear(2, 2)(torch.ones(3, 3) @ torch.ones(3, 3))\n",
+    )
+    expected = finish([*PYTHON, script], directory)
+    options = ["--policy", "p.yaml", "--device-types", "cpu,cuda"]
+    actual = finish([*RUN, *options, script], directory)
+    assert actual.status == 1
+    assert actual.out == "torch.float32 torch.bfloat16\n"
+    warning, unknown, *traceback = actual.err.splitlines()
+    assert warning == "hmpx: warning: left out of the op lists:"
+    assert unknown.startswith("hmpx:   p.yaml:2: unknown op 'softmaxx'; did you mean ")
+    assert traceback[:-1] == expected.err.splitlines()[:-1]  # the message may speak of dtypes
+    write(directory, "bad.yaml", "lowe: 1\n")
+    assert finish([*RUN, "--policy", "bad.yaml", script], directory) == Outcome(
+        2, "", "hmpx: bad.yaml:1: unknown key 'lowe' of a policy; did you mean 'low'?\n"
+    )
+
+
 # --- doctor -------------------------------------------------------------------------------------
 
 
@@ -492,3 +583,18 @@ def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     assert [row.split()[0] for row in rows] == list(capability.KINDS)
     for row in rows:
         assert re.fullmatch(r" +\w+( +\d+\.\d( slow)?){2}", row)
+
+
+def test_formats_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+    """Each with its bits, range and precision; and they may stand for the low type."""
+    assert cli.main(["ops", "--formats"]) == 0
+    lines = [line.split() for line in capsys.readouterr().out.splitlines()]
+    rows = {name: cells for name, *cells in lines[1:]}
+    assert rows["float8_e4m3fn"] == ["8", "448", "0.125", "0.015625", "0.00195312"]
+    assert rows["posit16_1"] == ["16", "2.68435e+08", "0.000244141", "3.72529e-09", "3.72529e-09"]
+    assert cli.main(["ops", "--low-precision-type", "posit16_1", "F.linear"]) == 0
+    assert "linear  LOW posit16_1" in " ".join(capsys.readouterr().out.split()).replace(
+        "linear LOW", "linear  LOW"
+    )
+    assert cli.main(["ops", "--low-precision-type", "int8"]) == 2
+    assert capsys.readouterr().err.startswith("hmpx: low_precision_type must be torch.bfloat16 or ")

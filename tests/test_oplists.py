@@ -6,12 +6,15 @@ import pickle
 from pathlib import Path
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hmpx
-from hmpx import HmpxError, HmpxWarning, OpListError, OptionError, oplists, ops
+from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError, oplists, ops
 from hmpx.policy import CastPolicy, Policy
+
+BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def names(text: str) -> list[str]:
@@ -102,6 +105,75 @@ def test_malformed_lines_are_errors(text: str, message: str) -> None:
     with pytest.raises(OpListError) as error:
         oplists.parse(text, "a.txt")
     assert str(error.value) == message
+
+
+@pytest.mark.parametrize(
+    ("line", "kind", "options"),
+    [
+        ("sum", "low", (None, None, None)),
+        ("sum accumulate=float32", "fp32", (None, FP32, None)),
+        ("sum\toutput=torch.bfloat16   accumulate=fp64 # why", "widest", (None, FP64, BF16)),
+        ("conv2d float16", "low", (FP16, None, None)),
+        ("conv2d fp16 output=fp32", "fp16", (FP16, None, FP32)),
+        ("* accumulate=fp32", "low", (None, FP32, None)),
+    ],
+)
+def test_options_stand_after_the_name(line: str, kind: str, options: tuple[object, ...]) -> None:
+    """A low-precision dtype of its own, ``accumulate=`` and ``output=``, in any order."""
+    read = oplists.parse(line, "a.txt", kind)
+    (entry,) = [*read.ops.values(), *([read.everything] if read.everything else [])]
+    assert entry.options() == options
+    assert entry.text == line.split(maxsplit=1)[0]
+    assert entry.where == "a.txt:1"
+
+
+@pytest.mark.parametrize(
+    ("text", "kind", "message"),
+    [
+        ("sum acumulate=fp32", "low",
+         "a.txt:1: unknown option 'acumulate' of 'sum'; did you mean 'accumulate'?"),
+        ("sum x=fp32", "low",
+         "a.txt:1: unknown option 'x' of 'sum' (dtype, accumulate, output)"),
+        ("sum output=int8", "low",
+         "a.txt:1: unknown dtype 'int8' (bfloat16, float16, float32, float64)"),
+        ("sum output=", "low",
+         "a.txt:1: unknown dtype '' (bfloat16, float16, float32, float64)"),
+        ("mm float31", "low",
+         "a.txt:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, not 'float31'; "
+         "did you mean 'float32'?"),
+        ("mm float16 bfloat16", "low", "a.txt:1: 'mm' is given dtype twice; keep one"),
+        ("sum output=fp32 output=fp32", "low", "a.txt:1: 'sum' is given output twice; keep one"),
+        ("-mm float16", "low", "a.txt:1: '-mm' takes no options; put them after an op's name"),
+        ("@hmp output=fp32", "low",
+         "a.txt:1: '@hmp' takes no options; put them after an op's name"),
+        ("mm float16", "fp32",
+         "a.txt:1: 'mm float16' names a dtype, but only low-precision lists have a choice"),
+        ("mm\ntorch.mm output=fp32", "low",
+         "a.txt:2: 'torch.mm' is the op 'mm', which stands in this list already, at a.txt:1, with "
+         "other dtypes; keep one of the lines"),
+    ],
+)  # fmt: skip
+def test_options_that_say_nothing_known_are_errors(text: str, kind: str, message: str) -> None:
+    """Each with file, line and remedy."""
+    with pytest.raises(OpListError) as error:
+        oplists.parse(text, "a.txt", kind)
+    assert str(error.value) == message
+
+
+def test_options_reach_the_decisions_of_operators_and_everything(tmp_path: Path) -> None:
+    """``div`` covers ``/`` with its dtypes; an op of two dtypes in two lists is a conflict."""
+    policy = hmpx.load_policy(**write(tmp_path, bf16="div accumulate=fp32\n* output=fp32"))
+    assert policy["rtruediv"] == Decision(CastPolicy.LOW, BF16, accumulate_dtype=FP32)
+    assert policy["tan"] == Decision(CastPolicy.LOW, BF16, output_dtype=FP32)
+    with pytest.raises(OpListError, match=r"fp32.txt:1: 'mm' is in two lists"):
+        hmpx.load_policy(**write(tmp_path, bf16="mm output=fp32", fp32="mm output=fp32"))
+
+
+def test_an_op_that_is_removed_may_be_listed_again(tmp_path: Path) -> None:
+    """With other dtypes, say."""
+    policy = hmpx.load_policy(**write(tmp_path, bf16="@hmp\n-mul\nmul output=fp32"))
+    assert policy["mul"] == Decision(CastPolicy.LOW, BF16, output_dtype=FP32)
+    assert policy["rmul"] == policy["mul"]
 
 
 def test_unreadable_files_are_errors_before_anything_is_patched(tmp_path: Path) -> None:
@@ -257,8 +329,6 @@ def test_lists_takes_a_set_or_a_directory(tmp_path: Path) -> None:
 
 def test_fp16_list_runs_in_float16_whatever_the_low_type() -> None:
     """With float16 as low type it is the low list; beside bf16 it is a list of its own."""
-    import torch
-
     path = oplists.directory() / "o2" / "bf16.txt"
     both = hmpx.load_policy(fp16_file_path=path)
     assert both["linear"].dtype is torch.float16
@@ -297,7 +367,7 @@ LINES = st.one_of(
         ["matmul", "@hmp", "-mul", "*", "#", "softmax.int", "\ufeff", "@", "-", "--", "."]
     ),
     st.text(max_size=12),
-    st.sampled_from(["add", "iadd", "truediv"]),
+    st.sampled_from(["add", "iadd", "truediv", "mm float16", "sum output=fp32", "sum x=", "a b"]),
 )
 
 

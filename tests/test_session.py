@@ -103,11 +103,13 @@ def test_a_with_block_reverts_after_an_exception() -> None:
         ({"lists": 3}, "lists must be a name or a directory, not 3"),
         (
             {"low_precision_type": torch.float32},
-            "low_precision_type must be torch.bfloat16 or torch.float16, not torch.float32",
+            "low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
+            "not torch.float32",
         ),
         (
             {"low_precision_type": "bfloat"},
-            "low_precision_type must be torch.bfloat16 or torch.float16, not 'bfloat'; "
+            "low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
+            "not 'bfloat'; "
             "did you mean 'bfloat16'?",
         ),
         (

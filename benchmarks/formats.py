@@ -1,0 +1,203 @@
+"""What rounding to a number format costs, in multiples of copying the tensor.
+
+    python benchmarks/formats.py [--save] [--threads N] [--rounds N] [--peers]
+
+Every figure comes from one process, the candidates interleaved, the minimum over the rounds taken;
+compare within a table only. On Linux the process starts itself anew with malloc's mmap off: otherwise fresh pages for each
+result take longer than rounding does. Candidates:
+
+NAME           hmpx, with kernels that the system's compiler built
+NAME, ops      hmpx, by torch ops: where there is no compiler, and on other devices than the CPU
+torch ...      x.to(dtype).to(x.dtype); rounds as hmpx does but for overflow to float8_e4m3fn
+PEER NAME      ml_dtypes, gfloat, qtorch and pychop, those that are installed; with --peers
+"""
+
+from __future__ import annotations
+
+import importlib
+import os
+import sys
+import time
+from collections.abc import Callable
+from typing import Any
+
+import timing
+import torch
+from torch import Tensor
+
+from hmpx import quantization, rounding_kernels
+from hmpx.formats import Fixed, Float, Table, get
+
+LARGE, SMALL = 2**24, 4096
+
+#: (format, rounding)
+CASES: tuple[tuple[str | Fixed | Float | Table, str], ...] = (
+    ("bfloat16", "nearest"),
+    ("float16", "nearest"),
+    ("tf32", "nearest"),
+    ("fp24", "nearest"),
+    ("float8_e4m3fn", "nearest"),
+    ("float8_e4m3fnuz", "nearest"),
+    ("float8_e5m2", "nearest"),
+    ("float6_e3m2fn", "nearest"),
+    ("float4_e2m1fn", "nearest"),
+    (Float("float10_e5m4", 5, 4), "nearest"),
+    ("float8_e4m3fn", "up"),
+    ("float8_e4m3fn", "stochastic"),
+    ("bfloat16", "stochastic"),
+    ("posit8_0", "nearest"),
+    ("posit16_1", "nearest"),
+    ("posit16_2", "nearest"),
+    ("posit16_1", "stochastic"),
+    ("mxfp8_e4m3", "nearest"),
+    ("mxfp6_e3m2", "nearest"),
+    ("mxfp4_e2m1", "nearest"),
+    ("mxfp8_e4m3", "stochastic"),
+    (Fixed("q4_12", 4, 12), "nearest"),
+    (Table("table16", tuple(i * abs(i) / 64 for i in range(-8, 8))), "nearest"),
+    (Table("table199", tuple(i * abs(i) / 2500 for i in range(-99, 100))), "nearest"),
+)
+
+TORCH_DTYPES = {
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+    "float8_e4m3fn": torch.float8_e4m3fn,
+    "float8_e5m2": torch.float8_e5m2,
+}
+
+#: Formats that peers round to: exponent bits, mantissa bits.
+PEER_FORMATS = {
+    "bfloat16": (8, 7),
+    "float16": (5, 10),
+    "float8_e4m3fn": (4, 3),
+    "float8_e5m2": (5, 2),
+}
+
+Step = Callable[[], Any]
+
+
+def without_malloc_noise() -> None:
+    """Starts the program anew with an allocator that keeps its pages, where that can be chosen."""
+    chosen = {"MALLOC_MMAP_MAX_": "0", "MALLOC_TRIM_THRESHOLD_": str(2**35)}
+    if sys.platform == "linux" and "MALLOC_MMAP_MAX_" not in os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], {**os.environ, **chosen})
+
+
+def own(x: Tensor) -> dict[str, Step]:
+    """Returns hmpx's candidates; kernels must have been built."""
+    steps: dict[str, Step] = {}
+    for has_kernels in (True, False):
+        quantization._runs.clear()
+        for format, rounding in CASES:
+            name = get(format).name + ("" if rounding == "nearest" else f", {rounding}")
+            run = quantization.rounder(format, rounding)
+            quantization._step_of(run, x.dtype).has_no_kernel = not has_kernels
+            steps[name if has_kernels else f"{name}, ops"] = lambda run=run: run(x)  # type: ignore[misc]
+    return steps
+
+
+def casts(x: Tensor) -> dict[str, Step]:
+    """Returns torch's casts, there and back."""
+    return {
+        f"torch {name}": lambda dtype=dtype: x.to(dtype).to(x.dtype)  # type: ignore[misc]
+        for name, dtype in TORCH_DTYPES.items()
+    }
+
+
+def peers(x: Tensor) -> dict[str, Step]:
+    """Returns the candidates of other libraries, those that can be imported."""
+    steps: dict[str, Step] = {}
+    for add in (add_ml_dtypes, add_gfloat, add_qtorch, add_pychop, add_microxcaling):
+        try:
+            add(steps, x)
+        except (ImportError, OSError, RuntimeError) as error:
+            print(f"left out: {add.__name__.removeprefix('add_')}: {str(error).splitlines()[0]}")
+    return steps
+
+
+def add_ml_dtypes(steps: dict[str, Step], x: Tensor) -> None:
+    """By way of numpy, on one thread."""
+    ml_dtypes = importlib.import_module("ml_dtypes")
+    array = x.numpy()
+    for name in PEER_FORMATS:
+        dtype = getattr(ml_dtypes, name, "float16")
+        steps[f"ml_dtypes {name}"] = lambda dtype=dtype: array.astype(dtype).astype("float32")  # type: ignore[misc]
+
+
+def add_gfloat(steps: dict[str, Step], x: Tensor) -> None:
+    """On torch tensors."""
+    gfloat, known = importlib.import_module("gfloat"), importlib.import_module("gfloat.formats")
+    infos = {
+        "bfloat16": known.format_info_bfloat16,
+        "float16": known.format_info_binary16,
+        "float8_e4m3fn": known.format_info_ocp_e4m3,
+        "float8_e5m2": known.format_info_ocp_e5m2,
+    }
+    for name, info in infos.items():
+        steps[f"gfloat {name}"] = lambda info=info: gfloat.round_ndarray(info, x)  # type: ignore[misc]
+
+
+def add_qtorch(steps: dict[str, Step], x: Tensor) -> None:
+    """Compiles itself when it is imported."""
+    quantize = importlib.import_module("qtorch.quant").float_quantize
+    for name, (exponent, mantissa) in PEER_FORMATS.items():
+        steps[f"qtorch {name}"] = lambda e=exponent, m=mantissa: quantize(x, e, m, "nearest")  # type: ignore[misc]
+
+
+def add_pychop(steps: dict[str, Step], x: Tensor) -> None:
+    """With its torch backend."""
+    pychop = importlib.import_module("pychop")
+    pychop.backend("torch")
+    for name, (exponent, mantissa) in PEER_FORMATS.items():
+        chop = pychop.Chop(exp_bits=exponent, sig_bits=mantissa)
+        steps[f"pychop {name}"] = lambda chop=chop: chop(x)  # type: ignore[misc]
+
+
+def add_microxcaling(steps: dict[str, Step], x: Tensor) -> None:
+    """Its element-wise rounding."""
+    quantize = importlib.import_module("mx.elemwise_ops")._quantize_elemwise
+    for name, known in (("float8_e4m3fn", "fp8_e4m3"), ("float8_e5m2", "fp8_e5m2")):
+        steps[f"microxcaling {name}"] = lambda known=known: quantize(x, known)  # type: ignore[misc]
+
+
+def main() -> None:
+    """Prints the tables; with ``--save`` also writes the figures."""
+    parser = timing.make_parser(__doc__)
+    parser.add_argument("--threads", type=int, default=torch.get_num_threads())
+    parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument("--elements", type=int, default=LARGE, help="of the large tensor")
+    parser.add_argument("--peers", action="store_true", help="also other libraries")
+    options = parser.parse_args()
+    without_malloc_noise()
+    os.environ["HMPX_KERNELS"] = "wait"
+    torch.set_num_threads(options.threads)
+    torch.manual_seed(0)
+    start = time.perf_counter()
+    if rounding_kernels.library() is None:
+        raise SystemExit("no compiler builds the kernels here; the log says why")
+    print(f"kernels built or loaded in {time.perf_counter() - start:.1f} s")
+
+    x, tiny = torch.randn(options.elements), torch.randn(SMALL)
+    steps = {"clone": x.clone, **own(x), **casts(x), **(peers(x) if options.peers else {})}
+    for step in steps.values():
+        step()
+    large_us = timing.fastest(steps, 1, options.rounds)
+    steps = {"clone": tiny.clone, **own(tiny), **casts(tiny)}
+    small_us = timing.fastest(steps, 200, options.rounds)
+    print(f"\n{'elements':34}{options.elements:12,}{options.elements:16,}{SMALL:12,}")
+    print(f"{'':34}{'over clone':>12}{'milliseconds':>16}{'us a call':>12}")
+    ratios = {name: us / large_us["clone"] for name, us in large_us.items()}
+    for name, ratio in ratios.items():
+        small = f"{small_us[name]:12.2f}" if name in small_us else ""
+        print(f"{name:34}{ratio:12.2f}{large_us[name] / 1e3:16.2f}{small}")
+    figures = {
+        "elements": options.elements,
+        "ratios": ratios,
+        "large_us": large_us,
+        "small_us": small_us,
+    }
+    timing.save(options.save, "formats", figures, device="cpu", threads=options.threads)
+
+
+if __name__ == "__main__":
+    main()

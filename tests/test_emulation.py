@@ -1,0 +1,513 @@
+"""Ops in number formats: what is rounded, forward and backward, and where formats may be named."""
+
+from __future__ import annotations
+
+import copy
+import logging
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hmpx
+from hmpx import formats
+from hmpx.formats import quantize
+
+FORMATS = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "posit8_1", "mxfp8_e4m3")
+WIDE = ("fp24", "posit16_1", "posit16_2")
+BF16 = formats.get("bfloat16")
+
+
+def x(*shape: int, seed: int = 0, requires_grad: bool = False) -> Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(shape, generator=generator).requires_grad_(requires_grad)
+
+
+def same(actual: Any, expected: Any) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.fixture
+def registered() -> Iterator[Callable[..., None]]:
+    """Registers formats for one test."""
+    names: list[str] = []
+
+    def register(format: formats.Format, code: int | None = None) -> None:
+        formats.register(format, code)
+        names.append(format.name)
+
+    yield register
+    for name in names:
+        formats.unregister(name)
+
+
+OPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
+    "linear": (lambda a, w, b: F.linear(a, w, b), (x(4, 8), x(3, 8, seed=1), x(3, seed=2))),
+    "matmul": (lambda a, b: a @ b, (x(2, 3, 4), x(2, 4, 5, seed=1))),
+    "conv2d": (lambda a, w: F.conv2d(a, w), (x(2, 3, 6, 6), x(4, 3, 3, 3, seed=1))),
+    "softmax": (lambda t: torch.softmax(t, -1), (x(3, 5),)),
+    "gelu": (lambda t: F.gelu(t), (x(3, 5),)),
+    "add": (lambda a, b: a + b, (x(3, 5), x(3, 5, seed=1))),
+    "cat": (lambda a, b: torch.cat([a, b]), (x(3, 5), x(3, 5, seed=1))),
+    "sum": (lambda t: t.sum(-1), (x(3, 33),)),
+    "embedding": (lambda w: F.embedding(torch.tensor([1, 0]), w), (x(3, 5),)),
+}
+
+
+@pytest.mark.parametrize("name", OPS)
+@pytest.mark.parametrize("format", FORMATS)
+def test_inputs_and_outputs_are_rounded_and_gradients_pass(format: str, name: str) -> None:
+    """Bit for bit the composition by hand; gradients are straight-through."""
+    function, inputs = OPS[name]
+    leaves = [t.clone().requires_grad_() for t in inputs]
+    expected = quantize(function(*[quantize(t, format) for t in leaves]), format)
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    policy = hmpx.Policy.from_ops(low=[name], low_precision_type=format)
+    with hmpx.convert(policy=policy):
+        actual = function(*leaves)
+    assert actual.dtype is torch.float32
+    same(actual, expected)
+    same(torch.autograd.grad(actual.square().sum(), leaves), gradients)
+
+
+def test_gradients_are_rounded_on_request() -> None:
+    """The gradient that comes in, and each that goes out."""
+    a, b = x(4, 8, requires_grad=True), x(8, 3, seed=1, requires_grad=True)
+    low_a, low_b = quantize(a.detach(), "float8_e5m2"), quantize(b.detach(), "float8_e5m2")
+    incoming = x(4, 3, seed=2)
+    rounded = quantize(incoming, "float8_e5m2")
+    expected = (
+        quantize(rounded @ low_b.T, "float8_e5m2"),
+        quantize(low_a.T @ rounded, "float8_e5m2"),
+    )
+    with hmpx.convert(low_precision_type="float8_e5m2", round_gradients=True):
+        result = a @ b
+    same(torch.autograd.grad(result, (a, b), incoming), expected)
+
+
+def test_float32_as_a_format_changes_no_bit() -> None:
+    """The identity: results and gradients are those of the program as it is."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.LayerNorm(16), nn.Linear(16, 4))
+    leaves = [*model.parameters()]
+    expected = model(x(5, 8))
+    gradients = torch.autograd.grad(expected.square().sum(), leaves)
+    with hmpx.convert(low_precision_type="float32", round_gradients=True):
+        actual = model(x(5, 8))
+    same(actual, expected)
+    same(torch.autograd.grad(actual.square().sum(), leaves), gradients)
+
+
+@pytest.mark.parametrize("format", WIDE)
+def test_formats_of_more_than_11_bits_are_rounded_once(format: str) -> None:
+    """Products of fp32 rounded again would differ; computed in fp64 they don't."""
+    a, b = quantize(x(20_000) * 3, format), quantize(x(20_000, seed=1), format)
+    expected = quantize(a.double() * b.double(), format).float()
+    assert not torch.equal(quantize(a * b, format), expected) or format == "posit16_2"
+    with hmpx.convert(policy=hmpx.Policy.from_ops(low=["mul"], low_precision_type=format)):
+        same(a * b, expected)
+
+
+class Network(nn.Module):
+    """Convolutions, norms, attention and dropout-free perceptrons."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution = nn.Conv2d(1, 8, 3, padding=1)
+        self.norm = nn.BatchNorm2d(8)
+        self.encoder = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, images: Tensor) -> Tensor:
+        hidden = F.relu(self.norm(self.convolution(images)))
+        return self.head(self.encoder(hidden.flatten(2).transpose(1, 2)).mean(1))
+
+
+def losses(steps: int = 5) -> list[float]:
+    torch.manual_seed(0)
+    model = Network()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    found = []
+    for step in range(steps):
+        loss = F.cross_entropy(model(x(8, 1, 5, 5, seed=step)), torch.arange(8) % 4)
+        optimizer.zero_grad()
+        loss.backward()
+        optimizer.step()
+        found.append(loss.item())
+    return found
+
+
+def test_emulated_bfloat16_trains_as_the_native_one() -> None:
+    """Where each op of the low list gives fp32: the same losses, bit for bit."""
+    low = [name for name, d in hmpx.load_policy().decisions.items() if d.cast_policy is hmpx.ALLOW]
+    fp32 = [name for name, d in hmpx.load_policy().decisions.items() if d.cast_policy is hmpx.DENY]
+    lines = [f"{name} output=float32" for name in low]
+    with hmpx.convert(policy=hmpx.Policy.from_ops(low=lines, fp32=fp32), legalize="always"):
+        expected = losses()
+    emulated = hmpx.Policy.from_ops(low=low, fp32=fp32, low_precision_type=BF16)
+    with hmpx.convert(policy=emulated, round_gradients=True):
+        actual = losses()
+    assert actual == expected
+    assert actual != losses()
+
+
+def test_norm_weights_stay_as_they_are_and_buffers_are_not_rounded() -> None:
+    """As with a low-precision dtype: weight and bias stay fp32 beside the input."""
+    norm = nn.BatchNorm1d(4)
+    nn.init.normal_(norm.weight)
+    norm.running_mean.fill_(1 / 3)
+    plain = copy.deepcopy(norm)
+    expected = quantize(plain(quantize(x(6, 4), "float8_e4m3fn")), "float8_e4m3fn")
+    with hmpx.convert(low_precision_type="float8_e4m3fn"):
+        same(norm(x(6, 4)), expected)
+    same(norm.running_mean, plain.running_mean)
+
+
+def test_tensors_written_to_and_float64_are_left_alone() -> None:
+    """In place, out= and fp64 inputs compute as they do without hmpx."""
+    target, out = x(3, 3), torch.empty(3, 3)
+    with hmpx.convert(
+        policy=hmpx.Policy.from_ops(low=["mul", "relu"], low_precision_type="posit8_0")
+    ):
+        target.mul_(x(3, 3, seed=1))
+        torch.mul(x(3, 3), x(3, 3, seed=1), out=out)
+        double = x(3).double() * x(3).double()
+        inplace = F.relu(x(3, 3), inplace=True)
+    same(target, x(3, 3) * x(3, 3, seed=1))
+    same(out, x(3, 3) * x(3, 3, seed=1))
+    same(double, x(3).double() * x(3).double())
+    same(inplace, F.relu(x(3, 3)))
+
+
+def test_low_dtypes_are_raised_first() -> None:
+    """A bf16 input is fp32 afterwards, rounded to the format."""
+    with hmpx.convert(
+        policy=hmpx.Policy.from_ops(low=["relu"], low_precision_type="float8_e4m3fn")
+    ):
+        same(F.relu(x(5).bfloat16()), quantize(F.relu(x(5).bfloat16().float()), "float8_e4m3fn"))
+
+
+def test_a_list_line_a_file_and_a_rule_may_name_formats(tmp_path: Path) -> None:
+    """One op in one format, another in another, beside a dtype."""
+    a = x(4, 4)
+    products = {f: quantize(quantize(a, f) @ quantize(a, f), f) for f in FORMATS}
+    listed = hmpx.Policy.from_ops(low=["matmul float8_e5m2", "tanh posit8_1", "relu"])
+    with hmpx.convert(policy=listed):
+        same(a @ a, products["float8_e5m2"])
+        same(torch.tanh(a), quantize(torch.tanh(quantize(a, "posit8_1")), "posit8_1"))
+        assert F.relu(a).dtype is torch.bfloat16
+    path = tmp_path / "p.yaml"
+    path.write_text(
+        "low_precision_type: posit8_1\nlists: none\nlow: [matmul]\n"
+        "sections:\n- max_numel: 4\n  low: [matmul float4_e2m1fn]\n"
+    )
+    policy = hmpx.load_policy(path)
+    (tmp_path / "again.yaml").write_text(policy.to_yaml())
+    assert hmpx.load_policy(tmp_path / "again.yaml") == policy
+    small, format = a[:2, :2], "float4_e2m1fn"
+    with hmpx.convert(policy=policy):
+        same(a @ a, products["posit8_1"])
+        same(small @ small, quantize(quantize(small, format) @ quantize(small, format), format))
+    hmpx.register_rule("matmul", lambda call: hmpx.Decision(hmpx.ALLOW, formats.get("mxfp8_e4m3")))
+    try:
+        with hmpx.convert():
+            same(a @ a, products["mxfp8_e4m3"])
+    finally:
+        hmpx.unregister_rule("matmul")
+
+
+def test_tvms_spelling_of_a_custom_type_is_one() -> None:
+    """``custom[posit16_1]16``."""
+    assert hmpx.load_policy(low_precision_type="custom[posit16_1]16") == hmpx.load_policy(
+        low_precision_type="posit16_1"
+    )
+
+
+@pytest.mark.parametrize(
+    ("line", "message"),
+    [
+        ("matmul posit16_3", "unknown"),
+        ("matmul float8_e4m3fm", "did you mean 'float8_e4m3fn'?"),
+    ],
+)
+def test_an_unknown_format_in_a_list_is_an_error(tmp_path: Path, line: str, message: str) -> None:
+    """With the file's line; nothing is patched."""
+    path = tmp_path / "low.txt"
+    path.write_text(f"linear\n{line}\n")
+    with pytest.raises(hmpx.OpListError) as error:
+        hmpx.convert(path)
+    assert str(error.value).startswith(f"{path}:2: low_precision_type must be torch.bfloat16 or ")
+    assert message in str(error.value) or message == "unknown"
+    assert not hmpx.is_converted()
+
+
+def test_accumulate_and_output_dtypes_hold_for_formats() -> None:
+    """Computed in fp64, rounded to the format, and returned in bf16."""
+    a, format = x(4, 64), "float8_e4m3fn"
+    expected = quantize(quantize(a, format).double().sum(-1), format).bfloat16()
+    policy = hmpx.Policy.from_ops(
+        low=["sum accumulate=float64 output=bfloat16"], low_precision_type=format
+    )
+    with hmpx.convert(policy=policy):
+        same(a.sum(-1), expected)
+
+
+def test_stochastic_rounding_follows_torchs_seed() -> None:
+    """The same seed, the same results; another, others; between the neighbours."""
+
+    def run(seed: int) -> Tensor:
+        torch.manual_seed(seed)
+        with hmpx.convert(low_precision_type="float8_e4m3fn", rounding="stochastic"):
+            return F.linear(x(4, 8), x(3, 8, seed=1))
+
+    same(run(1), run(1))
+    assert not torch.equal(run(1), run(2))
+    same(quantize(run(1), "float8_e4m3fn"), run(1))
+
+
+def test_a_function_of_ones_own_is_not_cast_itself(registered: Callable[..., None]) -> None:
+    """It may use the ops that it rounds for."""
+    registered(formats.Custom("halves", lambda t: torch.round(t * 2) / 2))
+    with hmpx.convert(policy=hmpx.Policy.from_ops(low=["mul", "div"], low_precision_type="halves")):
+        same(x(5) * 3, torch.round(torch.round(x(5) * 2) / 2 * 3 * 2) / 2)
+
+
+@pytest.mark.parametrize(
+    ("format", "backend"),
+    [
+        ("float8_e4m3fn", "aot_eager"),
+        ("posit16_1", "aot_eager"),
+        ("mxfp8_e4m3", "aot_eager"),
+        ("float8_e4m3fn", "inductor"),
+        (BF16, "inductor"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_code_rounds_too(format: Any, backend: str) -> None:
+    """One graph, and the rounding is still in it."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    with hmpx.convert(low_precision_type=format):
+        expected = model(x(5, 8))
+        gradients = torch.autograd.grad(expected.sum(), [*model.parameters()])
+        compiled = torch.compile(model, fullgraph=True, backend=backend)(x(5, 8))
+        same(compiled, expected)
+        same(torch.autograd.grad(compiled.sum(), [*model.parameters()]), gradients)
+        same(quantize(compiled, format), compiled)
+
+
+def test_vmap_and_grad_and_checkpoints_round_the_same() -> None:
+    """torch.func and recomputation."""
+    w = x(4, 4, seed=1)
+
+    def loss(a: Tensor) -> Tensor:
+        return (a @ w).square().sum()
+
+    with hmpx.convert(low_precision_type="float8_e4m3fn"):
+        rows = x(3, 2, 4)
+        same(torch.vmap(lambda a: a @ w)(rows), torch.stack([row @ w for row in rows]))
+        leaf = x(2, 4, requires_grad=True)
+        (expected,) = torch.autograd.grad(loss(leaf), leaf)
+        same(torch.func.grad(loss)(leaf.detach()), expected)
+        again = torch.utils.checkpoint.checkpoint(loss, leaf, use_reentrant=False)
+        same(torch.autograd.grad(again, leaf)[0], expected)
+
+
+def test_the_log_names_the_format(caplog: pytest.LogCaptureFixture) -> None:
+    """Where a dtype would stand."""
+    with (
+        caplog.at_level(logging.INFO, "hmpx"),
+        hmpx.convert(low_precision_type="posit16_1", isVerbose=True),
+    ):
+        F.linear(x(2, 2), x(2, 2))
+    assert caplog.messages == ["casting  <built-in function linear>  to_posit16_1"]
+
+
+# --- functions of one's own --------------------------------------------------------------------
+
+
+@pytest.fixture
+def lowered() -> Iterator[None]:
+    """Forgets what was registered for posit16_1."""
+    yield
+    from hmpx import lowering
+
+    lowering.forget("posit16_1")
+
+
+POSITS = hmpx.Policy.from_ops(low=["add", "mul"], low_precision_type="posit16_1")
+
+
+def test_a_registered_function_computes_the_op(lowered: None) -> None:
+    """It gets rounded values, what it gives is rounded, and gradients are those of torch's op."""
+    seen = []
+
+    def add(a: Tensor, b: Tensor) -> Tensor:
+        seen.append((a, b))
+        return a + b + 0.3
+
+    a, b = x(5, requires_grad=True), x(5, seed=1, requires_grad=True)
+    with hmpx.convert(policy=POSITS):
+        formats.register_op(add, "add", "posit16_1")
+        actual = a + b
+        same(
+            a * b,
+            quantize(
+                (quantize(a, "posit16_1").double() * quantize(b, "posit16_1")), "posit16_1"
+            ).float(),
+        )
+    low = [quantize(t.detach(), "posit16_1") for t in (a, b)]
+    same(seen, [tuple(low)])
+    same(actual.detach(), quantize(low[0] + low[1] + 0.3, "posit16_1"))
+    same(torch.autograd.grad(actual.sum(), (a, b)), (torch.ones(5), torch.ones(5)))
+
+
+def test_a_function_of_codes_gets_and_gives_integers(lowered: None) -> None:
+    """uint16 for 16-bit formats; here it negates, by two's complement."""
+    seen = []
+
+    def negated(a: Tensor, b: Tensor) -> Tensor:
+        seen.append((a.dtype, b.dtype))
+        return (-a.to(torch.int32)).to(torch.uint16)
+
+    formats.register_op(formats.create_lower_func(negated), op="add", format="posit16_1")
+    with hmpx.convert(policy=POSITS):
+        same(x(5) + x(5, seed=1), -quantize(x(5), "posit16_1"))
+    assert seen == [(torch.uint16, torch.uint16)]
+
+
+def test_a_function_for_one_device_type_is_for_that_alone(lowered: None) -> None:
+    """Others are computed by torch."""
+    formats.register_op(lambda a, b: a * 0, "add", "posit16_1", device_type="cuda")
+    with hmpx.convert(policy=POSITS):
+        assert (x(5) + x(5)).count_nonzero() == 5
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ((print, "ad", "posit16_1"), "unknown op 'ad'; did you mean 'add'?"),
+        ((print, "add", "posit16_9"), "no format 'posit16_9' is known; did you mean 'posit16_2'?"),
+        ((3, "add", "posit16_1"), "register_op takes a function, not 3"),
+    ],
+)
+def test_wrong_registrations_are_errors(arguments: tuple[Any, ...], message: str) -> None:
+    """What is wrong, and the nearest name."""
+    with pytest.raises(hmpx.OptionError) as error:
+        formats.register_op(*arguments)
+    assert str(error.value).startswith(message.partition(";")[0])
+
+
+def test_a_function_of_another_shape_is_an_error(lowered: None) -> None:
+    """It names the op and the format."""
+    formats.register_op(lambda a, b: a[:1], "add", "posit16_1")
+    with hmpx.convert(policy=POSITS), pytest.raises(hmpx.OptionError) as error:
+        x(5) + x(5)
+    assert str(error.value) == "add in posit16_1 returned the shape (1,) instead of (5,)"
+
+
+@pytest.mark.parametrize("name", ["no_such_module:f", "math:nothing", "math", ":"])
+def test_a_function_is_found_by_its_name(name: str) -> None:
+    """Or it is said that there is none."""
+    assert formats.create_lower_func("math:sqrt").function is __import__("math").sqrt
+    with pytest.raises(hmpx.OptionError, match=f"no function '{name}'"):
+        formats.create_lower_func(name)
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"rounding": "neares"}, "rounding must be one of "),
+        ({"low_precision_type": "float8"}, "low_precision_type must be torch.bfloat16 or "),
+    ],
+)
+def test_wrong_options_are_errors(options: dict[str, Any], message: str) -> None:
+    """Before anything is patched."""
+    with pytest.raises(hmpx.OptionError) as error:
+        hmpx.convert(**options)
+    assert str(error.value).startswith(message)
+    assert not hmpx.is_converted()
+
+
+# --- freezing to codes -------------------------------------------------------------------------
+
+
+class Tied(nn.Module):
+    """Products with a weight used twice, one with a norm's, and one that is a view."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.second.weight = self.first.weight
+        self.norm = nn.LayerNorm(8)
+        self.viewed = nn.Parameter(x(4, 8))
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.norm(self.second(F.relu(self.first(value)))) @ self.viewed.t()
+
+
+@pytest.mark.parametrize(
+    ("format", "dtype"), [("float8_e4m3fn", torch.uint8), ("posit16_1", torch.uint16)]
+)
+def test_weights_are_frozen_to_codes(format: str, dtype: torch.dtype) -> None:
+    """One byte or two each, the same results; undo brings the fp32 weights back."""
+    torch.manual_seed(0)
+    model = Tied().eval()
+    before = {name: value.clone() for name, value in model.state_dict().items()}
+    with hmpx.convert(low_precision_type=format):
+        expected = model(x(5, 8))
+        frozen = hmpx.freeze(model, x(5, 8), store="codes")
+        coded = {w.name for w in frozen.weights if w.is_low}
+        assert coded == {"first.weight", "first.bias", "second.weight", "second.bias"}
+        assert {model.state_dict()[name].dtype for name in coded} == {dtype}
+        assert model.first.weight is model.second.weight
+        by_name = {weight.name: weight for weight in frozen.weights}
+        assert by_name["first.weight"].stored_bytes == 64 * dtype.itemsize
+        same(model(x(5, 8)), expected)
+        same(copy.deepcopy(model)(x(5, 8)), expected)
+        same(torch.export.export(model, (x(5, 8),)).module()(x(5, 8)), expected)
+        with pytest.raises(hmpx.FreezeError, match="can't be trained"):
+            model.train()
+        frozen.undo()
+    same(dict(model.state_dict()), before)
+    assert model.first.weight.requires_grad
+
+
+def test_compiled_models_read_codes() -> None:
+    """One graph, in which the weights are decoded."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    with hmpx.convert(low_precision_type="float8_e5m2"), torch.no_grad():
+        expected = model(x(5, 8))
+        with hmpx.freeze(model, x(5, 8), store="codes"):
+            compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
+            same(compiled(x(5, 8)), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"store": "codes"}])
+@pytest.mark.parametrize("format", ["mxfp8_e4m3", "float32"])
+def test_formats_without_codes_of_their_own_leave_the_weights(
+    format: str, options: dict[str, str]
+) -> None:
+    """Blocks share scales; and nothing is stored as codes without being asked."""
+    model = nn.Linear(8, 8).eval()
+    with hmpx.convert(low_precision_type=format):
+        frozen = hmpx.freeze(model, x(5, 8), **options)
+        assert not any(weight.is_low for weight in frozen.weights)
+        assert model.weight.dtype is torch.float32
+
+
+def test_random_rounding_stores_no_codes() -> None:
+    """It would round each weight once for all."""
+    model = nn.Linear(8, 8).eval()
+    with hmpx.convert(low_precision_type="float8_e4m3fn", rounding="stochastic"):
+        frozen = hmpx.freeze(model, x(5, 8), store="codes")
+        assert not any(weight.is_low for weight in frozen.weights)
+
+
+def test_there_are_two_ways_to_store() -> None:
+    """Any other is an error."""
+    with pytest.raises(hmpx.OptionError) as error:
+        hmpx.freeze(nn.Linear(2, 2), x(2), store="bits")
+    assert str(error.value) == "store must be 'dtype' or 'codes', not 'bits'"
