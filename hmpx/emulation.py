@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import _disable_current_modes
 from .composition import Args, Kwargs, call_raised, rounded
 from .dtypes import CAST, ELIGIBLE
 from .encoding import decode
+from .errors import OptionError
 from .lowering import Lowering
 from .number_formats import Custom, Format
 from .quantization import Rounder, rounder
@@ -69,7 +70,21 @@ class Emulation:
         object.__setattr__(self, "_computes_in", self.accumulate_dtype or usual)
 
     def round(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor`` rounded to the format, in its own dtype."""
+        """Returns ``tensor`` rounded to the format, in its own dtype.
+
+        Raises:
+            OptionError: It is no dense tensor, or torch.jit.trace runs, which can't hold roundings.
+        """
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+            raise OptionError(
+                f"{self.format.name}: number formats take dense tensors, not {kind} ones; leave the "
+                "op out of the low-precision list"
+            )
+        if torch._C._is_tracing():
+            raise OptionError(
+                f"{self.format.name}: torch.jit.trace can't hold a number format; use torch.export"
+            )
         if _watchers and self.takes_codes and type(tensor) is nn.Parameter:
             for note in _watchers:
                 note(tensor, self.format)

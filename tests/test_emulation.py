@@ -511,3 +511,48 @@ def test_there_are_two_ways_to_store() -> None:
     with pytest.raises(hmpx.OptionError) as error:
         hmpx.freeze(nn.Linear(2, 2), x(2), store="bits")
     assert str(error.value) == "store must be 'dtype' or 'codes', not 'bits'"
+
+
+def test_tensors_that_are_not_dense_are_refused() -> None:
+    """Not left unrounded without a word."""
+    rows = torch.nested.nested_tensor([x(2, 8), x(3, 8)], layout=torch.jagged)
+    policy = hmpx.Policy.from_ops(low=["linear"], low_precision_type="float8_e4m3fn")
+    with hmpx.convert(policy=policy), pytest.raises(hmpx.OptionError) as error:
+        F.linear(rows, x(4, 8))
+    assert str(error.value) == (
+        "float8_e4m3fn: number formats take dense tensors, not nested ones; leave the op out of "
+        "the low-precision list"
+    )
+
+
+@pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
+def test_traces_are_refused() -> None:
+    """torch.jit.trace knows no views of another dtype."""
+    with hmpx.convert(low_precision_type="float8_e4m3fn"), pytest.raises(hmpx.OptionError) as error:
+        torch.jit.trace(nn.Linear(8, 4), x(5, 8))
+    assert str(error.value) == (
+        "float8_e4m3fn: torch.jit.trace can't hold a number format; use torch.export"
+    )
+
+
+@pytest.mark.parametrize("format", ["posit16_1", "float8_e4m3fn"])
+def test_running_statistics_are_those_of_the_computation(format: str) -> None:
+    """Also where that is in fp64, which the buffers are not."""
+    norm, plain = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
+    with hmpx.convert(low_precision_type=format):
+        norm(x(16, 4) + 5)
+    plain.double()(quantize(x(16, 4) + 5, format).double())
+    torch.testing.assert_close(norm.running_mean.double(), plain.running_mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(norm.running_var.double(), plain.running_var, rtol=1e-6, atol=0)
+    assert norm.running_mean.dtype is torch.float32
+
+
+def test_gradients_of_rounded_gradients_are_rounded_too() -> None:
+    """A gradient penalty sees the second derivative."""
+    leaf = x(4, 8, requires_grad=True)
+    weight = x(8, 3, seed=1)
+    with hmpx.convert(low_precision_type="float8_e5m2", round_gradients=True):
+        (gradient,) = torch.autograd.grad((leaf @ weight).square().sum(), leaf, create_graph=True)
+        (second,) = torch.autograd.grad(gradient.square().sum(), leaf)
+    assert second.count_nonzero() > 0
+    same(quantize(second, "float8_e5m2"), second)
