@@ -25,9 +25,9 @@ import torch.fx._symbolic_trace
 import torch.fx.traceback
 import torch.nn.modules.module
 from torch import nn
-from torch._C._dynamo import eval_frame
 
 from .patching import ItemPatch, Patch
+from .switch import leave_to_callees
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
@@ -204,8 +204,8 @@ def patches(first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch | I
             running.pop()
             _running.place = outer
 
-    _leave_to_callees(wrapper)
-    _leave_to_callees(call_outermost)
+    leave_to_callees(wrapper)
+    leave_to_callees(call_outermost)
     yield Patch(nn.Module, "__call__", wrapper)
     # make_fx and torch.export put theirs on top of that, which calls this; some of the modules
     # that it is called with are their stand-ins for the model's.
@@ -414,21 +414,6 @@ def _is_traced() -> bool:
     return is_loaded and torch._guards.TracingContext.try_get() is not None
 
 
-def _leave_to_callees(function: Any) -> None:
-    """Has torch.compile begin its graphs in what ``function`` calls, as with Module's own functions.
-
-    All modules share that code, and torch.compile compiles one code a few times only. Where it
-    comes upon ``function`` inside of a graph, it traces on.
-    """
-    code = function.__code__
-    if hasattr(eval_frame, "skip_code"):
-        eval_frame.skip_code(code)
-    elif hasattr(eval_frame, "set_code_exec_strategy"):
-        action = eval_frame._FrameAction
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        eval_frame.set_code_exec_strategy(code, strategy)
-
-
 def _traced_place() -> Place:
     """Returns the place that torch.compile has noted: for this node of its graph, or as it traces."""
     running = _without_optimized(_running_modules())
@@ -480,7 +465,7 @@ def _restore_tag() -> None:
 def _translators() -> list[Any]:
     """Returns what translates the calls that torch.compile is tracing into, outermost first."""
     from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables import LazyVariableTracker
+    from torch._dynamo.variables import LazyVariableTracker, UnspecializedNNModuleVariable
 
     found = []
     for frame in _frames(sys._getframe(1)):
@@ -491,8 +476,11 @@ def _translators() -> list[Any]:
         variable: Any = translator.symbolic_locals.get(
             next(iter(translator.f_code.co_varnames), "")
         )
-        is_lazy = isinstance(variable, LazyVariableTracker) and not variable.is_realized()
-        module = variable.peek_value() if is_lazy else getattr(variable, "value", None)
+        if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+            module = variable.peek_value()
+        else:  # the values of others than modules may raise errors
+            is_module = isinstance(variable, UnspecializedNNModuleVariable)
+            module = variable.value if is_module else None
         if isinstance(module, nn.Module):
             variable.var_getattr(translator, "training").realize()  # sets a guard on it
             _traced[str(id(module))] = module

@@ -22,6 +22,7 @@ from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .dtypes import CAST
 from .patching import ItemPatch, Patch
+from .switch import leave_to_callees
 
 _transforms = torch._C._functorch.peek_interpreter_stack
 _data_ptr, _detach, _storage = Tensor.data_ptr, Tensor.detach, Tensor.untyped_storage
@@ -137,6 +138,7 @@ def _outermost(call: Callable[..., Any]) -> Callable[..., Any]:
         finally:
             _thread.casts = None
 
+    leave_to_callees(wrapper)
     return wrapper
 
 

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar
 
 import torch
+from torch._C._dynamo import eval_frame
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -201,6 +202,21 @@ def _run_generator(generator: Any) -> Any:
             raise
         except BaseException as error:
             value, resume = error, generator.throw
+
+
+def leave_to_callees(function: Any) -> None:
+    """Has torch.compile begin its graphs in what ``function`` calls, as with Module's own functions.
+
+    For code that all modules share: torch.compile compiles one code a few times only. Where it comes
+    upon ``function`` inside of a graph, it traces on.
+    """
+    code = function.__code__
+    if hasattr(eval_frame, "skip_code"):
+        eval_frame.skip_code(code)
+    elif hasattr(eval_frame, "set_code_exec_strategy"):
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
 
 
 # Below the dispatcher (a decomposition, a meta function, a kernel written in Python) the call's

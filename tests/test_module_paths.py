@@ -473,7 +473,8 @@ def test_lazy_modules_and_scripted_ones(linears: Places) -> None:
 
 def test_a_section_keeps_one_layer_of_a_hugging_face_model_in_fp32() -> None:
     """All linear layers of that one, and no other."""
-    transformers = pytest.importorskip("transformers")
+    import transformers
+
     config = transformers.BertConfig(
         vocab_size=32, hidden_size=8, num_hidden_layers=3, num_attention_heads=2,
         intermediate_size=16, max_position_embeddings=16,
@@ -864,6 +865,27 @@ def test_a_compiled_function_follows_the_module_that_calls_it() -> None:
             assert [t.dtype for t in net(x())] == [BF16, BF16]
             assert [t.dtype for t in other(x())] == [FP32, FP32]
             assert [t.dtype for t in compiled(x())] == [BF16, BF16]
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_models_of_torchs_own_classes_compile(fullgraph: bool) -> None:
+    """In a function of torch.compile's that has a tuple for its first argument."""
+    net = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+    compiled = torch.compile(net, backend="aot_eager", fullgraph=fullgraph)
+    single = torch.compile(nn.Linear(4, 4), backend="aot_eager", fullgraph=fullgraph)
+    with hmpx.convert(policy={"sections": [{"module": "1", "fp32": ["linear"]}]}):
+        assert (compiled(x()).dtype, single(x()).dtype) == (FP32, BF16)
+
+
+class OptimizedModule(nn.Linear):
+    """Has the name of torch.compile's class."""
+
+
+def test_a_users_class_may_have_the_name_of_torchs(linears: Places) -> None:
+    """It is no wrapper."""
+    assert linears.of(nn.Sequential(OptimizedModule(4, 4)), x()) == ["0"]
+    assert linears.found[0].classes == ("Sequential", "OptimizedModule")
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

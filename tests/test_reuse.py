@@ -361,3 +361,14 @@ def test_compiled_code_casts_as_ever(backend: str) -> None:
         with hmpx.convert(reuse_casts=reuse):
             results.append(torch.compile(module, backend=backend, fullgraph=True)(x).detach())
     same([results[0]], [results[1]])
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_many_compiled_models_are_not_too_many_for_the_compiler() -> None:
+    """They share the code that notes the outermost call; torch.compile compiles one code 8 times."""
+    torch._dynamo.reset()
+    models = [nn.Sequential(nn.Linear(4, 4), nn.ReLU()) for _ in range(10)]
+    with hmpx.convert(reuse_casts=True), torch.no_grad():
+        for model in models:
+            compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+            torch.testing.assert_close(compiled(torch.ones(2, 4)), model(torch.ones(2, 4)))
