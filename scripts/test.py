@@ -44,7 +44,7 @@ print(f"hmpx {hmpx.__version__} from {package}")
 
 def test() -> None:
     """Runs the tests but for conformance."""
-    run([PYTHON, *PYTEST, "-m", "not opinfo and not slow"])
+    run([PYTHON, *PYTEST, "-m", "not opinfo and not slow", "--durations", "20"])
 
 
 def test_conformance() -> None:
