@@ -1610,7 +1610,7 @@ def test_unknown_values_are_refused() -> None:
     assert not hmpx.is_converted()
     for mode in MODES:
         with hmpx.convert(legalize=mode) as session:
-            assert session.legalize == mode
+            assert session.options.legalize == mode
 
 
 @pytest.mark.parametrize("verbose", [True, "once"])
