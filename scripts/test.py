@@ -21,7 +21,7 @@ import environment
 from environment import ROOT, program, run
 
 PYTHON = program("python")
-PYTEST = ["-m", "pytest", "-n", str(os.cpu_count() or 1)]
+PYTEST = ["-m", "pytest", "-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
 
 #: Runs where only the wheel's hmpx can be found; the arguments are the lists that it must hold.
 SMOKE_TEST = """

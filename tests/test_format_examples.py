@@ -89,6 +89,7 @@ def test_accuracy_rises_with_bits(tmp_path: Path) -> None:
     assert "<svg" in picture
 
 
+@pytest.mark.slow
 def test_training_in_a_format(tmp_path: Path) -> None:
     """Blocks with their own scale hold gradients of any size, e4m3 with one epoch hardly any."""
     output = run_example(
