@@ -92,14 +92,14 @@ def own(x: Tensor) -> dict[str, Step]:
             name = get(format).name + ("" if rounding == "nearest" else f", {rounding}")
             run = quantization.rounder(format, rounding)
             quantization._step_of(run, x.dtype).has_no_kernel = not has_kernels
-            steps[name if has_kernels else f"{name}, ops"] = lambda run=run: run(x)  # type: ignore[misc]
+            steps[name if has_kernels else f"{name}, ops"] = lambda run=run: run(x)
     return steps
 
 
 def casts(x: Tensor) -> dict[str, Step]:
     """Returns torch's casts, there and back."""
     return {
-        f"torch {name}": lambda dtype=dtype: x.to(dtype).to(x.dtype)  # type: ignore[misc]
+        f"torch {name}": lambda dtype=dtype: x.to(dtype).to(x.dtype)
         for name, dtype in TORCH_DTYPES.items()
     }
 
@@ -121,7 +121,7 @@ def add_ml_dtypes(steps: dict[str, Step], x: Tensor) -> None:
     array = x.numpy()
     for name in PEER_FORMATS:
         dtype = getattr(ml_dtypes, name, "float16")
-        steps[f"ml_dtypes {name}"] = lambda dtype=dtype: array.astype(dtype).astype("float32")  # type: ignore[misc]
+        steps[f"ml_dtypes {name}"] = lambda dtype=dtype: array.astype(dtype).astype("float32")
 
 
 def add_gfloat(steps: dict[str, Step], x: Tensor) -> None:
@@ -134,14 +134,14 @@ def add_gfloat(steps: dict[str, Step], x: Tensor) -> None:
         "float8_e5m2": known.format_info_ocp_e5m2,
     }
     for name, info in infos.items():
-        steps[f"gfloat {name}"] = lambda info=info: gfloat.round_ndarray(info, x)  # type: ignore[misc]
+        steps[f"gfloat {name}"] = lambda info=info: gfloat.round_ndarray(info, x)
 
 
 def add_qtorch(steps: dict[str, Step], x: Tensor) -> None:
     """Compiles itself when it is imported."""
     quantize = importlib.import_module("qtorch.quant").float_quantize
     for name, (exponent, mantissa) in PEER_FORMATS.items():
-        steps[f"qtorch {name}"] = lambda e=exponent, m=mantissa: quantize(x, e, m, "nearest")  # type: ignore[misc]
+        steps[f"qtorch {name}"] = lambda e=exponent, m=mantissa: quantize(x, e, m, "nearest")
 
 
 def add_pychop(steps: dict[str, Step], x: Tensor) -> None:
@@ -150,14 +150,14 @@ def add_pychop(steps: dict[str, Step], x: Tensor) -> None:
     pychop.backend("torch")
     for name, (exponent, mantissa) in PEER_FORMATS.items():
         chop = pychop.Chop(exp_bits=exponent, sig_bits=mantissa)
-        steps[f"pychop {name}"] = lambda chop=chop: chop(x)  # type: ignore[misc]
+        steps[f"pychop {name}"] = lambda chop=chop: chop(x)
 
 
 def add_microxcaling(steps: dict[str, Step], x: Tensor) -> None:
     """Its element-wise rounding."""
     quantize = importlib.import_module("mx.elemwise_ops")._quantize_elemwise
     for name, known in (("float8_e4m3fn", "fp8_e4m3"), ("float8_e5m2", "fp8_e5m2")):
-        steps[f"microxcaling {name}"] = lambda known=known: quantize(x, known)  # type: ignore[misc]
+        steps[f"microxcaling {name}"] = lambda known=known: quantize(x, known)
 
 
 def main() -> None:

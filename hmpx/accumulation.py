@@ -13,13 +13,13 @@ from typing import Any, Final
 
 import torch
 
+from .capability import PRODUCTS
 from .composition import Args, Inputs, Kwargs, call_raised, rounded, widen, widen_matrices
 from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
 from .graph_rounding import in_graph
 from .keeping import Precision, hooks_refused, keeping_low
 from .legalize import is_exported, is_traced
 
-_PRODUCTS: Final = frozenset({"gemm", "convolution"})
 _transforms = torch._C._functorch.peek_interpreter_stack
 _REDUCED_REDUCTION: Final = {
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
@@ -96,7 +96,7 @@ class Accumulation:
         return (
             self.accumulate_dtype is torch.float32
             and dtype in LOW_PRECISION
-            and self.kind in _PRODUCTS
+            and self.kind in PRODUCTS
             and inputs.is_learning
             and inputs.is_plain
             and _transforms() is None

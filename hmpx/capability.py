@@ -172,3 +172,6 @@ _PROBES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = 
 }
 
 KINDS: Final = tuple(_PROBES)
+
+#: Kinds of ops that multiply and add, mostly with weights.
+PRODUCTS: Final = frozenset({"convolution", "gemm"})

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import reuse
+from .capability import PRODUCTS
 from .decisions import CastPolicy, Decision
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
@@ -32,11 +33,7 @@ _DENSE = frozenset({torch.strided, torch.jagged})
 
 #: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has
 #: brought their inputs there.
-_SLOW_KINDS = frozenset({"attention", "convolution", "gemm", "rnn"})
-
-
-#: Products with weights that may be frozen to the codes of a number format.
-_CODED_KINDS = frozenset({"convolution", "gemm"})
+_SLOW_KINDS = PRODUCTS | {"attention", "rnn"}
 
 
 @dataclass(frozen=True)
@@ -133,7 +130,7 @@ class CallPlan:
                 self.decision.output_dtype,
                 self.is_view,
                 self.lowerings,
-                takes_codes=self.kind in _CODED_KINDS,
+                takes_codes=self.kind in PRODUCTS,
             )
         kinds = {p: k for p, k in self.parameters.kinds.items() if names[p] not in self.never_cast}
         fp32_positions: frozenset[int] | None = frozenset()

@@ -95,24 +95,14 @@ class Emulation:
         return self._round(tensor)
 
     def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Returns the arguments with the values of weights that were frozen to codes.
-
-        A product takes no integers beside floating tensors: there they are codes. While a graph is
-        traced nothing else tells.
-        """
-        if not self.takes_codes:
+        """Returns the arguments with the values of weights that were frozen to codes."""
+        if not self.takes_codes or not any(map(_holds_codes, (*args[1:], *kwargs.values()))):
             return args, kwargs
-        tensors = [t for t in (*args, *kwargs.values()) if isinstance(t, Tensor)]
-        if not any([t.dtype in _CODES for t in tensors]):  # noqa: C419
-            return args, kwargs
-        if not any([t.is_floating_point() for t in tensors]):  # noqa: C419
-            return args, kwargs
-        new_args = tuple([self._value(value) for value in args])
+        new_args = (args[0], *map(self._value, args[1:])) if args else args
         return new_args, {name: self._value(value) for name, value in kwargs.items()}
 
     def _value(self, value: Any) -> Any:
-        is_coded = isinstance(value, Tensor) and value.dtype in _CODES
-        return decode(value, self.format) if is_coded else value
+        return decode(value, self.format) if _holds_codes(value) else value
 
     def compute(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Returns the result of ``function`` on inputs that are rounded."""
@@ -141,6 +131,28 @@ class Emulation:
 
 
 _CODES: Final = frozenset({torch.uint8, torch.uint16, torch.int32})
+_PLAIN: Final = frozenset({Tensor, nn.Parameter})
+
+#: Some model was frozen to codes.
+_has_codes = False
+
+
+def expect_codes() -> None:
+    """Has integers that a compiler traces as weights taken for codes from now on.
+
+    No parameters but frozen ones are integers; but a graph that is traced may not know which tensors
+    are parameters.
+    """
+    global _has_codes
+    _has_codes = True
+
+
+def _holds_codes(value: Any) -> bool:
+    """Whether ``value`` is a weight that was frozen to codes."""
+    if not isinstance(value, Tensor) or value.dtype not in _CODES:
+        return False
+    return isinstance(value, nn.Parameter) or (_has_codes and type(value) not in _PLAIN)
+
 
 #: Told each parameter that is rounded, and its format.
 _watchers: Final[list[Callable[[Tensor, Format], None]]] = []

@@ -9,7 +9,7 @@ import re
 from typing import Final
 
 from .errors import OptionError, suggestion
-from .number_formats import Block, Custom, Fixed, Float, Format, Posit, Table
+from .number_formats import Block, Custom, Float, Format, Posit
 
 #: TVM's custom types have codes from here on, below are its own; a code is one byte.
 _FIRST_CODE: Final = 129
@@ -70,7 +70,7 @@ def register(format: Format, code: int | None = None) -> None:
     Raises:
         OptionError: ``format`` is none, or its name or code is another's.
     """
-    if not isinstance(format, Float | Posit | Fixed | Block | Table | Custom):
+    if not isinstance(format, Format):
         raise OptionError(
             f"register takes a Float, Posit, Fixed, Block, Table or Custom format, not {format!r}"
         )
@@ -135,7 +135,7 @@ def get(name: str | Format) -> Format:
             raise OptionError(f"format {match[1]} has {known.bits} bits, not {match[2]}: {name!r}")
         hint = suggestion(name, _formats) or "; names() lists the known ones"
         raise OptionError(f"no format {name!r} is known{hint}")
-    if isinstance(name, Float | Posit | Fixed | Block | Table | Custom):
+    if isinstance(name, Format):
         return name
     raise OptionError(f"a format must be a name or a format, not {name!r}")
 

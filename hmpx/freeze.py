@@ -14,12 +14,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from . import compiled, legalize, session, switch
+from . import compiled, emulation, legalize, session, switch
 from .decisions import LowType
 from .dtypes import short_name
 from .encoding import code_dtype, encode
 from .errors import FreezeError, OptionError
-from .number_formats import Fixed, Float, Posit, Table
+from .number_formats import Fixed, Float, Format, Posit, Table
 from .seal import REMEDY, WidensOutputs, is_sealed, seal
 from .weight_uses import FoundTensor, Place, Watch, found_tensors, replaced, watch_forward
 
@@ -168,7 +168,8 @@ def freeze(
         outputs: ``"fp32"`` makes the model return float32 where it would return bfloat16 or
             float16; ``"keep"`` leaves its outputs.
         store: ``"codes"`` stores weights that are used only in one number format as its codes, in
-            uint8, uint16 or int32, which are decoded at each use; ``"dtype"`` leaves them float32.
+            uint8, uint16 or int32, which are decoded at each use, if the policy has one format and
+            no rules; ``"dtype"`` leaves them float32.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
 
@@ -188,8 +189,7 @@ def freeze(
     found = found_tensors(model)
     with legalize.inputs_rounded():  # in the mode that leaves fp32 inputs as they are, too
         watch = watch_forward(model, found, example_inputs, kwargs)
-    is_random = in_force.options.rounding == "stochastic"
-    codes = _AS_CODES if store == "codes" and not is_random else ()
+    codes = _AS_CODES if store == "codes" and _rounds_in_one_way(in_force) else ()
     weights = tuple(_judged(found, watch, replaced(model, found), codes))
     dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
     lows: dict[int, FoundTensor] = {}
@@ -204,6 +204,7 @@ def freeze(
         for tensor, low in low_copies:
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
+                emulation.expect_codes()
             tensor.data = low
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(WidensOutputs()).remove)
@@ -251,6 +252,18 @@ def _checked(model: object, *, has_example: bool) -> session.Session:
 
 
 # --- judging -----------------------------------------------------------------------------------
+
+
+def _rounds_in_one_way(in_force: session.Session) -> bool:
+    """Whether each use of a weight rounds it alike, whatever the call: codes don't say their format."""
+    policy = in_force.policy
+    decisions = [
+        *policy.decisions.values(),
+        *[decision for section in policy.sections for decision in section.decisions.values()],
+    ]
+    formats = {decision.dtype for decision in decisions if isinstance(decision.dtype, Format)}
+    is_random = in_force.options.rounding == "stochastic"
+    return len(formats) == 1 and not in_force.rules and not is_random
 
 
 #: Formats whose values are one code each.

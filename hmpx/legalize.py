@@ -113,7 +113,7 @@ class Legalizer:
         raise_one = widen_matrices if self.kind == "gemm" else widen
         if inputs.is_learning:
             if hooks_refused() is None:
-                is_product = self.kind in _PRODUCTS
+                is_product = self.kind in capability.PRODUCTS
                 precision = Precision(dtype, raise_one, is_product, self.mode != "fast")
                 return keeping_low(function, args, kwargs, given, precision)
         elif self.op in BLOCKED and not kwargs:
@@ -153,7 +153,6 @@ def _capability(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
 _capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run at trace time
 
 
-_PRODUCTS: Final = frozenset({"gemm", "convolution"})
 _transforms = torch._C._functorch.peek_interpreter_stack
 
 

@@ -466,7 +466,6 @@ class Custom:
 
 
 Format: TypeAlias = Float | Posit | Fixed | Block | Table | Custom
-FORMATS: Final = (Float, Posit, Fixed, Block, Table, Custom)
 
 
 def resolved_overflow(format: Format, overflow: str | None) -> Overflow:

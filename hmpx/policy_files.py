@@ -21,7 +21,7 @@ import yaml
 from . import dtypes, oplists, ops
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .errors import OpListError, OptionError, PolicyFileError, suggestion
-from .number_formats import FORMATS
+from .number_formats import Format
 from .oplists import OpList
 from .sections import PHASES, Section
 
@@ -120,7 +120,7 @@ def _plain(value: Any) -> Any:
         return {key: _plain(each) for key, each in value.items()}
     if isinstance(value, (list, tuple, set, frozenset)):
         return [_plain(each) for each in value]
-    return dtypes.long_name(value) if isinstance(value, (torch.dtype, *FORMATS)) else value
+    return dtypes.long_name(value) if isinstance(value, torch.dtype | Format) else value
 
 
 def _read_text(path: Path) -> str:

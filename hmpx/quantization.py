@@ -1,4 +1,4 @@
-"""Rounding tensors to number formats: any floating dtype, layout and device, with or without autograd.
+"""Rounding tensors to number formats: any floating dtype, strides and device, with or without autograd.
 
 Knows how to run a plan: by compiled kernels on the CPU, else by torch ops. Knows no plan's inside.
 """
@@ -65,7 +65,7 @@ def quantize(
     every value of the dtype is one of the format, ``x`` itself is returned, as by `Tensor.to`.
 
     Args:
-        x: float32, float64, bfloat16 or float16; on any device, in any layout.
+        x: float32, float64, bfloat16 or float16; on any device; dense, of any strides.
         format: A format, or the name of a registered one.
         rounding: ``"nearest"`` (ties to even), ``"nearest_away"`` (ties away from zero),
             ``"toward_zero"``, ``"up"``, ``"down"``, or ``"stochastic"``: to one of the neighbours,

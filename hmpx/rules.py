@@ -153,6 +153,11 @@ class Registered:
         asked = {"module", "module_class", "module_classes", "training"}
         return code is not None and not asked.isdisjoint(_names_in(code))
 
+    @property
+    def name(self) -> str:
+        """What the function is called where it is defined."""
+        return str(getattr(self.function, "__qualname__", None) or type(self.function).__qualname__)
+
     def __str__(self) -> str:
         name = getattr(self.function, "__qualname__", None) or repr(self.function)
         code = getattr(self.function, "__code__", None)
@@ -298,9 +303,18 @@ def _is_same(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
 
 def _bound(function: types.FunctionType) -> tuple[object, ...]:
     """Returns the identities of what a function was made with."""
-    cells = [cell.cell_contents for cell in function.__closure__ or ()]
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    cells = [None if content is function else content for content in cells]  # it calls itself
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
     return tuple(map(id, [*cells, *defaults]))
+
+
+def _content(cell: types.CellType) -> Any:
+    """Returns what ``cell`` holds; None while it is empty, as a decorated function's own is."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None
 
 
 # --- asking ------------------------------------------------------------------------------------

@@ -75,6 +75,7 @@ class _ChecksConversion:
         self._name = name
         self._low_name = low_name
         self._fingerprint = _fingerprint(in_force)
+        self._rules = in_force.rules
         self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
 
     def __call__(self, module: nn.Module, args: Any) -> None:
@@ -91,16 +92,16 @@ class _ChecksConversion:
                 f"{self._name} is frozen, with weights in {self._low_name}, but casts are off "
                 f"here; call it outside of the hmpx.disable_casts block, or {REMEDY}"
             )
-        if in_force is not self._seen():
+        if in_force is not self._seen() or in_force.rules != self._rules:
             if _fingerprint(in_force) != self._fingerprint:
                 raise FreezeError(
                     f"{self._name} was frozen under another policy than that in force now; call "
                     f"hmpx.convert() as it was when the model was frozen, or {REMEDY}"
                 )
-            self._seen = weakref.ref(in_force)
+            self._seen, self._rules = weakref.ref(in_force), in_force.rules
 
     def __getstate__(self) -> dict[str, Any]:
-        return {**vars(self), "_seen": _nothing}
+        return {**vars(self), "_seen": _nothing, "_rules": ()}
 
 
 def _nothing() -> None:
@@ -109,7 +110,8 @@ def _nothing() -> None:
 
 def _fingerprint(in_force: session.Session) -> str:
     """Returns what equal conversions have in common, in any process."""
-    state = repr((in_force.policy.fingerprint(), sorted(in_force.device_types)))
+    rules = [(rule.op, rule.level, rule.name) for rule in in_force.rules]
+    state = repr((in_force.policy.fingerprint(), sorted(in_force.device_types), rules))
     return hashlib.sha256(state.encode()).hexdigest()
 
 

@@ -65,6 +65,7 @@ class Session:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
         options: How ops compute.
+        rules: The rules that are asked, in the order of their registration.
     """
 
     def __init__(
@@ -80,7 +81,7 @@ class Session:
         self.device_types = device_types
         self.options = options
         self._verbose = verbose
-        self._rules = rules.state()
+        self.rules = rules.state()
         self._notes_modules = False
         self._has_warned = False
         self._previous = previous
@@ -129,7 +130,7 @@ class Session:
         return self._settings() == other._settings()
 
     def _settings(self) -> tuple[object, ...]:
-        return self.policy, self.device_types, self.options, self._verbose, self._rules
+        return self.policy, self.device_types, self.options, self._verbose, self.rules
 
     def _install(self) -> None:
         observers: tuple[Observer, ...] = ()
@@ -148,15 +149,15 @@ class Session:
         reusing = reuse.patches() if self.options.reuse_casts else ()
         pickled = pickling.patch(vars(wrapper)["__wrapped__"] for wrapper in made)
         self._applied = patching.apply([*patches, *reusing, pickled, *self._rebindings])
-        self._rules = rules.state()
+        self.rules = rules.state()
         modules.when_asked(self._note_modules)
-        if observers or _asks_for_modules(self.policy, self._rules):
+        if observers or _asks_for_modules(self.policy, self.rules):
             self._note_modules()
         self._wrappers = made
         for wrapper in made:
             wrappers.put_in_force(wrapper)
         self._release_compiled = compiled.prepare(
-            self.policy, self.device_types, self.options, self._rules
+            self.policy, self.device_types, self.options, self.rules
         )
         compiled.forget()
         rebinding.forget_overrides()

@@ -415,7 +415,7 @@ def _buffers(plan: CallPlan) -> Mapping[str, int]:
     return {name: plan.parameters.names.index(name) for name in sorted(plan.never_cast)}
 
 
-def _run_writing(  # all there is to one call
+def _run_writing(
     buffers: Mapping[str, int],
     function: Callable[..., Any],
     given: Args,

@@ -556,3 +556,54 @@ def test_gradients_of_rounded_gradients_are_rounded_too() -> None:
         (second,) = torch.autograd.grad(gradient.square().sum(), leaf)
     assert second.count_nonzero() > 0
     same(quantize(second, "float8_e5m2"), second)
+
+
+def test_integers_that_are_no_weights_are_not_taken_for_codes() -> None:
+    """Forgetting ``.float()`` is torch's error, not an image of garbage; also once weights are codes."""
+    image, model = torch.ones(1, 3, 5, 5, dtype=torch.uint8), nn.Conv2d(3, 4, 3).eval()
+    with hmpx.convert(low_precision_type="float8_e4m3fn"):
+        with pytest.raises(RuntimeError):
+            model(image)
+        with pytest.raises(RuntimeError):
+            F.conv2d(x(1, 3, 5, 5), torch.ones(4, 3, 3, 3, dtype=torch.uint8))
+        with hmpx.freeze(model, x(1, 3, 5, 5), store="codes"):
+            assert model.weight.dtype is torch.uint8
+            with pytest.raises(RuntimeError):
+                model(image)
+
+
+@pytest.mark.parametrize(
+    "policy",
+    [
+        {"sections": [{"min_numel": 100, "low": ["linear float8_e5m2"]}]},
+        {"low": ["linear", "matmul float8_e5m2"]},
+    ],
+)
+def test_nothing_is_stored_as_codes_where_calls_differ_in_their_format(
+    policy: dict[str, Any],
+) -> None:
+    """A code of one format would be read as one of another."""
+    model = nn.Linear(8, 8).eval()
+    base = {"lists": "none", "low_precision_type": "float8_e4m3fn", "low": ["linear"]}
+    with hmpx.convert(policy={**base, **policy}):
+        expected = model(x(50, 8))
+        frozen = hmpx.freeze(model, x(2, 8), store="codes")
+        assert not any(weight.is_low for weight in frozen.weights)
+        same(model(x(50, 8)), expected)
+
+
+@pytest.mark.parametrize("store", ["codes", "dtype"])
+def test_a_rule_that_is_new_stops_a_frozen_model(store: str) -> None:
+    """It may use the weights in another type; without it the model runs again."""
+    model = nn.Linear(8, 8).eval()
+    low_type = "float8_e4m3fn" if store == "codes" else "bfloat16"
+    with hmpx.convert(low_precision_type=low_type):
+        hmpx.freeze(model, x(2, 8), store=store)
+        expected = model(x(2, 8))
+        hmpx.register_rule("linear", lambda call: hmpx.DENY)
+        try:
+            with pytest.raises(hmpx.FreezeError, match="another policy than that in force now"):
+                model(x(2, 8))
+        finally:
+            hmpx.unregister_rule("linear")
+        same(model(x(2, 8)), expected)

@@ -974,3 +974,24 @@ def test_accumulate_and_output_dtypes_from_a_rule() -> None:
         assert F.conv2d(small.bfloat16(), weight.bfloat16()).dtype is BF16
         assert F.conv2d(small.bfloat16(), weight).dtype is FP32
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_a_rule_that_speaks_of_itself_replaces_its_like() -> None:
+    """While it is decorated its own name is not bound yet."""
+
+    def made() -> Any:
+        @register_rule("relu")
+        def rule(call: Call) -> CastPolicy:
+            asked.append(rule)
+            return ALLOW
+
+        return rule
+
+    asked: list[Any] = []
+    made()
+    last = made()
+    with none():
+        assert torch.relu(x(2)).dtype is BF16
+    assert asked == [last]
+    assert len(rules.registered("relu")) == 1
+    unregister_rule("relu")
