@@ -14,6 +14,7 @@ import hmpx
 from hmpx import ops
 
 torch.set_num_threads(1)  # tests run in parallel processes
+torch.set_warn_always(True)  # else a warning fails the test that happens to be first
 
 
 #: Slots that Python itself fills: by a warning, by pickling.

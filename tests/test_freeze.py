@@ -34,8 +34,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore::FutureWarning",
     # torch.compile asks its inputs for .grad; a filter that raises is faster than the one it sets
     "ignore:The .grad attribute of a Tensor that is not a leaf:UserWarning",
-    # what fp32 kernels of LSTMs say, which legalized ones run in
-    "ignore:LSTM with projections is not supported with oneDNN:UserWarning",
 )
 
 
