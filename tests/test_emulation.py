@@ -400,6 +400,18 @@ def test_wrong_registrations_are_errors(arguments: tuple[Any, ...], message: str
     assert str(error.value).startswith(message.partition(";")[0])
 
 
+def test_reflected_operators_swap_their_operands(lowered: None) -> None:
+    """The function sees the operands as they are written, whichever of them has the operator."""
+    formats.register_op(lambda a, b: torch.sub(a, b), "sub", "posit16_1")
+    formats.register_op(lambda a, b: torch.div(a, b), "div", "posit16_1")
+    policy = hmpx.Policy.from_ops(low=["sub", "div"], low_precision_type="posit16_1")
+    value = quantize(x(5), "posit16_1")
+    with hmpx.convert(policy=policy):
+        same(2 - value, quantize(2 - value.double(), "posit16_1").float())
+        same(value - 2, quantize(value.double() - 2, "posit16_1").float())
+        same(2 / value, quantize(2 / value.double(), "posit16_1").float())
+
+
 def test_a_function_of_another_shape_is_an_error(lowered: None) -> None:
     """It names the op and the format."""
     formats.register_op(lambda a, b: a[:1], "add", "posit16_1")
