@@ -113,14 +113,12 @@ def _measured(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
 
     try:
         with torch.no_grad():
-            native_s = _fastest_s(function, low, device_type)
-            legalized_s = _fastest_s(legalized, low, device_type)
+            inference = _ratio(function, legalized, low, device_type)
         inputs = [tensor.requires_grad_() for tensor in low]
-        native_training_s = _fastest_s(_with_backward(function), inputs, device_type)
-        legalized_training_s = _fastest_s(_with_backward(legalized), inputs, device_type)
+        training = _ratio(_with_backward(function), _with_backward(legalized), inputs, device_type)
     except RuntimeError:  # no kernel at all
         return Capability(said, float("inf"), float("inf"))
-    return Capability(said, native_s / legalized_s, native_training_s / legalized_training_s)
+    return Capability(said, inference, training)
 
 
 def _with_backward(function: Callable[..., Tensor]) -> Callable[..., Any]:
@@ -131,18 +129,24 @@ def _with_backward(function: Callable[..., Tensor]) -> Callable[..., Any]:
     return run
 
 
-def _fastest_s(function: Callable[..., Any], inputs: list[Tensor], device_type: str) -> float:
-    """Returns the least time of three calls, after one to warm up."""
+def _ratio(
+    numerator: Callable[..., Any],
+    denominator: Callable[..., Any],
+    inputs: list[Tensor],
+    device_type: str,
+) -> float:
+    """Returns the least time of a call of one, over that of the other, of calls that take turns."""
     synchronize = getattr(torch.get_device_module(device_type), "synchronize", None)
-    best = float("inf")
-    for round_ in range(4):
-        start = time.perf_counter()
-        function(*inputs)
-        if synchronize is not None:
-            synchronize()
-        if round_:
-            best = min(best, time.perf_counter() - start)
-    return best
+    best = [float("inf"), float("inf")]
+    for round_ in range(5):
+        for position, function in enumerate((numerator, denominator)):
+            start = time.perf_counter()
+            function(*inputs)
+            if synchronize is not None:
+                synchronize()
+            if round_:  # the first warms up
+                best[position] = min(best[position], time.perf_counter() - start)
+    return best[0] / best[1]
 
 
 def _lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Tensor:

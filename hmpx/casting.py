@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from . import reuse
+from . import convolutions, reuse
 from .capability import PRODUCTS
 from .decisions import CastPolicy, Decision
 from .dtypes import CAST, ELIGIBLE
@@ -115,7 +115,10 @@ class CallPlan:
     @property
     def casts_late(self) -> bool:
         """Whether casts are left to what legalizes the op: it needs the inputs as they are given."""
-        return self.is_low and self.legalizes and self.legalize == "fast"
+        if not (self.is_low and self.legalizes):
+            return False
+        has_own_gradients = self.op in convolutions.DIMENSIONS and not self.reuses_casts
+        return self.legalize == "fast" or has_own_gradients
 
     def __post_init__(self) -> None:
         """Works out what follows from the rest, here and not in each call."""

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from . import capability
+from . import capability, convolutions
 from .blocks import BLOCKED, in_blocks
 from .capability import Capability
 from .composition import (
@@ -86,6 +86,24 @@ class Legalizer:
         if len(pair) < 2 or not all([isinstance(m, Tensor) and not m.is_nested for m in pair]):  # noqa: C419
             return None, None
         return pair
+
+    def compute_convolution(
+        self, function: Callable[..., Any], inputs: Inputs, args: Args, dtype: torch.dtype
+    ) -> Tensor | None:
+        """Returns the call's result in ``dtype`` where `convolutions` knows the call, else None.
+
+        Args:
+            function: torch's function.
+            inputs: Those of the arguments.
+            args: All arguments, as they were given or cast.
+            dtype: The low-precision dtype.
+        """
+        if not inputs.is_learning or not inputs.is_plain or self.op not in convolutions.DIMENSIONS:
+            return None
+        if _transforms() is not None or is_traced() or torch._C._is_tracing():
+            return None
+        rounds = self.mode != "fast" or rounds_inputs.get()
+        return convolutions.compute(self.op, function, args, dtype, rounds_inputs=rounds)
 
     def compute(  # noqa: PLR0917  # all there is to one call
         self,

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 from torch.overrides import has_torch_function, has_torch_function_variadic
 
-from . import switch
+from . import convolutions, switch
 from .casting import LOW_DTYPES, SEQUENCES, CallPlan, transforms
 
 #: What the factory takes that `factory` returns; they become closure cells of the wrapper.
@@ -198,7 +198,12 @@ def _body(plan: CallPlan, names: str) -> str:
     if is_fixed:
         body = _unrolled(plan, names) + body
     body = _settled(plan, names, None) + body
-    return _RUN.format(names=names, legalizes=_legalizes(plan)) + body if plan.casts_late else body
+    if not plan.casts_late:
+        return body
+    test = _legalizes(plan)
+    if plan.legalize != "fast":
+        test += " and has_own_gradients(a0, a1)"
+    return _RUN.format(names=names, legalizes=test) + body
 
 
 def _settled(plan: CallPlan, names: str, reference: int | None) -> str:
@@ -316,6 +321,13 @@ def _is_settled(value: Any, dtype: torch.dtype) -> bool:
     return type(value) in _NUMBERS or type(value) is str
 
 
+def _has_own_gradients(x: Any, weight: Any) -> bool:
+    """Whether `convolutions` may have use for the inputs as they are given."""
+    if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        return False
+    return not torch._C._is_tracing() and convolutions.is_large(x, weight)
+
+
 def lacks_kernel(error: RuntimeError) -> bool:
     """Whether ``error`` says that an op has no kernel for a low-precision dtype."""
     return _MISSING_KERNEL.search(str(error)) is not None
@@ -332,6 +344,7 @@ _CONSTANTS: Final = {
     "numbers": _NUMBERS,
     "float32": torch.float32,
     "strided": torch.strided,
+    "has_own_gradients": _has_own_gradients,
     "has_torch_function": has_torch_function,
     "has_torch_function_variadic": has_torch_function_variadic,
     "given": given,

@@ -324,10 +324,9 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
             (may_write or kwargs) and written_tensor(plan, args, kwargs) is not None
         ):
             return run(function, *_cast_late(plan, args, kwargs), given)
-        if casts_late and target_dtype(plan, args, kwargs) is None:
+        is_cast = not casts_late or args is not given
+        if not is_cast and target_dtype(plan, args, kwargs) is None:
             return run(function, args, kwargs, given)
-        if casts_late and legalize.rounds_inputs.get():
-            args, kwargs = cast_args(plan, args, kwargs)
         inputs = inputs_of(args, kwargs)
         if inputs is None or inputs.first.device.type not in device_types:
             return run(function, *_cast_late(plan, args, kwargs), given)
@@ -350,6 +349,12 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
             return run(function, *_cast_late(plan, args, kwargs), given)
         if run is not _run:
             function = functools.partial(_run_with, run, function, given)
+        elif not kwargs:
+            result = legalizer.compute_convolution(function, inputs, args, dtype)
+            if result is not None:
+                return result
+        if not is_cast and (plan.legalize != "fast" or legalize.rounds_inputs.get()):
+            args, kwargs = cast_args(plan, args, kwargs)
         return legalizer.compute(function, inputs, args, kwargs, given, dtype)
 
     return run_legalized
