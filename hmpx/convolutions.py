@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from .composition import Args, widen
+from .composition import Args, Kwargs, call_raised, widen
 from .dtypes import CAST
 from .temporaries import Temporaries
 
@@ -75,6 +75,20 @@ def compute(
         x, kept = (low, None) if rounds_inputs else (x, low)
     apply: Callable[..., Tensor] = Convolution.apply
     return apply(x, kept, weight, bias, function, settings, _Rounding(dtype, rounds_inputs))
+
+
+def without_gradients(
+    function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns a convolution in ``dtype`` that records nothing; None if it is for others to compute."""
+    if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+        return None
+    if not args or not is_large(args[0], args[0]):  # large weights alone gain nothing
+        return None
+    memory = Temporaries(args[0].device)
+    result = call_raised(function, args, kwargs, memory.widen)
+    memory.free()
+    return CAST[dtype](result)
 
 
 @dataclass(frozen=True, slots=True)

@@ -138,6 +138,10 @@ class Legalizer:
             result = in_blocks(self.op, args, dtype)
             if result is not None:
                 return result
+        elif self.op in convolutions.DIMENSIONS:
+            result = convolutions.without_gradients(function, args, kwargs, dtype)
+            if result is not None:
+                return result
         return rounded(call_raised(function, args, kwargs, raise_one), CAST[dtype])
 
 

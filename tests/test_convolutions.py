@@ -153,6 +153,46 @@ def test_what_is_kept_is_low_or_a_parameter(legalize: str, computed: list[bool])
     assert computed == [True]
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_inference_gives_what_training_does(name: str) -> None:
+    """In kept memory too, fp32 and low inputs, whatever is kept by whoever else."""
+    op, shapes, arguments = CASES[name]
+    inputs = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
+    inputs += [None] * (3 - len(inputs))
+    parameters = [None if t is None else nn.Parameter(t) for t in inputs]
+    with low():
+        function = getattr(F, op)
+        expected = function(*parameters, *arguments).detach()
+        with torch.no_grad():
+            outputs = [function(*given, *arguments) for given in (inputs, parameters) for _ in "ab"]
+        with torch.inference_mode():
+            outputs.append(function(*inputs, *arguments))
+            if not arguments:
+                outputs.append(function(inputs[0], weight=inputs[1], bias=inputs[2]))
+    for output in outputs:
+        same(output, expected)
+
+
+def test_inference_in_forward_mode_and_under_modes() -> None:
+    """Tangents are not lost, and nothing that a mode keeps is written to."""
+    weight, mode = x(6, 4, 3, 3, seed=1), Keeping()
+    data, tangent = x(2, 4, 9, 8), x(2, 4, 9, 8, seed=2)
+    with low(), torch.no_grad():
+        plain = F.conv2d(data, weight)
+        with mode:
+            F.conv2d(data, weight)
+            F.conv2d(tangent, weight)
+        with torch.autograd.forward_ad.dual_level() as _:
+            dual = torch.autograd.forward_ad.make_dual(data, tangent)
+            found = torch.autograd.forward_ad.unpack_dual(F.conv2d(dual, weight))
+    same(found.primal, plain)
+    expected = F.conv2d(reround(tangent, BF16), reround(weight, BF16)).bfloat16()
+    assert found.tangent is not None
+    same(found.tangent, expected)
+    for tensor, before in mode.seen:
+        assert torch.equal(tensor, before)
+
+
 def test_no_two_results_share_memory() -> None:
     """Later calls, smaller and larger ones, leave earlier results as they are."""
     layers = [nn.Conv2d(4, n, 3, padding=1) for n in (8, 2, 32)]
