@@ -25,9 +25,8 @@ _convolution_backward = torch.ops.aten.convolution_backward.default
 #: The ops that `compute` knows -> how many dimensions they are over.
 DIMENSIONS: Final = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 
-_LEAST: Final = (
-    1 << 17
-)  # elements of an input: for fewer, memory costs less than what it takes here
+#: Elements of an input; for fewer, memory costs less than what is done here.
+_LEAST: Final = 1 << 17
 
 
 def is_large(x: Any, weight: Any) -> bool:

@@ -100,7 +100,7 @@ class Legalizer:
         """
         if not inputs.is_learning or not inputs.is_plain or self.op not in convolutions.DIMENSIONS:
             return None
-        if _transforms() is not None or is_traced() or torch._C._is_tracing():
+        if is_traced() or _transforms() is not None or torch._C._is_tracing():
             return None
         rounds = self.mode != "fast" or rounds_inputs.get()
         return convolutions.compute(self.op, function, args, dtype, rounds_inputs=rounds)
