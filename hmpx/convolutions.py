@@ -49,8 +49,7 @@ def compute(
         dtype: The low-precision dtype.
         rounds_inputs: fp32 inputs are rounded first.
     """
-    # A mode may keep what it sees, and gradients in forward mode are not known here.
-    if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+    if forward_ad._current_level >= 0 or _is_watched():
         return None
     dimensions = DIMENSIONS[op]
     x, weight, bias = (*args[:3], None)[:3]
@@ -80,7 +79,7 @@ def without_gradients(
     function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
 ) -> Tensor | None:
     """Returns a convolution in ``dtype`` that records nothing; None if it is for others to compute."""
-    if forward_ad._current_level >= 0 or torch._C._len_torch_dispatch_stack():
+    if forward_ad._current_level >= 0 or _is_watched():
         return None
     if not args or not is_large(args[0], args[0]):  # large weights alone gain nothing
         return None
@@ -133,15 +132,13 @@ class _Rounding:
     dtype: torch.dtype
     rounds_inputs: bool
 
-    def raised(self, tensor: Tensor, memory: Temporaries | _Recorded) -> Tensor:
+    def raised(self, tensor: Tensor, memory: Temporaries | _New) -> Tensor:
         """Returns in fp32 what is computed with."""
         if tensor.dtype is not torch.float32:
             return memory.widen(tensor)
         return memory.rounded(tensor, self.dtype) if self.rounds_inputs else tensor
 
-    def gradient(
-        self, gradient: Tensor, dtype: torch.dtype, memory: Temporaries | _Recorded
-    ) -> Tensor:
+    def gradient(self, gradient: Tensor, dtype: torch.dtype, memory: Temporaries | _New) -> Tensor:
         """Returns the gradient of an input of ``dtype`` as it goes out; may write to the fp32 one."""
         if dtype is not torch.float32:
             return CAST[dtype](gradient)
@@ -178,7 +175,8 @@ class Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         settings, rounding = ctx.settings, ctx.rounding
         x_learns, _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
-        memory = _Recorded() if torch.is_grad_enabled() else Temporaries(gradient.device)
+        is_seen = torch.is_grad_enabled() or _is_batch(gradient) or _is_watched()
+        memory = _New() if is_seen else Temporaries(gradient.device)
         found = _convolution_backward(
             memory.widen(gradient),
             rounding.raised(x, memory),
@@ -200,8 +198,18 @@ class Convolution(torch.autograd.Function):
         return of_x, None, of_weight, of_bias, None, None, None
 
 
-class _Recorded:
-    """Does what `Temporaries` does in tensors that autograd sees, for gradients of gradients."""
+def _is_watched() -> bool:
+    """Whether a mode may keep the tensors that it sees, or a transform has tensors of its own."""
+    return bool(_dispatch_modes()) or _transforms() is not None
+
+
+_dispatch_modes = torch._C._len_torch_dispatch_stack
+_transforms = torch._C._functorch.peek_interpreter_stack
+_is_batch = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched)
+
+
+class _New:
+    """Does what `Temporaries` does in new tensors, which others may see: autograd above all."""
 
     widen = staticmethod(widen)
 

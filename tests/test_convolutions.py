@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -96,9 +97,9 @@ def test_it_is_what_others_compute(
     memory_format = torch.channels_last if name == "channels_last" else None
     for is_parameter in (True, False):
 
-        def results() -> tuple[Tensor, Sequence[Tensor]]:
+        def results(*, is_parameter: bool = is_parameter) -> tuple[Tensor, Sequence[Tensor]]:
             inputs = leaves_of(shapes, leaf_dtype or dtype, memory_format)
-            if is_parameter:  # noqa: B023  # called at once
+            if is_parameter:
                 inputs[1:] = [nn.Parameter(t.detach()) for t in inputs[1:]]
             with low(legalize, dtype):
                 output = getattr(F, op)(*inputs, *[None] * (3 - len(inputs)), *arguments)
@@ -324,6 +325,41 @@ def test_checkpoints(how: str) -> None:
     same(gradients(lambda t: checkpoint(net, t, **options)), gradients(net))
 
 
+def test_modes_may_keep_what_they_see_of_the_backward_alone() -> None:
+    """Though the forward was not seen by them."""
+    layer, mode = nn.Conv2d(4, 6, 3), Keeping()
+    with low():
+        for _ in range(2):  # the second time there is kept memory
+            loss = layer(x(2, 4, 9, 8)).sum()
+            with mode:
+                torch.autograd.grad(loss, layer.parameters())
+            layer(x(2, 4, 9, 8, seed=1)).sum().backward()
+    memory = temporaries._thread.memory
+    own = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+    assert not any(tensor.data_ptr() in own for tensor, _ in mode.seen)
+
+
+def test_a_batch_of_gradients() -> None:
+    """As for vectorized Jacobians."""
+    layer, data = nn.Conv2d(4, 6, 3), x(2, 4, 9, 8).requires_grad_()
+    wanted = (data, *layer.parameters())
+    with low():
+        output = layer(data)
+        incoming = x(3, *output.shape, seed=9).bfloat16()
+        actual = torch.autograd.grad(
+            output, wanted, incoming, is_grads_batched=True, retain_graph=True
+        )
+        expected = [
+            torch.autograd.grad(output, wanted, each, retain_graph=True) for each in incoming
+        ]
+        mapped = torch.func.vmap(
+            lambda each: torch.autograd.grad(output, wanted, each, retain_graph=True)
+        )(incoming)
+    for found in (actual, mapped):
+        for batch, each in zip(found, zip(*expected, strict=True), strict=True):
+            assert torch.equal(batch, torch.stack(each))
+
+
 def test_second_order_gradients_are_as_near_to_exact_ones_as_native_kernels_are() -> None:
     """Each backward rounds, as it does there."""
     shapes = ((2, 3, 7, 7), (4, 3, 3, 3), (4,))
@@ -332,12 +368,8 @@ def test_second_order_gradients_are_as_near_to_exact_ones_as_native_kernels_are(
         leaves = [
             reround(x(*s, seed=i), BF16).to(dtype).requires_grad_() for i, s in enumerate(shapes)
         ]
-        run = lambda: F.conv2d(*leaves, 2, 1)  # noqa: E731
-        if legalize is None:
-            output = run()
-        else:
-            with low(legalize):
-                output = run()
+        with contextlib.nullcontext() if legalize is None else low(legalize):
+            output = F.conv2d(*leaves, 2, 1)
         loss = output.to(dtype).square().sum()
         first = torch.autograd.grad(loss, leaves, create_graph=True)
         penalty = torch.stack([g.square().sum() for g in first]).sum()
