@@ -16,8 +16,7 @@ from .policy import Policy, load_policy
 from .rules import Call, register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .switch import disable_casts
-
-__version__ = "0.1.0"
+from .version import __version__ as __version__
 
 __all__ = [
     "ALLOW",

@@ -18,6 +18,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from .policy import Policy
+from .version import __version__
 
 
 def forget() -> None:
@@ -135,5 +136,6 @@ def _digest(
 ) -> str:
     """Returns what stands for a conversion; nothing else does for one with functions that decide."""
     unique = uuid.uuid4().hex if rules else ""
-    state = repr((policy.fingerprint(), sorted(device_types), options, unique))
+    # Another version may round otherwise.
+    state = repr((__version__, policy.fingerprint(), sorted(device_types), options, unique))
     return hashlib.sha256(state.encode()).hexdigest()[:16]

@@ -15,7 +15,7 @@ from .composition import Args, Kwargs, call_raised, rounded, widen
 from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
 
 # As they were before anything was patched: lists may hold any of them.
-_add, _sub, _gt, _isnan, _where = torch.add, torch.sub, torch.gt, torch.isnan, torch.where
+_add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
 
 
 def in_graph(
@@ -107,10 +107,11 @@ def round_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
         dtype: ``torch.bfloat16`` or ``torch.float16``.
     """
     bits = tensor.view(torch.int32)
+    is_nan = _ne(tensor, tensor)  # inductor's C++ asks `isnan` of one element at a time
     if dtype is torch.bfloat16:
         # Half a unit in the last place less one, and one more if that place is odd.
         whole = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
-        return _where(_isnan(tensor), tensor, whole.view(torch.float32))
+        return _where(is_nan, tensor, whole.view(torch.float32))
     # Adding 2**13 times the power of two at or below it leaves float16's ten mantissa bits; below
     # its least normal number the power stays that of 2**-14.
     exponent = (bits & 0x7F800000).clamp(113 << 23, 143 << 23)
@@ -118,5 +119,5 @@ def round_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     magnitude = (bits & 0x7FFFFFFF).view(torch.float32)
     magnitude = _sub(_add(magnitude, power), power)
     magnitude = _where(_gt(magnitude, 65504.0), float("inf"), magnitude)
-    magnitude = _where(_isnan(tensor), tensor, magnitude)
+    magnitude = _where(is_nan, tensor, magnitude)
     return (magnitude.view(torch.int32) | (bits & -0x80000000)).view(torch.float32)

@@ -233,7 +233,8 @@ import sys, torch
 from torch._dynamo.utils import counters
 
 if sys.argv[1] != "none":
-    import hmpx
+    import hmpx.compiled
+    hmpx.compiled.__version__ += sys.argv[2]
     hmpx.convert(policy=hmpx.Policy.from_ops(**{sys.argv[1]: ["matmul"]}))
 out = torch.compile(lambda a: a @ a + 1)(torch.ones(4, 4))
 print(out.dtype, counters["aot_autograd"]["autograd_cache_hit"])
@@ -241,18 +242,19 @@ print(out.dtype, counters["aot_autograd"]["autograd_cache_hit"])
 
 
 def test_the_disk_cache_keeps_policies_apart(tmp_path: Path) -> None:
-    """An artefact compiled under one policy, or none, is never served under another."""
+    """An artefact compiled under one policy, or none, or version, is never served under another."""
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     seen = []
-    for policy in ("none", "low", "fp32", "low", "none"):
-        command = [sys.executable, "-c", CACHED, policy]
+    for policy in ("none ", "low ", "fp32 ", "low ", "none ", "low .dev1"):
+        command = [sys.executable, "-c", CACHED, *policy.split(" ")]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         seen.append(run.stdout.split())
     assert [dtype for dtype, _ in seen] == [
         "torch.float32", "torch.bfloat16", "torch.float32", "torch.bfloat16", "torch.float32",
+        "torch.bfloat16",
     ]  # fmt: skip
-    # The third run's wrappers cast nothing, yet its key is its own; the last two are served.
-    assert [hits for _, hits in seen] == ["0", "0", "0", "1", "1"]
+    # The third run's wrappers cast nothing, yet its key is its own; the next two are served.
+    assert [hits for _, hits in seen] == ["0", "0", "0", "1", "1", "0"]
 
 
 def test_the_cache_tag_is_restored() -> None:
