@@ -1,8 +1,8 @@
 """What torch.compile keeps of a conversion: traced code, kernels, artefacts on the disk.
 
 None of them knows of hmpx: a graph is traced with the wrappers in it, and cached under a key made
-before their casts are; and compiled code calls ``torch.mm`` as it was when inductor was imported.
-So they are told.
+before their casts are; compiled code calls ``torch.mm`` as it was when inductor was imported, and
+leaves out casts to low precision and back. So they are told.
 """
 
 from __future__ import annotations
@@ -17,6 +17,9 @@ import uuid
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from . import modules
+from .dtypes import LOW_PRECISION
+from .legalize import is_slow
 from .policy import Policy
 from .version import __version__
 
@@ -36,49 +39,64 @@ def forget() -> None:
 
 
 def prepare(
-    policy: Policy, device_types: frozenset[str], options: object, rules: tuple[object, ...]
+    policy: Policy,
+    device_types: frozenset[str],
+    options: object,
+    rules: tuple[object, ...],
+    legalize: str,
 ) -> Callable[[], None]:
-    """Tells inductor's kernels and caches of a conversion.
+    """Tells inductor's kernels, caches and settings of a conversion.
 
     Returns:
         What undoes it.
     """
-    finder = _keep_kernels_plain()
-    restore_tag = _tag_caches(_digest(policy, device_types, options, rules))
+    global _tag
+    restored: list[Callable[[], None]] = []
+
+    def keep_casts(module: Any) -> None:
+        if _rounds_in_graphs(policy, device_types, legalize):
+            restored.append(_keep_casts(sys.modules["torch._inductor.config"]))
+
+    before, _tag = _tag, f"hmpx-{_digest(policy, device_types, options, rules)}"
+    finders = [
+        _see_to("torch._inductor.select_algorithm", _unwrap_kernels),
+        _see_to("torch._inductor.codecache", _tag_keys),
+        _see_to("torch._inductor.codegen.cpp", keep_casts),
+    ]
 
     def undo() -> None:
-        restore_tag()
-        if finder in sys.meta_path:
-            sys.meta_path.remove(finder)
+        global _tag
+        _tag = before
+        for restore in restored:
+            restore()
+        for finder in finders:
+            if finder in sys.meta_path:
+                sys.meta_path.remove(finder)
 
     return undo
 
 
-def _keep_kernels_plain() -> _Finder:
-    """Has compiled code call torch's own kernels, where inductor is yet to note ``torch.mm``.
-
-    Its calls are below the dispatcher: a wrapper would cost time, and cast outside of
-    `disable_casts` what was traced inside.
-    """
-    finder, module = _Finder(), sys.modules.get(_SELECTION)
+def _see_to(name: str, action: Callable[[Any], None]) -> _Finder:
+    """Has ``action`` done to the module of that name, now or once it is imported."""
+    finder, module = _Finder(name, action), sys.modules.get(name)
     if module is None:
         sys.meta_path.insert(0, finder)
     else:
-        _unwrap_kernels(module)
+        action(module)
     return finder
 
 
-_SELECTION = "torch._inductor.select_algorithm"
-
-
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds the module in which inductor notes the kernels, and sees to it once it is executed."""
+    """Finds a module, and sees to it once it is executed."""
+
+    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
+        self._name, self._action = name, action
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
         """Returns the spec of that module; None for any other."""
-        if fullname != _SELECTION:
+        if fullname != self._name:
             return None
         spec = importlib.machinery.PathFinder.find_spec(fullname, path)
         if spec is not None and spec.loader is not None:
@@ -86,13 +104,21 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             def exec_module(module: types.ModuleType) -> None:
                 execute(module)
-                _unwrap_kernels(module)
+                self._action(module)
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
 
 
+# --- kernels -----------------------------------------------------------------------------------
+
+
 def _unwrap_kernels(module: Any) -> None:
+    """Has compiled code call torch's own kernels, where inductor notes ``torch.mm``.
+
+    Its calls are below the dispatcher: a wrapper would cost time, and cast outside of
+    `disable_casts` what was traced inside.
+    """
     choice = getattr(module, "ExternKernelChoice", None)
     if choice is None or hasattr(choice.__init__, "__hmpx_kernels__"):
         return
@@ -112,23 +138,29 @@ def _unwrapped(kernel: Any) -> Any:
     return kernel.__wrapped__ if hasattr(kernel, "__hmpx_site__") else kernel
 
 
-def _tag_caches(digest: str) -> Callable[[], None]:
-    """Keeps the disk caches of each policy, and of unconverted torch, apart; returns the undo."""
-    config: Any = sys.modules.get("torch.compiler.config")
-    if config is None or not hasattr(config, "cache_key_tag"):  # a torch older than the tag
+# --- caches ------------------------------------------------------------------------------------
 
-        def nothing() -> None:
-            pass
+_tag = ""  # what keeps the disk caches of the conversion that is in force apart; none: torch's own
 
-        return nothing
-    before = config.cache_key_tag
-    config.cache_key_tag = tagged = f"{before}hmpx-{digest}"
 
-    def restore() -> None:
-        if config.cache_key_tag == tagged:
-            config.cache_key_tag = before
+def _tag_keys(module: Any) -> None:
+    """Puts `_tag` and the places of a graph's ops into the keys of the caches.
 
-    return restore
+    torch has a setting for such tags, which is each thread's own.
+    """
+    details = getattr(module, "FxGraphHashDetails", None)
+    if details is None or hasattr(details.__init__, "__hmpx_tagged__"):
+        return
+    initialize = details.__init__
+
+    @functools.wraps(initialize)
+    def tagging(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        if _tag:
+            self.hmpx_tag = (_tag, modules.traced_places())
+
+    tagging.__hmpx_tagged__ = True  # type: ignore[attr-defined]
+    details.__init__ = tagging
 
 
 def _digest(
@@ -139,3 +171,32 @@ def _digest(
     # Another version may round otherwise.
     state = repr((__version__, policy.fingerprint(), sorted(device_types), options, unique))
     return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+# --- settings ----------------------------------------------------------------------------------
+
+
+def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: str) -> bool:
+    """Whether products in graphs are legalized, and nothing runs elsewhere than on the CPU."""
+    dtype = policy.low_precision_type
+    if device_types != {"cpu"} or dtype not in LOW_PRECISION:
+        return False
+    return legalize == "always" or (legalize == "auto" and is_slow("gemm", "cpu", dtype))
+
+
+def _keep_casts(config: Any) -> Callable[[], None]:
+    """Has inductor round where eager mode does, in all threads; returns what undoes it.
+
+    Left to itself it leaves out casts there and back; the arithmetic on bits that `graph_rounding`
+    has instead takes longer.
+    """
+    entry: Any = getattr(config, "_config", {}).get("emulate_precision_casts")
+    is_set = getattr(entry, "default", None) is False  # what a thread has set itself goes before
+    if is_set:
+        entry.default = True
+
+    def undo() -> None:
+        if is_set:
+            entry.default = False
+
+    return undo

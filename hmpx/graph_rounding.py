@@ -1,10 +1,11 @@
-"""Rounding in graphs: as arithmetic on the bits of fp32, since compilers leave out casts there and back.
+"""Rounding in graphs: compilers leave out casts there and back, unless they are told not to.
 
-Knows neither which ops are computed so nor why.
+Where they may, rounding is arithmetic on the bits of fp32, fused with what is around it. Knows neither which ops are computed so nor why.
 """
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -25,9 +26,7 @@ def in_graph(
     dtype: torch.dtype,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Returns what the composition of casts would, where inductor leaves out casts there and back.
-
-    So the rounding is arithmetic on the bits of fp32, which is fused with what is around it.
+    """Returns what the composition of casts would, whether or not casts there and back are left out.
 
     Args:
         function: torch's function.
@@ -36,16 +35,17 @@ def in_graph(
         dtype: That of the result.
         accumulate_dtype: That which the function computes in.
     """
+    keeps_casts = are_casts_kept()
 
     def raise_one(tensor: Tensor) -> Tensor:
-        if tensor.dtype in LOW_PRECISION:
+        if tensor.dtype in LOW_PRECISION and not keeps_casts:
             tensor = _raised_in_graph(tensor)
         return CAST[accumulate_dtype](tensor)
 
     result = call_raised(function, args, kwargs, raise_one, ELIGIBLE)
 
     def convert(tensor: Tensor) -> Tensor:
-        if dtype not in LOW_PRECISION:
+        if dtype not in LOW_PRECISION or keeps_casts:
             return CAST[dtype](tensor)
         tensor = widen(tensor)
         if tensor.requires_grad:
@@ -53,6 +53,15 @@ def in_graph(
         return CAST[dtype](round_fp32(tensor, dtype))
 
     return rounded(result, convert, accumulate_dtype)
+
+
+def are_casts_kept() -> bool:
+    """Whether inductor is told to round where eager mode does."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and config.emulate_precision_casts is True
+
+
+are_casts_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run at trace time
 
 
 def _raised_in_graph(tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ ops nor policies.
 from __future__ import annotations
 
 import functools
-import hashlib
 import inspect
 import sys
 import threading
@@ -233,7 +232,6 @@ def forget() -> None:
     _ask, _is_noting = _nothing, False
     _patches += 1
     _running.place = None
-    _restore_tag()
     call = nn.Module.__call__
     for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
         dynamo = vars(sys.modules.get(name, types))
@@ -430,36 +428,23 @@ def _traced_place() -> Place:
             running.append(module)
     found = _place_in(running)
     if translators and not meta:
-        _tag_caches(translators[0].output, found)
+        context = translators[0].output.tracing_context
+        _traced_places.setdefault(context, []).append(found)
     return found
 
 
-#: The graph that is being traced, the places asked for in it, and the tag of caches: before, and now.
-_tagged: tuple[weakref.ref[Any], list[Place], str, str] | None = None
+#: Of what torch.compile is tracing -> the places that ops asked for.
+_traced_places: weakref.WeakKeyDictionary[Any, list[Place]] = weakref.WeakKeyDictionary()
 
 
-def _tag_caches(graph: Any, place: Place) -> None:
-    """Keeps apart, in the caches of compiled code, graphs that differ in their ops' places only."""
-    global _tagged
-    config: Any = sys.modules.get("torch.compiler.config")
-    if config is None or not hasattr(config, "cache_key_tag"):
-        return
-    if _tagged is None or _tagged[0]() is not graph:
-        _restore_tag()
-        _tagged = weakref.ref(graph), [], config.cache_key_tag, config.cache_key_tag
-    of, places, before, _ = _tagged
-    places.append(place)
-    tag = f"{before}-{hashlib.sha256(repr(places).encode()).hexdigest()[:16]}"
-    config.cache_key_tag = tag
-    _tagged = of, places, before, tag
+def traced_places() -> str:
+    """Returns what stands for the places of the ops in the graph that is being compiled.
 
-
-def _restore_tag() -> None:
-    global _tagged
-    config: Any = sys.modules.get("torch.compiler.config")
-    if _tagged is not None and config.cache_key_tag == _tagged[3]:
-        config.cache_key_tag = _tagged[2]
-    _tagged = None
+    Graphs may differ in nothing else.
+    """
+    context = torch._guards.TracingContext.try_get()
+    places = None if context is None else _traced_places.get(context)
+    return repr(places) if places else ""
 
 
 def _translators() -> list[Any]:

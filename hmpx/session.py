@@ -157,7 +157,7 @@ class Session:
         for wrapper in made:
             wrappers.put_in_force(wrapper)
         self._release_compiled = compiled.prepare(
-            self.policy, self.device_types, self.options, self.rules
+            self.policy, self.device_types, self.options, self.rules, self.options.legalize
         )
         compiled.forget()
         rebinding.forget_overrides()

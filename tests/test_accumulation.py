@@ -541,14 +541,16 @@ def computes_by_hand(a: Tensor, b: Tensor) -> Tensor:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by inductor's import
+@pytest.mark.parametrize("keeps_casts", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_under_torch_compile(backend: str) -> None:
+def test_under_torch_compile(backend: str, keeps_casts: bool) -> None:
     """One graph, with the dtypes of eager, and its values where these are exact in any order."""
     torch._dynamo.reset()
     # Integers below 2**8: products and sums are exact in fp32, and so is each rounding defined.
     whole = [tensor(6, 6, seed=i).mul(4).round().requires_grad_() for i in range(2)]
     expected = output_and_gradients(computes_by_hand, whole)
-    with hmpx.convert(policy=COMPOSED):
+    setting = torch._inductor.config.patch(emulate_precision_casts=keeps_casts)
+    with setting, hmpx.convert(policy=COMPOSED):
         compiled = torch.compile(computes, backend=backend, fullgraph=True)
         actual = output_and_gradients(compiled, whole)
     assert same(actual, expected), described(actual, expected)

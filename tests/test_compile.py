@@ -5,16 +5,19 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import torch
+import torch._inductor.codegen.cpp
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
 from hmpx import Policy
+from hmpx.legalize import is_slow
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -92,10 +95,10 @@ def test_rounding_survives_inductor_where_it_is_asked_to() -> None:
         return torch.log(torch.mul(a, b) * a)
 
     a, b = torch.rand(64, 64) + 1, torch.rand(64, 64) + 1
-    with hmpx.convert(policy=Policy.from_ops(low=["mul"], fp32=["log"])):
+    setting = torch._inductor.config.patch(emulate_precision_casts=True)
+    with setting, hmpx.convert(policy=Policy.from_ops(low=["mul"], fp32=["log"])):
         expected = chain(a, b)
-        with torch._inductor.config.patch(emulate_precision_casts=True):
-            actual = torch.compile(chain, backend="inductor", fullgraph=True)(a, b)
+        actual = torch.compile(chain, backend="inductor", fullgraph=True)(a, b)
     torch.testing.assert_close(actual, expected, rtol=2**-22, atol=0)  # the log's own last digits
 
 
@@ -229,24 +232,37 @@ def test_a_function_mode_does_not_break_the_graph() -> None:
 
 
 CACHED = """
-import sys, torch
+import sys, threading, torch
 from torch._dynamo.utils import counters
 
 if sys.argv[1] != "none":
     import hmpx.compiled
     hmpx.compiled.__version__ += sys.argv[2]
     hmpx.convert(policy=hmpx.Policy.from_ops(**{sys.argv[1]: ["matmul"]}))
-out = torch.compile(lambda a: a @ a + 1)(torch.ones(4, 4))
-print(out.dtype, counters["aot_autograd"]["autograd_cache_hit"])
+
+def compile():
+    out = torch.compile(lambda a: a @ a + 1)(torch.ones(4, 4))
+    print(out.dtype, counters["aot_autograd"]["autograd_cache_hit"])
+
+if sys.argv[3] == "thread":
+    thread = threading.Thread(target=compile)
+    thread.start()
+    thread.join()
+else:
+    compile()
 """
 
 
-def test_the_disk_cache_keeps_policies_apart(tmp_path: Path) -> None:
-    """An artefact compiled under one policy, or none, or version, is never served under another."""
+@pytest.mark.parametrize("where", ["main", "thread"])
+def test_the_disk_cache_keeps_policies_apart(where: str, tmp_path: Path) -> None:
+    """An artefact compiled under one policy, or none, or version, is never served under another.
+
+    Settings of torch are each thread's own.
+    """
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     seen = []
     for policy in ("none ", "low ", "fp32 ", "low ", "none ", "low .dev1"):
-        command = [sys.executable, "-c", CACHED, *policy.split(" ")]
+        command = [sys.executable, "-c", CACHED, *policy.split(" "), where]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
         seen.append(run.stdout.split())
     assert [dtype for dtype, _ in seen] == [
@@ -257,13 +273,65 @@ def test_the_disk_cache_keeps_policies_apart(tmp_path: Path) -> None:
     assert [hits for _, hits in seen] == ["0", "0", "0", "1", "1", "0"]
 
 
-def test_the_cache_tag_is_restored() -> None:
-    """Also one that the user has set."""
-    config = torch.compiler.config
-    assert config.cache_key_tag == ""
-    with hmpx.convert(policy=POLICY):
-        assert config.cache_key_tag.startswith("hmpx-")
-    assert config.cache_key_tag == ""
+SETTING = "emulate_precision_casts"
+
+
+def seen_by_threads() -> list[bool]:
+    """Returns inductor's setting in this thread, and in a new one."""
+    seen: list[bool] = []
+
+    def look() -> None:
+        seen.append(getattr(torch._inductor.config, SETTING))
+
+    look()
+    thread = threading.Thread(target=look)
+    thread.start()
+    thread.join()
+    return seen
+
+
+def test_inductor_keeps_casts_where_products_are_legalized_in_graphs() -> None:
+    """In all threads, while the conversion holds, and where no other device has a part in it."""
+    assert seen_by_threads() == [False, False]
+    for options, expected in (
+        ({"legalize": "always"}, True),
+        ({"legalize": "always", "low_precision_type": "float16"}, True),
+        ({"legalize": "auto"}, is_slow("gemm", "cpu", BF16)),
+        ({"legalize": "fast"}, False),
+        ({"legalize": "never"}, False),
+        ({"legalize": "always", "low_precision_type": "posit16_1"}, False),
+        ({"legalize": "always", "device_types": {"cpu", "cuda"}}, False),
+    ):
+        with hmpx.convert(**{"device_types": {"cpu"}, **options}):  # type: ignore[arg-type]
+            assert seen_by_threads() == [expected, expected], options
+        assert seen_by_threads() == [False, False]
+
+
+@pytest.mark.parametrize("value", [False, True])
+def test_what_a_user_sets_goes_before(value: bool) -> None:
+    """In the thread that sets it, as torch has it; it stays so."""
+    with torch._inductor.config.patch(**{SETTING: value}):
+        with hmpx.convert(device_types={"cpu"}, legalize="always"):
+            assert seen_by_threads() == [value, True]
+        assert seen_by_threads() == [value, False]
+
+
+IMPORTED_LATER = """
+import sys, torch, hmpx
+assert "torch._inductor.config" not in sys.modules
+session = hmpx.convert(device_types={"cpu"}, legalize="always")
+torch.compile(lambda a: a @ a)(torch.ones(4, 4))
+kept = [torch._inductor.config.emulate_precision_casts]
+session.revert()
+print(kept, torch._inductor.config.emulate_precision_casts)
+"""
+
+
+def test_inductor_keeps_casts_where_it_is_imported_later() -> None:
+    """By the first use of torch.compile, as in most programs."""
+    command = [sys.executable, "-c", IMPORTED_LATER]
+    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    assert run.stdout.split() == ["[True]", "False"]
 
 
 KERNELS = """

@@ -1371,11 +1371,15 @@ def chain_inputs() -> list[Tensor]:
 @compiles
 @quiet
 @pytest.mark.parametrize("dtype", LOW)
+@pytest.mark.parametrize("keeps_casts", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
-def test_compiled_rounding_is_that_of_eager(backend: str, dtype: torch.dtype) -> None:
-    """Bit for bit, in outputs and gradients: inductor leaves out casts, but not the rounding."""
+def test_compiled_rounding_is_that_of_eager(
+    backend: str, keeps_casts: bool, dtype: torch.dtype
+) -> None:
+    """Bit for bit, in outputs and gradients: where inductor leaves out casts, not the rounding."""
     plain = results(chain, chain_inputs())
-    with low("linear", "matmul", dtype=dtype):
+    setting = torch._inductor.config.patch(emulate_precision_casts=keeps_casts)
+    with setting, low("linear", "matmul", dtype=dtype):
         expected = results(chain, chain_inputs())
         actual = results(torch.compile(chain, backend=backend, fullgraph=True), chain_inputs())
     same(actual, expected)

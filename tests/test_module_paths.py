@@ -925,17 +925,13 @@ def test_caches_keep_places_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         ]
     }
     net = Products()
-    config = torch.compiler.config
     hits = torch._dynamo.utils.counters["aot_autograd"]
     for served in (0, 4):
         before = hits["autograd_cache_hit"]
         with hmpx.convert(policy=policy):
-            tag = config.cache_key_tag
             assert [t.dtype for t in net.train()(x())] == [BF16, FP32]
             assert [t.dtype for t in net.eval()(x())] == [BF16, BF16]
             assert hits["autograd_cache_hit"] == before + served
-            assert config.cache_key_tag.startswith(tag)
-        assert config.cache_key_tag == ""
 
 
 def _forward(position: int) -> Callable[[nn.Sequential, Tensor], Tensor]:
