@@ -29,6 +29,8 @@ Kwargs = dict[str, Any]
 
 LOW_DTYPES = frozenset({torch.bfloat16, torch.float16})
 SEQUENCES = (list, tuple)
+PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+NUMBERS = frozenset({type(None), int, float, bool, complex})
 _DENSE = frozenset({torch.strided, torch.jagged})
 
 #: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has
@@ -159,6 +161,10 @@ def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     """Returns the arguments that ``plan`` makes of ``args`` and ``kwargs``; changes neither."""
     if plan.emulation is not None:
         args, kwargs = plan.emulation.decoded(args, kwargs)
+    elif args:
+        same = getattr(args[0], "dtype", None) if plan.is_relative else plan.decision.dtype
+        if is_settled((*args, *kwargs.values()), same):
+            return args, kwargs
     dtype = target_dtype(plan, args, kwargs)
     if dtype is None:
         return args, kwargs
@@ -167,6 +173,19 @@ def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
         return args, kwargs
     keeps_parameters = _takes_mixed_parameters(plan, args, kwargs)
     return _with_inputs(plan.emulation.round, plan, args, kwargs, keeps_parameters)
+
+
+def is_settled(value: Any, dtype: object) -> bool:
+    """Whether no tensor in ``value``, a tensor or a list of them, would be cast to ``dtype``.
+
+    False, too, where that takes a closer look.
+    """
+    if type(value) in PLAIN_TENSORS:
+        found = value.dtype
+        return found is dtype or not (found.is_floating_point or found.is_complex)
+    if isinstance(value, SEQUENCES):
+        return all([is_settled(item, dtype) for item in value])  # noqa: C419  # twice as fast
+    return type(value) in NUMBERS or type(value) is str
 
 
 def converter(plan: CallPlan, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:

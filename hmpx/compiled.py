@@ -18,8 +18,8 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 from . import modules
+from .capability import reported
 from .dtypes import LOW_PRECISION
-from .legalize import is_slow
 from .policy import Policy
 from .version import __version__
 
@@ -177,11 +177,11 @@ def _digest(
 
 
 def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: str) -> bool:
-    """Whether products in graphs are legalized, and nothing runs elsewhere than on the CPU."""
+    """Whether products in graphs are legalized, as far as is known unmeasured, and all on a CPU."""
     dtype = policy.low_precision_type
     if device_types != {"cpu"} or dtype not in LOW_PRECISION:
         return False
-    return legalize == "always" or (legalize == "auto" and is_slow("gemm", "cpu", dtype))
+    return legalize == "always" or (legalize == "auto" and reported("cpu", dtype) is False)
 
 
 def _keep_casts(config: Any) -> Callable[[], None]:

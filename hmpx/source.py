@@ -17,7 +17,15 @@ from torch import Tensor
 from torch.overrides import has_torch_function, has_torch_function_variadic
 
 from . import convolutions, switch
-from .casting import LOW_DTYPES, SEQUENCES, CallPlan, transforms
+from .casting import (
+    LOW_DTYPES,
+    NUMBERS,
+    PLAIN_TENSORS,
+    SEQUENCES,
+    CallPlan,
+    is_settled,
+    transforms,
+)
 
 #: What the factory takes that `factory` returns; they become closure cells of the wrapper.
 PARAMETERS: Final = (
@@ -34,9 +42,6 @@ PARAMETERS: Final = (
     "is_large",  # whether a product of two matrices is not left to its kernel for its size
     "legalizes",  # False where ``run`` would do nothing else than call the function
 )
-
-_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
-_NUMBERS = frozenset({type(None), int, float, bool, complex})
 
 
 class missing:  # noqa: N801  # a value
@@ -312,15 +317,6 @@ def is_overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
     return bool(kwargs) and is_overridden(tuple(kwargs.values()), {})
 
 
-def _is_settled(value: Any, dtype: torch.dtype) -> bool:
-    """Whether no tensor in ``value``, a tensor or a list of them, has another dtype."""
-    if isinstance(value, Tensor):
-        return value.dtype is dtype and type(value) in _PLAIN_TENSORS
-    if isinstance(value, SEQUENCES):
-        return all([_is_settled(item, dtype) for item in value])  # noqa: C419  # twice as fast
-    return type(value) in _NUMBERS or type(value) is str
-
-
 def _has_own_gradients(x: Any, weight: Any) -> bool:
     """Whether `convolutions` may have use for the inputs as they are given."""
     if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
@@ -339,9 +335,9 @@ _MISSING_KERNEL = re.compile(
 
 _CONSTANTS: Final = {
     "missing": missing,
-    "plain_tensors": _PLAIN_TENSORS,
+    "plain_tensors": PLAIN_TENSORS,
     "low_dtypes": LOW_DTYPES,
-    "numbers": _NUMBERS,
+    "numbers": NUMBERS,
     "float32": torch.float32,
     "strided": torch.strided,
     "has_own_gradients": _has_own_gradients,
@@ -351,6 +347,6 @@ _CONSTANTS: Final = {
     "is_overridden": is_overridden,
     "DisableAutocast": torch._C._DisableAutocast,
     "transforms": transforms,
-    "is_settled": _is_settled,
+    "is_settled": is_settled,
     "lacks_kernel": lacks_kernel,
 }

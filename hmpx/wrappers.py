@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function
 
 from . import legalize, modules, pickling, records, source
 from .accumulation import Accumulation
-from .capability import SMALL_PRODUCT
+from .capability import SMALL_PRODUCT, capability
 from .casting import (
     LOW_DTYPES,
     SEQUENCES,
@@ -66,7 +66,7 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         original=original,
         cast=cast,
         run=_runner(plan, settle),
-        is_large=_is_large if plan.legalize != "always" else _always,
+        is_large=_size_test(plan),
         retry=functools.partial(_retry_in_fp32, plan, original),
         override=functools.partial(override, original, cast),
         dtype=dtype,
@@ -277,16 +277,48 @@ def _has_low(tensors: list[Any]) -> bool:
     return any([t is not None and t.dtype in LOW_DTYPES for t in tensors])  # noqa: C419
 
 
-def _is_large(a: Any, b: Any) -> bool:
-    """Whether the product of two matrices may have to be legalized."""
-    if torch.compiler.is_dynamo_compiling():
-        return True  # comparing sizes would set guards
-    try:
-        size = a.numel() * b.numel()
-        # torch.jit.trace has tensors for sizes.
-        return type(size) is not int or size > SMALL_PRODUCT * a.shape[-1]
-    except (AttributeError, IndexError, RuntimeError):  # no matrices; nested tensors have no sizes
-        return True
+def _size_test(plan: CallPlan) -> Callable[[Any, Any], bool]:
+    """Returns what says whether the product of two matrices may have to be legalized."""
+    if plan.legalize == "always":
+        return _always
+    leaves_inference = _inference_test("gemv", plan)
+
+    def is_large(a: Any, b: Any) -> bool:
+        if torch.compiler.is_dynamo_compiling():
+            return True  # comparing sizes would set guards
+        try:
+            size, columns = a.numel(), a.shape[-1]
+            if type(size) is not int:
+                return True  # torch.jit.trace has tensors for sizes, graphs have symbols
+            if size * b.numel() <= SMALL_PRODUCT * columns:
+                return False
+        except (AttributeError, IndexError, RuntimeError):
+            return True  # no matrices; nested tensors have no sizes
+        return size > 2 * columns or not leaves_inference(b) or legalize.is_traced()
+
+    return is_large
+
+
+def _inference_test(kind: str, plan: CallPlan) -> Callable[[Any], bool]:
+    """Returns what says whether a call is left to torch's kernels, no gradients being recorded.
+
+    Of its first argument, where the plan has no dtype. What a device does is measured when asked for.
+    """
+    if plan.legalize == "always" or plan.device_types != {"cpu"}:
+        return _never
+    known = plan.decision.dtype if plan.is_low else None
+
+    def leaves_inference(first: Any) -> bool:
+        if torch.is_grad_enabled():
+            return False
+        dtype = getattr(first, "dtype", None) if known is None else known
+        return dtype in LOW_DTYPES and not capability(kind, "cpu", dtype).is_slow(training=False)
+
+    return leaves_inference
+
+
+def _never(first: Any) -> bool:
+    return False
 
 
 def _always(*args: object) -> bool:
@@ -318,10 +350,13 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
     buffers = [plan.parameters.names.index(name) for name in sorted(plan.never_cast)]
     casts_late, device_types = plan.casts_late, plan.device_types
     may_write = plan.in_place or plan.has_inplace_flag
+    leaves_inference = _never if plan.first_matrix is not None else _inference_test(plan.kind, plan)
 
     def run_legalized(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-        if is_below_dispatcher() or (
-            (may_write or kwargs) and written_tensor(plan, args, kwargs) is not None
+        if (
+            leaves_inference(args[0] if args else None)
+            or is_below_dispatcher()
+            or ((may_write or kwargs) and written_tensor(plan, args, kwargs) is not None)
         ):
             return run(function, *_cast_late(plan, args, kwargs), given)
         is_cast = not casts_late or args is not given

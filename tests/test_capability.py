@@ -6,10 +6,14 @@ import math
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx import capability
@@ -17,7 +21,7 @@ from hmpx.capability import KINDS, SLOW, Capability
 from hmpx.errors import OptionError
 from hmpx.legalize import MODES, is_slow
 
-BF16, FP16 = torch.bfloat16, torch.float16
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOW = (BF16, FP16)
 
 
@@ -464,3 +468,92 @@ def test_only_auto_asks(monkeypatch: pytest.MonkeyPatch, legalize: str, asks: bo
         assert not asked
         torch.ones(64, 64) @ torch.ones(64, 64)
         assert bool(asked) is asks
+
+
+class Computed(TorchDispatchMode):
+    """Notes in which dtypes products and attention are computed."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.dtypes: set[torch.dtype] = set()
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Notes the dtype of the last matrix."""
+        if any(name in str(func) for name in ("mm", "attention")):
+            self.dtypes.add(args[2 if "attention" in str(func) else -1].dtype)
+        return func(*args, **(kwargs or {}))
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight)
+
+
+def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight
+
+
+def attention(x: Tensor, weight: Tensor) -> Tensor:
+    heads = weight.view(1, 4, 64, 256)
+    return F.scaled_dot_product_attention(heads, heads, heads)
+
+
+def attention_by_name(x: Tensor, weight: Tensor) -> Tensor:
+    heads, mask = weight.view(1, 4, 64, 256), torch.ones(64, 64, dtype=torch.bool)
+    return F.scaled_dot_product_attention(heads, key=heads, value=heads, attn_mask=mask)
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("function", "rows", "slow_kinds", "expected"),
+    [
+        (linear, 1, {"gemm"}, (BF16, BF16, FP32)),
+        (linear, 2, {"gemm"}, (BF16, BF16, FP32)),
+        (linear, 3, {"gemm"}, (FP32, FP32, FP32)),
+        (matmul, 1, {"gemm"}, (BF16, BF16, FP32)),
+        (matmul, 2, {"gemm"}, (BF16, BF16, FP32)),
+        (matmul, 3, {"gemm"}, (FP32, FP32, FP32)),
+        (matmul, 1, {"gemm", "gemv"}, (FP32, FP32, FP32)),
+        (matmul, 1, {"gemv"}, (FP32, FP32, BF16)),
+        (matmul, 3, {"gemv"}, (BF16, BF16, BF16)),
+        (linear, 1, {"gemm", "gemv"}, (FP32, FP32, FP32)),
+        (linear, 3, {"gemv"}, (BF16, BF16, BF16)),
+        (attention, 1, set(), (BF16, BF16, FP32)),
+        (attention, 1, {"attention"}, (FP32, FP32, FP32)),
+        (attention_by_name, 1, set(), (BF16, BF16, FP32)),
+        (attention_by_name, 1, {"attention"}, (FP32, FP32, FP32)),
+    ],
+)
+@pytest.mark.parametrize("is_listed", [True, False])
+def test_what_is_slow_decides(  # noqa: PLR0917  # all that it depends on
+    monkeypatch: pytest.MonkeyPatch,
+    is_listed: bool,
+    function: Callable[[Tensor, Tensor], Tensor],
+    rows: int,
+    slow_kinds: set[str],
+    expected: tuple[torch.dtype, ...],
+) -> None:
+    """In inference, without and with gradients recorded, and in training, each by itself.
+
+    For products by whether their first matrix has a row or two. For ops of the low-precision list,
+    and for those that follow their first input there.
+    """
+
+    def measured(kind: str, *args: object) -> Capability:
+        training = 9.0 if kind in slow_kinds | {"attention"} else 1.0
+        return Capability(None, 9.0 if kind in slow_kinds else 1.0, training)
+
+    monkeypatch.setattr(capability, "_measured", measured)
+    ops = ["linear", "matmul", "scaled_dot_product_attention"]
+    policy = hmpx.Policy.from_ops(low=ops) if is_listed else hmpx.Policy.from_ops(first=ops)
+    dtype = FP32 if is_listed else BF16
+    actual = []
+    for records, learns in ((False, False), (True, False), (True, True)):
+        x = torch.ones(rows, 256, dtype=dtype)
+        weight = torch.ones(256, 256, dtype=dtype, requires_grad=learns)
+        session = hmpx.convert(policy=policy, device_types={"cpu"})
+        with session, torch.set_grad_enabled(records), Computed() as computed:
+            function(x, weight)
+        actual.append(computed.dtypes)
+    assert actual == [{each} for each in expected]
