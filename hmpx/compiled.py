@@ -57,7 +57,7 @@ def prepare(
         if _rounds_in_graphs(policy, device_types, legalize):
             restored.append(_keep_casts(sys.modules["torch._inductor.config"]))
 
-    before, _tag = _tag, f"hmpx-{_digest(policy, device_types, options, rules)}"
+    _tag = _digest(policy, device_types, options, rules)
     finders = [
         _see_to("torch._inductor.select_algorithm", _unwrap_kernels),
         _see_to("torch._inductor.codecache", _tag_keys),
@@ -66,7 +66,7 @@ def prepare(
 
     def undo() -> None:
         global _tag
-        _tag = before
+        _tag = ""
         for restore in restored:
             restore()
         for finder in finders:

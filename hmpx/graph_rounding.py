@@ -1,6 +1,7 @@
 """Rounding in graphs: compilers leave out casts there and back, unless they are told not to.
 
-Where they may, rounding is arithmetic on the bits of fp32, fused with what is around it. Knows neither which ops are computed so nor why.
+Where they may, rounding is arithmetic on the bits of fp32, fused with what is around it. Knows
+neither which ops are computed so nor why.
 """
 
 from __future__ import annotations

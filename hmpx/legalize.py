@@ -69,14 +69,14 @@ class Legalizer:
         if is_exported():
             return False
         device_type = inputs.first.device.type
-        known = _capability(self.kind, device_type, dtype)
+        known = known_capability(self.kind, device_type, dtype)
         a, b = self._matrices(args)
         if a is not None and b is not None:
             traced = is_traced()
             if not traced and _work(a, b) <= capability.SMALL_PRODUCT:
                 return False
             if not inputs.is_learning and _is_skinny(a, is_traced=traced):
-                known = _capability("gemv", device_type, dtype)
+                known = known_capability("gemv", device_type, dtype)
         return known.is_slow(training=inputs.is_learning)
 
     def _matrices(self, args: Args) -> tuple[Tensor | None, Tensor | None]:
@@ -161,18 +161,19 @@ def inputs_rounded() -> Iterator[None]:
 
 def is_slow(kind: str, device_type: str, dtype: torch.dtype) -> bool:
     """Whether any ops of ``kind`` are computed in fp32 there, where that is up to what is fast."""
-    known = {_capability(name, device_type, dtype) for name in (kind, _SKINNY.get(kind, kind))}
+    known = {known_capability(name, device_type, dtype) for name in (kind, _SKINNY.get(kind, kind))}
     return any(each.is_slow(training=training) for each in known for training in (True, False))
 
 
 _SKINNY: Final = {"gemm": "gemv"}
 
 
-def _capability(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
+def known_capability(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
+    """Returns what is known of ops of ``kind``, measured at the first question."""
     return capability.capability(kind, device_type, dtype)
 
 
-_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run at trace time
+known_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run at trace time
 
 
 _transforms = torch._C._functorch.peek_interpreter_stack

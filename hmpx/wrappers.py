@@ -20,7 +20,7 @@ from torch.overrides import handle_torch_function
 
 from . import legalize, modules, pickling, records, source
 from .accumulation import Accumulation
-from .capability import SMALL_PRODUCT, capability
+from .capability import SMALL_PRODUCT
 from .casting import (
     LOW_DTYPES,
     SEQUENCES,
@@ -312,7 +312,9 @@ def _inference_test(kind: str, plan: CallPlan) -> Callable[[Any], bool]:
         if torch.is_grad_enabled():
             return False
         dtype = getattr(first, "dtype", None) if known is None else known
-        return dtype in LOW_DTYPES and not capability(kind, "cpu", dtype).is_slow(training=False)
+        if dtype not in LOW_DTYPES:
+            return False
+        return not legalize.known_capability(kind, "cpu", dtype).is_slow(training=False)
 
     return leaves_inference
 

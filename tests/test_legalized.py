@@ -1422,6 +1422,27 @@ def test_auto_compiles_with_dynamic_sizes() -> None:
         assert counter.frame_count == 1
 
 
+@compiles
+@quiet
+@pytest.mark.parametrize("policy", ["low", "first"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+def test_auto_compiles_whole_without_gradients(backend: str, policy: str) -> None:
+    """What is asked about the machine in inference does not break the graph."""
+
+    def function(a: Tensor) -> Tensor:
+        heads = F.scaled_dot_product_attention(a, a, value=a)
+        return F.gelu((heads @ a.mT).softmax(-1).mul_(2.0))
+
+    ops = ["scaled_dot_product_attention", "matmul", "gelu", "softmax"]
+    a = x(2, 4, 8, 8)
+    with hmpx.convert(policy=Policy.from_ops(**{policy: ops}), device_types={"cpu"}):
+        for given in (a, a.bfloat16()):
+            with torch.no_grad():
+                expected = function(given)
+                actual = torch.compile(function, backend=backend, fullgraph=True)(given)
+            torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-6)
+
+
 def all_roundings(dtype: torch.dtype) -> Tensor:
     """Returns every number of ``dtype``, every midpoint, its fp32 neighbours, and random bits."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
