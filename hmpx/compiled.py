@@ -14,12 +14,13 @@ import importlib.machinery
 import sys
 import types
 import uuid
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import modules
 from .capability import reported
 from .dtypes import LOW_PRECISION
+from .patching import EntryPatch, Patch
 from .policy import Policy
 from .version import __version__
 
@@ -38,52 +39,45 @@ def forget() -> None:
         dynamo.trace_rules.clear_lru_cache()
 
 
-def prepare(
+def patches(  # noqa: PLR0917  # all that a conversion is
     policy: Policy,
     device_types: frozenset[str],
     options: object,
     rules: tuple[object, ...],
     legalize: str,
-) -> Callable[[], None]:
-    """Tells inductor's kernels, caches and settings of a conversion.
+    add: Callable[[Patch], None],
+) -> Iterator[Patch | EntryPatch]:
+    """Yields what makes inductor's kernels, caches and settings fit a conversion.
 
-    Returns:
-        What undoes it.
+    Args:
+        policy: That of the conversion; so are ``device_types``, ``options`` and ``rules``.
+        device_types: Types of devices whose tensors are cast.
+        options: How ops compute.
+        rules: Functions that decide.
+        legalize: One of `legalize.MODES`.
+        add: Applies one more patch while these are in force: for what is imported later.
     """
-    global _tag
-    restored: list[Callable[[], None]] = []
+    yield Patch(sys.modules[__name__], "_tag", _digest(policy, device_types, options, rules))
+    actions = {
+        "torch._inductor.select_algorithm": _unwrap_kernels,
+        "torch._inductor.codecache": _tag_keys,
+    }
+    if _rounds_in_graphs(policy, device_types, legalize):
+        config = "torch._inductor.config"
 
-    def keep_casts(module: Any) -> None:
-        if _rounds_in_graphs(policy, device_types, legalize):
-            restored.append(_keep_casts(sys.modules["torch._inductor.config"]))
+        def keep_casts(module: Any) -> None:
+            for patch in _keeping_casts(sys.modules[config]):
+                add(patch)
 
-    _tag = _digest(policy, device_types, options, rules)
-    finders = [
-        _see_to("torch._inductor.select_algorithm", _unwrap_kernels),
-        _see_to("torch._inductor.codecache", _tag_keys),
-        _see_to("torch._inductor.codegen.cpp", keep_casts),
-    ]
-
-    def undo() -> None:
-        global _tag
-        _tag = ""
-        for restore in restored:
-            restore()
-        for finder in finders:
-            if finder in sys.meta_path:
-                sys.meta_path.remove(finder)
-
-    return undo
-
-
-def _see_to(name: str, action: Callable[[Any], None]) -> _Finder:
-    """Has ``action`` done to the module of that name, now or once it is imported."""
-    finder, module = _Finder(name, action), sys.modules.get(name)
-    if module is None:
-        sys.meta_path.insert(0, finder)
-    else:
-        action(module)
-    return finder
+        if "torch._inductor.codegen.cpp" in sys.modules:
+            yield from _keeping_casts(sys.modules[config])
+        else:
+            actions["torch._inductor.codegen.cpp"] = keep_casts
+    for name, action in actions.items():
+        if (module := sys.modules.get(name)) is not None:
+            action(module)
+        else:
+            yield EntryPatch(sys.meta_path, _Finder(name, action))
 
 
 class _Finder(importlib.abc.MetaPathFinder):
@@ -184,19 +178,12 @@ def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: st
     return legalize == "always" or (legalize == "auto" and reported("cpu", dtype) is False)
 
 
-def _keep_casts(config: Any) -> Callable[[], None]:
-    """Has inductor round where eager mode does, in all threads; returns what undoes it.
+def _keeping_casts(config: Any) -> Iterator[Patch]:
+    """Yields what has inductor round where eager mode does, in all threads.
 
-    Left to itself it leaves out casts there and back; the arithmetic on bits that `graph_rounding`
-    has instead takes longer.
+    Left to itself it elides round trips of casts; the arithmetic on bits that `graph_rounding` has
+    instead takes longer.
     """
     entry: Any = getattr(config, "_config", {}).get("emulate_precision_casts")
-    is_set = getattr(entry, "default", None) is False  # what a thread has set itself goes before
-    if is_set:
-        entry.default = True
-
-    def undo() -> None:
-        if is_set:
-            entry.default = False
-
-    return undo
+    if getattr(entry, "default", None) is False:  # what a thread has set itself goes before
+        yield Patch(entry, "default", True)

@@ -6,10 +6,12 @@ Knows nothing of rounding.
 from __future__ import annotations
 
 import re
-from typing import Final
+from collections.abc import Mapping
+from typing import Final, NamedTuple
 
 from .errors import OptionError, suggestion
 from .number_formats import Block, Custom, Float, Format, Posit
+from .registry import Registry, exclusive
 
 #: TVM's custom types have codes from here on, below are its own; a code is one byte.
 _FIRST_CODE: Final = 129
@@ -54,10 +56,18 @@ _SHIPPED: Final[dict[str, Format]] = {
     )
 }
 
-_formats: Final[dict[str, Format]] = dict(_SHIPPED)
-_codes: Final[dict[int, str]] = {}
+
+class _Known(NamedTuple):
+    """Formats by name, and names by type code."""
+
+    formats: Mapping[str, Format]
+    codes: Mapping[int, str]
 
 
+REGISTRY: Final = Registry(_Known(_SHIPPED, {}))
+
+
+@exclusive
 def register(format: Format, code: int | None = None) -> None:
     """Makes a format known by its name.
 
@@ -82,36 +92,38 @@ def register(format: Format, code: int | None = None) -> None:
             f"format {name}: code must be an integer from {_FIRST_CODE} to {_LAST_CODE}, "
             f"not {code!r}"
         )
-    if name in _formats and (_formats[name] != format or code_of(name) != code):
+    formats, codes = REGISTRY.value
+    if name in formats and (formats[name] != format or code_of(name) != code):
         if name in _SHIPPED:
             raise OptionError(f"format {name} comes with hmpx; choose another name")
         raise OptionError(
-            f"format {name} is already registered, and differs: {_formats[name]!r}; "
+            f"format {name} is already registered, and differs: {formats[name]!r}; "
             "choose another name or unregister it first"
         )
-    if code is not None and _codes.get(code, name) != name:
+    if code is not None and codes.get(code, name) != name:
         raise OptionError(
-            f"format {name}: code {code} is that of format {_codes[code]}; choose another"
+            f"format {name}: code {code} is that of format {codes[code]}; choose another"
         )
-    _formats[name] = format
     if code is not None:
-        _codes[code] = name
+        codes = {**codes, code: name}
+    REGISTRY.change(_Known({**formats, name: format}, codes))
 
 
-def unregister(name: str) -> None:
-    """Forgets a format that was registered.
+def without(name: str) -> _Known:
+    """Returns what is known without a format that was registered.
 
     Raises:
         OptionError: There is none of that name, or it comes with hmpx.
     """
     if name in _SHIPPED:
         raise OptionError(f"format {name} comes with hmpx and can't be unregistered")
-    if name not in _formats:
-        raise OptionError(f"no format {name!r} is registered{suggestion(str(name), _formats)}")
-    code = code_of(name)
-    del _formats[name]
-    if code is not None:
-        del _codes[code]
+    formats, codes = REGISTRY.value
+    if name not in formats:
+        raise OptionError(f"no format {name!r} is registered{suggestion(str(name), formats)}")
+    return _Known(
+        {known: format for known, format in formats.items() if known != name},
+        {code: known for code, known in codes.items() if known != name},
+    )
 
 
 def get(name: str | Format) -> Format:
@@ -124,7 +136,8 @@ def get(name: str | Format) -> Format:
         OptionError: There is none of that name.
     """
     if isinstance(name, str):
-        known = _formats.get(name)
+        formats = REGISTRY.value.formats
+        known = formats.get(name)
         if known is not None:
             return known
         match = _CUSTOM.fullmatch(name)
@@ -133,7 +146,7 @@ def get(name: str | Format) -> Format:
             if isinstance(known, Custom) or known.bits == int(match[2]):
                 return known
             raise OptionError(f"format {match[1]} has {known.bits} bits, not {match[2]}: {name!r}")
-        hint = suggestion(name, _formats) or "; names() lists the known ones"
+        hint = suggestion(name, formats) or "; names() lists the known ones"
         raise OptionError(f"no format {name!r} is known{hint}")
     if isinstance(name, Format):
         return name
@@ -142,9 +155,9 @@ def get(name: str | Format) -> Format:
 
 def names() -> tuple[str, ...]:
     """Returns the names of all formats: first those that come with hmpx."""
-    return tuple(_formats)
+    return tuple(REGISTRY.value.formats)
 
 
 def code_of(name: str) -> int | None:
     """Returns the type code that a format was registered with."""
-    return next((code for code, owner in _codes.items() if owner == name), None)
+    return next((code for code, owner in REGISTRY.value.codes.items() if owner == name), None)

@@ -19,6 +19,7 @@ from .encoding import decode, encode
 from .errors import OptionError, suggestion
 from .format_names import get
 from .number_formats import Custom, Format
+from .registry import Registry, change_together, exclusive
 
 
 @dataclass(frozen=True)
@@ -101,10 +102,12 @@ _REFLECTED: Final = frozenset(
 
 # --- the registry ------------------------------------------------------------------------------
 
-_registered: Final[dict[tuple[str, str], dict[str | None, Lowering]]] = {}
-_listeners: Final[list[Callable[[], None]]] = []
+#: Op and name of the format -> device type -> what computes the op.
+_Lowerings = Mapping[tuple[str, str], Mapping[str | None, Lowering]]
+REGISTRY: Final[Registry[_Lowerings]] = Registry({})
 
 
+@exclusive
 def register_op(
     fn: Callable[..., Any] | OnCodes,
     op: str,
@@ -135,9 +138,8 @@ def register_op(
         raise OptionError(f"register_op takes a function, not {fn!r}")
     function = _on_values(fn, known) if isinstance(fn, OnCodes) else fn
     lowering = Lowering(function, f"{name} in {known.name}")
-    _registered.setdefault((name, known.name), {})[device_type] = lowering
-    for listener in _listeners:
-        listener()
+    key, lowerings = (name, known.name), REGISTRY.value
+    REGISTRY.change({**lowerings, key: {**lowerings.get(key, {}), device_type: lowering}})
 
 
 def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
@@ -171,10 +173,10 @@ def lowerings(op: str, format: Format) -> Mapping[str | None, Lowering]:
 
     Operators that have none of their own take that of their op, reflected ones with swapped operands.
     """
-    own = _registered.get((op, format.name))
+    own = REGISTRY.value.get((op, format.name))
     if own is not None:
         return dict(own)
-    found = _registered.get((ops.root(op), format.name), {})
+    found = REGISTRY.value.get((ops.root(op), format.name), {})
     if op not in _REFLECTED:
         return dict(found)
     return {d: replace(known, function=_swapped(known.function)) for d, known in found.items()}
@@ -184,25 +186,23 @@ def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
     return lambda a, b, *args, **kwargs: function(b, a, *args, **kwargs)
 
 
+@exclusive
 def unregister(name: str) -> None:
     """Forgets a format that was registered, and the functions that compute ops in it.
 
     Raises:
         OptionError: There is none of that name, or it comes with hmpx.
     """
-    format_names.unregister(name)
-    forget(name)
+    change_together((format_names.REGISTRY, format_names.without(name)), (REGISTRY, _without(name)))
 
 
 def forget(format: str) -> None:
     """Takes back all that `register_op` was told for a format."""
-    for key in [key for key in _registered if key[1] == format]:
-        del _registered[key]
+    REGISTRY.change(_without(format))
 
 
-def on_change(listener: Callable[[], None]) -> None:
-    """Has ``listener`` called after each change."""
-    _listeners.append(listener)
+def _without(format: str) -> _Lowerings:
+    return {key: known for key, known in REGISTRY.value.items() if key[1] != format}
 
 
 def _on_values(fn: OnCodes, format: Format) -> Callable[..., Tensor]:

@@ -8,7 +8,6 @@ ops nor policies.
 from __future__ import annotations
 
 import functools
-import inspect
 import sys
 import threading
 import types
@@ -25,7 +24,7 @@ import torch.fx.traceback
 import torch.nn.modules.module
 from torch import nn
 
-from .patching import ItemPatch, Patch
+from .patching import Draft, ItemPatch, Patch
 from .switch import leave_to_callees
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -55,13 +54,13 @@ class _Running(threading.local):
     Attributes:
         modules: Those whose call is running, outermost first.
         place: That of their innermost, once it was asked for.
-        since: The number of the patches of which it is known that all calls have gone through them.
+        since: The `_noting` of which it is known that all calls have gone through its patches.
     """
 
     def __init__(self) -> None:
         self.modules: list[nn.Module] = []
         self.place: Place | None = None
-        self.since = 0
+        self.since: object = None
 
     @property
     def key(self) -> str:
@@ -74,17 +73,24 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _dispatch_mode = torch._C._get_dispatch_mode
 _FAKE = torch._C._TorchDispatchModeKey.FAKE
 
-#: Goes up whenever patches are put in place. Calls may then be running that began before.
-_patches = 0
-_is_noting = False
+#: Stands for the patches that are in place, None without any. Calls may be running that began before.
+_noting: object | None = None
+
+
+def _nothing() -> None:
+    pass
+
+
+#: Puts `patches` in place.
+_ask: Callable[[], None] = _nothing
 
 
 def place() -> Place:
     """Returns where the call that is being made comes from.
 
-    Has `patches` put in place, if they are not, by whom `when_asked` says.
+    Has `patches` put in place, if they are not, by what `asked_by` was given.
     """
-    if not _is_noting:
+    if _noting is None:
         _ask()
     if _dispatch_mode(_FAKE) is not None and _is_traced():
         return _traced_place()
@@ -135,21 +141,21 @@ def _place_in(running: Sequence[nn.Module]) -> Place:
 
 def _running_modules() -> list[nn.Module]:
     """Returns the modules that are running, outermost first."""
-    return _running.modules or ([] if _running.since == _patches else _running_frames())
+    return _running.modules or ([] if _running.since is _noting else _running_frames())
 
 
-def patches(first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch | ItemPatch]:
+def patches(
+    draft: Draft, first_call_ended: Callable[[nn.Module], None]
+) -> Iterator[Patch | ItemPatch]:
     """Yields the patches that note running modules.
 
     Args:
+        draft: Where torch is as it would be without these patches.
         first_call_ended: Is told the first outermost module with parameters whose call has ended.
     """
-    global _is_noting, _patches
-    _is_noting = True
-    _patches += 1
     has_ended = False
     without_parameters: weakref.WeakSet[nn.Module] = weakref.WeakSet()
-    call = nn.Module.__call__
+    call = draft.attribute(nn.Module, "__call__")
 
     @functools.wraps(call)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -169,8 +175,8 @@ def patches(first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch | I
 
     def call_outermost(module: nn.Module, running: list[nn.Module], args: Any, kwargs: Any) -> Any:
         nonlocal has_ended
-        began = _patches
-        if _running.since != began:
+        began = _noting
+        if _running.since is not began:
             running.extend(_running_frames())  # of calls that began before the patch
             if not running:
                 _running.since = began
@@ -205,6 +211,7 @@ def patches(first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch | I
 
     leave_to_callees(wrapper)
     leave_to_callees(call_outermost)
+    yield Patch(sys.modules[__name__], "_noting", object())
     yield Patch(nn.Module, "__call__", wrapper)
     # make_fx and torch.export put theirs on top of that, which calls this; some of the modules
     # that it is called with are their stand-ins for the model's.
@@ -213,30 +220,21 @@ def patches(first_call_ended: Callable[[nn.Module], None]) -> Iterator[Patch | I
     yield ItemPatch(hooks, "hmpx", _names_change)
 
 
-def when_asked(put_in_place: Callable[[], None]) -> None:
-    """Has ``put_in_place`` called when a place is asked for while no `patches` are in place."""
-    global _ask
-    _ask = put_in_place
-
-
-def _nothing() -> None:
-    pass
-
-
-_ask: Callable[[], None] = _nothing
+def asked_by(put_in_place: Callable[[], None]) -> Patch:
+    """Returns the patch that has ``put_in_place`` called where a place is asked for without `patches`."""
+    return Patch(sys.modules[__name__], "_ask", put_in_place)
 
 
 def forget() -> None:
-    """Notes that the patches are no longer in place."""
-    global _ask, _is_noting, _patches
-    _ask, _is_noting = _nothing, False
-    _patches += 1
+    """Lets go of what was noted: the patches have changed."""
     _running.place = None
-    call = nn.Module.__call__
     for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
         dynamo = vars(sys.modules.get(name, types))
-        noted = dynamo.get("unpatched_nn_module_call", call)  # when it was imported
-        if noted is not call and inspect.unwrap(noted) is call:
+        noted: Any = dynamo.get("unpatched_nn_module_call")  # when it was imported
+        call = noted
+        while getattr(call, "__globals__", {}).get("__package__") == __package__:
+            call = call.__wrapped__
+        if call is not noted:
             dynamo["unpatched_nn_module_call"] = call
 
 

@@ -98,7 +98,10 @@ class Site:
 
     def function(self) -> Callable[..., Any]:
         """Returns the callable that the slot holds now (for a property, its getter)."""
-        value = getattr(self.owner, self.attribute)
+        return self.callable_of(getattr(self.owner, self.attribute))
+
+    def callable_of(self, value: Any) -> Callable[..., Any]:
+        """Returns the callable of ``value``, which the slot holds (of a property, its getter)."""
         return value.__get__ if self.is_property else value  # type: ignore[no-any-return]
 
 
@@ -369,10 +372,10 @@ def _dunder(attribute: str) -> str | None:
 def _operator_base(name: str) -> str | None:
     """Returns the plain operator of ``name``: ``"sub"`` for ``"rsub"``, ``"isub"``, ``"sub"``."""
     for base in (name, name[1:] if name[:1] in ("r", "i") else ""):
-        is_operator = hasattr(operator, f"__{base}__") and base not in _NO_OPERATORS
+        is_operator = f"__{base}__" in vars(operator) and base not in _NO_OPERATORS
         if base and (is_operator or base == "div"):
             in_place_of = base[1:]  # operator.__iadd__ exists: its plain operator is add
-            if base.startswith("i") and hasattr(operator, f"__{in_place_of}__"):
+            if base.startswith("i") and f"__{in_place_of}__" in vars(operator):
                 return in_place_of
             return base
     return None

@@ -1,30 +1,87 @@
-"""Replaces attributes and puts them back exactly as they were.
+"""Replaces attributes and puts them back exactly as they were, all of them or none.
 
-Undo is the hard half: a slot that a patch created is deleted, one that it overwrote gets its old
-value, and one that somebody else has patched since is left to them. Knows no dtypes and no policy.
+Changes are drafted first: a `Draft` says what slots would hold, while torch is as it is. `Draft.make`
+then writes them, and takes everything back if anything raises meanwhile. Undo is the hard half: a slot
+that a patch created is deleted, one that it overwrote gets its old value, and one that somebody else
+has patched since is left to them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import types
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final, Protocol
 
-_ABSENT: Any = object()
+#: Stands for the value of a slot that holds nothing.
+ABSENT: Final[Any] = type("absent", (), {"__repr__": lambda self: "ABSENT"})()
+
+
+class Change(Protocol):
+    """A slot, and the value to put there."""
+
+    @property
+    def value(self) -> Any:
+        """What the slot is to hold."""
+
+    @property
+    def is_foreign(self) -> bool:
+        """Whether the slot is the user's: it may refuse the value, and may change at any time."""
+
+    @property
+    def stays_idle(self) -> bool:
+        """Whether the value may stay beneath somebody else's, since it does nothing by then."""
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the slot from others."""
+
+    @property
+    def where(self) -> str:
+        """The slot's name, for messages."""
+
+    def read(self) -> Any:
+        """Returns what the slot holds; `ABSENT` if nothing."""
+
+    def write(self, value: Any) -> None:
+        """Makes the slot hold ``value``; `ABSENT` empties it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A value to put at ``owner.attribute``: ``owner`` is a module, a class or an instance.
-
-    ``stays_idle`` says that the value does nothing once its patch was to be undone, so that it may
-    stay beneath somebody else's patch and nobody needs to hear of it.
-    """
+    """A value to put at ``owner.attribute``: of a module, a class, an instance, a closure's cell."""
 
     owner: Any
     attribute: str
     value: Any
     stays_idle: bool = False
+    is_foreign: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the slot from others."""
+        return id(self.owner), "attribute", self.attribute
+
+    @property
+    def where(self) -> str:
+        """The slot's name, for messages."""
+        owner = self.owner
+        name = owner.__name__ if isinstance(owner, types.ModuleType) else _class_name(owner)
+        return f"{name}.{self.attribute}"
+
+    def read(self) -> Any:
+        """Returns what the slot itself holds, inherited values left aside."""
+        own = getattr(self.owner, "__dict__", None)
+        if own is None or isinstance(self.owner, types.FunctionType):
+            return getattr(self.owner, self.attribute, ABSENT)
+        return own.get(self.attribute, ABSENT)
+
+    def write(self, value: Any) -> None:
+        """Makes the slot hold ``value``; `ABSENT` deletes it."""
+        if value is not ABSENT:
+            setattr(self.owner, self.attribute, value)
+        elif self.read() is not ABSENT:
+            delattr(self.owner, self.attribute)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,61 +91,171 @@ class ItemPatch:
     owner: Any
     attribute: Any
     value: Any
+    stays_idle: bool = False
+    is_foreign: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the slot from others."""
+        return id(self.owner), "item", self.attribute
+
+    @property
+    def where(self) -> str:
+        """The slot's name, for messages."""
+        return (
+            f"{type(self.owner).__name__}[{getattr(self.attribute, '__name__', self.attribute)!r}]"
+        )
+
+    def read(self) -> Any:
+        """Returns what the slot holds; `ABSENT` if nothing."""
+        try:
+            return self.owner[self.attribute]
+        except (KeyError, IndexError):
+            return ABSENT
+
+    def write(self, value: Any) -> None:
+        """Makes the slot hold ``value``; `ABSENT` deletes it."""
+        if value is not ABSENT:
+            self.owner[self.attribute] = value
+        elif self.read() is not ABSENT:
+            del self.owner[self.attribute]
+
+
+@dataclass(frozen=True, slots=True)
+class EntryPatch:
+    """A value to have among the entries of a list, in front of the others."""
+
+    owner: list[Any]
+    value: Any
+    stays_idle: bool = True
+    is_foreign: bool = False
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the slot from others."""
+        return id(self.owner), "entry", id(self.value)
+
+    @property
+    def where(self) -> str:
+        """The slot's name, for messages."""
+        return f"entry {self.value!r}"
+
+    def read(self) -> Any:
+        """Returns the value if the list holds it, else `ABSENT`."""
+        return self.value if any(entry is self.value for entry in self.owner) else ABSENT
+
+    def write(self, value: Any) -> None:
+        """Has the list hold the value, or with `ABSENT` no longer."""
+        is_there = self.read() is not ABSENT
+        if value is ABSENT and is_there:
+            self.owner.remove(self.value)
+        elif value is not ABSENT and not is_there:
+            self.owner.insert(0, self.value)
 
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A patch in force, and what its slot held before; `_ABSENT` if nothing."""
+    """A patch in force, and what its slot held before; `ABSENT` if nothing."""
 
-    patch: Patch | ItemPatch
+    patch: Change
     previous: Any
 
 
-def apply(patches: Iterable[Patch | ItemPatch]) -> list[Applied]:
-    """Applies all ``patches`` in order, or none of them: an error undoes what was done."""
-    applied: list[Applied] = []
-    try:
+class Draft:
+    """What slots would hold after changes that have not been made yet."""
+
+    def __init__(self) -> None:
+        """Starts with everything as it is."""
+        self._values: dict[Hashable, tuple[Change, Any]] = {}
+
+    def read(self, patch: Change) -> Any:
+        """Returns what the slot of ``patch`` would hold; `ABSENT` if nothing."""
+        drafted = self._values.get(patch.key)
+        return patch.read() if drafted is None else drafted[1]
+
+    def attribute(self, owner: Any, name: str) -> Any:
+        """Returns what ``getattr(owner, name)`` would, of a module or a class."""
+        is_class = isinstance(owner, type)
+        for holder in owner.__mro__ if is_class else (owner,):
+            value = self.read(Patch(holder, name, None))
+            if value is ABSENT:
+                continue
+            get = getattr(type(value), "__get__", None)
+            return value if get is None or not is_class else get(value, None, owner)
+        return getattr(owner, name)  # by a metaclass, or a module's __getattr__
+
+    def apply(self, patches: Iterable[Change]) -> list[Applied]:
+        """Drafts ``patches`` in order."""
+        applied = []
         for patch in patches:
-            previous = _value(patch)
-            if isinstance(patch, ItemPatch):
-                patch.owner[patch.attribute] = patch.value
+            applied.append(Applied(patch, self.read(patch)))
+            self._values[patch.key] = patch, patch.value
+        return applied
+
+    def undo(self, applied: Sequence[Applied]) -> list[Change]:
+        """Drafts that ``applied`` are undone, newest first.
+
+        Returns:
+            The patches on top of which somebody else has patched; their slots are left as they are.
+        """
+        covered = []
+        for done in reversed(applied):
+            patch = done.patch
+            if self.read(patch) is patch.value:
+                self._values[patch.key] = patch, done.previous
             else:
-                setattr(patch.owner, patch.attribute, patch.value)
-            applied.append(Applied(patch, previous))
-    except BaseException:
-        undo(applied)
-        raise
+                covered.append(patch)
+        return covered
+
+    def make(self, finish: Callable[[], None] | None = None) -> None:
+        """Makes the drafted changes and calls ``finish``; if anything raises, nothing has changed.
+
+        A slot goes from its old value to the new one in one step, so that a call in another thread
+        finds one or the other.
+        """
+        written: list[tuple[Change, Any]] = []
+        try:
+            for patch, value in self._values.values():
+                before = patch.read()
+                if before is not value:
+                    written.append((patch, before))
+                    _write(patch, value)
+            if finish is not None:
+                finish()
+        except BaseException:
+            for patch, before in reversed(written):
+                _write(patch, before)
+            raise
+
+
+def _write(patch: Change, value: Any) -> None:
+    try:
+        patch.write(value)
+    except Exception:  # a module of the user's with a will of its own keeps what it has
+        if not patch.is_foreign:
+            raise
+
+
+def apply(patches: Iterable[Change]) -> list[Applied]:
+    """Applies all ``patches`` in order, or none of them."""
+    draft = Draft()
+    applied = draft.apply(patches)
+    draft.make()
     return applied
 
 
-def undo(applied: Iterable[Applied]) -> list[Patch | ItemPatch]:
-    """Undoes ``applied``, newest first.
+def undo(applied: Sequence[Applied]) -> list[Change]:
+    """Undoes all of ``applied``, newest first, or nothing.
 
     Returns:
         The patches on top of which somebody else has patched; their slots are left as they are.
     """
-    covered = []
-    for done in reversed(list(applied)):
-        patch = done.patch
-        if _value(patch) is not patch.value:
-            covered.append(patch)
-        elif isinstance(patch, ItemPatch):
-            if done.previous is _ABSENT:
-                del patch.owner[patch.attribute]
-            else:
-                patch.owner[patch.attribute] = done.previous
-        elif done.previous is _ABSENT:
-            delattr(patch.owner, patch.attribute)
-        else:
-            setattr(patch.owner, patch.attribute, done.previous)
+    draft = Draft()
+    covered = draft.undo(applied)
+    draft.make()
     return covered
 
 
-def _value(patch: Patch | ItemPatch) -> Any:
-    """Returns what the slot of ``patch`` holds, itself and not by inheritance; `_ABSENT` if none."""
-    if isinstance(patch, Patch):
-        return vars(patch.owner).get(patch.attribute, _ABSENT)
-    try:
-        return patch.owner[patch.attribute]
-    except (KeyError, IndexError):
-        return _ABSENT
+def _class_name(owner: Any) -> str:
+    cls = owner if isinstance(owner, type) else type(owner)
+    return f"{cls.__module__}.{cls.__qualname__}"

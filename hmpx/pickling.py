@@ -7,6 +7,7 @@ models kept from before `convert`, which are stored by what is in their slot. Kn
 from __future__ import annotations
 
 import copyreg
+import dataclasses
 import itertools
 import pkgutil
 import types
@@ -14,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterable
 from typing import Any, Final
 
-from .patching import ItemPatch
+from .patching import ABSENT, Draft, ItemPatch
 
 _retired: Final[weakref.WeakValueDictionary[str, Callable[..., Any]]] = (
     weakref.WeakValueDictionary()
@@ -22,14 +23,14 @@ _retired: Final[weakref.WeakValueDictionary[str, Callable[..., Any]]] = (
 _numbers: Final = itertools.count(1)
 
 
-def name_retired(wrapper: Callable[..., Any], site: str) -> None:
-    """Renames ``wrapper``, once in the slot with the dotted name ``site``, into this module.
+def retired_name(wrapper: Callable[..., Any], site: str) -> str:
+    """Returns a name in this module for ``wrapper``, once in the slot with the dotted name ``site``.
 
     Another process finds there what is in that slot.
     """
     name = f"{site.replace('.', ':')}#{next(_numbers)}"
-    wrapper.__module__, wrapper.__qualname__ = __name__, name
     _retired[name] = wrapper
+    return name
 
 
 def retired() -> list[Callable[..., Any]]:
@@ -46,19 +47,25 @@ def __getattr__(name: str) -> Any:
     return pkgutil.resolve_name(site.replace(":", "."))
 
 
-def patch(originals: Iterable[Callable[..., Any]]) -> ItemPatch:
-    """Returns the patch that lets pickle store those ``originals`` that are builtins of a module."""
+def patch(originals: Iterable[Callable[..., Any]], draft: Draft) -> ItemPatch:
+    """Returns the patch that lets pickle store those ``originals`` that are builtins of a module.
+
+    Args:
+        originals: Functions of torch.
+        draft: Where `copyreg` is as it would be without a conversion.
+    """
     names = {
         id(original): f"{original.__module__}:{original.__qualname__}"
         for original in originals
         if isinstance(getattr(original, "__self__", None), types.ModuleType)
     }
-    table = copyreg.dispatch_table
-    before = table.get(types.BuiltinFunctionType)
+    slot = ItemPatch(copyreg.dispatch_table, types.BuiltinFunctionType, None)
+    before = draft.read(slot)
 
     def reduce(function: types.BuiltinFunctionType) -> Any:
         if id(function) in names:
             return pkgutil.resolve_name, (names[id(function)],)
-        return function.__reduce__() if before is None else before(function)
+        return function.__reduce__() if before is ABSENT else before(function)
 
-    return ItemPatch(table, types.BuiltinFunctionType, reduce)
+    # Beneath somebody else's, the names that it gives go on being right.
+    return dataclasses.replace(slot, value=reduce, stays_idle=True)

@@ -42,7 +42,7 @@ def patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
         if not replacements.keys().isdisjoint(map(id, vars(module).values())):
             for key, value in names:
                 if id(value) in replacements:
-                    yield Patch(module, key, replacements[id(value)])
+                    yield Patch(module, key, replacements[id(value)], is_foreign=True)
         for key, value in names:
             kind = type(value)
             if kind in _ATOMS:  # most are
@@ -55,7 +55,7 @@ def patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
                 if id(value.func) in replacements:
                     function = replacements[id(value.func)]
                     partial = functools.partial(function, *value.args, **value.keywords)
-                    yield Patch(module, key, partial)
+                    yield Patch(module, key, partial, is_foreign=True)
             elif issubclass(kind, type) and "__torch_function__" in vars(value):
                 for table in list(vars(value).values()):
                     yield from _table_patches(table, replacements)
@@ -165,7 +165,7 @@ def _item_patches(
         items = list(container.items() if isinstance(container, dict) else enumerate(container))
         for key, value in items:
             if id(value) in replacements:
-                yield ItemPatch(container, key, replacements[id(value)])
+                yield ItemPatch(container, key, replacements[id(value)], is_foreign=True)
     yield from _table_patches(container, replacements)
 
 
@@ -178,4 +178,4 @@ def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[Item
     for key, value in list(table.items()):
         wrapper = replacements.get(id(key))
         if wrapper is not None and wrapper not in table:
-            yield ItemPatch(table, wrapper, replacements.get(id(value), value))
+            yield ItemPatch(table, wrapper, replacements.get(id(value), value), is_foreign=True)

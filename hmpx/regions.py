@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -21,51 +22,55 @@ from torch.optim import Optimizer
 
 from .errors import HmpxWarning
 from .modules import keeps_place
-from .patching import Patch
+from .patching import Draft, Patch
 from .switch import count_autocast, disable_casts, is_off, keeps_state
 
 
 def patches(
-    add: Callable[[Patch], None], suspended: Callable[[], contextlib.AbstractContextManager[None]]
+    draft: Draft,
+    add: Callable[[Patch], None],
+    suspended: Callable[[], contextlib.AbstractContextManager[None]],
 ) -> Iterator[Patch]:
     """Yields the patches that make these regions.
 
     Args:
+        draft: Where torch is as it would be without a conversion.
         add: Applies one more patch while these are in force: for optimizer classes that torch
             prepares only when the first of their instances is made.
         suspended: Makes a context without any of the conversion's patches.
     """
-    yield Patch(torch.Tensor, "__repr__", disable_casts()(torch.Tensor.__repr__))
-    yield from _optimizer_patches(add)
-    yield from _checkpoint_patches()
-    yield from _module_patches()
-    yield from _autocast_patches()
-    yield Patch(torch.jit, "script", _scripting_uncast(torch.jit.script, suspended))
+    represent = draft.attribute(torch.Tensor, "__repr__")
+    yield Patch(torch.Tensor, "__repr__", disable_casts()(represent))
+    yield from _optimizer_patches(draft, add)
+    yield from _checkpoint_patches(draft)
+    yield from _module_patches(draft)
+    yield from _autocast_patches(draft)
+    script = draft.attribute(torch.jit, "script")
+    yield Patch(torch.jit, "script", _scripting_uncast(script, suspended))
 
 
 # --- optimizers --------------------------------------------------------------------------------
 
 
-def _optimizer_patches(add: Callable[[Patch], None]) -> Iterator[Patch]:
+def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
     for optimizer_class in _subclasses(Optimizer):
         if _has_hooked_step(optimizer_class):
-            yield _step_patch(optimizer_class)
-    patch_step_function = Optimizer._patch_step_function
+            yield _step_patch(optimizer_class, draft.attribute(optimizer_class, "step"))
+    patch_step_function = draft.attribute(Optimizer, "_patch_step_function")
 
     @functools.wraps(patch_step_function)
     def prepare(self: Optimizer) -> None:
         had_hooked_step = _has_hooked_step(type(self))
         patch_step_function(self)
         if not had_hooked_step and _has_hooked_step(type(self)):
-            add(_step_patch(type(self)))
+            add(_step_patch(type(self), vars(type(self))["step"]))
 
     yield Patch(Optimizer, "_patch_step_function", prepare)
 
 
-def _step_patch(optimizer_class: type[Optimizer]) -> Patch:
+def _step_patch(optimizer_class: type[Optimizer], step: Callable[..., Any]) -> Patch:
     # torch.compile patches the steps of some classes too, whenever it is first used.
-    step = _without_casts(vars(optimizer_class)["step"])
-    return Patch(optimizer_class, "step", step, stays_idle=True)
+    return Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
 
 
 def _has_hooked_step(optimizer_class: type[Optimizer]) -> bool:
@@ -96,11 +101,11 @@ def _subclasses(parent: type[Optimizer]) -> Iterator[type[Optimizer]]:
 # --- checkpoints -------------------------------------------------------------------------------
 
 
-def _checkpoint_patches() -> Iterator[Patch]:
+def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     """Patches what `torch.utils.checkpoint.checkpoint` calls, so that early imports of it count."""
     module = torch.utils.checkpoint
-    forward: Callable[..., Any] = module.CheckpointFunction.forward
-    generator = module._checkpoint_without_reentrant_generator
+    forward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "forward")
+    generator = draft.attribute(module, "_checkpoint_without_reentrant_generator")
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -117,9 +122,9 @@ def _checkpoint_patches() -> Iterator[Patch]:
 # --- modules -----------------------------------------------------------------------------------
 
 
-def _module_patches() -> Iterator[Patch]:
+def _module_patches(draft: Draft) -> Iterator[Patch]:
     """Patches what decides by dtypes before any op is called."""
-    get_fastpath_enabled = torch.backends.mha.get_fastpath_enabled
+    get_fastpath_enabled = draft.attribute(torch.backends.mha, "get_fastpath_enabled")
 
     @functools.wraps(get_fastpath_enabled)
     def only_where_casts_are_off() -> bool:
@@ -129,7 +134,7 @@ def _module_patches() -> Iterator[Patch]:
 
     yield Patch(torch.backends.mha, "get_fastpath_enabled", only_where_casts_are_off)
     rnn_base = torch.nn.RNNBase
-    check_input = rnn_base.check_input
+    check_input = draft.attribute(rnn_base, "check_input")
 
     @functools.wraps(check_input)
     def check_but_for_casts(self: torch.nn.RNNBase, *args: Any, **kwargs: Any) -> None:
@@ -148,21 +153,32 @@ def _module_patches() -> Iterator[Patch]:
 # --- torch.autocast ----------------------------------------------------------------------------
 
 
-def _autocast_patches() -> Iterator[Patch]:
+def _autocast_patches(draft: Draft) -> Iterator[Patch]:
     """Counts the open regions, so that calls outside of any need not ask whether autocast is on."""
-    enter, leave = torch.autocast.__enter__, torch.autocast.__exit__
-    if torch._C._is_any_autocast_enabled():  # by a region that is open already
-        count_autocast(+1)
+    enter = draft.attribute(torch.autocast, "__enter__")
+    leave = draft.attribute(torch.autocast, "__exit__")
+    is_any_enabled = torch._C._is_any_autocast_enabled
+
+    def earlier() -> str:
+        """Stands for those regions of this thread that no wrapper has counted."""
+        return f"autocast before convert in {threading.get_ident()}"
+
+    if is_any_enabled():
+        count_autocast(earlier(), +1)
 
     @functools.wraps(enter)
     def counted_enter(self: torch.autocast) -> Any:
-        count_autocast(+1)
-        return enter(self)  # type: ignore[no-untyped-call]
+        count_autocast(id(self), +1)
+        return enter(self)
 
     @functools.wraps(leave)
     def counted_exit(self: torch.autocast, *exc_info: Any) -> Any:
-        count_autocast(-1)
-        return leave(self, *exc_info)
+        try:
+            return leave(self, *exc_info)
+        finally:
+            count_autocast(id(self), -1)
+            if not is_any_enabled():
+                count_autocast(earlier(), -1)
 
     yield Patch(torch.autocast, "__enter__", counted_enter)
     yield Patch(torch.autocast, "__exit__", counted_exit)

@@ -21,7 +21,7 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import _global_optimizer_post_hooks
 
 from .dtypes import CAST
-from .patching import ItemPatch, Patch
+from .patching import Draft, ItemPatch, Patch
 from .switch import leave_to_callees
 
 _transforms = torch._C._functorch.peek_interpreter_stack
@@ -100,14 +100,18 @@ class _Reused(torch.autograd.Function):
         return _widen(gradient), None
 
 
-def patches() -> Iterator[Patch | ItemPatch]:
-    """Yields the patches that let casts live for a module call, and end where they must."""
-    yield Patch(nn.Module, "__call__", _outermost(nn.Module.__call__))
-    yield Patch(Tensor, "data", _EndingProperty(Tensor.data))
+def patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
+    """Yields the patches that let casts live for a module call, and end where they must.
+
+    Args:
+        draft: Where torch is as it would be without a conversion.
+    """
+    yield Patch(nn.Module, "__call__", _outermost(draft.attribute(nn.Module, "__call__")))
+    yield Patch(Tensor, "data", _EndingProperty(draft.attribute(Tensor, "data")))
     for name in _UNNOTICED:
-        yield Patch(Tensor, name, _ending(getattr(Tensor, name)))
+        yield Patch(Tensor, name, _ending(draft.attribute(Tensor, name)))
     for owner in (torch, torch.utils.dlpack):
-        yield Patch(owner, "to_dlpack", _ending(vars(owner)["to_dlpack"]))
+        yield Patch(owner, "to_dlpack", _ending(draft.attribute(owner, "to_dlpack")))
     yield ItemPatch(
         _global_optimizer_post_hooks, "hmpx", lambda *step: _end()
     )  # fused ones write so

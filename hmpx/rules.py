@@ -18,6 +18,7 @@ from . import modules, ops
 from .decisions import CastPolicy, Decision, LowType
 from .errors import OptionError, RuleError, suggestion
 from .ops import Parameters
+from .registry import Registry, exclusive
 from .switch import disable_casts, is_below_dispatcher
 
 Verdict = Decision | CastPolicy | None
@@ -174,8 +175,8 @@ def _names_in(code: types.CodeType) -> Iterator[str]:
 
 # --- the registry ------------------------------------------------------------------------------
 
-_registered: list[Registered] = []
-_listeners: list[Callable[[], None]] = []
+#: All rules, in the order of their registration.
+REGISTRY: Final[Registry[tuple[Registered, ...]]] = Registry(())
 
 
 @overload
@@ -213,21 +214,25 @@ def register_rule(
     if type(level) is not int:
         raise OptionError(f"level must be an integer, not {level!r}")
 
+    @exclusive
     def register(function: _F) -> _F:
         if not callable(function):
             raise OptionError(f"a rule must be a function of a call, not {function!r}")
+        rules = REGISTRY.value
         for name in names:
-            known = [rule for rule in _registered if rule.op == name]
-            for rule in known:
-                if _is_same(rule.function, function):  # a notebook's cell was run again
-                    _registered.remove(rule)
-            _registered.append(Registered(name, function, level))
-        _tell()
+            rules = tuple(
+                rule  # but for that of a notebook's cell which is run again
+                for rule in rules
+                if rule.op != name or not _is_same(rule.function, function)
+            )
+            rules += (Registered(name, function, level),)
+        REGISTRY.change(rules)
         return function
 
     return register if fn is None else register(fn)
 
 
+@exclusive
 def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | None = None) -> None:
     """Takes back `register_rule`.
 
@@ -240,13 +245,12 @@ def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | Non
     """
     gone: list[Registered] = []
     for name in _resolved(op):
-        found = [r for r in _registered if r.op == name and fn in (None, r.function)]
+        found = [r for r in REGISTRY.value if r.op == name and fn in (None, r.function)]
         if not found:
             which = "no rule" if fn is None else f"no such rule: {fn!r}"
             raise OptionError(f"{name!r} has {which}; register_rule adds one")
         gone += found
-    _registered[:] = [rule for rule in _registered if rule not in gone]
-    _tell()
+    REGISTRY.change(tuple(rule for rule in REGISTRY.value if rule not in gone))
 
 
 def registered(op: str) -> tuple[Registered, ...]:
@@ -254,10 +258,11 @@ def registered(op: str) -> tuple[Registered, ...]:
 
     A rule of an op holds for its operators too, unless they have rules of their own.
     """
+    rules = REGISTRY.value
     own: str | None = op
-    while own is not None and not any(rule.op == own for rule in _registered):
+    while own is not None and not any(rule.op == own for rule in rules):
         own = ops.table()[own].covered_by
-    found = [rule for rule in _registered if rule.op in (own, "*")]
+    found = [rule for rule in rules if rule.op in (own, "*")]
     found.reverse()
     found.sort(key=lambda rule: -rule.level)
     return tuple(found)
@@ -265,17 +270,7 @@ def registered(op: str) -> tuple[Registered, ...]:
 
 def state() -> tuple[Registered, ...]:
     """Returns all rules, in the order of their registration."""
-    return tuple(_registered)
-
-
-def on_change(listener: Callable[[], None]) -> None:
-    """Has ``listener`` called after each change of the rules."""
-    _listeners.append(listener)
-
-
-def _tell() -> None:
-    for listener in _listeners:
-        listener()
+    return REGISTRY.value
 
 
 def _resolved(op: str | Iterable[str]) -> list[str]:

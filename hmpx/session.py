@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import gc
 import os
-import threading
+import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
@@ -36,13 +36,13 @@ from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
 from .legalize import MODES
 from .number_formats import Format
-from .patching import ItemPatch, Patch
+from .patching import Change, Draft, Patch
 from .policy import Policy, load_policy, read_source
 from .policy_files import PolicySource, is_policy_file
 from .records import Observer
+from .registry import LOCK, exclusive
 from .rounding import MODES as ROUNDINGS
 
-_lock = threading.RLock()
 _current: Session | None = None
 
 
@@ -56,6 +56,23 @@ class Options:
     round_gradients: bool = False
 
 
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What a session has put into torch.
+
+    Attributes:
+        applied: The patches, in the order in which they were applied.
+        wrappers: The wrappers in them.
+        rules: The rules that the wrappers ask.
+        notes_modules: Whether the running modules are noted.
+    """
+
+    applied: tuple[patching.Applied, ...] = ()
+    wrappers: tuple[Callable[..., Any], ...] = ()
+    rules: tuple[rules.Registered, ...] = ()
+    notes_modules: bool = False
+
+
 class Session:
     """One conversion of torch, in force until it is reverted or replaced.
 
@@ -65,7 +82,6 @@ class Session:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
         options: How ops compute.
-        rules: The rules that are asked, in the order of their registration.
     """
 
     def __init__(
@@ -81,21 +97,22 @@ class Session:
         self.device_types = device_types
         self.options = options
         self._verbose = verbose
-        self.rules = rules.state()
-        self._notes_modules = False
+        self._installation = Installation(rules=rules.state())
         self._has_warned = False
         self._previous = previous
-        self._applied: list[patching.Applied] = []
-        self._rebindings: list[Patch | ItemPatch] = []
-        self._wrappers: list[Callable[..., Any]] = []
-        self._release_compiled: Callable[[], None]
+        self._is_entered = False
         self._converts = 1  # `convert` calls that this session answers
 
+    @property
+    def rules(self) -> tuple[rules.Registered, ...]:
+        """The rules that are asked, in the order of their registration."""
+        return self._installation.rules
+
+    @exclusive
     def revert(self) -> None:
         """Undoes the conversion; does nothing if it is no longer in force."""
-        with _lock:
-            if self is _current:
-                _switch_to(None)
+        if self is _current:
+            _switch_to(None)
 
     def missed(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         """Yields where loaded modules keep functions of torch from before `convert`, uncast.
@@ -103,18 +120,20 @@ class Session:
         Yields:
             A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
         """
-        return rebinding.missed([vars(wrapper)["__wrapped__"] for wrapper in self._wrappers])
+        return rebinding.missed([vars(w)["__wrapped__"] for w in self._installation.wrappers])
 
     def __enter__(self) -> Session:
+        self._is_entered = True
         return self
 
+    @exclusive
     def __exit__(self, *exc_info: object) -> None:
-        with _lock:
-            if self is not _current:
-                return
+        if self is not _current:
+            return
+        if self._converts > 1:
             self._converts -= 1
-            if self._converts == 0:
-                _switch_to(self._previous)
+        else:
+            _switch_to(self._previous)
 
     def __repr__(self) -> str:
         state = "in force" if self is _current else "not in force"
@@ -132,54 +151,88 @@ class Session:
     def _settings(self) -> tuple[object, ...]:
         return self.policy, self.device_types, self.options, self._verbose, self.rules
 
-    def _install(self) -> None:
+    def _draft(self, draft: Draft, replaced: Installation) -> Installation:
+        """Drafts all patches of this session; changes nothing.
+
+        Args:
+            draft: Where torch is as it would be without a conversion.
+            replaced: What the session before has put into torch.
+        """
         observers: tuple[Observer, ...] = ()
         if self._verbose:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
-        patches, made = _patches(self, observers)
+        asked = rules.state()
+        patches, made = _patches(self, observers, draft)
+        applied = draft.apply(patches)
+        applied += draft.apply(regions.patches(draft, self._add, self._suspended))
+        if self.options.reuse_casts:
+            applied += draft.apply(reuse.patches(draft))
+        originals = [vars(wrapper)["__wrapped__"] for wrapper in made]
+        applied += draft.apply([pickling.patch(originals, draft)])
         replacements = {id(vars(wrapper)["__wrapped__"]): wrapper for wrapper in made}
-        earlier = (
-            pickling.retired()
-        )  # names taken during an earlier conversion; alive for their ids
-        for retired in earlier:
-            if (wrapper := replacements.get(id(vars(retired)["__wrapped__"]))) is not None:
-                replacements[id(retired)] = wrapper
-        self._rebindings = list(rebinding.patches(replacements))
-        patches += regions.patches(self._add, self._suspended)
-        reusing = reuse.patches() if self.options.reuse_casts else ()
-        pickled = pickling.patch(vars(wrapper)["__wrapped__"] for wrapper in made)
-        self._applied = patching.apply([*patches, *reusing, pickled, *self._rebindings])
-        self.rules = rules.state()
-        modules.when_asked(self._note_modules)
-        if observers or _asks_for_modules(self.policy, self.rules):
-            self._note_modules()
-        self._wrappers = made
-        for wrapper in made:
-            wrappers.put_in_force(wrapper)
-        self._release_compiled = compiled.prepare(
-            self.policy, self.device_types, self.options, self.rules, self.options.legalize
+        # Names may also have been taken during a conversion: this list keeps those wrappers' ids.
+        earlier = [*pickling.retired(), *replaced.wrappers]
+        for kept in earlier:
+            if (wrapper := replacements.get(id(vars(kept)["__wrapped__"]))) is not None:
+                replacements[id(kept)] = wrapper
+        applied += draft.apply(rebinding.patches(replacements))
+        applied += draft.apply([modules.asked_by(self._note_modules), wrappers.in_force(made)])
+        notes_modules = bool(observers) or _asks_for_modules(self.policy, asked)
+        if notes_modules:  # on top of the patch of the same slot for reused casts
+            applied += draft.apply(modules.patches(draft, self._warn_of_unmatched))
+        applied += draft.apply(
+            compiled.patches(
+                self.policy,
+                self.device_types,
+                self.options,
+                asked,
+                self.options.legalize,
+                self._add,
+            )
         )
-        compiled.forget()
-        rebinding.forget_overrides()
+        return Installation(tuple(applied), tuple(made), asked, notes_modules)
+
+    def _extend(self, draft: Draft, patches: Iterable[Change], *, notes_modules: bool) -> None:
+        """Applies more patches while the session is in force."""
+        installed = self._installation
+        applied = (*installed.applied, *draft.apply(patches))
+        extended = dataclasses.replace(installed, applied=applied, notes_modules=notes_modules)
+        draft.apply([Patch(self, "_installation", extended)])
+        draft.make()
+
+    @exclusive
+    def _add(self, patch: Patch) -> None:
+        if self is _current:
+            self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
+
+    @exclusive
+    def _note_modules(self) -> None:
+        if self is _current and not self._installation.notes_modules:
+            draft = Draft()
+            patches = modules.patches(draft, self._warn_of_unmatched)
+            self._extend(draft, patches, notes_modules=True)
 
     @contextlib.contextmanager
     def _suspended(self) -> Iterator[None]:
         """Takes all patches away for a block, in the whole process."""
-        with _lock:
-            covered = set(map(id, patching.undo(self._applied)))  # stay beneath somebody else's
-            patches = [done.patch for done in self._applied if id(done.patch) not in covered]
-            self._applied = [done for done in self._applied if id(done.patch) in covered]
+        with LOCK:
+            applied, draft = self._installation.applied, Draft()
+            covered = set(map(id, draft.undo(applied)))  # these stay beneath somebody else's
+            taken = [done.patch for done in applied if id(done.patch) not in covered]
+            kept = tuple(done for done in applied if id(done.patch) in covered)
+            emptied = dataclasses.replace(self._installation, applied=kept)
+            draft.apply([Patch(self, "_installation", emptied)])
+
+            def put_back() -> None:
+                if self._installation is emptied:
+                    notes_modules = emptied.notes_modules
+                    self._extend(Draft(), taken, notes_modules=notes_modules)
+
+            draft.make()
             try:
                 yield
             finally:
-                self._applied += patching.apply(patches)
-
-    def _note_modules(self) -> None:
-        with _lock:
-            if not self._notes_modules:
-                self._notes_modules = True
-                # On top of the patch of the same slot for reused casts.
-                self._applied += patching.apply(modules.patches(self._warn_of_unmatched))
+                _surely(put_back)
 
     def _warn_of_unmatched(self, root: torch.nn.Module) -> None:
         if self._has_warned:
@@ -193,43 +246,14 @@ class Session:
                 stacklevel=4,
             )
 
-    def _add(self, patch: Patch) -> None:
-        with _lock:
-            self._applied += patching.apply([patch])
 
-    def _uninstall(self) -> None:
-        users = set(map(id, self._rebindings))  # what they gave another value since, stays so
-        covered = [
-            patch
-            for patch in patching.undo(self._applied)
-            if id(patch) not in users and not (isinstance(patch, Patch) and patch.stays_idle)
-        ]
-        for wrapper in self._wrappers:
-            wrappers.retire(wrapper)
-        self._applied, self._rebindings, self._wrappers = [], [], []
-        self._notes_modules = False
-        modules.forget()
-        self._release_compiled()
-        compiled.forget()
-        rebinding.forget_overrides()
-        if covered:
-            names = ", ".join(sorted({f"{_name(p.owner)}.{p.attribute}" for p in covered}))
-            warnings.warn(
-                f"{names}: patched by somebody else after hmpx.convert(); their patch was left in "
-                "place, without hmpx's casts beneath it. Undo theirs first, then hmpx.revert()",
-                HmpxWarning,
-                stacklevel=4,
-            )
-
-
-def _start_in_forked_child() -> None:
-    """Leaves behind a lock that a thread which the child does not have may hold."""
-    global _lock
-    _lock = threading.RLock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_start_in_forked_child)
+def _surely(function: Callable[[], None]) -> None:
+    """Calls ``function``, again if an exception such as a signal's interrupts it."""
+    try:
+        function()
+    except BaseException:
+        function()
+        raise
 
 
 def convert(
@@ -290,49 +314,56 @@ def convert(
         PolicyFileError: ``policy`` can't be read, or is no policy.
         OptionError: An argument has a value that it can't have. Nothing is patched then.
     """
-    with _paused_gc(), _lock:
-        if isVerbose not in (True, False, "once"):
-            raise OptionError(f"isVerbose must be True, False or 'once', not {isVerbose!r}")
-        if rounding not in ROUNDINGS:
-            known = ", ".join(map(repr, ROUNDINGS))
-            raise OptionError(f"rounding must be one of {known}, not {rounding!r}")
-        if legalize not in MODES:
-            raise OptionError(
-                f"legalize must be one of {', '.join(map(repr, MODES))}, not {legalize!r}"
-            )
-        options = Options(legalize, bool(reuse_casts), rounding, bool(round_gradients))
-        parsed_device_types = parse_device_types(device_types)
-        verbose = isVerbose
-        if policy is None and is_policy_file(bf16_file_path):
-            policy, bf16_file_path = bf16_file_path, ""
-        if policy is not None and not isinstance(policy, Policy):
-            policy = source = read_source(policy)
-            verbose = verbose or source.is_verbose
-        policy = load_policy(
-            bf16_file_path,
-            fp32_file_path,
-            fp16_file_path=fp16_file_path,
-            opt_level=opt_level,
-            low_precision_type=low_precision_type,
-            lists=lists,
-            policy=policy,
-            strict=strict,
+    if isVerbose not in (True, False, "once"):
+        raise OptionError(f"isVerbose must be True, False or 'once', not {isVerbose!r}")
+    if rounding not in ROUNDINGS:
+        known = ", ".join(map(repr, ROUNDINGS))
+        raise OptionError(f"rounding must be one of {known}, not {rounding!r}")
+    if legalize not in MODES:
+        raise OptionError(
+            f"legalize must be one of {', '.join(map(repr, MODES))}, not {legalize!r}"
         )
-        session = Session(policy, parsed_device_types, options, verbose, _current)
-        if verbose:
-            log.show()
-        if _current is not None and _current._is_equal_to(session):
-            _current._converts += 1
-            return _current
-        _switch_to(session)
-        return session
+    options = Options(legalize, bool(reuse_casts), rounding, bool(round_gradients))
+    parsed_device_types = parse_device_types(device_types)
+    verbose = isVerbose
+    if policy is None and is_policy_file(bf16_file_path):
+        policy, bf16_file_path = bf16_file_path, ""
+    if policy is not None and not isinstance(policy, Policy):
+        policy = source = read_source(policy)
+        verbose = verbose or source.is_verbose
+    policy = load_policy(
+        bf16_file_path,
+        fp32_file_path,
+        fp16_file_path=fp16_file_path,
+        opt_level=opt_level,
+        low_precision_type=low_precision_type,
+        lists=lists,
+        policy=policy,
+        strict=strict,
+    )
+    return _put_in_force(policy, parsed_device_types, options, verbose)
 
 
+@exclusive
+def _put_in_force(
+    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
+) -> Session:
+    """Returns the session in force, a new one if there is none that is equal."""
+    session = Session(policy, device_types, options, verbose, _current)
+    if verbose:
+        log.show()
+    if _current is not None and _current._is_equal_to(session):
+        _current._converts += 1
+        return _current
+    _switch_to(session)
+    return session
+
+
+@exclusive
 def revert() -> None:
     """Undoes `convert`: torch is as it was. Does nothing if torch is not converted."""
-    with _lock:
-        if _current is not None:
-            _current.revert()
+    if _current is not None:
+        _current.revert()
 
 
 def is_converted() -> bool:
@@ -351,33 +382,72 @@ def current() -> Session | None:
 
 
 def _switch_to(session: Session | None) -> None:
-    """Puts ``session`` in force instead of the current one; an error leaves that in force."""
-    global _current
+    """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing.
+
+    All that changes is drafted first. Wrappers of the session before are retired last, so that calls
+    in other threads find the old ones or the new ones, and never torch without any.
+    """
     old = _current
-    if old is not None:
-        old._uninstall()
-        _current = None
+    replaced = Installation() if old is None else old._installation
+    with _paused_gc():
+        draft = Draft()
+        covered = draft.undo(replaced.applied)
+        if session is not None:
+            installation = session._draft(draft, replaced)
+            draft.apply([Patch(session, "_installation", installation)])
+        if old is not None and old is not session:
+            draft.apply([Patch(old, "_installation", Installation(rules=replaced.rules))])
+            if not old._is_entered:  # nobody will go back to what was before it
+                draft.apply([Patch(old, "_previous", None)])
+        if (old is None) != (session is None):
+            epoch = None if session is None else switch.begin()
+            draft.apply([Patch(switch, "_epoch", epoch)])
+        draft.apply([Patch(sys.modules[__name__], "_current", session)])
+        draft.apply(map(wrappers.retirement, replaced.wrappers))
+        said = _said_of(covered)
+
+        def finish() -> None:
+            _forget_what_is_cached()
+            if said and session is not None:  # an error that this is made into undoes the change
+                warnings.warn(said, HmpxWarning, stacklevel=6)
+
+        try:
+            draft.make(finish)
+        except BaseException:
+            _forget_what_is_cached()
+            raise
     if session is None:
-        return
-    try:
-        session._install()
-    except BaseException:
-        if old is not None:
-            old._install()
-            _current = old
-        raise
-    _current = session
+        switch.forget_autocast()
+        if said:  # last: the change holds, even if this is made into an error
+            warnings.warn(said, HmpxWarning, stacklevel=5)
 
 
+def _forget_what_is_cached() -> None:
+    """Makes torch look anew at its functions, which have changed."""
+    modules.forget()
+    compiled.forget()
+    rebinding.forget_overrides()
+
+
+def _said_of(covered: Iterable[Change]) -> str:
+    """Returns what to say of patches on top of which somebody else has patched; ``""`` if nothing."""
+    names = {patch.where for patch in covered if not (patch.is_foreign or patch.stays_idle)}
+    if not names:
+        return ""
+    return (
+        f"{', '.join(sorted(names))}: patched by somebody else after hmpx.convert(); their patch was "
+        "left in place, without hmpx's casts beneath it. Undo theirs first, then hmpx.revert()"
+    )
+
+
+@exclusive
 def _rules_changed() -> None:
-    with _paused_gc(), _lock:
-        if _current is not None:
-            _current._uninstall()
-            _current._install()
+    if _current is not None:
+        _switch_to(_current)
 
 
-rules.on_change(_rules_changed)
-lowering.on_change(_rules_changed)
+rules.REGISTRY.followed_by(_rules_changed)
+lowering.REGISTRY.followed_by(_rules_changed)
 
 
 def _asks_for_modules(policy: Policy, registered: tuple[rules.Registered, ...]) -> bool:
@@ -388,9 +458,11 @@ def _asks_for_modules(policy: Policy, registered: tuple[rules.Registered, ...]) 
 
 
 def _patches(
-    session: Session, observers: tuple[Observer, ...]
+    session: Session, observers: tuple[Observer, ...], draft: Draft
 ) -> tuple[list[Patch], list[Callable[..., Any]]]:
     """Returns the patches that make torch follow the session's policy, and the wrappers in them.
+
+    They wrap what ``draft`` holds.
 
     One builtin in several slots (``torch.conv2d`` is ``F.conv2d``) gets one wrapper.
     """
@@ -412,7 +484,8 @@ def _patches(
             is_settled = site.in_place or not asked
             if not observers and is_settled and _is_settled_by_torch(site, decision, promotes):
                 continue
-            slot = getattr(site.owner, site.attribute)
+            slot = draft.attribute(site.owner, site.attribute)
+            function = site.callable_of(slot)
             key = (id(slot), name)
             if key not in made:
                 plan = CallPlan(
@@ -437,10 +510,10 @@ def _patches(
                     is_view=ops.is_view(name),
                     casts_first=name in ops.facts("casts_first"),
                 )
-                make = _maker(site, plan, observers)
+                make = _maker(function, site, plan, observers)
                 if asked and not site.in_place:
                     made[key] = choosing.make_choosing_wrapper(
-                        site.function(), plan, asked, policy.low_precision_type, make
+                        function, plan, asked, policy.low_precision_type, make
                     )
                 else:
                     made[key] = make(decision)
@@ -468,9 +541,13 @@ def _deciding(policy: Policy) -> dict[str, tuple[rules.Rule, ...]]:
     return {name: asked for name, asked in found.items() if asked}
 
 
-def _maker(site: ops.Site, plan: CallPlan, observers: tuple[Observer, ...]) -> choosing.Maker:
+def _maker(
+    function: Callable[..., Any],
+    site: ops.Site,
+    plan: CallPlan,
+    observers: tuple[Observer, ...],
+) -> choosing.Maker:
     """Returns what makes the wrapper that follows a decision; None for one that does nothing."""
-    function = site.function()
 
     def make(decision: Decision) -> Callable[..., Any] | None:
         decided = dataclasses.replace(plan, decision=decision)
@@ -496,12 +573,6 @@ def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> 
     return promotes and is_widest and not decision.is_composed
 
 
-def _name(owner: Any) -> str:
-    """Returns the dotted name of a module or class."""
-    known = (name for name, candidate in ops.NAMESPACES.items() if candidate is owner)
-    return next(known, None) or getattr(owner, "__qualname__", None) or str(owner.__name__)
-
-
 @contextlib.contextmanager
 def _paused_gc() -> Iterator[None]:
     """Keeps the thousands of small objects of a conversion from setting off full collections.
@@ -509,8 +580,8 @@ def _paused_gc() -> Iterator[None]:
     With torch loaded each takes as long as the whole conversion.
     """
     was_enabled = gc.isenabled()
-    gc.disable()
     try:
+        gc.disable()
         yield
     finally:
         if was_enabled:

@@ -14,7 +14,7 @@ import os
 import sys
 import threading
 import types
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from typing import Any, TypeVar
 
 import torch
@@ -24,13 +24,16 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 #: Whether casts may be off in some thread, or torch.autocast on. While False, calls don't ask.
 _looks_closer = False
-_off_regions = 0  # regions with casts off that are open, in all threads together
 _has_traced_regions = False  # torch.compile has put one into a graph: it may run at any time
-_autocast_regions = 0  # regions of torch.autocast that are open
-_off_regions_lock = threading.Lock()
-#: Depth of such regions in this thread, or asyncio task.
-_off_depth: contextvars.ContextVar[int] = contextvars.ContextVar("hmpx_off_depth", default=0)
-_thread = threading.local()  # .regions: those opened by code of this thread
+#: Regions that are open in any thread: `Region`s, and those of torch.autocast with their counts.
+_open: dict[Any, int] = {}
+_gate_lock = threading.RLock()  # a signal's handler may come back here
+
+#: The conversion in force, as far as regions are concerned: None while there is none. Regions that were
+#: opened under one end with it, however they were lost.
+_epoch: object | None = None
+
+_thread = threading.local()  # .regions: how many of those that this thread has opened are open
 
 # The state is marked in a place that torch itself carries along as well: the autocast bit of a
 # device type that nobody has. torch.compile guards on it and captures it, and autograd's backward
@@ -44,6 +47,94 @@ def _mark(is_off: bool) -> None:
 
 def _is_marked() -> bool:
     return torch.is_autocast_enabled(_MARK)
+
+
+class Region:
+    """A block with casts off, or with casts on inside of such a block.
+
+    Attributes:
+        is_off: Whether casts are off in it.
+        opener: What has opened it, and closes it.
+        outer: The region around it.
+        thread: The thread that it was opened in.
+        epoch: The conversion under which it was opened.
+        is_closed: It was left where it could not be taken away: by another thread, or task.
+    """
+
+    __slots__ = ("epoch", "is_closed", "is_off", "opener", "outer", "thread")
+
+    def __init__(self, is_off: bool, opener: object) -> None:
+        """Is called where the region begins; `_open_region` opens it."""
+        self.is_off, self.opener, self.is_closed = is_off, opener, False
+        self.outer = _innermost()
+        self.thread, self.epoch = threading.get_ident(), _epoch
+
+    def is_over(self) -> bool:
+        """Whether it was left elsewhere, or belongs to a conversion that was reverted."""
+        return self.is_closed or (self.epoch is not None and self.epoch is not _epoch)
+
+
+#: The innermost region of this thread, or asyncio task.
+_region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("hmpx_region", default=None)
+
+
+def _innermost() -> Region | None:
+    """Returns the innermost region that is open here, and drops those that are over."""
+    found = _region.get()
+    if found is not None and found.is_over():
+        while found is not None and found.is_over():
+            found = found.outer
+        _settle_on(found)
+    return found
+
+
+def _open_region(region: Region) -> None:
+    """Opens ``region`` in this thread or task; an exception, such as a signal's, leaves it closed."""
+    try:
+        with _gate_lock:
+            _open[region] = 1
+            _thread.regions = getattr(_thread, "regions", 0) + 1
+            _set_gate()
+        _mark(region.is_off)
+        _region.set(region)
+    except BaseException:
+        _close_region(region)
+        raise
+
+
+def _close_region(region: Region | None) -> None:
+    """Closes ``region``, and those inside of it that were lost; once more does nothing."""
+    if region is None:
+        return
+    inner = _region.get()
+    while inner is not None and inner is not region:
+        inner = inner.outer
+    if inner is not None:
+        _settle_on(region.outer)
+    elif region.thread == threading.get_ident() and _region.get() is region.outer:
+        _forget(region)  # it was not quite open yet
+        _mark(region.outer is not None and region.outer.is_off)
+    else:  # it was opened in another thread or task, which sees to it when it asks next
+        region.is_closed = True
+
+
+def _settle_on(region: Region | None) -> None:
+    """Makes ``region`` the innermost one of this thread or task."""
+    inner = _region.get()
+    _region.set(region)
+    _mark(region is not None and region.is_off)
+    while inner is not None and inner is not region:
+        _forget(inner)
+        inner = inner.outer
+
+
+def _forget(region: Region) -> None:
+    if region.thread != threading.get_ident():
+        return  # a copy of another thread's context: that one counts it
+    with _gate_lock:
+        if _open.pop(region, None) is not None:
+            _thread.regions = getattr(_thread, "regions", 0) - 1
+        _set_gate()
 
 
 class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
@@ -65,13 +156,19 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             self._was_marked = _is_marked()
             _mark(True)
         else:
-            _set_depth(_off_depth.get() + 1, regions=+1)
+            _open_region(Region(True, self))
 
     def __exit__(self, *exc_info: object) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            _mark(self._was_marked)
-        else:
-            _set_depth(_off_depth.get() - 1, regions=-1)
+        region = None
+        try:
+            if torch.compiler.is_dynamo_compiling():
+                _mark(self._was_marked)
+            else:
+                region = _last_region(self)
+                _close_region(region)
+        except BaseException:  # a signal's, which must not keep casts off
+            _close_region(region or _last_region(self))
+            raise
 
     def __call__(self, function: _F) -> _F:
         """Returns ``function`` with casts off while it runs."""
@@ -108,11 +205,41 @@ def is_off() -> bool:
     """Whether casts are off in this thread."""
     if torch.compiler.is_dynamo_compiling():
         return _is_marked()
-    if _off_depth.get():
-        return True
+    region = _innermost()
+    if region is not None:
+        return region.is_off
     # A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
     # backward thread. Otherwise it is that of another asyncio task.
     return _is_marked() and not getattr(_thread, "regions", 0)
+
+
+def _last_region(opener: object) -> Region | None:
+    """Returns the last region that ``opener`` has opened: here, or else in another thread or task."""
+    region = _region.get()
+    while region is not None and region.opener is not opener:
+        region = region.outer
+    if region is not None:
+        return region
+    with _gate_lock:
+        opened = [r for r in _open if isinstance(r, Region) and r.opener is opener]
+    return next((r for r in reversed(opened) if not r.is_closed), None)
+
+
+class _State:
+    """A context in which casts are on or off."""
+
+    def __init__(self, is_off: bool) -> None:
+        self._region = Region(is_off, self)
+
+    def __enter__(self) -> None:
+        _open_region(self._region)
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            _close_region(self._region)
+        except BaseException:
+            _close_region(self._region)
+            raise
 
 
 def keeps_state(function: _F) -> _F:
@@ -120,36 +247,35 @@ def keeps_state(function: _F) -> _F:
 
     What runs it later may have switched them: a checkpoint's recomputation, an optimizer.
     """
-    depth = _off_depth.get()
+    region = _innermost()
+    is_off = region is not None and region.is_off
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        there = _off_depth.get()
-        _set_depth(depth, regions=+1)
-        try:
+        with _State(is_off):
             return function(*args, **kwargs)
-        finally:
-            _set_depth(there, regions=-1)
 
     return wrapper  # type: ignore[return-value]
 
 
-def _set_depth(depth: int, regions: int) -> None:
-    """Sets the depth of this thread or task; ``regions`` is +1 where a region begins, else -1."""
-    global _off_regions
-    _off_depth.set(depth)
-    _thread.regions = getattr(_thread, "regions", 0) + regions
-    _mark(depth > 0)
-    with _off_regions_lock:
-        _off_regions += regions
+def begin() -> object:
+    """Returns what stands for a new conversion as `_epoch`; forgets what reverted ones have left open."""
+    with _gate_lock:
+        for region in [r for r in _open if isinstance(r, Region) and r.is_over()]:
+            del _open[region]
+            if region.thread == threading.get_ident():
+                _thread.regions = getattr(_thread, "regions", 0) - 1
         _set_gate()
+    _innermost()
+    return object()
 
 
 def _start_in_forked_child() -> None:
-    """Leaves behind the regions and the lock of threads that the child does not have."""
-    global _off_regions, _off_regions_lock
-    _off_regions_lock = threading.Lock()
-    _off_regions = getattr(_thread, "regions", 0)
+    """Leaves behind the lock and the regions of threads that the child does not have."""
+    global _gate_lock
+    _gate_lock = threading.RLock()
+    for region in [r for r in _open if isinstance(r, Region) and r.thread != threading.get_ident()]:
+        del _open[region]
     _set_gate()
 
 
@@ -159,20 +285,29 @@ if hasattr(os, "register_at_fork"):
 
 def _set_gate() -> None:
     global _looks_closer
-    _looks_closer = _off_regions > 0 or _autocast_regions > 0 or _has_traced_regions
+    _looks_closer = bool(_open) or _has_traced_regions
 
 
-def count_autocast(regions: int) -> None:
-    """Notes that a region of torch.autocast begins, +1, or ends, -1."""
-    global _autocast_regions
-    with _off_regions_lock:
-        _autocast_regions = max(0, _autocast_regions + regions)
+def count_autocast(region: Hashable, entries: int) -> None:
+    """Notes that a region of torch.autocast is entered, +1, or left, -1; it may be both several times."""
+    with _gate_lock:
+        count = _open.pop(region, 0) + entries
+        if count > 0:
+            _open[region] = count
+        _set_gate()
+
+
+def forget_autocast() -> None:
+    """Notes that nobody counts the regions of torch.autocast any more."""
+    with _gate_lock:
+        for region in [region for region in _open if not isinstance(region, Region)]:
+            del _open[region]
         _set_gate()
 
 
 def _note_traced_region() -> None:
     global _has_traced_regions
-    with _off_regions_lock:
+    with _gate_lock:
         _has_traced_regions = True
         _set_gate()
 

@@ -11,7 +11,8 @@ import functools
 import logging
 import sys
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -38,6 +39,7 @@ from .composition import computed_in_fp32, inputs_of, rounded
 from .decisions import CastPolicy
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
+from .patching import Patch
 from .records import Observer, OpCall
 from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
 
@@ -231,18 +233,56 @@ def make_observed_wrapper(
 
 
 #: Dotted name of a slot -> the wrapper that is in it.
-_in_force: Final[dict[str, Callable[..., Any]]] = {}
+_in_force: Mapping[str, Callable[..., Any]] = {}
 
 
-def put_in_force(wrapper: Callable[..., Any]) -> None:
-    """Lets wrappers of earlier conversions, wherever they were kept, pass their calls to ``wrapper``."""
-    _in_force[vars(wrapper)["__hmpx_site__"]] = wrapper
+def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
+    """Returns the patch by which wrappers of earlier conversions pass their calls to ``wrappers``."""
+    sites = {vars(wrapper)["__hmpx_site__"]: wrapper for wrapper in wrappers}
+    return Patch(sys.modules[__name__], "_in_force", sites)
 
 
-def retire(wrapper: Callable[..., Any]) -> None:
-    """Makes ``wrapper`` act as what is in its slot from now on, wherever a reference to it was kept."""
+@dataclass(frozen=True, slots=True)
+class Retirement:
+    """Has a wrapper act as what is in its slot from now on, wherever a reference to it was kept.
+
+    Attributes:
+        wrapper: The wrapper.
+        value: Its name, and what its cells hold, once it is retired.
+    """
+
+    wrapper: Callable[..., Any]
+    value: tuple[str, str, Mapping[str, Any]]
+    is_foreign = False
+    stays_idle = True
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the wrapper from others."""
+        return id(self.wrapper), "retirement"
+
+    @property
+    def where(self) -> str:
+        """The slot's name."""
+        return str(vars(self.wrapper)["__hmpx_site__"])
+
+    def read(self) -> tuple[str, str, Mapping[str, Any]]:
+        """Returns the wrapper's name, and what those of its cells hold."""
+        wrapper, cells = self.wrapper, _cells(self.wrapper)
+        contents = {name: cells[name].cell_contents for name in self.value[2]}
+        return wrapper.__module__, wrapper.__qualname__, contents
+
+    def write(self, value: tuple[str, str, Mapping[str, Any]]) -> None:
+        """Gives the wrapper this name, and its cells these contents."""
+        wrapper, cells = self.wrapper, _cells(self.wrapper)
+        wrapper.__module__, wrapper.__qualname__, contents = value
+        for name, content in contents.items():
+            cells[name].cell_contents = content
+
+
+def retirement(wrapper: Callable[..., Any]) -> Retirement:
+    """Returns what retires ``wrapper``."""
     site, original = vars(wrapper)["__hmpx_site__"], vars(wrapper)["__wrapped__"]
-    _in_force.pop(site, None)
 
     def forward(*args: Any, **kwargs: Any) -> Any:
         current = _in_force.get(site)
@@ -250,9 +290,12 @@ def retire(wrapper: Callable[..., Any]) -> None:
         is_same = current is not None and vars(current)["__wrapped__"] is original
         return (current if current is not None and is_same else original)(*args, **kwargs)
 
-    cells = _cells(wrapper)
-    replacements = {
+    def forward_overridden(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        return forward(*args, **kwargs)
+
+    retired = {
         "original": forward,
+        "override": forward_overridden,
         "cast": _cast_nothing,
         "run": _run,
         "retry": _raise,
@@ -262,9 +305,9 @@ def retire(wrapper: Callable[..., Any]) -> None:
         "is_autocast_on": bool,
         "tell": _tell_nobody,
     }
-    for name in cells.keys() & replacements:
-        cells[name].cell_contents = replacements[name]
-    pickling.name_retired(wrapper, site)
+    contents = {name: retired[name] for name in _cells(wrapper) if name in retired}
+    name = pickling.retired_name(wrapper, site)
+    return Retirement(wrapper, (pickling.__name__, name, contents))
 
 
 def _cells(wrapper: Callable[..., Any]) -> dict[str, types.CellType]:

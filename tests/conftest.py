@@ -57,5 +57,5 @@ def torch_is_left_untouched() -> Iterator[None]:
     changed = differences(before)
     assert not changed, f"left patched: {changed}"
     assert not hmpx.switch.is_off()
-    assert hmpx.switch._off_regions == 0
+    assert not hmpx.switch._open
     assert not torch.is_autocast_enabled("maia")

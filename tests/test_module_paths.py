@@ -142,7 +142,7 @@ def nothing_is_left() -> Iterator[None]:
     hmpx.revert()
     assert nn.Module.__call__ is MODULE_CALL
     assert torch.fx._symbolic_trace._orig_module_call is MODULE_CALL
-    assert not modules._is_noting
+    assert modules._noting is None
     assert modules._running.modules == []
 
 
@@ -545,11 +545,11 @@ def test_noting_starts_with_what_asks_and_ends_with_revert(
         hmpx.register_rule("linear", rule)
     for _ in range(2):
         with hmpx.convert(policy=policy, isVerbose=verbose, reuse_casts=reuse_casts):
-            assert modules._is_noting
+            assert modules._noting is not None
             assert nn.Module.__call__ is not MODULE_CALL
             assert torch.fx._symbolic_trace._orig_module_call is not MODULE_CALL
             Net()(x())
-        assert not modules._is_noting
+        assert modules._noting is None
         assert nn.Module.__call__ is MODULE_CALL
         assert torch.fx._symbolic_trace._orig_module_call is MODULE_CALL
         assert "hmpx" not in nn.modules.module._global_module_registration_hooks
@@ -585,9 +585,9 @@ def test_a_rule_that_turns_out_to_ask_gets_right_names_at_once(
 
     class Watched(Net):
         def forward(self, value: Tensor) -> Tensor:
-            before = modules._is_noting
+            before = modules._noting is not None
             result = super().forward(value)
-            noted.append((before, modules._is_noting))
+            noted.append((before, modules._noting is not None))
             after.append(modules.place())
             return result
 

@@ -162,15 +162,15 @@ def test_an_error_halfway_through_convert_leaves_a_clean_state(
     if converted:
         hmpx.convert(policy=Policy.from_ops(low=["matmul"]))
     expected = (ones() @ ones()).dtype
-    real_apply, calls = patching.apply, []
+    write, written = patching._write, []
 
-    def failing_apply(patches: list[patching.Patch]) -> list[patching.Applied]:
-        calls.append(1)
-        if len(calls) == 1:
-            patches = [*patches[: len(patches) // 2], patching.Patch(int, "x", 1), *patches]
-        return real_apply(patches)
+    def failing_write(patch: patching.Change, value: object) -> None:
+        written.append(patch)
+        if len(written) == 100:
+            raise TypeError("a slot that can't be set")
+        write(patch, value)
 
-    monkeypatch.setattr(patching, "apply", failing_apply)
+    monkeypatch.setattr(patching, "_write", failing_write)
     with pytest.raises(TypeError):
         hmpx.convert()
     assert hmpx.is_converted() is converted

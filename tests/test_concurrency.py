@@ -1,0 +1,343 @@
+"""Threads, forks and signals at any moment: nobody finds half a conversion, and no state is lost."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import random
+import signal
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import hmpx
+from hmpx import Policy, switch
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOW = ["linear", "mm", "matmul", "gelu", "layer_norm", "dropout2d"]
+BFLOATS, HALVES = Policy.from_ops(low=LOW), Policy.from_ops(low=LOW, low_precision_type=FP16)
+
+linear = F.linear  # a name from before convert
+
+
+def a() -> Tensor:
+    return torch.ones(2, 2)
+
+
+@contextlib.contextmanager
+def switching_often() -> Iterator[None]:
+    """Has threads take turns as often as they can."""
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(interval)
+
+
+# --- threads ------------------------------------------------------------------------------------
+
+
+def test_a_call_amid_a_change_of_policies_follows_the_old_or_the_new_one() -> None:
+    """Never torch without any: 300 changes while two threads compute, by old and new references."""
+    x, is_over, wrong = a(), threading.Event(), []
+    calls: list[Callable[[], Tensor]] = [
+        lambda: F.linear(x, x),
+        lambda: linear(x, x),
+        lambda: kept(x, x),
+        lambda: x @ x,
+        lambda: torch.mm(x, x),
+        lambda: F.gelu(x),
+        lambda: F.layer_norm(x, (2,)),
+    ]
+
+    def compute() -> None:
+        while not is_over.is_set():
+            for position, call in enumerate(calls):
+                dtype = call().dtype
+                if dtype not in (BF16, FP16):
+                    wrong.append((position, dtype))
+
+    with hmpx.convert(policy=BFLOATS, legalize="never"):
+        kept = F.linear
+        threads = [threading.Thread(target=compute) for _ in range(2)]
+        with switching_often():
+            for thread in threads:
+                thread.start()
+            try:
+                for _ in range(150):
+                    hmpx.convert(policy=HALVES, legalize="never")
+                    hmpx.convert(policy=BFLOATS, legalize="never")
+            finally:
+                is_over.set()
+                for thread in threads:
+                    thread.join()
+        hmpx.revert()
+    assert wrong == []
+
+
+def test_conversions_and_rules_of_several_threads_take_turns() -> None:
+    """Each finds a whole state, and the last revert brings torch back."""
+    errors: list[BaseException] = []
+
+    def change(seed: int) -> None:
+        choose = random.Random(seed)
+        try:
+            for _ in range(40):
+                action = choose.randrange(4)
+                if action == 0:
+                    hmpx.convert(policy=choose.choice([BFLOATS, HALVES]), legalize="never")
+                elif action == 1:
+                    hmpx.revert()
+                elif action == 2:
+                    hmpx.register_rule("exp", lambda call: None)
+                else:
+                    with hmpx.disable_casts():
+                        assert F.linear(a(), a()).dtype is FP32
+        except BaseException as error:
+            errors.append(error)
+
+    with switching_often():
+        threads = [threading.Thread(target=change, args=(seed,)) for seed in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    hmpx.revert()
+    hmpx.rules.REGISTRY.change(())
+    assert errors == []
+
+
+# --- forks --------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this platform can't fork")
+@pytest.mark.filterwarnings("ignore:.*multi-threaded, use of fork:DeprecationWarning")
+def test_a_child_forked_amid_a_conversion_is_converted_or_not() -> None:
+    """100 children of a process in which another thread converts and reverts all the time."""
+    is_over = threading.Event()
+
+    def convert_and_revert() -> None:
+        while not is_over.is_set():
+            hmpx.convert(policy=BFLOATS, legalize="never")
+            hmpx.convert(policy=HALVES, legalize="never")
+            hmpx.revert()
+
+    thread = threading.Thread(target=convert_and_revert)
+    thread.start()
+    statuses = []
+    try:
+        for _ in range(100):
+            child = os.fork()
+            if child == 0:
+                os._exit(whole())
+            statuses.append(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]))
+    finally:
+        is_over.set()
+        thread.join()
+        hmpx.revert()
+    assert statuses == [0] * 100
+
+
+def whole() -> int:
+    """Returns 0 if this process is in one state, out of which it can come; else what is wrong."""
+    signal.alarm(60)  # hanging ends it
+    try:
+        dtypes = {
+            F.linear(a(), a()).dtype,
+            (a() @ a()).dtype,
+            F.gelu(a()).dtype,
+            linear(a(), a()).dtype,
+        }
+        if len(dtypes) != 1 or (dtypes == {FP32}) is hmpx.is_converted():
+            return 1
+        hmpx.revert()
+        if F.linear(a(), a()).dtype is not FP32 or hasattr(F.linear, "__wrapped__"):
+            return 2
+        hmpx.convert(policy=HALVES, legalize="never")
+        with hmpx.disable_casts():
+            if F.linear(a(), a()).dtype is not FP32:
+                return 3
+        return 0 if F.linear(a(), a()).dtype is FP16 else 4
+    except BaseException:
+        return 5
+
+
+# --- signals ------------------------------------------------------------------------------------
+
+
+class Signal(BaseException):
+    """What the handler raises."""
+
+
+@contextlib.contextmanager
+def raising_after(seconds: float) -> Iterator[None]:
+    """Has a signal's handler raise `Signal` after a while, somewhere in the block."""
+
+    def handler(*args: Any) -> None:
+        raise Signal
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        signal.setitimer(signal.ITIMER_REAL, seconds)
+        yield
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+
+
+def lost(
+    context: Callable[[], Any], is_lost: Callable[[], bool], restore: Callable[[], Any]
+) -> int:
+    """Returns in how many of 300 signals amid entering and leaving ``context`` the state is lost."""
+    choose, count = random.Random(0), 0
+    for _ in range(300):
+        with contextlib.suppress(Signal), raising_after(choose.uniform(1e-5, 1e-3)):
+            while True:
+                with context():
+                    pass
+        if is_lost():
+            count += 1
+            restore()
+    return count
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
+def test_a_signal_amid_disable_casts_is_no_worse_than_amid_no_grad() -> None:
+    """What a signal interrupts right before ``__exit__`` begins is not ours to see; nor torch's."""
+    with hmpx.convert(policy=BFLOATS):
+        of_torch = lost(
+            torch.no_grad,
+            lambda: not torch.is_grad_enabled(),
+            lambda: torch.set_grad_enabled(True),
+        )
+        ours = lost(
+            hmpx.disable_casts,
+            lambda: not hmpx.casts_enabled(),
+            lambda: switch._settle_on(None),
+        )
+        assert ours <= of_torch
+        assert not switch._open
+        assert not torch.is_autocast_enabled("maia")
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
+def test_a_signal_amid_convert_and_revert_leaves_one_state_or_the_other() -> None:
+    """300 signals at random times."""
+    choose, seen = random.Random(0), set()
+    for _ in range(300):
+        with contextlib.suppress(Signal), raising_after(choose.uniform(1e-4, 2e-2)):
+            while True:
+                hmpx.convert(policy=BFLOATS, legalize="never")
+                hmpx.convert(policy=HALVES, legalize="never")
+                hmpx.revert()
+        dtypes = {F.linear(a(), a()).dtype, (a() @ a()).dtype, linear(a(), a()).dtype}
+        assert len(dtypes) == 1
+        assert hmpx.is_converted() is (dtypes != {FP32})
+        seen |= dtypes
+        hmpx.revert()
+        assert F.linear(a(), a()).dtype is FP32
+    assert seen >= {FP32, BF16}
+
+
+# --- regions that end elsewhere -----------------------------------------------------------------
+
+
+def paused() -> Iterator[None]:
+    with hmpx.disable_casts():
+        yield
+
+
+def in_thread(function: Callable[[], Any]) -> Any:
+    found: list[Any] = []
+    thread = threading.Thread(target=lambda: found.append(function()))
+    thread.start()
+    thread.join()
+    return found[0]
+
+
+def test_a_generator_closed_in_another_thread_changes_nothing_here_or_there() -> None:
+    """The region that it opened here is over, that thread's own stays open."""
+    with hmpx.convert(policy=BFLOATS):
+        generator = paused()
+        next(generator)
+        assert not hmpx.casts_enabled()
+
+        def close() -> list[bool]:
+            before = hmpx.casts_enabled()
+            with hmpx.disable_casts():
+                generator.close()
+                return [before, hmpx.casts_enabled()]
+
+        assert in_thread(close) == [True, False]
+        assert hmpx.casts_enabled()
+        assert F.linear(a(), a()).dtype is BF16
+        assert not torch.is_autocast_enabled("maia")
+
+
+def test_a_region_lost_inside_another_ends_with_it() -> None:
+    """As after a signal before ``__exit__``."""
+    with hmpx.convert(policy=BFLOATS):
+        with hmpx.disable_casts():
+            hmpx.disable_casts().__enter__()
+        assert hmpx.casts_enabled()
+        assert not switch._open
+
+
+def test_convert_starts_from_a_clean_state() -> None:
+    """What was lost under a conversion ends with it; what was opened before it goes on."""
+    hmpx.convert(policy=BFLOATS)
+    hmpx.disable_casts().__enter__()
+    assert not hmpx.casts_enabled()
+    hmpx.convert(policy=HALVES)  # the conversion goes on, with other lists
+    assert not hmpx.casts_enabled()
+    hmpx.revert()
+    with hmpx.convert(policy=BFLOATS):
+        assert hmpx.casts_enabled()
+        assert F.linear(a(), a()).dtype is BF16
+    with hmpx.disable_casts():
+        for _ in range(2):
+            with hmpx.convert(policy=BFLOATS):
+                assert not hmpx.casts_enabled()
+    assert not switch._open
+
+
+def test_one_context_in_two_threads_and_twice_in_one() -> None:
+    """Each ``with`` ends the region that it began."""
+    shared = hmpx.disable_casts()
+    with hmpx.convert(policy=BFLOATS):
+        with shared, shared:
+
+            def enter() -> bool:
+                with shared:
+                    pass
+                return hmpx.casts_enabled()
+
+            assert in_thread(enter)
+            assert not hmpx.casts_enabled()
+        assert hmpx.casts_enabled()
+
+
+def test_a_task_that_ends_a_region_of_another_leaves_its_own_state() -> None:
+    """An async generator is closed by whichever task comes last."""
+
+    async def agenerator() -> Any:
+        with hmpx.disable_casts():
+            yield
+
+    async def main() -> list[bool]:
+        generator = agenerator()
+        await generator.__anext__()
+        before = hmpx.casts_enabled()
+        await asyncio.create_task(generator.aclose())
+        return [before, hmpx.casts_enabled()]
+
+    with hmpx.convert(policy=BFLOATS):
+        assert asyncio.run(main()) == [False, True]
