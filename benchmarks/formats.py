@@ -14,6 +14,7 @@ PEER NAME      ml_dtypes, gfloat, qtorch and pychop, those that are installed; w
 
 from __future__ import annotations
 
+import copy
 import importlib
 import os
 import sys
@@ -87,10 +88,10 @@ def own(x: Tensor) -> dict[str, Step]:
     """Returns hmpx's candidates; kernels must have been built."""
     steps: dict[str, Step] = {}
     for has_kernels in (True, False):
-        quantization._runs.clear()
         for format, rounding in CASES:
-            name = get(format).name + ("" if rounding == "nearest" else f", {rounding}")
-            run = quantization.rounder(format, rounding)
+            own_format = copy.copy(get(format))  # with plans and kernels of its own
+            name = own_format.name + ("" if rounding == "nearest" else f", {rounding}")
+            run = quantization.rounder(own_format, rounding)
             quantization._step_of(run, x.dtype).has_no_kernel = not has_kernels
             steps[name if has_kernels else f"{name}, ops"] = lambda run=run: run(x)
     return steps

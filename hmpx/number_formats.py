@@ -5,11 +5,12 @@ Knows no tensors: what rounds to a format is in ``rounding``, what a code means 
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 from .errors import OptionError, suggestion
 
@@ -38,8 +39,20 @@ _ALLOWED_OVERFLOW: Final[dict[str, tuple[Overflow, ...]]] = {
 _MOST_TABLE_VALUES: Final = 65536
 
 
+class _Deriving:
+    """What all formats have besides their fields."""
+
+    @functools.cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What others have worked out for this format: it is freed with it, and not copied."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "derived"}
+
+
 @dataclass(frozen=True)
-class Float:
+class Float(_Deriving):
     """A binary floating-point format with a sign bit.
 
     Attributes:
@@ -164,7 +177,7 @@ class Float:
 
 
 @dataclass(frozen=True)
-class Posit:
+class Posit(_Deriving):
     """A posit as the standard of 2022 has it, which fixes ``es`` at 2; others were in use before.
 
     Attributes:
@@ -226,7 +239,7 @@ class Posit:
 
 
 @dataclass(frozen=True)
-class Fixed:
+class Fixed(_Deriving):
     """Fixed point in two's complement: multiples of ``2**-fraction_bits``.
 
     Attributes:
@@ -291,7 +304,7 @@ class Fixed:
 
 
 @dataclass(frozen=True)
-class Block:
+class Block(_Deriving):
     """Blocks of elements that share a power of two, as in the OCP Microscaling (MX) specification.
 
     The shared exponent is that of the block's largest magnitude less the element's largest exponent,
@@ -362,7 +375,7 @@ class Block:
 
 
 @dataclass(frozen=True)
-class Table:
+class Table(_Deriving):
     """A format that is given by its values; a code is a value's index.
 
     Attributes:
@@ -440,7 +453,7 @@ class Table:
 
 
 @dataclass(frozen=True)
-class Custom:
+class Custom(_Deriving):
     """A format that is given by the function that rounds to it; all that it has.
 
     Attributes:

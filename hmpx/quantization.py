@@ -244,18 +244,15 @@ class _Step:
         return self.kernel
 
 
-_runs: Final[dict[tuple[int, str, str | None], _Run]] = {}
-
-
 def _run_of(format: Format, rounding: str, overflow: str | None) -> _Run:
-    key = (id(format), rounding, overflow)
-    run = _runs.get(key)
-    if run is None or run.format is not format:  # an id may be used again
+    key = (_Run, rounding, overflow)
+    run: _Run | None = format.derived.get(key)
+    if run is None:
         message = check_mode(format, rounding)
         if message is not None:
             raise OptionError(message)
         check_overflow(format, overflow)
-        run = _runs[key] = _Run(format, rounding, overflow)
+        run = format.derived[key] = _Run(format, rounding, overflow)
     return run
 
 

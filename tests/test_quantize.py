@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import copy
 import functools
+import gc
 import logging
 import math
 import os
+import pickle
 import subprocess
 import sys
 from bisect import bisect_right
@@ -25,7 +28,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hmpx import formats, quantization, rounding_kernels
 from hmpx.errors import OptionError
-from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, quantize
+from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, get, quantize
 from hmpx.quantization import rounder
 from hmpx.rounding import MODES
 
@@ -77,9 +80,14 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
     return request.param
 
 
+def forget_runs(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has plans and kernels of all formats made anew: they are kept by the class that runs them."""
+    monkeypatch.setattr(quantization, "_Run", type("_Run", (quantization._Run,), {"__slots__": ()}))
+
+
 def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Has all rounding done by the kernels, or by torch ops."""
-    monkeypatch.setattr(quantization, "_runs", {})
+    forget_runs(monkeypatch)
     library = None
     if implementation == "kernels":
         library = compiled()
@@ -774,7 +782,7 @@ def fresh_dynamo() -> Iterator[None]:
 @pytest.mark.usefixtures("fresh_dynamo")
 def test_compiled_graphs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inductor's code, in one graph, rounds bit for bit as the kernels; also what was not called yet."""
-    monkeypatch.setattr(quantization, "_runs", {})
+    forget_runs(monkeypatch)
     names = ("bfloat16", "float16", "float8_e4m3fn", "float8_e5m2fnuz", "posit16_1", "mxfp4_e2m1")
     known = (*names, NF4, Q4_4, WIDE_FLUSHED)
     x = torch.cat([random_floats(2000), torch.randn(2048)])[:4000]
@@ -811,6 +819,50 @@ def test_compiled_autograd_and_noise(name: str) -> None:
     assert torch.equal(mine, known.round())
     high = quantize(known, name, "up")
     assert ((noisy == low) | (noisy == high)).all()
+
+
+def test_formats_that_are_dropped_leave_nothing_behind() -> None:
+    """Ten thousand of them, each of which has rounded a tensor."""
+    x = torch.tensor([1.3])
+
+    def round_to(count: int) -> None:
+        for index in range(count):
+            quantize(x, Fixed(f"fixed{index}", 4, 4), MODES[index % len(MODES)])
+        gc.collect()
+
+    round_to(100)  # what is made once for the process
+    before = len(gc.get_objects())
+    round_to(10_000)
+    assert len(gc.get_objects()) - before < 1000
+
+
+def test_a_new_format_in_an_old_ones_place_rounds_its_own_way() -> None:
+    """Its id may be that of a format that was dropped."""
+    x = torch.tensor([1.3])
+    seen: set[int] = set()
+    reused = 0
+    for index in range(200):
+        bits = 1 + index % 8
+        format = Fixed("fixed", 4, bits)
+        reused += id(format) in seen
+        seen.add(id(format))
+        assert quantize(x, format).item() == round(x.item() * 2**bits) / 2**bits
+        del format
+        gc.collect()
+    assert reused
+
+
+@pytest.mark.parametrize(
+    "format", [get("float8_e4m3fn"), get("posit8_0"), get("mxfp8_e4m3"), Table("t", (-1, 0, 1))]
+)
+def test_formats_that_have_rounded_are_copied_as_others(format: formats.Format) -> None:
+    """By pickle too: kernels stay here."""
+    x = torch.tensor([0.3, 0.7])
+    expected = quantize(x, format)
+    for twin in (copy.deepcopy(format), copy.copy(format), pickle.loads(pickle.dumps(format))):
+        assert twin == format
+        assert twin is not format
+        assert torch.equal(quantize(x, twin), expected)
 
 
 def test_custom_formats() -> None:
@@ -889,7 +941,7 @@ def test_no_compiler(
     monkeypatch.setenv("HMPX_KERNELS", "wait")
     monkeypatch.setattr(rounding_kernels, "_library", None)
     monkeypatch.setattr(rounding_kernels, "_is_begun", False)
-    monkeypatch.setattr(quantization, "_runs", {})
+    forget_runs(monkeypatch)
     with caplog.at_level(logging.INFO, "hmpx"):
         for name in ("float8_e4m3fn", "posit8_0", "float8_e4m3fn"):
             quantize(x, name)
