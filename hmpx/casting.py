@@ -22,6 +22,7 @@ from .emulation import Emulation
 from .lowering import Lowering
 from .number_formats import Format
 from .ops import Parameters
+from .sequences import with_items
 from .switch import is_below_dispatcher
 
 Args = tuple[Any, ...]
@@ -286,9 +287,7 @@ def _with_inputs(
             new = [with_value(name, item) for item in value]
             if all(a is b for a, b in zip(new, value, strict=True)):
                 return value
-            if isinstance(value, list):
-                return new
-            return type(value)._make(new) if hasattr(value, "_make") else tuple(new)
+            return with_items(value, new)
         return value
 
     names = _padded(plan.parameters.names, len(args))

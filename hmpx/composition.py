@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
+from .sequences import with_items
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -93,8 +94,7 @@ def raised(
     if isinstance(value, Tensor):
         return widen(value) if value.dtype in dtypes else value
     if isinstance(value, (list, tuple)) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
-        new = [raised(item, widen, dtypes) for item in value]
-        return new if isinstance(value, list) else tuple(new)
+        return with_items(value, [raised(item, widen, dtypes) for item in value])
     return value
 
 
@@ -105,11 +105,7 @@ def rounded(
     if isinstance(value, Tensor):
         return convert(value) if value.dtype is dtype else value
     if isinstance(value, (list, tuple)):
-        new = [rounded(item, convert, dtype) for item in value]
-        if isinstance(value, list):
-            return new
-        # torch.return_types are tuples made from one sequence, named tuples from several values
-        return value._make(new) if hasattr(value, "_make") else type(value)(new)
+        return with_items(value, [rounded(item, convert, dtype) for item in value])
     return value
 
 

@@ -20,6 +20,7 @@ from .errors import OptionError, suggestion
 from .format_names import get
 from .number_formats import Custom, Format
 from .registry import Registry, change_together, exclusive
+from .sequences import with_items
 
 
 @dataclass(frozen=True)
@@ -91,7 +92,7 @@ def _detached(value: Any) -> Any:
     if isinstance(value, Tensor):
         return value.detach()
     if isinstance(value, (list, tuple)):
-        return type(value)([_detached(item) for item in value])
+        return with_items(value, [_detached(item) for item in value])
     return value
 
 
@@ -215,7 +216,7 @@ def _on_values(fn: OnCodes, format: Format) -> Callable[..., Tensor]:
         if isinstance(value, Tensor):
             return encode(value, format) if value.is_floating_point() else value
         if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return type(value)([coded(item) for item in value])
+            return with_items(value, [coded(item) for item in value])
         return value
 
     def function(*args: Any, **kwargs: Any) -> Tensor:

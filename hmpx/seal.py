@@ -22,6 +22,7 @@ from .casting import LOW_DTYPES, SEQUENCES
 from .decisions import LowType
 from .dtypes import long_name, short_name
 from .errors import FreezeError
+from .sequences import with_items
 
 REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model from its fp32 weights"
 
@@ -131,8 +132,7 @@ def _widened(value: Any) -> Any:
         items = [_widened(item) for item in value]
         if all(a is b for a, b in zip(items, value, strict=True)):
             return value
-        # torch.return_types are tuples made from one sequence, named tuples from several values
-        return value._make(items) if hasattr(value, "_make") else type(value)(items)
+        return with_items(value, items)
     if isinstance(value, dict):
         items = list(value.items())
     elif dataclasses.is_dataclass(value) and not isinstance(value, type):
