@@ -14,6 +14,7 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch._subclasses.functional_tensor import FunctionalTensor
 from torch.utils._python_dispatch import _disable_current_modes
 
 from .composition import Args, Kwargs, call_raised, rounded
@@ -96,13 +97,16 @@ class Emulation:
 
     def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Returns the arguments with the values of weights that were frozen to codes."""
-        if not self.takes_codes or not any(map(_holds_codes, (*args[1:], *kwargs.values()))):
+        if not self.takes_codes or not any(map(_is_integer, (*args[1:], *kwargs.values()))):
             return args, kwargs
-        new_args = (args[0], *map(self._value, args[1:])) if args else args
-        return new_args, {name: self._value(value) for name, value in kwargs.items()}
+        given = (*args, *kwargs.values())
+        holds_codes = _is_traced_code if any(map(_is_floating, given)) else _is_frozen
 
-    def _value(self, value: Any) -> Any:
-        return decode(value, self.format) if _holds_codes(value) else value
+        def value(given: Any) -> Any:
+            return decode(given, self.format) if holds_codes(given) else given
+
+        new_args = (args[0], *map(value, args[1:])) if args else args
+        return new_args, {name: value(given) for name, given in kwargs.items()}
 
     def compute(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         """Returns the result of ``function`` on inputs that are rounded."""
@@ -131,27 +135,28 @@ class Emulation:
 
 
 _CODES: Final = frozenset({torch.uint8, torch.uint16, torch.int32})
-_PLAIN: Final = frozenset({Tensor, nn.Parameter})
-
-#: Some model was frozen to codes.
-_has_codes = False
 
 
-def expect_codes() -> None:
-    """Has integers that a compiler traces as weights taken for codes from now on.
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _CODES
 
-    No parameters but frozen ones are integers; but a graph that is traced may not know which tensors
-    are parameters.
+
+def _is_floating(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype.is_floating_point
+
+
+def _is_frozen(value: Any) -> bool:
+    """Whether ``value`` is a weight that was frozen to codes: no other parameters are integers."""
+    return _is_integer(value) and isinstance(value, nn.Parameter)
+
+
+def _is_traced_code(value: Any) -> bool:
+    """The same, of a value beside floating tensors.
+
+    What AOTAutograd traces no longer says that it is a parameter. But it was traced before by tensors
+    that do, and any other integer beside floating tensors was torch's error there.
     """
-    global _has_codes
-    _has_codes = True
-
-
-def _holds_codes(value: Any) -> bool:
-    """Whether ``value`` is a weight that was frozen to codes."""
-    if not isinstance(value, Tensor) or value.dtype not in _CODES:
-        return False
-    return isinstance(value, nn.Parameter) or (_has_codes and type(value) not in _PLAIN)
+    return _is_frozen(value) or (_is_integer(value) and isinstance(value, FunctionalTensor))
 
 
 #: Told each parameter that is rounded, and its format.

@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from . import compiled, emulation, legalize, session, switch
+from . import compiled, legalize, session, switch
 from .decisions import LowType
 from .dtypes import short_name
 from .encoding import code_dtype, encode
@@ -204,7 +204,6 @@ def freeze(
         for tensor, low in low_copies:
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
-                emulation.expect_codes()
             tensor.data = low
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(WidensOutputs()).remove)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import copy
 import logging
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -43,6 +45,14 @@ def registered() -> Iterator[Callable[..., None]]:
     yield register
     for name in names:
         formats.unregister(name)
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """No compiled code is left over."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 OPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
@@ -495,6 +505,58 @@ def test_compiled_models_read_codes() -> None:
         with hmpx.freeze(model, x(5, 8), store="codes"):
             compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
             same(compiled(x(5, 8)), expected)
+
+
+def test_a_model_frozen_to_codes_compiles_in_the_process_that_loads_it(tmp_path: Path) -> None:
+    """Which has frozen nothing itself."""
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)).eval()
+    with hmpx.convert(low_precision_type="float8_e5m2"), torch.no_grad():
+        expected = model(x(5, 8))
+        with hmpx.freeze(model, x(5, 8), store="codes"):
+            torch.save((model, x(5, 8), expected), tmp_path / "model.pt")
+    (tmp_path / "load.py").write_text(
+        "import torch, hmpx\n"
+        "model, value, expected = torch.load('model.pt', weights_only=False)\n"
+        "assert model[0].weight.dtype is torch.uint8\n"
+        "with hmpx.convert(low_precision_type='float8_e5m2'), torch.no_grad():\n"
+        "    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')\n"
+        "    assert torch.equal(compiled(value), expected)\n"
+    )
+    subprocess.run([sys.executable, "load.py"], cwd=tmp_path, check=True)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_products_of_integers_are_the_same_once_weights_are_codes() -> None:
+    """Compiled or not, while such a model is there and afterwards."""
+    a, b = torch.arange(6).int().view(2, 3), torch.arange(12).int().view(3, 4)
+    model = nn.Linear(8, 4).eval()
+
+    def check() -> None:
+        torch._dynamo.reset()
+        compiled = torch.compile(torch.matmul, fullgraph=True, backend="aot_eager")
+        same(compiled(a, b), a @ b)
+        assert (a @ b).dtype is torch.int32
+
+    with hmpx.convert(low_precision_type="float8_e5m2"):
+        with hmpx.freeze(model, x(5, 8), store="codes"):
+            assert model.weight.dtype is torch.uint8
+            check()
+        check()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_compiled_code_refuses_integers_that_are_no_weights() -> None:
+    """As torch does, while some model is frozen to codes and afterwards."""
+    image, model = torch.ones(1, 3, 5, 5, dtype=torch.uint8), nn.Conv2d(3, 4, 3).eval()
+    kernel = torch.ones(4, 3, 3, 3, dtype=torch.uint8)
+    with hmpx.convert(low_precision_type="float8_e4m3fn"):
+        with hmpx.freeze(model, x(1, 3, 5, 5), store="codes"):
+            with pytest.raises(RuntimeError):
+                torch.compile(model, backend="aot_eager")(image)
+            with pytest.raises(RuntimeError):
+                torch.compile(F.conv2d, backend="aot_eager")(x(1, 3, 5, 5), kernel)
+        with pytest.raises(RuntimeError):
+            torch.compile(F.conv2d, backend="aot_eager")(x(1, 3, 5, 5), kernel)
 
 
 @pytest.mark.parametrize("options", [{}, {"store": "codes"}])
