@@ -191,6 +191,8 @@ def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
 def unregister(name: str) -> None:
     """Forgets a format that was registered, and the functions that compute ops in it.
 
+    A conversion in force goes on rounding to the format; torch computes the ops from then on.
+
     Raises:
         OptionError: There is none of that name, or it comes with hmpx.
     """
@@ -198,12 +200,14 @@ def unregister(name: str) -> None:
 
 
 def forget(format: str) -> None:
-    """Takes back all that `register_op` was told for a format."""
+    """Takes back all that `register_op` was told for a format; conversions in force follow."""
     REGISTRY.change(_without(format))
 
 
 def _without(format: str) -> _Lowerings:
-    return {key: known for key, known in REGISTRY.value.items() if key[1] != format}
+    known = REGISTRY.value
+    kept = {key: lowerings for key, lowerings in known.items() if key[1] != format}
+    return known if len(kept) == len(known) else kept
 
 
 def _on_values(fn: OnCodes, format: Format) -> Callable[..., Tensor]:

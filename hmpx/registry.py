@@ -78,12 +78,13 @@ def change_together(*changes: tuple[Registry[Any], Any]) -> None:
         changes: Pairs of a registry and its new value.
     """
     before = [(registry, registry.value) for registry, _ in changes]
-    followers = dict.fromkeys(f for registry, _ in changes for f in registry._followers)
+    changed = [registry for registry, value in changes if registry.value is not value]
+    followers = dict.fromkeys(follow for registry in changed for follow in registry._followers)
     try:
         for registry, value in changes:
             registry.value = value
-        for follower in followers:
-            follower()
+        for follow in followers:
+            follow()
     except BaseException:
         for registry, value in before:
             registry.value = value

@@ -374,6 +374,19 @@ def test_a_registered_function_computes_the_op(lowered: None) -> None:
     same(torch.autograd.grad(actual.sum(), (a, b)), (torch.ones(5), torch.ones(5)))
 
 
+def test_an_unregistered_format_is_computed_by_torch_again() -> None:
+    """Also in a conversion in force, which still rounds to it."""
+    formats.register(formats.Fixed("fixed4_2", 4, 2))
+    policy = hmpx.Policy.from_ops(low=["add"], low_precision_type="fixed4_2")
+    a, b = x(5), x(5, seed=1)
+    with hmpx.convert(policy=policy):
+        expected = a + b
+        formats.register_op(lambda a, b: torch.full_like(a, 0.5), "add", "fixed4_2")
+        same(a + b, torch.full((5,), 0.5))
+        formats.unregister("fixed4_2")
+        same(a + b, expected)
+
+
 def test_a_function_of_codes_gets_and_gives_integers(lowered: None) -> None:
     """uint16 for 16-bit formats; here it negates, by two's complement."""
     seen = []
