@@ -11,6 +11,7 @@ import fnmatch
 import importlib
 import importlib.machinery
 import importlib.util
+import math
 import os
 import platform
 import sys
@@ -647,7 +648,7 @@ def _doctor(options: argparse.Namespace) -> int:
             if isinstance(low_type, torch.dtype):
                 lines += _capability_lines(device_type, low_type)
             else:
-                lines.append(f"{low_type.name} on {device_type}: emulated in fp32")
+                lines.append(f"{low_type.name} on {device_type}: emulated")
     for path, function in missed:
         lines.append(f"{path} keeps {function!r}, which is not cast")
     if missed:
@@ -662,21 +663,31 @@ def _doctor(options: argparse.Namespace) -> int:
 def _capability_lines(device_type: str, dtype: torch.dtype) -> Iterator[str]:
     """Yields what the device reports and was measured to do in ``dtype``, and what follows."""
     name = str(dtype).removeprefix("torch.")
-    said = {True: "has it", False: "lacks it", None: "is not told"}
-    reported = capability.reported(device_type, dtype)
-    yield f"{name} on {device_type}: torch reports that the hardware {said[reported]}"
+    said = {
+        True: "torch reports that the hardware has it",
+        False: "torch reports that the hardware lacks it",
+        None: "torch does not report whether the hardware has it",
+    }
+    yield f"{name} on {device_type}: {said[capability.reported(device_type, dtype)]}"
     found = {kind: capability.capability(kind, device_type, dtype) for kind in capability.KINDS}
     if all(known.inference is None for known in found.values()):
-        yield "  every op runs in its native kernel"
+        yield "  not measured: every op runs in its native kernel"
         return
-    yield "  time of the native kernel over that by way of fp32; slow ones are not used"
+    yield "  time of the native kernel divided by that of fp32 with casts; slow kernels are not used"
     yield f"  {'ops':14}{'inference':>13}{'training':>13}"
     for kind, known in found.items():
-        cells = []
-        for ratio, training in ((known.inference, False), (known.training, True)):
-            slow = " slow" if known.is_slow(training=training) else ""
-            cells.append(f"{ratio:.1f}{slow:5}" if ratio is not None else "")
+        cells = [_measured(known, training=training) for training in (False, True)]
         yield f"  {kind:14}{cells[0]:>13}{cells[1]:>13}".rstrip()
+
+
+def _measured(known: capability.Capability, *, training: bool) -> str:
+    """Returns a cell; numbers are padded so that those with and without a remark line up."""
+    ratio = known.training if training else known.inference
+    if ratio is None:
+        return f"{'-':6}"
+    if math.isinf(ratio):
+        return "no kernel"
+    return f"{ratio:.1f}{' slow' if known.is_slow(training=training) else '':5}"
 
 
 # --- output ------------------------------------------------------------------------------------

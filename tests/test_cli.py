@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 import os
 import re
 import signal
@@ -12,8 +13,9 @@ from pathlib import Path
 from typing import NamedTuple
 
 import pytest
+import torch
 
-from hmpx import capability, cli, ops
+from hmpx import CastPolicy, capability, cli, ops
 
 
 class Outcome(NamedTuple):
@@ -179,12 +181,21 @@ def test_ops_shows_policy_reason_and_call_sites(capsys: pytest.CaptureFixture[st
 
 
 def test_ops_names_each_policy(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The five policies have five spellings, the low one with its type."""
+    """Each has a spelling, the low one with its type."""
     write(directory, "low.txt", "cos\n")
+    write(directory, "policy.yaml", "low: [cos]\nfollow: [sin]\n")
+    rows = {row[0]: row for row in table(["--policy", "policy.yaml"], capsys)}
+    policies = {name: rows[name][1] for name in ("cos", "sin", "div", "cat", "lerp", "tan")}
+    spelt = {"-" if policy is CastPolicy.PASS else policy.name for policy in CastPolicy}
+    assert {policy.split()[0] for policy in policies.values()} == spelt
     rows = {row[0]: row for row in table(["--bf16", "low.txt"], capsys)}
-    policies = {name: rows[name][1] for name in ("cos", "div", "cat", "lerp", "tan")}
+    policies = {
+        **policies,
+        **{name: rows[name][1] for name in ("cos", "div", "cat", "lerp", "tan")},
+    }
     assert policies == {
         "cos": "LOW bf16",
+        "sin": "FOLLOW",
         "div": "FP32",
         "cat": "WIDEST",
         "lerp": "FIRST",
@@ -578,11 +589,58 @@ def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     assert (actual.status, actual.err) == (0, "")
     said, what, head, *rows = actual.out.splitlines()[2:]
     assert re.fullmatch(r"float16 on cpu: torch reports that the hardware (has|lacks) it", said)
-    assert what == "  time of the native kernel over that by way of fp32; slow ones are not used"
+    assert (
+        what
+        == "  time of the native kernel divided by that of fp32 with casts; slow kernels are not used"
+    )
     assert head.split() == ["ops", "inference", "training"]
     assert [row.split()[0] for row in rows] == list(capability.KINDS)
     for row in rows:
         assert re.fullmatch(r" +\w+( +\d+\.\d( slow)?){2}", row)
+
+
+_NATIVE, _SLOW, _MISSING = (0.8, 0.9), (0.7, 16.14), (math.inf, math.inf)
+
+
+@pytest.mark.parametrize(
+    ("reported", "says"),
+    [
+        (True, "torch reports that the hardware has it"),
+        (False, "torch reports that the hardware lacks it"),
+        (None, "torch does not report whether the hardware has it"),
+    ],
+)
+@pytest.mark.parametrize(
+    ("measured", "cells"),
+    [
+        (_NATIVE, ["     0.8          0.9"]),
+        (_SLOW, ["     0.7         16.1 slow"]),
+        (_MISSING, ["    no kernel    no kernel"]),
+        ((None, None), None),
+        ((0.8, None), ["     0.8            -"]),
+    ],
+)
+def test_doctor_speaks_of_every_state(
+    monkeypatch: pytest.MonkeyPatch,
+    reported: bool | None,
+    says: str,
+    measured: tuple[float | None, float | None],
+    cells: list[str] | None,
+) -> None:
+    """Whatever torch reports, and whatever was measured or not."""
+    found = capability.Capability(reported, *measured)
+    monkeypatch.setattr(capability, "reported", lambda *_: reported)
+    monkeypatch.setattr(capability, "capability", lambda *_: found)
+    first, *rest = cli._capability_lines("cpu", torch.bfloat16)
+    assert first == f"bfloat16 on cpu: {says}"
+    if cells is None:
+        assert rest == ["  not measured: every op runs in its native kernel"]
+        return
+    assert rest == [
+        "  time of the native kernel divided by that of fp32 with casts; slow kernels are not used",
+        "  ops               inference     training",
+        *[f"  {kind:14}{cells[0]}" for kind in capability.KINDS],
+    ]
 
 
 def test_formats_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
