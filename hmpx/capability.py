@@ -1,6 +1,6 @@
 """What a device does natively in low precision, op kind by op kind: as torch reports it, and measured.
 
-A CPU without bfloat16 products computes them a hundred times slower than fp32, and says nothing.
+A CPU without bfloat16 products computes them many times slower than fp32, and says nothing.
 Knows neither policies nor wrappers.
 """
 

@@ -227,7 +227,7 @@ class FloatPlan:
             return _CLAMP(rounded, max=self.max)
         if self.mode in ("nearest", "nearest_away", "stochastic"):
             # Infinity where it is beyond, or else 0: by arithmetic, since comparing and choosing take
-            # ten times as long where no compiler fuses them.
+            # far longer where no compiler fuses them.
             huge = math.ldexp(1.0, self.binary.bias)
             excess = _CLAMP(_SUB(rounded, self.max), min=0.0).mul_(huge).mul_(huge)
             if self.beyond != math.inf:

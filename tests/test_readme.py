@@ -34,3 +34,12 @@ def test_the_options_shown_exist() -> None:
     used = {name for call in calls for name in re.findall(r"(\w+)=", call)}
     assert used
     assert used - known <= {"low", "fp32"}  # arguments of Policy.from_ops inside one of them
+
+
+def test_the_table_of_policies_has_each() -> None:
+    """In a row of its own."""
+    from hmpx import CastPolicy
+
+    (table,) = re.findall(r"^## The policies\n(.*?)^## ", README, flags=re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
+    assert sorted(rows) == sorted(policy.name for policy in CastPolicy)
