@@ -13,7 +13,7 @@ from torch.overrides import has_torch_function
 from . import source, switch, wrappers
 from .casting import Args, CallPlan, Kwargs, cast_args
 from .decisions import Decision, LowType
-from .rules import Judge, Rule
+from .rules import MOST_VERDICTS, Judge, Rule
 
 #: Makes the wrapper that follows a decision; None where no call would be cast.
 Maker = Callable[[Decision], Callable[..., Any] | None]
@@ -43,6 +43,8 @@ def make_choosing_wrapper(
         key = decision, decision.reason
         found = followed.get(key)
         if found is None:
+            if len(followed) >= MOST_VERDICTS:  # reasons may be as many as calls
+                followed.clear()
             found = followed[key] = make(decision) or original
         return found
 

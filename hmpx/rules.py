@@ -314,7 +314,8 @@ def _content(cell: types.CellType) -> Any:
 
 # --- asking ------------------------------------------------------------------------------------
 
-_MOST_VERDICTS: Final = 4096  # for shapes without end
+#: Verdicts that are kept, and what follows from them: for shapes without end.
+MOST_VERDICTS: Final = 4096
 _SEQUENCES: Final = (list, tuple)
 _SHAPES: Final = ("shapes",)
 _PLACE: Final = ("place",)
@@ -402,7 +403,7 @@ class Judge(Generic[_T]):
             followed = self._follow(self._verdict(Call(self._op, values, read)))
         before, known = self._state
         fields = tuple([name for name in FIELDS if name in read or name in before])
-        if fields != before or len(known) >= _MOST_VERDICTS:
+        if fields != before or len(known) >= MOST_VERDICTS:
             known = {}  # what rules have said depends on more than was known
             self._state = fields, known
         if all([type(size) is int for tensor in tensors for size in tensor.shape]):  # noqa: C419

@@ -149,7 +149,7 @@ def _holds_in(globs: tuple[str, ...], regexes: tuple[str, ...], path: str) -> bo
     return any(pattern.fullmatch(name) for pattern in patterns for name in names)
 
 
-@functools.cache
+@functools.lru_cache(maxsize=1 << 12)
 def _compiled(kind: str, pattern: str) -> re.Pattern[str]:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", FutureWarning)

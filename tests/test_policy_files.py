@@ -30,7 +30,7 @@ from hmpx import (
     load_policy,
     ops,
 )
-from hmpx.sections import Section
+from hmpx.sections import Section, _compiled, unmatched
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -914,3 +914,11 @@ def test_any_gaudi_configuration_loads_or_is_an_error(
     path = tmp_path / "gaudi_config.json"
     path.write_text(json.dumps(content))
     tried(path)
+
+
+def test_patterns_of_modules_that_no_policy_has_any_more_are_forgotten() -> None:
+    """Those of ten thousand policies are not all kept."""
+    for index in range(10_000):
+        section = Section(decisions={}, module=(f"layer{index}.*",), where="sections[0]")
+        assert unmatched([section], ["layer"]) == [f"sections[0]: module 'layer{index}.*'"]
+    assert _compiled.cache_info().currsize < 10_000

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import logging
 import threading
 import types
@@ -29,6 +30,7 @@ from hmpx import (
     OptionError,
     Policy,
     RuleError,
+    choosing,
     ops,
     register_rule,
     rules,
@@ -58,6 +60,28 @@ def none() -> hmpx.Session:
 
 
 # --- registering --------------------------------------------------------------------------------
+
+
+def test_reasons_without_end_leave_a_limited_number_of_wrappers(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """A decision that gives each shape a reason of its own is followed by a wrapper of its own."""
+    for module in (rules, choosing):
+        monkeypatch.setattr(module, "MOST_VERDICTS", 20)
+    register_rule("relu", lambda call: hmpx.Decision(ALLOW, reason=f"{call.shapes[0].numel()}"))
+
+    def wrappers() -> int:
+        gc.collect()
+        return sum("__hmpx_site__" in vars(f) for f in functions_alive())
+
+    def functions_alive() -> list[types.FunctionType]:
+        return [found for found in gc.get_objects() if type(found) is types.FunctionType]
+
+    with none():
+        before = wrappers()
+        for size in range(1, 301):
+            assert torch.relu(torch.ones(size)).dtype is BF16
+        assert wrappers() - before <= 40
 
 
 def test_as_a_decorator_and_as_a_call() -> None:
@@ -511,10 +535,10 @@ def test_verdicts_of_shapes_without_end_are_given_up() -> None:
         return DENY if call.shapes else None
 
     judge = rules.Judge("relu", parameters, (rule,), BF16, lambda said: said)
-    for size in range(rules._MOST_VERDICTS + 10):
+    for size in range(rules.MOST_VERDICTS + 10):
         judge.judge((torch.empty(size),), {})
     _, known = judge._state
-    assert 0 < len(known) <= rules._MOST_VERDICTS
+    assert 0 < len(known) <= rules.MOST_VERDICTS
 
 
 def test_threads_do_not_mix_their_verdicts() -> None:
