@@ -64,6 +64,9 @@ _SMALL_TABLE: Final = 16
 #: By so many upper bits the values of a larger one are found: sign, exponent and 3 to 9 more.
 _SHIFTS: Final = tuple(32 - upper for upper in range(12, 19))
 
+#: Lengths of rows whose specs a plan of blocks keeps.
+_MOST_LENGTHS: Final = 1024
+
 _lock = threading.Lock()
 _library: ctypes.CDLL | None = None
 _is_begun = False
@@ -100,6 +103,8 @@ def kernel(plan: Plan, library: ctypes.CDLL) -> Kernel | None:
         ) -> None:
             spec = by_length.get(length)
             if spec is None:
+                if len(by_length) >= _MOST_LENGTHS:
+                    by_length.clear()
                 spec = by_length[length] = make_spec(length)
             function(source, target, count, ctypes.addressof(spec), key0, key1, threads)
 

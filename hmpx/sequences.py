@@ -11,7 +11,7 @@ def with_items(sequence: Any, items: list[Any]) -> Any:
 
     Constructors of classes written in Python may take anything, and are not called.
     """
-    cls = type(sequence)
+    cls: Any = type(sequence)
     if cls is list:
         return items
     if cls is tuple:

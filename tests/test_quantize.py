@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import functools
 import gc
 import logging
@@ -863,6 +864,24 @@ def test_formats_that_have_rounded_are_copied_as_others(format: formats.Format) 
         assert twin == format
         assert twin is not format
         assert torch.equal(quantize(x, twin), expected)
+
+
+def test_rows_of_any_length_leave_little_behind(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Blocks are told their rows' length; not all lengths that there were are kept."""
+    rows = [torch.randn(3, length) for length in range(1, 101)]
+    use("ops", monkeypatch)
+    expected = [quantize(x, "mxfp8_e4m3") for x in rows]
+    use("kernels", monkeypatch)
+    monkeypatch.setattr(rounding_kernels, "_MOST_LENGTHS", 8)
+
+    def specs() -> int:
+        gc.collect()
+        return sum(issubclass(type(found), ctypes.Array) for found in gc.get_objects())
+
+    before = specs()
+    for x, values in zip(rows * 2, expected * 2, strict=True):
+        assert torch.equal(quantize(x, "mxfp8_e4m3"), values)
+    assert specs() - before <= 8
 
 
 def test_custom_formats() -> None:
