@@ -569,7 +569,7 @@ def test_threads_do_not_mix_their_verdicts() -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-            rules.REGISTRY.change(tuple(list(rules.REGISTRY.value)))
+            rules.REGISTRY.change((*rules.REGISTRY.value,))
     assert faults == []
 
 

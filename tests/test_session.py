@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import copy
+import copyreg
+import gc
 import logging
 import pickle
 import subprocess
 import sys
+import types
+import weakref
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +20,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import HmpxWarning, OptionError, Policy, patching, session
+from hmpx import HmpxWarning, OptionError, Policy, patching, session, source
 from tests.conftest import differences, namespaces
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -193,6 +197,157 @@ def test_somebody_elses_patch_on_top_is_left_working_and_named() -> None:
     assert F.linear is theirs
     assert F.linear(ones(), ones()).dtype is FP32
     F.linear = torch._C._nn.linear
+
+
+@pytest.mark.filterwarnings("error::hmpx.HmpxWarning")
+def test_a_warning_made_an_error_leaves_one_state_or_the_other() -> None:
+    """Replacing fails and changes nothing; reverting is done by the time that it warns."""
+    original = torch.mm
+    first = hmpx.convert(policy=Policy.from_ops(low=["mm", "matmul"]))
+    ours = torch.mm
+
+    def theirs(*args: Any) -> torch.Tensor:
+        return ours(*args)
+
+    torch.mm = theirs  # type: ignore[assignment]
+    with pytest.raises(HmpxWarning):
+        hmpx.convert(policy=Policy.from_ops(low=["matmul"]))
+    assert session.current() is first
+    assert torch.mm is theirs
+    assert (torch.mm(ones(), ones()).dtype, (ones() @ ones()).dtype) == (BF16, BF16)
+    with pytest.raises(HmpxWarning):
+        hmpx.revert()
+    assert not hmpx.is_converted()
+    assert (torch.mm(ones(), ones()).dtype, (ones() @ ones()).dtype) == (FP32, FP32)
+    torch.mm = original
+
+
+@pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError])
+@pytest.mark.parametrize("converted", [False, True])
+def test_a_compiler_that_cannot_be_reset_does_not_leave_torch_patched(
+    monkeypatch: pytest.MonkeyPatch, error: type[BaseException], converted: bool
+) -> None:
+    """Its reset is the last step, and may raise whatever it likes."""
+    if converted:
+        hmpx.convert(policy=Policy.from_ops(low=["matmul"]))
+    before = namespaces()
+
+    def reset() -> None:
+        raise error
+
+    monkeypatch.setattr(torch._dynamo, "reset", reset)
+    with pytest.raises(error):
+        hmpx.convert()
+    assert hmpx.is_converted() is converted
+    assert differences(before) == []
+    if converted:
+        with pytest.raises(error):
+            hmpx.revert()
+        assert hmpx.casts_enabled()
+        assert differences(before) == []
+    monkeypatch.undo()
+    hmpx.revert()
+    assert F.linear(ones(), ones()).dtype is FP32
+
+
+def test_a_reducer_of_somebody_elses_for_builtins_is_left_to_them() -> None:
+    """Registered while torch is converted, by a library that pickles builtins its own way."""
+
+    def reduce(function: Any) -> str:
+        return str(function.__qualname__)
+
+    hmpx.convert()
+    copyreg.pickle(types.BuiltinFunctionType, reduce)
+    try:
+        hmpx.revert()
+        assert not hmpx.is_converted()
+        assert copyreg.dispatch_table[types.BuiltinFunctionType] is reduce
+    finally:
+        copyreg.dispatch_table.pop(types.BuiltinFunctionType)
+
+
+class Obstinate(types.ModuleType):
+    """A module whose names can't be set any more."""
+
+    def __setattr__(self, name: str, value: object) -> None:
+        raise AttributeError(f"{name} can't be set")
+
+
+def test_a_module_that_refuses_a_wrapper_keeps_what_it_has() -> None:
+    """A name from before convert is not worth an error; `missed` tells of it."""
+    module = Obstinate("obstinate")
+    vars(module)["relu"] = torch.relu
+    sys.modules["obstinate"] = module
+    try:
+        with hmpx.convert() as active:
+            assert vars(module)["relu"] is torch.relu.__wrapped__  # type: ignore[attr-defined]
+            assert "obstinate.relu" in [path for path, _ in active.missed()]
+        assert vars(module)["relu"] is torch.relu
+    finally:
+        del sys.modules["obstinate"]
+
+
+def test_sessions_that_were_replaced_are_let_go() -> None:
+    """A service that converts again and again keeps one of them, or two."""
+    policies = [Policy.from_ops(low=["mm"]), Policy.from_ops(low=["mm", "bmm"])]
+    sessions = [weakref.ref(hmpx.convert(policy=policies[n % 2])) for n in range(10)]
+    gc.collect()
+    assert sum(reference() is not None for reference in sessions) <= 2
+    hmpx.revert()
+
+
+#: What a retired wrapper need not change, since nothing else leads there.
+NOT_RETIRED = {
+    "convert": "no dtype is among `other_dtypes` any more",
+    "device_types": "asked of dtypes among `other_dtypes`",
+    "dtype": "inputs that have it go to `original`, as others do",
+    "is_large": "asked where `legalizes`",
+    "wrapper": "the wrapper itself",
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"opt_level": "O2"}, {"legalize": "always"}])
+def test_retired_wrappers_are_told_of_all_that_they_do(options: dict[str, Any]) -> None:
+    """Each variable of a generated wrapper's closure has another value once it is retired, or a reason."""
+    parameters = set(source.PARAMETERS)
+    hmpx.convert(**options)
+    kept = [F.linear, torch.softmax, F.layer_norm, torch.conv2d, torch.cat, F.dropout2d, torch.div]
+    before = [cells(wrapper) for wrapper in kept if hasattr(wrapper, "__wrapped__")]
+    kept = [wrapper for wrapper in kept if hasattr(wrapper, "__wrapped__")]
+    hmpx.revert()
+    for wrapper, held in zip(kept, before, strict=True):
+        now = cells(wrapper)
+        for name in parameters & held.keys() - NOT_RETIRED.keys():
+            is_same = now[name] is held[name] and held[name] not in (False, frozenset())
+            assert not is_same or name == "is_autocast_on", f"{wrapper.__qualname__}: {name}"
+
+
+def cells(wrapper: Any) -> dict[str, Any]:
+    names = wrapper.__code__.co_freevars
+    return {n: c.cell_contents for n, c in zip(names, wrapper.__closure__, strict=True)}
+
+
+class Dispatched(torch.Tensor):
+    """A tensor that says by ``__torch_dispatch__`` how it computes: as the one inside of it."""
+
+    inner: torch.Tensor
+
+    @classmethod
+    def __torch_dispatch__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        def unwrap(value: Any) -> Any:
+            return value.inner if isinstance(value, cls) else value
+
+        return func(*map(unwrap, args), **(kwargs or {}))
+
+
+def test_a_kept_wrapper_casts_no_subclass_after_revert() -> None:
+    """Of a class whose tensors are cast, although torch has it decide how functions are called."""
+    value = torch.Tensor._make_subclass(Dispatched, ones())
+    value.inner = ones()
+    with hmpx.convert(policy=Policy.from_ops(low=["mm"])):
+        kept = torch.mm
+        assert kept(value, value).dtype is BF16
+    assert kept(value, value).dtype is FP32
 
 
 def test_one_builtin_in_two_slots_keeps_one_identity() -> None:
