@@ -26,7 +26,7 @@ import timing
 import torch
 from torch import Tensor
 
-from hmpx import quantization, rounding_kernels
+from hmpx import kernel_library, quantization
 from hmpx.formats import Fixed, Float, Table, get
 
 LARGE, SMALL = 2**24, 4096
@@ -174,7 +174,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     start = time.perf_counter()
-    if rounding_kernels.library() is None:
+    if kernel_library.library() is None:
         raise SystemExit("no compiler builds the kernels here; the log says why")
     print(f"kernels built or loaded in {time.perf_counter() - start:.1f} s")
 

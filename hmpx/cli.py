@@ -1,4 +1,4 @@
-"""The command line: ``hmpx run``, ``hmpx check``, ``hmpx ops`` and ``hmpx doctor``.
+"""The command line: ``hmpx run``, ``hmpx check``, ``hmpx ops``, ``hmpx doctor``, ``hmpx kernels``.
 
 Turns arguments into calls and results into text; the only module that prints. Decides nothing
 about casting.
@@ -30,6 +30,9 @@ from . import (
     capability,
     formats,
     habana_shim,
+    kernel_cache,
+    kernel_compiler,
+    kernel_library,
     oplists,
     ops,
     policy,
@@ -38,7 +41,7 @@ from . import (
 )
 from .decisions import CastPolicy, Decision
 from .dtypes import short_name
-from .errors import HmpxError, HmpxWarning, suggestion
+from .errors import HmpxError, HmpxWarning, KernelsError, suggestion
 from .legalize import MODES
 
 #: Functions of hmpx that merely pass a call on; tracebacks are shown without their frames.
@@ -115,6 +118,7 @@ def _parser() -> argparse.ArgumentParser:
     _add_check(commands)
     _add_ops(commands)
     _add_doctor(commands)
+    _add_kernels(commands)
     return parser
 
 
@@ -283,6 +287,36 @@ examples:
         "modules", nargs="*", metavar="MODULES", help="modules to import, by dotted name"
     )
     _add_list_options(parser)
+
+
+def _add_kernels(commands: Any) -> None:
+    parser = _add_command(
+        commands,
+        "kernels",
+        _kernels,
+        help="build the kernels that round to number formats, or show where they are",
+        usage="hmpx kernels [--build [--output PATH]]",
+        description="Prints where the compiled kernels are that round to number formats on the CPU,\n"
+        "and whether they can be used. They are built when something is rounded for the first time, or\n"
+        "by --build: before many processes start, or for machines that have no compiler.",
+        epilog="""\
+A library that --output wrote is used where HMPX_KERNELS is its absolute path. It runs on other
+machines of the same architecture, too (x86-64: those with AVX2), and is for this version of hmpx.
+
+exit status:
+  0 the kernels can be used; 1 they can't, or can't be built; 2 wrong arguments or HMPX_KERNELS
+
+examples:
+  hmpx kernels
+  hmpx kernels --build
+  hmpx kernels --build --output /opt/hmpx/kernels.so""",
+    )
+    parser.add_argument(
+        "--build", action="store_true", help="build them, whether or not they are there"
+    )
+    parser.add_argument(
+        "--output", metavar="PATH", help="write them to this file instead of the user's cache"
+    )
 
 
 def _add_list_options(parser: argparse.ArgumentParser) -> None:
@@ -688,6 +722,44 @@ def _measured(known: capability.Capability, *, training: bool) -> str:
     if math.isinf(ratio):
         return "no kernel"
     return f"{ratio:.1f}{' slow' if known.is_slow(training=training) else '':5}"
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+def _kernels(options: argparse.Namespace) -> int:
+    if options.build:
+        try:
+            return _show(_build_kernels(options.output))
+        except KernelsError as error:
+            _complain(str(error))
+            return 1
+    if options.output is not None:
+        options.parser.error("--output says where --build writes; add --build")
+    state = kernel_library.state()
+    try:
+        compiler = " ".join(kernel_compiler.find())
+    except KernelsError as error:
+        compiler = str(error)
+    lines = [
+        f"library: {state.path or 'none'}",
+        f"state: {state.fault or 'ready'}",
+        f"compiler: {kernel_compiler.shown(compiler)}",
+    ]
+    return _show(lines, status=1 if state.fault else 0)
+
+
+def _build_kernels(output: str | None) -> Iterator[str]:
+    if output is not None:
+        path = Path(output).absolute()
+        kernel_cache.build_portable(path)
+        yield f"library: {path}"
+        yield f"to use it: HMPX_KERNELS={path}"
+        return
+    built = kernel_cache.build()
+    if built.fault:
+        raise KernelsError(built.fault)
+    yield f"library: {kernel_cache.path()}"
 
 
 # --- output ------------------------------------------------------------------------------------

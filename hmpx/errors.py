@@ -33,6 +33,10 @@ class FreezeError(HmpxError):
     """A model can't be frozen, or a frozen one can't do what was asked of it."""
 
 
+class KernelsError(HmpxError):
+    """Compiled kernels can't be built, kept or loaded; rounding by torch ops needs none."""
+
+
 class HmpxWarning(UserWarning):
     """Something in the user's input was left out, and hmpx went on without it."""
 

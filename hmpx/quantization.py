@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import forward_ad
 
-from . import rounding_kernels
+from . import kernel_library, rounding_kernels
 from .dtypes import CAST
 from .errors import OptionError
 from .format_names import get
@@ -237,7 +237,7 @@ class _Step:
         """Returns the compiled plan; None while there is none."""
         if self.has_no_kernel or self.plan is None:
             return None
-        library = rounding_kernels.library()
+        library = kernel_library.library()
         if library is not None:
             self.kernel = rounding_kernels.kernel(self.plan, library)
             self.has_no_kernel = self.kernel is None
@@ -252,6 +252,7 @@ def _run_of(format: Format, rounding: str, overflow: str | None) -> _Run:
         if message is not None:
             raise OptionError(message)
         check_overflow(format, overflow)
+        kernel_library.check_setting()
         run = format.derived[key] = _Run(format, rounding, overflow)
     return run
 

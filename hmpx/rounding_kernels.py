@@ -1,24 +1,12 @@
-"""Rounding on the CPU at the speed of memory: ``rounding_kernels.c``, built by the system's compiler.
+"""Rounding on the CPU at the speed of memory: calls of the functions in ``rounding_kernels.c``.
 
-Built once for a machine, in the background, and kept in the user's cache. Until then, and where
-there is no compiler, torch ops do the same. ``HMPX_KERNELS`` says otherwise: ``off`` never builds,
-``wait`` waits for the build. Knows plans; nothing of formats, dtypes of users, layouts, autograd.
+Turns plans into the specs that those functions take; `kernel_library` has them compiled.
 """
 
 from __future__ import annotations
 
 import ctypes
-import hashlib
-import logging
-import os
-import platform
-import shlex
-import shutil
-import subprocess
-import tempfile
-import threading
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any, Final, TypeAlias
 
 import torch
@@ -38,25 +26,6 @@ from .rounding import (
 #: (source address, target address, elements, key, key, threads, length of a row)
 Kernel: TypeAlias = Callable[[int, int, int, int, int, int, int], None]
 
-_LOGGER: Final = logging.getLogger("hmpx")
-_SOURCE: Final = Path(__file__).with_suffix(".c")
-
-#: None of them changes a value. OpenMP comes with the threads that torch has running already.
-_FLAGS: Final = (
-    "-O3",
-    "-std=gnu11",
-    "-fPIC",
-    "-ffp-contract=off",
-    "-fno-math-errno",
-    "-fno-trapping-math",
-    "-fvisibility=hidden",
-    "-fopenmp-simd",
-)
-
-#: Tried in turn: not every compiler knows every machine, nor has the OpenMP that torch runs on.
-_MORE_FLAGS: Final = (("-march=native", "-fopenmp"), ("-march=native",), ())
-
-_BUILD_LIMIT_S: Final = 120.0
 
 #: Up to so many values of a table are compared one by one.
 _SMALL_TABLE: Final = 16
@@ -66,17 +35,6 @@ _SHIFTS: Final = tuple(32 - upper for upper in range(12, 19))
 
 #: Lengths of rows whose specs a plan of blocks keeps.
 _MOST_LENGTHS: Final = 1024
-
-_lock = threading.Lock()
-_library: ctypes.CDLL | None = None
-_is_begun = False
-
-
-def library() -> ctypes.CDLL | None:
-    """Returns the compiled kernels; None while there are none. The first call begins to build."""
-    if _library is None and not _is_begun:
-        _begin()
-    return _library
 
 
 def kernel(plan: Plan, library: ctypes.CDLL) -> Kernel | None:
@@ -241,132 +199,3 @@ def _first_and_last(shift: int, thresholds: torch.Tensor) -> tuple[torch.Tensor,
     first, last = torch.bucketize(low, thresholds), torch.bucketize(high, thresholds)
     is_nan = torch.isnan(near)
     return first.masked_fill(is_nan, 0), last.masked_fill(is_nan, 0)
-
-
-def _begin() -> None:
-    """Loads what is in the cache; or else builds, in the background unless it is to be waited for."""
-    global _is_begun
-    with _lock:
-        if _is_begun:
-            return
-        _is_begun = True
-    choice = os.environ.get("HMPX_KERNELS", "").lower()
-    if choice in ("off", "0", "no", "false"):
-        return
-    if choice == "wait" or _cached().is_file():
-        _provide()
-    else:
-        threading.Thread(target=_provide, name="hmpx-kernels", daemon=True).start()
-
-
-def _provide() -> None:
-    """Loads the kernels, built if need be; logs one line if that fails."""
-    global _library
-    try:
-        path = _cached()
-        _library = _load(path) if path.is_file() else _build(path)
-    except (OSError, subprocess.SubprocessError, RuntimeError) as error:
-        _LOGGER.warning(
-            "number formats are rounded by torch ops, several times slower than by compiled kernels: "
-            "%s (HMPX_KERNELS=off hides this)",
-            error,
-        )
-
-
-def _load(path: Path) -> ctypes.CDLL:
-    return ctypes.CDLL(str(path))
-
-
-def _compiler() -> list[str]:
-    """Returns the command of a C compiler.
-
-    Raises:
-        RuntimeError: There is none.
-    """
-    chosen = shlex.split(os.environ.get("CC", ""))
-    for command in [chosen] if chosen else [["cc"], ["gcc"], ["clang"]]:
-        if shutil.which(command[0]) is not None:
-            return command
-    raise RuntimeError(f"no C compiler {' '.join(chosen) or 'cc, gcc or clang'} was found")
-
-
-def _build(path: Path) -> ctypes.CDLL:
-    """Returns the kernels, newly built, and leaves them at ``path``.
-
-    Raises:
-        RuntimeError: The compiler failed.
-    """
-    compiler = _compiler()
-    reason = ""
-    for more in _MORE_FLAGS:
-        with tempfile.TemporaryDirectory(prefix="hmpx-") as folder:
-            objects, built = Path(folder) / "kernels.o", Path(folder) / "kernels.so"
-            compiling = [*compiler, *_FLAGS, *more, "-c", str(_SOURCE), "-o", str(objects)]
-            # Linked without OpenMP: its functions are found in what torch has loaded. A runtime of
-            # its own would have threads of its own.
-            linking = [*compiler, "-shared", *_LINKING, str(objects), "-o", str(built), "-lm"]
-            for command in (compiling, linking):
-                result = subprocess.run(
-                    command, capture_output=True, text=True, timeout=_BUILD_LIMIT_S, check=False
-                )
-                if result.returncode:
-                    lines = result.stderr.strip().splitlines() or ["no message"]
-                    reason = f"{shlex.join(compiler)} failed: {lines[0]}"
-                    break
-            else:
-                try:
-                    loaded = _load(built)
-                except OSError as error:
-                    reason = str(error)
-                    continue
-                _keep(built, path)
-                return loaded
-    raise RuntimeError(reason)
-
-
-_LINKING: Final = ("-undefined", "dynamic_lookup") if platform.system() == "Darwin" else ()
-
-
-def _keep(built: Path, path: Path) -> None:
-    """Moves what was built into the cache, if that can be written to."""
-    try:
-        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=path.parent, delete=False) as copy:
-            copy.write(built.read_bytes())
-        Path(copy.name).replace(path)  # at once, whoever else builds
-    except OSError as error:
-        _LOGGER.debug("kernels of number formats are not kept in %s: %s", path.parent, error)
-
-
-def _cached() -> Path:
-    """Returns where the kernels for this source, compiler and processor are kept."""
-    root = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
-    try:
-        compiler = _compiler()
-    except RuntimeError:
-        compiler = []
-    parts = (_SOURCE.read_text(encoding="utf-8"), compiler, _FLAGS, _MORE_FLAGS, _processor())
-    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:16]
-    return Path(root) / "hmpx" / f"rounding-{key}.so"
-
-
-def _processor() -> str:
-    """Returns what distinguishes processors on which other instructions run."""
-    cpuinfo = Path("/proc/cpuinfo")
-    if cpuinfo.is_file():
-        for line in cpuinfo.read_text(encoding="utf-8", errors="replace").splitlines():
-            if line.startswith(("flags", "Features")):
-                return platform.machine() + line
-    return platform.machine() + platform.processor()
-
-
-def _forget_begun_build() -> None:
-    """Lets a forked process begin anew: the thread that built stayed behind."""
-    global _is_begun, _lock
-    _lock = threading.Lock()
-    if _library is None:
-        _is_begun = False
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_forget_begun_build)

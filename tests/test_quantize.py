@@ -6,7 +6,6 @@ import copy
 import ctypes
 import functools
 import gc
-import logging
 import math
 import os
 import pickle
@@ -15,7 +14,6 @@ import sys
 from bisect import bisect_right
 from collections.abc import Callable, Iterator
 from fractions import Fraction
-from pathlib import Path
 
 import ml_dtypes
 import numpy as np
@@ -27,7 +25,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hmpx import formats, quantization, rounding_kernels
+from hmpx import formats, kernel_library, quantization
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, get, quantize
 from hmpx.quantization import rounder
@@ -74,6 +72,9 @@ def name_of(format: object) -> str:
     return str(getattr(format, "name", format))
 
 
+find_library = kernel_library.library  # before a test replaces it
+
+
 @pytest.fixture(params=IMPLEMENTATIONS)
 def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """Runs a test with the compiled kernels, and again with torch ops."""
@@ -94,14 +95,14 @@ def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
         library = compiled()
         if library is None:
             pytest.skip("no compiler builds the kernels here")
-    monkeypatch.setattr(rounding_kernels, "library", lambda: library)
+    monkeypatch.setattr(kernel_library, "library", lambda: library)
 
 
 def compiled() -> object:
     """Returns the kernels' library, built if need be."""
-    if rounding_kernels._library is None:
-        rounding_kernels._provide()
-    return rounding_kernels._library
+    if find_library() is None and kernel_library._builder is not None:
+        kernel_library._builder.join()
+    return find_library()
 
 
 def bits_of(x: Tensor) -> Tensor:
@@ -946,71 +947,6 @@ def test_errors(arguments: tuple[object, ...], message: str) -> None:
     with pytest.raises(OptionError) as error:
         quantize(*arguments)  # type: ignore[arg-type]
     assert str(error.value) == message
-
-
-@pytest.mark.parametrize("compiler", ["no-such-compiler", "false"])
-def test_no_compiler(
-    compiler: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
-    """A missing or failing one costs a line in the log, and speed; values are the same."""
-    x = torch.randn(1000)
-    expected = quantize(x, "float8_e4m3fn")
-    monkeypatch.setenv("CC", compiler)
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setenv("HMPX_KERNELS", "wait")
-    monkeypatch.setattr(rounding_kernels, "_library", None)
-    monkeypatch.setattr(rounding_kernels, "_is_begun", False)
-    forget_runs(monkeypatch)
-    with caplog.at_level(logging.INFO, "hmpx"):
-        for name in ("float8_e4m3fn", "posit8_0", "float8_e4m3fn"):
-            quantize(x, name)
-    assert torch.equal(quantize(x, "float8_e4m3fn"), expected)
-    assert [record.levelname for record in caplog.records] == ["WARNING"]
-    reason = {
-        "no-such-compiler": "no C compiler no-such-compiler was found",
-        "false": "false failed: no message",
-    }[compiler]
-    assert caplog.records[0].getMessage() == (
-        "number formats are rounded by torch ops, several times slower than by compiled kernels: "
-        f"{reason} (HMPX_KERNELS=off hides this)"
-    )
-
-
-def test_kernels_are_built_in_the_background(tmp_path: Path) -> None:
-    """The first call does not wait; the next process finds them built; ``off`` builds none."""
-    if compiled() is None:
-        pytest.skip("no compiler builds the kernels here")
-    program = (
-        "import sys, time, torch\n"
-        "from hmpx import quantization, rounding_kernels\n"
-        "x = torch.randn(100)\n"
-        "start = time.perf_counter()\n"
-        "first = quantization.quantize(x, 'posit8_1')\n"
-        "is_ready = rounding_kernels._library is not None\n"
-        "for _ in range(1200):\n"
-        "    if rounding_kernels._library is not None or sys.argv[1] == 'off': break\n"
-        "    time.sleep(0.05)\n"
-        "assert torch.equal(quantization.quantize(x, 'posit8_1'), first)\n"
-        "print(is_ready, rounding_kernels._library is not None)\n"
-    )
-
-    def run(choice: str) -> str:
-        environment = {**os.environ, "XDG_CACHE_HOME": str(tmp_path), "HMPX_KERNELS": choice}
-        done = subprocess.run(
-            [sys.executable, "-c", program, choice],
-            env=environment,
-            capture_output=True,
-            text=True,
-            check=True,
-        )
-        assert done.stderr == ""
-        return done.stdout.strip()
-
-    assert run("off") == "False False"
-    assert not list(tmp_path.iterdir())
-    assert run("") == "False True"
-    assert run("") == "True True"
-    assert len(list((tmp_path / "hmpx").iterdir())) == 1
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="no fork here")
