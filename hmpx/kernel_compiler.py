@@ -49,7 +49,7 @@ _GUARDED: Final = (
     '"$@" 3<&-; status=$?; kill -KILL $!; exit $status'
 )
 
-_lock = threading.Lock()
+_lock = threading.RLock()  # a signal may interrupt what holds it
 _running: subprocess.Popen[bytes] | None = None
 _is_stopped = False
 
@@ -202,7 +202,7 @@ def _available(pipe: IO[bytes], count: int) -> bytes:
 def _leave_to_parent() -> None:
     """Has a forked process forget the compiler, which is the parent's."""
     global _lock, _running
-    _lock = threading.Lock()
+    _lock = threading.RLock()
     if _running is not None and _running.stdin is not None:
         _running.stdin.close()  # else the compiler would live as long as this process
     _running = None

@@ -47,7 +47,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def check_setting() -> None:
-    """Does nothing if ``HMPX_KERNELS`` is right; builds nothing.
+    """Checks ``HMPX_KERNELS``, and loads the library that it names; builds nothing.
 
     Raises:
         OptionError: As `library` does.

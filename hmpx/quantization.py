@@ -76,7 +76,7 @@ def quantize(
 
     Raises:
         OptionError: There is no such format, or it can't be rounded to so, or ``x`` is no floating
-            tensor of these dtypes.
+            tensor of these dtypes; or ``HMPX_KERNELS`` is wrong.
     """
     if not isinstance(x, Tensor):
         raise OptionError(f"quantize takes a tensor, not {type(x).__name__}")
@@ -101,7 +101,8 @@ def rounder(
     Made once and called often: nothing is looked up by name in a call.
 
     Raises:
-        OptionError: There is no such format, or it can't be rounded to so.
+        OptionError: There is no such format, or it can't be rounded to so; or ``HMPX_KERNELS`` is
+            wrong.
     """
     run = _run_of(get(format), rounding, overflow)
     if generator is None:

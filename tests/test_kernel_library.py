@@ -33,6 +33,10 @@ needs_root = pytest.mark.skipif(
     not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can act as another user"
 )
 
+needs_mount = pytest.mark.skipif(
+    not hasattr(os, "geteuid") or os.geteuid() != 0, reason="only root can mount a file system"
+)
+
 #: Forks one child an order, so that torch is imported once for all of them.
 SERVER = """
 import atexit, json, os, signal, sys, threading, time
@@ -497,7 +501,7 @@ def test_a_disk_quota(run: Run, place: Path) -> None:
     assert list((place / "cache" / "hmpx").iterdir()) == []
 
 
-@needs_root
+@needs_mount
 def test_a_disk_that_is_full(run: Run, place: Path) -> None:
     """A real one, too small for the library."""
     (place / "cache").mkdir()
@@ -513,7 +517,25 @@ def test_a_disk_that_is_full(run: Run, place: Path) -> None:
         subprocess.run(["umount", str(place / "cache")], check=True)
 
 
-@needs_root
+def test_a_loader_that_refuses_temporary_files(run: Run, place: Path) -> None:
+    """The library is loaded out of the cache's folder."""
+    program = (
+        "from hmpx.errors import KernelsError\n"
+        "load = kernel_files.PrivateFolder.load\n"
+        "def load_from_cache(folder, name):\n"
+        "    if folder.path.name != 'hmpx': raise KernelsError('failed to map segment')\n"
+        "    return load(folder, name)\n"
+        "kernel_files.PrivateFolder.load = load_from_cache\n"
+        "show()"
+    )
+    assert run(program) == (0, BY_KERNELS, "")
+    assert kernel_files.unseal(kept(place).read_bytes())
+    outcome = run(program, XDG_CACHE_HOME="/proc/cache")
+    assert outcome.out == BY_OPS
+    assert_warned_once(outcome, "can't be loaded: failed to map segment")
+
+
+@needs_mount
 def test_nothing_runs_out_of_the_temporary_folder(run: Run, place: Path) -> None:
     """As on hardened systems; the cache's own folder does."""
     mount = ["mount", "-t", "tmpfs", "-o", "noexec,mode=1777", "none", str(place / "tmp")]
@@ -637,7 +659,7 @@ def test_a_fork_while_kernels_are_built(run: Run, place: Path, shelf: Path) -> N
 
 # --- compilers ---------------------------------------------------------------------------------
 
-LATIN_1 = "printf 'caf\\351: error: \\033[31mrot\\n' >&2; exit 1\n"
+LATIN_1 = "printf 'na\\357ve: error: \\033[31mred\\n' >&2; exit 1\n"
 
 
 @pytest.mark.parametrize(
@@ -651,7 +673,7 @@ LATIN_1 = "printf 'caf\\351: error: \\033[31mrot\\n' >&2; exit 1\n"
         ("X=1 cc", "no C compiler X=1 cc was found"),
         ("$(which cc)", "no C compiler $(which cc) was found"),
         ("\udcff", "no C compiler \\udcff was found"),
-        (LATIN_1, "failed: caf\\xe9: error: \\x1b[31mrot"),
+        (LATIN_1, "failed: na\\xefve: error: \\x1b[31mred"),
         ("kill -SEGV $$\n", "failed: Segmentation fault"),
         ("kill -KILL 0\n", "failed: exit status"),
         ("exec yes >&2 # without end\n", "was still running after 1 s and was stopped"),
