@@ -58,16 +58,18 @@ class Region:
         outer: The region around it.
         thread: The thread that it was opened in.
         epoch: The conversion under which it was opened.
+        token: What tells the context in which it was opened: that of a thread, or of a task.
         is_closed: It was left where it could not be taken away: by another thread, or task.
     """
 
-    __slots__ = ("epoch", "is_closed", "is_off", "opener", "outer", "thread")
+    __slots__ = ("epoch", "is_closed", "is_off", "opener", "outer", "thread", "token")
 
     def __init__(self, is_off: bool, opener: object) -> None:
         """Is called where the region begins; `_open_region` opens it."""
         self.is_off, self.opener, self.is_closed = is_off, opener, False
         self.outer = _innermost()
         self.thread, self.epoch = threading.get_ident(), _epoch
+        self.token: contextvars.Token[Region | None] | None = None
 
     def is_over(self) -> bool:
         """Whether it was left elsewhere, or belongs to a conversion that was reverted."""
@@ -96,7 +98,7 @@ def _open_region(region: Region) -> None:
             _thread.regions = getattr(_thread, "regions", 0) + 1
             _set_gate()
         _mark(region.is_off)
-        _region.set(region)
+        region.token = _region.set(region)
     except BaseException:
         _close_region(region)
         raise
@@ -110,12 +112,27 @@ def _close_region(region: Region | None) -> None:
     while inner is not None and inner is not region:
         inner = inner.outer
     if inner is not None:
+        region.is_closed = not _is_of_this_context(region)  # a task's is a copy of another's
         _settle_on(region.outer)
     elif region.thread == threading.get_ident() and _region.get() is region.outer:
         _forget(region)  # it was not quite open yet
         _mark(region.outer is not None and region.outer.is_off)
     else:  # it was opened in another thread or task, which sees to it when it asks next
         region.is_closed = True
+
+
+def _is_of_this_context(region: Region) -> bool:
+    if region.token is None:
+        return True
+    before = _region.get()
+    try:
+        _region.reset(region.token)
+    except ValueError:
+        return False
+    except RuntimeError:  # it was tried before
+        return not region.is_closed
+    _region.set(before)
+    return True
 
 
 def _settle_on(region: Region | None) -> None:
