@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from . import compiled, legalize, session, switch
+from . import compiled, session, switch
 from .decisions import LowType
 from .dtypes import short_name
 from .encoding import code_dtype, encode
@@ -187,8 +187,7 @@ def freeze(
         raise OptionError(f"store must be 'dtype' or 'codes', not {store!r}")
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
     found = found_tensors(model)
-    with legalize.inputs_rounded():  # in the mode that leaves fp32 inputs as they are, too
-        watch = watch_forward(model, found, example_inputs, kwargs)
+    watch = watch_forward(model, found, example_inputs, kwargs)
     codes = _AS_CODES if store == "codes" and _rounds_in_one_way(in_force) else ()
     weights = tuple(_judged(found, watch, replaced(model, found), codes))
     dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
@@ -318,6 +317,8 @@ def _judgement(
         return kept, f"written by {_listed(uses.written_by)}"
     if uses.is_changed:
         return kept, "changed while the example ran"
+    if uses.unrounded_by:
+        return kept, f'used in fp32 by {_listed(uses.unrounded_by)} under legalize="fast"'
     converted = [short_name(dtype) for dtype in sorted(uses.converted_to, key=str)]
     read = [f"in {short_name(dtype)} by {_listed(by)}" for dtype, by in uses.read_by.items()]
     if read or len(converted) > 1:

@@ -69,6 +69,8 @@ class Legalizer:
         if is_exported():
             return False
         device_type = inputs.first.device.type
+        if self.mode == "fast" and is_watched():
+            return is_slow(self.kind, device_type, dtype)
         known = known_capability(self.kind, device_type, dtype)
         a, b = self._matrices(args)
         if a is not None and b is not None:
@@ -102,7 +104,7 @@ class Legalizer:
             return None
         if is_traced() or _transforms() is not None or torch._C._is_tracing():
             return None
-        rounds = self.mode != "fast" or rounds_inputs.get()
+        rounds = self.mode != "fast"
         return convolutions.compute(self.op, function, args, dtype, rounds_inputs=rounds)
 
     def compute(  # noqa: PLR0917  # all there is to one call
@@ -145,18 +147,39 @@ class Legalizer:
         return rounded(call_raised(function, args, kwargs, raise_one), CAST[dtype])
 
 
-#: Whether the mode ``"fast"`` rounds its inputs all the same.
-rounds_inputs: Final = contextvars.ContextVar("hmpx_rounds_inputs", default=False)
+#: What is called with the name of an op and the inputs that it was not to round.
+Note = Callable[[str, list[Tensor]], None]
+
+_watcher: Final = contextvars.ContextVar[Note | None]("hmpx_watcher", default=None)
 
 
 @contextlib.contextmanager
-def inputs_rounded() -> Iterator[None]:
-    """Has ops round their inputs in the mode ``"fast"`` too, inside the block."""
-    token = rounds_inputs.set(True)
+def watched(note: Note) -> Iterator[None]:
+    """Calls ``note`` wherever the mode ``"fast"`` leaves inputs unrounded, inside the block.
+
+    Whether it does depends on a call's size, and on whether gradients are recorded. In the block
+    every call is computed as those that do: what is rounded there is rounded in all calls.
+    """
+    token = _watcher.set(note)
     try:
         yield
     finally:
-        rounds_inputs.reset(token)
+        _watcher.reset(token)
+
+
+def is_watched() -> bool:
+    """Whether the call is made in a block of `watched`."""
+    return _watcher.get() is not None
+
+
+def note_unrounded(op: str, inputs: list[Tensor]) -> None:
+    """Passes on that ``op`` uses ``inputs`` unrounded, which otherwise would be rounded."""
+    note = _watcher.get()
+    if note is not None:
+        note(op, inputs)
+
+
+is_watched._dynamo_marked_constant = True  # type: ignore[attr-defined]  # no compiled code is watched
 
 
 def is_slow(kind: str, device_type: str, dtype: torch.dtype) -> bool:

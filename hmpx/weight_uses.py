@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
-from . import emulation, switch
+from . import emulation, legalize, switch
 from .casting import LOW_DTYPES, SEQUENCES
 from .decisions import LowType
 from .errors import FreezeError
@@ -125,10 +125,14 @@ _CONVERSIONS: Final = frozenset(
 
 @dataclass
 class Uses:
-    """How the watched forward used one place: converted to which dtypes, and read or written by."""
+    """How the watched forward used one place: converted to which dtypes, and read or written by.
+
+    ``unrounded_by`` are the ops that are in the low-precision list and leave it in fp32.
+    """
 
     converted_to: set[LowType] = field(default_factory=set)
     read_by: dict[torch.dtype, list[str]] = field(default_factory=dict)
+    unrounded_by: list[str] = field(default_factory=list)
     written_by: list[str] = field(default_factory=list)
     is_changed: bool = False
 
@@ -182,6 +186,12 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self.uses[touched].converted_to.add(format)
             else:
                 self.uses[touched].read_by.setdefault(tensor.dtype, []).append(format.name)
+
+    def note_unrounded(self, op: str, inputs: list[Tensor]) -> None:
+        """Notes that ``op`` does not round some inputs that it would round in another mode."""
+        for tensor in inputs:
+            for touched in self._touched(tensor):
+                self.uses[touched].unrounded_by.append(op)
 
     def take_back_writes(self) -> None:
         """Gives every place that was written to what it held before."""
@@ -269,8 +279,9 @@ def watch_forward(
     """Returns what one forward does with the tensors found, which hold what they held before."""
     watch = Watch(found)
     try:
-        noted = emulation.watched(watch.note_format)
-        with torch.no_grad(), _compiled_code_in_eager_mode(), noted, watch:
+        formats = emulation.watched(watch.note_format)
+        unrounded = legalize.watched(watch.note_unrounded)
+        with torch.no_grad(), _compiled_code_in_eager_mode(), formats, unrounded, watch:
             model(*args, **kwargs)
     except Exception as error:
         raise FreezeError(

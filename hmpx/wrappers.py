@@ -325,6 +325,7 @@ def _size_test(plan: CallPlan) -> Callable[[Any, Any], bool]:
     if plan.legalize == "always":
         return _always
     leaves_inference = _inference_test("gemv", plan)
+    is_fast = plan.legalize == "fast"
 
     def is_large(a: Any, b: Any) -> bool:
         if torch.compiler.is_dynamo_compiling():
@@ -334,7 +335,7 @@ def _size_test(plan: CallPlan) -> Callable[[Any, Any], bool]:
             if type(size) is not int:
                 return True  # torch.jit.trace has tensors for sizes, graphs have symbols
             if size * b.numel() <= SMALL_PRODUCT * columns:
-                return False
+                return is_fast and legalize.is_watched()
         except (AttributeError, IndexError, RuntimeError):
             return True  # no matrices; nested tensors have no sizes
         return size > 2 * columns or not leaves_inference(b) or legalize.is_traced()
@@ -350,9 +351,10 @@ def _inference_test(kind: str, plan: CallPlan) -> Callable[[Any], bool]:
     if plan.legalize == "always" or plan.device_types != {"cpu"}:
         return _never
     known = plan.decision.dtype if plan.is_low else None
+    is_fast = plan.legalize == "fast"
 
     def leaves_inference(first: Any) -> bool:
-        if torch.is_grad_enabled():
+        if torch.is_grad_enabled() or (is_fast and legalize.is_watched()):
             return False
         dtype = getattr(first, "dtype", None) if known is None else known
         if dtype not in LOW_DTYPES:
@@ -433,8 +435,10 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
             result = legalizer.compute_convolution(function, inputs, args, dtype)
             if result is not None:
                 return result
-        if not is_cast and (plan.legalize != "fast" or legalize.rounds_inputs.get()):
+        if not is_cast and plan.legalize != "fast":
             args, kwargs = cast_args(plan, args, kwargs)
+        elif not is_cast and legalize.is_watched():
+            legalize.note_unrounded(plan.op, _to_be_cast(plan, args, kwargs))
         return legalizer.compute(function, inputs, args, kwargs, given, dtype)
 
     return run_legalized
@@ -538,6 +542,13 @@ def _run_with(
 
 def _cast_late(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     return cast_args(plan, args, kwargs) if plan.casts_late else (args, kwargs)
+
+
+def _to_be_cast(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the inputs that ``plan`` casts."""
+    given = floating_inputs(plan, args, kwargs)
+    cast = floating_inputs(plan, *cast_args(plan, args, kwargs))
+    return [a for a, b in zip(given, cast, strict=True) if a is not b]
 
 
 def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:

@@ -25,7 +25,8 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
 import hmpx
-from hmpx import FreezeError, Frozen, OptionError, Policy
+from hmpx import FreezeError, Frozen, OptionError, Policy, legalize
+from hmpx.capability import Capability
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -597,6 +598,90 @@ def test_traced_submodules_are_watched_op_by_op() -> None:
         expected = model(x)
         frozen = hmpx.freeze(model, x)
         assert set(stored(frozen)) == {"0.weight", "0.bias"}
+        assert_equal_but_for_casts(model(x), expected)
+
+
+# --- legalize="fast" ---------------------------------------------------------------------------
+
+SLOW, QUICK = 50.0, 0.5
+
+#: What a device's kernels are in low precision: times over those by way of fp32, by kind of op.
+DEVICES: dict[str, Callable[[str], Capability]] = {
+    "slow": lambda kind: Capability(False, SLOW, SLOW),
+    "slow in training": lambda kind: Capability(True, QUICK, SLOW),
+    "slow in inference": lambda kind: Capability(True, SLOW, QUICK),
+    "slow but for a row or two": lambda kind: Capability(
+        False, QUICK if kind == "gemv" else SLOW, SLOW
+    ),
+    "quick": lambda kind: Capability(True, QUICK, QUICK),
+}
+
+
+class Wide(nn.Module):
+    """Products and convolutions on either side of the size up to which native kernels are used."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Conv1d(8, 64, 3, padding=1)
+        self.attention = nn.MultiheadAttention(64, 2, batch_first=True)
+        self.first, self.last = nn.Linear(64, 256), nn.Linear(256, 4)
+        self.table = nn.Parameter(torch.randn(4, 64))
+
+    def forward(self, x: Tensor) -> Tensor:  # x: [batch, tokens, 8]
+        hidden = self.embed(x.transpose(1, 2)).transpose(1, 2)
+        hidden = hidden + self.attention(hidden, hidden, hidden)[0]
+        return self.last(F.relu(self.first(hidden))) + hidden @ self.table.t()
+
+
+@pytest.mark.parametrize("example_tokens", [1, 16])
+@pytest.mark.parametrize("device", DEVICES)
+def test_results_are_equal_under_fast_whatever_the_size_of_a_call(
+    device: str, example_tokens: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Whichever calls leave weights unrounded there; those weights stay fp32, and say why."""
+    monkeypatch.setattr(
+        legalize, "known_capability", lambda kind, device_type, dtype: DEVICES[device](kind)
+    )
+    torch.manual_seed(0)
+    model = Wide().eval()
+    sizes = [(1, 1), (1, 2), (1, 16), (8, 16)]
+    inputs = [torch.randn(*size, 8) for size in sizes]
+    inputs += [x.clone().requires_grad_() for x in inputs]
+
+    def results() -> list[Tensor]:
+        found = []
+        for context in (torch.enable_grad, torch.no_grad, torch.inference_mode):
+            with context():
+                found += [model(x) for x in inputs]
+        return found
+
+    hmpx.convert(legalize="fast", device_types={"cpu"})
+    expected, before = results(), contents(model)
+    frozen = hmpx.freeze(model, torch.randn(1, example_tokens, 8))
+    assert_equal_but_for_casts(results(), expected)
+    why = reasons(frozen)
+    if device == "quick":
+        assert why["first.weight"] == why["embed.weight"] == "used in bf16 only"
+    else:
+        assert why["first.weight"] == 'used in fp32 by linear under legalize="fast"'
+        assert why["embed.weight"] == 'used in fp32 by conv1d under legalize="fast"'
+        assert model.first.weight.dtype is model.embed.bias.dtype is FP32
+    frozen.undo()
+    assert_same_contents(model, before)
+
+
+@pytest.mark.parametrize("mode", ["auto", "always", "never"])
+def test_other_modes_store_low_what_is_rounded_on_each_use(
+    mode: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Computed in fp32 or not."""
+    monkeypatch.setattr(legalize, "known_capability", lambda *key: Capability(False, SLOW, SLOW))
+    torch.manual_seed(0)
+    model, x = Wide().eval(), torch.randn(2, 16, 8)
+    with hmpx.convert(legalize=mode, device_types={"cpu"}), torch.no_grad():
+        expected = model(x)
+        frozen = hmpx.freeze(model, x)
+        assert {"first.weight", "embed.weight", "attention.in_proj_weight"} <= stored(frozen).keys()
         assert_equal_but_for_casts(model(x), expected)
 
 
