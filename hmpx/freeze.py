@@ -20,7 +20,9 @@ from .dtypes import short_name
 from .encoding import code_dtype, encode
 from .errors import FreezeError, OptionError
 from .number_formats import Fixed, Float, Format, Posit, Table
-from .seal import REMEDY, WidensOutputs, is_sealed, seal
+from .originals import Originals
+from .seal import REMEDY, Seal, WidensOutputs, is_sealed, seal
+from .slots import Slot, slots_of
 from .weight_uses import FoundTensor, Place, Watch, found_tensors, replaced, watch_forward
 
 _OUTPUTS: Final = ("fp32", "keep")
@@ -68,17 +70,19 @@ class Frozen:
 
     def __init__(
         self,
-        name: str,
+        model: nn.Module,
         weights: tuple[Weight, ...],
+        seal: Seal | None,
+        originals: Originals | None,
         attached: contextlib.ExitStack,
-        *,
-        has_originals: bool,
     ) -> None:
         """Is called by `freeze` only."""
         self.weights = weights
-        self._name = name
+        self._model = model
+        self._name = type(model).__name__
+        self._seal = seal
+        self._originals = originals
         self._attached = attached
-        self._has_originals = has_originals
         self._is_undone = False
 
     def summary(self) -> str:
@@ -108,22 +112,54 @@ class Frozen:
             lines.append("  ".join([*padded, size.rjust(widths[-2]), reason]))
         return "\n".join(lines)
 
-    def undo(self) -> None:
+    def undo(self, *, strict: bool = True) -> None:
         """Gives the model its fp32 weights back, bit for bit; does nothing the second time.
 
+        A weight is known by its place: the name in its module. What was written to it since is
+        dropped. Modules that are no longer part of the model are no obstacle.
+
+        Args:
+            strict: ``False`` leaves weights alone that are not where they were stored, and restores
+                the others. A later call restores those that are back in their places.
+
         Raises:
-            FreezeError: The model was frozen with ``keep_fp32=False``.
+            FreezeError: The model was frozen with ``keep_fp32=False``; or some weights are not where
+                they were stored: replaced, deleted, parametrized, on the meta device, or in a copy
+                of their module. The model is as it was then.
+            OptionError: ``strict`` is neither True nor False.
         """
+        _check_flag("strict", strict)
         if self._is_undone:
             return
-        if not self._has_originals:
+        if self._originals is None:
             raise FreezeError(
                 f"{self._name} was frozen with keep_fp32=False, so its fp32 weights are gone; "
                 "build the model from them anew, or leave out keep_fp32=False to undo()"
             )
+        misplaced = dict(self._originals.misplaced(self._model))
+        copies = [] if self._seal is None else self._seal.copies_in(self._model)
+        if strict and (misplaced or copies):
+            raise FreezeError(self._refusal(misplaced, copies))
+        self._originals.restore(misplaced.keys())
         self._attached.close()
-        self._is_undone = True
+        self._is_undone = self._originals.is_empty
         compiled.forget()
+
+    def _refusal(self, misplaced: Mapping[Slot, str], copies: Sequence[str]) -> str:
+        by_fault: dict[str, list[str]] = {}
+        for slot, fault in misplaced.items():
+            by_fault.setdefault(fault, []).append(repr(slot.name))
+        for path in copies:
+            by_fault.setdefault("a copy of a frozen module", []).append(repr(path))
+        faults = [
+            f"{_listed(names, 8)} {'is' if len(names) == 1 else 'are'} {fault}"
+            for fault, names in by_fault.items()
+        ]
+        return (
+            f"{self._name} can't be given its fp32 weights back, and nothing was changed: "
+            f"{'; '.join(faults)}; put back what hmpx.freeze left there and call undo() again, or "
+            "call undo(strict=False) to restore the others"
+        )
 
     def __enter__(self) -> Frozen:
         """Returns itself.
@@ -131,7 +167,7 @@ class Frozen:
         Raises:
             FreezeError: The model was frozen with ``keep_fp32=False``: there is no way back.
         """
-        if not self._has_originals:
+        if self._originals is None:
             raise FreezeError(
                 f"{self._name} was frozen with keep_fp32=False, so a with block can't undo() it "
                 "at its end; leave out keep_fp32=False, or call hmpx.freeze without the block"
@@ -179,12 +215,13 @@ def freeze(
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
             training mode or frozen, or its forward raised. The model is untouched then.
-        OptionError: ``outputs`` or ``store`` has no such value.
+        OptionError: ``outputs``, ``store`` or ``keep_fp32`` has no such value.
     """
     if outputs not in _OUTPUTS:
         raise OptionError(f"outputs must be 'fp32' or 'keep', not {outputs!r}")
     if store not in _STORES:
         raise OptionError(f"store must be 'dtype' or 'codes', not {store!r}")
+    _check_flag("keep_fp32", keep_fp32)
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
     found = found_tensors(model)
     watch = watch_forward(model, found, example_inputs, kwargs)
@@ -196,22 +233,29 @@ def freeze(
         if f.name in dtypes:
             lows.setdefault(id(f.tensor), f)
     low_copies = _low_copies(lows.values(), dtypes)
-    has_originals = keep_fp32 or not lows
-    with contextlib.ExitStack() as attached:  # what undoes it all, also if an error comes
-        if keep_fp32:
-            attached.callback(_restore, _originals(found, lows))
+    slots = slots_of(model, [f.tensor for f in lows.values()])
+    kept_alive = {
+        f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
+    }
+    originals = Originals(slots, kept_alive) if keep_fp32 or not lows else None
+    with contextlib.ExitStack() as on_error, contextlib.ExitStack() as attached:
+        if originals is not None:
+            on_error.callback(originals.restore)
         for tensor, low in low_copies:
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
             tensor.data = low
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(WidensOutputs()).remove)
-        if lows:
-            seal(model, {f.name: f.tensor for f in lows.values()}, dtypes, in_force, attached)
+        sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
         compiled.forget()
-        return Frozen(
-            type(model).__name__, weights, attached.pop_all(), has_originals=has_originals
-        )
+        on_error.pop_all()
+        return Frozen(model, weights, sealed, originals, attached.pop_all())
+
+
+def _check_flag(name: str, value: object) -> None:
+    if not isinstance(value, bool):
+        raise OptionError(f"{name} must be True or False, not {value!r}")
 
 
 def _checked(model: object, *, has_example: bool) -> session.Session:
@@ -336,25 +380,13 @@ def _stored(low: LowType) -> torch.dtype:
     return code_dtype(int(low.bits)) if isinstance(low, _AS_CODES) else torch.float32
 
 
-def _listed(names: Sequence[str]) -> str:
+def _listed(names: Sequence[str], most: int = 3) -> str:
     distinct = list(dict.fromkeys(names))
-    return ", ".join(distinct[:3]) + (f" and {len(distinct) - 3} more" if len(distinct) > 3 else "")
+    more = len(distinct) - most
+    return ", ".join(distinct[:most]) + (f" and {more} more" if more > 0 else "")
 
 
-# --- storing and restoring ---------------------------------------------------------------------
-
-
-@dataclass(frozen=True)
-class _Original:
-    """What a tensor held: its storage, perhaps a copy of that in host memory, and the geometry."""
-
-    tensor: Tensor
-    storage: torch.UntypedStorage
-    offset: int
-    size: tuple[int, ...]
-    stride: tuple[int, ...]
-    is_inference: bool
-    requires_grad: bool
+# --- storing -----------------------------------------------------------------------------------
 
 
 def _low_copies(
@@ -379,62 +411,3 @@ def _low_copy(values: Tensor, low: LowType) -> Tensor:
     codes = encode(values, low)
     assert isinstance(codes, Tensor)
     return codes
-
-
-def _originals(
-    found: Sequence[FoundTensor], lows: Mapping[int, FoundTensor]
-) -> tuple[_Original, ...]:
-    """Returns what ``lows`` hold.
-
-    On an accelerator it is moved to host memory, but for storages that others keep alive anyway.
-    """
-    shared = {f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows}
-    moved: dict[int, torch.UntypedStorage] = {}
-    originals = []
-    for f in lows.values():
-        tensor, storage = f.tensor, f.tensor.untyped_storage()
-        key = storage._cdata
-        if not _is_host(tensor.device) and key not in shared:
-            if key not in moved:
-                moved[key] = _copied(storage, torch.device("cpu"))
-            storage = moved[key]
-        originals.append(
-            _Original(
-                tensor,
-                storage,
-                int(tensor.storage_offset()),
-                tuple(tensor.size()),
-                tensor.stride(),
-                tensor.is_inference(),
-                tensor.requires_grad,
-            )
-        )
-    return tuple(originals)
-
-
-def _restore(originals: Sequence[_Original]) -> None:
-    """Gives each tensor what it held, on the device where it is now."""
-    moved: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
-    for original in originals:
-        device, storage = original.tensor.device, original.storage
-        if storage.device != device:
-            key = (storage._cdata, device)
-            if key not in moved:
-                moved[key] = _copied(storage, device)
-            storage = moved[key]
-        with torch.inference_mode(original.is_inference), torch.no_grad():
-            empty = torch.empty(0, dtype=torch.float32, device=device)
-            original.tensor.data = empty.set_(
-                storage, original.offset, original.size, original.stride
-            )
-            original.tensor.requires_grad_(original.requires_grad)
-
-
-def _is_host(device: torch.device) -> bool:
-    return device.type == "cpu"
-
-
-def _copied(storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
-    with torch.inference_mode(False), torch.no_grad():
-        empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
-        return empty.set_(storage).to(device, copy=True).untyped_storage()

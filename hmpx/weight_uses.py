@@ -197,7 +197,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """Gives every place that was written to what it held before."""
         with torch.no_grad(), switch.disable_casts():
             for place, (tensor, before) in self._before.items():
-                if _has_changed(tensor, before):
+                if has_changed(tensor, before):
                     tensor.copy_(before)
                     self.uses[place].is_changed = True
         self._before.clear()
@@ -257,7 +257,7 @@ def _shares_storage(result: Any, tensor: Tensor) -> bool:
     return place is not None and any(o is not None and o.storage == place.storage for o in others)
 
 
-def _has_changed(tensor: Tensor, before: Tensor) -> bool:
+def has_changed(tensor: Tensor, before: Tensor) -> bool:
     """Whether some bit differs."""
     if tensor.is_meta:
         return False

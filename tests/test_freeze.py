@@ -20,12 +20,16 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.utils import parametrizations, parametrize, prune
+from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
 import hmpx
-from hmpx import FreezeError, Frozen, OptionError, Policy, legalize
+from hmpx import FreezeError, Frozen, OptionError, Policy, legalize, originals
 from hmpx.capability import Capability
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -945,6 +949,323 @@ def test_undo_gives_back_what_the_model_had_under_train() -> None:
         assert model.train().training
 
 
+class Buffered(Perceptron):
+    """A perceptron with a table that is a buffer, and a view of one in a submodule."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("table", torch.randn(4, 4))
+        self.register_buffer("scratch", torch.randn(4, 4), persistent=False)
+        self.tied = nn.Linear(4, 4, bias=False)
+        self.tied.register_buffer("table", self.table)
+
+    def forward(self, x: Tensor) -> Tensor:
+        hidden = self.tied(super().forward(x))
+        return hidden @ self.table @ self.scratch + F.linear(hidden, self.tied.table)
+
+
+def frozen_and_before() -> tuple[nn.Module, Frozen, dict[str, Any]]:
+    """Returns a frozen model, what freezing returned, and its contents before."""
+    torch.manual_seed(0)
+    model = Buffered().eval()
+    before = contents(model)
+    return model, hmpx.freeze(model, torch.ones(2, 8)), before
+
+
+def write(model: nn.Module) -> None:
+    with torch.no_grad():
+        for tensor in [*model.parameters(), *model.buffers()]:
+            if tensor.dtype is BF16:
+                tensor.mul_(3)
+
+
+def set_data(model: nn.Module) -> None:
+    model.first.weight.data = torch.zeros(3, 5)
+    model.table.data = torch.zeros(4, 4, dtype=FP16)
+
+
+def prune_for_good(model: nn.Module) -> None:
+    prune.l1_unstructured(model.first, "weight", 0.5)
+    prune.remove(model.first, "weight")
+
+
+def swap_on_conversion(model: nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.half()
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def new_parameters_on_conversion(model: nn.Module) -> None:
+    torch.__future__.set_overwrite_module_params_on_conversion(True)
+    try:
+        for module in (model.first, model.last, model.tied):
+            module.double()
+    finally:
+        torch.__future__.set_overwrite_module_params_on_conversion(False)
+
+
+def replace_by_equal(model: nn.Module) -> None:
+    model.last.weight = nn.Parameter(model.last.weight.detach().clone())
+    model.scratch = model.scratch.clone()
+
+
+def spectral_and_back(model: nn.Module) -> None:
+    parametrizations.spectral_norm(model.first)
+    with torch.no_grad():
+        model(torch.ones(2, 8))
+    parametrize.remove_parametrizations(model.first, "weight")
+
+
+def load_refused(model: nn.Module) -> None:
+    for assign in (False, True):
+        with pytest.raises(FreezeError):
+            model.load_state_dict(Buffered().state_dict(), assign=assign)
+
+
+#: What users do to a frozen model, after which `undo` restores every bit.
+HARMLESS: dict[str, Callable[[nn.Module], Any]] = {
+    "nothing": lambda model: None,
+    "written to": write,
+    "data set": set_data,
+    "shared": lambda model: model.share_memory(),
+    "copied": copy.deepcopy,
+    "called": lambda model: [model(torch.ones(3, 8)).sum(), model.state_dict()],
+    "requires_grad_": lambda model: model.first.requires_grad_(False),
+    "pruned for good": prune_for_good,
+    "parametrized and back": spectral_and_back,
+    "load_state_dict": load_refused,
+    "replaced by an equal tensor": replace_by_equal,
+    "new parameters": new_parameters_on_conversion,
+    "swapped tensors": swap_on_conversion,
+    "functional_call": lambda model: functional_call(
+        model, {k: v.detach() for k, v in model.named_parameters()}, (torch.ones(2, 8),)
+    ),
+    "to the CPU": lambda model: model.to("cpu"),
+}
+
+
+@pytest.mark.parametrize("name", HARMLESS)
+def test_undo_restores_every_bit_whatever_was_done(name: str) -> None:
+    """Values, storages, strides, objects; except what was never frozen, which `to` converted."""
+    with convert():
+        model, frozen, before = frozen_and_before()
+        low = stored(frozen)
+        assert {"table", "scratch", "tied.table", "first.weight"} <= low.keys()
+        HARMLESS[name](model)
+        frozen.undo()
+    if name in {"new parameters", "swapped tensors"}:
+        before = {key: before[key] for key in low}
+        now = {key: contents(model)[key] for key in low}
+        assert now.keys() == before.keys()
+        for key, (*_, values, requires_grad) in now.items():
+            assert torch.equal(values, before[key][-2]), key
+            assert requires_grad == before[key][-1]
+    else:
+        assert_same_contents(model, before)
+    assert model.tied.table is model.table
+    frozen.undo()
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, FP32, FP16, BF16])
+def test_undo_restores_what_a_conversion_of_the_whole_model_replaced(dtype: torch.dtype) -> None:
+    """`to` gives buffers new tensors; those that were frozen are what they were, in fp32."""
+    with convert():
+        model, frozen, before = frozen_and_before()
+        model.to(dtype)
+        frozen.undo()
+    now = contents(model)
+    for name in stored(frozen):
+        torch.testing.assert_close(now[name][3], before[name][3], rtol=0, atol=0)
+        assert now[name][:3] == before[name][:3], name
+    assert now["norm.weight"][3].dtype is dtype
+
+
+def test_undo_gives_modules_that_left_the_model_their_weights_too() -> None:
+    """One was taken out, one is inside of another module now, one is a new one."""
+    with convert():
+        model, frozen, before = frozen_and_before()
+        first, last = model.first, model.last
+        model.first = nn.Linear(8, 16)
+        model.last = nn.Sequential(last)
+        del model.tied
+        frozen.undo()
+    assert model.first.weight.dtype is FP32
+    for module, name in ((first, "first"), (last, "last")):
+        assert torch.equal(module.weight, before[f"{name}.weight"][3])
+        assert module.train().training
+    assert "train" not in vars(model)
+
+
+def to_meta(model: nn.Module) -> None:
+    model.to("meta")
+
+
+def swap_to_meta(model: nn.Module) -> None:
+    torch.__future__.set_swap_module_params_on_conversion(True)
+    try:
+        model.first.to("meta")
+    finally:
+        torch.__future__.set_swap_module_params_on_conversion(False)
+
+
+def delete(model: nn.Module) -> None:
+    del model.first.weight
+    del model.table
+
+
+def replace(model: nn.Module) -> None:
+    model.first.weight = nn.Parameter(torch.zeros(16, 8))
+    model.scratch = None
+
+
+def replace_module_by_copy(model: nn.Module) -> None:
+    model.first = copy.deepcopy(model.first)
+
+
+class Doubled(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return 2 * x
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x / 2
+
+
+#: What users do -> (what undo says, and which weights strict=False restores none the less).
+HARMFUL: dict[str, tuple[Callable[[nn.Module], Any], str, set[str]]] = {
+    "to meta": (
+        to_meta,
+        r"'table', 'tied\.table', .*, 'tied\.weight' are on the meta device, which",
+        set(),
+    ),
+    "swapped to meta": (
+        swap_to_meta,
+        r"'first\.weight', 'first\.bias' are on the meta device, which holds no values; put back",
+        {"last.weight", "table"},
+    ),
+    "deleted": (
+        delete,
+        r"'table', 'first\.weight' are no longer a parameter or buffer of its module; put",
+        {"last.weight", "scratch"},
+    ),
+    "replaced": (
+        replace,
+        r"'scratch' is no longer a .*; 'first\.weight' is replaced by another tensor; put",
+        {"last.weight", "table"},
+    ),
+    "weight_norm": (
+        lambda model: parametrizations.weight_norm(model.first),
+        r"'first\.weight' is computed by a parametrization; put back",
+        {"last.weight", "first.bias", "table"},
+    ),
+    "old weight_norm": (
+        lambda model: nn.utils.weight_norm(model.first),
+        r"'first\.weight' is no longer a parameter or buffer of its module; put",
+        {"last.weight", "first.bias", "table"},
+    ),
+    "spectral_norm": (
+        lambda model: parametrizations.spectral_norm(model.first),
+        r"'first\.weight' is computed by a parametrization; put back",
+        {"last.weight", "table"},
+    ),
+    "parametrized": (
+        lambda model: parametrize.register_parametrization(model.last, "bias", Doubled()),
+        r"'last\.bias' is computed by a parametrization; put back",
+        {"first.weight", "table"},
+    ),
+    "pruned": (
+        lambda model: prune.l1_unstructured(model.first, "weight", 0.5),
+        r"'first\.weight' is no longer a parameter or buffer of its module; put",
+        {"last.weight", "table"},
+    ),
+    "module copied": (
+        replace_module_by_copy,
+        r"'first' is a copy of a frozen module; put back",
+        {"last.weight", "table"},
+    ),
+}
+
+
+@pytest.mark.parametrize("name", HARMFUL)
+def test_undo_says_what_it_can_not_restore_and_changes_nothing(name: str) -> None:
+    """Nothing is half-done: weights, hooks; with strict=False the others are restored."""
+    act, text, others = HARMFUL[name]
+    with convert():
+        model, frozen, before = frozen_and_before()
+        act(model)
+        changed, hooks = contents(model), attached(model)
+        with pytest.raises(FreezeError, match=text) as caught:
+            frozen.undo()
+        assert str(caught.value).startswith(
+            "Buffered can't be given its fp32 weights back, and nothing was changed: "
+        )
+        assert str(caught.value).endswith("or call undo(strict=False) to restore the others")
+        assert contents(model).keys() == changed.keys()
+        for key, (*facts, values, requires_grad) in contents(model).items():
+            assert facts == list(changed[key][:-2])
+            assert requires_grad == changed[key][-1]
+            if values.device.type != "meta":
+                assert torch.equal(values, changed[key][-2])
+        assert attached(model) == hooks
+        assert "undone" not in repr(frozen)
+        frozen.undo(strict=False)
+        now = contents(model)
+        for key in others:
+            assert now[key][0] == before[key][0]
+            torch.testing.assert_close(now[key][-2], before[key][-2], rtol=0, atol=0)
+        assert "train" not in vars(model)
+        if name not in {"to meta", "swapped to meta", "deleted", "replaced", "module copied"}:
+            model(torch.ones(2, 8))
+            model.train()
+
+
+def test_what_was_put_back_can_be_restored_later() -> None:
+    """Before or after the others were; these are not restored twice."""
+    with convert():
+        model, frozen, before = frozen_and_before()
+        weight, table = model.first.weight, model.table
+        del model.first.weight
+        with pytest.raises(FreezeError):
+            frozen.undo()
+        model.first.weight = weight
+        del model.table
+        frozen.undo(strict=False)
+        assert model.first.weight.dtype is FP32
+        assert "undone" not in repr(frozen)
+        with torch.no_grad():
+            model.first.weight.zero_()
+        with pytest.raises(FreezeError, match=r"'table' is no longer"):
+            frozen.undo()
+        model.register_buffer("table", table)
+        frozen.undo()
+        assert not model.first.weight.any()
+        assert model.table is model.tied.table
+        assert torch.equal(model.table, before["table"][-2])
+        assert "undone" in repr(frozen)
+
+
+def test_undo_raises_in_a_with_block_too() -> None:
+    """What the block did is not passed over."""
+    model = Perceptron().eval()
+    text = "on the meta device"
+    with convert(), pytest.raises(FreezeError, match=text), hmpx.freeze(model, torch.ones(2, 8)):
+        model.to("meta")
+
+
+@pytest.mark.parametrize("value", ["yes", None, 1, torch.ones(1)])
+def test_flags_are_true_or_false(value: Any) -> None:
+    """Anything else is an error that names the argument."""
+    model, x = Perceptron().eval(), torch.ones(2, 8)
+    with pytest.raises(OptionError, match=r"^keep_fp32 must be True or False, not "):
+        hmpx.freeze(model, x, keep_fp32=value)
+    with convert():
+        frozen = hmpx.freeze(model, x)
+        with pytest.raises(OptionError, match=r"^strict must be True or False, not "):
+            frozen.undo(strict=value)
+        assert model.first.weight.dtype is BF16
+
+
 def test_without_the_fp32_weights_there_is_no_way_back() -> None:
     """They are freed at once, undo says so, and a with block refuses to begin."""
     model = Perceptron().eval()
@@ -996,7 +1317,7 @@ def test_on_an_accelerator_the_fp32_weights_wait_in_host_memory(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Played on the CPU: storages are copied and freed, and come back with their aliases."""
-    monkeypatch.setattr(sys.modules["hmpx.freeze"], "_is_host", lambda device: False)
+    monkeypatch.setattr(originals, "_is_host", lambda device: False)
     shared = torch.ones(8, 4)
 
     class Parts(nn.Module):
@@ -1257,6 +1578,249 @@ def test_training_a_frozen_model_is_refused() -> None:
         model.zero_grad()
         model.train()(x).sum().backward()
         assert model.first.weight.grad is not None
+
+
+class Nest(nn.Module):
+    """Low-precision weights of its own and further in, dropout, a norm."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.table = nn.Parameter(torch.randn(4, 4))
+        self.inner = nn.Sequential(Perceptron(), nn.Dropout(0.5))
+        self.norm = nn.BatchNorm1d(4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.norm(self.inner(x) @ self.table)
+
+
+def with_gradients(step: Callable[[torch.optim.Optimizer], Any], **options: Any) -> Any:
+    """Returns what sets gradients by hand, and steps."""
+
+    def train(model: nn.Module, x: Tensor) -> None:
+        optimizer = torch.optim.AdamW(model.parameters(), lr=0.1, **options)
+        for parameter in model.parameters():
+            parameter.grad = torch.ones_like(parameter)
+        step(optimizer)
+
+    return train
+
+
+def take_gradients(model: nn.Module, x: Tensor) -> Any:
+    return torch.autograd.grad(model(x).sum(), model.table)
+
+
+def losses(model: nn.Module) -> Callable[[dict[str, Tensor], Tensor], Tensor]:
+    return lambda weights, x: functional_call(model, weights, (x,)).float().sum()
+
+
+def low_parameters(model: nn.Module) -> dict[str, Tensor]:
+    return {name: p.detach() for name, p in model.named_parameters()}
+
+
+def call_in_training_mode(path: str) -> Callable[[nn.Module, Tensor], Any]:
+    def train(model: nn.Module, x: Tensor) -> None:
+        model.get_submodule(path).training = True
+        model(x)
+
+    return train
+
+
+def backward_after_to(model: nn.Module, x: Tensor) -> None:
+    model.inner[0].first.half().bfloat16()
+    model.inner[0].first(x).sum().backward()
+
+
+def dual(model: nn.Module, x: Tensor) -> None:
+    with forward_ad.dual_level():
+        weights = {k: forward_ad.make_dual(w, w) for k, w in low_parameters(model).items()}
+        functional_call(model, weights, (x,))
+
+
+def normalized(model: nn.Module, x: Tensor) -> None:
+    parametrizations.weight_norm(model.inner[0].first)
+    model(x).sum().backward()
+
+
+def replaced_weight(model: nn.Module, x: Tensor) -> None:
+    model.table = nn.Parameter(model.table.detach().clone())
+    model(x).sum().backward()
+
+
+def stacked(model: nn.Module) -> dict[str, Tensor]:
+    return {name: torch.stack([w, w]) for name, w in low_parameters(model).items()}
+
+
+#: How one might train a frozen model.
+TRAININGS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "train": lambda model, x: model.train(),
+    "train of a submodule": lambda model, x: model.inner.train(),
+    "train of a leaf": lambda model, x: model.inner[0].first.train(),
+    "train of what holds it": lambda model, x: nn.Sequential(model).train(),
+    "train of the class": lambda model, x: nn.Module.train(model),
+    "training set": call_in_training_mode(""),
+    "training set inside": call_in_training_mode("inner.0"),
+    "training set of a leaf": call_in_training_mode("inner.0.first"),
+    "backward": lambda model, x: model(x).sum().backward(),
+    "backward after requires_grad_": lambda model, x: (
+        model.requires_grad_(False).requires_grad_(True)(x).sum().backward()
+    ),
+    "backward after to": backward_after_to,
+    "backward through a submodule": lambda model, x: model.inner[0](x).sum().backward(),
+    "autograd.grad": take_gradients,
+    "compiled backward": lambda model, x: (
+        torch.compile(model, backend="aot_eager")(x).sum().backward()
+    ),
+    "checkpointed": lambda model, x: (
+        torch.utils.checkpoint.checkpoint(model, x, use_reentrant=False).sum().backward()
+    ),
+    "step": with_gradients(lambda optimizer: optimizer.step()),
+    "step, foreach": with_gradients(lambda optimizer: optimizer.step(), foreach=True),
+    "step, fused": with_gradients(lambda optimizer: optimizer.step(), fused=True),
+    "step, casts off": with_gradients(hmpx.disable_casts()(lambda optimizer: optimizer.step())),
+    "func.grad": lambda model, x: grad(losses(model))(low_parameters(model), x),
+    "func.grad of parameters": lambda model, x: grad(losses(model))(
+        dict(model.named_parameters()), x
+    ),
+    "func.grad in no_grad": torch.no_grad()(
+        lambda model, x: grad(losses(model))(low_parameters(model), x)
+    ),
+    "per sample": lambda model, x: vmap(grad(losses(model)), (None, 0))(
+        low_parameters(model), x[:, None]
+    ),
+    "ensemble": lambda model, x: grad(
+        lambda weights: vmap(losses(model), (0, None))(weights, x).sum()
+    )(stacked(model)),
+    "func.vjp": lambda model, x: vjp(lambda w: losses(model)(w, x), low_parameters(model)),
+    "func.jvp": lambda model, x: jvp(
+        lambda w: losses(model)(w, x), (low_parameters(model),), (low_parameters(model),)
+    ),
+    "forward mode": dual,
+    "functional_call": lambda model, x: functional_call(
+        model, {k: w.requires_grad_() for k, w in low_parameters(model).items()}, (x,)
+    ),
+    "weight_norm": normalized,
+    "replaced": replaced_weight,
+}
+
+
+@pytest.mark.parametrize("makes", ["itself", "a copy"])
+@pytest.mark.parametrize("name", TRAININGS)
+def test_every_way_of_training_a_frozen_model_is_refused(name: str, makes: str) -> None:
+    """Before anything has changed; undo restores every bit, and the model can be trained."""
+    torch.manual_seed(0)
+    model, x = Nest().eval(), torch.randn(3, 8)
+    before, hooks = contents(model), attached(model)
+    others = set(_global_optimizer_pre_hooks)
+    with convert():
+        frozen = hmpx.freeze(model, x)
+        own = _global_optimizer_pre_hooks.keys() - others
+        assert own
+        trained = model if makes == "itself" else copy.deepcopy(model)
+        values = {key: p.detach().clone() for key, p in trained.named_parameters()}
+        with pytest.raises(FreezeError, match=r"can't be trained.* call undo\(\) on"):
+            TRAININGS[name](trained, x)
+        for key, p in trained.named_parameters():
+            if key in values:
+                assert torch.equal(p.float(), values[key].float()), key
+        del trained
+        if name in {"weight_norm", "replaced"} and makes == "itself":
+            return
+        frozen.undo()
+        model.eval()
+        assert_same_contents(model, before)
+        assert attached(model) == hooks
+        assert not own & _global_optimizer_pre_hooks.keys()
+        model.zero_grad()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.train()(x).float().square().sum().backward()
+        optimizer.step()
+        assert not torch.equal(model.table, before["table"][-2])
+
+
+def gradients_of_inputs(model: nn.Module, x: Tensor) -> Any:
+    x = x.clone().requires_grad_()
+    return torch.autograd.grad(model(x).float().sum(), x)
+
+
+#: What is no training, and gives what the converted model gives.
+INFERENCES: dict[str, Callable[[nn.Module, Tensor], Any]] = {
+    "gradients of inputs": gradients_of_inputs,
+    "func.grad of inputs": lambda model, x: grad(lambda x: model(x).float().sum())(x),
+    "func.grad of inputs, weights given": lambda model, x: grad(losses(model), argnums=1)(
+        low_parameters(model), x
+    ),
+    "jvp of inputs": lambda model, x: jvp(lambda x: model(x).float(), (x,), (x,)),
+    "functional_call": lambda model, x: functional_call(model, low_parameters(model), (x,)),
+    "ensemble": lambda model, x: vmap(losses(model), (0, None))(stacked(model), x),
+    "vmap": lambda model, x: vmap(model)(x[:, None]),
+    "eval": lambda model, x: nn.Sequential(model).eval()(x),
+    "norm's gradient": lambda model, x: torch.autograd.grad(
+        model(x).float().square().sum(), model.norm.weight
+    ),
+}
+
+
+@pytest.mark.parametrize("name", INFERENCES)
+def test_what_is_no_training_goes_on_working(name: str) -> None:
+    """Gradients of inputs and of weights in fp32, ensembles, calls by functional_call."""
+    torch.manual_seed(0)
+    model, x = Nest().eval(), torch.randn(3, 8)
+    with convert():
+        expected = INFERENCES[name](model, x)
+        hmpx.freeze(model, x)
+        assert_equal_but_for_casts(INFERENCES[name](model, x), expected)
+
+
+def test_monte_carlo_dropout_and_adapters_work_in_a_frozen_model() -> None:
+    """Modules without low-precision weights train, and optimizers step on theirs."""
+    model, x = Nest().eval(), torch.randn(16, 8)
+    with convert():
+        hmpx.freeze(model, x)
+        model.inner[1].train()
+        assert not torch.equal(model(x), model(x))
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        model.norm.weight.grad = torch.ones(4)
+        optimizer.step()
+        assert model.norm.weight.eq(0.9).all()
+
+
+def test_loading_into_a_part_of_a_frozen_model_changes_nothing() -> None:
+    """Nor what lies before its first low-precision weight."""
+
+    class Normed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.LayerNorm(8), nn.Linear(8, 4))
+
+        def forward(self, x: Tensor) -> Tensor:
+            return self.inner(x)
+
+    model = Normed().eval()
+    weights = {name: torch.zeros_like(w) for name, w in model.inner.state_dict().items()}
+    with convert():
+        hmpx.freeze(model, torch.ones(2, 8))
+        with pytest.raises(FreezeError, match=r"^Sequential is frozen and can't load weights"):
+            model.inner.load_state_dict(weights)
+    assert model.inner[0].weight.all()
+
+
+def test_what_watches_optimizers_goes_with_the_model() -> None:
+    """No hook of it is left."""
+    gc.collect()
+    before = len(_global_optimizer_pre_hooks)
+    model = Perceptron().eval()
+    gc.disable()
+    try:
+        with convert():
+            hmpx.freeze(model, torch.ones(2, 8))
+            gc.collect()
+            twin = saved(model)
+            assert len(_global_optimizer_pre_hooks) == before + 2
+            del model, twin
+            gc.collect()
+        assert len(_global_optimizer_pre_hooks) == before
+    finally:
+        gc.enable()
 
 
 def test_weights_that_begin_to_require_gradients_later_refuse_them() -> None:
