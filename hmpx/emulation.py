@@ -88,7 +88,7 @@ class Emulation:
             )
         if _watchers and self.takes_codes and type(tensor) is nn.Parameter:
             for note in _watchers:
-                note(tensor, self.format)
+                note(tensor, self.format, False)
             with _disable_current_modes():
                 return self._round(tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
@@ -97,6 +97,9 @@ class Emulation:
 
     def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Returns the arguments with the values of weights that were frozen to codes."""
+        if _watchers and args and isinstance(args[0], nn.Parameter):
+            for note in _watchers:
+                note(args[0], self.format, True)
         if not self.takes_codes or not any(map(_is_integer, (*args[1:], *kwargs.values()))):
             return args, kwargs
         given = (*args, *kwargs.values())
@@ -159,13 +162,16 @@ def _is_traced_code(value: Any) -> bool:
     return _is_frozen(value) or (_is_integer(value) and isinstance(value, FunctionalTensor))
 
 
-#: Told each parameter that is rounded, and its format.
-_watchers: Final[list[Callable[[Tensor, Format], None]]] = []
+#: Is called with each parameter that is rounded, its format, and whether it is an op's first input,
+#: where integers are never codes.
+Note = Callable[[Tensor, Format, bool], None]
+
+_watchers: Final[list[Note]] = []
 
 
 @contextlib.contextmanager
-def watched(note: Callable[[Tensor, Format], None]) -> Iterator[None]:
-    """Has ``note`` told each parameter that is rounded in the block; dispatch modes don't see that."""
+def watched(note: Note) -> Iterator[None]:
+    """Calls ``note`` for each parameter rounded in the block; dispatch modes don't see that."""
     _watchers.append(note)
     try:
         yield

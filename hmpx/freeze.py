@@ -326,7 +326,9 @@ def _judged(
         first = firsts.setdefault(key, f)
         neighbours = by_storage[f.place.storage] if f.place is not None else []
         dtype, reason = _judgement(f, neighbours, watch, replaced)
-        if not isinstance(dtype, (torch.dtype, *codes)):
+        is_data = f.place is not None and watch.uses[f.place].is_first_input
+        if isinstance(dtype, Format) and (is_data or not isinstance(dtype, codes)):
+            reason = f"used in {dtype.name} as a first input" if is_data else reason
             dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
         size_bytes = stored_bytes = 0
         if first is not f:

@@ -127,7 +127,8 @@ _CONVERSIONS: Final = frozenset(
 class Uses:
     """How the watched forward used one place: converted to which dtypes, and read or written by.
 
-    ``unrounded_by`` are the ops that are in the low-precision list and leave it in fp32.
+    ``unrounded_by`` are the ops that are in the low-precision list and leave it in fp32;
+    ``is_first_input`` says that an op in a number format took it in the place of data.
     """
 
     converted_to: set[LowType] = field(default_factory=set)
@@ -135,6 +136,7 @@ class Uses:
     unrounded_by: list[str] = field(default_factory=list)
     written_by: list[str] = field(default_factory=list)
     is_changed: bool = False
+    is_first_input: bool = False
 
 
 class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -178,10 +180,11 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
                 self._note(self.uses[place], func, tensor, alias, result)
         return result
 
-    def note_format(self, tensor: Tensor, format: Format) -> None:
-        """Notes that a parameter is rounded to a number format."""
+    def note_format(self, tensor: Tensor, format: Format, is_first: bool) -> None:
+        """Notes that a parameter is rounded to a number format, perhaps as an op's first input."""
         place = _place(tensor)
         for touched in self._touched(tensor):
+            self.uses[touched].is_first_input |= is_first
             if touched == place:
                 self.uses[touched].converted_to.add(format)
             else:

@@ -689,6 +689,32 @@ def test_other_modes_store_low_what_is_rounded_on_each_use(
         assert_equal_but_for_casts(model(x), expected)
 
 
+class FirstInputs(nn.Module):
+    """Weights that are the first input of products, the bias of addmm among them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bias, self.weight = nn.Parameter(torch.randn(4)), nn.Parameter(torch.randn(8, 4))
+        self.left = nn.Parameter(torch.randn(3, 5))
+
+    def forward(self, x: Tensor) -> Tensor:  # x: [5, 8]
+        return self.left @ torch.addmm(self.bias, x, self.weight)
+
+
+def test_weights_that_are_first_inputs_are_not_stored_as_codes() -> None:
+    """Integers there are data, which no op takes for codes."""
+    model, x = FirstInputs().eval(), torch.randn(5, 8)
+    with hmpx.convert(low_precision_type="float8_e4m3fn", device_types={"cpu"}):
+        expected = model(x)
+        frozen = hmpx.freeze(model, x, store="codes")
+        assert stored(frozen).keys() == {"weight"}
+        why = "used in float8_e4m3fn as a first input, but not stored as codes"
+        assert reasons(frozen)["bias"] == reasons(frozen)["left"] == why
+        assert torch.equal(model(x), expected)
+        compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
+        assert torch.equal(compiled(x), expected)
+
+
 # --- sharing -----------------------------------------------------------------------------------
 
 
