@@ -7,7 +7,7 @@ made and get into torch.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -52,7 +52,9 @@ class CallPlan:
         in_place: The callable writes to its first argument.
         promotes: torch's kernel takes mixed dtypes and gives the widest, in place too.
         is_python: The callable is implemented in Python: nothing inside it is cast.
-        never_cast: Names of buffers.
+        writes: Names of the arguments that the callable writes to, ``out`` aside.
+        statistics: Those of them that are running statistics of a norm.
+        updates_if: Name of the argument that says whether these are updated; None if always.
         norm_parameters: Names of a norm's weight and bias, which stay fp32 beside a low-precision
             input on ``mixed_device_types``.
         never_narrows: The callable refuses a ``dtype=`` narrower than its input.
@@ -65,7 +67,13 @@ class CallPlan:
         rounding: How values are rounded to a number format, and
         rounds_gradients: whether gradients are, too.
         lowerings: What computes the op in a number format, instead of torch.
+        target: Name of the argument that decides, since it is written to, what the others are cast
+            to; None if there is none in every call.
+        never_cast: Names of the arguments that are not even cast to what they are.
+        may_write: Some call of it writes to such an argument.
         has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
+        statistic_positions: Positions of the running statistics.
+        takes_fp32_statistics: Kernels take them in fp32 beside low-precision inputs.
         fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
             call's device.
         emulation: What computes the op in a number format, if that is its low precision.
@@ -83,7 +91,9 @@ class CallPlan:
     in_place: bool = False
     promotes: bool = False
     is_python: bool = False
-    never_cast: frozenset[str] = frozenset()
+    writes: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
+    updates_if: str | None = None
     norm_parameters: frozenset[str] = frozenset()
     mixed_device_types: frozenset[str] = frozenset()
     never_narrows: bool = False
@@ -97,10 +107,15 @@ class CallPlan:
     rounds_gradients: bool = False
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
 
+    target: str | None = field(init=False)
+    never_cast: frozenset[str] = field(init=False)
+    may_write: bool = field(init=False)
     has_inplace_flag: bool = field(init=False)
     emulation: Emulation | None = field(init=False)
     composes: bool = field(init=False)
     legalizes: bool = field(init=False)
+    statistic_positions: tuple[int, ...] = field(init=False)
+    takes_fp32_statistics: bool = field(init=False)
     fp32_positions: frozenset[int] | None = field(init=False)
     cast_kinds: Mapping[int, str] = field(init=False)
     skipped: frozenset[str] = field(init=False)
@@ -108,12 +123,12 @@ class CallPlan:
     @property
     def is_low(self) -> bool:
         """Whether the op runs in a low-precision dtype, whatever its inputs are."""
-        return self.decision.dtype in LOW_DTYPES and not self.in_place
+        return self.decision.dtype in LOW_DTYPES and self.target is None
 
     @property
     def is_relative(self) -> bool:
         """Whether the dtype that inputs are cast to depends on the call."""
-        return self.in_place or self.decision.dtype is None
+        return self.target is not None or self.decision.dtype is None
 
     @property
     def casts_late(self) -> bool:
@@ -126,8 +141,18 @@ class CallPlan:
     def __post_init__(self) -> None:
         """Works out what follows from the rest, here and not in each call."""
         names = self.parameters.names
+        targets = [name for name in self.writes if name not in self.statistics]
+        if self.in_place:
+            targets = [names[0] if names else "self"]
+        # The target of an in-place op is cast to its own dtype, which is nothing; any other one need
+        # not be the first argument.
+        never_cast = frozenset(self.writes) - (set(targets) if self.in_place else set())
+        if self.is_python:
+            never_cast |= {"out"} & set(names)
+        object.__setattr__(self, "target", targets[0] if targets else None)
+        object.__setattr__(self, "never_cast", never_cast)
         emulation = None
-        if isinstance(self.decision.dtype, Format) and not self.in_place:
+        if isinstance(self.decision.dtype, Format) and self.target is None:
             emulation = Emulation(
                 self.decision.dtype,
                 self.rounding,
@@ -139,20 +164,27 @@ class CallPlan:
                 takes_codes=self.kind in PRODUCTS,
             )
         kinds = {p: k for p, k in self.parameters.kinds.items() if names[p] not in self.never_cast}
+        positions = tuple(map(names.index, self.statistics))
+        takes_fp32 = self.device_types <= self.mixed_device_types
+        object.__setattr__(self, "statistic_positions", positions)
+        object.__setattr__(self, "takes_fp32_statistics", takes_fp32)
         fp32_positions: frozenset[int] | None = frozenset()
         if self.decision.dtype in LOW_DTYPES and self.norm_parameters:
-            if self.device_types <= self.mixed_device_types:
+            if takes_fp32:
                 fp32_positions = frozenset(map(names.index, self.norm_parameters))
             elif self.device_types & self.mixed_device_types:
                 fp32_positions = None
         may_be_low = self.is_low or (self.decision.dtype is None and self.kind in _SLOW_KINDS)
         may_be_low = may_be_low and self.decision.accumulate_dtype is None
-        is_legalized = self.legalize != "never" and may_be_low and not self.in_place
+        is_legalized = self.legalize != "never" and may_be_low and self.target is None
         object.__setattr__(self, "legalizes", is_legalized and not self.is_view)
-        composes = self.decision.is_composed and not self.in_place and emulation is None
+        composes = self.decision.is_composed and self.target is None and emulation is None
         object.__setattr__(self, "emulation", emulation)
         object.__setattr__(self, "composes", composes)
-        object.__setattr__(self, "has_inplace_flag", self.is_python and "inplace" in names)
+        has_flag = self.is_python and "inplace" in names
+        may_write = has_flag or self.target is not None or "out" in never_cast
+        object.__setattr__(self, "has_inplace_flag", has_flag)
+        object.__setattr__(self, "may_write", may_write)
         object.__setattr__(self, "fp32_positions", fp32_positions)
         object.__setattr__(self, "cast_kinds", kinds)
         object.__setattr__(self, "skipped", self.never_cast | self.parameters.plain | {"out"})
@@ -170,7 +202,7 @@ def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     if dtype is None:
         return args, kwargs
     args, kwargs = _cast_to(dtype, plan, args, kwargs)
-    if plan.emulation is None or written_tensor(plan, args, kwargs) is not None:
+    if plan.emulation is None or written(plan, args, kwargs) is not None:
         return args, kwargs
     keeps_parameters = _takes_mixed_parameters(plan, args, kwargs)
     return _with_inputs(plan.emulation.round, plan, args, kwargs, keeps_parameters)
@@ -200,9 +232,11 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     """Returns the dtype that the eligible inputs are cast to; None to leave the call alone."""
     if is_below_dispatcher():
         return None
-    target = written_tensor(plan, args, kwargs)
+    target = written(plan, args, kwargs)
     if target is not None:  # the tensor written to keeps its dtype, whatever the lists say
-        return None if plan.promotes or target.dtype not in CAST else target.dtype
+        if plan.promotes or not isinstance(target, Tensor):  # lists of tensors have many dtypes
+            return None
+        return target.dtype if target.dtype in CAST else None
     inputs = floating_inputs(plan, args, kwargs)
     if not inputs:
         return None
@@ -317,20 +351,26 @@ def _takes_mixed_parameters(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
 transforms = torch._C._functorch.peek_interpreter_stack
 
 
-def written_tensor(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | None:
-    """Returns the tensor that the call writes to: ``out=``, or the first one of an in-place op."""
-    out = kwargs.get("out")
+def written(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:
+    """Returns what the call writes to and what so decides its dtype; None if it has no such argument.
+
+    That is ``out=``, or the argument that the plan or ``inplace=True`` makes the target. The first
+    tensor stands for those of ``out=``.
+    """
+    out = _argument(plan, "out", args, kwargs) if plan.is_python else kwargs.get("out")
     if out is not None:
         first = out[0] if isinstance(out, SEQUENCES) and out else out
         return first if isinstance(first, Tensor) else None
-    is_in_place = plan.in_place
-    if plan.has_inplace_flag:
-        is_in_place = is_in_place or bool(_argument(plan, "inplace", args, kwargs))
-    if not is_in_place:
-        return None
-    names = plan.parameters.names
-    first = args[0] if args else kwargs.get(names[0] if names else "self")
-    return first if isinstance(first, Tensor) else None
+    target = plan.target
+    if target is None:
+        if not (plan.has_inplace_flag and _argument(plan, "inplace", args, kwargs)):
+            return None
+        target = plan.parameters.names[0]
+    if plan.parameters.names:
+        value = _argument(plan, target, args, kwargs)
+    else:  # nothing is known of the function's signature
+        value = args[0] if args else None
+    return value if isinstance(value, (Tensor, list, tuple)) else None
 
 
 def _argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:

@@ -262,6 +262,27 @@ def parameters(site: Site) -> Parameters:
     return _schema_parameters(_aten_name(site), site.namespace == "torch.Tensor")
 
 
+def written(op: str, site: Site) -> tuple[str, ...]:
+    """Returns the parameters of the callable at ``site`` whose tensors it writes to, ``out`` aside.
+
+    They are what the schemas declare, with the first of an in-place callable; ``ops.ini`` has what
+    schemas can't say. Running statistics are declared for one op of their family only, and updated
+    by every op that takes them, but for those that say they don't.
+    """
+    names = parameters(site).names
+    found = set(facts("writes").get(op, ())) | set(names[:1] if site.in_place else ())
+    if not site.is_python:
+        found |= _declared_written(_aten_name(site))
+    if not op.endswith(_READ_STATISTICS):
+        found |= _statistics()
+    return tuple(name for name in names if name in found)
+
+
+def statistics(op: str, site: Site) -> tuple[str, ...]:
+    """Returns the running statistics among what the callable at ``site`` writes to."""
+    return tuple(name for name in written(op, site) if name in _statistics())
+
+
 def facts(section: str) -> Mapping[str, tuple[str, ...]]:
     """Returns one section of ``ops.ini``: op (or alias, or site) -> the words of its value."""
     return _all_facts()[section]
@@ -456,6 +477,37 @@ def _schema_parameters(name: str, is_method: bool) -> Parameters:
         plain=frozenset({name for name, *_ in arguments} - tensors),
         has_keyword_tensors=any(kind and is_keyword for _, kind, is_keyword, _ in arguments),
     )
+
+
+#: Ends of the names of ops that only read the running statistics they take.
+_READ_STATISTICS = ("_backward", "_no_training")
+
+
+@functools.cache
+def _statistics() -> frozenset[str]:
+    """Returns what ATen calls the running statistics that a norm updates."""
+    return _declared_written("_native_batch_norm_legit")
+
+
+@functools.cache
+def _declared_written(name: str) -> frozenset[str]:
+    """Returns the tensor arguments, ``out`` aside, that a schema of ATen's op declares written to."""
+    return frozenset(
+        argument.name
+        for schema in _schemas_of(name)
+        for argument in schema.arguments
+        if argument.alias_info is not None
+        and argument.alias_info.is_write
+        and not argument.is_out
+        and "Tensor" in str(argument.type)
+        and _is_dispatched(schema)
+    )
+
+
+def _is_dispatched(schema: Any) -> bool:
+    """Whether the schema is of a kernel, rather than of TorchScript's own (``sort`` of a list)."""
+    overload = f".{schema.overload_name}" if schema.overload_name else ""
+    return bool(torch._C._dispatch_has_kernel(schema.name + overload))
 
 
 def _has_overload(base: str, overload: str) -> bool:

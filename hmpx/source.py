@@ -142,7 +142,7 @@ _MIXES = "type(a0) in plain_tensors and not a0.is_nested and transforms() is Non
 
 
 def _source(plan: CallPlan) -> str:
-    count = 0 if plan.is_python else max(plan.cast_kinds, default=-1) + 1
+    count = 0 if plan.is_python else _count(plan)
     names = [f"a{position}" for position in range(count)]
     listed = _listed(names)
     body = _body(plan, listed)
@@ -161,6 +161,11 @@ def _source(plan: CallPlan) -> str:
         plain_call=_plain_call(names),
         body=body,
     )
+
+
+def _count(plan: CallPlan) -> int:
+    """Returns the number of arguments that are looked at."""
+    return max([*plan.cast_kinds, *plan.statistic_positions], default=-1) + 1
 
 
 def _plain_call(names: list[str]) -> str:
@@ -187,18 +192,25 @@ def _listed(names: list[str]) -> str:
 def _body(plan: CallPlan, names: str) -> str:
     """Returns the part that looks at the arguments; ``names`` are ``"a0, a1, "``."""
     run, native = "run(original, cast_args, kwargs, args)", "original(*cast_args, **kwargs)"
-    if plan.is_python or plan.norm_parameters or plan.composes or plan.emulation is not None:
+    is_norm = bool(plan.norm_parameters or plan.statistics)
+    if plan.is_python or is_norm or plan.composes or plan.emulation is not None:
         call = run
     else:
         call = f"{run} if legalizes else {native}" if plan.legalizes else native
     body = _CAST.format(names=names, call=call)
     if not names or plan.emulation is not None:
         return body
+    if plan.target is not None and not plan.in_place:
+        return body  # its dtype need not be that of the first argument
     if plan.is_relative:
         first = min(plan.cast_kinds)
         return _settled(plan, names, first) + body if plan.cast_kinds[first] == "T" else body
+    kinds = plan.parameters.kinds
     is_fixed = not (
-        "A" in plan.cast_kinds.values() or plan.fp32_positions is None or plan.never_narrows
+        "A" in plan.cast_kinds.values()
+        or plan.fp32_positions is None
+        or plan.never_narrows
+        or any(kinds[position] == "N" for position in plan.statistic_positions)
     )
     if is_fixed:
         body = _unrolled(plan, names) + body
@@ -219,8 +231,9 @@ def _settled(plan: CallPlan, names: str, reference: int | None) -> str:
     dtype, is_low = ("dtype", "") if reference is None else ("dtype_", " and dtype_ in low_dtypes")
     tests = [] if reference is None else [f"(dtype_ := a{reference}.dtype)"]
     last = max(plan.cast_kinds)
+    fitting = set(_sharing(plan)) if plan.statistics else set()
     for position, kind in sorted(plan.cast_kinds.items()):
-        if position == reference:
+        if position == reference or position in fitting:
             continue
         value = f"a{position}"
         test = {
@@ -234,6 +247,8 @@ def _settled(plan: CallPlan, names: str, reference: int | None) -> str:
         tests.append(test)
     if plan.cast_kinds[last] == "A":
         tests.append(f"a{last} is not missing")  # the others have no dtype if they are missing
+    if plan.statistics:
+        tests.append(_fitting(plan, dtype))
     if plan.fp32_positions:
         tests.append(_MIXES)
     run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
@@ -243,6 +258,30 @@ def _settled(plan: CallPlan, names: str, reference: int | None) -> str:
     elif plan.legalizes:
         call = f"{run} if {_legalizes(plan)}{is_low} else {call}"
     return _SETTLED.format(test=" and ".join([*tests, "not kwargs"]), call=call)
+
+
+def _fitting(plan: CallPlan, dtype: str, cast: str = "a") -> str:
+    """Returns the test whether a norm's kernel takes its statistics beside an input of ``dtype``.
+
+    ``cast`` begins the names of the inputs.
+    """
+    values = [f"{cast if p in plan.cast_kinds else 'a'}{p}" for p in _sharing(plan)]
+
+    def are(dtype: str) -> str:
+        return " and ".join([f"({value} is None or {value}.dtype is {dtype})" for value in values])
+
+    may_be_fp32 = plan.decision.dtype in LOW_DTYPES and plan.takes_fp32_statistics
+    if not may_be_fp32:
+        return f"({are(dtype)})"
+    mixes = "mixes and " if cast == "b" and plan.fp32_positions else ""
+    return f"({mixes}{are('float32')} or {are(dtype)})"
+
+
+def _sharing(plan: CallPlan) -> list[int]:
+    """Returns the positions of a norm's parameters and statistics, which share a dtype."""
+    names = plan.parameters.names
+    parameters = [p for p in plan.cast_kinds if names[p] in plan.norm_parameters]
+    return sorted([*parameters, *plan.statistic_positions])
 
 
 def _short_call(names: str) -> str:
@@ -256,8 +295,7 @@ def _unrolled(plan: CallPlan, names: str) -> str:
     on_device = "b{position}.device.type in device_types"
     if len(device_types) == 1 and hasattr(Tensor, f"is_{device_types[0]}"):
         on_device = f"b{{position}}.is_{device_types[0]}"
-    last = max(plan.cast_kinds)
-    arguments = [f"{'b' if p in plan.cast_kinds else 'a'}{p}" for p in range(last + 1)]
+    arguments = [f"{'b' if p in plan.cast_kinds else 'a'}{p}" for p in range(_count(plan))]
     casts = []
     for position, kind in sorted(plan.cast_kinds.items()):
         test = on_device.format(position=position)
@@ -274,11 +312,15 @@ def _unrolled(plan: CallPlan, names: str) -> str:
     run = f"run(original, ({cast}*rest), kwargs, ({names}*rest))"
     if plan.composes:
         call = run
+    elif plan.statistics:
+        fitting = _fitting(plan, "dtype", "b")
+        test = f"legalizes or not {fitting}" if plan.legalizes else f"not {fitting}"
+        call = f"{run} if {test} else {call}"
     elif plan.legalizes:
         call = f"{run} if {_legalizes(plan)} else {call}"
     has_keywords = plan.parameters.has_keyword_tensors
     return _UNROLLED.format(
-        last=f"a{last}",
+        last=f"a{_count(plan) - 1}",
         kwargs_are_plain="not kwargs" if has_keywords else '"out" not in kwargs',
         names=names,
         mixes=f"\n            mixes = {_MIXES}" if plan.fp32_positions else "",

@@ -33,12 +33,13 @@ from .casting import (
     floating_inputs,
     target_dtype,
     widest,
-    written_tensor,
+    written,
 )
 from .composition import computed_in_fp32, inputs_of, rounded
 from .decisions import CastPolicy
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
+from .norm_statistics import Statistics
 from .patching import Patch
 from .records import Observer, OpCall
 from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
@@ -128,9 +129,12 @@ def _retry_in_fp32(
         RuntimeError: ``error``, where a half-done in-place update can't be ruled out, or where the
             call has no low-precision input.
     """
-    if written_tensor(plan, args, kwargs) is not None:
+    if written(plan, args, kwargs) is not None:
         raise error
     args, kwargs = cast_args(plan, args, kwargs)
+    statistics = _statistics(plan)
+    if statistics is not None:
+        original, args, kwargs = statistics.set_apart(original, args, kwargs)
     inputs = floating_inputs(plan, args, kwargs)
     if not any(t.dtype in LOW_DTYPES for t in inputs):
         raise error
@@ -178,7 +182,9 @@ def make_observed_wrapper(
         if not before:
             return result  # there was nothing to decide
         if plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
-            dtype = before[0].dtype if plan.in_place else widest(before)  # torch's kernel does that
+            dtype = (
+                widest(before) if plan.target is None else before[0].dtype
+            )  # torch's kernel does that
         cast_bytes = 0
         if not torch.compiler.is_dynamo_compiling():  # where sizes may be symbols
             for a, b in zip(before, after, strict=True):
@@ -316,10 +322,6 @@ def _cells(wrapper: Callable[..., Any]) -> dict[str, types.CellType]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
-def _has_low(tensors: list[Any]) -> bool:
-    return any([t is not None and t.dtype in LOW_DTYPES for t in tensors])  # noqa: C419
-
-
 def _size_test(plan: CallPlan) -> Callable[[Any, Any], bool]:
     """Returns what says whether the product of two matrices may have to be legalized."""
     if plan.legalize == "always":
@@ -385,25 +387,56 @@ def _runner(plan: CallPlan, settle: Callable[[], None]) -> Runner:
     elif plan.norm_parameters:
         run = functools.partial(_run_norm, plan)
     if plan.emulation is not None:
-        return _emulated(plan, plan.emulation, run)
-    if plan.legalizes:
-        run = _legalized(plan, run, settle)
-    return _composed(plan, run) if plan.composes else run
+        run = _emulated(plan, plan.emulation, run)
+    else:
+        if plan.legalizes:
+            run = _legalized(plan, run, settle)
+        if plan.composes:
+            run = _composed(plan, run)
+    statistics = _statistics(plan)
+    return run if statistics is None else _beside(statistics, plan, run)
+
+
+def _statistics(plan: CallPlan) -> Statistics | None:
+    """Returns the running statistics of a norm, if it has any."""
+    if not plan.statistics:
+        return None
+    position = {name: position for position, name in enumerate(plan.parameters.names)}
+    updates_if = plan.updates_if
+    return Statistics(
+        positions={name: position[name] for name in plan.statistics},
+        parameters={name: position[name] for name in sorted(plan.norm_parameters)},
+        first=plan.parameters.names[0],
+        updates_if=None if updates_if is None else (updates_if, position[updates_if]),
+        mixed_device_types=plan.mixed_device_types,
+    )
+
+
+def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
+    """Returns what does ``run`` without the running statistics, which its function gets all the same."""
+    # They are not cast then, and kernels take them.
+    passes_fp32 = not plan.composes and plan.emulation is None and plan.takes_fp32_statistics
+
+    def run_beside(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        if not (passes_fp32 and statistics.are_fp32(args, kwargs)):
+            function, args, kwargs = statistics.set_apart(function, args, kwargs)
+        return run(function, args, kwargs, given)
+
+    return run_beside
 
 
 def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runner:
     """Returns what runs the op in fp32 with rounded inputs and outputs, where ``run`` is slow."""
     legalizer = legalize.Legalizer(plan.op, plan.kind, plan.first_matrix, plan.legalize)
-    buffers = [plan.parameters.names.index(name) for name in sorted(plan.never_cast)]
     casts_late, device_types = plan.casts_late, plan.device_types
-    may_write = plan.in_place or plan.has_inplace_flag
+    may_write = plan.may_write
     leaves_inference = _never if plan.first_matrix is not None else _inference_test(plan.kind, plan)
 
     def run_legalized(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if (
             leaves_inference(args[0] if args else None)
             or is_below_dispatcher()
-            or ((may_write or kwargs) and written_tensor(plan, args, kwargs) is not None)
+            or ((may_write or kwargs) and written(plan, args, kwargs) is not None)
         ):
             return run(function, *_cast_late(plan, args, kwargs), given)
         is_cast = not casts_late or args is not given
@@ -415,8 +448,8 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
         dtype = None if inputs.low is None else inputs.low.dtype
         if casts_late and isinstance(plan.decision.dtype, torch.dtype):
             dtype = plan.decision.dtype
-        if dtype is None or (buffers and _has_low([args[p] for p in buffers if p < len(args)])):
-            return run(function, *_cast_late(plan, args, kwargs), given)  # it writes to buffers
+        if dtype is None:
+            return run(function, *_cast_late(plan, args, kwargs), given)
         if not legalizer.applies(inputs, args, kwargs, dtype):
             device_type = inputs.first.device.type
             if (
@@ -446,20 +479,14 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
 
 def _emulated(plan: CallPlan, emulation: Emulation, run: Runner) -> Runner:
     """Returns what runs the op in a number format."""
-    buffers = _buffers(plan)
 
     def run_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-        if (
-            target_dtype(plan, args, kwargs) is None
-            or written_tensor(plan, args, kwargs) is not None
-        ):
+        if target_dtype(plan, args, kwargs) is None or written(plan, args, kwargs) is not None:
             return run(function, args, kwargs, given)
         inputs = floating_inputs(plan, args, kwargs)
         if inputs[0].device.type not in plan.device_types:
             return run(function, args, kwargs, given)
         wrapped = functools.partial(_run_with, run, function, given)
-        if buffers:
-            wrapped = functools.partial(_run_writing, buffers, wrapped, args, kwargs)
         return emulation.compute(wrapped, args, kwargs)
 
     return run_emulated
@@ -472,10 +499,9 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
         plan.kind, plan.casts_first, decision.accumulate_dtype, decision.output_dtype
     )
     is_widest = decision.cast_policy is CastPolicy.WIDEST
-    buffers = _buffers(plan)
 
     def run_composed(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-        if is_below_dispatcher() or written_tensor(plan, args, kwargs) is not None:
+        if is_below_dispatcher() or written(plan, args, kwargs) is not None:
             return run(function, args, kwargs, given)
         if kwargs.get("dtype") is not None or torch.dtype in map(type, args):
             return run(function, args, kwargs, given)  # its output is as asked for
@@ -491,39 +517,10 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
         if known is None:  # all are in lists of lists, which are not raised
             return run(function, args, kwargs, given)
         wrapped = functools.partial(_run_with, run, function, given)
-        if buffers:
-            wrapped = functools.partial(_run_writing, buffers, wrapped, cast, kwargs)
         dtype = widest(inputs) if is_widest else inputs[0].dtype
         return accumulation.compute(wrapped, known, cast, kwargs, given, dtype)
 
     return run_composed
-
-
-def _buffers(plan: CallPlan) -> Mapping[str, int]:
-    """Returns the name of each buffer that the op may write to -> its position."""
-    return {name: plan.parameters.names.index(name) for name in sorted(plan.never_cast)}
-
-
-def _run_writing(
-    buffers: Mapping[str, int],
-    function: Callable[..., Any],
-    given: Args,
-    given_kwargs: Kwargs,
-    *args: Any,
-    **kwargs: Any,
-) -> Any:
-    """Runs an op that writes to buffers, and brings what it wrote to raised copies back to them."""
-    result = function(*args, **kwargs)
-    pairs = [(given[p], args[p]) for p in buffers.values() if p < len(given)]
-    pairs += [(given_kwargs[name], kwargs[name]) for name in buffers if name in given_kwargs]
-    with torch.no_grad():
-        for buffer, raised in pairs:
-            if raised is not buffer:
-                _copy_(buffer, raised)
-    return result
-
-
-_copy_ = Tensor.copy_
 
 
 def _run(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:

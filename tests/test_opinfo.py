@@ -121,8 +121,10 @@ IN_PLACE = {
     "zero_",
 }
 
-#: F.batch_norm and F.instance_norm: positions of their buffers, and of weight and bias.
+#: Positions, after the input, of a norm's buffers, and of weight and bias.
 NORMS = {
+    "_native_batch_norm_legit": ((2, 3), (0, 1)),
+    "native_batch_norm": ((2, 3), (0, 1)),
     "batch_norm": ((0, 1), (2, 3)),
     "instance_norm": ((0, 1), (2, 3)),
     "group_norm": ((), (1, 2)),
@@ -167,7 +169,10 @@ def cast_by_hand(
 
 
 def cast_norm_by_hand(name: str, policy: CastPolicy, call: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Casts the input; weight and bias follow unless the CPU kernel takes them in fp32."""
+    """Casts the input; weight and bias follow unless the CPU kernel takes them in fp32.
+
+    Where it doesn't take the buffers beside these, all are brought to a dtype that it takes.
+    """
     input, args, kwargs = call
     dtype = {CastPolicy.LOW: LOW, CastPolicy.FP32: torch.float32}.get(policy, input.dtype)
     buffers, parameters = NORMS[name]
@@ -189,7 +194,13 @@ def cast_norm_by_hand(name: str, policy: CastPolicy, call: tuple[Any, ...]) -> t
         return value.to(dtype)
 
     new_args = tuple(cast(i, a) for i, a in enumerate(args))
-    return input.to(dtype), new_args, {k: cast(k, a) for k, a in kwargs.items()}
+    new_kwargs = {k: cast(k, a) for k, a in kwargs.items()}
+    found = {t.dtype for t in tensors((new_args, new_kwargs))}
+    is_low = dtype in (torch.bfloat16, torch.float16)
+    if buffers and not found <= {dtype} and not (is_low and found <= {torch.float32}):
+        wide = torch.float32 if is_low else dtype
+        new_args, new_kwargs = mapped((new_args, new_kwargs), lambda t: t.to(wide))
+    return input.to(dtype), new_args, new_kwargs
 
 
 def in_fp32_if_the_kernel_is_missing(
