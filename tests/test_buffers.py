@@ -274,8 +274,11 @@ def is_same(a: Tensor, b: Tensor) -> bool:
     return torch.equal(torch.nan_to_num(a.detach()), torch.nan_to_num(b.detach()))
 
 
-def written_by(function: Callable[..., Any], call: Call) -> tuple[list[Tensor], list[bool]] | None:
-    """Returns the call's tensors after it, and which were written to; None if it failed."""
+def written_by(function: Callable[..., Any], call: Call) -> Outcome | None:
+    """Returns the call's tensors after it, which have new values, and which new versions.
+
+    None if it failed.
+    """
     with hmpx.disable_casts():
         input, args, kwargs = mapped(call, lambda t: t.detach().clone())
         given = list(tensors((input, args, kwargs)))
@@ -290,13 +293,14 @@ def written_by(function: Callable[..., Any], call: Call) -> tuple[list[Tensor], 
     except Exception:
         return None
     with hmpx.disable_casts():
-        written = []
+        written, is_newer = [], []
         for tensor, copied, (version, dtype, pointer) in zip(given, before, facts, strict=True):
             assert tensor.dtype is dtype
             if tensor.layout is torch.strided and tensor.shape == copied.shape:
                 assert tensor.data_ptr() == pointer
-            written.append(tensor._version != version or not is_same(tensor, copied))
-    return given, written
+            written.append(not is_same(tensor, copied))
+            is_newer.append(tensor._version != version)
+    return given, written, is_newer
 
 
 def variants(info: OpInfo) -> list[tuple[Any, Any]]:
@@ -350,15 +354,16 @@ def test_opinfo_samples_are_written_to_as_in_plain_torch(
     assert count > 5000
 
 
-Outcome = tuple[list[Tensor], list[bool]]
+Outcome = tuple[list[Tensor], list[bool], list[bool]]
 
 
 def differences(actual: Outcome, expected: Outcome, *, is_random: bool) -> list[str]:
     """Returns where what was written to differs, or what was written there by more than rounding."""
-    if actual[1] != expected[1]:
+    is_new = [got and not want for got, want in zip(actual[2], expected[2], strict=True)]
+    if actual[1] != expected[1] or any(is_new):
         return [f"wrote {actual[1]}, plain torch {expected[1]}"]
     found = []
-    for got, want, was_written in zip(actual[0], *expected, strict=True):
+    for got, want, was_written in zip(actual[0], *expected[:2], strict=True):
         if was_written and want.is_floating_point() and not is_random:
             wide = got.double(), want.double()
             if not torch.allclose(*wide, rtol=0.05, atol=0.05, equal_nan=True):
