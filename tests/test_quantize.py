@@ -25,7 +25,7 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hmpx import formats, kernel_library, quantization
+from hmpx import formats, kernel_library, quantization, rounding_kernels
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, get, quantize
 from hmpx.quantization import rounder
