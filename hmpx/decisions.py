@@ -11,9 +11,10 @@ from typing import Final
 
 import torch
 
-from . import dtypes, format_names
-from .errors import OptionError, suggestion
-from .number_formats import Format
+from . import arguments, dtypes, format_names
+from .arguments import is_a
+from .errors import OptionError, shown, suggestion
+from .number_formats import FORMATS, Format
 
 #: What low precision may be: a dtype of torch, or a number format, which is emulated.
 LowType = torch.dtype | Format
@@ -61,34 +62,35 @@ class Decision:
     reason: str = field(default="", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
-        if not isinstance(self.cast_policy, CastPolicy):
+        if not is_a(self.cast_policy, CastPolicy):
             raise OptionError(
                 "a decision's policy must be hmpx.ALLOW, FOLLOW or DENY, or another "
-                f"hmpx.CastPolicy, not {self.cast_policy!r}"
+                f"hmpx.CastPolicy, not {shown(self.cast_policy)}"
             )
         if self.dtype is not None:
             self._check_dtype()
         for name in ("accumulate_dtype", "output_dtype"):
             value = getattr(self, name)
-            if value is not None and value not in dtypes.COMPUTED:
+            if value is not None and not (is_a(value, torch.dtype) and value in dtypes.COMPUTED):
                 known = ", ".join(str(dtype) for dtype in dtypes.COMPUTED)
-                raise OptionError(f"{name} must be one of {known}, not {value!r}")
+                raise OptionError(f"{name} must be one of {known}, not {shown(value)}")
         if self.cast_policy is CastPolicy.PASS and self.is_composed:
             raise OptionError("an op that is left alone has no accumulate_dtype or output_dtype")
+        object.__setattr__(self, "reason", arguments.text("reason", self.reason))
 
     def _check_dtype(self) -> None:
-        if self.cast_policy is CastPolicy.LOW and isinstance(self.dtype, Format):
+        if self.cast_policy is CastPolicy.LOW and is_a(self.dtype, FORMATS):
             return
         allowed: tuple[torch.dtype, ...] = {
             CastPolicy.LOW: dtypes.LOW_PRECISION,
             CastPolicy.FP32: (torch.float32,),
         }.get(self.cast_policy, ())
-        if self.dtype not in allowed:
+        if not is_a(self.dtype, torch.dtype) or self.dtype not in allowed:
             kinds = " or ".join(map(str, allowed)) or "left out"
             if self.cast_policy is CastPolicy.LOW:
                 kinds += " or an hmpx.formats format"
             raise OptionError(
-                f"dtype of {self.cast_policy.name} must be {kinds}, not {self.dtype!r}"
+                f"dtype of {self.cast_policy.name} must be {kinds}, not {shown(self.dtype)}"
             )
 
     def __repr__(self) -> str:
@@ -114,19 +116,19 @@ def parse_low_type(value: object) -> LowType:
     Raises:
         OptionError: It is none of these.
     """
-    if isinstance(value, Format):
-        return value
+    if is_a(value, FORMATS):
+        return value  # type: ignore[return-value]
     native = {n: d for d in dtypes.LOW_PRECISION for n in (str(d), dtypes.short_name(d))}
     native |= {name.removeprefix("torch."): dtype for name, dtype in native.items()}
-    if isinstance(value, str):
-        if value in native:
-            return native[value]
-        if value in format_names.names() or value.startswith("custom["):
-            return format_names.get(value)
-    elif isinstance(value, torch.dtype) and value in dtypes.LOW_PRECISION:
+    name = str.__str__(value) if is_a(value, str) else ""
+    if name in native:
+        return native[name]
+    if name in format_names.names() or name.startswith("custom["):
+        return format_names.get(name)
+    if isinstance(value, torch.dtype) and value in dtypes.LOW_PRECISION:
         return value
     known = " or ".join(str(dtype) for dtype in dtypes.LOW_PRECISION)
-    hint = suggestion(value, [*native, *format_names.names()]) if isinstance(value, str) else ""
+    hint = suggestion(name, [*native, *format_names.names()]) if name else ""
     raise OptionError(
-        f"low_precision_type must be {known}, or a number format, not {value!r}{hint}"
+        f"low_precision_type must be {known}, or a number format, not {shown(value)}{hint}"
     )

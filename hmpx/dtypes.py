@@ -7,14 +7,15 @@ from __future__ import annotations
 
 import importlib.util
 import sys
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from types import MappingProxyType
 from typing import Protocol
 
 import torch
 from torch import Tensor
 
-from .errors import OptionError, suggestion
+from . import arguments
+from .errors import OptionError, shown, suggestion
 
 #: Tensors of these dtypes may be cast; float64, complex, integer and bool never are.
 ELIGIBLE: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
@@ -75,7 +76,7 @@ def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.
     found = names.get(name.removeprefix("torch."))
     if found is None:
         known = ", ".join(str(d).removeprefix("torch.") for d in allowed)
-        raise OptionError(f"unknown dtype {name!r} ({known}){suggestion(name, names)}")
+        raise OptionError(f"unknown dtype {shown(name)} ({known}){suggestion(name, names)}")
     return found
 
 
@@ -100,25 +101,30 @@ def parse_device_types(value: object) -> frozenset[str]:
     """
     if value is None:
         return default_device_types()
-    if isinstance(value, str):
-        value = (value,)
-    if not isinstance(value, Iterable):
-        raise OptionError(f'device_types must be a set of names such as {{"cuda"}}, not {value!r}')
-    device_types = frozenset(value)
-    if not device_types:
+    names = arguments.texts("device_types", value, 'a set of names such as {"cuda"}')
+    if not names:
         raise OptionError('device_types is empty; name at least one, such as {"cuda"}')
-    for name in device_types:
-        try:
-            parsed = torch.device(name).type
-        except (RuntimeError, TypeError):
-            parsed = None
-        if parsed != name:
-            known = ("cpu", "cuda", "hpu", "xpu", "mps", "mtia", "xla")
-            hint = suggestion(str(name), known)
-            raise OptionError(
-                f"device_types: torch has no device type {name!r}{hint or f' (known: {known})'}"
-            )
-    return device_types
+    return frozenset([parse_device_type("device_types", name) for name in names])
+
+
+def parse_device_type(argument: str, value: object) -> str:
+    """Returns ``value`` as the name of a torch device type.
+
+    Raises:
+        OptionError: ``value`` is no string, or a type unknown to torch.
+    """
+    name = arguments.text(argument, value, 'a device type such as "cuda"')
+    try:
+        parsed = torch.device(name).type
+    except (RuntimeError, ValueError):  # of a name, and of a number after it
+        parsed = None
+    if parsed != name:
+        known = ("cpu", "cuda", "hpu", "xpu", "mps", "mtia", "xla")
+        hint = suggestion(name, known)
+        raise OptionError(
+            f"{argument}: torch has no device type {shown(name)}{hint or f' (known: {known})'}"
+        )
+    return name
 
 
 def _has_habana_frameworks() -> bool:

@@ -67,9 +67,11 @@ def encode(
         OptionError: As for `quantize`; or the format is a `Custom` one, which has no codes.
     """
     format = _coded(get(format))
+    if not isinstance(x, Tensor):
+        raise OptionError(f"encode takes a tensor, not {type(x).__name__}")
     with torch.no_grad():
         work = x
-        if isinstance(x, Tensor) and x.dtype in CAST and x.dtype is not torch.float64:
+        if x.dtype in CAST and x.dtype is not torch.float64:
             work = CAST[torch.float32 if holds_in_float32(format) else torch.float64](x)
         rounded = quantize(work.detach(), format, rounding, overflow, generator)
         binary = FP64 if rounded.dtype is torch.float64 else FP32

@@ -1,12 +1,15 @@
-"""Everything that hmpx raises or warns with on a user's mistake.
+"""Everything that hmpx raises or warns with on a user's mistake, and how messages show values.
 
-Knows nothing of torch. Each message has three parts: what is wrong, where, and the remedy.
+Knows nothing of torch. Each message has three parts: what is wrong, where, and the remedy. Whatever
+a message shows is short, and showing it can't fail: values come from users, files and other programs.
 """
 
 from __future__ import annotations
 
 import difflib
+import itertools
 from collections.abc import Iterable
+from typing import Any, Final
 
 
 class HmpxError(Exception):
@@ -41,7 +44,107 @@ class HmpxWarning(UserWarning):
     """Something in the user's input was left out, and hmpx went on without it."""
 
 
+# --- what messages show ------------------------------------------------------------------------
+
+#: Of many faults of one kind so many are shown; the others are counted.
+MOST_SHOWN: Final = 20
+
+_MOST_CHARACTERS: Final = 80
+_MOST_ITEMS: Final = 6
+_MOST_LEVELS: Final = 3
+
+#: Longer than every op's name; comparing takes time by the square of the length.
+_MOST_COMPARED: Final = 100
+
+_BRACKETS: Final[dict[type, tuple[str, str]]] = {
+    list: ("[", "]"),
+    tuple: ("(", ")"),
+    set: ("{", "}"),
+    frozenset: ("frozenset({", "})"),
+}
+
+
+def shown(value: object) -> str:
+    """Returns ``repr(value)`` on one short line, also where that would raise, or never end.
+
+    Long values are cut: ``"'xxxxx'... (1,000,000 characters)"``.
+    """
+    return cut(_shown(value, _MOST_LEVELS))
+
+
+def _shown(value: Any, levels: int) -> str:
+    kind = type(value)
+    if issubclass(kind, (str, bytes, bytearray)):
+        return _shown_text(value)
+    if kind is int and value.bit_length() > 200:  # turning it to digits takes time, or is refused
+        return f"an integer of {value.bit_length():,} bits"
+    if kind in _BRACKETS:
+        opening, closing = _BRACKETS[kind]
+        inside = _shown_items(([each] for each in value), len(value), levels)
+        if not inside and kind in (set, frozenset):
+            return f"{kind.__name__}()"
+        return f"{opening}{inside}{',' if kind is tuple and len(value) == 1 else ''}{closing}"
+    if kind is dict:
+        return f"{{{_shown_items(value.items(), len(value), levels)}}}"
+    try:
+        return cut(repr(value))
+    except Exception:  # the value's own: what it raises is none of the user's mistake
+        return f"<{kind.__name__} object>"
+
+
+def _shown_text(value: Any) -> str:
+    kind: Any = next(each for each in (str, bytes, bytearray) if issubclass(type(value), each))
+    length = kind.__len__(value)
+    part = repr(kind.__getitem__(value, slice(0, _MOST_CHARACTERS)))
+    return part if length <= _MOST_CHARACTERS else f"{part}... ({length:,} characters)"
+
+
+def _shown_items(items: Iterable[Iterable[Any]], count: int, levels: int) -> str:
+    if count and not levels:
+        return "..."
+    first = itertools.islice(items, _MOST_ITEMS)
+    found = [": ".join([_shown(part, levels - 1) for part in item]) for item in first]
+    return ", ".join(found + ["..."] * (count > _MOST_ITEMS))
+
+
+def cut(text: str) -> str:
+    """Returns ``text`` on one line, without the end of a long one."""
+    most = 2 * _MOST_CHARACTERS
+    text = " ".join(str.split(text))
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
+def said_by(error: BaseException) -> str:
+    """Returns an error's kind and its message, on one short line: ``"ValueError: no such thing"``."""
+    try:
+        message = cut(str(error))
+    except Exception:  # an error of the user's own class
+        message = ""
+    return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def short(path: str) -> str:
+    """Returns a path as messages show it: as it is, unless it is longer than paths are."""
+    most = 4 * _MOST_CHARACTERS
+    return path if len(path) <= most else f"{path[:most]}... ({len(path):,} characters)"
+
+
+def gathered(faults: Iterable[str], count: int, most: int = MOST_SHOWN) -> list[str]:
+    """Returns the first of ``faults``, and how many more there are.
+
+    Args:
+        faults: Messages; of an iterator only those that are shown are made.
+        count: How many there are in all.
+        most: How many to show.
+    """
+    first = list(itertools.islice(faults, most))
+    more = count - len(first)
+    return [*first, f"and {more:,} more"] if more > 0 else first
+
+
 def suggestion(name: str, candidates: Iterable[str]) -> str:
     """Returns ``"; did you mean 'matmul'?"`` for the nearest candidate, or ``""``."""
+    if len(name) > _MOST_COMPARED:
+        return ""
     nearest = difflib.get_close_matches(name, candidates, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -9,15 +9,17 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
-from .errors import OptionError, suggestion
-from .number_formats import Block, Custom, Float, Format, Posit
+from . import arguments
+from .arguments import is_a
+from .errors import OptionError, shown, suggestion
+from .number_formats import FORMATS, Block, Custom, Float, Format, Posit
 from .registry import Registry, exclusive
 
 #: TVM's custom types have codes from here on, below are its own; a code is one byte.
 _FIRST_CODE: Final = 129
 _LAST_CODE: Final = 255
 
-_CUSTOM: Final = re.compile(r"custom\[(\w+)\](\d+)")
+_CUSTOM: Final = re.compile(r"custom\[(\w{1,100})\]([0-9]{1,4})")
 
 _E4M3FN: Final = Float("float8_e4m3fn", 4, 3, kind="fn")
 _E5M2: Final = Float("float8_e5m2", 5, 2)
@@ -80,24 +82,23 @@ def register(format: Format, code: int | None = None) -> None:
     Raises:
         OptionError: ``format`` is none, or its name or code is another's.
     """
-    if not isinstance(format, Format):
+    if not is_a(format, FORMATS):
         raise OptionError(
-            f"register takes a Float, Posit, Fixed, Block, Table or Custom format, not {format!r}"
+            "register takes a Float, Posit, Fixed, Block, Table or Custom format, not "
+            f"{shown(format)}"
         )
     name = format.name
-    if code is not None and (
-        isinstance(code, bool) or not isinstance(code, int) or not _FIRST_CODE <= code <= _LAST_CODE
-    ):
+    if code is not None and not (type(code) is int and _FIRST_CODE <= code <= _LAST_CODE):
         raise OptionError(
             f"format {name}: code must be an integer from {_FIRST_CODE} to {_LAST_CODE}, "
-            f"not {code!r}"
+            f"not {shown(code)}"
         )
     formats, codes = REGISTRY.value
     if name in formats and (formats[name] != format or code_of(name) != code):
         if name in _SHIPPED:
             raise OptionError(f"format {name} comes with hmpx; choose another name")
         raise OptionError(
-            f"format {name} is already registered, and differs: {formats[name]!r}; "
+            f"format {name} is already registered, and differs: {shown(formats[name])}; "
             "choose another name or unregister it first"
         )
     if code is not None and codes.get(code, name) != name:
@@ -115,11 +116,12 @@ def without(name: str) -> _Known:
     Raises:
         OptionError: There is none of that name, or it comes with hmpx.
     """
+    name = arguments.text("name", name, "the name of a format")
     if name in _SHIPPED:
         raise OptionError(f"format {name} comes with hmpx and can't be unregistered")
     formats, codes = REGISTRY.value
     if name not in formats:
-        raise OptionError(f"no format {name!r} is registered{suggestion(str(name), formats)}")
+        raise OptionError(f"no format {shown(name)} is registered{suggestion(name, formats)}")
     return _Known(
         {known: format for known, format in formats.items() if known != name},
         {code: known for code, known in codes.items() if known != name},
@@ -135,7 +137,10 @@ def get(name: str | Format) -> Format:
     Raises:
         OptionError: There is none of that name.
     """
-    if isinstance(name, str):
+    if is_a(name, FORMATS):
+        return name  # type: ignore[return-value]
+    if is_a(name, str):
+        name = str.__str__(name)
         formats = REGISTRY.value.formats
         known = formats.get(name)
         if known is not None:
@@ -145,12 +150,12 @@ def get(name: str | Format) -> Format:
             known = get(match[1])
             if isinstance(known, Custom) or known.bits == int(match[2]):
                 return known
-            raise OptionError(f"format {match[1]} has {known.bits} bits, not {match[2]}: {name!r}")
+            raise OptionError(
+                f"format {match[1]} has {known.bits} bits, not {match[2]}: {shown(name)}"
+            )
         hint = suggestion(name, formats) or "; names() lists the known ones"
-        raise OptionError(f"no format {name!r} is known{hint}")
-    if isinstance(name, Format):
-        return name
-    raise OptionError(f"a format must be a name or a format, not {name!r}")
+        raise OptionError(f"no format {shown(name)} is known{hint}")
+    raise OptionError(f"a format must be a name or a format, not {shown(name)}")
 
 
 def names() -> tuple[str, ...]:

@@ -14,11 +14,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from . import compiled, session, switch
+from . import arguments, compiled, session, switch
 from .decisions import LowType
 from .dtypes import short_name
 from .encoding import code_dtype, encode
-from .errors import FreezeError, OptionError
+from .errors import FreezeError
 from .number_formats import Fixed, Float, Format, Posit, Table
 from .originals import Originals
 from .seal import REMEDY, Seal, WidensOutputs, is_sealed, seal
@@ -217,11 +217,9 @@ def freeze(
             training mode or frozen, or its forward raised. The model is untouched then.
         OptionError: ``outputs``, ``store`` or ``keep_fp32`` has no such value.
     """
-    if outputs not in _OUTPUTS:
-        raise OptionError(f"outputs must be 'fp32' or 'keep', not {outputs!r}")
-    if store not in _STORES:
-        raise OptionError(f"store must be 'dtype' or 'codes', not {store!r}")
-    _check_flag("keep_fp32", keep_fp32)
+    outputs = arguments.choice("outputs", outputs, _OUTPUTS)
+    store = arguments.choice("store", store, _STORES)
+    keep_fp32 = arguments.truth("keep_fp32", keep_fp32)
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
     found = found_tensors(model)
     watch = watch_forward(model, found, example_inputs, kwargs)

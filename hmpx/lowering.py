@@ -13,10 +13,10 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from . import format_names, ops
+from . import arguments, dtypes, format_names, ops
 from .composition import Args, Kwargs
 from .encoding import decode, encode
-from .errors import OptionError, suggestion
+from .errors import OptionError, said_by, shown, suggestion
 from .format_names import get
 from .number_formats import Custom, Format
 from .registry import Registry, change_together, exclusive
@@ -129,14 +129,17 @@ def register_op(
         device_type: Only for tensors there; None for all that have no function of their own.
 
     Raises:
-        OptionError: There is no such op or format, or ``fn`` can't be called.
+        OptionError: There is no such op, format or device type, or ``fn`` can't be called.
     """
-    name = ops.resolve(op)
+    spelling = arguments.text("op", op, "an op name")
+    name = ops.resolve(spelling)
     if name is None:
-        raise OptionError(f"unknown op {op!r}{suggestion(op, ops.names())}")
+        raise OptionError(f"unknown op {shown(spelling)}{suggestion(spelling, ops.names())}")
     known = get(format)
     if not callable(fn) and not isinstance(fn, OnCodes):
-        raise OptionError(f"register_op takes a function, not {fn!r}")
+        raise OptionError(f"register_op takes a function, not {shown(fn)}")
+    if device_type is not None:
+        device_type = dtypes.parse_device_type("device_type", device_type)
     function = _on_values(fn, known) if isinstance(fn, OnCodes) else fn
     lowering = Lowering(function, f"{name} in {known.name}")
     key, lowerings = (name, known.name), REGISTRY.value
@@ -159,13 +162,13 @@ def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
         module, _, name = function.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
-        except (ImportError, AttributeError, ValueError) as error:
+        except Exception as error:  # of importing: whatever the module raises
             raise OptionError(
-                f"no function {function!r} (package.module:function): {error}"
+                f"no function {shown(function)} (package.module:function): {said_by(error)}"
             ) from error
         function = found
     if not callable(function):
-        raise OptionError(f"create_lower_func takes a function or its name, not {function!r}")
+        raise OptionError(f"create_lower_func takes a function or its name, not {shown(function)}")
     return OnCodes(function)
 
 

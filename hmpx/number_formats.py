@@ -10,9 +10,11 @@ import math
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
-from .errors import OptionError, suggestion
+from . import arguments
+from .arguments import is_a
+from .errors import OptionError, said_by, shown, suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -37,6 +39,7 @@ _ALLOWED_OVERFLOW: Final[dict[str, tuple[Overflow, ...]]] = {
 }
 
 _MOST_TABLE_VALUES: Final = 65536
+_MOST_NAME: Final = 100
 
 
 class _Deriving:
@@ -86,11 +89,12 @@ class Float(_Deriving):
                 those of float64.
         """
         _check_name(self.name)
-        if self.kind not in _STANDARD_OVERFLOW:
+        if not is_a(self.kind, str) or self.kind not in _STANDARD_OVERFLOW:
             raise OptionError(
                 f"format {self.name}: kind must be one of {_listed(_STANDARD_OVERFLOW)}, "
-                f"not {self.kind!r}{_hint(self.kind, _STANDARD_OVERFLOW)}"
+                f"not {shown(self.kind)}{_hint(self.kind, _STANDARD_OVERFLOW)}"
             )
+        arguments.truth(f"format {self.name}: subnormals", self.subnormals)
         least = 2 if self.kind == "ieee" else 1
         _check_int(self.name, "exponent_bits", self.exponent_bits, least, 11)
         _check_int(self.name, "mantissa_bits", self.mantissa_bits, 1, 52)
@@ -329,9 +333,9 @@ class Block(_Deriving):
             OptionError: A field has a value that it can't have.
         """
         _check_name(self.name)
-        if not isinstance(self.element, Float):
+        if not is_a(self.element, Float):
             raise OptionError(
-                f"format {self.name}: element must be a Float, not {self.element!r}; "
+                f"format {self.name}: element must be a Float, not {shown(self.element)}; "
                 "get(name) returns a registered one"
             )
         # So that elements are exact in float32, divided by their scale and multiplied with it.
@@ -393,11 +397,13 @@ class Table(_Deriving):
             OptionError: The values are no numbers, not finite, not ascending, or too few or many.
         """
         _check_name(self.name)
+        what = f"format {self.name}: values"
+        given = arguments.items(what, self.values, "a sequence of numbers")
         try:
-            values = tuple(float(value) for value in self.values)
-        except (TypeError, ValueError):
+            values = tuple([float(value) for value in given])
+        except Exception as error:  # of whatever calls itself a number
             raise OptionError(
-                f"format {self.name}: values must be numbers, not {self.values!r}"
+                f"{what} must be numbers, not {shown(given)}: {said_by(error)}"
             ) from None
         if not 2 <= len(values) <= _MOST_TABLE_VALUES:
             raise OptionError(
@@ -474,11 +480,14 @@ class Custom(_Deriving):
         _check_name(self.name)
         if not callable(self.quantize):
             raise OptionError(
-                f"format {self.name}: quantize must be a function of a tensor, not {self.quantize!r}"
+                f"format {self.name}: quantize must be a function of a tensor, not {shown(self.quantize)}"
             )
 
 
 Format: TypeAlias = Float | Posit | Fixed | Block | Table | Custom
+
+#: The classes of formats.
+FORMATS: Final[tuple[type, ...]] = get_args(Format)
 
 
 def resolved_overflow(format: Format, overflow: str | None) -> Overflow:
@@ -510,24 +519,28 @@ def check_overflow(format: Format, overflow: str | None) -> None:
             f"format {format.name}: overflow can't be chosen, its own function rounds to it"
         )
     allowed = _ALLOWED_OVERFLOW[format.kind] if isinstance(format, Float) else ("saturate",)
-    if overflow not in allowed:
+    if not is_a(overflow, str) or overflow not in allowed:
         raise OptionError(
-            f"format {format.name}: overflow must be {_listed(allowed)} or None, not {overflow!r}"
+            f"format {format.name}: overflow must be {_listed(allowed)} or None, not {shown(overflow)}"
             f"{_hint(overflow, allowed)}"
         )
 
 
 def _check_name(name: object) -> None:
-    if not isinstance(name, str) or not name.isidentifier():
+    if type(name) is not str or not name.isidentifier():
         raise OptionError(
-            f"a format's name must be an identifier such as float10_e5m4, not {name!r}"
+            f"a format's name must be an identifier such as float10_e5m4, not {shown(name)}"
+        )
+    if len(name) > _MOST_NAME:
+        raise OptionError(
+            f"a format's name must have at most {_MOST_NAME} characters, not {shown(name)}"
         )
 
 
 def _check_int(name: str, field: str, value: object, least: int, most: int) -> None:
-    if isinstance(value, bool) or not isinstance(value, int) or not least <= value <= most:
+    if not is_a(value, int) or is_a(value, bool) or not least <= value <= most:  # type: ignore[operator]
         raise OptionError(
-            f"format {name}: {field} must be an integer from {least} to {most}, not {value!r}"
+            f"format {name}: {field} must be an integer from {least} to {most}, not {shown(value)}"
         )
 
 
@@ -541,4 +554,4 @@ def _listed(names: Iterable[str]) -> str:
 
 
 def _hint(value: object, candidates: Iterable[str]) -> str:
-    return suggestion(value, candidates) if isinstance(value, str) else ""
+    return suggestion(str.__str__(value), candidates) if is_a(value, str) else ""

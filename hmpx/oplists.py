@@ -7,17 +7,26 @@ type of its own, and ``accumulate=`` and ``output=`` dtypes. Knows no policy.
 
 from __future__ import annotations
 
+import functools
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from . import dtypes, ops
+from . import arguments, dtypes, ops, text_files
 from .decisions import LowType, parse_low_type
-from .errors import OpListError, OptionError, suggestion
+from .errors import (
+    MOST_SHOWN,
+    OpListError,
+    OptionError,
+    gathered,
+    short,
+    shown,
+    suggestion,
+)
 
 #: Kind of list -> its file name in a shipped set, or in a directory given as ``lists``.
 FILE_NAMES: Final[Mapping[str, str]] = {
@@ -25,6 +34,17 @@ FILE_NAMES: Final[Mapping[str, str]] = {
     "fp32": "fp32.txt",
     "widest": "widest.txt",
 }
+
+_FILE: Final = text_files.TextKind("an op list", 16 << 20, OpListError)
+
+#: Torch has some thousand ops, so that no list of a person's comes near.
+_MOST_LINES: Final = 1_000_000
+
+#: Each brings in a whole list.
+_MOST_INCLUDES: Final = 100
+
+#: Of lines with a fault so many are kept; the others are counted.
+MOST_KEPT: Final = 100
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,8 +76,10 @@ class OpList:
 
     Attributes:
         ops: Op name -> the line that put it there.
-        unknown: Lines whose name is no op of the installed torch.
-        repeated: (line, earlier line) pairs that hold the same text.
+        unknown: Lines whose name is no op of the installed torch: the first of them.
+        unknown_count: How many there are.
+        repeated: (line, earlier line) pairs that hold the same text: the first of them.
+        repeated_count: How many there are.
         removed: Ops removed by a ``-`` line, also operators of ops that are in the list.
         everything: The ``*`` line, if there is one.
         is_shipped: The list comes with hmpx.
@@ -65,7 +87,9 @@ class OpList:
 
     ops: Mapping[str, Entry]
     unknown: tuple[Entry, ...] = ()
+    unknown_count: int = 0
     repeated: tuple[tuple[Entry, Entry], ...] = ()
+    repeated_count: int = 0
     removed: frozenset[str] = frozenset()
     everything: Entry | None = None
     is_shipped: bool = False
@@ -95,14 +119,13 @@ def read(path: str | os.PathLike[str], kind: str) -> OpList:
         OpListError: The file can't be read, is no text, or holds a line that is no op name.
         OptionError: ``path`` is no path.
     """
-    if not isinstance(path, str | os.PathLike):
-        raise OptionError(f"an op-list path must be a string or a path, not {path!r}")
-    return parse(_read_text(Path(path)), os.fspath(path), kind)
+    plain = arguments.path("an op list's path", path)
+    return parse(_read_text(plain), short(plain), kind)
 
 
 def read_shipped(name: str, kind: str = "low") -> OpList:
     """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``."""
-    text = _read_text(directory() / f"{name}.txt")
+    text = _read_text(os.fspath(directory() / f"{name}.txt"))
     return parse(text, f"lists/{name}.txt", kind, is_shipped=True)
 
 
@@ -111,31 +134,37 @@ def read_set(lists: str | os.PathLike[str]) -> dict[str, OpList]:
 
     Raises:
         OptionError: There is no such set and no such directory.
+        OpListError: A list in the directory can't be read.
     """
-    if isinstance(lists, str) and lists in set_names():
-        folder = directory() / lists
+    name = arguments.path("lists", lists)
+    names = set_names()
+    if name in names:
+        folder = directory() / name
         return {
-            kind: read_shipped(f"{lists}/{Path(file_name).stem}", kind)
+            kind: read_shipped(f"{name}/{Path(file_name).stem}", kind)
             for kind, file_name in FILE_NAMES.items()
             if (folder / file_name).is_file()
         }
-    if not isinstance(lists, str | os.PathLike):
-        raise OptionError(f"lists must be a name or a directory, not {lists!r}")
-    folder = Path(lists)
     found = {
-        kind: read(folder / file_name, kind)
+        kind: read(Path(name) / file_name, kind)
         for kind, file_name in FILE_NAMES.items()
-        if (folder / file_name).is_file()
+        if _is_there(Path(name), file_name)
     }
     if not found:
-        names = set_names()
         raise OptionError(
-            f"lists={os.fspath(lists)!r} is no shipped set ({', '.join(names)}) and no directory "
-            f"with {' or '.join(FILE_NAMES.values())}{suggestion(str(lists), names)}"
+            f"lists={shown(name)} is no shipped set ({', '.join(names)}) and no directory "
+            f"with {' or '.join(FILE_NAMES.values())}{suggestion(name, names)}"
         )
     if "widest" not in found:
         found["widest"] = read_shipped("hmp/widest", "widest")
     return found
+
+
+def _is_there(folder: Path, name: str) -> bool:
+    try:
+        return (folder / name).is_file()
+    except (OSError, ValueError):  # too long, or no path at all
+        return False
 
 
 def parse(text: str, source: str, kind: str = "low", *, is_shipped: bool = False) -> OpList:
@@ -143,11 +172,19 @@ def parse(text: str, source: str, kind: str = "low", *, is_shipped: bool = False
 
     Raises:
         OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``; or what stands
-            after the name is no option.
+            after the name is no option; or there are too many lines.
     """
-    lines = enumerate(text.removeprefix("\ufeff").splitlines(), start=1)
-    contents = [(line.partition("#")[0].strip(), f"{source}:{number}") for number, line in lines]
-    return from_lines([each for each in contents if each[0]], kind, is_shipped=is_shipped)
+    lines = text.removeprefix("\ufeff").splitlines()
+    if len(lines) > _MOST_LINES:
+        raise OpListError(
+            f"{source}: {len(lines):,} lines are too many for an op list; at most {_MOST_LINES:,}"
+        )
+    contents = [line.partition("#")[0].strip() if "#" in line else line.strip() for line in lines]
+    return from_lines(
+        ((each, f"{source}:{number}") for number, each in enumerate(contents, start=1) if each),
+        kind,
+        is_shipped=is_shipped,
+    )
 
 
 def from_lines(
@@ -158,50 +195,178 @@ def from_lines(
     Raises:
         OpListError: As `parse`.
     """
-    found: dict[str, Entry] = {}
-    own: dict[str, Entry] = {}
-    texts: dict[str, Entry] = {}
-    unknown: list[Entry] = []
-    repeated: list[tuple[Entry, Entry]] = []
-    removed: set[str] = set()
-    everything: Entry | None = None
-    for line, where in lines:
-        entry = parse_line(line, where, kind)
-        content = entry.text
-        if content in texts and content[0] not in "@-":
-            repeated.append((entry, texts[content]))
-        texts[content] = entry
-        if content == "*":
-            everything = entry
-        elif content[0] == "@":
-            included = _included(content[1:], kind, entry)
-            found.update({n: e for n, e in included.ops.items() if n not in own})
-            everything = included.everything or everything
-        else:
-            name = ops.resolve(content.removeprefix("-"))
-            if name is None or not ops.is_castable(name):
-                unknown.append(entry)
-            elif content[0] == "-":
-                if found.pop(name, None) is None and not (everything or _is_covered(name, found)):
-                    unknown.append(entry)
-                own.pop(name, None)
-                removed.add(name)
-            elif name in own and own[name].options() != entry.options():
-                raise OpListError(
-                    f"{entry.where}: {entry.text!r} is the op {name!r}, which stands in this list "
-                    f"already, at {own[name].where}, with other dtypes; keep one of the lines"
-                )
-            elif name not in own:
-                found[name] = own[name] = entry
-                removed.discard(name)
+    reading = _Reading(kind)
+    reading.add_all(lines)
     return OpList(
-        found, tuple(unknown), tuple(repeated), frozenset(removed), everything, is_shipped
+        reading.found,
+        tuple(reading.unknown),
+        reading.unknown_count,
+        tuple(reading.repeated),
+        reading.repeated_count,
+        frozenset(reading.removed),
+        reading.everything,
+        is_shipped,
     )
 
 
-def _is_covered(name: str, found: Mapping[str, Entry]) -> bool:
-    """Whether ``name`` is an operator of an op in ``found``."""
-    return any(name in ops.covered(other) for other in found)
+class _Parts(NamedTuple):
+    """What a line says, wherever it stands.
+
+    Attributes:
+        content: The name as written, with what stands before it.
+        start: Its first character.
+        name: The op that is meant; None for an unknown one, ``@`` lines and ``*``.
+        options: See `Entry.options`.
+    """
+
+    content: str
+    start: str
+    name: str | None
+    options: tuple[Any, ...]
+
+    @classmethod
+    def of(cls, content: str, options: tuple[Any, ...]) -> _Parts:
+        """Returns the parts of a line with this name and these options."""
+        start = content[0]
+        name = ops.names().get(content)
+        if name is None and start not in "@*" and not content.isidentifier():
+            name = ops.resolve(content.removeprefix("-"))
+        is_castable = name is not None and ops.is_castable(name)
+        return cls(content, start, name if is_castable else None, options)
+
+
+class _Reading:
+    """A list while it is read, line by line; no line takes longer for those before it."""
+
+    def __init__(self, kind: str) -> None:
+        self.found: dict[str, Entry] = {}
+        self.unknown: list[Entry] = []
+        self.unknown_count = 0
+        self.repeated: list[tuple[Entry, Entry]] = []
+        self.repeated_count = 0
+        self.removed: set[str] = set()
+        self.everything: Entry | None = None
+        self._kind = kind
+        self._own: dict[str, Entry] = {}
+        self._where: dict[str, str] = {}  # name as written -> the last line with it
+        self._taken: dict[str, _Parts] = {}  # line -> what it says, of those with more than a name
+        self._options: dict[str, tuple[Any, ...]] = {}  # what follows a name -> what it says
+        self._included: dict[str, OpList] = {}
+        self._include_count = 0
+
+    def add_all(self, lines: Iterable[tuple[str, str]]) -> None:
+        """Takes lines of which something is left without their comment.
+
+        Raises:
+            OpListError: As `parse`.
+        """
+        known, written, taken = ops.names(), self._where, self._taken
+        for line, where in lines:
+            is_bare = line.isidentifier()  # as nearly all are: there is nothing to take apart
+            if is_bare or (line[0] not in "@-*" and " " not in line and line.isprintable()):
+                earlier = written.get(line)
+                written[line] = where
+                name = known.get(line)
+                if name is None and not is_bare:
+                    name = ops.resolve(line)
+                if name is None or not ops.is_castable(name):
+                    self._note_unknown(line, where)
+                elif name not in self._own or self._own[name].options() != _NO_OPTIONS:
+                    self._add(name, Entry(line, where))
+                if earlier is not None:
+                    self._note_repeated(line, where, earlier)
+            else:
+                parts = taken.get(line)
+                if parts is None:
+                    parts = self._taken_apart(line, where)
+                    if (
+                        parts.name is not None or line == "*"
+                    ):  # else there may be any number of them
+                        taken[line] = parts
+                self._add_parts(parts, where)
+
+    def _taken_apart(self, line: str, where: str) -> _Parts:
+        content, _, rest = line.partition(" ")
+        options = self._options.get(rest)
+        if options is None or content[0] in "@-" or not content.isprintable():
+            entry = parse_line(line, where, self._kind)
+            content, options = entry.text, entry.options()
+            self._options[rest] = options
+        return _Parts.of(content, options)
+
+    def _add_parts(self, parts: _Parts, where: str) -> None:
+        content, name = parts.content, parts.name
+        if parts.start == "@":
+            self._include(content, where)
+        elif parts.start == "-":
+            self._remove(content, name, where)
+        else:
+            earlier = self._where.get(content)
+            self._where[content] = where
+            if earlier is not None:
+                self._note_repeated(content, where, earlier)
+            if content == "*":
+                self.everything = Entry(content, where, *parts.options)
+            elif name is None:
+                self._note_unknown(content, where)
+            elif name not in self._own or self._own[name].options() != parts.options:
+                self._add(name, Entry(content, where, *parts.options))
+
+    def _add(self, name: str, entry: Entry) -> None:
+        own = self._own.get(name)
+        if own is None:
+            self.found[name] = self._own[name] = entry
+            self.removed.discard(name)
+        elif own.options() != entry.options():
+            raise OpListError(
+                f"{entry.where}: {shown(entry.text)} is the op {name!r}, which stands in this list "
+                f"already, at {own.where}, with other dtypes; keep one of the lines"
+            )
+
+    def _note_repeated(self, content: str, where: str, earlier: str) -> None:
+        self.repeated_count += 1
+        if self.repeated_count <= MOST_KEPT:
+            self.repeated.append((Entry(content, where), Entry(content, earlier)))
+
+    def _note_unknown(self, content: str, where: str) -> None:
+        self.unknown_count += 1
+        if self.unknown_count <= MOST_KEPT:
+            self.unknown.append(Entry(content, where))
+
+    def _include(self, content: str, where: str) -> None:
+        self._include_count += 1
+        if self._include_count > _MOST_INCLUDES:
+            raise OpListError(
+                f"{where}: more than {_MOST_INCLUDES} @ lines in one list; "
+                "one for each set is enough"
+            )
+        included = self._included.get(content)
+        if included is None:
+            included = self._included[content] = _included(content[1:], self._kind, where)
+        self.found.update({n: e for n, e in included.ops.items() if n not in self._own})
+        self.everything = included.everything or self.everything
+
+    def _remove(self, content: str, name: str | None, where: str) -> None:
+        if name is None:
+            self._note_unknown(content, where)
+            return
+        is_listed = self.found.pop(name, None) is not None
+        if not (is_listed or self.everything or self._is_covered(name)):
+            self._note_unknown(content, where)
+        self._own.pop(name, None)
+        self.removed.add(name)
+
+    def _is_covered(self, name: str) -> bool:
+        """Whether ``name`` is an operator of an op in the list."""
+        covering: str | None = name
+        while covering is not None:
+            if covering in self.found:
+                return True
+            covering = ops.table()[covering].covered_by
+        return False
+
+
+_NO_OPTIONS: Final = (None, None, None)
 
 
 def parse_line(content: str, where: str, kind: str = "low") -> Entry:
@@ -211,10 +376,12 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
         OpListError: What stands after the name is no option.
     """
     if not content.isprintable() and "\t" not in content:
-        raise OpListError(f"{where}: one op a line, please, not {content!r}")
-    name, *words = content.split() or [""]
+        raise OpListError(f"{where}: one op a line, please, not {shown(content)}")
+    name, *words = content.split(maxsplit=_MOST_WORDS) or [""]
     if not name:
         raise OpListError(f"{where}: an op name is empty")
+    if not words:
+        return Entry(name, where)
     options: dict[str, Any] = {}
     for word in words:
         key, is_option, value = word.partition("=")
@@ -222,25 +389,31 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
             key, value = "dtype", word
         if key not in _OPTIONS:
             hint = suggestion(key, _OPTIONS) or f" ({', '.join(_OPTIONS)})"
-            raise OpListError(f"{where}: unknown option {key!r} of {name!r}{hint}")
+            raise OpListError(f"{where}: unknown option {shown(key)} of {shown(name)}{hint}")
         if _OPTIONS[key] in options:
-            raise OpListError(f"{where}: {name!r} is given {key} twice; keep one")
+            raise OpListError(f"{where}: {shown(name)} is given {key} twice; keep one")
         try:
-            is_low = key == "dtype"
-            options[_OPTIONS[key]] = parse_low_type(value) if is_low else dtypes.parse_name(value)
+            options[_OPTIONS[key]] = _option(key, value)
         except OptionError as error:
             if not is_option and len(words) == 1 and ops.resolve(word) is not None:
-                raise OpListError(f"{where}: one op a line, please, not {content!r}") from None
+                raise OpListError(f"{where}: one op a line, please, not {shown(content)}") from None
             raise OpListError(f"{where}: {error}") from None
-    if words and name[0] in "@-":
-        raise OpListError(f"{where}: {name!r} takes no options; put them after an op's name")
-    if options and kind == "pass":
-        raise OpListError(f"{where}: {content!r} names a dtype, but is left alone")
+    if name[0] in "@-":
+        raise OpListError(f"{where}: {shown(name)} takes no options; put them after an op's name")
+    if kind == "pass":
+        raise OpListError(f"{where}: {shown(content)} names a dtype, but is left alone")
     if "dtype" in options and kind not in ("low", "fp16"):
         raise OpListError(
-            f"{where}: {content!r} names a dtype, but only low-precision lists have a choice"
+            f"{where}: {shown(content)} names a dtype, but only low-precision lists have a choice"
         )
     return Entry(name, where, **options)
+
+
+@functools.lru_cache(maxsize=256)
+def _option(key: str, value: str) -> Any:
+    if key == "dtype":
+        return parse_low_type(value)
+    return dtypes.parse_name(value)
 
 
 _OPTIONS: Final[Mapping[str, str]] = {
@@ -250,26 +423,29 @@ _OPTIONS: Final[Mapping[str, str]] = {
 }
 
 
-#: Suggesting a name takes milliseconds.
-_MOST_FAULTS: Final = 100
+#: There are three options; a line of more words is wrong however it goes on.
+_MOST_WORDS: Final = 8
 
 
-def unknown(op_list: OpList) -> list[str]:
-    """Returns a message for each line of ``op_list`` that names nothing to cast."""
-    shown = [
-        f"{entry.where}: {_why_unknown(entry.text)}" for entry in op_list.unknown[:_MOST_FAULTS]
-    ]
-    more = len(op_list.unknown) - len(shown)
-    return [*shown, f"{op_list.unknown[-1].where}: and {more:,} more before"] if more else shown
+def unknown(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
+    """Returns messages for the lines that name nothing to cast."""
+    faults = (
+        f"{entry.where}: {_why_unknown(entry.text)}"
+        for op_list in op_lists
+        for entry in op_list.unknown
+    )
+    return gathered(faults, sum(op_list.unknown_count for op_list in op_lists), most)
 
 
-def repeated(op_list: OpList) -> list[str]:
-    """Returns a message for each line of ``op_list`` that stands there twice."""
-    return [
-        f"{entry.where}: {entry.text!r} stands in this list already, at {earlier.where}; "
+def repeated(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
+    """Returns messages for the lines that stand in their list twice."""
+    faults = (
+        f"{entry.where}: {shown(entry.text)} stands in this list already, at {earlier.where}; "
         "remove one of the lines"
+        for op_list in op_lists
         for entry, earlier in op_list.repeated
-    ]
+    )
+    return gathered(faults, sum(op_list.repeated_count for op_list in op_lists), most)
 
 
 def _why_unknown(text: str) -> str:
@@ -279,37 +455,23 @@ def _why_unknown(text: str) -> str:
         return f"{bare!r} computes nothing from tensors, so there is nothing to cast"
     if name is not None:
         return f"{text!r} removes an op that no earlier line holds"
-    return f"unknown op {bare!r}{suggestion(bare, ops.names())}"
+    return f"unknown op {shown(bare)}{suggestion(bare, ops.names())}"
 
 
-def _included(name: str, kind: str, entry: Entry) -> OpList:
+def _included(name: str, kind: str, where: str) -> OpList:
     names = set_names()
     if name not in names:
         raise OpListError(
-            f"{entry.where}: no shipped set {name!r} ({', '.join(names)}){suggestion(name, names)}"
+            f"{where}: no shipped set {shown(name)} ({', '.join(names)}){suggestion(name, names)}"
         )
     included = read_set(name).get("low" if kind == "fp16" else kind)
     if included is None:
-        raise OpListError(f"{entry.where}: the shipped set {name!r} has no {kind} list")
+        raise OpListError(f"{where}: the shipped set {name!r} has no {kind} list")
     return included
 
 
-def _read_text(path: Path) -> str:
-    try:
-        data = path.read_bytes()
-    except FileNotFoundError:
-        raise OpListError(f"{path}: no such file; give the path of an op list") from None
-    except IsADirectoryError:
-        raise OpListError(f"{path}: a directory, not an op list; give a file's path") from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise OpListError(f"{path}: can't be read: {reason}") from error
-    try:
-        text = data.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise OpListError(
-            f"{path}: no UTF-8 text (byte {error.start}: {data[error.start]:#04x}); save it as UTF-8"
-        ) from None
+def _read_text(path: str) -> str:
+    text = text_files.read(path, _FILE)
     if "\0" in text:
-        raise OpListError(f"{path}: a binary file, not an op list; give a text file's path")
+        raise OpListError(f"{short(path)}: a binary file, not an op list; give a text file's path")
     return text

@@ -7,20 +7,32 @@ every op that is cast. Knows nothing of how torch is patched.
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import os
 import sys
 import types
 import warnings
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from itertools import chain
+from typing import Any, Final
 
 import torch
 
-from . import oplists, ops, policy_files, sections
+from . import arguments, oplists, ops, policy_files, policy_tables, sections
+from .arguments import is_a
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
-from .errors import HmpxError, HmpxWarning, OpListError, OptionError, PolicyFileError, suggestion
+from .errors import (
+    HmpxError,
+    HmpxWarning,
+    OpListError,
+    OptionError,
+    PolicyFileError,
+    gathered,
+    shown,
+    suggestion,
+)
 from .oplists import OpList
 from .policy_files import PolicySource
 from .sections import Section, SectionRule
@@ -28,9 +40,11 @@ from .sections import Section, SectionRule
 _PASS = Decision(CastPolicy.PASS, reason="in no list")
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Policy:
     """A decision for every op that is cast.
+
+    `print` shows it as a table.
 
     Attributes:
         decisions: Op name -> decision. Ops that are not in it are left alone.
@@ -44,13 +58,41 @@ class Policy:
     sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
-        settled = {
-            op: said
-            if (dtype := said.dtype or _dtype_of(said, self.low_precision_type)) is None
-            else dataclasses.replace(said, dtype=dtype)
-            for op, said in self.decisions.items()
-        }
+        """Gives each decision the dtype that it leaves out.
+
+        Raises:
+            OptionError: A field holds what it can't hold.
+        """
+        low_dtype = parse_low_type(self.low_precision_type)
+        settled: dict[str, Decision] = {}
+        given = arguments.mapping("decisions", self.decisions, _DECISIONS)
+        for op, said in given.items():
+            if not is_a(op, str) or not is_a(said, Decision):
+                raise OptionError(
+                    f"decisions must be {_DECISIONS}; it holds {shown(op)}: {shown(said)}"
+                )
+            dtype = said.dtype or _dtype_of(said, low_dtype)
+            settled[op] = said if dtype is None else dataclasses.replace(said, dtype=dtype)
+        made = tuple(arguments.items("sections", self.sections, "sections of a policy"))
+        for section in made:
+            if not is_a(section, Section):
+                raise OptionError(f"sections must be sections of a policy, not {shown(section)}")
         object.__setattr__(self, "decisions", types.MappingProxyType(settled))
+        object.__setattr__(self, "low_precision_type", low_dtype)
+        object.__setattr__(self, "sections", made)
+
+    def __repr__(self) -> str:
+        return f"<hmpx.Policy {policy_tables.line(*self._content())}>"
+
+    def __str__(self) -> str:
+        return policy_tables.text(*self._content())
+
+    def _repr_html_(self) -> str:
+        """Returns the table that notebooks show."""
+        return policy_tables.as_html(*self._content())
+
+    def _content(self) -> tuple[Mapping[str, Decision], LowType, tuple[Section, ...]]:
+        return self.decisions, self.low_precision_type, self.sections
 
     def __hash__(self) -> int:
         return hash((frozenset(self.decisions.items()), self.low_precision_type, self.sections))
@@ -62,13 +104,21 @@ class Policy:
         """Returns op -> what the sections say of it, in the order in which they are asked."""
         found: dict[str, list[SectionRule]] = {}
         for section in self.sections:
+            rules: dict[int, SectionRule] = {}  # a line of ``*`` is one decision for all its ops
             for op, decision in section.decisions.items():
-                found.setdefault(op, []).append(SectionRule(section, decision))
+                rule = rules.get(id(decision))
+                if rule is None:
+                    rule = rules[id(decision)] = SectionRule(section, decision)
+                found.setdefault(op, []).append(rule)
         return found
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
-        """Returns a message for each module pattern that matches none of these qualified names."""
-        return sections.unmatched(self.sections, paths)
+        """Returns a message for each module pattern that matches none of these qualified names.
+
+        Raises:
+            OptionError: ``paths`` are no strings.
+        """
+        return sections.unmatched(self.sections, arguments.texts("paths", paths))
 
     def fingerprint(self) -> str:
         """Returns what equal policies have in common, in any process."""
@@ -86,9 +136,10 @@ class Policy:
         Raises:
             OptionError: torch has no such op.
         """
-        name = ops.resolve(op)
+        spelling = arguments.text("a policy's key", op, "an op name")
+        name = ops.resolve(spelling)
         if name is None:
-            raise OptionError(f"unknown op {op!r}{suggestion(op, ops.names())}")
+            raise OptionError(f"unknown op {shown(spelling)}{suggestion(spelling, ops.names())}")
         return self.decisions.get(name, _PASS)
 
     @classmethod
@@ -107,24 +158,37 @@ class Policy:
 
         Raises:
             OpListError: A name is unknown, or stands in both ``low`` and ``fp32``.
-            OptionError: ``low_precision_type`` is none.
+            OptionError: ``low_precision_type`` is none, or a list holds no strings.
         """
         low_dtype = parse_low_type(low_precision_type)
         given = {"low": low, "fp32": fp32, "widest": widest, "first": first}
         lists = [
-            (oplists.parse("\n".join(names), f"<{kind}>"), _decision(kind, low_dtype))
+            (
+                oplists.parse("\n".join(arguments.texts(kind, names, _NAMES)), f"<{kind}>"),
+                _decision(kind, low_dtype),
+            )
             for kind, names in given.items()
         ]
         _report(lists, strict=True)
         return cls(_resolve([[pair] for pair in lists]), low_dtype)
 
 
-def _bare(decisions: Mapping[str, Decision]) -> list[tuple[object, ...]]:
-    """Returns ``decisions`` without their reasons."""
-    return [
-        (name, d.cast_policy.name, d.dtype, d.accumulate_dtype, d.output_dtype)
-        for name, d in sorted(decisions.items())
-    ]
+_NAMES: Final = "a list of op names"
+_DECISIONS: Final = "a dict of op names to hmpx.Decision"
+
+
+def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, list[str]]]:
+    """Returns the ops by what is decided for them, without reasons; equal for equal decisions."""
+    bare: dict[int, list[str]] = {}  # a line of ``*`` is one decision for all its ops
+    found: dict[str, list[str]] = {}
+    for name in sorted(decisions):
+        d = decisions[name]
+        names = bare.get(id(d))
+        if names is None:
+            said = repr((d.cast_policy.name, d.dtype, d.accumulate_dtype, d.output_dtype))
+            names = bare[id(d)] = found.setdefault(said, [])
+        names.append(name)
+    return sorted(found.items())
 
 
 def load_policy(
@@ -148,45 +212,57 @@ def load_policy(
         PolicyFileError: ``policy`` can't be read, or is no policy.
         OptionError: ``opt_level``, ``low_precision_type`` or ``lists`` has no such value.
     """
-    if policy is None and policy_files.is_policy_file(bf16_file_path):
-        policy, bf16_file_path = bf16_file_path, ""
+    given_paths = {
+        name: arguments.path(name, path)
+        for name, path in (
+            ("bf16_file_path", bf16_file_path),
+            ("fp32_file_path", fp32_file_path),
+            ("fp16_file_path", fp16_file_path),
+        )
+    }
+    level = arguments.choice("opt_level", opt_level, ("O1", "O2"))
+    set_or_folder = arguments.path("lists", lists)
+    strict = arguments.truth("strict", strict)
     low_dtype = parse_low_type(low_precision_type)
+    if policy is None and policy_files.is_policy_file(given_paths["bf16_file_path"]):
+        policy, given_paths["bf16_file_path"] = given_paths["bf16_file_path"], ""
     if policy is not None:
-        if any((bf16_file_path, fp32_file_path, fp16_file_path, lists)) or opt_level != "O1":
+        if any(given_paths.values()) or set_or_folder or level != "O1":
             raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
         if isinstance(policy, Policy):
             return policy
         return _from_source(read_source(policy), low_dtype, strict=strict)
-    if opt_level not in ("O1", "O2"):
-        raise OptionError(f"opt_level must be 'O1' or 'O2', not {opt_level!r}")
-    for argument, path in (
-        ("bf16_file_path", bf16_file_path),
-        ("fp32_file_path", fp32_file_path),
-        ("fp16_file_path", fp16_file_path),
-    ):
+    for argument, path in given_paths.items():
         if path in ("O1", "O2"):
             raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
         if policy_files.is_policy_file(path):
-            raise OptionError(f"{argument} is {path!r}; pass it by name: policy={path!r}")
-    given_paths = {"low": bf16_file_path, "fp16": fp16_file_path, "fp32": fp32_file_path}
-    if opt_level == "O2":
+            found = shown(path)
+            raise OptionError(f"{argument} is {found}; pass it by name: policy={found}")
+    if level == "O2":
         if lists is not None:
             raise OptionError("opt_level 'O2' has its own lists; leave out lists, or use 'O1'")
         if any(given_paths.values()):
-            ignored = ", ".join(repr(os.fspath(p)) for p in given_paths.values() if p)
+            ignored = ", ".join(shown(path) for path in given_paths.values() if path)
             _warn(f"opt_level 'O2' ignores list files ({ignored}); use 'O1' to read them")
-            given_paths = {}
-        lists = "o2"
+        return _from_lists({}, "o2", low_dtype, strict=strict)
+    by_kind = dict(zip(("low", "fp32", "fp16"), given_paths.values(), strict=True))
+    return _from_lists(by_kind, "hmp" if lists is None else set_or_folder, low_dtype, strict=strict)
+
+
+def _from_lists(
+    paths: Mapping[str, str], lists: str, low_dtype: LowType, *, strict: bool
+) -> Policy:
+    """Returns the policy of the files at ``paths``, by kind, and of a set of lists beside them."""
     given = [
         (oplists.read(path, kind), _decision(kind, low_dtype))
-        for kind, path in given_paths.items()
+        for kind, path in paths.items()
         if path
     ]
+    has_low = paths.get("low") or (paths.get("fp16") and low_dtype is torch.float16)
     shipped = [
         (op_list, _decision(kind, low_dtype))
-        for kind, op_list in oplists.read_set("hmp" if lists is None else lists).items()
-        if not (kind == "fp32" and fp32_file_path)
-        and not (kind == "low" and (bf16_file_path or _is_low(fp16_file_path, low_dtype)))
+        for kind, op_list in oplists.read_set(lists).items()
+        if not (kind == "fp32" and paths.get("fp32")) and not (kind == "low" and has_low)
     ]
     first = [(oplists.read_shipped("first"), _decision("first", low_dtype))]
     _report([*given, *shipped], strict=strict)
@@ -202,12 +278,12 @@ def read_source(policy: object) -> PolicySource:
     """
     if isinstance(policy, PolicySource):
         return policy
-    if isinstance(policy, Mapping):
-        return policy_files.from_mapping(policy)
-    if isinstance(policy, (str, os.PathLike)):
-        return policy_files.read(policy)
+    if is_a(policy, Mapping):
+        return policy_files.from_mapping(policy)  # type: ignore[arg-type]
+    if is_a(policy, str) or hasattr(type(policy), "__fspath__"):
+        return policy_files.read(arguments.path("policy", policy))
     raise OptionError(
-        f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {policy!r}"
+        f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {shown(policy)}"
     )
 
 
@@ -262,7 +338,7 @@ def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
         if name is None or kept.pop(name, None) is None:
             hint = suggestion(entry.text, kept)
             raise PolicyFileError(
-                f"{entry.where}: no {entry.text!r} in the shipped {kind} list to remove{hint}"
+                f"{entry.where}: no {shown(entry.text)} in the shipped {kind} list to remove{hint}"
             )
     removed = op_list.removed | (op_list.ops.keys() - kept.keys())
     return dataclasses.replace(op_list, ops=kept, removed=removed)
@@ -270,20 +346,21 @@ def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
 
 def _check_sections(made: list[Section]) -> None:
     """Raises an error where two sections with equal conditions differ about an op."""
-    known: dict[tuple[object, str], Decision] = {}
+    known: dict[object, dict[str, Decision]] = {}
     for section in made:
-        conditions = section.conditions()
-        for op, decision in section.decisions.items():
-            said = known.setdefault((conditions, op), decision)
+        decided = known.setdefault(section.conditions(), {})
+        for op in decided.keys() & section.decisions.keys():
+            said, decision = decided[op], section.decisions[op]
             if said != decision:
                 raise PolicyFileError(
                     f"{decision.reason}: {op!r} is decided at {said.reason} already, in a section "
                     "with the same conditions; keep one of the lines"
                 )
+        decided.update(section.decisions)
 
 
 def check(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Returns every fault of files as text.
+    """Returns the faults of files as text; of very many the first, and how many more there are.
 
     Args:
         paths: Kind (``low``, ``fp16``, ``fp32`` for lists, ``policy``) -> paths.
@@ -299,9 +376,14 @@ def check(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
                 read.append((oplists.read(path, kind), _decision(kind, torch.bfloat16)))
             except OpListError as error:
                 faults.append(str(error))
-    for op_list, _ in read:
-        faults += oplists.unknown(op_list) + oplists.repeated(op_list)
-    return faults + _conflicts(read)
+    lists = [op_list for op_list, _ in read]
+    conflicts = list(_conflicts(read))
+    faults += oplists.unknown(lists, _MOST_CHECKED) + oplists.repeated(lists, _MOST_CHECKED)
+    return faults + gathered(conflicts, len(conflicts), _MOST_CHECKED)
+
+
+#: Faults of a kind that `check` returns.
+_MOST_CHECKED: Final = oplists.MOST_KEPT
 
 
 def _faults_of(path: str) -> list[str]:
@@ -317,11 +399,6 @@ def _faults_of(path: str) -> list[str]:
 
 
 _LEFT_OUT = "left out of the op lists:"
-
-
-def _is_low(fp16_file_path: object, low_dtype: LowType) -> bool:
-    """Whether the fp16 file *is* the low-precision list, since the low type is fp16."""
-    return bool(fp16_file_path) and low_dtype is torch.float16
 
 
 def _dtype_of(decision: Decision, low_dtype: LowType) -> LowType | None:
@@ -362,42 +439,42 @@ def _report(
     for op_list, decision in lists:
         by_band.setdefault(op_list.is_shipped, []).append((op_list, decision))
     lists = [*lists, *[pair for each in more for pair in each]]
-    unknown = [fault for op_list, _ in lists for fault in oplists.unknown(op_list)]
+    op_lists = [op_list for op_list, _ in lists]
+    unknown = oplists.unknown(op_lists)
     if unknown and strict:
         raise OpListError("\n".join(unknown))
-    conflicts = [fault for band in (*by_band.values(), *more) for fault in _conflicts(band)]
+    conflicts = list(chain.from_iterable(_conflicts(band) for band in (*by_band.values(), *more)))
     if conflicts:
-        raise OpListError("\n".join(conflicts))
+        raise OpListError("\n".join(gathered(conflicts, len(conflicts))))
     if unknown:
         _warn(f"{_LEFT_OUT}\n  " + "\n  ".join(unknown))
-    repeated = [fault for op_list, _ in lists for fault in oplists.repeated(op_list)]
+    repeated = oplists.repeated(op_lists)
     if repeated:
         _warn("\n".join(repeated))
 
 
-def _conflicts(lists: list[tuple[OpList, Decision]]) -> list[str]:
-    faults = []
-    seen: dict[str, tuple[oplists.Entry, OpList, Decision]] = {}
+def _conflicts(lists: list[tuple[OpList, Decision]]) -> Iterator[str]:
+    """Yields a message for each op that two lists claim."""
+    seen: dict[str, tuple[oplists.Entry, Decision]] = {}
     for op_list, decision in lists:
         if decision.cast_policy in _RELATIVE:  # they give way to the other lists
             continue
         for name, entry in op_list.ops.items():
             said = _of(entry, decision)
-            other = seen.setdefault(name, (entry, op_list, said))
-            if other[2] != said:
-                faults.append(
-                    f"{entry.where}: {entry.text!r} is in two lists: it is the op {name!r}, as "
-                    f"{other[0].text!r} at {other[0].where} is; keep one of the lines"
+            other = seen.setdefault(name, (entry, said))
+            if other[1] != said:
+                yield (
+                    f"{entry.where}: {shown(entry.text)} is in two lists: it is the op {name!r}, as "
+                    f"{shown(other[0].text)} at {other[0].where} is; keep one of the lines"
                 )
         if op_list.everything is not None:
             said = _of(op_list.everything, decision)
-            other = seen.setdefault("*", (op_list.everything, op_list, said))
-            if other[2] != said:
-                faults.append(
+            other = seen.setdefault("*", (op_list.everything, said))
+            if other[1] != said:
+                yield (
                     f"{op_list.everything.where}: '*' is in two lists, at {other[0].where} too; "
                     "keep one of the lines"
                 )
-    return faults
 
 
 #: Of lists that give way to the others.
@@ -421,12 +498,18 @@ def _resolve(bands: list[list[tuple[OpList, Decision]]]) -> dict[str, Decision]:
         for op_list, decision in band:
             if op_list.everything is not None:
                 star = _of(op_list.everything, decision)
-                for name in ops.table():
-                    if name not in op_list.removed and name in ops.computing():
+                for name in _computing():
+                    if name not in op_list.removed:
                         decisions.setdefault(name, star)
     for band in relative_bands:
         _resolve_named(band, decisions)
     return decisions
+
+
+@functools.cache
+def _computing() -> tuple[str, ...]:
+    """Returns the ops that ``*`` means, in the order of the table."""
+    return tuple(name for name in ops.table() if name in ops.computing())
 
 
 def _resolve_named(band: list[tuple[OpList, Decision]], decisions: dict[str, Decision]) -> None:

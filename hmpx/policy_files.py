@@ -6,7 +6,6 @@ precedence: that is settled in `policy`.
 
 from __future__ import annotations
 
-import json
 import os
 import re
 import warnings
@@ -18,10 +17,11 @@ from typing import Any, Final
 import torch
 import yaml
 
-from . import dtypes, oplists, ops
+from . import arguments, dtypes, json_nodes, oplists, ops, text_files, yaml_nodes
+from .arguments import is_a
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
-from .errors import OpListError, OptionError, PolicyFileError, suggestion
-from .number_formats import Format
+from .errors import OpListError, OptionError, PolicyFileError, short, shown, suggestion
+from .number_formats import FORMATS
 from .oplists import OpList
 from .sections import PHASES, Section
 
@@ -31,8 +31,11 @@ SUFFIXES: Final = (".yaml", ".yml", ".json")
 #: The lists that a file, and each section in it, may hold.
 LISTS: Final = ("low", "fp32", "widest", "first", "follow", "pass")
 
-_MOST_BYTES: Final = 1 << 20
+_FILE: Final = text_files.TextKind("a policy file", 1 << 20, PolicyFileError)
 _MOST_LINES: Final = 100_000
+
+#: A policy has four: itself, its sections, a section, a list in it.
+_MOST_LEVELS: Final = 16
 
 
 @dataclass(frozen=True)
@@ -83,7 +86,7 @@ class PolicySource:
 
 def is_policy_file(path: object) -> bool:
     """Whether ``path`` is named as policy files are."""
-    return isinstance(path, (str, os.PathLike)) and os.fspath(path).endswith(SUFFIXES)
+    return is_a(path, str) and str.endswith(path, SUFFIXES)  # type: ignore[arg-type]
 
 
 def read(path: str | os.PathLike[str]) -> PolicySource:
@@ -91,13 +94,16 @@ def read(path: str | os.PathLike[str]) -> PolicySource:
 
     Raises:
         PolicyFileError: It can't be read, or is no policy.
+        OptionError: ``path`` is no path.
     """
-    name = os.fspath(path)
-    if not is_policy_file(name):
+    plain = arguments.path("policy", path)
+    name = short(plain)
+    if not is_policy_file(plain):
         raise PolicyFileError(f"{name}: a policy file ends in {', '.join(SUFFIXES)}")
-    text = _read_text(Path(path))
-    folder = Path(path).parent
-    return _parse_json(text, name) if name.endswith(".json") else parse(text, name, folder)
+    text = text_files.read(plain, _FILE)
+    if plain.endswith(".json"):
+        return _parse_json(text, name)
+    return parse(text, name, Path(plain).parent)
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
@@ -106,43 +112,59 @@ def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
     Raises:
         PolicyFileError: It is no policy.
     """
-    try:
-        text = yaml.safe_dump(_plain(mapping), sort_keys=False)
-    except RecursionError:
-        raise PolicyFileError("<policy>: nested too deep to be a policy") from None
-    except yaml.YAMLError as error:
-        raise PolicyFileError(f"<policy>: only plain values, please: {error}") from None
-    return parse(text, "<policy>", Path())
+    content = _Plain().mapping("", mapping, 0)
+    return parse(yaml.safe_dump(content, sort_keys=False), _MAPPING, Path())
 
 
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {key: _plain(each) for key, each in value.items()}
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [_plain(each) for each in value]
-    return dtypes.long_name(value) if isinstance(value, torch.dtype | Format) else value
+_MAPPING: Final = "<policy>"
 
 
-def _read_text(path: Path) -> str:
-    try:
-        size = path.stat().st_size
-        if size > _MOST_BYTES:
-            raise PolicyFileError(
-                f"{path}: {size / 1e6:.1f} MB is no policy file; at most {_MOST_BYTES >> 20} MB"
-            )
-        return path.read_bytes().decode("utf-8-sig")
-    except FileNotFoundError:
-        raise PolicyFileError(f"{path}: no such file; give the path of a policy file") from None
-    except IsADirectoryError:
-        raise PolicyFileError(f"{path}: a directory, not a policy file") from None
-    except UnicodeDecodeError as error:
-        raise PolicyFileError(
-            f"{path}: no UTF-8 text (byte {error.start}: {error.object[error.start]:#04x}); save it "
-            "as UTF-8"
-        ) from None
-    except (OSError, ValueError) as error:
-        reason = getattr(error, "strerror", None) or error
-        raise PolicyFileError(f"{path}: can't be read: {reason}") from error
+class _Plain:
+    """Makes of what users give the values that YAML has; errors name the keys on the way."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def mapping(self, path: str, value: Mapping[Any, Any], level: int) -> dict[Any, Any]:
+        found = {}
+        try:
+            given = arguments.mapping("it", value)
+        except OptionError as error:
+            raise _error(path, str(error)) from error
+        for key, each in given.items():
+            if not is_a(key, (str, int, float, type(None))):
+                raise _error(path, f"a key must be a string, not {shown(key)}")
+            plain_key = self.value(path, key, level)
+            found[plain_key] = self.value(f"{path}[{shown(plain_key)}]", each, level + 1)
+        return found
+
+    def value(self, path: str, value: Any, level: int) -> Any:
+        self._count += 1
+        if self._count > _MOST_LINES:
+            raise _error(path, f"more than {_MOST_LINES:,} items in one policy")
+        if level > _MOST_LEVELS:
+            raise PolicyFileError(f"{_MAPPING}: nested too deep to be a policy")
+        if is_a(value, Mapping):
+            return self.mapping(path, value, level)
+        if is_a(value, (list, tuple, set, frozenset)):
+            items = arguments.items(path, value, "a list")
+            return [
+                self.value(f"{path}[{index}]", each, level + 1) for index, each in enumerate(items)
+            ]
+        if is_a(value, (torch.dtype, *FORMATS)):
+            return dtypes.long_name(value)
+        if is_a(value, str):
+            return str.__str__(value)
+        if value is None or type(value) in (bool, float):
+            return value
+        if type(value) is int and value.bit_length() <= 200:
+            return value
+        raise _error(path, f"a policy holds strings, numbers, dtypes and lists, not {shown(value)}")
+
+
+def _error(path: str, message: str) -> PolicyFileError:
+    where = f"{_MAPPING}{path}" if len(path) <= 200 else _MAPPING
+    return PolicyFileError(f"{where}: {message}")
 
 
 # --- YAML --------------------------------------------------------------------------------------
@@ -173,17 +195,17 @@ class _Reader:
         for key_node, value in node.value:
             key = self.text("a key", key_node)
             if key in found:
-                raise self.error(key_node, f"{key!r} is given twice, at line {lines[key]} too")
+                raise self.error(key_node, f"{shown(key)} is given twice, at line {lines[key]} too")
             if key not in readers:
                 hint = suggestion(key, readers) or f" ({', '.join(readers)})"
-                raise self.error(key_node, f"unknown key {key!r} of {what}{hint}")
+                raise self.error(key_node, f"unknown key {shown(key)} of {what}{hint}")
             found[key] = readers[key](key, value)
             lines[key] = key_node.start_mark.line + 1
         return found
 
     def _check_tag(self, node: yaml.Node) -> None:
         if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
-            raise self.error(node, f"the tag {node.tag!r} has no meaning here; leave it out")
+            raise self.error(node, f"the tag {shown(node.tag)} has no meaning here; leave it out")
 
     def items(self, key: str, node: yaml.Node) -> list[yaml.Node]:
         """Returns the items of a list; a single value is one."""
@@ -220,7 +242,7 @@ class _Reader:
         if text not in known:
             raise self.error(
                 node,
-                f"{key} must be one of {', '.join(known)}, not {text!r}{suggestion(text, known)}",
+                f"{key} must be one of {', '.join(known)}, not {shown(text)}{suggestion(text, known)}",
             )
         return text
 
@@ -326,7 +348,7 @@ def parse(text: str, source: str, folder: Path) -> PolicySource:
     Raises:
         PolicyFileError: It is no policy.
     """
-    node = _composed(text, source)
+    node = yaml_nodes.compose(text, source)
     if node is None:
         return PolicySource(where=source)
     reader = _Reader(source)
@@ -336,11 +358,11 @@ def parse(text: str, source: str, folder: Path) -> PolicySource:
         if name == "none":
             return None
         known = oplists.set_names()
-        if name not in known and not (folder / name).is_dir():
+        if name not in known and not _is_directory(folder / name):
             hint = suggestion(name, known)
             raise reader.error(
                 each,
-                f"lists {name!r} is no shipped set ({', '.join(known)}), no directory and not none{hint}",
+                f"lists {shown(name)} is no shipped set ({', '.join(known)}), no directory and not none{hint}",
             )
         return name if name in known else os.fspath(folder / name)
 
@@ -365,25 +387,11 @@ def parse(text: str, source: str, folder: Path) -> PolicySource:
     )
 
 
-def _composed(text: str, source: str) -> yaml.Node | None:
+def _is_directory(path: Path) -> bool:
     try:
-        return yaml.compose(text, Loader=yaml.SafeLoader)
-    except yaml.MarkedYAMLError as error:
-        mark = error.problem_mark or error.context_mark
-        where = source if mark is None else f"{source}:{mark.line + 1}"
-        line = text.splitlines()[mark.line] if mark and mark.line < len(text.splitlines()) else ""
-        hint = (
-            "; put names that begin with * or @ in quotes"
-            if re.search(r"[-\[,]\s*[*@]", line)
-            else ""
-        )
-        raise PolicyFileError(f"{where}: no YAML: {error.problem or error.context}{hint}") from None
-    except yaml.YAMLError as error:
-        raise PolicyFileError(f"{source}: no YAML: {' '.join(str(error).split())}") from None
-    except RecursionError:
-        raise PolicyFileError(f"{source}: nested too deep to be a policy") from None
-    except (ValueError, OverflowError) as error:  # of \\U escapes, of a version's number
-        raise PolicyFileError(f"{source}: no YAML: {error}") from None
+        return path.is_dir()
+    except (OSError, ValueError):  # too long, or no path at all
+        return False
 
 
 # --- JSON --------------------------------------------------------------------------------------
@@ -397,15 +405,7 @@ _OTHER_KEYS: Final = (
 
 def _parse_json(text: str, source: str) -> PolicySource:
     """Returns what a ``gaudi_config.json`` says of casting, to HMP or to Gaudi's autocast."""
-    try:
-        json.loads(text)
-    except json.JSONDecodeError as error:
-        raise PolicyFileError(f"{source}:{error.lineno}: no JSON: {error.msg}") from None
-    except RecursionError:
-        raise PolicyFileError(f"{source}: nested too deep to be a policy") from None
-    # JSON is YAML, but for tabs, which it has between tokens only.
-    node = _composed(text.replace("\t", " "), source)
-    assert node is not None
+    node = json_nodes.compose(text, source)
     reader = _Reader(source)
 
     def ops_of(kind: str) -> Callable[[str, yaml.Node], OpList | None]:

@@ -14,7 +14,7 @@ from torch.autograd import forward_ad
 
 from . import kernel_library, rounding_kernels
 from .dtypes import CAST
-from .errors import OptionError
+from .errors import OptionError, shown
 from .format_names import get
 from .number_formats import Block, Custom, Format, check_overflow, resolved_overflow
 from .rounding import (
@@ -80,6 +80,8 @@ def quantize(
     """
     if not isinstance(x, Tensor):
         raise OptionError(f"quantize takes a tensor, not {type(x).__name__}")
+    if generator is not None and not isinstance(generator, torch.Generator):
+        raise OptionError(f"generator must be a torch.Generator, not {shown(generator)}")
     if torch.compiler.is_dynamo_compiling():
         run = _Run(get(format), rounding, overflow)  # its arguments are checked at trace time
         function: type[_StraightThrough] = _StraightThrough  # dynamo knows no jvp
@@ -247,7 +249,11 @@ class _Step:
 
 def _run_of(format: Format, rounding: str, overflow: str | None) -> _Run:
     key = (_Run, rounding, overflow)
-    run: _Run | None = format.derived.get(key)
+    run: _Run | None
+    try:
+        run = format.derived.get(key)
+    except Exception:  # what has no hash is no string; it is refused below
+        run = None
     if run is None:
         message = check_mode(format, rounding)
         if message is not None:

@@ -18,6 +18,8 @@ from typing import Any, Final, Protocol, TypeAlias
 import torch
 from torch import Tensor
 
+from .arguments import is_a
+from .errors import shown
 from .number_formats import Block, Custom, Fixed, Float, Format, Overflow, Posit, Table
 
 #: In the order of the compiled kernels' numbers.
@@ -762,8 +764,8 @@ def _from_bits32(bits: int) -> float:
 
 def check_mode(format: Format, mode: object) -> str | None:
     """Returns what is wrong with a rounding mode for a format; None if nothing is."""
-    if mode not in MODES:
-        return f"rounding must be one of {', '.join(map(repr, MODES))}, not {mode!r}"
+    if not is_a(mode, str) or mode not in MODES:
+        return f"rounding must be one of {', '.join(map(repr, MODES))}, not {shown(mode)}"
     if isinstance(format, Custom) and mode != "nearest":
         return f"format {format.name}: rounding can't be chosen, its own function rounds to it"
     return None

@@ -14,9 +14,9 @@ from typing import Any, Final, Generic, Protocol, TypeVar, overload
 import torch
 from torch import Tensor
 
-from . import modules, ops
+from . import arguments, modules, ops
 from .decisions import CastPolicy, Decision, LowType
-from .errors import OptionError, RuleError, suggestion
+from .errors import OptionError, RuleError, said_by, shown, suggestion
 from .ops import Parameters
 from .registry import Registry, exclusive
 from .switch import disable_casts, is_below_dispatcher
@@ -142,9 +142,7 @@ class Registered:
         try:
             return self.function(call)
         except Exception as error:
-            raise RuleError(
-                f"{self} for {call.op} raised {type(error).__name__}: {error}"
-            ) from error
+            raise RuleError(f"{self} for {call.op} raised {said_by(error)}") from error
 
     def names_modules(self) -> bool:
         """Whether the function's code speaks of modules; other functions that it calls may, too."""
@@ -160,7 +158,7 @@ class Registered:
         return str(getattr(self.function, "__qualname__", None) or type(self.function).__qualname__)
 
     def __str__(self) -> str:
-        name = getattr(self.function, "__qualname__", None) or repr(self.function)
+        name = getattr(self.function, "__qualname__", None) or shown(self.function)
         code = getattr(self.function, "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
         return f"rule {name}{where}"
@@ -212,12 +210,12 @@ def register_rule(
     """
     names = _resolved(op)
     if type(level) is not int:
-        raise OptionError(f"level must be an integer, not {level!r}")
+        raise OptionError(f"level must be an integer, not {shown(level)}")
 
     @exclusive
     def register(function: _F) -> _F:
         if not callable(function):
-            raise OptionError(f"a rule must be a function of a call, not {function!r}")
+            raise OptionError(f"a rule must be a function of a call, not {shown(function)}")
         rules = REGISTRY.value
         for name in names:
             rules = tuple(
@@ -243,11 +241,13 @@ def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | Non
     Raises:
         OptionError: There is no such rule.
     """
+    if fn is not None and not callable(fn):
+        raise OptionError(f"a rule must be a function of a call, not {shown(fn)}")
     gone: list[Registered] = []
     for name in _resolved(op):
         found = [r for r in REGISTRY.value if r.op == name and fn in (None, r.function)]
         if not found:
-            which = "no rule" if fn is None else f"no such rule: {fn!r}"
+            which = "no rule" if fn is None else f"no such rule: {shown(fn)}"
             raise OptionError(f"{name!r} has {which}; register_rule adds one")
         gone += found
     REGISTRY.change(tuple(rule for rule in REGISTRY.value if rule not in gone))
@@ -275,13 +275,13 @@ def state() -> tuple[Registered, ...]:
 
 def _resolved(op: str | Iterable[str]) -> list[str]:
     found: list[str] = []
-    named = [op] if isinstance(op, str) else list(op) if isinstance(op, Iterable) else []
-    if not named or not all(isinstance(name, str) for name in named):
-        raise OptionError(f"op must be an op name, or several, not {op!r}")
-    for name in named:
+    named = arguments.texts("op", op, "an op name, or several")
+    if not named:
+        raise OptionError(f"op must be an op name, or several, not {shown(op)}")
+    for name in dict.fromkeys(named):
         resolved = "*" if name == "*" else ops.resolve(name)
         if resolved is None or (resolved != "*" and not ops.is_castable(resolved)):
-            raise OptionError(f"unknown op {name!r}{suggestion(name, ops.names())}")
+            raise OptionError(f"unknown op {shown(name)}{suggestion(name, ops.names())}")
         found.append(resolved)
     return found
 
@@ -419,7 +419,7 @@ class Judge(Generic[_T]):
                 verdict = Decision(verdict)
             if not isinstance(verdict, Decision):
                 raise RuleError(
-                    f"{rule} for {call.op} returned {verdict!r}; return hmpx.ALLOW, hmpx.FOLLOW, "
+                    f"{rule} for {call.op} returned {shown(verdict)}; return hmpx.ALLOW, hmpx.FOLLOW, "
                     "hmpx.DENY, an hmpx.Decision, or None"
                 )
             return self._settled(verdict, rule)

@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -23,8 +23,10 @@ from . import (
     ops,
     patching,
     pickling,
+    policy_tables,
     rebinding,
     regions,
+    request,
     reuse,
     rules,
     switch,
@@ -32,16 +34,13 @@ from . import (
 )
 from .casting import CallPlan
 from .decisions import CastPolicy, Decision, LowType
-from .dtypes import parse_device_types
 from .errors import HmpxWarning, OptionError
-from .legalize import MODES
 from .number_formats import Format
 from .patching import Change, Draft, Patch
-from .policy import Policy, load_policy, read_source
-from .policy_files import PolicySource, is_policy_file
+from .policy import Policy
+from .policy_files import PolicySource
 from .records import Observer
 from .registry import LOCK, exclusive
-from .rounding import MODES as ROUNDINGS
 
 _current: Session | None = None
 
@@ -137,13 +136,12 @@ class Session:
 
     def __repr__(self) -> str:
         state = "in force" if self is _current else "not in force"
-        counts = {
-            p: sum(d.cast_policy is p for d in self.policy.decisions.values())
-            for p in CastPolicy
-            if p is not CastPolicy.PASS
-        }
-        shown = ", ".join(f"{count} {p.name}" for p, count in counts.items())
-        return f"<hmpx.Session {state}: {shown} on {', '.join(sorted(self.device_types))}>"
+        made = policy_tables.line(
+            self.policy.decisions, self.policy.low_precision_type, self.policy.sections
+        )
+        devices = sorted(self.device_types)
+        more = f" and {len(devices) - 3} more" if len(devices) > 3 else ""
+        return f"<hmpx.Session {state}: {made} on {', '.join(devices[:3])}{more}>"
 
     def _is_equal_to(self, other: Session) -> bool:
         return self._settings() == other._settings()
@@ -260,7 +258,7 @@ def convert(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",
     isVerbose: bool | str = False,  # noqa: N803  # HMP's name
-    *,
+    *too_many: NoReturn,  # so that what is passed in HMP's old order is told its names
     fp16_file_path: str | os.PathLike[str] = "",
     opt_level: str = "O1",
     low_precision_type: LowType | str = torch.bfloat16,
@@ -282,6 +280,7 @@ def convert(
         bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
         fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
         isVerbose: True logs each call, ``"once"`` each distinct decision.
+        *too_many: Nothing: other arguments are passed by name.
         fp16_file_path: Ops that run in float16, whatever ``low_precision_type`` is.
         opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
             ``low_precision_type`` and every other op in float32.
@@ -314,34 +313,25 @@ def convert(
         PolicyFileError: ``policy`` can't be read, or is no policy.
         OptionError: An argument has a value that it can't have. Nothing is patched then.
     """
-    if isVerbose not in (True, False, "once"):
-        raise OptionError(f"isVerbose must be True, False or 'once', not {isVerbose!r}")
-    if rounding not in ROUNDINGS:
-        known = ", ".join(map(repr, ROUNDINGS))
-        raise OptionError(f"rounding must be one of {known}, not {rounding!r}")
-    if legalize not in MODES:
-        raise OptionError(
-            f"legalize must be one of {', '.join(map(repr, MODES))}, not {legalize!r}"
-        )
-    options = Options(legalize, bool(reuse_casts), rounding, bool(round_gradients))
-    parsed_device_types = parse_device_types(device_types)
-    verbose = isVerbose
-    if policy is None and is_policy_file(bf16_file_path):
-        policy, bf16_file_path = bf16_file_path, ""
-    if policy is not None and not isinstance(policy, Policy):
-        policy = source = read_source(policy)
-        verbose = verbose or source.is_verbose
-    policy = load_policy(
+    asked = request.checked(
         bf16_file_path,
         fp32_file_path,
+        isVerbose,
+        too_many,
         fp16_file_path=fp16_file_path,
         opt_level=opt_level,
         low_precision_type=low_precision_type,
         lists=lists,
         policy=policy,
+        device_types=device_types,
         strict=strict,
+        legalize=legalize,
+        reuse_casts=reuse_casts,
+        rounding=rounding,
+        round_gradients=round_gradients,
     )
-    return _put_in_force(policy, parsed_device_types, options, verbose)
+    options = Options(asked.legalize, asked.reuse_casts, asked.rounding, asked.round_gradients)
+    return _put_in_force(asked.policy, asked.device_types, options, asked.verbose)
 
 
 @exclusive

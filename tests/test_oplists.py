@@ -381,7 +381,7 @@ def test_no_text_crashes_the_parser(text: str) -> None:
         assert str(error).startswith("fuzz.txt:")
     else:
         assert all(name in ops.table() for name in parsed.ops)
-        assert all(message for message in oplists.unknown(parsed) + oplists.repeated(parsed))
+        assert all(message for message in oplists.unknown([parsed]) + oplists.repeated([parsed]))
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))

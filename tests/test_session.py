@@ -94,7 +94,7 @@ def test_a_with_block_reverts_after_an_exception() -> None:
     [
         ({"opt_level": "O3"}, "opt_level must be 'O1' or 'O2', not 'O3'"),
         ({"bf16_file_path": "O1"}, "bf16_file_path is 'O1'; pass it by name: opt_level='O1'"),
-        ({"bf16_file_path": 3}, "an op-list path must be a string or a path, not 3"),
+        ({"bf16_file_path": 3}, "bf16_file_path must be a string or a path, not 3"),
         ({"isVerbose": "loud"}, "isVerbose must be True, False or 'once', not 'loud'"),
         (
             {"policy": 7},
@@ -104,7 +104,7 @@ def test_a_with_block_reverts_after_an_exception() -> None:
             {"fp32_file_path": "p.yaml"},
             "fp32_file_path is 'p.yaml'; pass it by name: policy='p.yaml'",
         ),
-        ({"lists": 3}, "lists must be a name or a directory, not 3"),
+        ({"lists": 3}, "lists must be a string or a path, not 3"),
         (
             {"low_precision_type": torch.float32},
             "low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "

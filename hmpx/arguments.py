@@ -1,0 +1,130 @@
+"""Checks of single arguments: what a public function takes, and what it says of anything else.
+
+Each returns the value as hmpx goes on with it: text as plain `str`, collections as new lists. So
+what is behind them meets neither classes of the user's own, nor collections that change or never end.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from .errors import OptionError, said_by, shown, suggestion
+
+#: More than there are ops, modules or devices; a generator may never end.
+_MOST_ITEMS: Final = 100_000
+
+
+def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
+    """Whether ``value`` is an instance by its type alone: asking `isinstance` may run its own code."""
+    return issubclass(type(value), kinds)
+
+
+def text(name: str, value: object, what: str = "a string") -> str:
+    """Returns ``value`` as a plain string.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if not is_a(value, str):
+        raise OptionError(f"{name} must be {what}, not {shown(value)}")
+    return str.__str__(value)
+
+
+def choice(name: str, value: object, known: Iterable[str]) -> str:
+    """Returns ``value``, which is one of ``known``.
+
+    Raises:
+        OptionError: It is none of them.
+    """
+    known = tuple(known)
+    plain = str.__str__(value) if is_a(value, str) else None
+    if plain is None or plain not in known:
+        listed = " or ".join(map(repr, known))
+        if len(known) > 2:
+            listed = f"one of {', '.join(map(repr, known))}"
+        hint = suggestion(plain, known) if plain is not None else ""
+        raise OptionError(f"{name} must be {listed}, not {shown(value)}{hint}")
+    return plain
+
+
+def truth(name: str, value: object) -> bool:
+    """Returns ``value`` as a bool; 0 and 1 are taken as such.
+
+    Raises:
+        OptionError: It is neither.
+    """
+    if value is True or value is False:
+        return value
+    if type(value) is int and value in (0, 1):
+        return bool(value)
+    raise OptionError(f"{name} must be True or False, not {shown(value)}")
+
+
+def path(name: str, value: object) -> str:
+    """Returns the path that ``value`` is, as a string; ``""`` for None.
+
+    Raises:
+        OptionError: It is none.
+    """
+    if value is None:
+        return ""
+    found: object = value
+    if not is_a(value, (str, bytes)) and hasattr(type(value), "__fspath__"):
+        try:
+            found = os.fspath(value)  # type: ignore[call-overload]
+        except Exception as error:
+            raise OptionError(f"{name} has no path: {said_by(error)}") from error
+    if is_a(found, str):
+        return str.__str__(found)
+    remedy = "; os.fsdecode makes a string of bytes" if is_a(found, bytes) else ""
+    raise OptionError(f"{name} must be a string or a path, not {shown(value)}{remedy}")
+
+
+def items(name: str, value: object, what: str) -> list[Any]:
+    """Returns what is in the collection ``value``.
+
+    Raises:
+        OptionError: It is none, holds more than can be meant, or can't be iterated.
+    """
+    found: list[Any] = []
+    try:
+        iterator = iter(value)  # type: ignore[call-overload]
+    except Exception:
+        raise OptionError(f"{name} must be {what}, not {shown(value)}") from None
+    try:
+        for item in iterator:
+            found.append(item)
+            if len(found) > _MOST_ITEMS:
+                break
+    except Exception as error:
+        raise OptionError(f"{name} can't be iterated: {said_by(error)}") from error
+    if len(found) > _MOST_ITEMS:
+        raise OptionError(f"{name} holds more than {_MOST_ITEMS:,} items; give {what}")
+    return found
+
+
+def texts(name: str, value: object, what: str = "a list of strings") -> list[str]:
+    """Returns the strings in ``value``; a single string is one.
+
+    Raises:
+        OptionError: It is no collection of strings.
+    """
+    if is_a(value, str):
+        return [text(name, value)]
+    return [text(f"each of {name}", item) for item in items(name, value, what)]
+
+
+def mapping(name: str, value: object, what: str = "a dict") -> dict[Any, Any]:
+    """Returns what is in the mapping ``value``.
+
+    Raises:
+        OptionError: It is none, or can't be read.
+    """
+    if not is_a(value, Mapping):
+        raise OptionError(f"{name} must be {what}, not {shown(value)}")
+    try:
+        return dict(value)  # type: ignore[call-overload, no-any-return]
+    except Exception as error:
+        raise OptionError(f"{name} can't be read: {said_by(error)}") from error
