@@ -21,7 +21,7 @@ import warnings
 import zipfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -41,7 +41,7 @@ from . import (
 )
 from .decisions import CastPolicy, Decision
 from .dtypes import short_name
-from .errors import HmpxError, HmpxWarning, KernelsError, suggestion
+from .errors import HmpxError, HmpxWarning, KernelsError, said_by, short, shown, suggestion
 from .legalize import MODES
 
 #: Functions of hmpx that merely pass a call on; tracebacks are shown without their frames.
@@ -369,8 +369,8 @@ def _run(options: argparse.Namespace) -> int:
     if not program:
         options.parser.error("name a module after -m" if options.is_module else "name a SCRIPT")
     name = program[0]
-    if not options.is_module and not Path(name).exists():
-        raise _NotFoundError(f"{name}: no such file; give the path of a Python script")
+    if not options.is_module and not _exists(name):
+        raise _NotFoundError(f"{short(name)}: no such file; give the path of a Python script")
     sys.argv = program
     _set_script_directory(_script_directory(name, options.is_module))
     has_shim = options.habana_shim and _install_shim()
@@ -398,6 +398,13 @@ def _run(options: argparse.Namespace) -> int:
         sys.excepthook = lambda *_: None  # python sets the exit status, and has nothing to add
         raise uncaught
     return 1
+
+
+def _exists(path: str) -> bool:
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long, or no path at all
+        return False
 
 
 def _install_shim() -> bool:
@@ -431,7 +438,8 @@ def _script_directory(name: str, is_module: bool) -> Path:
 
 def _is_container(name: str) -> bool:
     """Whether ``name`` is a directory or zip file, whose ``__main__.py`` is run."""
-    return Path(name).is_dir() or zipfile.is_zipfile(name)
+    path = Path(name)  # a pipe or a device has no end to look for the zip file's directory at
+    return path.is_dir() or (path.is_file() and zipfile.is_zipfile(path))
 
 
 def _set_script_directory(directory: Path) -> None:
@@ -444,7 +452,15 @@ def _set_script_directory(directory: Path) -> None:
 def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
     """Returns the module, as python makes it for a script, and its code."""
     module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
-    return module, compile(Path(path).read_bytes(), path, "exec", dont_inherit=True)
+    with Path(path).open("rb") as file:  # may be a pipe, as with python
+        source = file.read(_MOST_SOURCE + 1)
+    if len(source) > _MOST_SOURCE:
+        raise _NotFoundError(f"{path}: more than {_MOST_SOURCE >> 20} MB is no Python script")
+    return module, compile(source, path, "exec", dont_inherit=True)
+
+
+#: Bytes of a script: a device may have no end.
+_MOST_SOURCE: Final = 1 << 26
 
 
 def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
@@ -635,10 +651,10 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
 
 def _why_no_match(pattern: str, names: list[str]) -> str:
     if ops.resolve(pattern) is not None:
-        return f"{pattern!r} computes nothing from tensors, so there is nothing to cast"
+        return f"{shown(pattern)} computes nothing from tensors, so there is nothing to cast"
     spellings = [spelling for spelling, name in ops.names().items() if name in names]
     hint = suggestion(pattern, spellings) or "; hmpx ops without a pattern shows all"
-    return f"no op matches {pattern!r}{hint}"
+    return f"no op matches {shown(pattern)}{hint}"
 
 
 def _what(decision: Decision) -> str:
@@ -668,8 +684,9 @@ def _doctor(options: argparse.Namespace) -> int:
     for name in options.modules:
         try:
             importlib.import_module(name)
-        except ImportError as error:
-            _complain(f"can't import {name}: {error}")
+        except Exception as error:  # whatever the module raises
+            reason = str(error) if isinstance(error, ImportError) else said_by(error)
+            _complain(f"can't import {shown(name)}: {reason}")
             return 2
     with _warned(session.convert, **_list_options(options)) as active:
         lines = [
@@ -769,7 +786,10 @@ def _show(lines: Iterable[str], status: int = 0) -> int:
     """Prints ``lines`` to stdout and returns ``status``; a reader that has seen enough is no fault."""
     try:
         for line in lines:
-            print(line)
+            try:
+                print(line)
+            except UnicodeEncodeError:  # names of files may be any bytes
+                print(line.encode("utf-8", "backslashreplace").decode("ascii", "backslashreplace"))
         sys.stdout.flush()
     except BrokenPipeError:
         # what is still buffered goes nowhere, or the interpreter complains when it exits

@@ -578,7 +578,7 @@ def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
     assert (clean.status, clean.err) == (0, "")
     assert clean.out.splitlines()[2 + len(capabilities) :] == ["1 module: nothing stays uncast"]
     assert (missing.status, missing.out) == (2, "")
-    assert missing.err == "hmpx: can't import none: No module named 'none'\n"
+    assert missing.err == "hmpx: can't import 'none': No module named 'none'\n"
     assert (plain.status, plain.err) == (0, "")
     assert plain.out.splitlines()[:2] == early.out.splitlines()[:2]
 

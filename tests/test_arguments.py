@@ -1,0 +1,371 @@
+"""Wrong arguments of public functions: what each is told; and what fuzzing finds, which is nothing."""
+
+from __future__ import annotations
+
+import itertools
+import json
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import hmpx
+from hmpx import HmpxError, OpListError, OptionError, Policy, PolicyFileError, errors, formats
+from tests import fuzzing
+from tests.test_hostile_files import taking
+
+
+class NoRepr:
+    """Has nothing to show."""
+
+    def __repr__(self) -> str:
+        raise ValueError("no")
+
+
+class NoHash(str):
+    """A string that can't be a key."""
+
+    __slots__ = ()
+    __hash__ = None  # type: ignore[assignment]
+
+
+def nested(depth: int) -> list[Any]:
+    found: list[Any] = []
+    for _ in range(depth):
+        found = [found]
+    return found
+
+
+ENDLESS = "more than 100,000 items"
+
+CASES: list[tuple[Callable[[], object], str]] = [
+    (lambda: Policy.from_ops(low=1), "low must be a list of op names, not 1"),
+    (lambda: Policy.from_ops(low=[["mm"]]), "each of low must be a string, not ['mm']"),
+    (lambda: Policy.from_ops(fp32=[b"\xff"]), r"each of fp32 must be a string, not b'\xff'"),
+    (lambda: Policy.from_ops(low=itertools.repeat("mm")), f"low holds {ENDLESS}; give a list of op names"),
+    (lambda: Policy.from_ops(low=(1 / 0 for _ in "a")),
+     "low can't be iterated: ZeroDivisionError: division by zero"),
+    (lambda: Policy({})[1], "a policy's key must be an op name, not 1"),
+    (lambda: Policy({})["x" * 10_000], f"unknown op {'x' * 80!r}... (10,000 characters)"),
+    (lambda: Policy({}).unmatched([1]), "each of paths must be a string, not 1"),
+    (lambda: Policy([]), "decisions must be a dict of op names to hmpx.Decision, not []"),
+    (lambda: Policy({"mm": "low"}),
+     "decisions must be a dict of op names to hmpx.Decision; it holds 'mm': 'low'"),
+    (lambda: Policy({}, "bfloat"), "low_precision_type must be torch.bfloat16 or torch.float16, or a "
+     "number format, not 'bfloat'; did you mean 'bfloat16'?"),
+    (lambda: Policy({}, torch.bfloat16, 3), "sections must be sections of a policy, not 3"),
+    (lambda: hmpx.Decision("low"), "a decision's policy must be hmpx.ALLOW, FOLLOW or DENY, or another "
+     "hmpx.CastPolicy, not 'low'"),
+    (lambda: hmpx.Decision(hmpx.ALLOW, accumulate_dtype=torch.ones(2)),
+     "accumulate_dtype must be one of torch.bfloat16, torch.float16, torch.float32, torch.float64, "
+     "not tensor([1., 1.])"),
+    (lambda: hmpx.load_policy(torch.ones(2)),
+     "bf16_file_path must be a string or a path, not tensor([1., 1.])"),
+    (lambda: hmpx.load_policy(b"a.txt"), "bf16_file_path must be a string or a path, not b'a.txt'; "
+     "os.fsdecode makes a string of bytes"),
+    (lambda: hmpx.load_policy(lists=["hmp"]), "lists must be a string or a path, not ['hmp']"),
+    (lambda: hmpx.load_policy(strict="yes"), "strict must be True or False, not 'yes'"),
+    (lambda: hmpx.load_policy(opt_level=NoRepr()),
+     "opt_level must be 'O1' or 'O2', not <NoRepr object>"),
+    (lambda: hmpx.load_policy(opt_level=2), "opt_level must be 'O1' or 'O2', not 2"),
+    (lambda: hmpx.load_policy(policy=itertools.count), "policy must be an hmpx.Policy, the path of a "
+     "policy file, or a dict, not <class 'itertools.count'>"),
+    (lambda: hmpx.load_policy(policy={"low": [NoRepr()]}), "<policy>['low'][0]: a policy holds strings, "
+     "numbers, dtypes and lists, not <NoRepr object>"),
+    (lambda: hmpx.load_policy(policy={"low": [10**5000]}), "<policy>['low'][0]: a policy holds strings, "
+     "numbers, dtypes and lists, not an integer of 16,610 bits"),
+    (lambda: hmpx.load_policy(policy={"low": nested(100)}), "<policy>: nested too deep to be a policy"),
+    (lambda: hmpx.convert(device_types=[["mul"]]), "each of device_types must be a string, not ['mul']"),
+    (lambda: hmpx.convert(device_types=3),
+     'device_types must be a set of names such as {"cuda"}, not 3'),
+    (lambda: hmpx.convert(device_types=["cuda:9999999999999"]),
+     "device_types: torch has no device type 'cuda:9999999999999' (known: ('cpu', 'cuda', 'hpu', 'xpu', "
+     "'mps', 'mtia', 'xla'))"),
+    (lambda: hmpx.convert(isVerbose=torch.ones(2)),
+     "isVerbose must be True, False or 'once', not tensor([1., 1.])"),
+    (lambda: hmpx.convert(legalize=["auto"]),
+     "legalize must be one of 'auto', 'always', 'never', 'fast', not ['auto']"),
+    (lambda: hmpx.convert(legalize="alway"),
+     "legalize must be one of 'auto', 'always', 'never', 'fast', not 'alway'; did you mean 'always'?"),
+    (lambda: hmpx.convert(reuse_casts=[1]), "reuse_casts must be True or False, not [1]"),
+    (lambda: hmpx.convert("O1", "", "", False),  # type: ignore[call-arg]
+     "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, not 4; in "
+     "HMP's old order these are convert(opt_level='O1', bf16_file_path='', fp32_file_path='', "
+     "isVerbose=False): pass them by name"),
+    (lambda: hmpx.convert("", "", False, "O1"),  # type: ignore[call-arg]
+     "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, not 4; "
+     "pass the others by name"),
+    (lambda: hmpx.register_rule(3), "op must be an op name, or several, not 3"),
+    (lambda: hmpx.register_rule([b"mm"]), "each of op must be a string, not b'mm'"),
+    (lambda: hmpx.register_rule("mm", lambda call: None, level="high"),
+     "level must be an integer, not 'high'"),
+    (lambda: hmpx.unregister_rule("mm", 3), "a rule must be a function of a call, not 3"),
+    (lambda: formats.get(["posit8_1"]), "a format must be a name or a format, not ['posit8_1']"),
+    (lambda: formats.get("custom[posit8_1]" + "9" * 5000),
+     "no format 'custom[posit8_1]9999999999999999999999999999999999999999999999999999999999999999'... "
+     "(5,016 characters) is known; names() lists the known ones"),
+    (lambda: formats.unregister([]), "name must be the name of a format, not []"),
+    (lambda: formats.Float("f", 4, 3, kind=[]),
+     "format f: kind must be one of 'ieee', 'fn', 'fnuz', 'finite', not []"),
+    (lambda: formats.Float("f", 4, 3, subnormals="no"),
+     "format f: subnormals must be True or False, not 'no'"),
+    (lambda: formats.Table("t", [1, 10**400]), "format t: values must be numbers, not [1, an integer of "
+     "1,329 bits]: OverflowError: int too large to convert to float"),
+    (lambda: formats.Table("t", itertools.count()),
+     f"format t: values holds {ENDLESS}; give a sequence of numbers"),
+    (lambda: formats.quantize(torch.ones(2), "posit8_1", ["up"]), "rounding must be one of 'nearest', "
+     "'toward_zero', 'up', 'down', 'nearest_away', 'stochastic', not ['up']"),
+    (lambda: formats.quantize(torch.ones(2), "float8_e4m3fn", overflow={}),
+     "format float8_e4m3fn: overflow must be 'nan', 'saturate' or None, not {}"),
+    (lambda: formats.quantize(torch.ones(2), "posit8_1", generator=3),
+     "generator must be a torch.Generator, not 3"),
+    (lambda: formats.encode([1.0], "posit8_1"), "encode takes a tensor, not list"),
+    (lambda: formats.register_op(torch.mul, 3, "posit8_1"), "op must be an op name, not 3"),
+    (lambda: formats.register_op(torch.mul, "mul", "posit8_1", "llvm"),
+     "device_type: torch has no device type 'llvm' (known: ('cpu', 'cuda', 'hpu', 'xpu', 'mps', 'mtia', "
+     "'xla'))"),
+    (lambda: formats.create_lower_func(".x:y"), "no function '.x:y' (package.module:function): TypeError: "
+     "the 'package' argument is required to perform a relative import for '.x'"),
+    (lambda: hmpx.freeze(torch.nn.Linear(2, 2), torch.ones(2), outputs=[]),
+     "outputs must be 'fp32' or 'keep', not []"),
+    (lambda: hmpx.freeze(torch.nn.Linear(2, 2), torch.ones(2), keep_fp32="no"),
+     "keep_fp32 must be True or False, not 'no'"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("call", "message"), CASES, ids=range(len(CASES)))
+def test_wrong_arguments_are_errors_that_say_what_was_expected(
+    call: Callable[[], object], message: str
+) -> None:
+    """And what was found, cut where it is long; torch stays as it is."""
+    with pytest.raises(HmpxError) as error:
+        call()
+    assert str(error.value) == message
+    assert not hmpx.is_converted()
+
+
+def test_what_is_as_good_as_expected_is_taken(tmp_path: Path) -> None:
+    """A name alone, a subclass of str, None for no path, 1 for True."""
+    assert Policy.from_ops(low="mm") == Policy.from_ops(low=iter([NoHash("mm")]))
+    path = tmp_path / "a.txt"
+    path.write_text("mm")
+    assert hmpx.load_policy(str(path), None, lists=None) == hmpx.load_policy(path, strict=0)
+    assert Policy({}, "fp16") == Policy({}, torch.float16)
+    with hmpx.convert(isVerbose=0, device_types="cpu", legalize="never", reuse_casts=1) as session:
+        assert session.device_types == {"cpu"}
+        assert session.options.reuse_casts is True
+
+
+# --- JSON --------------------------------------------------------------------------------------
+
+JSON_TEXTS: dict[str, tuple[str, str]] = {
+    "huge integer": ('{"hmp_bf16_ops": ["mm"],\n "use_fused_adam": ' + "9" * 5000 + "}", ""),
+    "huge exponent": ('{"hmp_bf16_ops": ["mm"], "use_fused_adam": 1e999999}', ""),
+    "newline before a colon": ('{"hmp_bf16_ops"\n:\n["mm"]}', ""),
+    "DEL": ('{"hmp_bf16_ops": ["mm"], "optimum_version": "\x7f"}', ""),
+    "long key": ('{"hmp_bf16_ops": ["mm"], "architectures": {"' + "k" * 2000 + '": 1}}', ""),
+    "tabs and carriage returns": ('{\t"hmp_bf16_ops"\r:\t[\r"mm"]\t}', ""),
+    "depth within what is left alone": ('{"hmp_bf16_ops": ["mm"], "architectures": '
+                                        + "[" * 500 + "]" * 500 + "}", ""),
+    "byte-order mark": ('\ufeff{"hmp_bf16_ops": ["mm"]}', ""),
+    "escapes": ('{"hmp_bf16\\u005fops": ["\\u006dm"]}', ""),
+    "lone surrogate": (
+        '{"hmp_bf16_ops": ["mm",\n"\\ud800"]}',
+        "g.json:2: one op a line, please, not '\\ud800'",
+    ),
+    "NaN": ('{"_name_or_path": "NaN",\n "use_fused_adam": NaN}',
+            "g.json:2: no JSON: NaN is no number of JSON"),
+    "Infinity": ('{"use_fused_adam":\n\n-Infinity}', "g.json:3: no JSON: -Infinity is no number of JSON"),
+    "two marks": ('\ufeff\ufeff{}', "g.json:1: no JSON: Unexpected UTF-8 BOM (decode using utf-8-sig)"),
+    "doubled key": ('{"hmp_bf16_ops": ["mm"],\n\n"hmp_bf16_ops": ["bmm"]}',
+                    "g.json:3: 'hmp_bf16_ops' is given twice, at line 1 too"),
+    "number for an op": ('{"hmp_bf16_ops":\n[1]}', "g.json:2: unknown op '1'; did you mean 'i1'?"),
+    "null for an op": ('{"hmp_bf16_ops":\n\n[null]}', "g.json:3: an op of low must be a text"),
+    "control character": ('{"hmp_bf16_ops": [\n"m\nm"]}', "g.json:2: no JSON: Invalid control character at"),
+    "scalar": ("1", "g.json:1: a Gaudi configuration must be a mapping of keys to values"),
+}  # fmt: skip
+
+
+@pytest.mark.filterwarnings("ignore:left out of the op lists:hmpx.HmpxWarning")
+@pytest.mark.parametrize("name", JSON_TEXTS)
+def test_json_is_what_json_says(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """All that is JSON is read, whatever YAML makes of it; what is not has a line."""
+    monkeypatch.chdir(tmp_path)
+    text, message = JSON_TEXTS[name]
+    Path("g.json").write_text(text, encoding="utf-8")
+    if not message:
+        policy = hmpx.load_policy("g.json")
+        assert policy["mm"].cast_policy is hmpx.ALLOW
+        assert policy["bmm"].cast_policy is not hmpx.ALLOW
+        return
+    with pytest.raises((PolicyFileError, OpListError)) as error:
+        hmpx.load_policy("g.json", strict=True)
+    assert str(error.value) == message
+
+
+def test_lines_of_json_are_those_of_its_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each op's reason names its own."""
+    monkeypatch.chdir(tmp_path)
+    names = [f"{op}" for op in ("mm", "bmm", "addmm")]
+    Path("g.json").write_text(json.dumps({"hmp_bf16_ops": names}, indent=1))
+    policy = hmpx.load_policy("g.json")
+    assert [policy[name].reason for name in names] == ["g.json:3", "g.json:4", "g.json:5"]
+
+
+# --- what messages show ------------------------------------------------------------------------
+
+
+SHOWN: list[tuple[object, str]] = [
+    ("a", "'a'"),
+    ("\ud800\n", r"'\ud800\n'"),
+    (b"\xff", r"b'\xff'"),
+    ([], "[]"),
+    ((1,), "(1,)"),
+    (set(), "set()"),
+    ({1: "a"}, "{1: 'a'}"),
+    (frozenset({1}), "frozenset({1})"),
+    (10**5000, "an integer of 16,610 bits"),
+    (-(10**10), "-10000000000"),
+    (list(range(1000)), "[0, 1, 2, 3, 4, 5, ...]"),
+    (nested(5), "[[[[...]]]]"),
+    (nested(100_000), "[[[[...]]]]"),
+    ([NoRepr(), NoHash("a")], "[<NoRepr object>, 'a']"),
+    (torch.ones(2), "tensor([1., 1.])"),
+    (math.nan, "nan"),
+]
+
+
+@pytest.mark.parametrize(("value", "text"), SHOWN, ids=[text for _, text in SHOWN])
+def test_values_are_shown_short_and_on_one_line(value: object, text: str) -> None:
+    """Whatever they are."""
+    assert errors.shown(value) == text
+
+
+def test_shown_values_take_no_time() -> None:
+    """Nor do they fill the screen."""
+    for value in (
+        "x" * 10**7,
+        list(range(10**6)),
+        {"a" * 10**6: 1},
+        10**100_000,
+        ["x" * 10**6] * 10,
+    ):
+        assert len(errors.shown(value)) < 250
+        assert taking(lambda v=value: errors.shown(v)) < 0.1  # type: ignore[misc]
+
+
+# --- showing policies --------------------------------------------------------------------------
+
+
+def test_policies_and_sessions_are_one_short_line_in_repr() -> None:
+    """Of any size."""
+    assert repr(Policy.from_ops(low=["mm"], fp32=["exp"])) == "<hmpx.Policy bf16: 1 LOW, 1 FP32>"
+    assert repr(Policy({})) == "<hmpx.Policy bf16: no ops>"
+    sections = [{"ndim": i, "low": ["*"]} for i in range(50)]
+    many = hmpx.load_policy(
+        policy={"lists": "hmp", "first": ["*"], "pass": ["relu"], "sections": sections}
+    )
+    assert len(repr(many)) <= 100
+    assert repr(many).endswith("50 sections>")
+    long = formats.Custom("f" * 100, torch.clone)
+    assert len(repr(Policy({}, long))) <= 100
+    with hmpx.convert(
+        policy=Policy.from_ops(low=["mm"]), device_types=["cpu", "cuda", "xpu", "hpu"]
+    ) as s:
+        assert repr(s) == "<hmpx.Session in force: bf16: 1 LOW on cpu, cuda, hpu and 1 more>"
+    assert repr(s).startswith("<hmpx.Session not in force: ")
+
+
+def test_a_policy_prints_as_a_table() -> None:
+    """Ops in their order, with what is done, in which type, and by which line; sections beneath."""
+    policy = hmpx.load_policy(
+        policy={
+            "lists": "none",
+            "low": ["sum accumulate=fp32", "bmm fp16"],
+            "fp32": ["exp"],
+            "sections": [{"module": ["a<b>", "c"], "phase": "train", "low": ["mm"]}],
+        }
+    )
+    assert str(policy) == (
+        "Policy, bf16: 2 LOW, 1 FP32, 1 section\n"
+        "  op   policy  dtype                reason\n"
+        "  bmm  LOW     fp16                 <policy>:4\n"
+        "  exp  FP32    fp32                 <policy>:6\n"
+        "  sum  LOW     bf16 accumulate=fp32  <policy>:3\n"
+        "where module ['a<b>', 'c'], phase 'train' (<policy>:8)\n"
+        "  op   policy  dtype                reason\n"
+        "  mm   LOW     bf16                 <policy>:13"
+    ).replace("dtype                reason", "dtype                 reason").replace(
+        "fp16                 <", "fp16                  <").replace(
+        "fp32                 <", "fp32                  <").replace(
+        "bf16                 <", "bf16                  <")  # fmt: skip
+    html = policy._repr_html_()
+    assert "<td>bmm</td><td>LOW</td><td>fp16</td><td>&lt;policy&gt;:4</td>" in html
+    assert "a&lt;b&gt;" in html
+    assert "<b>" not in html
+
+
+def test_html_of_a_huge_policy_is_cut_and_its_text_is_whole() -> None:
+    """A notebook shows the beginning."""
+    sections = [{"ndim": i, "low": ["*"]} for i in range(10)]
+    policy = hmpx.load_policy(policy={"sections": sections})
+    assert policy._repr_html_().count("<tr>") == 2002
+    assert "more; print() shows all</td></tr></tbody></table>" in policy._repr_html_()
+    assert str(policy).count("\n") > 5000
+
+
+# --- the command line --------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["", ".x", "no.such.module", "broken"])
+def test_doctor_says_why_a_module_cannot_be_imported(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whatever importing it raises."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    Path("broken.py").write_text("1 / 0")
+    assert hmpx.cli.main(["doctor", name]) == 2
+    assert f"can't import {name!r}: " in capsys.readouterr().err
+
+
+# --- fuzzing -----------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def unmarked() -> Iterator[None]:
+    """Leaves `sys.argv` and the working directory to what is tried; it puts them back itself."""
+    yield
+    assert not hmpx.is_converted()
+
+
+def failing(outcome: fuzzing.Outcome) -> str:
+    return "\n".join(outcome.faults[:20])
+
+
+@pytest.mark.usefixtures("unmarked")
+def test_no_input_of_a_sample_does_harm() -> None:
+    """Errors of hmpx only, in little time, and torch is as it was."""
+    outcome = fuzzing.run(1000, seed=0, most_s=4.0)
+    assert not outcome.faults, failing(outcome)
+    assert set(outcome.counts) == set(fuzzing.KINDS)
+
+
+@pytest.mark.slow
+@pytest.mark.usefixtures("unmarked")
+@pytest.mark.parametrize("seed", range(1, 11))
+def test_no_input_of_a_hundred_thousand_does_harm(seed: int) -> None:
+    """Errors of hmpx only, in little time, and torch is as it was."""
+    outcome = fuzzing.run(10_000, seed, most_s=4.0)
+    assert not outcome.faults, failing(outcome)
+
+
+def test_option_errors_are_the_class_for_arguments() -> None:
+    """So that one ``except`` catches them."""
+    with pytest.raises(OptionError):
+        hmpx.convert(device_types=3)
