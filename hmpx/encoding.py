@@ -16,7 +16,7 @@ from .dtypes import CAST
 from .errors import OptionError
 from .format_names import get
 from .number_formats import Block, Custom, Fixed, Float, Format, Posit, Table
-from .quantization import quantize
+from .quantization import check_dense, quantize
 from .rounding import FP32, FP64, Binary, BlockPlan, TablePlan, plan
 
 #: Formats of up to so many bits are decoded by a table of all their values.
@@ -69,6 +69,7 @@ def encode(
     format = _coded(get(format))
     if not isinstance(x, Tensor):
         raise OptionError(f"encode takes a tensor, not {type(x).__name__}")
+    check_dense(x)
     with torch.no_grad():
         work = x
         if x.dtype in CAST and x.dtype is not torch.float64:

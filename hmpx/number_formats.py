@@ -89,6 +89,8 @@ class Float(_Deriving):
                 those of float64.
         """
         _check_name(self.name)
+        _make_plain(self, "kind")
+        _make_plain(self, "overflow")
         if not is_a(self.kind, str) or self.kind not in _STANDARD_OVERFLOW:
             raise OptionError(
                 f"format {self.name}: kind must be one of {_listed(_STANDARD_OVERFLOW)}, "
@@ -519,11 +521,18 @@ def check_overflow(format: Format, overflow: str | None) -> None:
             f"format {format.name}: overflow can't be chosen, its own function rounds to it"
         )
     allowed = _ALLOWED_OVERFLOW[format.kind] if isinstance(format, Float) else ("saturate",)
-    if not is_a(overflow, str) or overflow not in allowed:
+    if not is_a(overflow, str) or str.__str__(overflow) not in allowed:
         raise OptionError(
             f"format {format.name}: overflow must be {_listed(allowed)} or None, not {shown(overflow)}"
             f"{_hint(overflow, allowed)}"
         )
+
+
+def _make_plain(format: Float, field: str) -> None:
+    """Makes a string of a class of the user's own, which may compare as it likes, a plain one."""
+    value = getattr(format, field)
+    if is_a(value, str):
+        object.__setattr__(format, field, str.__str__(value))
 
 
 def _check_name(name: object) -> None:

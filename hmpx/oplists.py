@@ -263,7 +263,7 @@ class _Reading:
         known, written, taken = ops.names(), self._where, self._taken
         for line, where in lines:
             is_bare = line.isidentifier()  # as nearly all are: there is nothing to take apart
-            if is_bare or (line[0] not in "@-*" and " " not in line and line.isprintable()):
+            if is_bare or (line[:1] not in "@-*" and " " not in line and line.isprintable()):
                 earlier = written.get(line)
                 written[line] = where
                 name = known.get(line)
@@ -288,10 +288,11 @@ class _Reading:
     def _taken_apart(self, line: str, where: str) -> _Parts:
         content, _, rest = line.partition(" ")
         options = self._options.get(rest)
-        if options is None or content[0] in "@-" or not content.isprintable():
+        if options is None or content[:1] in "@-" or not content.isprintable():
             entry = parse_line(line, where, self._kind)
+            if content == entry.text:  # else ``rest`` isn't all that follows the name
+                self._options[rest] = entry.options()
             content, options = entry.text, entry.options()
-            self._options[rest] = options
         return _Parts.of(content, options)
 
     def _add_parts(self, parts: _Parts, where: str) -> None:

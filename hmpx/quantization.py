@@ -49,6 +49,14 @@ _tracing_state: Final = torch._C._get_tracing_state
 
 _NO_KEYS: Final = (0, 0)
 
+_SPARSE: Final = (
+    torch.sparse_coo,
+    torch.sparse_csr,
+    torch.sparse_csc,
+    torch.sparse_bsr,
+    torch.sparse_bsc,
+)
+
 
 def quantize(
     x: Tensor,
@@ -171,6 +179,7 @@ class _Run:
             or _tracing_state() is not None
             or x.layout is not torch.strided
         ):
+            check_dense(x)
             with torch.no_grad():
                 return _round_traced(x, step.plan, step.axis, generator)
         if x.is_neg() or x._is_zerotensor():  # without memory of its values
@@ -260,7 +269,8 @@ def _run_of(format: Format, rounding: str, overflow: str | None) -> _Run:
             raise OptionError(message)
         check_overflow(format, overflow)
         kernel_library.check_setting()
-        run = format.derived[key] = _Run(format, rounding, overflow)
+        mode, beyond = str.__str__(rounding), None if overflow is None else str.__str__(overflow)
+        run = format.derived[_Run, mode, beyond] = _Run(format, mode, beyond)
     return run
 
 
@@ -274,6 +284,18 @@ def _step_of(run: _Run, dtype: torch.dtype) -> _Step:
             )
         step = run._by_dtype[dtype] = _Step(run, dtype)
     return step
+
+
+def check_dense(x: Tensor) -> None:
+    """Refuses sparse tensors.
+
+    Raises:
+        OptionError: ``x`` is one.
+    """
+    if x.layout in _SPARSE:
+        raise OptionError(
+            f"number formats take dense tensors, not one of {x.layout}; its values() are dense"
+        )
 
 
 def _constants_of(

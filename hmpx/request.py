@@ -112,6 +112,7 @@ _OLD_ORDER: Final = ("opt_level", "bf16_file_path", "fp32_file_path", "isVerbose
 
 
 def _too_many(given: tuple[object, ...]) -> str:
+    given = tuple([str.__str__(each) if is_a(each, str) else each for each in given])
     message = (
         "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, "
         f"not {len(given)}"

@@ -764,8 +764,8 @@ def _from_bits32(bits: int) -> float:
 
 def check_mode(format: Format, mode: object) -> str | None:
     """Returns what is wrong with a rounding mode for a format; None if nothing is."""
-    if not is_a(mode, str) or mode not in MODES:
+    if not is_a(mode, str) or str.__str__(mode) not in MODES:
         return f"rounding must be one of {', '.join(map(repr, MODES))}, not {shown(mode)}"
-    if isinstance(format, Custom) and mode != "nearest":
+    if isinstance(format, Custom) and str.__str__(mode) != "nearest":
         return f"format {format.name}: rounding can't be chosen, its own function rounds to it"
     return None

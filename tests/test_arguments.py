@@ -123,6 +123,10 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: formats.quantize(torch.ones(2), "posit8_1", generator=3),
      "generator must be a torch.Generator, not 3"),
     (lambda: formats.encode([1.0], "posit8_1"), "encode takes a tensor, not list"),
+    (lambda: formats.encode(torch.ones(2).to_sparse(), "float32"),
+     "number formats take dense tensors, not one of torch.sparse_coo; its values() are dense"),
+    (lambda: formats.quantize(torch.ones(2).to_sparse(), "posit8_1"),
+     "number formats take dense tensors, not one of torch.sparse_coo; its values() are dense"),
     (lambda: formats.register_op(torch.mul, 3, "posit8_1"), "op must be an op name, not 3"),
     (lambda: formats.register_op(torch.mul, "mul", "posit8_1", "llvm"),
      "device_type: torch has no device type 'llvm' (known: ('cpu', 'cuda', 'hpu', 'xpu', 'mps', 'mtia', "
@@ -154,6 +158,12 @@ def test_what_is_as_good_as_expected_is_taken(tmp_path: Path) -> None:
     path.write_text("mm")
     assert hmpx.load_policy(str(path), None, lists=None) == hmpx.load_policy(path, strict=0)
     assert Policy({}, "fp16") == Policy({}, torch.float16)
+    x = torch.linspace(-3, 3, 9)
+    expected = formats.quantize(x, "float8_e4m3fn", "up", "nan")
+    assert torch.equal(
+        formats.quantize(x, NoHash("float8_e4m3fn"), NoHash("up"), NoHash("nan")), expected
+    )
+    assert formats.Float("f", 4, 3, kind=NoHash("fn")) == formats.Float("f", 4, 3, kind="fn")
     with hmpx.convert(isVerbose=0, device_types="cpu", legalize="never", reuse_casts=1) as session:
         assert session.device_types == {"cpu"}
         assert session.options.reuse_casts is True

@@ -169,6 +169,21 @@ def test_options_reach_the_decisions_of_operators_and_everything(tmp_path: Path)
         hmpx.load_policy(**write(tmp_path, bf16="mm output=fp32", fp32="mm output=fp32"))
 
 
+def test_options_hold_for_their_own_line_only() -> None:
+    """Whatever stands between a name and its options, and before the name."""
+    read = oplists.from_lines(
+        [("sum\toutput=fp32", "a:1"), ("*", "a:2"), (" mm", "a:3"), ("torch.add", "a:4")]
+    )
+    assert read.ops["sum"].output_dtype is FP32
+    assert read.everything is not None
+    assert read.everything.options() == read.ops["mm"].options() == (None, None, None)
+    assert read.ops["add"].options() == (None, None, None)
+    with pytest.raises(OpListError, match="a:2: one op a line, please, not 'sum mm'"):
+        oplists.from_lines([(" mm", "a:1"), ("sum mm", "a:2")])
+    with pytest.raises(OpListError, match="a:2: an op name is empty"):
+        oplists.from_lines([("*", "a:1"), ("", "a:2")])
+
+
 def test_an_op_that_is_removed_may_be_listed_again(tmp_path: Path) -> None:
     """With other dtypes, say."""
     policy = hmpx.load_policy(**write(tmp_path, bf16="@hmp\n-mul\nmul output=fp32"))
