@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, get_args
 
 from . import arguments
 from .arguments import is_a
-from .errors import OptionError, said_by, shown, suggestion
+from .errors import OptionError, shown, suggestion
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -403,10 +403,8 @@ class Table(_Deriving):
         given = arguments.items(what, self.values, "a sequence of numbers")
         try:
             values = tuple([float(value) for value in given])
-        except Exception as error:  # of whatever calls itself a number
-            raise OptionError(
-                f"{what} must be numbers, not {shown(given)}: {said_by(error)}"
-            ) from None
+        except Exception:  # of whatever calls itself a number
+            raise OptionError(f"{what} must be numbers, not {shown(self.values)}") from None
         if not 2 <= len(values) <= _MOST_TABLE_VALUES:
             raise OptionError(
                 f"format {self.name}: a table has 2 to {_MOST_TABLE_VALUES} values, not {len(values)}"

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from . import arguments, modules, ops
+from .arguments import is_a
 from .decisions import CastPolicy, Decision, LowType
 from .errors import OptionError, RuleError, said_by, shown, suggestion
 from .ops import Parameters
@@ -275,10 +276,10 @@ def state() -> tuple[Registered, ...]:
 
 def _resolved(op: str | Iterable[str]) -> list[str]:
     found: list[str] = []
-    named = arguments.texts("op", op, "an op name, or several")
-    if not named:
+    named = [op] if is_a(op, str) else arguments.items("op", op, "an op name, or several")
+    if not named or not all(is_a(name, str) for name in named):
         raise OptionError(f"op must be an op name, or several, not {shown(op)}")
-    for name in dict.fromkeys(named):
+    for name in dict.fromkeys(map(str.__str__, named)):
         resolved = "*" if name == "*" else ops.resolve(name)
         if resolved is None or (resolved != "*" and not ops.is_castable(resolved)):
             raise OptionError(f"unknown op {shown(name)}{suggestion(name, ops.names())}")

@@ -99,7 +99,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, not 4; "
      "pass the others by name"),
     (lambda: hmpx.register_rule(3), "op must be an op name, or several, not 3"),
-    (lambda: hmpx.register_rule([b"mm"]), "each of op must be a string, not b'mm'"),
+    (lambda: hmpx.register_rule([b"mm"]), "op must be an op name, or several, not [b'mm']"),
     (lambda: hmpx.register_rule("mm", lambda call: None, level="high"),
      "level must be an integer, not 'high'"),
     (lambda: hmpx.unregister_rule("mm", 3), "a rule must be a function of a call, not 3"),
@@ -113,7 +113,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: formats.Float("f", 4, 3, subnormals="no"),
      "format f: subnormals must be True or False, not 'no'"),
     (lambda: formats.Table("t", [1, 10**400]), "format t: values must be numbers, not [1, an integer of "
-     "1,329 bits]: OverflowError: int too large to convert to float"),
+     "1,329 bits]"),
     (lambda: formats.Table("t", itertools.count()),
      f"format t: values holds {ENDLESS}; give a sequence of numbers"),
     (lambda: formats.quantize(torch.ones(2), "posit8_1", ["up"]), "rounding must be one of 'nearest', "
