@@ -88,8 +88,8 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "isVerbose must be True, False or 'once', not tensor([1., 1.])"),
     (lambda: hmpx.convert(legalize=["auto"]),
      "legalize must be one of 'auto', 'always', 'never', 'fast', not ['auto']"),
-    (lambda: hmpx.convert(legalize="alway"),
-     "legalize must be one of 'auto', 'always', 'never', 'fast', not 'alway'; did you mean 'always'?"),
+    (lambda: hmpx.convert(legalize="alwayss"),
+     "legalize must be one of 'auto', 'always', 'never', 'fast', not 'alwayss'; did you mean 'always'?"),
     (lambda: hmpx.convert(reuse_casts=[1]), "reuse_casts must be True or False, not [1]"),
     (lambda: hmpx.convert("O1", "", "", False),  # type: ignore[call-arg]
      "convert takes three positional arguments, bf16_file_path, fp32_file_path and isVerbose, not 4; in "
