@@ -128,7 +128,7 @@ class Frozen:
                 of their module. The model is as it was then.
             OptionError: ``strict`` is neither True nor False.
         """
-        _check_flag("strict", strict)
+        strict = arguments.truth("strict", strict)
         if self._is_undone:
             return
         if self._originals is None:
@@ -249,11 +249,6 @@ def freeze(
         compiled.forget()
         on_error.pop_all()
         return Frozen(model, weights, sealed, originals, attached.pop_all())
-
-
-def _check_flag(name: str, value: object) -> None:
-    if not isinstance(value, bool):
-        raise OptionError(f"{name} must be True or False, not {value!r}")
 
 
 def _checked(model: object, *, has_example: bool) -> session.Session:

@@ -318,5 +318,5 @@ def test_an_exception_at_any_line_leaves_the_old_state_or_the_new(name: str) -> 
 def test_an_exception_at_each_line_leaves_the_old_state_or_the_new(name: str) -> None:
     """As above, at each line's first and last run."""
     count, found = problems(name, sample=None)
-    print(f"{name}: {count} interruptions")  # noqa: T201
+    print(f"{name}: {count} interruptions")
     assert found == []
