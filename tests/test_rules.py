@@ -479,9 +479,7 @@ def test_a_field_that_is_looked_at_late_is_taken_into_account(field: str) -> Non
         assert torch.add(x(3), x(3)).dtype is FP32
         assert torch.add(x(5), x(5)).dtype is FP32  # kept: neither is asked again
         is_late = True
-        rules.REGISTRY.change(
-            rules.REGISTRY.value
-        )  # the rules are as they were; verdicts start anew
+        rules.REGISTRY.change((*rules.REGISTRY.value,))  # as they were; verdicts start anew
         for _ in range(2):
             low = [
                 torch.add(x(3), x(3)).dtype is BF16,
