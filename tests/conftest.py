@@ -11,7 +11,8 @@ import torch._dynamo
 import torch._inductor  # both replace attributes of torch when they are first imported
 
 import hmpx
-from hmpx import ops
+from hmpx import legalize, ops
+from hmpx.capability import Capability
 
 torch.set_num_threads(1)  # tests run in parallel processes
 torch.set_warn_always(True)  # else a warning fails the test that happens to be first
@@ -59,3 +60,10 @@ def torch_is_left_untouched() -> Iterator[None]:
     assert not hmpx.switch.is_off()
     assert not hmpx.switch._open
     assert not torch.is_autocast_enabled("maia")
+
+
+@pytest.fixture
+def lacks_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every device compute slowly in low precision, whatever this machine does."""
+    slow = Capability(reported=False, inference=50.0, training=50.0)
+    monkeypatch.setattr(legalize, "known_capability", lambda *question: slow)

@@ -20,7 +20,10 @@ from hmpx import Policy, convolutions, temporaries
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("lacks_low_precision"),
+]
 
 
 @pytest.fixture(autouse=True)
