@@ -1,12 +1,15 @@
 """What a device does natively in low precision, op kind by op kind: as torch reports it, and measured.
 
 A CPU without bfloat16 products computes them many times slower than fp32, and says nothing.
-Knows neither policies nor wrappers.
+Each question is measured once, in a thread of its own in which casts are off. Knows neither policies
+nor wrappers.
 """
 
 from __future__ import annotations
 
 import functools
+import logging
+import os
 import threading
 import time
 from collections.abc import Callable
@@ -17,12 +20,16 @@ import torch
 from torch import Tensor
 
 from .dtypes import CAST
+from .switch import disable_casts
 
-#: Taken from torch before anything is patched.
+LOGGER: Final = logging.getLogger("hmpx")
+
+#: Taken from torch before anything is patched. What these call in turn is not cast either: casts are
+#: off where they run.
 _MM, _CONV2D, _LINEAR = torch.mm, torch.conv2d, torch.nn.functional.linear
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, torch._VF.lstm
-_SUM = torch.sum
+_LINSPACE, _ONES_LIKE, _VIEW, _ZEROS = torch.linspace, torch.ones_like, Tensor.view, torch.zeros
 
 #: A native kernel that takes this many times as long as the same result by way of fp32 is slow.
 #: The kinds are far from it on either side, so that noise does not decide.
@@ -75,89 +82,157 @@ def reported(device_type: str, dtype: torch.dtype) -> bool | None:
 def capability(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
     """Returns what is known of ops of ``kind``; measures it at the first question.
 
+    Whoever else asks the same meanwhile waits for that one measurement. Where it fails, its ratios
+    are None, and ops are left to torch.
+
     An accelerator that is said to have the dtype is taken at its word: measuring would start its
     context, and disturb a graph that is being captured.
     """
     if device_type != "cpu" and reported(device_type, dtype) is not False:
         return Capability(reported(device_type, dtype))
-    found: list[Capability] = []
+    with _lock:
+        measurement = _measurements.get((kind, device_type, dtype))
+        if measurement is None:
+            measurement = _Measurement(kind, device_type, dtype)
+            _measurements[kind, device_type, dtype] = measurement
+    return measurement.wait()
 
-    def measure() -> None:
+
+def forget() -> None:
+    """Has everything measured anew."""
+    with _lock:
+        _measurements.clear()
+        capability.cache_clear()
+
+
+class _Measurement:
+    """One measurement, begun with the object.
+
+    In a thread of its own there are no modes, transforms, autocast regions and hooks.
+    """
+
+    def __init__(self, kind: str, device_type: str, dtype: torch.dtype) -> None:
+        self._question = kind, device_type, dtype
+        self._found = Capability(reported(device_type, dtype))  # until more is known
+        self._thread = threading.Thread(target=self._run, name="hmpx-capability")
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # too many threads, or the interpreter ends
+            self._note_failure(error)
+
+    def wait(self) -> Capability:
+        """Returns what was found, as soon as it is."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        return self._found
+
+    def _run(self) -> None:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # of this thread: more of them make small times vary
         try:
-            found.append(_measured(kind, device_type, dtype))
+            with disable_casts():
+                self._found = _measured(*self._question)
+        except Exception as error:
+            self._note_failure(error)
         finally:
             torch.set_num_threads(threads)
 
-    # In a thread of its own there are no modes, transforms, autocast regions and hooks.
-    thread = threading.Thread(target=measure, name="hmpx-capability")
-    thread.start()
-    thread.join()
-    if not found:
-        raise RuntimeError(
-            f"measuring {kind} in {dtype} on {device_type} failed; see the log above"
+    def _note_failure(self, error: Exception) -> None:
+        kind, device_type, dtype = self._question
+        LOGGER.warning(
+            "the speed of %s in %s on %s can't be measured, so torch's kernels compute it: %r",
+            kind,
+            str(dtype).removeprefix("torch."),
+            device_type,
+            error,
         )
-    return found[0]
+
+
+_measurements: Final[dict[tuple[str, str, torch.dtype], _Measurement]] = {}
+_lock: Final = threading.RLock()
+
+
+def _prepare_fork() -> None:
+    """Waits for measurements under way: a child has neither their threads nor the locks these hold."""
+    _lock.acquire()
+    for measurement in _measurements.values():
+        measurement.wait()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_prepare_fork, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
 
 
 def _measured(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
+    """Returns how long ops of ``kind`` take.
+
+    Raises:
+        Exception: The op fails in fp32, too.
+    """
     said = reported(device_type, dtype)
     function, shapes = _PROBES[kind]
-    # Not random: torch's generator is the user's.
+    # Not random: torch's generator is the user's. Nor is the default dtype this module's.
     low = [
-        torch.linspace(-1, 1, _numel(shape), device=device_type).view(shape).to(dtype)
+        CAST[dtype](
+            _VIEW(
+                _LINSPACE(-1, 1, _numel(shape), device=device_type, dtype=torch.float32),
+                shape,
+            )
+        )
         for shape in shapes
     ]
 
     def legalized(*tensors: Tensor) -> Tensor:
-        return CAST[dtype](function(*[tensor.float() for tensor in tensors]))
+        return CAST[dtype](function(*map(CAST[torch.float32], tensors)))
 
     try:
         with torch.no_grad():
-            inference = _ratio(function, legalized, low, device_type)
-        inputs = [tensor.requires_grad_() for tensor in low]
-        training = _ratio(_with_backward(function), _with_backward(legalized), inputs, device_type)
-    except RuntimeError:  # no kernel at all
-        return Capability(said, float("inf"), float("inf"))
-    return Capability(said, inference, training)
+            forward = _least_times([lambda: function(*low), lambda: legalized(*low)], device_type)
+        for tensor in low:
+            tensor.requires_grad_()
+        backward = _least_times([_backward(function, low), _backward(legalized, low)], device_type)
+    except RuntimeError:
+        _backward(legalized, [tensor.requires_grad_() for tensor in low])()
+        return Capability(said, float("inf"), float("inf"))  # there is no kernel
+    native, by_fp32 = map(sum, zip(forward, backward, strict=True))
+    return Capability(said, forward[0] / forward[1], native / by_fp32)
 
 
-def _with_backward(function: Callable[..., Tensor]) -> Callable[..., Any]:
-    def run(*tensors: Tensor) -> None:
-        result = function(*tensors)
-        torch.autograd.grad(_SUM(result), tensors)
+def _backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
+    """Returns what computes the gradients, again and again.
 
-    return run
+    The graph is there already: how long it takes to record depends on modes that are the user's and
+    hold for all threads, such as anomaly detection.
+    """
+    result = function(*inputs)
+    gradient = _ONES_LIKE(result)
+    return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
 
-def _ratio(
-    numerator: Callable[..., Any],
-    denominator: Callable[..., Any],
-    inputs: list[Tensor],
-    device_type: str,
-) -> float:
-    """Returns the least time of a call of one, over that of the other, of calls that take turns.
+def _least_times(functions: list[Callable[[], Any]], device_type: str) -> list[float]:
+    """Returns the least time of a call of each, of calls that take turns.
 
     On a CPU it is this thread's time of the processor: waiting for one that others use is no part of
     it, and would decide where they are many.
     """
     synchronize = getattr(torch.get_device_module(device_type), "synchronize", None)
     clock = time.thread_time if device_type == "cpu" and _THREAD_TIME_IS_FINE else time.perf_counter
-    best = [float("inf"), float("inf")]
+    best = [float("inf")] * len(functions)
     for round_ in range(5):
-        for position, function in enumerate((numerator, denominator)):
+        for position, function in enumerate(functions):
             start = clock()
-            function(*inputs)
+            function()
             if synchronize is not None:
                 synchronize()
             if round_:  # the first warms up
                 best[position] = min(best[position], clock() - start)
-    return best[0] / best[1]
+    return best
 
 
 def _lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Tensor:
-    state = torch.zeros(1, x.shape[1], r.shape[1], dtype=x.dtype, device=x.device)
+    state = _ZEROS(1, x.shape[1], r.shape[1], dtype=x.dtype, device=x.device)
     result = _LSTM(x, [state, state], [w, r, b, c], True, 1, 0.0, True, False, False)
     return result[0]
 

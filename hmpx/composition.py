@@ -24,6 +24,7 @@ _PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 # As they were before anything was patched: lists may hold any of them.
 widen = CAST[torch.float32]
 _to, _transpose = Tensor.to, Tensor.transpose
+_STRIDED = torch.strided
 
 
 @dataclass(slots=True)
@@ -58,7 +59,8 @@ def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
             if found.low is None and dtype in _LOW:
                 found.low = tensor
             found.is_learning = found.is_learning or tensor.requires_grad
-            if type(tensor) not in _PLAIN_TENSORS or tensor.is_nested:
+            is_dense = tensor.layout is _STRIDED and not tensor.is_nested
+            if not is_dense or type(tensor) not in _PLAIN_TENSORS:
                 found.is_plain = False
     if found is not None and found.is_learning:
         found.is_learning = torch.is_grad_enabled()

@@ -93,14 +93,16 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
         return wide
 
     def pack(tensor: Tensor) -> _Kept:
+        if tensor.dtype is not torch.float32 or tensor.layout is not torch.strided:
+            return keep(_Kept(_detach(tensor)))
         pointer = _data_ptr(tensor)  # 0 if it is empty
-        found = sources.get(pointer) if tensor.dtype is torch.float32 else None
+        found = sources.get(pointer)
         if found is not None and pointer:
             source, again, strides = found
             layout = (strides, tensor.shape, tensor.stride())
             return keep(_Kept(_detach(source), again, layout))
         tensor = _detach(tensor)
-        if tensor.dtype is not torch.float32 or not pointer:
+        if not pointer:
             return keep(_Kept(tensor))
         if pointer in alive:
             return keep(_Kept(tensor))
@@ -153,8 +155,9 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     finally:
         _pop_hooks()
     low_result = rounded(result, finish or convert)
+    is_dense = isinstance(result, Tensor) and result.layout is torch.strided
     for pointer, kept in pending:
-        if isinstance(result, Tensor) and pointer == _data_ptr(result):
+        if is_dense and pointer == _data_ptr(result):
             kept.tensor, kept.raise_again = _detach(low_result), widen
             kept.version = low_result._version
         keep(kept)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -28,9 +29,9 @@ LOW = (BF16, FP16)
 @pytest.fixture
 def forgotten() -> Iterator[None]:
     """Nothing is known at the beginning, and what a test made up isn't at its end."""
-    capability.capability.cache_clear()
+    capability.forget()
     yield
-    capability.capability.cache_clear()
+    capability.forget()
 
 
 # --- measured -------------------------------------------------------------------------------------
@@ -89,7 +90,9 @@ def test_an_op_without_kernel_is_infinitely_slow(monkeypatch: pytest.MonkeyPatch
     """So that it is computed in fp32."""
 
     def refuse(tensor: torch.Tensor) -> torch.Tensor:
-        raise RuntimeError("\"refuse\" not implemented for 'BFloat16'")
+        if tensor.dtype is BF16:
+            raise RuntimeError("\"refuse\" not implemented for 'BFloat16'")
+        return tensor.exp()
 
     monkeypatch.setitem(capability._PROBES, "norm", (refuse, ((2, 2),)))
     found = capability.capability("norm", "cpu", BF16)
@@ -99,20 +102,147 @@ def test_an_op_without_kernel_is_infinitely_slow(monkeypatch: pytest.MonkeyPatch
 
 
 @pytest.mark.usefixtures("forgotten")
-@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
-def test_a_measurement_that_fails_says_which(monkeypatch: pytest.MonkeyPatch) -> None:
-    """And is not taken for known."""
+def test_a_measurement_that_fails_is_an_answer(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The op is left to torch's kernel; the log says so once."""
+    attempts = []
 
     def fail(tensor: torch.Tensor) -> torch.Tensor:
+        attempts.append(tensor)
         raise TypeError("not like this")
 
+    monkeypatch.setitem(capability._PROBES, "elementwise", (fail, ((2, 2),)))
+    with hmpx.convert(policy={"lists": "none", "low": ["gelu"]}):
+        for _ in range(2):
+            assert F.gelu(torch.ones(3)).dtype is BF16
+    found = capability.capability("elementwise", "cpu", BF16)
+    assert found == Capability(capability.reported("cpu", BF16))
+    assert not found.is_slow(training=True)
+    assert len(attempts) == 1
+    assert [record.getMessage() for record in caplog.records] == [
+        "the speed of elementwise in bfloat16 on cpu can't be measured, so torch's kernels compute it: "
+        "TypeError('not like this')"
+    ]
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_an_op_that_fails_in_fp32_too_is_no_slow_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Computing it in fp32 would not help."""
+
+    def fail(tensor: torch.Tensor) -> torch.Tensor:
+        raise RuntimeError("no such kernel")
+
     monkeypatch.setitem(capability._PROBES, "norm", (fail, ((2, 2),)))
-    text = r"measuring norm in torch\.bfloat16 on cpu failed"
-    for _ in range(2):
-        with pytest.raises(RuntimeError, match=text):
-            capability.capability("norm", "cpu", BF16)
-    monkeypatch.undo()
-    assert capability.capability("norm", "cpu", BF16).inference is not None
+    found = capability.capability("norm", "cpu", BF16)
+    assert found == Capability(capability.reported("cpu", BF16))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_no_thread_is_an_answer_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where a process may have no more of them, or the interpreter is about to end."""
+
+    def refuse(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    monkeypatch.setattr(threading.Thread, "start", refuse)
+    found = capability.capability("norm", "cpu", BF16)
+    assert found == Capability(capability.reported("cpu", BF16))
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_threads_that_ask_at_once_share_one_measurement(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All of them have its answer."""
+    measured = []
+
+    def measure(*args: object) -> Capability:
+        time.sleep(0.2)
+        measured.append(args)
+        return Capability(None, 1.0, 1.0)
+
+    monkeypatch.setattr(capability, "_measured", measure)
+    answers = []
+    together = threading.Barrier(8)
+
+    def ask() -> None:
+        together.wait()
+        answers.append(capability.capability("gemm", "cpu", BF16))
+
+    threads = [threading.Thread(target=ask) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(30)
+    assert measured == [("gemm", "cpu", BF16)]
+    assert answers == [Capability(None, 1.0, 1.0)] * 8
+    assert len({id(answer) for answer in answers}) == 1
+
+
+#: What a measurement calls, and what that calls in turn.
+USED = (
+    *("mm", "conv2d", "linear", "scaled_dot_product_attention", "layer_norm", "lstm", "gelu"),
+    *("linspace", "ones_like", "view", "zeros", "bfloat16", "float", "sum", "is_same_size"),
+)
+
+
+class Counted(threading.Thread):
+    """Counts its kind, and refuses to be one of many."""
+
+    started = 0
+
+    def start(self) -> None:
+        assert Counted.started < 2 * len(KINDS)
+        Counted.started += 1
+        super().start()
+
+
+def everything(*args: object) -> hmpx.Decision:
+    return hmpx.ALLOW
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize(
+    ("how", "legalize"),
+    [
+        *(("low", mode) for mode in MODES),
+        *((how, "auto") for how in ("fp32", "widest", "first", "O2", "*", "log", "rules")),
+    ],
+)
+def test_what_is_converted_does_not_matter(
+    monkeypatch: pytest.MonkeyPatch, how: str, legalize: str
+) -> None:
+    """The ops that a measurement calls may stand in any list, or be observed, or decided by rules."""
+    monkeypatch.setattr(threading, "Thread", Counted)
+    monkeypatch.setattr(Counted, "started", 0)
+    used = [name for name in USED if hmpx.ops.resolve(name) in hmpx.ops.computing()]
+    names = {"*": ["*"], "log": ["*"]}.get(how, used)
+    options: dict[str, Any] = {"legalize": legalize}
+    if how == "O2":
+        options["opt_level"] = "O2"
+    else:
+        cast_policy = how if how in {"fp32", "widest", "first"} else "low"
+        options["policy"] = hmpx.Policy.from_ops(**{cast_policy: names})
+    if how == "log":
+        options["isVerbose"] = "once"
+    if how == "rules":
+        for name in used:
+            hmpx.register_rule(name)(everything)
+    try:
+        with hmpx.convert(**options):
+            weight = torch.ones(64, 64, dtype=BF16, requires_grad=True)
+            result = F.gelu(F.layer_norm(F.linear(torch.ones(64, 64, dtype=BF16), weight), (64,)))
+            torch.autograd.grad(result.sum(), weight)
+            found = [capability.capability(kind, "cpu", BF16) for kind in KINDS]
+    finally:
+        if how == "rules":
+            for name in used:
+                hmpx.unregister_rule(name)
+    assert Counted.started == len(KINDS)
+    for each in found:
+        assert each.inference is not None
+        assert each.training is not None
+        assert 0 < each.inference < math.inf
+        assert 0 < each.training < math.inf
 
 
 @pytest.mark.parametrize(
@@ -147,7 +277,7 @@ def test_is_slow_sums_up(kind: str, dtype: torch.dtype) -> None:
 
 #: Each context runs in a process of its own, forked from one in which nothing was measured.
 SCRIPT = '''
-import contextlib, os, sys, threading, traceback
+import contextlib, faulthandler, os, signal, sys, threading, time, traceback
 import torch
 import torch._dynamo  # here, not in each process
 import torch.nn.functional as F
@@ -185,6 +315,9 @@ def state():
         torch._C._autograd._top_saved_tensors_default_hooks(True),
         torch.get_default_dtype(),
         torch.are_deterministic_algorithms_enabled(),
+        torch.is_anomaly_enabled(),
+        torch.get_default_device(),
+        torch.is_warn_always_enabled(),
         len(torch.overrides._get_current_function_mode_stack()),
         torch._C._len_torch_dispatch_stack(),
         threading.active_count(),
@@ -285,14 +418,82 @@ def in_backward():
     Asking.apply(torch.ones(2, requires_grad=True)).sum().backward()
 
 
+def in_default(dtype):
+    def run():
+        torch.set_default_dtype(dtype)
+        ask()
+    return run
+
+
+def in_default_device():
+    torch.set_default_device("meta")
+    try:
+        ask()
+    finally:
+        torch.set_default_device(None)
+
+
+def in_deterministic_mode():
+    torch.use_deterministic_algorithms(True)
+    ask()
+
+
+def without_gradients():
+    torch.set_grad_enabled(False)
+    ask()
+
+
 def in_conversion_of_everything():
-    with hmpx.convert(policy=Policy.from_ops(low=["*"]), legalize="always"):
+    with hmpx.convert(policy=Policy.from_ops(low=["*"])):
         ask()
 
 
-def in_default_dtype():
-    torch.set_default_dtype(torch.float64)
-    ask()
+def forked_meanwhile():
+    """Forks while another thread asks: parent and child both know, and can measure more."""
+    measured = capability._measured
+
+    def slowly(*args):
+        time.sleep(0.3)
+        return measured(*args)
+
+    capability._measured = slowly
+    thread = threading.Thread(target=capability.capability, args=("gemm", "cpu", BF16))
+    thread.start()
+    while not capability._measurements:
+        time.sleep(0.001)
+    child = os.fork()
+    faulthandler.dump_traceback_later(60, exit=True)
+    if child == 0:
+        try:
+            for kind in ("gemm", "norm"):
+                assert 0 < capability.capability(kind, "cpu", BF16).inference < 1e9
+            os._exit(0)
+        finally:
+            os._exit(1)
+    thread.join()
+    assert os.waitpid(child, 0)[1] == 0
+    assert 0 < capability.capability("norm", "cpu", BF16).inference < 1e9
+
+
+def forked_by_a_signal():
+    """Forks in the thread that waits for its answer."""
+    measured = capability._measured
+    children = []
+
+    def slowly(*args):
+        time.sleep(0.3)
+        return measured(*args)
+
+    capability._measured = slowly
+    main = os.getpid()
+    signal.signal(signal.SIGALRM, lambda *args: children.append(os.fork()))
+    signal.setitimer(signal.ITIMER_REAL, 0.1)
+    found = capability.capability("gemm", "cpu", BF16)
+    assert 0 < found.inference < 1e9 and len(children) == 1
+    if os.getpid() != main:
+        os._exit(0)
+    faulthandler.dump_traceback_later(60, exit=True)
+    assert os.waitpid(children[0], 0)[1] == 0
 
 
 def in_thread():
@@ -331,8 +532,15 @@ CONTEXTS = {
     "vmap of grad": in_vmap,
     "torch.compile": in_compile,
     "backward": in_backward,
+    "default dtype float64": in_default(torch.float64),
+    "default dtype bfloat16": in_default(BF16),
+    "default device, set": in_default_device,
+    "deterministic mode": in_deterministic_mode,
+    "anomaly mode": within(lambda: torch.autograd.set_detect_anomaly(True)),
+    "set_grad_enabled": without_gradients,
+    "fork": forked_meanwhile,
+    "fork by a signal": forked_by_a_signal,
     "a conversion": in_conversion_of_everything,
-    "default dtype": in_default_dtype,
     "another thread": in_thread,
 }
 
