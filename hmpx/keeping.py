@@ -6,6 +6,7 @@ Knows neither which ops are computed so nor why.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -19,6 +20,7 @@ from .dtypes import CAST, LOW_PRECISION
 # As they were before anything was patched: lists may hold any of them.
 _as_strided, _copy_, _data_ptr = Tensor.as_strided, Tensor.copy_, Tensor.data_ptr
 _detach, _equal = Tensor.detach, torch.equal
+_add, _sub = torch.add, torch.sub
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,12 +32,16 @@ class Precision:
         widen: Raises its inputs.
         is_product: What autograd keeps of it are inputs only, or copies of them.
         rounds_inputs: Its fp32 inputs are rounded first.
+        splits_output: An output that autograd keeps beside other tensors is kept in two of low
+            precision: rounded, and what rounding takes away. The formula sums it up, and compares
+            nothing with it.
     """
 
     dtype: torch.dtype
     widen: Callable[[Tensor], Tensor]
     is_product: bool
     rounds_inputs: bool
+    splits_output: bool = False
 
 
 class _Kept:
@@ -46,11 +52,12 @@ class _Kept:
             they made of that.
         version: That of the tensor, so that writing to it meanwhile is noticed.
         raise_again: Makes the fp32 tensor; None where ``tensor`` is it.
+        rest: What is to be added then, in low precision; None for nothing.
         layout: Strides of the tensor that ``raise_again`` made first, then shape and strides of the
             view of it to be given back; None for that tensor itself.
     """
 
-    __slots__ = ("layout", "raise_again", "tensor", "version")
+    __slots__ = ("layout", "raise_again", "rest", "tensor", "version")
 
     def __init__(
         self,
@@ -59,6 +66,7 @@ class _Kept:
         layout: tuple[Any, Any, Any] | None = None,
     ) -> None:
         self.tensor, self.raise_again, self.layout = tensor, raise_again, layout
+        self.rest: Any = None
         self.version = tensor._version
 
 
@@ -74,7 +82,8 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
 
     With ``finish``, which must not be given but for products, that makes the result of what fp32 is.
     An fp32 copy of an input is made again from the input, or from the parameter behind it, which is
-    alive anyway; an output is kept as it was rounded; statistics of a norm stay as they are.
+    alive anyway; an output is kept as it was rounded, unless the backward formula reads other tensors
+    beside it; statistics of a norm stay as they are.
     """
     convert, raise_one = CAST[precision.dtype], precision.widen
     # By address: what an fp32 input is made from, how, and its strides.
@@ -93,25 +102,20 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
         return wide
 
     def pack(tensor: Tensor) -> _Kept:
-        if tensor.dtype is not torch.float32 or tensor.layout is not torch.strided:
-            return keep(_Kept(_detach(tensor)))
-        pointer = _data_ptr(tensor)  # 0 if it is empty
+        is_usual = tensor.dtype is torch.float32 and tensor.layout is torch.strided
+        pointer = _data_ptr(tensor) if is_usual else 0  # 0, too, if it is empty
         found = sources.get(pointer)
         if found is not None and pointer:
             source, again, strides = found
             layout = (strides, tensor.shape, tensor.stride())
             return keep(_Kept(_detach(source), again, layout))
         tensor = _detach(tensor)
-        if not pointer:
+        if not pointer or pointer in alive:
             return keep(_Kept(tensor))
-        if pointer in alive:
-            return keep(_Kept(tensor))
-        if precision.is_product:
+        if precision.is_product and precision.rounds_inputs:
             low = convert(tensor)
-            # Of fp32 inputs that were not rounded, or a copy of an input in another layout.
-            if not precision.rounds_inputs or _equal(widen(low), tensor):
+            if _equal(widen(low), tensor):  # a copy of an input in another layout
                 return keep(_Kept(low, widen))
-            return keep(_Kept(tensor))
         kept = _Kept(tensor)
         pending.append((pointer, kept))
         return kept
@@ -119,6 +123,8 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     def keep(kept: _Kept) -> _Kept:
         if outer is not None:
             kept.tensor = outer[0](kept.tensor)
+            if kept.rest is not None:
+                kept.rest = outer[0](kept.rest)
         return kept
 
     def unpack(kept: _Kept) -> Tensor:
@@ -134,6 +140,8 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
         if kept.raise_again is None:
             return tensor
         tensor = kept.raise_again(tensor)
+        if kept.rest is not None:
+            tensor = _add(tensor, kept.rest if outer is None else outer[1](kept.rest))
         return tensor if kept.layout is None else _laid_out(tensor, *kept.layout)
 
     new_args = list(args)
@@ -155,13 +163,72 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     finally:
         _pop_hooks()
     low_result = rounded(result, finish or convert)
-    is_dense = isinstance(result, Tensor) and result.layout is torch.strided
-    for pointer, kept in pending:
-        if is_dense and pointer == _data_ptr(result):
-            kept.tensor, kept.raise_again = _detach(low_result), widen
-            kept.version = low_result._version
-        keep(kept)
+    if pending:
+        is_dense = isinstance(result, Tensor) and result.layout is torch.strided
+        address = _data_ptr(result) if is_dense else 0
+        outputs = [kept for pointer, kept in pending if pointer == address]
+        for kept in outputs:
+            # Beside others, which are not rounded, it must not be either: formulas compare them, or
+            # take the small difference.
+            if finish is None and (precision.splits_output or _is_read_alone(kept, result)):
+                _keep_output(kept, result, low_result, splits=precision.splits_output)
+        if precision.is_product and not precision.rounds_inputs and not outputs:
+            for _, kept in pending:
+                kept.tensor, kept.raise_again = convert(kept.tensor), widen
+                kept.version = kept.tensor._version
+        for _, kept in pending:
+            keep(kept)
     return low_result
+
+
+def _is_read_alone(kept: _Kept, result: Tensor) -> bool:
+    """Whether the backward formula for which an output is kept reads no other tensor."""
+    node = result.grad_fn
+    while node is not None:
+        saved = [tensor for name in _saved_names(type(node)) for tensor in _each(node, name)]
+        if saved:
+            is_it = not _TELLS_SAVED or saved[0].data is kept
+            return len(saved) == 1 and is_it
+        before = [each for each, _ in node.next_functions if each is not None]
+        node = before[0] if len(before) == 1 else None  # as of views
+    return False
+
+
+@functools.cache
+def _saved_names(node: type) -> list[str]:
+    """Returns the attributes of autograd's nodes of this class that stand for saved tensors."""
+    return [name for name in dir(node) if name.startswith("_raw_saved_")]
+
+
+def _each(node: Any, name: str) -> list[Any]:
+    """Returns the saved tensors behind one attribute, but those that are None."""
+    value = getattr(node, name)
+    several = value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in several if not _TELLS_SAVED or each.data is not None]
+
+
+#: Whether torch tells which packed object a saved tensor is.
+_TELLS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
+
+
+def _keep_output(kept: _Kept, result: Tensor, low_result: Tensor, *, splits: bool) -> None:
+    """Has the rounded output kept instead of ``kept.tensor``, where that has the output's elements.
+
+    With ``splits``, what rounding takes away is kept, too.
+    """
+    tensor = kept.tensor
+    if tensor.shape != result.shape:
+        if tensor.numel() != result.numel():
+            return
+        if not (tensor.is_contiguous() and result.is_contiguous()):
+            return
+        kept.layout = (result.stride(), tensor.shape, tensor.stride())
+    elif tensor.stride() != result.stride():
+        return
+    low = _detach(low_result)
+    kept.tensor, kept.raise_again, kept.version = low, widen, low._version
+    if splits:
+        kept.rest = CAST[low.dtype](_sub(_detach(result), low))
 
 
 def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Tensor:

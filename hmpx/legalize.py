@@ -134,7 +134,9 @@ class Legalizer:
         if inputs.is_learning:
             if hooks_refused() is None:
                 is_product = self.kind in capability.PRODUCTS
-                precision = Precision(dtype, raise_one, is_product, self.mode != "fast")
+                precision = Precision(
+                    dtype, raise_one, is_product, self.mode != "fast", self.kind == "attention"
+                )
                 return keeping_low(function, args, kwargs, given, precision)
         elif self.op in BLOCKED and not kwargs:
             result = in_blocks(self.op, args, dtype)

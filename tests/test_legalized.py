@@ -7,6 +7,7 @@ import copy
 import gc
 import io
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -25,7 +26,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import Policy
+from hmpx import Policy, capability
 from hmpx.errors import OptionError
 from hmpx.graph_rounding import round_fp32
 from hmpx.legalize import MODES
@@ -689,6 +690,107 @@ def test_activations_take_half_the_memory(model: str, legalize: str) -> None:
         module(x(*shape))
     parameters = list(module.parameters())
     assert bytes_besides(parameters, kept) <= 0.6 * bytes_besides(parameters, kept_fp32)
+
+
+#: Ops whose backward formula reads the output and inputs, or what was made of these -> the function
+#: and its inputs.
+READ_TOGETHER: dict[str, tuple[str, Function, tuple[Tensor, ...]]] = {
+    "maximum norm of differences": (
+        "pairwise_distance",
+        lambda a, b: F.pairwise_distance(a, b, p=math.inf),
+        (x(40, 50), x(40, 50, seed=1)),
+    ),
+    "distances of pairs": ("pdist", lambda a: F.pdist(a, p=math.inf), (x(30, 20),)),
+    "distances": (
+        "cdist",
+        lambda a, b: torch.cdist(a, b, p=math.inf),
+        (x(30, 20), x(25, 20, seed=1)),
+    ),
+    "least singular value": (
+        "linalg_matrix_norm",
+        lambda a: torch.linalg.matrix_norm(a, -2),
+        (x(2, 2),),
+    ),
+    "small differences": (
+        "special_log_ndtr",
+        lambda a: torch.special.log_ndtr(a),
+        (torch.linspace(-12, 3, 100),),
+    ),
+    "power": ("pow", lambda a, b: torch.pow(a, b), (x(20, 20).abs(), x(20, 20, seed=1))),
+    "product": ("prod", lambda a: torch.prod(a, -1), (x(20, 9),)),
+    "of views": (
+        "linalg_tensorinv",
+        lambda a: torch.linalg.tensorinv(a, ind=2),
+        (torch.eye(24).reshape(4, 6, 8, 3) + 0.1 * x(4, 6, 8, 3),),
+    ),
+    "of vectors": (
+        "linalg_tensorsolve",
+        lambda a, b: torch.linalg.tensorsolve(a, b),
+        (torch.eye(24).reshape(6, 4, 2, 3, 4) + 0.1 * x(6, 4, 2, 3, 4), x(6, 4, seed=1)),
+    ),
+}
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Every op is slow in low precision."""
+    capability.forget()
+    monkeypatch.setattr(
+        capability, "_measured", lambda *args: capability.Capability(None, 9.0, 9.0)
+    )
+    yield
+    capability.forget()
+
+
+@pytest.mark.usefixtures("slow_machine")
+@pytest.mark.parametrize("legalize", ["always", "auto", "fast"])
+@pytest.mark.parametrize("is_rounded", [True, False], ids=["bf16", "fp32"])
+@pytest.mark.parametrize("name", READ_TOGETHER)
+def test_an_output_is_not_rounded_where_the_formula_reads_others_too(
+    name: str, is_rounded: bool, legalize: str
+) -> None:
+    """Equal elements stay equal, small differences stay; gradients are those of fp32, rounded."""
+    op, function, inputs = READ_TOGETHER[name]
+    if is_rounded or legalize != "fast":
+        expected_of = [t.to(BF16).float() for t in inputs]
+    else:
+        expected_of = list(inputs)
+    given = [t.to(BF16) for t in inputs] if is_rounded else list(inputs)
+    incoming = x(*function(*expected_of).shape, dtype=BF16, seed=99)
+    expected = results(function, expected_of, incoming)[1]
+    with low(op, legalize=legalize):
+        actual = results(function, given, incoming)[1]
+    for gradient, each in zip(actual, expected, strict=True):
+        rounded = each.to(BF16).to(gradient.dtype)
+        distance = (gradient.double() - rounded.double()).abs()
+        assert bool((distance <= torch.finfo(BF16).eps * each.double().abs()).all())
+
+
+def test_an_output_that_is_read_alone_is_kept_as_it_was_rounded() -> None:
+    """Also where it is seen through a view; it shares the memory of the result."""
+    for op, function in {
+        "softmax": lambda a: F.softmax(a, -1),
+        "exp": lambda a: torch.exp(a),
+        "linalg_inv": lambda a: torch.linalg.inv(a),
+    }.items():
+        leaf = (torch.eye(16) + 0.1 * x(16, 16)).to(BF16).requires_grad_()
+        with low(op), seen_by_hooks() as kept:
+            output = function(leaf)
+        assert [t.dtype for t in kept] == [BF16], op
+        assert kept[0].data_ptr() == output.data_ptr(), op
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_attention_keeps_what_rounding_takes_from_its_output(dtype: torch.dtype) -> None:
+    """The difference of two sums, one over the output: equal attention has no gradient at all."""
+    query, key = x(1, 1, 64, 32, dtype=dtype), x(1, 1, 64, 32, dtype=dtype, seed=1)
+    value = x(1, 1, 1, 32, dtype=dtype, seed=2).expand(1, 1, 64, 32)
+    incoming = x(1, 1, 64, 32, dtype=dtype, seed=3)
+    attend = CASES["sdpa"].function
+    with low("scaled_dot_product_attention", dtype=dtype):
+        _, (of_query, of_key, _) = results(attend, [query, key, value * 1.01], incoming)
+    assert of_query.abs().max() < 2**-14
+    assert of_key.abs().max() < 2**-12
 
 
 @contextlib.contextmanager
