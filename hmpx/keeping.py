@@ -20,7 +20,7 @@ from .dtypes import CAST, LOW_PRECISION
 # As they were before anything was patched: lists may hold any of them.
 _as_strided, _copy_, _data_ptr = Tensor.as_strided, Tensor.copy_, Tensor.data_ptr
 _detach, _equal = Tensor.detach, torch.equal
-_add, _sub = torch.add, torch.sub
+_add_, _sub = Tensor.add_, torch.sub
 
 
 @dataclass(frozen=True, slots=True)
@@ -141,7 +141,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
             return tensor
         tensor = kept.raise_again(tensor)
         if kept.rest is not None:
-            tensor = _add(tensor, kept.rest if outer is None else outer[1](kept.rest))
+            tensor = _add_(tensor, widen(kept.rest if outer is None else outer[1](kept.rest)))
         return tensor if kept.layout is None else _laid_out(tensor, *kept.layout)
 
     new_args = list(args)
@@ -228,7 +228,8 @@ def _keep_output(kept: _Kept, result: Tensor, low_result: Tensor, *, splits: boo
     low = _detach(low_result)
     kept.tensor, kept.raise_again, kept.version = low, widen, low._version
     if splits:
-        kept.rest = CAST[low.dtype](_sub(_detach(result), low))
+        # Of one dtype: kernels for two of them are slow.
+        kept.rest = CAST[low.dtype](_sub(_detach(result), widen(low)))
 
 
 def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Tensor:

@@ -491,18 +491,24 @@ def composed(
     parameters: Sequence[int] = (),
     *,
     rounds_kept_output: bool = True,
+    keeps_rest: bool = False,
 ) -> Function:
     """Returns ``function`` on inputs cast to ``dtype`` and back, its output cast too.
 
-    An output that autograd keeps is kept as it was rounded, as low-precision kernels do.
+    An output that autograd keeps is kept as it was rounded, as low-precision kernels do; with
+    ``keeps_rest`` what rounding took away is added, rounded itself.
     """
+
+    def rounded(kept: Tensor) -> Tensor:
+        low = kept.to(dtype).float()
+        return low + (kept - low).to(dtype).float() if keeps_rest else low
 
     def composition(*tensors: Tensor) -> Tensor:
         wide: list[Tensor] = []
 
         def unpack(kept: Tensor) -> Tensor:
             is_output = rounds_kept_output and kept.data_ptr() == wide[0].data_ptr()
-            return kept.to(dtype).float() if is_output else kept
+            return rounded(kept) if is_output else kept
 
         inputs = [t if i in parameters else t.to(dtype).float() for i, t in enumerate(tensors)]
         with saved_tensors_hooks(lambda t: t, unpack):
@@ -531,6 +537,7 @@ def test_it_is_the_composition_of_casts(name: str, dtype: torch.dtype) -> None:
             dtype,
             case.parameters,
             rounds_kept_output=name not in SEVERAL_OUTPUTS,
+            keeps_rest=case.op == "scaled_dot_product_attention",
         )
         expected = results(composition, inputs)
         with low(case.op, dtype=dtype):
