@@ -20,7 +20,7 @@ from typing import Any
 from . import modules
 from .capability import reported
 from .dtypes import LOW_PRECISION
-from .patching import EntryPatch, Patch
+from .patching import Draft, EntryPatch, Patch
 from .policy import Policy
 from .version import __version__
 
@@ -40,6 +40,7 @@ def forget() -> None:
 
 
 def patches(  # noqa: PLR0917  # all that a conversion is
+    draft: Draft,
     policy: Policy,
     device_types: frozenset[str],
     options: object,
@@ -50,6 +51,7 @@ def patches(  # noqa: PLR0917  # all that a conversion is
     """Yields what makes inductor's kernels, caches and settings fit a conversion.
 
     Args:
+        draft: Where torch is as it would be without a conversion.
         policy: That of the conversion; so are ``device_types``, ``options`` and ``rules``.
         device_types: Types of devices whose tensors are cast.
         options: How ops compute.
@@ -66,11 +68,11 @@ def patches(  # noqa: PLR0917  # all that a conversion is
         config = "torch._inductor.config"
 
         def keep_casts(module: Any) -> None:
-            for patch in _keeping_casts(sys.modules[config]):
+            for patch in _keeping_casts(sys.modules[config], Draft()):
                 add(patch)
 
         if "torch._inductor.codegen.cpp" in sys.modules:
-            yield from _keeping_casts(sys.modules[config])
+            yield from _keeping_casts(sys.modules[config], draft)
         else:
             actions["torch._inductor.codegen.cpp"] = keep_casts
     for name, action in actions.items():
@@ -178,12 +180,15 @@ def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: st
     return legalize == "always" or (legalize == "auto" and reported("cpu", dtype) is False)
 
 
-def _keeping_casts(config: Any) -> Iterator[Patch]:
+def _keeping_casts(config: Any, draft: Draft) -> Iterator[Patch]:
     """Yields what has inductor round where eager mode does, in all threads.
 
     Left to itself it elides round trips of casts; the arithmetic on bits that `graph_rounding` has
     instead takes longer.
     """
     entry: Any = getattr(config, "_config", {}).get("emulate_precision_casts")
-    if getattr(entry, "default", None) is False:  # what a thread has set itself goes before
-        yield Patch(entry, "default", True)
+    keeping = Patch(entry, "default", True)
+    if (
+        entry is not None and draft.read(keeping) is False
+    ):  # what a thread has set itself goes before
+        yield keeping

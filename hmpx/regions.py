@@ -7,7 +7,6 @@ run leave that to the ops. torch.jit.script sees torch as it was. Knows neither 
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import sys
 import threading
@@ -27,9 +26,7 @@ from .switch import count_autocast, disable_casts, is_off, keeps_state
 
 
 def patches(
-    draft: Draft,
-    add: Callable[[Patch], None],
-    suspended: Callable[[], contextlib.AbstractContextManager[None]],
+    draft: Draft, add: Callable[[Patch], None], run_suspended: Callable[..., Any]
 ) -> Iterator[Patch]:
     """Yields the patches that make these regions.
 
@@ -37,7 +34,7 @@ def patches(
         draft: Where torch is as it would be without a conversion.
         add: Applies one more patch while these are in force: for optimizer classes that torch
             prepares only when the first of their instances is made.
-        suspended: Makes a context without any of the conversion's patches.
+        run_suspended: Calls a function without any of the conversion's patches.
     """
     represent = draft.attribute(torch.Tensor, "__repr__")
     yield Patch(torch.Tensor, "__repr__", disable_casts()(represent))
@@ -46,7 +43,7 @@ def patches(
     yield from _module_patches(draft)
     yield from _autocast_patches(draft)
     script = draft.attribute(torch.jit, "script")
-    yield Patch(torch.jit, "script", _scripting_uncast(script, suspended))
+    yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
 
 
 # --- optimizers --------------------------------------------------------------------------------
@@ -188,7 +185,7 @@ def _autocast_patches(draft: Draft) -> Iterator[Patch]:
 
 
 def _scripting_uncast(
-    script: Callable[..., Any], suspended: Callable[[], contextlib.AbstractContextManager[None]]
+    script: Callable[..., Any], run_suspended: Callable[..., Any]
 ) -> Callable[..., Any]:
     """Returns `torch.jit.script` such that it sees torch's own functions: it takes no others."""
     has_warned = False
@@ -205,7 +202,6 @@ def _scripting_uncast(
                 HmpxWarning,
                 stacklevel=2,
             )
-        with suspended():
-            return script(*args, **kwargs)
+        return run_suspended(script, *args, **kwargs)
 
     return wrapper

@@ -88,4 +88,6 @@ def change_together(*changes: tuple[Registry[Any], Any]) -> None:
     except BaseException:
         for registry, value in before:
             registry.value = value
+        for follow in followers:  # one may have followed by the time that it raised
+            follow()
         raise

@@ -40,7 +40,7 @@ from .patching import Change, Draft, Patch
 from .policy import Policy
 from .policy_files import PolicySource
 from .records import Observer
-from .registry import LOCK, exclusive
+from .registry import exclusive
 
 _current: Session | None = None
 
@@ -110,8 +110,7 @@ class Session:
     @exclusive
     def revert(self) -> None:
         """Undoes the conversion; does nothing if it is no longer in force."""
-        if self is _current:
-            _switch_to(None)
+        self._leave_to(None)
 
     def missed(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         """Yields where loaded modules keep functions of torch from before `convert`, uncast.
@@ -127,12 +126,20 @@ class Session:
 
     @exclusive
     def __exit__(self, *exc_info: object) -> None:
-        if self is not _current:
-            return
-        if self._converts > 1:
+        if self is _current and self._converts > 1:
             self._converts -= 1
         else:
-            _switch_to(self._previous)
+            self._leave_to(self._previous)
+
+    def _leave_to(self, session: Session | None) -> None:
+        """Puts ``session`` in force instead of this one; what interrupts that is raised afterwards."""
+        try:
+            if self is _current:
+                _switch_to(session)
+        except BaseException:
+            if self is _current:
+                _switch_to(session)
+            raise
 
     def __repr__(self) -> str:
         state = "in force" if self is _current else "not in force"
@@ -162,7 +169,7 @@ class Session:
         asked = rules.state()
         patches, made = _patches(self, observers, draft)
         applied = draft.apply(patches)
-        applied += draft.apply(regions.patches(draft, self._add, self._suspended))
+        applied += draft.apply(regions.patches(draft, self._add, self._run_suspended))
         if self.options.reuse_casts:
             applied += draft.apply(reuse.patches(draft))
         originals = [vars(wrapper)["__wrapped__"] for wrapper in made]
@@ -180,6 +187,7 @@ class Session:
             applied += draft.apply(modules.patches(draft, self._warn_of_unmatched))
         applied += draft.apply(
             compiled.patches(
+                draft,
                 self.policy,
                 self.device_types,
                 self.options,
@@ -210,27 +218,28 @@ class Session:
             patches = modules.patches(draft, self._warn_of_unmatched)
             self._extend(draft, patches, notes_modules=True)
 
-    @contextlib.contextmanager
-    def _suspended(self) -> Iterator[None]:
-        """Takes all patches away for a block, in the whole process."""
-        with LOCK:
-            applied, draft = self._installation.applied, Draft()
-            covered = set(map(id, draft.undo(applied)))  # these stay beneath somebody else's
-            taken = [done.patch for done in applied if id(done.patch) not in covered]
-            kept = tuple(done for done in applied if id(done.patch) in covered)
-            emptied = dataclasses.replace(self._installation, applied=kept)
-            draft.apply([Patch(self, "_installation", emptied)])
+    @exclusive
+    def _run_suspended(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``function`` while all patches are taken away, in the whole process."""
+        applied, draft = self._installation.applied, Draft()
+        covered = set(map(id, draft.undo(applied)))  # these stay beneath somebody else's
+        taken = [done.patch for done in applied if id(done.patch) not in covered]
+        kept = tuple(done for done in applied if id(done.patch) in covered)
+        emptied = dataclasses.replace(self._installation, applied=kept)
+        draft.apply([Patch(self, "_installation", emptied)])
 
-            def put_back() -> None:
-                if self._installation is emptied:
-                    notes_modules = emptied.notes_modules
-                    self._extend(Draft(), taken, notes_modules=notes_modules)
+        def put_back() -> None:
+            if self._installation is emptied:
+                self._extend(Draft(), taken, notes_modules=emptied.notes_modules)
 
-            draft.make()
+        try:
             try:
-                yield
+                draft.make()
+                return function(*args, **kwargs)
             finally:
-                _surely(put_back)
+                put_back()
+        finally:  # in case that an exception came right before
+            put_back()
 
     def _warn_of_unmatched(self, root: torch.nn.Module) -> None:
         if self._has_warned:
@@ -243,15 +252,6 @@ class Session:
                 HmpxWarning,
                 stacklevel=4,
             )
-
-
-def _surely(function: Callable[[], None]) -> None:
-    """Calls ``function``, again if an exception such as a signal's interrupts it."""
-    try:
-        function()
-    except BaseException:
-        function()
-        raise
 
 
 def convert(
@@ -571,10 +571,12 @@ def _paused_gc() -> Iterator[None]:
 
     With torch loaded each takes as long as the whole conversion.
     """
-    was_enabled = gc.isenabled()
+    restore = gc.enable if gc.isenabled() else gc.disable
     try:
-        gc.disable()
-        yield
-    finally:
-        if was_enabled:
-            gc.enable()
+        try:
+            gc.disable()
+            yield
+        finally:
+            restore()
+    finally:  # in case that an exception came right before
+        restore()

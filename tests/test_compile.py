@@ -313,6 +313,20 @@ def check_that_inductor_keeps_casts() -> None:
         assert seen_by_threads() == [False, False]
 
 
+def test_the_setting_outlives_the_conversions_that_replace_each_other() -> None:
+    """Each of them needs it; revert gives it back."""
+    entry = torch._inductor.config._config["emulate_precision_casts"]
+    for low in (["mm"], ["bmm"], ["mm"]):
+        hmpx.convert(policy=Policy.from_ops(low=low), device_types={"cpu"}, legalize="always")
+        assert entry.default is True
+        hmpx.register_rule("exp", lambda call: None)
+        assert entry.default is True
+        hmpx.unregister_rule("exp")
+        assert entry.default is True
+    hmpx.revert()
+    assert entry.default is False
+
+
 @pytest.mark.parametrize("value", [False, True])
 def test_what_a_user_sets_goes_before(value: bool) -> None:
     """In the thread that sets it, as torch has it; it stays so."""

@@ -15,6 +15,7 @@ import threading
 import types
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -74,9 +75,16 @@ def lowered(a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
     return (a + b) * 0 + 4
 
 
+def scripted(x: torch.Tensor) -> torch.Tensor:
+    return torch.mm(x, x)
+
+
 def leave(session: hmpx.Session) -> None:
     session.__exit__(None, None, None)
 
+
+#: torch.jit.script does not survive exceptions at its own lines.
+HMPX = str(Path(hmpx.__file__).parent)
 
 # --- the actions: what is prepared, and what is interrupted -------------------------------------
 
@@ -88,10 +96,12 @@ class Action:
     Attributes:
         prepare: Makes the state before; what it returns is handed to ``run``.
         run: What is interrupted.
+        files: What the paths of the files begin with whose lines count.
     """
 
     prepare: Callable[[], Any]
     run: Callable[[Any], Any]
+    files: str = ""
 
 
 def registered() -> None:
@@ -125,6 +135,7 @@ ACTIONS = {
         lambda: (formats.register(TINY, 200), convert()), lambda _: convert_otherwise()
     ),
     "revert": Action(convert, lambda _: hmpx.revert()),
+    "script": Action(convert, lambda _: torch.jit.script(scripted), HMPX),
     "leave": Action(nested, leave),
     "register_rule": Action(convert, lambda _: hmpx.register_rule(["mm", "linear"], deny)),
     "unregister_rule": Action(with_rule, lambda _: hmpx.unregister_rule("mm")),
@@ -239,7 +250,7 @@ def lines_of(action: Action) -> list[tuple[str, int]]:
     with traced(lambda frame: lines.append((frame.f_code.co_filename, frame.f_lineno))):
         action.run(prepared)
     clean()
-    return [line for line in lines if line[0] != __file__]
+    return [line for line in lines if line[0] != __file__ and line[0].startswith(action.files)]
 
 
 def points(lines: list[tuple[str, int]]) -> list[tuple[tuple[str, int], int]]:
