@@ -1279,7 +1279,7 @@ def test_undo_raises_in_a_with_block_too() -> None:
         model.to("meta")
 
 
-@pytest.mark.parametrize("value", ["yes", None, 1, torch.ones(1)])
+@pytest.mark.parametrize("value", ["yes", None, 2, torch.ones(1)])
 def test_flags_are_true_or_false(value: Any) -> None:
     """Anything else is an error that names the argument."""
     model, x = Perceptron().eval(), torch.ones(2, 8)
