@@ -113,7 +113,7 @@ class _Measurement:
 
     def __init__(self, kind: str, device_type: str, dtype: torch.dtype) -> None:
         self._question = kind, device_type, dtype
-        self._found = Capability(reported(device_type, dtype))  # until more is known
+        self._found = Capability(None)  # until more is known
         self._thread = threading.Thread(target=self._run, name="hmpx-capability")
         try:
             self._thread.start()
@@ -131,6 +131,7 @@ class _Measurement:
         torch.set_num_threads(1)  # of this thread: more of them make small times vary
         try:
             with disable_casts():
+                self._found = Capability(reported(*self._question[1:]))
                 self._found = _measured(*self._question)
         except Exception as error:
             self._note_failure(error)

@@ -21,7 +21,7 @@ from .encoding import code_dtype, encode
 from .errors import FreezeError
 from .number_formats import Fixed, Float, Format, Posit, Table
 from .originals import Originals
-from .seal import REMEDY, Seal, WidensOutputs, is_sealed, seal
+from .seal import REMEDY, Attachments, Seal, WidensOutputs, is_sealed, seal
 from .slots import Slot, slots_of
 from .weight_uses import FoundTensor, Place, Watch, found_tensors, replaced, watch_forward
 
@@ -74,7 +74,7 @@ class Frozen:
         weights: tuple[Weight, ...],
         seal: Seal | None,
         originals: Originals | None,
-        attached: contextlib.ExitStack,
+        attached: Attachments,
     ) -> None:
         """Is called by `freeze` only."""
         self.weights = weights
@@ -236,9 +236,11 @@ def freeze(
         f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
     }
     originals = Originals(slots, kept_alive) if keep_fp32 or not lows else None
-    with contextlib.ExitStack() as on_error, contextlib.ExitStack() as attached:
+    attached = Attachments()
+    with contextlib.ExitStack() as on_error:
         if originals is not None:
             on_error.callback(originals.restore)
+        on_error.callback(attached.close)
         for tensor, low in low_copies:
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
@@ -248,7 +250,7 @@ def freeze(
         sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
         compiled.forget()
         on_error.pop_all()
-        return Frozen(model, weights, sealed, originals, attached.pop_all())
+        return Frozen(model, weights, sealed, originals, attached)
 
 
 def _checked(model: object, *, has_example: bool) -> session.Session:

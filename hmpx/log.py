@@ -50,7 +50,18 @@ class VerboseOnceLog:
 
 
 class _StdoutHandler(logging.StreamHandler[TextIO]):
-    """Ends the program where its reader has gone, as printing does: ``python script.py | head``."""
+    """Writes to what `sys.stdout` is by then.
+
+    Ends the program where its reader has gone, as printing does: ``python script.py | head``.
+    """
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:  # type: ignore[override]
+        """The stream of print."""
+        return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
         """Raises a broken pipe on; reports any other error as ever."""
@@ -64,7 +75,7 @@ def show() -> None:
     if LOGGER.getEffectiveLevel() > logging.INFO:
         LOGGER.setLevel(logging.INFO)
     if not LOGGER.hasHandlers():
-        handler = _StdoutHandler(sys.stdout)
+        handler = _StdoutHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
         # A program that configures logging later gets each line once, through its own handlers.
         handler.addFilter(lambda record: not logging.getLogger().handlers)

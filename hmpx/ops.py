@@ -240,19 +240,36 @@ def is_castable(name: str) -> bool:
 
 @functools.cache
 def is_view(name: str) -> bool:
-    """Whether op ``name`` may return a view of its input, or only moves or converts it."""
+    """Whether op ``name`` may return a view of its input, or only moves, copies or converts it."""
     if name in facts("views"):
         return True
     sites = table()[name].sites
     if any(s.is_property or s.attribute == "__getitem__" for s in sites):
         return True
+    schemas = [schema for site in sites if not site.in_place for schema in _schemas(site)]
     return any(
-        argument.alias_info is not None and not argument.alias_info.is_write
-        for site in sites
-        if not site.in_place
-        for schema in _schemas(site)
-        for argument in schema.arguments[:1]
+        _is_alias(schema) or _makes_new(schema) or _copies_view(schema) for schema in schemas
     )
+
+
+def _is_alias(schema: Any) -> bool:
+    infos = [argument.alias_info for argument in schema.arguments[:1]]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _makes_new(schema: Any) -> bool:
+    """Whether the op takes a tensor and all that a new one is made with: ``zeros_like``."""
+    names = {argument.name for argument in schema.arguments}
+    return _takes_tensor(schema) and {"dtype", "layout", "device", "pin_memory"} <= names
+
+
+def _copies_view(schema: Any) -> bool:
+    """Whether the op is the copy of a view: ``detach_copy``, ``slice_copy``."""
+    if sum(bool(_argument_kind(argument)) for argument in schema.arguments) > 1:
+        return False  # slice_scatter is tagged so, too
+    name, overload = schema.name.partition("::")[2], schema.overload_name or "default"
+    op = getattr(getattr(torch.ops.aten, name, None), overload, None)
+    return op is not None and torch.Tag.view_copy in op.tags
 
 
 def parameters(site: Site) -> Parameters:

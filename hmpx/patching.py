@@ -13,6 +13,9 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+#: What a module's names stand for, whatever its class makes of ``__dict__``.
+_NAMES: Final[Any] = vars(types.ModuleType)["__dict__"]
+
 #: Stands for the value of a slot that holds nothing.
 ABSENT: Final[Any] = type("absent", (), {"__repr__": lambda self: "ABSENT"})()
 
@@ -71,9 +74,12 @@ class Patch:
 
     def read(self) -> Any:
         """Returns what the slot itself holds, inherited values left aside."""
-        own = getattr(self.owner, "__dict__", None)
-        if own is None or isinstance(self.owner, types.FunctionType):
-            return getattr(self.owner, self.attribute, ABSENT)
+        owner, kind = self.owner, type(self.owner)
+        if issubclass(kind, types.ModuleType):
+            return _NAMES.__get__(owner).get(self.attribute, ABSENT)
+        own = getattr(owner, "__dict__", None)
+        if own is None or kind is types.FunctionType:
+            return getattr(owner, self.attribute, ABSENT)
         return own.get(self.attribute, ABSENT)
 
     def write(self, value: Any) -> None:

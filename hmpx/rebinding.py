@@ -38,8 +38,9 @@ def patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
     """
     seen: set[int] = set()
     for module in _modules().values():
-        names = list(vars(module).items())
-        if not replacements.keys().isdisjoint(map(id, vars(module).values())):
+        held = _names_of(module)
+        names = list(held.items())
+        if not replacements.keys().isdisjoint(map(id, held.values())):
             for key, value in names:
                 if id(value) in replacements:
                     yield Patch(module, key, replacements[id(value)], is_foreign=True)
@@ -138,9 +139,18 @@ def _modules() -> dict[str, types.ModuleType]:
     """Returns the loaded modules but torch's and hmpx's, each once, by the names they go by."""
     found: dict[int, tuple[str, types.ModuleType]] = {}
     for name, module in list(sys.modules.items()):
-        if issubclass(type(module), types.ModuleType) and not _is_left_alone(name):
+        is_module = type(name) is str and issubclass(type(module), types.ModuleType)
+        if is_module and not _is_left_alone(name):
             found.setdefault(id(module), (name, module))
     return dict(found.values())
+
+
+def _names_of(module: types.ModuleType) -> dict[str, Any]:
+    """Returns what the module's names stand for, whatever its class makes of ``__dict__``."""
+    return _DICT.__get__(module)  # type: ignore[no-any-return]
+
+
+_DICT: Any = vars(types.ModuleType)["__dict__"]
 
 
 def _is_left_alone(name: str) -> bool:

@@ -6,7 +6,6 @@ fp32 weights. Knows nothing of how weights are chosen and stored.
 
 from __future__ import annotations
 
-import contextlib
 import copy
 import dataclasses
 import functools
@@ -55,12 +54,30 @@ class Seal:
         ]
 
 
+class Attachments:
+    """What was attached to a model, to be taken away; again, if that was interrupted."""
+
+    def __init__(self) -> None:
+        """Starts with nothing."""
+        self._undo: list[Callable[[], object]] = []
+
+    def callback(self, function: Callable[..., object], *args: object) -> None:
+        """Has ``function`` called by `close`; a second call of it must do nothing."""
+        self._undo.append(functools.partial(function, *args))
+
+    def close(self) -> None:
+        """Takes everything away, the newest first."""
+        for undo in reversed(self._undo):
+            undo()
+        self._undo.clear()
+
+
 def seal(
     model: nn.Module,
     slots: Sequence[Slot],
     dtypes: Mapping[str, LowType],
     in_force: session.Session,
-    attached: contextlib.ExitStack,
+    attached: Attachments,
 ) -> Seal:
     """Makes ``model`` check its calls, describe its state dict, and refuse training and loading.
 
@@ -378,8 +395,9 @@ class _RefusesTraining:
             handle.remove()
         module = self._module()
         if module is not None and vars(module).get("train") is self:
-            del vars(module)["train"]
-            if before is not None:
+            if before is None:
+                del vars(module)["train"]
+            else:
                 vars(module)["train"] = before
 
     def _hook_gradients(self) -> None:

@@ -99,7 +99,7 @@ class Session:
         self._installation = Installation(rules=rules.state())
         self._has_warned = False
         self._previous = previous
-        self._is_entered = False
+        self._is_entered = self._is_left = False
         self._converts = 1  # `convert` calls that this session answers
 
     @property
@@ -121,15 +121,21 @@ class Session:
         return rebinding.missed([vars(w)["__wrapped__"] for w in self._installation.wrappers])
 
     def __enter__(self) -> Session:
-        self._is_entered = True
+        self._is_entered, self._is_left = True, False
         return self
 
     @exclusive
     def __exit__(self, *exc_info: object) -> None:
-        if self is _current and self._converts > 1:
+        if self._converts > 1:
             self._converts -= 1
-        else:
-            self._leave_to(self._previous)
+            return
+        self._is_left = True
+        previous = self._previous
+        while (
+            previous is not None and previous._is_left
+        ):  # blocks may overlap, as those of tasks do
+            previous = previous._previous
+        self._leave_to(previous)
 
     def _leave_to(self, session: Session | None) -> None:
         """Puts ``session`` in force instead of this one; what interrupts that is raised afterwards."""

@@ -58,21 +58,19 @@ class Region:
         outer: The region around it.
         thread: The thread that it was opened in.
         epoch: The conversion under which it was opened.
-        token: What tells the context in which it was opened: that of a thread, or of a task.
-        is_closed: It was left where it could not be taken away: by another thread, or task.
+        is_closed: It was left, perhaps in another thread or task than this one.
     """
 
-    __slots__ = ("epoch", "is_closed", "is_off", "opener", "outer", "thread", "token")
+    __slots__ = ("epoch", "is_closed", "is_off", "opener", "outer", "thread")
 
     def __init__(self, is_off: bool, opener: object) -> None:
         """Is called where the region begins; `_open_region` opens it."""
         self.is_off, self.opener, self.is_closed = is_off, opener, False
         self.outer = _innermost()
         self.thread, self.epoch = threading.get_ident(), _epoch
-        self.token: contextvars.Token[Region | None] | None = None
 
     def is_over(self) -> bool:
-        """Whether it was left elsewhere, or belongs to a conversion that was reverted."""
+        """Whether it was left, or belongs to a conversion that was reverted."""
         return self.is_closed or (self.epoch is not None and self.epoch is not _epoch)
 
 
@@ -84,9 +82,8 @@ def _innermost() -> Region | None:
     """Returns the innermost region that is open here, and drops those that are over."""
     found = _region.get()
     if found is not None and found.is_over():
-        while found is not None and found.is_over():
-            found = found.outer
         _settle_on(found)
+        return _region.get()
     return found
 
 
@@ -98,46 +95,35 @@ def _open_region(region: Region) -> None:
             _thread.regions = getattr(_thread, "regions", 0) + 1
             _set_gate()
         _mark(region.is_off)
-        region.token = _region.set(region)
+        _region.set(region)
     except BaseException:
         _close_region(region)
         raise
 
 
 def _close_region(region: Region | None) -> None:
-    """Closes ``region``, and those inside of it that were lost; once more does nothing."""
+    """Closes ``region``, and those inside of it that were lost here; once more does nothing.
+
+    Other threads and tasks that it is open in see to it when they ask next.
+    """
     if region is None:
         return
+    region.is_closed = True
     inner = _region.get()
     while inner is not None and inner is not region:
         inner = inner.outer
     if inner is not None:
-        region.is_closed = not _is_of_this_context(region)  # a task's is a copy of another's
         _settle_on(region.outer)
-    elif region.thread == threading.get_ident() and _region.get() is region.outer:
-        _forget(region)  # it was not quite open yet
-        _mark(region.outer is not None and region.outer.is_off)
-    else:  # it was opened in another thread or task, which sees to it when it asks next
-        region.is_closed = True
-
-
-def _is_of_this_context(region: Region) -> bool:
-    if region.token is None:
-        return True
-    before = _region.get()
-    try:
-        _region.reset(region.token)
-    except ValueError:
-        return False
-    except RuntimeError:  # it was tried before
-        return not region.is_closed
-    _region.set(before)
-    return True
+    else:
+        _forget(region)
+        _settle_on(_region.get())
 
 
 def _settle_on(region: Region | None) -> None:
     """Makes ``region`` the innermost one of this thread or task."""
     inner = _region.get()
+    while region is not None and region.is_over():
+        region = region.outer
     _region.set(region)
     _mark(region is not None and region.is_off)
     while inner is not None and inner is not region:

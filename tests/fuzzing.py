@@ -465,7 +465,7 @@ def rule(c: Chooser) -> Callable[[], object]:
             if function is None:
                 made(c.odd())
         finally:
-            hmpx.rules._registered.clear()
+            hmpx.rules.REGISTRY.change(())
 
     return call
 
