@@ -143,8 +143,9 @@ def _forget(region: Region) -> None:
 class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
     """Switches casting off for a block, or for the calls of a decorated function.
 
-    Holds for the current thread or asyncio task, nests, and restores the previous state however
-    the block is left. As a decorator it takes functions, generators and coroutines.
+    Holds for the current thread or asyncio task, and for tasks made in the block while it is open;
+    nests, and restores the previous state however the block is left. As a decorator it takes
+    functions, generators and coroutines.
 
     Example:
         >>> with hmpx.disable_casts():
