@@ -188,7 +188,10 @@ class Draft:
                 continue
             get = getattr(type(value), "__get__", None)
             return value if get is None or not is_class else get(value, None, owner)
-        return getattr(owner, name)  # by a metaclass, or a module's __getattr__
+        fallback = getattr(type(owner), "__getattr__", None)  # what is asked where a slot is empty
+        if fallback is None:
+            raise AttributeError(f"{owner!r} has no attribute {name!r}")
+        return fallback(owner, name)
 
     def apply(self, patches: Iterable[Change]) -> list[Applied]:
         """Drafts ``patches`` in order."""

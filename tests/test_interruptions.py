@@ -29,6 +29,10 @@ import hmpx
 from hmpx import formats, modules, registry, rules, switch, wrappers
 from tests.conftest import differences, namespaces
 
+pytestmark = pytest.mark.filterwarnings(
+    "ignore:.*torch.jit.script:hmpx.HmpxWarning", "ignore:.*torch.jit.script:DeprecationWarning"
+)
+
 gelu = F.gelu  # a name from before convert
 
 
@@ -283,6 +287,12 @@ def interrupt(action: Action, line: tuple[str, int], occurrence: int) -> bool:
     return False
 
 
+def difference(a: tuple[Any, ...], b: tuple[Any, ...]) -> list[Any]:
+    """Returns the parts of two states that differ; of sets, what is in one of them only."""
+    pairs = [(x, y) for x, y in zip(a, b, strict=True) if x != y]
+    return [x ^ y if isinstance(x, frozenset) else (x, y) for x, y in pairs]
+
+
 def problems(name: str, sample: int | None) -> tuple[int, list[str]]:
     """Returns how many interruptions there were, and which of them left what no run leaves."""
     action = ACTIONS[name]
@@ -303,7 +313,7 @@ def problems(name: str, sample: int | None) -> tuple[int, list[str]]:
         where = f"{name} interrupted at {line[0]}:{line[1]} ({occurrence})"
         now = state()
         if now not in (before, after):
-            found.append(f"{where}: {[(a, b) for a, b in zip(now, before, strict=True) if a != b]}")
+            found.append(f"{where}: {difference(now, before)} or {difference(now, after)}")
         if not gc.isenabled():
             found.append(f"{where}: gc is off")
             gc.enable()

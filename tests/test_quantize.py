@@ -850,7 +850,7 @@ def test_a_new_format_in_an_old_ones_place_rounds_its_own_way() -> None:
         seen.add(id(format))
         assert quantize(x, format).item() == round(x.item() * 2**bits) / 2**bits
         del format
-        gc.collect()
+        gc.collect(0)
     assert reused
 
 

@@ -287,6 +287,15 @@ def test_a_module_that_refuses_a_wrapper_keeps_what_it_has() -> None:
         del sys.modules["obstinate"]
 
 
+def test_wrappers_of_replaced_conversions_are_not_wrapped_again() -> None:
+    """Each wrapper holds torch's own function, also in modules that find theirs in another."""
+    for low in (["mm"], ["mm", "bmm"], ["mm"]):
+        hmpx.convert(policy=Policy.from_ops(low=low))
+        for owner in (torch, torch._VF, torch.Tensor):
+            wrapped = owner.mm.__wrapped__  # type: ignore[union-attr]
+            assert not hasattr(wrapped, "__wrapped__")
+
+
 def test_sessions_that_were_replaced_are_let_go() -> None:
     """A service that converts again and again keeps one of them, or two."""
     policies = [Policy.from_ops(low=["mm"]), Policy.from_ops(low=["mm", "bmm"])]
