@@ -33,8 +33,6 @@ _gate_lock = threading.RLock()  # a signal's handler may come back here
 #: opened under one end with it, however they were lost.
 _epoch: object | None = None
 
-_thread = threading.local()  # .regions: how many of those that this thread has opened are open
-
 # The state is marked in a place that torch itself carries along as well: the autocast bit of a
 # device type that nobody has. torch.compile guards on it and captures it, and autograd's backward
 # threads inherit it, as they do neither thread-locals nor context variables.
@@ -90,10 +88,7 @@ def _innermost() -> Region | None:
 def _open_region(region: Region) -> None:
     """Opens ``region`` in this thread or task; an exception, such as a signal's, leaves it closed."""
     try:
-        with _gate_lock:
-            _open[region] = 1
-            _thread.regions = getattr(_thread, "regions", 0) + 1
-            _set_gate()
+        _note(region, is_open=True)
         _mark(region.is_off)
         _region.set(region)
     except BaseException:
@@ -133,11 +128,21 @@ def _settle_on(region: Region | None) -> None:
 
 def _forget(region: Region) -> None:
     if region.thread != threading.get_ident():
-        return  # a copy of another thread's context: that one counts it
-    with _gate_lock:
-        if _open.pop(region, None) is not None:
-            _thread.regions = getattr(_thread, "regions", 0) - 1
-        _set_gate()
+        return  # a copy of another thread's context: that one sees to it
+    _note(region, is_open=False)
+
+
+def _note(region: Region, *, is_open: bool) -> None:
+    # One line, so that no line comes between the call and the release.
+    with _gate_lock: _note_alone(region, is_open=is_open)  # fmt: skip  # noqa: E701
+
+
+def _note_alone(region: Region, *, is_open: bool) -> None:
+    if is_open:
+        _open[region] = 1
+    else:
+        _open.pop(region, None)
+    _set_gate()
 
 
 class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
@@ -214,7 +219,13 @@ def is_off() -> bool:
         return region.is_off
     # A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
     # backward thread. Otherwise it is that of another asyncio task.
-    return _is_marked() and not getattr(_thread, "regions", 0)
+    return _is_marked() and not _has_opened_any()
+
+
+def _has_opened_any() -> bool:
+    """Whether a region is open that this thread has opened, in whatever task."""
+    thread = threading.get_ident()
+    return any(isinstance(r, Region) and r.thread == thread for r in list(_open))
 
 
 def _last_region(opener: object) -> Region | None:
@@ -224,8 +235,7 @@ def _last_region(opener: object) -> Region | None:
         region = region.outer
     if region is not None:
         return region
-    with _gate_lock:
-        opened = [r for r in _open if isinstance(r, Region) and r.opener is opener]
+    opened = [r for r in list(_open) if isinstance(r, Region) and r.opener is opener]
     return next((r for r in reversed(opened) if not r.is_closed), None)
 
 
@@ -267,8 +277,6 @@ def begin() -> object:
     with _gate_lock:
         for region in [r for r in _open if isinstance(r, Region) and r.is_over()]:
             del _open[region]
-            if region.thread == threading.get_ident():
-                _thread.regions = getattr(_thread, "regions", 0) - 1
         _set_gate()
     _innermost()
     return object()

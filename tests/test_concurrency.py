@@ -354,3 +354,49 @@ def test_a_task_that_ends_a_region_of_another_leaves_its_own_state() -> None:
 
     with hmpx.convert(policy=BFLOATS):
         assert asyncio.run(main()) == [False, True]
+
+
+def test_an_interruption_at_any_line_of_disable_casts_leaves_compiled_regions_their_own() -> None:
+    """What graphs mark counts where no region of the thread is open: none must be left counted."""
+    lines: list[int] = []
+
+    def interrupting(at: int) -> Any:
+        def trace(frame: Any, event: str, argument: object) -> Any:
+            if frame.f_code.co_filename != switch.__file__:
+                return None
+            if event == "line":
+                lines.append(frame.f_lineno)
+                if len(lines) == at:
+                    raise Signal
+            return trace
+
+        return trace
+
+    before = sys.gettrace()
+    with hmpx.convert(policy=BFLOATS):
+        for at in range(1, 200):
+            lines.clear()
+            sys.settrace(interrupting(at))
+            try:
+                with hmpx.disable_casts():
+                    pass
+            except Signal:
+                sys.settrace(before)
+                switch._settle_on(None)  # where the signal came before ``__exit__`` began
+            finally:
+                sys.settrace(before)
+            switch._mark(True)
+            try:
+                assert switch.is_off()
+            finally:
+                switch._mark(False)
+            if len(lines) < at:
+                break
+            assert not switch._open
+        assert 10 < at < 199
+
+        def enter() -> bool:
+            with hmpx.disable_casts():
+                return True
+
+        assert in_thread(enter)
