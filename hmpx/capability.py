@@ -118,6 +118,8 @@ class _Measurement:
         try:
             self._thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter ends
+            with disable_casts():
+                self._found = Capability(reported(device_type, dtype))
             self._note_failure(error)
 
     def wait(self) -> Capability:
