@@ -79,7 +79,7 @@ def main() -> None:
     for name, (model, inputs) in models().items():
         if options.models and name not in options.models:
             continue
-        for lists in ("hmp", "autocast-cuda", "autocast-cpu"):
+        for lists in ("hmpx", "autocast-cuda", "autocast-cpu"):
             counting = Casts({parameter.data_ptr() for parameter in model.parameters()})
             with hmpx.convert(lists=lists, legalize="never"), torch.no_grad(), counting:
                 model.eval()(inputs)

@@ -10,8 +10,7 @@ as ``plugins=[LossScaling("16-mixed", "cuda")]``.
 
 Don't put `hmpx.disable_casts` around the optimizer's step, in ``optimizer_step`` of the module, say:
 Lightning runs the forward pass inside it, as the optimizer's closure, so that nothing would be cast
-at all. hmpx keeps the optimizer's own arithmetic in fp32 without being asked. Do put it around
-``self.log``: the mean of what is logged is taken with ``mul``, which stands in HMP's bf16 list.
+at all. hmpx keeps the optimizer's own arithmetic in fp32 without being asked.
 """
 
 from __future__ import annotations

@@ -235,7 +235,7 @@ def convert(  # noqa: PLR0917  # HMP's positional order
 ) -> None:
     """Patches torch as `hmpx.convert` does, with HMP's positional order.
 
-    Casts on the device that stands in for ``"hpu"``; replaces a conversion that is in force.
+    Where a list is not given, HMP's own is used. Casts on the device that stands in for ``"hpu"``; replaces a conversion that is in force.
 
     Raises:
         OpListError: A list can't be read, or an op stands in two lists.
@@ -248,6 +248,7 @@ def convert(  # noqa: PLR0917  # HMP's positional order
         fp16_file_path=fp16_file_path or "",
         opt_level=opt_level,
         low_precision_type=low_precision_type,
+        lists=None if opt_level == "O2" else "hmp",
         device_types={device_type()},
     )
 

@@ -28,6 +28,9 @@ from .errors import (
     suggestion,
 )
 
+#: The shipped set that is used where none is named.
+DEFAULT_SET: Final = "hmpx"
+
 #: Kind of list -> its file name in a shipped set, or in a directory given as ``lists``.
 FILE_NAMES: Final[Mapping[str, str]] = {
     "low": "bf16.txt",

@@ -246,7 +246,8 @@ def load_policy(
             _warn(f"opt_level 'O2' ignores list files ({ignored}); use 'O1' to read them")
         return _from_lists({}, "o2", low_dtype, strict=strict)
     by_kind = dict(zip(("low", "fp32", "fp16"), given_paths.values(), strict=True))
-    return _from_lists(by_kind, "hmp" if lists is None else set_or_folder, low_dtype, strict=strict)
+    chosen = oplists.DEFAULT_SET if lists is None else set_or_folder
+    return _from_lists(by_kind, chosen, low_dtype, strict=strict)
 
 
 def _from_lists(
@@ -335,6 +336,8 @@ def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
         if entry.text == "*":
             return dataclasses.replace(op_list, ops={}, everything=None)
         name = ops.resolve(entry.text)
+        if name in op_list.removed:
+            continue  # the shipped list does without it already
         if name is None or kept.pop(name, None) is None:
             hint = suggestion(entry.text, kept)
             raise PolicyFileError(

@@ -72,7 +72,7 @@ class PolicySource:
 
     lists: Mapping[str, OpList] = field(default_factory=dict)
     removed: Mapping[str, tuple[oplists.Entry, ...]] = field(default_factory=dict)
-    base: str | None = "hmp"
+    base: str | None = oplists.DEFAULT_SET
     low_precision_type: LowType | None = None
     sections: tuple[SectionSource, ...] = ()
     is_verbose: bool = False
@@ -380,7 +380,7 @@ def parse(text: str, source: str, folder: Path) -> PolicySource:
     return PolicySource(
         lists={key: added for key, (added, _) in lists.items()},
         removed={key: removed for key, (_, removed) in lists.items() if removed},
-        base=found.get("lists", "hmp"),
+        base=found.get("lists", oplists.DEFAULT_SET),
         low_precision_type=found.get("low_precision_type"),
         sections=found.get("sections", ()),
         where=source,
@@ -437,7 +437,7 @@ def _parse_json(text: str, source: str) -> PolicySource:
         if found.get(key) is not None
     }
     notes: list[str] = []
-    base: str | None = "hmp"
+    base: str | None = "hmp" if is_hmp else oplists.DEFAULT_SET
     if not is_hmp and not lists:
         base = None
         notes.append(f"{source}: use_habana_mixed_precision is false: nothing is cast")

@@ -232,6 +232,8 @@ def test_convert_has_hmps_positional_order(tmp_path: Path) -> None:
     assert (x @ x).dtype is torch.bfloat16
     hmp.convert(bf16_file_path=None, fp32_file_path=None)
     assert torch.nn.functional.linear(x, x).dtype is torch.bfloat16
+    current = session.current()
+    assert current is not None and current.policy == hmpx.load_policy(lists="hmp")
 
 
 # --- in and out --------------------------------------------------------------------------------

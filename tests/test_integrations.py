@@ -263,8 +263,7 @@ class Lightning:
 
             def validation_step(self, batch: dict[str, Tensor], index: int) -> None:
                 loss = self.network(**batch)["loss"]
-                with hmpx.disable_casts():  # HMP's list has mul, with which the mean is taken
-                    self.log("loss", loss)
+                self.log("loss", loss)
 
             def configure_optimizers(self) -> Any:
                 return optimizer

@@ -9,6 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 
 import hmpx
 from hmpx import oplists, ops
@@ -74,6 +75,11 @@ def lines(path: Path) -> list[str]:
     return [line for line in written if line]
 
 
+def names_in(path: Path) -> list[str]:
+    """Returns the lines of a list that add an op."""
+    return [line for line in lines(path) if line[0] not in "@-*"]
+
+
 def collected(check: Callable[[Path], list[str]], paths: list[Path]) -> None:
     """Fails once, with every fault that ``check`` finds in ``paths``."""
     faults = [f"{path.parent.name}/{path.name}: {f}" for path in paths for f in check(path)]
@@ -118,7 +124,7 @@ def test_each_file_is_sorted_without_repeats() -> None:
     """Sorted files merge well, and a repeated line would warn at each convert."""
 
     def faults(path: Path) -> list[str]:
-        names = lines(path)
+        names = names_in(path)
         unsorted = [f"{b} after {a}" for a, b in itertools.pairwise(names) if b < a]
         repeated = [f"{a} twice" for a in set(names) if names.count(a) > 1]
         return unsorted + repeated
@@ -130,7 +136,7 @@ def test_each_name_is_an_op_that_can_be_cast() -> None:
     """A shipped list never warns of an unknown name."""
 
     def faults(path: Path) -> list[str]:
-        names = [line for line in lines(path) if line != "*"]
+        names = names_in(path)
         return [
             name for name in names if (op := ops.resolve(name)) is None or not ops.is_castable(op)
         ]
@@ -143,7 +149,7 @@ def test_low_and_fp32_lists_of_a_set_are_disjoint() -> None:
 
     def faults(path: Path) -> list[str]:
         low, fp32 = (
-            {ops.resolve(line): line for line in lines(path.parent / name)}
+            {ops.resolve(line): line for line in names_in(path.parent / name)}
             for name in ("bf16.txt", "fp32.txt")
         )
         return [f"{low[op]} is {fp32[op]} in fp32.txt" for op in low.keys() & fp32.keys()]
@@ -171,15 +177,39 @@ def test_default_lists_are_those_of_hmp(kind: str) -> None:
     ("kind", "cast_policy"), [("bf16", CastPolicy.LOW), ("fp32", CastPolicy.FP32)]
 )
 def test_default_lists_decide(kind: str, cast_policy: CastPolicy) -> None:
-    """Without arguments each op of HMP's lists has the decision that its list says."""
-    policy = hmpx.convert().policy
+    """Under ``"hmp"`` each op of HMP's lists has the decision that its list says."""
+    policy = hmpx.convert(lists="hmp").policy
     wrong = [name for name in HMP[kind].split(", ") if policy[name].cast_policy is not cast_policy]
     assert not wrong
 
 
+def test_the_default_is_hmps_less_two_ops() -> None:
+    """Products of positions, of new weights and of data stay fp32, and a view is a view."""
+    policy, hmps = hmpx.load_policy(), hmpx.load_policy(lists="hmp")
+    assert hmpx.load_policy(lists="hmpx") == policy
+    differing = {op for op in hmps.decisions if hmps[op].cast_policy is not policy[op].cast_policy}
+    assert differing == {"mul", "imul", "rmul", "t"}
+    assert policy.decisions.keys() == hmps.decisions.keys() - {"t"}
+    assert {policy[op].cast_policy for op in ("mul", "imul", "rmul")} == {CastPolicy.WIDEST}
+
+
+def test_the_default_leaves_products_to_torch_and_views_alone() -> None:
+    """They have no wrapper; ``weight.t()`` is the weight."""
+    mul, t = torch.mul, torch.Tensor.t
+    weight = torch.ones(2, 3)
+    with hmpx.convert():
+        assert torch.mul is mul
+        assert torch.Tensor.t is t
+        assert (torch.tensor(1234.5) * 1.0).item() == 1234.5
+        assert (torch.ones(2).bfloat16() * torch.ones(2)).dtype is torch.float32
+        assert (torch.ones(2).bfloat16() * 2).dtype is torch.bfloat16
+        weight.t().zero_()
+    assert not weight.any()
+
+
 def test_no_list_outranks_the_defaults_of_its_own_set() -> None:
     """The widest list adds ops to HMP's lists; where it repeats one, HMP's list decides."""
-    policy = hmpx.load_policy()
+    policy = hmpx.load_policy(lists="hmp")
     for name in lines(LISTS / "hmp" / "widest.txt"):
         listed = {
             kind for kind in HMP if ops.resolve(name) in map(ops.resolve, HMP[kind].split(", "))

@@ -58,7 +58,7 @@ def kinds(policy: Policy, *names: str) -> list[str]:
 # --- YAML ---------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["", "\n", "# a comment\n", "lists: hmp\n", "\ufeff{}\n",
+@pytest.mark.parametrize("text", ["", "\n", "# a comment\n", "lists: hmpx\n", "low: {remove: [mul, t]}\n", "\ufeff{}\n",
                                   "low: []\n", "sections: []\n", "%YAML 1.1\n---\n{}\n...\n"])  # fmt: skip
 def test_a_file_that_says_nothing_is_the_shipped_lists(
     load: Callable[..., Policy], text: str
@@ -316,13 +316,13 @@ def _pass(call: hmpx.Call) -> None:
 # --- Gaudi's JSON -------------------------------------------------------------------------------
 
 
-def lists_equal(tmp_path: Path, **lists: str) -> Policy:
+def lists_equal(tmp_path: Path, base: str = "hmpx", **lists: str) -> Policy:
     paths = {}
     for kind, text in lists.items():
         path = tmp_path / f"like_{kind}.txt"
         path.write_text(text)
         paths[f"{kind}_file_path"] = path
-    return load_policy(**paths)
+    return load_policy(**paths, lists=base)
 
 
 def test_gaudi_configurations_of_hmp(load: Callable[..., Policy], tmp_path: Path) -> None:
@@ -350,8 +350,8 @@ def test_gaudi_configurations_of_hmp(load: Callable[..., Policy], tmp_path: Path
         json.dumps(config), name
     )
     assert load(json.dumps(config), name) == low
-    assert load('{"use_habana_mixed_precision": true}', name) == load_policy()
-    assert load("{}", name) == load_policy()
+    assert load('{"use_habana_mixed_precision": true}', name) == load_policy(lists="hmp")
+    assert load("{}", name) == load_policy(lists="hmp")
 
 
 def test_gaudi_configurations_of_o2(load: Callable[..., Policy]) -> None:
@@ -380,8 +380,9 @@ def test_gaudi_configurations_of_autocast(load: Callable[..., Policy], tmp_path:
         tmp_path, bf16=bf16
     )
     on = {"use_habana_mixed_precision": True}
-    assert load(json.dumps({**on, **lists}), "g.json") == load_policy()
-    assert load('{"autocast_bf16_ops": null, "autocast_fp32_ops": null}', "g.json") == load_policy()
+    assert load(json.dumps({**on, **lists}), "g.json") == load_policy(lists="hmp")
+    empty = '{"autocast_bf16_ops": null, "autocast_fp32_ops": null}'
+    assert load(empty, "g.json") == load_policy(lists="hmp")
 
 
 def test_a_configuration_that_is_off_casts_nothing_and_says_so(load: Callable[..., Policy]) -> None:
@@ -444,7 +445,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "p.yaml:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
         "not 'int8'"),
     "base": ("lists: hpm\n", "p.yaml:1: lists 'hpm' is no shipped set (autocast-cpu, autocast-cuda, "
-        "hmp, o2), no directory and not none; did you mean 'hmp'?"),
+        "hmp, hmpx, o2), no directory and not none; did you mean 'hmp'?"),
     "option": ("low:\n- mm\n- sum accumulte=float32\n",
         "p.yaml:3: unknown option 'accumulte' of 'sum'; did you mean 'accumulate'?"),
     "option's dtype": ("low: [sum output=int8]\n",
@@ -460,7 +461,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "p.yaml:3: 'torch.conv2d' is the op 'conv2d', which stands in this list already, at "
         "p.yaml:2, with other dtypes; keep one of the lines"),
     "include": ('low: ["@hpm"]\n', "p.yaml:1: no shipped set 'hpm' (autocast-cpu, autocast-cuda, "
-        "hmp, o2); did you mean 'hmp'?"),
+        "hmp, hmpx, o2); did you mean 'hmp'?"),
     "op in two lists": ("low: [mm]\nfp32:\n- torch.mm\n",
         "p.yaml:3: 'torch.mm' is in two lists: it is the op 'mm', as 'mm' at p.yaml:1 is; "
         "keep one of the lines"),
