@@ -265,9 +265,9 @@ def _makes_new(schema: Any) -> bool:
 
 def _copies_view(schema: Any) -> bool:
     """Whether the op is the copy of a view: ``detach_copy``, ``slice_copy``."""
-    if sum(bool(_argument_kind(argument)) for argument in schema.arguments) > 1:
-        return False  # slice_scatter is tagged so, too
     name, overload = schema.name.partition("::")[2], schema.overload_name or "default"
+    if not name.endswith("_copy"):  # as all are called; slice_scatter is tagged so, too
+        return False
     op = getattr(getattr(torch.ops.aten, name, None), overload, None)
     return op is not None and torch.Tag.view_copy in op.tags
 
