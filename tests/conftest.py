@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import types
+from collections import Counter
 from collections.abc import Iterator
+from zlib import crc32
 
 import pytest
 import torch
@@ -13,6 +15,34 @@ import torch._inductor  # both replace attributes of torch when they are first i
 import hmpx
 from hmpx import legalize, ops
 from hmpx.capability import Capability
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    """Adds ``--whole``."""
+    parser.addoption(
+        "--whole", action="store_true", help="run every case of the tests marked sampled"
+    )
+
+
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Keeps one case in n of a test marked ``sampled(n)``, always the same ones.
+
+    All run with ``--whole``, and where a test is asked for by its name.
+    """
+    if config.getoption("whole") or any("::" in argument for argument in config.args):
+        return
+    seen: Counter[str] = Counter()
+    kept, left_out = [], []
+    for item in items:
+        marker = item.get_closest_marker("sampled")
+        family = item.nodeid.partition("[")[0]
+        is_kept = marker is None or crc32(item.nodeid.encode()) % marker.args[0] == 0
+        is_kept |= marker is not None and not seen[family]
+        seen[family] += 1
+        (kept if is_kept else left_out).append(item)
+    items[:] = kept
+    config.hook.pytest_deselected(items=left_out)
+
 
 torch.set_num_threads(1)  # tests run in parallel processes
 torch.set_warn_always(True)  # else a warning fails the test that happens to be first

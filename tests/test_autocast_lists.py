@@ -288,6 +288,7 @@ def test_all_groups_of_cases_are_known(device_type: str) -> None:
     assert {key for key in DEVIATIONS if key[0] == device_type} <= known
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("low", LOW_DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("group", "op", "call", "expected"), cases("cuda"))
 def test_cuda_case_gives_the_dtype_that_torch_expects(
@@ -301,6 +302,7 @@ def test_cuda_case_gives_the_dtype_that_torch_expects(
     assert deviates == (("cuda", group, op) in DEVIATIONS), (dtypes(actual), dtype)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.native
 @pytest.mark.parametrize("low", LOW_DTYPES, ids=["bf16", "fp16"])
 @pytest.mark.parametrize(("group", "op", "call", "expected"), cases("cpu"))

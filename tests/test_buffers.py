@@ -522,6 +522,7 @@ NORM_CASES = [
 ]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(("name", "options", "legalize"), NORM_CASES)
 def test_modules_run_and_update_their_statistics(
     name: str, options: dict[str, Any], legalize: str
@@ -611,6 +612,7 @@ FAMILY: dict[str, Callable[[Tensor, Any], Any]] = {
 }
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("statistics", FLOATS)
 @pytest.mark.parametrize("given", FLOATS)
 @pytest.mark.parametrize("kind", ["low", "fp32", "first", "widest"])

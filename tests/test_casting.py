@@ -264,6 +264,7 @@ IN_PLACE = {
 LISTED = ("add", "iadd", "mul", "addmm", "lerp", "mm", "index_put", "setitem", "scatter_add")
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("kind", ["low", "fp32", "first"])
 @pytest.mark.parametrize("target", [FP32, BF16])
 @pytest.mark.parametrize("source", [FP32, BF16])

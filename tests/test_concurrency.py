@@ -26,7 +26,7 @@ LOW = ["linear", "mm", "matmul", "gelu", "layer_norm", "dropout2d"]
 BFLOATS, HALVES = Policy.from_ops(low=LOW), Policy.from_ops(low=LOW, low_precision_type=FP16)
 
 #: How often something happens at a random moment.
-TIMES = 50
+TIMES = 20
 
 linear = F.linear  # a name from before convert
 

@@ -84,6 +84,7 @@ def leaves_of(
     return [t.requires_grad_() for t in leaves]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("legalize", ["always", "fast"])
 @pytest.mark.parametrize("leaf_dtype", [FP32, None])
 @pytest.mark.parametrize("dtype", [BF16, FP16])

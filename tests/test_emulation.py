@@ -68,6 +68,7 @@ OPS: dict[str, tuple[Callable[..., Tensor], tuple[Tensor, ...]]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", OPS)
 @pytest.mark.parametrize("format", FORMATS)
 def test_inputs_and_outputs_are_rounded_and_gradients_pass(format: str, name: str) -> None:

@@ -1729,6 +1729,7 @@ TRAININGS: dict[str, Callable[[nn.Module, Tensor], Any]] = {
 }
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("makes", ["itself", "a copy"])
 @pytest.mark.parametrize("name", TRAININGS)
 def test_every_way_of_training_a_frozen_model_is_refused(name: str, makes: str) -> None:

@@ -329,7 +329,7 @@ def problems(name: str, sample: int | None) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("name", ACTIONS)
 def test_an_exception_at_any_line_leaves_the_old_state_or_the_new(name: str) -> None:
     """And `revert` brings torch back."""
-    count, found = problems(name, sample=25)
+    count, found = problems(name, sample=12)
     assert found == []
     assert count > 10
 

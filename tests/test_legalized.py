@@ -395,6 +395,7 @@ def compared(
     yield "gradient", case.gradient, legalized[1], native[1], exact[1]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("name", CASES)
 def test_it_equals_low_precision_kernels_or_is_more_accurate(name: str, dtype: torch.dtype) -> None:
@@ -522,6 +523,7 @@ def is_representable(tensor: Tensor, dtype: torch.dtype) -> bool:
     return torch.equal(tensor.to(dtype).to(tensor.dtype), tensor)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("name", COMPOSED_CASES)
 def test_it_is_the_composition_of_casts(name: str, dtype: torch.dtype) -> None:
@@ -553,6 +555,7 @@ def test_it_is_the_composition_of_casts(name: str, dtype: torch.dtype) -> None:
             same(actual, expected)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COMPOSED_CASES)
 def test_fp32_inputs_are_rounded_first(name: str) -> None:
     """With and without gradients: what is given unrounded gives what it gives rounded."""
@@ -565,6 +568,7 @@ def test_fp32_inputs_are_rounded_first(name: str) -> None:
             same(case.function(*inputs), case.function(*rounded))
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", COMPOSED_CASES)
 def test_inference_gives_what_training_does(name: str) -> None:
     """The forward's numbers do not depend on whether a graph is recorded."""
@@ -642,6 +646,7 @@ def bytes_besides(parameters: Sequence[Tensor], kept: Sequence[Tensor]) -> int:
     return sum(size for pointer, size in sizes.items() if pointer not in known)
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", CASES)
 def test_what_is_kept_is_in_low_precision(name: str) -> None:
     """Only parameters, and the statistics of norms and attention, are kept in fp32."""
@@ -749,6 +754,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     capability.forget()
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.usefixtures("slow_machine")
 @pytest.mark.parametrize("legalize", ["always", "auto", "fast"])
 @pytest.mark.parametrize("is_rounded", [True, False], ids=["bf16", "fp32"])
@@ -1145,6 +1151,7 @@ def test_gradients_accumulate_over_two_backwards() -> None:
     same([t.grad for t in leaves], [2 * g for g in once])
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("dtype", LOW)
 @pytest.mark.parametrize("layout", ["plain", "transposed", "sliced rows", "sliced columns"])
 @pytest.mark.parametrize("rows", [1, 2, 3, 16, 300, 600])
@@ -1726,6 +1733,7 @@ def test_fast_does_not_copy_parameters(is_representable: bool) -> None:
     assert kept_bytes["fast"] <= kept_bytes["auto"]
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize("name", {case.op: name for name, case in COMPOSED_CASES.items()}.values())
 def test_fast_gives_the_dtypes_of_auto(name: str) -> None:
     """Of outputs and gradients, with fp32 and with low-precision inputs, in training or not."""

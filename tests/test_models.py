@@ -177,6 +177,7 @@ def lazy_imports() -> None:
         fp32(name)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("lists", ("default", *USERS))
 @pytest.mark.parametrize("name", MODELS)
 def test_training_step(name: str, lists: str) -> None:

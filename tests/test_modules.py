@@ -83,6 +83,7 @@ def first(output: Any) -> Tensor:
     return output
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.native
 @pytest.mark.filterwarnings("ignore:LSTM with projections is not supported with oneDNN")
 @pytest.mark.parametrize("hx_dtype", [None, FP32, BF16, FP16])
@@ -299,6 +300,7 @@ SDPA: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("query_dtype", [FP32, BF16])
 @pytest.mark.parametrize("positional", [True, False])
 @pytest.mark.parametrize("policy", ["low", "fp32", "first"])

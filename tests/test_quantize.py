@@ -243,6 +243,7 @@ SMALL = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stochastic"])
 @pytest.mark.parametrize("format", SMALL, ids=lambda format: format.name)
@@ -257,6 +258,7 @@ def test_floats_by_fractions(
     assert_same(quantize(x, format, mode), torch.tensor(expected, dtype=dtype), x)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stochastic"])
 @pytest.mark.parametrize("format", ["bfloat16", "tf32", "fp24", WIDE_FLUSHED], ids=name_of)
 def test_wide_floats_by_fractions(format: str | Float, mode: str, implementation: str) -> None:
@@ -500,6 +502,7 @@ def rounded_by_fractions_of(
 BLOCKS = ["mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("name", BLOCKS)
 @pytest.mark.parametrize("mode", ["nearest", "toward_zero", "up", "nearest_away"])
 def test_blocks_by_fractions(name: str, mode: str, implementation: str) -> None:
@@ -538,6 +541,7 @@ def test_axis_of_blocks(implementation: str) -> None:
 STOCHASTIC = ["float8_e4m3fn", "bfloat16", "float4_e2m1fn", "posit8_1", "mxfp8_e4m3", FLUSHED]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("format", [*STOCHASTIC, Q4_4, SQUARES], ids=name_of)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
 def test_stochastic_rounding_is_unbiased(
@@ -643,6 +647,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["float8_e4m3fn", "posit16_1", "mxfp8_e4m3"])
