@@ -3,6 +3,7 @@
 from . import formats
 from .decisions import ALLOW, DENY, FOLLOW, CastPolicy, Decision
 from .errors import (
+    CheckpointError,
     FreezeError,
     HmpxError,
     HmpxWarning,
@@ -24,6 +25,7 @@ __all__ = [
     "FOLLOW",
     "Call",
     "CastPolicy",
+    "CheckpointError",
     "Decision",
     "FreezeError",
     "Frozen",

@@ -40,6 +40,10 @@ class KernelsError(HmpxError):
     """Compiled kernels can't be built, kept or loaded; rounding by torch ops needs none."""
 
 
+class CheckpointError(HmpxError):
+    """A checkpoint can't be recomputed as its forward ran."""
+
+
 class HmpxWarning(UserWarning):
     """Something in the user's input was left out, and hmpx went on without it."""
 

@@ -35,6 +35,7 @@ from .dtypes import CAST
 from .errors import OptionError
 from .graph_rounding import in_graph
 from .keeping import Precision, hooks_refused, keeping_low
+from .training import is_training
 
 if TYPE_CHECKING:
     import numpy as np
@@ -72,14 +73,15 @@ class Legalizer:
         if self.mode == "fast" and is_watched():
             return is_slow(self.kind, device_type, dtype)
         known = known_capability(self.kind, device_type, dtype)
+        training = is_training()
         a, b = self._matrices(args)
         if a is not None and b is not None:
             traced = is_traced()
             if not traced and _work(a, b) <= capability.SMALL_PRODUCT:
                 return False
-            if not inputs.is_learning and _is_skinny(a, is_traced=traced):
+            if not training and _is_skinny(a, is_traced=traced):
                 known = known_capability("gemv", device_type, dtype)
-        return known.is_slow(training=inputs.is_learning)
+        return known.is_slow(training=training)
 
     def _matrices(self, args: Args) -> tuple[Tensor | None, Tensor | None]:
         if self.first_matrix is None:
@@ -138,7 +140,8 @@ class Legalizer:
                     dtype, raise_one, is_product, self.mode != "fast", self.kind == "attention"
                 )
                 return keeping_low(function, args, kwargs, given, precision)
-        elif self.op in BLOCKED and not kwargs:
+        elif self.op in BLOCKED and not kwargs and not is_training():
+            # Where it counts as training, sums are those that are computed with gradients.
             result = in_blocks(self.op, args, dtype)
             if result is not None:
                 return result

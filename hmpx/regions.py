@@ -19,10 +19,11 @@ import torch.backends.mha
 import torch.utils.checkpoint
 from torch.optim import Optimizer
 
-from .errors import HmpxWarning
+from .errors import CheckpointError, HmpxWarning
 from .modules import keeps_place
 from .patching import Draft, Patch
-from .switch import count_autocast, disable_casts, is_off, keeps_state
+from .switch import count_autocast, disable_casts, in_force, is_off, keeps_state
+from .training import as_training, is_training, keeps_kind
 
 
 def patches(
@@ -103,17 +104,47 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     module = torch.utils.checkpoint
     forward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "forward")
     generator = draft.attribute(module, "_checkpoint_without_reentrant_generator")
+    apply = draft.attribute(torch.autograd.Function, "apply").__func__
+    apply_as_training = as_training(apply)
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
-        return forward(ctx, keeps_place(keeps_state(run_function)), *args)
+        return forward(ctx, _as_it_runs_here(run_function), *args)
 
     @functools.wraps(generator)
     def non_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(keeps_place(keeps_state(fn)), *args, **kwargs)
+        return generator(_as_it_runs_here(fn), *args, **kwargs)
+
+    @functools.wraps(apply)
+    def counting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # Its forward records no gradients; its backward may run the same again, recording.
+        run = apply_as_training if is_training() else apply
+        return run(cls, *args, **kwargs)
 
     yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
     yield Patch(module, "_checkpoint_without_reentrant_generator", non_reentrant)
+    yield Patch(torch.autograd.Function, "apply", classmethod(counting))
+
+
+def _as_it_runs_here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a checkpoint's ``function`` such that it runs again as in its forward, or not at all."""
+    again = keeps_place(keeps_state(keeps_kind(function)))
+    if is_off():
+        return again
+    conversion = in_force()
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if in_force() is not conversion:
+            raise CheckpointError(
+                f"the checkpoint of {getattr(function, '__qualname__', type(function).__qualname__)} "
+                "can't be recomputed: the conversion that its forward ran under was reverted or "
+                "replaced, so the values would differ from those of the forward. "
+                "Call backward() before hmpx.revert() or another hmpx.convert()"
+            )
+        return again(*args, **kwargs)
+
+    return wrapper
 
 
 # --- modules -----------------------------------------------------------------------------------

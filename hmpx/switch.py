@@ -272,6 +272,11 @@ def keeps_state(function: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
+def in_force() -> object | None:
+    """Returns what stands for the conversion in force; None while there is none."""
+    return _epoch
+
+
 def begin() -> object:
     """Returns what stands for a new conversion as `_epoch`; forgets what reverted ones have left open."""
     with _gate_lock:

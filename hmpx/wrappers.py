@@ -43,6 +43,7 @@ from .norm_statistics import Statistics
 from .patching import Patch
 from .records import Observer, OpCall
 from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
+from .training import is_training
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -346,7 +347,7 @@ def _size_test(plan: CallPlan) -> Callable[[Any, Any], bool]:
 
 
 def _inference_test(kind: str, plan: CallPlan) -> Callable[[Any], bool]:
-    """Returns what says whether a call is left to torch's kernels, no gradients being recorded.
+    """Returns what says whether a call is left to torch's kernels, since it does not count as training.
 
     Of its first argument, where the plan has no dtype. What a device does is measured when asked for.
     """
@@ -356,7 +357,7 @@ def _inference_test(kind: str, plan: CallPlan) -> Callable[[Any], bool]:
     is_fast = plan.legalize == "fast"
 
     def leaves_inference(first: Any) -> bool:
-        if torch.is_grad_enabled() or (is_fast and legalize.is_watched()):
+        if torch.is_grad_enabled() or is_training() or (is_fast and legalize.is_watched()):
             return False
         dtype = getattr(first, "dtype", None) if known is None else known
         if dtype not in LOW_DTYPES:

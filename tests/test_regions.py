@@ -221,8 +221,8 @@ def test_nested_checkpoints_recompute_in_their_forwards_state(use_reentrant: boo
     assert set(inner.seen) == {FP32}
 
 
-def test_checkpoint_sequential_and_revert_before_backward() -> None:
-    """A sequence of segments; and a recomputation after revert runs without casts, as torch is."""
+def test_checkpoint_sequential() -> None:
+    """A sequence of segments is recomputed with casts on, though they are off in the backward."""
     module = nn.Sequential(Recorder(), Recorder())
     with hmpx.convert(policy=Policy.from_ops(low=["linear"])):
         gradients(
