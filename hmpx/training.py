@@ -28,6 +28,7 @@ class _Here(threading.local):
 
 
 _here: Final = _Here()
+_was_marked = False  # in any thread, ever: until then nobody asks
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # Marked where torch.compile sees it as well, and guards on it: the autocast bit of a device type that
@@ -42,8 +43,10 @@ def is_training() -> bool:
     input requires one does not matter: in a checkpoint's forward nothing shows that of intermediate
     results.
     """
-    if torch.is_grad_enabled():
-        return True
+    return torch.is_grad_enabled() or (_was_marked and _is_marked())
+
+
+def _is_marked() -> bool:
     return torch.is_autocast_enabled(_MARK) if _is_dynamo_compiling() else _here.is_training
 
 
@@ -52,6 +55,8 @@ def as_training(function: _F) -> _F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        global _was_marked
+        _was_marked = True
         before, was_marked = _here.is_training, torch.is_autocast_enabled(_MARK)
         try:
             _here.is_training = True

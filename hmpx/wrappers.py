@@ -357,7 +357,7 @@ def _inference_test(kind: str, plan: CallPlan) -> Callable[[Any], bool]:
     is_fast = plan.legalize == "fast"
 
     def leaves_inference(first: Any) -> bool:
-        if torch.is_grad_enabled() or is_training() or (is_fast and legalize.is_watched()):
+        if is_training() or (is_fast and legalize.is_watched()):
             return False
         dtype = getattr(first, "dtype", None) if known is None else known
         if dtype not in LOW_DTYPES:
