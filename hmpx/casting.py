@@ -16,7 +16,7 @@ from torch import Tensor
 
 from . import convolutions, reuse
 from .capability import PRODUCTS
-from .decisions import CastPolicy, Decision
+from .decisions import INPUT, CastPolicy, Decision
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
 from .lowering import Lowering
@@ -62,6 +62,8 @@ class CallPlan:
         first_matrix: Of a product of two matrices, the position of the first.
         legalize: One of `legalize.MODES`.
         reuses_casts: A parameter is cast once within a call of the outermost module.
+        is_foreign: The callable is another library's: modes and tensor subclasses, by which torch's
+            own functions are overridden, don't override it.
         is_view: The op computes nothing.
         casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
         rounding: How values are rounded to a number format, and
@@ -101,6 +103,7 @@ class CallPlan:
     first_matrix: int | None = None
     legalize: str = "never"
     reuses_casts: bool = False
+    is_foreign: bool = False
     is_view: bool = False
     casts_first: bool = False
     rounding: str = "nearest"
@@ -131,8 +134,15 @@ class CallPlan:
         return self.target is not None or self.decision.dtype is None
 
     @property
+    def returns_input_dtype(self) -> bool:
+        """Whether floating outputs are cast to the dtype that the first input was given in."""
+        return self.composes and self.decision.returns_input_dtype
+
+    @property
     def casts_late(self) -> bool:
         """Whether casts are left to what legalizes the op: it needs the inputs as they are given."""
+        if self.returns_input_dtype:
+            return True
         if not (self.is_low and self.legalizes):
             return False
         has_own_gradients = self.op in convolutions.DIMENSIONS and not self.reuses_casts
@@ -158,7 +168,7 @@ class CallPlan:
                 self.rounding,
                 self.rounds_gradients,
                 self.decision.accumulate_dtype,
-                self.decision.output_dtype,
+                None if self.decision.output_dtype == INPUT else self.decision.output_dtype,
                 self.is_view,
                 self.lowerings,
                 takes_codes=self.kind in PRODUCTS,

@@ -56,9 +56,10 @@ def make_choosing_wrapper(
         return cast_args(plan, args, kwargs)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if has_torch_function(args) or (
-            (kwargs or may_be_nested) and source.is_overridden(args, kwargs)
-        ):
+        if (
+            has_torch_function(args)
+            or ((kwargs or may_be_nested) and source.is_overridden(args, kwargs))
+        ) and not plan.is_foreign:
             return wrappers.override(original, cast, wrapper, args, kwargs)
         if switch._looks_closer and switch.is_off():
             return original(*args, **kwargs)

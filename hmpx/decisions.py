@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import enum
 from dataclasses import dataclass, field, fields
-from typing import Final
+from typing import Final, Literal
 
 import torch
 
@@ -31,6 +31,11 @@ class CastPolicy(enum.Enum):
     PASS = "pass"  #: nothing
 
 
+#: An output dtype: that of the call's first floating input, as it was given.
+INPUT: Final = "input"
+
+OutputType = torch.dtype | Literal["input"]
+
 #: As TVM's mixed-precision pass calls them.
 ALLOW: Final = CastPolicy.LOW
 FOLLOW: Final = CastPolicy.FOLLOW
@@ -48,7 +53,8 @@ class Decision:
             the policy.
         accumulate_dtype: The op computes in it: inputs, rounded as ever, are raised to it first.
             None: as its kernel for the inputs' dtype does.
-        output_dtype: Floating outputs are cast to it. None: the inputs' dtype.
+        output_dtype: Floating outputs are cast to it; ``"input"``: to the dtype that the first
+            floating input was given in. None: the inputs' dtype.
         reason: Where it comes from: ``"my_bf16.txt:3"``. Not part of equality.
 
     Raises:
@@ -58,7 +64,7 @@ class Decision:
     cast_policy: CastPolicy
     dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
-    output_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    output_dtype: OutputType | None = field(default=None, kw_only=True)
     reason: str = field(default="", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -71,6 +77,13 @@ class Decision:
             self._check_dtype()
         for name in ("accumulate_dtype", "output_dtype"):
             value = getattr(self, name)
+            if name == "output_dtype" and is_a(value, str) and value == INPUT:
+                if is_a(self.dtype, FORMATS):
+                    raise OptionError(
+                        "output_dtype 'input' is for dtypes; what a number format computes is "
+                        "rounded to it"
+                    )
+                continue
             if value is not None and not (is_a(value, torch.dtype) and value in dtypes.COMPUTED):
                 known = ", ".join(str(dtype) for dtype in dtypes.COMPUTED)
                 raise OptionError(f"{name} must be one of {known}, not {shown(value)}")
@@ -99,6 +112,11 @@ class Decision:
             if shown[name] is None:
                 del shown[name]
         return f"Decision({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def returns_input_dtype(self) -> bool:
+        """Whether floating outputs are cast to the dtype that the first input was given in."""
+        return self.output_dtype == INPUT
 
     @property
     def is_composed(self) -> bool:

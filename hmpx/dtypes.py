@@ -54,15 +54,19 @@ class Named(Protocol):
         """Its name."""
 
 
-def short_name(dtype: torch.dtype | Named) -> str:
+def short_name(dtype: torch.dtype | Named | str) -> str:
     """Returns ``"bf16"`` for ``torch.bfloat16``, ``"int64"`` for ``torch.int64``, and a format's name."""
+    if isinstance(dtype, str):
+        return dtype
     if not isinstance(dtype, torch.dtype):
         return dtype.name
     return _SHORT_NAMES.get(dtype, long_name(dtype))
 
 
-def long_name(dtype: torch.dtype | Named) -> str:
+def long_name(dtype: torch.dtype | Named | str) -> str:
     """Returns ``"bfloat16"`` for ``torch.bfloat16``, and a format's name."""
+    if isinstance(dtype, str):
+        return dtype
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype.name
 
 

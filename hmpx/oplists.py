@@ -16,8 +16,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from . import arguments, dtypes, ops, text_files
-from .decisions import LowType, parse_low_type
+from . import arguments, dtypes, foreign_ops, ops, text_files
+from .decisions import INPUT, LowType, OutputType, parse_low_type
 from .errors import (
     MOST_SHOWN,
     OpListError,
@@ -37,6 +37,9 @@ FILE_NAMES: Final[Mapping[str, str]] = {
     "fp32": "fp32.txt",
     "widest": "widest.txt",
 }
+
+#: What the names of shipped lists begin with.
+SHIPPED: Final = "lists/"
 
 _FILE: Final = text_files.TextKind("an op list", 16 << 20, OpListError)
 
@@ -66,9 +69,9 @@ class Entry:
     where: str
     dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = None
-    output_dtype: torch.dtype | None = None
+    output_dtype: OutputType | None = None
 
-    def options(self) -> tuple[LowType | None, ...]:
+    def options(self) -> tuple[LowType | str | None, ...]:
         """Returns what stands after the name."""
         return self.dtype, self.accumulate_dtype, self.output_dtype
 
@@ -129,7 +132,13 @@ def read(path: str | os.PathLike[str], kind: str) -> OpList:
 def read_shipped(name: str, kind: str = "low") -> OpList:
     """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``."""
     text = _read_text(os.fspath(directory() / f"{name}.txt"))
-    return parse(text, f"lists/{name}.txt", kind, is_shipped=True)
+    return parse(text, f"{SHIPPED}{name}.txt", kind, is_shipped=True)
+
+
+@functools.cache
+def of_libraries() -> OpList:
+    """Returns the shipped list of other libraries' ops, which stands behind all other lists."""
+    return read_shipped("libraries", "fp32")
 
 
 def read_set(lists: str | os.PathLike[str]) -> dict[str, OpList]:
@@ -333,6 +342,9 @@ class _Reading:
             self.repeated.append((Entry(content, where), Entry(content, earlier)))
 
     def _note_unknown(self, content: str, where: str) -> None:
+        why = foreign_ops.refusal(content.removeprefix("-"))
+        if why:
+            raise OpListError(f"{where}: {why}")
         self.unknown_count += 1
         if self.unknown_count <= MOST_KEPT:
             self.unknown.append(Entry(content, where))
@@ -355,7 +367,8 @@ class _Reading:
             self._note_unknown(content, where)
             return
         is_listed = self.found.pop(name, None) is not None
-        if not (is_listed or self.everything or self._is_covered(name)):
+        is_there = is_listed or self.everything or self._is_covered(name)
+        if not is_there and name not in of_libraries().ops:
             self._note_unknown(content, where)
         self._own.pop(name, None)
         self.removed.add(name)
@@ -366,7 +379,7 @@ class _Reading:
         while covering is not None:
             if covering in self.found:
                 return True
-            covering = ops.table()[covering].covered_by
+            covering = ops.covering(covering)
         return False
 
 
@@ -399,7 +412,7 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
         try:
             options[_OPTIONS[key]] = _option(key, value)
         except OptionError as error:
-            if not is_option and len(words) == 1 and ops.resolve(word) is not None:
+            if not is_option and len(words) == 1 and ops.resolve(word) in ops.table():
                 raise OpListError(f"{where}: one op a line, please, not {shown(content)}") from None
             raise OpListError(f"{where}: {error}") from None
     if name[0] in "@-":
@@ -417,6 +430,8 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
 def _option(key: str, value: str) -> Any:
     if key == "dtype":
         return parse_low_type(value)
+    if key == "output" and value == INPUT:
+        return INPUT
     return dtypes.parse_name(value)
 
 
@@ -439,6 +454,25 @@ def unknown(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
         for entry in op_list.unknown
     )
     return gathered(faults, sum(op_list.unknown_count for op_list in op_lists), most)
+
+
+def absent(op_lists: Iterable[OpList], most: int = MOST_SHOWN) -> list[str]:
+    """Returns messages for lines that name what other libraries, as far as can be told, don't have.
+
+    Args:
+        op_lists: Lists; shipped ones name what need not be installed.
+        most: How many messages to return.
+    """
+    faults = [
+        f"{entry.where}: {why}"
+        for op_list in op_lists
+        if not op_list.is_shipped
+        for name, entry in op_list.ops.items()
+        if foreign_ops.is_foreign(name)
+        and not entry.where.startswith(SHIPPED)
+        and (why := foreign_ops.missing(name) or foreign_ops.lacking(name))
+    ]
+    return gathered(faults, len(faults), most)
 
 
 def repeated(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:

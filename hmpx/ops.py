@@ -24,6 +24,8 @@ import torch
 import torch.nn.functional
 from torch.overrides import get_ignored_functions, get_overridable_functions
 
+from . import foreign_ops
+
 #: Where ops live, the innermost spelling of each prefix that users write. The order decides
 #: which op a bare name means: ``norm`` is ``torch.norm``, not ``torch.linalg.norm``.
 NAMESPACES: Mapping[str, Any] = types.MappingProxyType(
@@ -63,6 +65,8 @@ _PREFIXES = {
     "functional": "torch.nn.functional",
     "F": "torch.nn.functional",
 }
+
+_RESERVED = frozenset(_PREFIXES) | {prefix.partition(".")[0] for prefix in _PREFIXES} | {"aten"}
 
 #: Dunder methods that Python's ``operator`` module has but that are no tensor arithmetic.
 _NO_OPERATORS = frozenset({"contains", "index", "not", "concat", "iconcat", "call", "delitem"})
@@ -153,6 +157,17 @@ def table() -> Mapping[str, Op]:
     return _tables()[0]
 
 
+def is_known(name: str) -> bool:
+    """Whether ``name`` is the name of an op: of torch, or what one of another library may be called."""
+    return name in table() or _foreign(name) == name
+
+
+def covering(name: str) -> str | None:
+    """Returns the op whose list line covers op ``name`` too, if there is one."""
+    op = table().get(name)
+    return None if op is None else op.covered_by
+
+
 def names() -> Mapping[str, str]:
     """Returns every bare name that a list line may hold -> op name."""
     return _tables()[1]
@@ -163,8 +178,21 @@ def resolve(name: str) -> str | None:
 
     Accepts a bare name (``softmax``), an operator (``truediv``, ``__iadd__``), an in-place name
     (``add_``), a qualified name (``torch.nn.functional.softmax``, ``Tensor.add``, ``F.gelu``), and
-    ATen's (``pow.Tensor_Scalar``, ``aten::nll_loss2d``).
+    ATen's (``pow.Tensor_Scalar``, ``aten::nll_loss2d``). An op of another library is known by any
+    dotted name that is none of these (``torchvision.ops.nms``, ``torch.ops.mylib.scaled_add``).
     """
+    found = _resolve_of_torch(name)
+    return _foreign(name) if found is None else found
+
+
+def _foreign(name: str) -> str | None:
+    """Returns the op of another library that ``name`` means, or None."""
+    if "." not in name and "::" not in name:
+        return facts("libraries").get(name, (None,))[0]
+    return foreign_ops.canonical(name, _RESERVED, names())
+
+
+def _resolve_of_torch(name: str) -> str | None:
     _, bare_names, qualified_names = _tables()
     name = name.removesuffix(".__get__")
     for prefix in ("aten::", "torch.ops.aten.", "aten."):
@@ -182,8 +210,8 @@ def resolve(name: str) -> str | None:
 
 def root(name: str) -> str:
     """Returns the op that operator ``name`` computes: ``div`` for ``rtruediv``."""
-    while (covering := table()[name].covered_by) is not None:
-        name = covering
+    while (found := covering(name)) is not None:
+        name = found
     return name
 
 
@@ -192,10 +220,10 @@ def covered(name: str) -> frozenset[str]:
     """Returns op ``name`` and the operators that a line of it covers."""
     found = {name}
     for candidate in table():
-        covering: str | None = candidate
-        while covering is not None and covering != name:
-            covering = table()[covering].covered_by
-        if covering is not None:
+        above: str | None = candidate
+        while above is not None and above != name:
+            above = covering(above)
+        if above is not None:
             found.add(candidate)
     return frozenset(found)
 
@@ -222,6 +250,8 @@ def kind(name: str) -> tuple[str, int | None]:
 @functools.cache
 def is_castable(name: str) -> bool:
     """Whether op ``name`` takes tensors and gives tensors, so that casting it means something."""
+    if foreign_ops.is_foreign(name):
+        return True  # as far as can be known
     for site in table()[name].sites:
         if site.is_property:
             return site.attribute in _PROPERTIES
@@ -553,9 +583,14 @@ def _takes_tensor(schema: Any) -> bool:
 
 def _python_parameters(site: Site) -> Parameters:
     """Every argument of a Python function may hold tensors, however deep they are nested."""
+    return python_parameters(site.function())
+
+
+def python_parameters(function: Callable[..., Any]) -> Parameters:
+    """Returns what the arguments of a function are of which no schema is known."""
     try:
-        signature = inspect.signature(site.function())
-    except ValueError:  # no signature: cast by what the call holds
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # no signature: cast by what the call holds
         return Parameters((), {}, 0, frozenset())
     names = tuple(
         p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD

@@ -20,7 +20,7 @@ from typing import Any, Final
 
 import torch
 
-from . import arguments, oplists, ops, policy_files, policy_tables, sections
+from . import arguments, foreign_ops, oplists, ops, policy_files, policy_tables, sections
 from .arguments import is_a
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .errors import (
@@ -140,7 +140,11 @@ class Policy:
         name = ops.resolve(spelling)
         if name is None:
             raise OptionError(f"unknown op {shown(spelling)}{suggestion(spelling, ops.names())}")
-        return self.decisions.get(name, _PASS)
+        found = self.decisions.get(name)
+        if found is None and foreign_ops.is_foreign(name):  # perhaps listed by another name of it
+            same = foreign_ops.same(name, self.decisions)
+            found = None if same is None else self.decisions[same]
+        return _PASS if found is None else found
 
     @classmethod
     def from_ops(
@@ -169,7 +173,7 @@ class Policy:
             )
             for kind, names in given.items()
         ]
-        _report(lists, strict=True)
+        _report(lists, strict=True, has_libraries=False)
         return cls(_resolve([[pair] for pair in lists]), low_dtype)
 
 
@@ -267,7 +271,8 @@ def _from_lists(
     ]
     first = [(oplists.read_shipped("first"), _decision("first", low_dtype))]
     _report([*given, *shipped], strict=strict)
-    return Policy(_resolve([given, shipped, first]), low_dtype)
+    libraries = [_of_libraries([*given, *shipped])]
+    return Policy(_resolve([given, shipped, first, libraries]), low_dtype)
 
 
 def read_source(policy: object) -> PolicySource:
@@ -295,7 +300,8 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
     low_dtype = source.low_precision_type or default_dtype
     given = [(op_list, _decision(kind, low_dtype)) for kind, op_list in source.lists.items()]
     shipped = []
-    first = []
+    first: list[tuple[OpList, Decision]] = []
+    libraries: list[tuple[OpList, Decision]] = []
     if source.base is not None:
         base = oplists.read_set(source.base)
         shipped = [
@@ -308,6 +314,7 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
             )
         first_list = _without(oplists.read_shipped("first"), "first", source)
         first = [(first_list, _decision("first", low_dtype))]
+        libraries = [_of_libraries([*given, *shipped])]
     by_section = [
         [
             (op_list, _decision(kind, section.low_precision_type or low_dtype))
@@ -318,7 +325,7 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
     _report([*given, *shipped], *by_section, strict=strict)
     decisions = {
         op: decision
-        for op, decision in _resolve([given, shipped, first]).items()
+        for op, decision in _resolve([given, shipped, first, libraries]).items()
         if decision.cast_policy is not CastPolicy.PASS
     }
     made = [
@@ -329,22 +336,32 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
     return Policy(decisions, low_dtype, tuple(made))
 
 
+def _of_libraries(lists: Iterable[tuple[OpList, Decision]]) -> tuple[OpList, Decision]:
+    """Returns the shipped list of other libraries' ops, without those that ``lists`` remove."""
+    removed = frozenset().union(*[op_list.removed for op_list, _ in lists])
+    op_list = oplists.of_libraries()
+    kept = {name: entry for name, entry in op_list.ops.items() if name not in removed}
+    return dataclasses.replace(op_list, ops=kept), Decision(CastPolicy.FP32, torch.float32)
+
+
 def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
     """Returns ``op_list`` without the ops that the policy file removes from it."""
-    kept = dict(op_list.ops)
+    kept, removed = dict(op_list.ops), set(op_list.removed)
     for entry in source.removed.get(kind, ()):
         if entry.text == "*":
             return dataclasses.replace(op_list, ops={}, everything=None)
         name = ops.resolve(entry.text)
         if name in op_list.removed:
             continue  # the shipped list does without it already
-        if name is None or kept.pop(name, None) is None:
+        if name is not None and name in oplists.of_libraries().ops:
+            removed.add(name)
+        elif name is None or kept.pop(name, None) is None:
             hint = suggestion(entry.text, kept)
             raise PolicyFileError(
                 f"{entry.where}: no {shown(entry.text)} in the shipped {kind} list to remove{hint}"
             )
-    removed = op_list.removed | (op_list.ops.keys() - kept.keys())
-    return dataclasses.replace(op_list, ops=kept, removed=removed)
+    removed |= op_list.ops.keys() - kept.keys()
+    return dataclasses.replace(op_list, ops=kept, removed=frozenset(removed))
 
 
 def _check_sections(made: list[Section]) -> None:
@@ -381,7 +398,8 @@ def check(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
                 faults.append(str(error))
     lists = [op_list for op_list, _ in read]
     conflicts = list(_conflicts(read))
-    faults += oplists.unknown(lists, _MOST_CHECKED) + oplists.repeated(lists, _MOST_CHECKED)
+    for find in (oplists.unknown, oplists.absent, oplists.repeated):
+        faults += find(lists, _MOST_CHECKED)
     return faults + gathered(conflicts, len(conflicts), _MOST_CHECKED)
 
 
@@ -398,6 +416,7 @@ def _faults_of(path: str) -> list[str]:
         except HmpxError as error:
             return str(error).splitlines()
     lines = [line.strip() for warning in caught for line in str(warning.message).splitlines()]
+    lines += oplists.absent(policy_files.read(path).op_lists(), _MOST_CHECKED)
     return [line for line in lines if line != _LEFT_OUT]
 
 
@@ -432,11 +451,18 @@ def _of(entry: oplists.Entry, decision: Decision) -> Decision:
 
 
 def _report(
-    lists: list[tuple[OpList, Decision]], *more: list[tuple[OpList, Decision]], strict: bool
+    lists: list[tuple[OpList, Decision]],
+    *more: list[tuple[OpList, Decision]],
+    strict: bool,
+    has_libraries: bool = True,
 ) -> None:
     """Raises or warns about the faults of lists that stand beside each other.
 
-    ``more`` are lists that stand beside each other elsewhere.
+    Args:
+        lists: Pairs of a list and what it decides.
+        *more: Lists that stand beside each other elsewhere.
+        strict: Whether unknown names are an error, and
+        has_libraries: those of libraries that are not installed.
     """
     by_band: dict[bool, list[tuple[OpList, Decision]]] = {}
     for op_list, decision in lists:
@@ -444,8 +470,10 @@ def _report(
     lists = [*lists, *[pair for each in more for pair in each]]
     op_lists = [op_list for op_list, _ in lists]
     unknown = oplists.unknown(op_lists)
-    if unknown and strict:
-        raise OpListError("\n".join(unknown))
+    if strict:
+        faults = unknown + (oplists.absent(op_lists) if has_libraries else [])
+        if faults:
+            raise OpListError("\n".join(faults))
     conflicts = list(chain.from_iterable(_conflicts(band) for band in (*by_band.values(), *more)))
     if conflicts:
         raise OpListError("\n".join(gathered(conflicts, len(conflicts))))
@@ -530,6 +558,9 @@ def _resolve_named(band: list[tuple[OpList, Decision]], decisions: dict[str, Dec
             covering = op.covered_by if covering == name else ops.table()[covering].covered_by
         if covering is not None and name not in named[covering][1].removed:
             decisions.setdefault(name, named[covering][0])
+    for name, (decision, _) in named.items():
+        if foreign_ops.is_foreign(name):
+            decisions.setdefault(name, decision)
 
 
 def _warn(message: str) -> None:

@@ -490,7 +490,7 @@ def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, l
     kinds = {CastPolicy[kind.upper()]: kind for kind in LISTS}
     found: dict[str, list[str]] = {}
     for op, decision in sorted(decisions.items()):
-        covering = ops.table()[op].covered_by
+        covering = ops.covering(op)
         if covering is not None and decisions.get(covering) == decision:
             continue
         words = [op]

@@ -262,7 +262,7 @@ def registered(op: str) -> tuple[Registered, ...]:
     rules = REGISTRY.value
     own: str | None = op
     while own is not None and not any(rule.op == own for rule in rules):
-        own = ops.table()[own].covered_by
+        own = ops.covering(own)
     found = [rule for rule in rules if rule.op in (own, "*")]
     found.reverse()
     found.sort(key=lambda rule: -rule.level)

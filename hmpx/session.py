@@ -8,7 +8,7 @@ import gc
 import os
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NoReturn
 
@@ -17,9 +17,12 @@ import torch
 from . import (
     choosing,
     compiled,
+    foreign_ops,
+    foreign_sites,
     log,
     lowering,
     modules,
+    oplists,
     ops,
     patching,
     pickling,
@@ -63,6 +66,7 @@ class Installation:
         applied: The patches, in the order in which they were applied.
         wrappers: The wrappers in them.
         rules: The rules that the wrappers ask.
+        observers: What is told of calls.
         notes_modules: Whether the running modules are noted.
     """
 
@@ -70,6 +74,7 @@ class Installation:
     wrappers: tuple[Callable[..., Any], ...] = ()
     rules: tuple[rules.Registered, ...] = ()
     notes_modules: bool = False
+    observers: tuple[Observer, ...] = ()
 
 
 class Session:
@@ -98,6 +103,7 @@ class Session:
         self._verbose = verbose
         self._installation = Installation(rules=rules.state())
         self._has_warned = False
+        self._said: list[str] = []  # of ops of other libraries
         self._previous = previous
         self._is_entered = self._is_left = False
         self._converts = 1  # `convert` calls that this session answers
@@ -174,19 +180,23 @@ class Session:
             observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
         asked = rules.state()
         patches, made = _patches(self, observers, draft)
+        foreign = _Foreign(self, observers, draft)
+        foreign.take(_foreign_names(self.policy))
+        patches += foreign.patches
+        made += foreign.made
+        self._said = foreign.said
         applied = draft.apply(patches)
         applied += draft.apply(regions.patches(draft, self._add, self._run_suspended))
         if self.options.reuse_casts:
             applied += draft.apply(reuse.patches(draft))
         originals = [vars(wrapper)["__wrapped__"] for wrapper in made]
         applied += draft.apply([pickling.patch(originals, draft)])
-        replacements = {id(vars(wrapper)["__wrapped__"]): wrapper for wrapper in made}
         # Names may also have been taken during a conversion: this list keeps those wrappers' ids.
         earlier = [*pickling.retired(), *replaced.wrappers]
-        for kept in earlier:
-            if (wrapper := replacements.get(id(vars(kept)["__wrapped__"]))) is not None:
-                replacements[id(kept)] = wrapper
-        applied += draft.apply(rebinding.patches(replacements))
+        applied += draft.apply(rebinding.patches(_replacements(made, earlier)))
+        applied += draft.apply(
+            foreign_sites.following(_foreign_names(self.policy), draft, self._follow)
+        )
         applied += draft.apply([modules.asked_by(self._note_modules), wrappers.in_force(made)])
         notes_modules = bool(observers) or _asks_for_modules(self.policy, asked)
         if notes_modules:  # on top of the patch of the same slot for reused casts
@@ -202,13 +212,24 @@ class Session:
                 self._add,
             )
         )
-        return Installation(tuple(applied), tuple(made), asked, notes_modules)
+        return Installation(tuple(applied), tuple(made), asked, notes_modules, observers)
 
-    def _extend(self, draft: Draft, patches: Iterable[Change], *, notes_modules: bool) -> None:
-        """Applies more patches while the session is in force."""
+    def _extend(
+        self,
+        draft: Draft,
+        patches: Iterable[Change],
+        *,
+        notes_modules: bool,
+        made: Iterable[Callable[..., Any]] = (),
+    ) -> None:
+        """Applies more patches, with the wrappers ``made`` in them, while the session is in force."""
         installed = self._installation
-        applied = (*installed.applied, *draft.apply(patches))
-        extended = dataclasses.replace(installed, applied=applied, notes_modules=notes_modules)
+        extended = dataclasses.replace(
+            installed,
+            applied=(*installed.applied, *draft.apply(patches)),
+            wrappers=(*installed.wrappers, *made),
+            notes_modules=notes_modules,
+        )
         draft.apply([Patch(self, "_installation", extended)])
         draft.make()
 
@@ -216,6 +237,23 @@ class Session:
     def _add(self, patch: Patch) -> None:
         if self is _current:
             self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
+
+    @exclusive
+    def _follow(self, names: Collection[str], module: object) -> None:
+        """Wraps those ops of other libraries that have come with ``module``."""
+        if self is not _current:
+            return
+        draft, installed = Draft(), self._installation
+        foreign = _Foreign(self, installed.observers, draft, installed.wrappers)
+        foreign.take(names, module)
+        if foreign.made:
+            patches: list[Change] = [*foreign.patches]
+            earlier = [*pickling.retired(), *installed.wrappers]
+            patches += rebinding.patches(_replacements(foreign.made, earlier))
+            patches.append(wrappers.in_force([*installed.wrappers, *foreign.made]))
+            made = foreign.made
+            self._extend(draft, patches, notes_modules=installed.notes_modules, made=made)
+        _say(foreign.said)
 
     @exclusive
     def _note_modules(self) -> None:
@@ -407,6 +445,8 @@ def _switch_to(session: Session | None) -> None:
             _forget_what_is_cached()
             if said and session is not None:  # an error that this is made into undoes the change
                 warnings.warn(said, HmpxWarning, stacklevel=6)
+            if session is not None and session is not old:
+                _say(session._said)
 
         try:
             draft.make(finish)
@@ -470,6 +510,8 @@ def _patches(
     for name in dict.fromkeys([*policy.decisions, *deciding]):
         decision = policy.decisions.get(name, _PASS)
         op = ops.table().get(name)
+        if op is None and ops.is_known(name):
+            continue  # another library's
         if op is None:
             raise OptionError(
                 f"the policy holds {name!r}, which is no op of torch {torch.__version__}"
@@ -528,12 +570,135 @@ def _patches(
 _PASS = Decision(CastPolicy.PASS, reason="in no list")
 
 
+def _foreign_names(policy: Policy) -> list[str]:
+    """Returns the ops of other libraries for which anything is decided."""
+    return [
+        name
+        for name in dict.fromkeys([*policy.decisions, *_deciding(policy)])
+        if foreign_ops.is_foreign(name)
+    ]
+
+
+class _Foreign:
+    """Wrappers of other libraries' functions, as far as these are loaded.
+
+    Attributes:
+        patches: What puts them in place.
+        made: The wrappers.
+        said: What is wrong with names in the lists.
+    """
+
+    def __init__(
+        self,
+        session: Session,
+        observers: tuple[Observer, ...],
+        draft: Draft,
+        present: tuple[Callable[..., Any], ...] = (),
+    ) -> None:
+        """Starts without any; ``present`` are those that are in place already."""
+        self.patches: list[Patch] = []
+        self.made: list[Callable[..., Any]] = []
+        self.said: list[str] = []
+        self._session, self._observers, self._draft = session, observers, draft
+        self._present = {id(wrapper) for wrapper in present}
+        self._taken: dict[tuple[int, str], tuple[str, Decision]] = {}
+        self._deciding = (
+            _deciding(session.policy) if rules.state() or session.policy.sections else {}
+        )
+
+    def take(self, names: Iterable[str], module: object = None) -> None:
+        """Makes the wrappers of these ops; ``module`` is executed to its end, as others may not be."""
+        for name in names:
+            decision = self._session.policy.decisions.get(name, _PASS)
+            is_shipped = decision.reason.startswith(oplists.SHIPPED)
+            sites = list(foreign_sites.sites(name, self._draft))
+            if not (sites or is_shipped) and (why := foreign_ops.lacking(name, module)):
+                self.said.append(f"{decision.reason or 'a rule'}: {why}")
+            for site in sites:
+                if id(site.function) not in self._present and self._is_first(site, name, decision):
+                    self._wrap(site, name, decision)
+
+    def _is_first(self, site: foreign_sites.Site, name: str, decision: Decision) -> bool:
+        key = (
+            (id(site.owner), site.attribute)
+            if isinstance(site.owner, type)
+            else (id(site.function), "")
+        )
+        first, said = self._taken.setdefault(key, (name, decision))
+        if (
+            said != decision
+            and not said.reason.startswith(oplists.SHIPPED)
+            and (not decision.reason.startswith(oplists.SHIPPED))
+        ):
+            self.said.append(
+                f"{decision.reason}: {name!r} is left out: it is {first!r}, which is decided "
+                f"otherwise at {said.reason}; keep one of the lines"
+            )
+        return first == name
+
+    def _wrap(self, site: foreign_sites.Site, name: str, decision: Decision) -> None:
+        session = self._session
+        plan = CallPlan(
+            op=name,
+            site=site.qualified,
+            decision=decision,
+            parameters=site.parameters,
+            device_types=session.device_types,
+            in_place=site.in_place,
+            is_python=True,
+            writes=site.writes,
+            legalize=session.options.legalize,
+            reuses_casts=session.options.reuse_casts,
+            rounding=session.options.rounding,
+            rounds_gradients=session.options.round_gradients,
+            is_foreign=True,
+        )
+        make = _maker(site.function, site, plan, self._observers)
+        asked = self._deciding.get(name, ())
+        low_type = session.policy.low_precision_type
+        wrapper = (
+            choosing.make_choosing_wrapper(site.function, plan, asked, low_type, make)
+            if asked and not site.in_place
+            else make(decision)
+        )
+        if wrapper is not None:
+            self.made.append(wrapper)
+            self.patches.append(site.holding(wrapper))
+
+
+def _replacements(
+    made: Iterable[Callable[..., Any]], earlier: Iterable[Callable[..., Any]]
+) -> dict[int, Callable[..., Any]]:
+    """Returns ``id`` of a function, or of an earlier wrapper of it -> the wrapper."""
+    found = {id(vars(wrapper)["__wrapped__"]): wrapper for wrapper in made}
+    for kept in earlier:
+        if (wrapper := found.get(id(vars(kept)["__wrapped__"]))) is not None:
+            found[id(kept)] = wrapper
+    return found
+
+
+def _say(messages: list[str]) -> None:
+    """Warns of what is wrong with names in the lists, at the first line outside of hmpx."""
+    if messages:
+        level, frame = 1, sys._getframe(1)
+        while frame.f_back is not None and _is_passing_on(frame.f_globals.get("__name__")):
+            level, frame = level + 1, frame.f_back
+        lines = "\n  ".join(messages)
+        warnings.warn(f"left out of the op lists:\n  {lines}", HmpxWarning, stacklevel=level)
+
+
+def _is_passing_on(module: object) -> bool:
+    return str(module).partition(".")[0] in (__package__, "importlib", "_frozen_importlib")
+
+
 def _deciding(policy: Policy) -> dict[str, tuple[rules.Rule, ...]]:
     """Returns op -> what decides its calls before the lists do, for ops that have any."""
     by_section = policy.section_rules()
     names = set(by_section)
     for rule in rules.state():
         names |= ops.computing() if rule.op == "*" else ops.covered(rule.op)
+        if rule.op == "*":
+            names |= set(filter(foreign_ops.is_foreign, policy.decisions))
     found: dict[str, tuple[rules.Rule, ...]] = {
         name: (*rules.registered(name), *by_section.get(name, ())) for name in sorted(names)
     }
@@ -542,7 +707,7 @@ def _deciding(policy: Policy) -> dict[str, tuple[rules.Rule, ...]]:
 
 def _maker(
     function: Callable[..., Any],
-    site: ops.Site,
+    site: ops.Site | foreign_sites.Site,
     plan: CallPlan,
     observers: tuple[Observer, ...],
 ) -> choosing.Maker:
@@ -562,11 +727,15 @@ def _maker(
     return make
 
 
-def _is_settled_by_torch(site: ops.Site, decision: Decision, promotes: bool) -> bool:
+def _is_settled_by_torch(
+    site: ops.Site | foreign_sites.Site, decision: Decision, promotes: bool
+) -> bool:
     """Whether torch's own kernel does exactly what the decision says, so that none is wrapped."""
     if decision.cast_policy is CastPolicy.PASS:
         return True
     if site.in_place:
+        if isinstance(site, foreign_sites.Site):
+            return False
         return promotes or not (site.is_python or ops.parameters(site).has_several_tensors)
     is_widest = decision.cast_policy is CastPolicy.WIDEST
     return promotes and is_widest and not decision.is_composed

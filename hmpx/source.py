@@ -86,10 +86,18 @@ _TRY = """
 #: Any call.
 _CAST = """
         args = given({names}rest)
-        if is_overridden(args, kwargs):
+        if {is_overridden}:
             return override(wrapper, args, kwargs)
         cast_args, kwargs = cast(args, kwargs)
         return {call}
+"""
+
+#: As `_CAST`, where ``run`` casts.
+_RUN_LATE = """
+        args = given({names}rest)
+        if {is_overridden}:
+            return override(wrapper, args, kwargs)
+        return run(original, args, kwargs, args)
 """
 
 #: As `_CAST`, where ``run`` casts.
@@ -153,7 +161,9 @@ def _source(plan: CallPlan) -> str:
         factory_parameters=", ".join(PARAMETERS),
         parameters=_listed([f"{name}=missing" for name in names]) + ("/, " if names else ""),
         has_torch_function=(
-            f"has_torch_function_variadic({', '.join(tensors)})"
+            "False"
+            if plan.is_foreign
+            else f"has_torch_function_variadic({', '.join(tensors)})"
             if tensors
             else "has_torch_function(rest)"
         ),
@@ -197,7 +207,10 @@ def _body(plan: CallPlan, names: str) -> str:
         call = run
     else:
         call = f"{run} if legalizes else {native}" if plan.legalizes else native
-    body = _CAST.format(names=names, call=call)
+    is_overridden = "False" if plan.is_foreign else "is_overridden(args, kwargs)"
+    if plan.returns_input_dtype:
+        return _RUN_LATE.format(names=names, is_overridden=is_overridden)
+    body = _CAST.format(names=names, call=call, is_overridden=is_overridden)
     if not names or plan.emulation is not None:
         return body
     if plan.target is not None and not plan.in_place:

@@ -36,7 +36,7 @@ from .casting import (
     written,
 )
 from .composition import computed_in_fp32, inputs_of, rounded
-from .decisions import CastPolicy
+from .decisions import INPUT, CastPolicy
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
 from .norm_statistics import Statistics
@@ -132,6 +132,7 @@ def _retry_in_fp32(
     """
     if written(plan, args, kwargs) is not None:
         raise error
+    given = floating_inputs(plan, args, kwargs)
     args, kwargs = cast_args(plan, args, kwargs)
     statistics = _statistics(plan)
     if statistics is not None:
@@ -145,6 +146,7 @@ def _retry_in_fp32(
         result = computed_in_fp32(original, args, kwargs, dtype)
     output = plan.decision.output_dtype
     if output is not None:
+        output = given[0].dtype if output == INPUT else output
         result = rounded(result, CAST[output], dtype)
     if (plan.op, dtype) not in _retried:
         _retried.add((plan.op, dtype))
@@ -158,7 +160,7 @@ def make_observed_wrapper(
     """Returns a wrapper that casts as `make_wrapper`'s does and tells ``observers`` each call."""
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if source.is_overridden(args, kwargs):
+        if not plan.is_foreign and source.is_overridden(args, kwargs):
             return override(original, cast, wrapper, args, kwargs)
         if is_off() or is_below_dispatcher():
             return original(*args, **kwargs)
@@ -496,30 +498,39 @@ def _emulated(plan: CallPlan, emulation: Emulation, run: Runner) -> Runner:
 def _composed(plan: CallPlan, run: Runner) -> Runner:
     """Returns what runs the op in its ``accumulate_dtype``, and casts what ``run`` returns."""
     decision = plan.decision
-    accumulation = Accumulation(
-        plan.kind, plan.casts_first, decision.accumulate_dtype, decision.output_dtype
-    )
+
+    def ending_in(output: torch.dtype | None) -> Accumulation:
+        return Accumulation(plan.kind, plan.casts_first, decision.accumulate_dtype, output)
+
+    output = decision.output_dtype
+    accumulation = ending_in(None if output == INPUT else output)
+    by_input = {each: ending_in(each) for each in ELIGIBLE} if plan.returns_input_dtype else {}
     is_widest = decision.cast_policy is CastPolicy.WIDEST
+    casts_here = plan.returns_input_dtype and not plan.legalizes
 
     def run_composed(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if is_below_dispatcher() or written(plan, args, kwargs) is not None:
-            return run(function, args, kwargs, given)
+            cast, kwargs = cast_args(plan, args, kwargs) if casts_here else (args, kwargs)
+            return run(function, cast, kwargs, given)
         if kwargs.get("dtype") is not None or torch.dtype in map(type, args):
-            return run(function, args, kwargs, given)  # its output is as asked for
+            cast, kwargs = cast_args(plan, args, kwargs) if casts_here else (args, kwargs)
+            return run(function, cast, kwargs, given)  # its output is as asked for
         cast = args
+        first = floating_inputs(plan, args, kwargs)[:1] if by_input else []
         if plan.casts_late:
             cast, kwargs = cast_args(plan, args, kwargs)
         inputs = floating_inputs(plan, cast, kwargs)
         if not inputs or any([t.dtype not in ELIGIBLE for t in inputs]):  # noqa: C419
-            return run(function, args, kwargs, given)
+            return run(function, cast, kwargs, given)
         if inputs[0].device.type not in plan.device_types:
-            return run(function, args, kwargs, given)
+            return run(function, cast, kwargs, given)
         known = inputs_of(cast, kwargs)
         if known is None:  # all are in lists of lists, which are not raised
-            return run(function, args, kwargs, given)
+            return run(function, cast, kwargs, given)
         wrapped = functools.partial(_run_with, run, function, given)
         dtype = widest(inputs) if is_widest else inputs[0].dtype
-        return accumulation.compute(wrapped, known, cast, kwargs, given, dtype)
+        ending = by_input[first[0].dtype] if first else accumulation
+        return ending.compute(wrapped, known, cast, kwargs, given, dtype)
 
     return run_composed
 
