@@ -28,6 +28,7 @@ import torch
 from . import (
     __version__,
     capability,
+    foreign_ops,
     formats,
     habana_shim,
     kernel_cache,
@@ -598,6 +599,8 @@ def _ops(options: argparse.Namespace) -> int:
         return _show(_format_lines())
     loaded = _warned(policy.load_policy, **_list_options(options))
     names = [name for name in ops.table() if ops.is_castable(name)]
+    by_section = loaded.section_rules()
+    names += dict.fromkeys(filter(foreign_ops.is_foreign, (*loaded.decisions, *by_section)))
     names.sort(key=lambda name: (name.startswith("_"), name.lower()))
     if options.pattern is not None:
         matching = _matching(options.pattern, names)
@@ -606,7 +609,6 @@ def _ops(options: argparse.Namespace) -> int:
             return 1
         names = matching
     rows = [("op", "policy", "reason", "call sites")]
-    by_section = loaded.section_rules()
     for name in names:
         decision = loaded[name]
         rows.append((name, _what(decision), decision.reason, ", ".join(_call_sites(name))))
@@ -650,7 +652,10 @@ def _matching(pattern: str, names: list[str]) -> list[str]:
 
 
 def _why_no_match(pattern: str, names: list[str]) -> str:
-    if ops.resolve(pattern) is not None:
+    resolved = ops.resolve(pattern)
+    if resolved is not None and foreign_ops.is_foreign(resolved):
+        return f"{shown(pattern)}, an op of another library, is in no list"
+    if resolved is not None:
         return f"{shown(pattern)} computes nothing from tensors, so there is nothing to cast"
     spellings = [spelling for spelling, name in ops.names().items() if name in names]
     hint = suggestion(pattern, spellings) or "; hmpx ops without a pattern shows all"
@@ -671,6 +676,8 @@ def _what(decision: Decision) -> str:
 
 
 def _call_sites(name: str) -> list[str]:
+    if foreign_ops.is_foreign(name):
+        return [name]
     op = ops.table()[name]
     sites = [site.qualified for site in (*op.sites, *op.followers)]
     return [site for site in sites if not site.startswith("torch._VF.")] or sites

@@ -199,10 +199,27 @@ def why_not(name: str, found: Found) -> str:
         return f"{shown(name)} is a class; list a function of it, such as {name + '.forward'!r}"
     if not isinstance(value, _FUNCTIONS):
         return f"{shown(name)} is no function, but a {type(value).__name__}"
-    origin = str(getattr(value, "__module__", None) or "").partition(".")[0]
-    if origin in _REFUSED:
-        return f"{shown(name)} is a function of {origin}, not of {name.partition('.')[0]}"
+    top = name.partition(".")[0]
+    for origin in {_top(found.owner), _top(value)} - {top, ""}:
+        if origin in _REFUSED:
+            return f"{shown(name)} is a function of {origin}, not of {top}"
+        if origin == "torch":
+            return f"{shown(name)} is torch's own function; list it by the name that it has there"
     return ""
+
+
+def _top(value: Any) -> str:
+    """Returns the library that a module, a class or a function is of; ``""`` where that is not told.
+
+    Bound methods and scripted functions are their owner's, whoever has made them.
+    """
+    if isinstance(value, types.ModuleType):
+        module = _NAMES.__get__(value).get("__name__")
+    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        module = value.__module__
+    else:
+        module = None
+    return module.partition(".")[0] if isinstance(module, str) else ""
 
 
 def operator_of(value: Any) -> OpOverload | None:

@@ -187,8 +187,6 @@ def resolve(name: str) -> str | None:
 
 def _foreign(name: str) -> str | None:
     """Returns the op of another library that ``name`` means, or None."""
-    if "." not in name and "::" not in name:
-        return facts("libraries").get(name, (None,))[0]
     return foreign_ops.canonical(name, _RESERVED, names())
 
 
@@ -376,6 +374,8 @@ def _tables() -> tuple[Mapping[str, Op], Mapping[str, str], Mapping[str, Mapping
     for namespace in _QUALIFIED_ONLY:  # their bare names: only what is still free
         for attribute, name in qualified_names[namespace].items():
             bare_names.setdefault(attribute, name)
+    for bare, words in facts("libraries").items():
+        bare_names.setdefault(bare, words[0])
     ops = {}
     for name, sites in slots.items():
         followers = tuple(site for site in sites if site.is_python and _follows(site, sites))

@@ -253,7 +253,8 @@ class Session:
             patches.append(wrappers.in_force([*installed.wrappers, *foreign.made]))
             made = foreign.made
             self._extend(draft, patches, notes_modules=installed.notes_modules, made=made)
-        _say(foreign.said)
+        _say([each for each in foreign.said if each not in self._said])
+        self._said += foreign.said
 
     @exclusive
     def _note_modules(self) -> None:
@@ -638,6 +639,8 @@ class _Foreign:
 
     def _wrap(self, site: foreign_sites.Site, name: str, decision: Decision) -> None:
         session = self._session
+        # Nobody knows by what the speed of another library's function in low precision is told.
+        legalize = "always" if session.options.legalize == "always" else "never"
         plan = CallPlan(
             op=name,
             site=site.qualified,
@@ -647,7 +650,7 @@ class _Foreign:
             in_place=site.in_place,
             is_python=True,
             writes=site.writes,
-            legalize=session.options.legalize,
+            legalize=legalize,
             reuses_casts=session.options.reuse_casts,
             rounding=session.options.rounding,
             rounds_gradients=session.options.round_gradients,
@@ -680,7 +683,7 @@ def _replacements(
 def _say(messages: list[str]) -> None:
     """Warns of what is wrong with names in the lists, at the first line outside of hmpx."""
     if messages:
-        level, frame = 1, sys._getframe(1)
+        level, frame = 1, sys._getframe()
         while frame.f_back is not None and _is_passing_on(frame.f_globals.get("__name__")):
             level, frame = level + 1, frame.f_back
         lines = "\n  ".join(messages)
