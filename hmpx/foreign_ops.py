@@ -200,7 +200,10 @@ def why_not(name: str, found: Found) -> str:
     if not isinstance(value, _FUNCTIONS):
         return f"{shown(name)} is no function, but a {type(value).__name__}"
     top = name.partition(".")[0]
-    for origin in {_top(found.owner), _top(value)} - {top, ""}:
+    origins = {_top(found.owner)}
+    if not isinstance(found.owner, type):  # what a class inherits may be anybody's
+        origins.add(_top(value))
+    for origin in sorted(origins - {top, ""}):
         if origin in _REFUSED:
             return f"{shown(name)} is a function of {origin}, not of {top}"
         if origin == "torch":
