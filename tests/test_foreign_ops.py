@@ -486,7 +486,7 @@ def test_names_that_are_nobodys_ops_are_refused(name: str, tmp_path: Path) -> No
         ("functions.Block", "is a class; list a function of it"),
         ("functions.TABLE", "is no function, but a dict"),
         ("functions.fused_nrom", "has no 'fused_nrom'; did you mean 'fused_norm'?"),
-        ("functions.Block.methodd", "has no 'methodd'; did you mean 'method'?"),
+        ("functions.Block.methodx", "has no 'methodx'; did you mean 'method'?"),
     ],
 )
 @pytest.mark.parametrize("is_early", [True, False], ids=["imported before", "imported after"])
