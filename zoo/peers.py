@@ -31,7 +31,6 @@ import subprocess
 import sys
 import tarfile
 import tempfile
-import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -132,16 +131,25 @@ def targets(peer: Peer, folder: Path) -> tuple[Path, list[str]]:
 
 
 def run(
-    peer: Peer, which: str, folder: Path, *, every: int, seconds: int, only: Iterable[str] = ()
+    peer: Peer,
+    which: str,
+    folder: Path,
+    *,
+    every: int,
+    seconds: int,
+    only: Iterable[str] = (),
+    saved: bool = False,
 ) -> dict[str, Any]:
     """Returns what became of each test in one run; see `peers_plugin` for what runs there are.
 
     Raises:
         SystemExit: pytest didn't get as far as running tests.
     """
-    where, tests = targets(peer, folder)
     results = folder / f"{peer.name}-{which}.json"
+    if saved and results.exists():
+        return dict(json.loads(results.read_text("utf-8")))
     results.unlink(missing_ok=True)
+    where, tests = targets(peer, folder)
     command = [sys.executable, "-m", "pytest", "-p", "peers_plugin", "-p", "no:cacheprovider"]
     if importlib.util.find_spec("pytest_randomly"):
         command += ["-p", "no:randomly"]
@@ -294,12 +302,13 @@ def main() -> None:
     parser.add_argument("--every", type=int, help="run one test in so many")
     parser.add_argument("--seconds", type=int, default=60, help="a test's time limit")
     parser.add_argument("--folder", type=Path, help="for downloads, results and logs; is kept")
+    parser.add_argument("--saved", action="store_true", help="repeat no run that --folder holds")
     parser.add_argument("--write", type=Path, default=DOCUMENT, help="the document to write to")
     options = parser.parse_args()
     peer = peers[options.peer]
     settings = {"every": options.every or peer.every, "seconds": options.seconds}
+    settings["saved"] = options.saved
     asked = [options.policy] if options.policy else ["none", "default"]
-    started = time.monotonic()
     with working_folder(options.folder) as folder:
         runs = {which: run(peer, which, folder, **settings) for which in ["plain", *asked]}
         why: dict[str, str] = {}
@@ -311,10 +320,7 @@ def main() -> None:
             why = reasons(failing, variations)
     where = "examples in docstrings" if peer.source == "installed" else "tests of its sdist"
     share = "all" if settings["every"] == 1 else f"one in {settings['every']}"
-    notes = [
-        f"{where}: {' '.join(peer.tests)}; {share} of them; "
-        f"{(time.monotonic() - started) / 60:.0f} minutes in all."
-    ]
+    notes = [f"{where}: {' '.join(peer.tests)}; {share} of them."]
     content = section(f"{peer.name} {peer.version}", runs, why, notes)
     for which in asked:
         for name in differences(runs["plain"], runs[which]):

@@ -46,18 +46,23 @@ class TimedOutError(BaseException):
     """A test took longer than it may; no test catches this by ``except Exception``."""
 
 
-def convert(run: str) -> hmpx.Session | None:
+@contextlib.contextmanager
+def in_force(run: str) -> Iterator[None]:
     """Puts in force what a run is about."""
-    if run == "none":
-        return hmpx.convert(policy=hmpx.Policy.from_ops())
-    if run in {"default", "typeless", "loose"}:
-        return hmpx.convert()
-    if run in {"rounded", "fine"}:
-        bits = 7 if run == "rounded" else 22
-        name = f"peers_{run}"
-        hmpx.formats.register(hmpx.formats.Float(name, exponent_bits=8, mantissa_bits=bits))
-        return hmpx.convert(low_precision_type=name)
-    return None
+    with contextlib.ExitStack() as stack:
+        if run == "none":
+            stack.enter_context(hmpx.convert(policy=hmpx.Policy.from_ops()))
+        if run in {"default", "typeless", "loose"}:
+            stack.enter_context(hmpx.convert())
+        if run in {"rounded", "fine"}:
+            bits = 7 if run == "rounded" else 22
+            name = f"peers_{run}"
+            hmpx.formats.register(hmpx.formats.Float(name, exponent_bits=8, mantissa_bits=bits))
+            stack.callback(hmpx.formats.unregister, name)
+            stack.enter_context(hmpx.convert(low_precision_type=name))
+        if run in {"typeless", "loose"}:
+            stack.enter_context(lenient_comparisons(is_loose=run == "loose"))
+        yield
 
 
 class Peers:
@@ -309,9 +314,5 @@ def pytest_configure(config: pytest.Config) -> None:
     peers = Peers(config)
     config.pluginmanager.register(peers, "peers")
     stack = contextlib.ExitStack()
-    session = convert(peers.run)
-    if session is not None:
-        stack.callback(session.revert)
-    if peers.run in {"typeless", "loose"}:
-        stack.enter_context(lenient_comparisons(is_loose=peers.run == "loose"))
+    stack.enter_context(in_force(peers.run))
     config.add_cleanup(stack.close)

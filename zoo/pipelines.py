@@ -1,13 +1,14 @@
 """Whether arithmetic outside of models stays fp32, bit for bit, under plain `hmpx.convert()`.
 
-    python zoo/pipelines.py                          # all groups; rewrites the table in docs/peers.md
-    python zoo/pipelines.py torch diffusers          # these groups only, printed
+    python zoo/pipelines.py                          # all groups
+    python zoo/pipelines.py torch diffusers          # these groups only
 
 A case computes something on fp32 tensors: data preparation, augmentation, metrics, schedulers of
 diffusion models, geometry, graph utilities. Each runs in plain torch, converted, and in a
 ``torch.autocast`` region, and everything that it gives is compared with plain torch bit by bit,
-dtypes included. Where hmpx differs, the ops that it ran in low precision are named. Groups whose
-package is missing are left out. Cases of a package's docstrings run its examples as they stand.
+dtypes included. Where hmpx differs, the ops that it ran in low precision are named. Rewrites the
+groups' parts of docs/peers.md. Groups whose package is missing are left out. Cases of a package's
+docstrings run its examples as they stand.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ import sys
 import types
 import warnings
 import zlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import median
 from typing import Any, Final
 
 import numpy as np
@@ -382,10 +383,10 @@ def torch_cases() -> Iterator[Case]:
             F.gaussian_nll_loss(table, table.flip(0), table.abs() + 1),
         ),
         "advantages and returns": lambda: _returns(table[:, 0]),
-        "least squares (torch.linalg)": lambda: (
-            torch.linalg.lstsq(table, table[:, :1]).solution,
+        "QR, singular values, determinants": lambda: (
             torch.linalg.qr(table),
             torch.linalg.svdvals(table),
+            torch.linalg.det(table[:6]),
         ),
         "initial weights": lambda: (
             torch.nn.Linear(16, 16),
@@ -468,11 +469,11 @@ def torchvision_cases() -> Iterator[Case]:
         "to_grayscale": functional.to_grayscale,
         "ten_crop": lambda x: functional.ten_crop(x, [10, 10]),
         "erase": lambda x: functional.erase(x, 2, 3, 5, 5, torch.zeros(3, 1, 1, dtype=x.dtype)),
-        "RandAugment": lambda x: v2.RandAugment(5)(x),
-        "TrivialAugmentWide": lambda x: v2.TrivialAugmentWide()(x),
-        "AugMix": lambda x: v2.AugMix()(x),
-        "ColorJitter": lambda x: v2.ColorJitter(0.4, 0.4, 0.4, 0.1)(x),
-        "RandomPhotometricDistort": lambda x: v2.RandomPhotometricDistort(p=1)(x),
+        "RandAugment": v2.RandAugment(5),
+        "TrivialAugmentWide": v2.TrivialAugmentWide(),
+        "AugMix": v2.AugMix(),
+        "ColorJitter": v2.ColorJitter(0.4, 0.4, 0.4, 0.1),
+        "RandomPhotometricDistort": v2.RandomPhotometricDistort(p=1),
         "LinearTransformation": lambda x: v2.LinearTransformation(
             torch.eye(3 * 24 * 32), torch.zeros(3 * 24 * 32)
         )(functional.to_dtype(x, torch.float32, scale=True)),
@@ -728,49 +729,51 @@ GROUPS: Final[Mapping[str, Callable[[], Iterable[Case]]]] = {
 # --- writing -----------------------------------------------------------------------------------
 
 
-def row(group: str, found: list[Verdict], unusable: list[str]) -> str:
-    """Returns one line of the table."""
-    equal = sum(not each.hmpx for each in found)
-    autocast = sum(not each.autocast for each in found)
-    raised = sum(each.hmpx.raised for each in found)
-    autocast_raised = sum(each.autocast.raised for each in found)
-    worse = sum(each.hmpx.is_worse_than(each.autocast) for each in found)
-    return (
-        f"| {group} | {len(found)} | {equal} | {autocast} | {raised} | {autocast_raised} | {worse} "
-        f"| {len(unusable)} |"
-    )
-
-
 HEADER: Final = (
-    "| cases | run | bit-equal | bit-equal under autocast | raise | raise under autocast "
-    "| worse than autocast | left out |\n|---|---|---|---|---|---|---|---|"
+    "| cases | bit-equal | bit-equal under autocast | raise | raise under autocast "
+    "| worse than autocast | left out |\n|---|---|---|---|---|---|---|"
 )
 
 
-def listed(group: str, found: list[Verdict]) -> str:
-    """Returns a table of the cases that aren't bit-equal."""
-    lines = []
-    for each in found:
-        if each.hmpx:
-            mark = "worse" if each.hmpx.is_worse_than(each.autocast) else ""
-            ops = ", ".join(each.ops)
-            lines.append(f"| `{each.name}` | {ops} | {each.hmpx} | {each.autocast} | {mark} |")
-    if not lines:
-        return ""
-    top = [
-        "",
-        f"Not bit-equal, {group}:",
-        "",
-        "| case | low ops | error | autocast's | |",
-        "|---|---|---|---|---|",
-    ]
-    return "\n".join([*top, *lines])
+def section(group: str, found: list[Verdict], unusable: list[str]) -> str:
+    """Returns what docs/peers.md says of one group: counts, what is worse, and what differs by op."""
+    unequal = [each for each in found if each.hmpx]
+    worse = [each for each in unequal if each.hmpx.is_worse_than(each.autocast)]
+    counted = (
+        len(found),
+        len(found) - len(unequal),
+        sum(not each.autocast for each in found),
+        sum(each.hmpx.raised for each in found),
+        sum(each.autocast.raised for each in found),
+        len(worse),
+        len(unusable),
+    )
+    about = next(iter((GROUPS[group].__doc__ or "Examples in docstrings.").splitlines()))
+    lines = [f"### {group}", "", about, "", HEADER, f"| {' | '.join(map(str, counted))} |"]
+    if worse:
+        lines += ["", "| worse than autocast | low ops | hmpx | autocast |", "|---|---|---|---|"]
+        lines += [
+            f"| `{short(each.name)}` | {', '.join(each.ops)} | {each.hmpx} | {each.autocast} |"
+            for each in worse
+        ]
+    by_ops: dict[tuple[str, ...], list[Verdict]] = {}
+    for each in unequal:
+        by_ops.setdefault(each.ops, []).append(each)
+    if unequal:
+        lines += ["", "| low ops | median error | autocast's | what differs |", "|---|---|---|---|"]
+    for ops, verdicts_ in sorted(by_ops.items(), key=lambda pair: -len(pair[1])):
+        names = ", ".join(dict.fromkeys(f"`{short(each.name)}`" for each in verdicts_))
+        errors = [median(getattr(each, who).error for each in verdicts_) for who in _BOTH]
+        lines.append(f"| {', '.join(ops)} | {errors[0]:.0e} | {errors[1]:.0e} | {names} |")
+    return "\n".join(lines)
 
 
-def causes(found: list[Verdict]) -> str:
-    """Returns how many cases differ with each op among those that ran in low precision."""
-    counted = Counter(op for each in found if each.hmpx for op in each.ops)
-    return ", ".join(f"{op} {count}" for op, count in counted.most_common())
+_BOTH: Final = ("hmpx", "autocast")
+
+
+def short(name: str) -> str:
+    """Returns the last two parts of a dotted name; and other names as they are."""
+    return name if " " in name else ".".join(name.split(".")[-2:])
 
 
 def main() -> None:
@@ -784,20 +787,15 @@ def main() -> None:
         parser.error(f"no such group: {', '.join(sorted(unknown))}; there are {', '.join(GROUPS)}")
     torch.set_num_threads(1)
     os.environ["HF_HUB_OFFLINE"] = "1"  # nothing is downloaded
-    rows, lists = [], []
     for group in options.groups or GROUPS:
         if importlib.util.find_spec(group) is None:
             print(f"{group}: not installed")
             continue
         found, unusable = verdicts(list(GROUPS[group]()))
-        rows.append(row(group, found, unusable))
-        lists.append(listed(group, found))
-        print(HEADER, rows[-1], lists[-1], sep="\n")
-        print(f"low ops where it differs: {causes(found)}\nleft out: {', '.join(unusable)}")
-    if not options.groups:
-        content = "\n".join([HEADER, *rows, *filter(None, lists)])
+        content = section(group, found, unusable)
+        print(content, f"left out: {', '.join(unusable)}", sep="\n")
         text = options.write.read_text("utf-8") if options.write.exists() else "# Peers\n"
-        options.write.write_text(put(text, "pipelines", content), encoding="utf-8")
+        options.write.write_text(put(text, f"pipelines {group}", content), encoding="utf-8")
 
 
 if __name__ == "__main__":
