@@ -110,7 +110,7 @@ def test_a_run_is_a_process_of_its_own(
     (tmp_path / "pytest.ini").write_text("[pytest]\naddopts = --unknown\n", encoding="utf-8")
     (tmp_path / "test_suite.py").write_text(SUITE, encoding="utf-8")
     monkeypatch.setattr(peers, "fetch", lambda peer, folder: tmp_path)
-    peer = peers.Peer("toy", "toy", "sdist", ("test_suite.py",), (), 1, (), {})
+    peer = peers.Peer("toy", "toy", "sdist", ("test_suite.py",), 1, (), {})
     only = ["test_suite.py::test_same", "test_suite.py::test_dtype_assert"]
     found = peers.run(peer, "default", tmp_path, every=1, seconds=60, only=only)
     assert {name: result["outcome"] for name, result in found.items()} == {

@@ -57,7 +57,6 @@ class Peer:
     distribution: str
     source: str
     tests: tuple[str, ...]
-    packages: tuple[str, ...]
     every: int
     options: tuple[str, ...]
     environment: Mapping[str, str]
@@ -82,7 +81,6 @@ def _peer(name: str, section: configparser.SectionProxy) -> Peer:
         distribution=section["distribution"],
         source=section["source"],
         tests=tuple(section["tests"].split()),
-        packages=tuple(section.get("packages", "").split()),
         every=section.getint("every", 1),
         options=tuple(shlex.split(section.get("options", ""))),
         environment={key: value for key, _, value in variables},
@@ -124,8 +122,6 @@ def targets(peer: Peer, folder: Path) -> tuple[Path, list[str]]:
         where = tempfile.mkdtemp(dir=folder)  # examples may write files
         return Path(where), [*options, package]
     where = fetch(peer, folder)
-    for package in peer.packages:
-        (where / package / "__init__.py").touch()
     found = [test for test in peer.tests if (where / test).exists()]
     if not found:
         sys.exit(f"the source distribution of {peer.name} {peer.version} holds no {peer.tests[0]}")
