@@ -96,6 +96,8 @@ def test_failures_are_told_apart_without_reading_what_they_say(
     }
     assert plain["test_fails_anyway"]["outcome"] == "failed"
     assert results(tmp_path, "none") == plain
+    slow = {name: plain[name] | {"exception": "TimedOutError"} for name in plain}
+    assert peers.differences(slow, default) == []
     text = peers.section("toy 1", {"plain": plain, "default": default}, {"test_crash": "crash"}, [])
     assert "| default | 1 passed, 7 failed | 6 |" in text
     assert "| `test_crash` | crash | TypeError: fp32, please |" in text

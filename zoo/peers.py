@@ -186,9 +186,16 @@ def run(
 
 
 def differences(plain: Results, other: Results) -> list[str]:
-    """Returns the tests whose outcome differs, those that one run alone collected included."""
-    names = sorted({*plain, *other})
-    return [name for name in names if _outcome(plain, name) != _outcome(other, name)]
+    """Returns the tests whose outcome differs, those that one run alone collected included.
+
+    A test that timed out in either run is no difference: that tells of the machine.
+    """
+    found = []
+    for name in sorted({*plain, *other}):
+        outcomes = {_outcome(plain, name), _outcome(other, name)}
+        if len(outcomes) > 1 and TIMED_OUT not in outcomes:
+            found.append(name)
+    return found
 
 
 def newly_failing(plain: Results, other: Results) -> list[str]:
@@ -200,8 +207,12 @@ def newly_failing(plain: Results, other: Results) -> list[str]:
     ]
 
 
+TIMED_OUT: Final = "timed out"
+
+
 def _outcome(results: Results, name: str) -> str:
-    return str(results.get(name, {"outcome": "missing"})["outcome"])
+    result = results.get(name, {"outcome": "missing"})
+    return TIMED_OUT if result.get("exception") == "TimedOutError" else str(result["outcome"])
 
 
 def classify(failure: Mapping[str, Any], passes: Mapping[str, bool]) -> str:
@@ -236,8 +247,8 @@ def reasons(failing: Results, variations: Mapping[str, Results]) -> dict[str, st
 
 def counts(results: Results) -> str:
     """Returns how many tests had each outcome, in words."""
-    found = Counter(str(result["outcome"]) for result in results.values())
-    order = ("passed", "failed", "skipped", "not collected")
+    found = Counter(_outcome(results, name) for name in results)
+    order = ("passed", "failed", "skipped", "not collected", TIMED_OUT)
     return ", ".join(f"{found[each]} {each}" for each in order if found[each])
 
 
