@@ -69,6 +69,7 @@ class CallPlan:
         rounding: How values are rounded to a number format, and
         rounds_gradients: whether gradients are, too.
         lowerings: What computes the op in a number format, instead of torch.
+        is_narrowed: The wrapper stands in for one of more device types, where casts of some are off.
         target: Name of the argument that decides, since it is written to, what the others are cast
             to; None if there is none in every call.
         never_cast: Names of the arguments that are not even cast to what they are.
@@ -109,6 +110,7 @@ class CallPlan:
     rounding: str = "nearest"
     rounds_gradients: bool = False
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
+    is_narrowed: bool = False
 
     target: str | None = field(init=False)
     never_cast: frozenset[str] = field(init=False)
@@ -122,6 +124,11 @@ class CallPlan:
     fp32_positions: frozenset[int] | None = field(init=False)
     cast_kinds: Mapping[int, str] = field(init=False)
     skipped: frozenset[str] = field(init=False)
+
+    @property
+    def narrows(self) -> bool:
+        """Whether casts may be off on some of the device types, and on elsewhere."""
+        return len(self.device_types) > 1 and not self.is_narrowed
 
     @property
     def is_low(self) -> bool:

@@ -11,7 +11,7 @@ from typing import Any
 from torch.overrides import has_torch_function
 
 from . import source, switch, wrappers
-from .casting import Args, CallPlan, Kwargs, cast_args
+from .casting import Args, CallPlan, Kwargs
 from .decisions import Decision, LowType
 from .rules import MOST_VERDICTS, Judge, Rule
 
@@ -53,7 +53,7 @@ def make_choosing_wrapper(
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if choose(args, kwargs) is not by_lists:
             return args, kwargs  # cast once it was asked again, by the dtypes that there are
-        return cast_args(plan, args, kwargs)
+        return wrappers.cast_where_on(plan, args, kwargs)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (

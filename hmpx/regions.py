@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import functools
 import sys
-import threading
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -19,10 +18,11 @@ import torch.backends.mha
 import torch.utils.checkpoint
 from torch.optim import Optimizer
 
+from . import autocast_regions
 from .errors import CheckpointError, HmpxWarning
 from .modules import keeps_place
 from .patching import Draft, Patch
-from .switch import count_autocast, disable_casts, in_force, is_off, keeps_state
+from .switch import disable_casts, in_force, is_off, keeps_state
 from .training import as_training, is_training, keeps_kind
 
 
@@ -42,7 +42,7 @@ def patches(
     yield from _optimizer_patches(draft, add)
     yield from _checkpoint_patches(draft)
     yield from _module_patches(draft)
-    yield from _autocast_patches(draft)
+    yield from autocast_regions.patches(draft)
     script = draft.attribute(torch.jit, "script")
     yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
 
@@ -176,40 +176,6 @@ def _module_patches(draft: Draft) -> Iterator[Patch]:
             torch.set_autocast_enabled("cpu", was_enabled)
 
     yield Patch(rnn_base, "check_input", check_but_for_casts)
-
-
-# --- torch.autocast ----------------------------------------------------------------------------
-
-
-def _autocast_patches(draft: Draft) -> Iterator[Patch]:
-    """Counts the open regions, so that calls outside of any need not ask whether autocast is on."""
-    enter = draft.attribute(torch.autocast, "__enter__")
-    leave = draft.attribute(torch.autocast, "__exit__")
-    is_any_enabled = torch._C._is_any_autocast_enabled
-
-    def earlier() -> str:
-        """Stands for those regions of this thread that no wrapper has counted."""
-        return f"autocast before convert in {threading.get_ident()}"
-
-    if is_any_enabled():
-        count_autocast(earlier(), +1)
-
-    @functools.wraps(enter)
-    def counted_enter(self: torch.autocast) -> Any:
-        count_autocast(id(self), +1)
-        return enter(self)
-
-    @functools.wraps(leave)
-    def counted_exit(self: torch.autocast, *exc_info: Any) -> Any:
-        try:
-            return leave(self, *exc_info)
-        finally:
-            count_autocast(id(self), -1)
-            if not is_any_enabled():
-                count_autocast(earlier(), -1)
-
-    yield Patch(torch.autocast, "__enter__", counted_enter)
-    yield Patch(torch.autocast, "__exit__", counted_exit)
 
 
 # --- TorchScript -------------------------------------------------------------------------------

@@ -438,6 +438,9 @@ def _switch_to(session: Session | None) -> None:
         if (old is None) != (session is None):
             epoch = None if session is None else switch.begin()
             draft.apply([Patch(switch, "_epoch", epoch)])
+        covered_types = frozenset() if session is None else session.device_types
+        switch.reserve_marks(covered_types)
+        draft.apply([Patch(switch, "_covered", covered_types)])
         draft.apply([Patch(sys.modules[__name__], "_current", session)])
         draft.apply(map(wrappers.retirement, replaced.wrappers))
         said = _said_of(covered)
@@ -455,7 +458,7 @@ def _switch_to(session: Session | None) -> None:
             _forget_what_is_cached()
             raise
     if session is None:
-        switch.forget_autocast()
+        switch.end()
         if said:  # last: the change holds, even if this is made into an error
             warnings.warn(said, HmpxWarning, stacklevel=5)
 

@@ -39,6 +39,7 @@ PARAMETERS: Final = (
     "convert",
     "device_types",
     "is_autocast_on",
+    "narrowed",  # where casts of some device types are off: the wrapper for the others, else None
     "is_large",  # whether a product of two matrices is not left to its kernel for its size
     "legalizes",  # False where ``run`` would do nothing else than call the function
 )
@@ -65,13 +66,18 @@ def make({factory_parameters}):
             return override(wrapper, given({names}rest), kwargs)
         if _looks_closer:
             if is_off():
-                return {plain_call}
+                return {plain_call}{narrows}
             if is_autocast_on():  # the lists win
                 with DisableAutocast():
                     return wrapper(*given({names}rest), **kwargs)
 {body}
     return wrapper
 """
+
+#: Where several device types are covered, and torch.autocast is off for some of them only.
+_NARROWS = """
+            if (others := narrowed()) is not None:
+                return others(*given({names}rest), **kwargs)"""
 
 #: A low-precision op whose kernel lacks the type runs in fp32 instead.
 _TRY = """
@@ -169,6 +175,7 @@ def _source(plan: CallPlan) -> str:
         ),
         names=listed,
         plain_call=_plain_call(names),
+        narrows=_NARROWS.format(names=listed) if plan.narrows else "",
         body=body,
     )
 

@@ -1,4 +1,6 @@
-"""The off switch: `disable_casts`, per thread and task, and the state that follows a computation.
+"""The off switch: which casts are off, per thread and task, a state that follows a computation.
+
+`disable_casts` switches off all of them, a region of torch.autocast those of its device type.
 
 Every wrapper's globals are this module's, so that asking `_looks_closer` is one lookup. Knows
 neither ops nor dtypes.
@@ -15,7 +17,7 @@ import sys
 import threading
 import types
 from collections.abc import Callable, Hashable
-from typing import Any, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 from torch._C._dynamo import eval_frame
@@ -33,38 +35,99 @@ _gate_lock = threading.RLock()  # a signal's handler may come back here
 #: opened under one end with it, however they were lost.
 _epoch: object | None = None
 
-# The state is marked in a place that torch itself carries along as well: the autocast bit of a
-# device type that nobody has. torch.compile guards on it and captures it, and autograd's backward
-# threads inherit it, as they do neither thread-locals nor context variables.
+#: The device types whose tensors the conversion in force casts.
+_covered: frozenset[str] = frozenset()
+
+#: Stands for all device types among those whose casts are off.
+EVERY: Final = "*"
+#: No casts are off.
+ON: Final[frozenset[str]] = frozenset()
+
+# The state is marked in places that torch itself carries along as well: the autocast bits of device
+# types that nobody has. torch.compile guards on them and captures them, and autograd's backward
+# threads inherit them, as they do neither thread-locals nor context variables.
 _MARK = "maia"
+#: What can be off -> the device type whose bit says so. It only grows, so that no mark changes meaning.
+_marks: dict[str, str] = {EVERY: _MARK}
+#: In the order in which they are taken: that of "mps" is not among those that autocast asks for.
+_SPARE: Final = ("mps", "mtia", "ipu", "xla", "hpu", "xpu", "privateuseone", "cuda")
+
+# A conversion replaces the first with one that answers others.
+_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 
 
-def _mark(is_off: bool) -> None:
-    torch.set_autocast_enabled(_MARK, is_off)
+def _mark(off: frozenset[str]) -> None:
+    for name, bit in list(_marks.items()):
+        _set_enabled(bit, name in off)
 
 
-def _is_marked() -> bool:
-    return torch.is_autocast_enabled(_MARK)
+def _marked() -> frozenset[str]:
+    return frozenset([name for name, bit in list(_marks.items()) if _is_enabled(bit)])
+
+
+def _mark_every(is_off: bool) -> None:
+    _set_enabled(_MARK, is_off)
+
+
+def _is_every_marked() -> bool:
+    return _is_enabled(_MARK)
+
+
+def reserve_marks(device_types: frozenset[str]) -> None:
+    """Finds places for marks: a bit for each of ``device_types``, those that are here first.
+
+    As far as there are any: autocast knows more device types than a machine has devices of.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    here = {"cpu", "" if accelerator is None else accelerator.type}
+    free = [
+        bit
+        for bit in _SPARE
+        if bit not in here and bit not in device_types and bit not in _marks.values()
+    ]
+    for name in sorted(device_types - _marks.keys(), key=lambda name: (name not in here, name)):
+        if free:
+            _marks[name] = free.pop(0)
 
 
 class Region:
-    """A block with casts off, or with casts on inside of such a block.
+    """A block in which casts are off, or on again.
 
     Attributes:
-        is_off: Whether casts are off in it.
+        off: The device types whose casts are off in it; all, where `EVERY` is among them.
+        is_off: Whether `EVERY` is.
         opener: What has opened it, and closes it.
         outer: The region around it.
+        beneath: What was off around the outermost, by marks that no region of this thread has set.
         thread: The thread that it was opened in.
         epoch: The conversion under which it was opened.
         is_closed: It was left, perhaps in another thread or task than this one.
     """
 
-    __slots__ = ("epoch", "is_closed", "is_off", "opener", "outer", "thread")
+    __slots__ = ("beneath", "epoch", "is_closed", "is_off", "off", "opener", "outer", "thread")
 
-    def __init__(self, is_off: bool, opener: object) -> None:
-        """Is called where the region begins; `_open_region` opens it."""
-        self.is_off, self.opener, self.is_closed = is_off, opener, False
-        self.outer = _innermost()
+    def __init__(
+        self,
+        opener: object,
+        *,
+        off: frozenset[str] | None = None,
+        more: frozenset[str] = ON,
+        less: frozenset[str] = ON,
+    ) -> None:
+        """Is called where the region begins; `open_region` opens it.
+
+        Args:
+            opener: What opens it.
+            off: What is off in it. None: what is off around it, with ``more`` and without ``less``.
+            more: What is switched off.
+            less: What is switched on.
+        """
+        self.opener, self.is_closed = opener, False
+        self.outer = outer = _innermost()
+        self.beneath = _inherited() if outer is None else outer.beneath
+        if off is None:
+            off = ((self.beneath if outer is None else outer.off) | more) - less
+        self.off, self.is_off = off, EVERY in off
         self.thread, self.epoch = threading.get_ident(), _epoch
 
     def is_over(self) -> bool:
@@ -85,18 +148,18 @@ def _innermost() -> Region | None:
     return found
 
 
-def _open_region(region: Region) -> None:
+def open_region(region: Region) -> None:
     """Opens ``region`` in this thread or task; an exception, such as a signal's, leaves it closed."""
     try:
         _note(region, is_open=True)
-        _mark(region.is_off)
+        _mark(region.off)
         _region.set(region)
     except BaseException:
-        _close_region(region)
+        close_region(region)
         raise
 
 
-def _close_region(region: Region | None) -> None:
+def close_region(region: Region | None) -> None:
     """Closes ``region``, and those inside of it that were lost here; once more does nothing.
 
     Other threads and tasks that it is open in see to it when they ask next.
@@ -120,7 +183,11 @@ def _settle_on(region: Region | None) -> None:
     while region is not None and region.is_over():
         region = region.outer
     _region.set(region)
-    _mark(region is not None and region.is_off)
+    if region is not None:
+        _mark(region.off)
+    else:
+        is_own = inner is not None and inner.thread == threading.get_ident()
+        _mark(inner.beneath if inner is not None and is_own else ON)
     while inner is not None and inner is not region:
         _forget(inner)
         inner = inner.outer
@@ -162,21 +229,21 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             # torch.compile runs wrappers, it does not trace into them: they see the mark, which
             # becomes part of the graph.
             _note_traced_region()
-            self._was_marked = _is_marked()
-            _mark(True)
+            self._was_marked = _is_every_marked()
+            _mark_every(True)
         else:
-            _open_region(Region(True, self))
+            open_region(Region(self, more=_ALL))
 
     def __exit__(self, *exc_info: object) -> None:
         region = None
         try:
             if torch.compiler.is_dynamo_compiling():
-                _mark(self._was_marked)
+                _mark_every(self._was_marked)
             else:
-                region = _last_region(self)
-                _close_region(region)
+                region = last_region(self)
+                close_region(region)
         except BaseException:  # a signal's, which must not keep casts off
-            _close_region(region or _last_region(self))
+            close_region(region or last_region(self))
             raise
 
     def __call__(self, function: _F) -> _F:
@@ -211,15 +278,63 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
 
 def is_off() -> bool:
-    """Whether casts are off in this thread."""
+    """Whether all casts are off in this thread."""
     if torch.compiler.is_dynamo_compiling():
-        return _is_marked()
+        return _is_off_where_traced()
     region = _innermost()
-    if region is not None:
-        return region.is_off
-    # A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
-    # backward thread. Otherwise it is that of another asyncio task.
-    return _is_marked() and not _has_opened_any()
+    if region is None:
+        return _covers_all(_inherited())
+    if region.is_off or not _has_traced_regions:
+        return region.is_off or (bool(region.off) and _covered <= region.off)
+    return _covers_all(off())
+
+
+def partly_off() -> frozenset[str]:
+    """Returns the device types whose casts are off while those of others, that are cast too, are on."""
+    found = off()
+    return ON if _covers_all(found) else found & _covered
+
+
+def is_covered(device_type: str) -> bool:
+    """Whether the conversion in force casts tensors on devices of this type."""
+    return device_type in _covered
+
+
+def has_casts(device_type: str) -> bool:
+    """Whether tensors on devices of this type are cast here and now."""
+    return device_type in _covered and not {EVERY, device_type} & off()
+
+
+def off() -> frozenset[str]:
+    """Returns what is off in this thread."""
+    region = _innermost()
+    if region is None:
+        return _inherited()
+    if _has_traced_regions and _is_every_marked() and not (region.is_off or _is_off_in_others()):
+        return region.off | _ALL  # inside of a graph
+    return region.off
+
+
+_ALL: Final = frozenset([EVERY])
+
+
+def _covers_all(off: frozenset[str]) -> bool:
+    return EVERY in off or (bool(off) and _covered <= off)
+
+
+def _is_off_where_traced() -> bool:
+    """Whether all casts are off where torch.compile traces, which guards on marks."""
+    return _covers_all(_marked())
+
+
+def _inherited() -> frozenset[str]:
+    """Returns what is off outside of all regions of this thread or task.
+
+    A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
+    backward thread. Otherwise it is that of another asyncio task.
+    """
+    found = _marked()
+    return ON if found and _has_opened_any() else found
 
 
 def _has_opened_any() -> bool:
@@ -228,7 +343,17 @@ def _has_opened_any() -> bool:
     return any(isinstance(r, Region) and r.thread == thread for r in list(_open))
 
 
-def _last_region(opener: object) -> Region | None:
+def _is_off_in_others() -> bool:
+    """Whether casts are off in a region that another task of this thread has opened."""
+    thread, own, region = threading.get_ident(), set(), _region.get()
+    while region is not None:
+        own.add(region)
+        region = region.outer
+    opened = [r for r in list(_open) if isinstance(r, Region) and r not in own]
+    return any(r.is_off and r.thread == thread for r in opened)
+
+
+def last_region(opener: object) -> Region | None:
     """Returns the last region that ``opener`` has opened: here, or else in another thread or task."""
     region = _region.get()
     while region is not None and region.opener is not opener:
@@ -240,19 +365,19 @@ def _last_region(opener: object) -> Region | None:
 
 
 class _State:
-    """A context in which casts are on or off."""
+    """A context in which the casts of ``off`` are off, and no others."""
 
-    def __init__(self, is_off: bool) -> None:
-        self._region = Region(is_off, self)
+    def __init__(self, off: frozenset[str]) -> None:
+        self._region = Region(self, off=off)
 
     def __enter__(self) -> None:
-        _open_region(self._region)
+        open_region(self._region)
 
     def __exit__(self, *exc_info: object) -> None:
         try:
-            _close_region(self._region)
+            close_region(self._region)
         except BaseException:
-            _close_region(self._region)
+            close_region(self._region)
             raise
 
 
@@ -261,12 +386,11 @@ def keeps_state(function: _F) -> _F:
 
     What runs it later may have switched them: a checkpoint's recomputation, an optimizer.
     """
-    region = _innermost()
-    is_off = region is not None and region.is_off
+    state = off()
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _State(is_off):
+        with _State(state):
             return function(*args, **kwargs)
 
     return wrapper  # type: ignore[return-value]
@@ -314,12 +438,13 @@ def count_autocast(region: Hashable, entries: int) -> None:
         _set_gate()
 
 
-def forget_autocast() -> None:
-    """Notes that nobody counts the regions of torch.autocast any more."""
+def end() -> None:
+    """Notes that there is no conversion any more: nobody counts the regions of torch.autocast."""
     with _gate_lock:
         for region in [region for region in _open if not isinstance(region, Region)]:
             del _open[region]
         _set_gate()
+    _innermost()
 
 
 def _note_traced_region() -> None:
@@ -334,7 +459,8 @@ def run_when_traced(function: Callable[..., Any]) -> None:
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
 
 
-run_when_traced(_note_traced_region)
+for _function in (_note_traced_region, _is_off_where_traced):
+    run_when_traced(_function)
 
 
 def _run_generator(generator: Any) -> Any:

@@ -7,6 +7,7 @@ usual path. Knows neither lists nor how wrappers get into torch.
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import logging
 import sys
@@ -42,7 +43,7 @@ from .emulation import Emulation
 from .norm_statistics import Statistics
 from .patching import Patch
 from .records import Observer, OpCall
-from .switch import disable_casts, is_below_dispatcher, is_off, run_when_traced
+from .switch import disable_casts, is_below_dispatcher, is_off, partly_off, run_when_traced
 from .training import is_training
 
 LOGGER: Final = logging.getLogger("hmpx")
@@ -51,8 +52,16 @@ LOGGER: Final = logging.getLogger("hmpx")
 Runner = Callable[[Callable[..., Any], Args, Kwargs, Args], Any]
 
 
-def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any] | None:
-    """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast."""
+def make_wrapper(
+    original: Callable[..., Any], plan: CallPlan, public: Callable[..., Any] | None = None
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast.
+
+    Args:
+        original: torch's function.
+        plan: That of the call site.
+        public: What stands under the function's name, if that is another wrapper.
+    """
     is_single = not plan.is_python and not plan.parameters.has_several_tensors
     if plan.is_relative and is_single and not plan.composes:
         return None  # there is no other input to cast
@@ -66,21 +75,58 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
         if cell is not None:  # elsewhere ``run`` is called in any case
             cell.cell_contents = False
 
+    def override_here(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        cast_here = functools.partial(cast_where_on, plan)
+        return override(original, cast_here, public or wrapper, args, kwargs)
+
     wrapper = source.factory(plan)(
         original=original,
         cast=cast,
         run=_runner(plan, settle),
         is_large=_size_test(plan),
         retry=functools.partial(_retry_in_fp32, plan, original),
-        override=functools.partial(override, original, cast),
+        override=override_here,
         dtype=dtype,
         other_dtypes=ELIGIBLE - {dtype},
         convert=None if dtype is None else converter(plan, dtype),
         device_types=plan.device_types,
         is_autocast_on=torch._C._is_any_autocast_enabled,
+        narrowed=_narrower(
+            original, plan, lambda others: make_wrapper(original, others, public=wrapper)
+        ),
         legalizes=plan.legalizes,
     )
     return named_after(original, wrapper, plan.site)
+
+
+def _narrower(
+    original: Callable[..., Any],
+    plan: CallPlan,
+    make: Callable[[CallPlan], Callable[..., Any] | None],
+) -> Callable[[], Callable[..., Any] | None]:
+    """Returns what finds the wrapper for the device types whose casts are on; None where all are."""
+    made: dict[frozenset[str], Callable[..., Any]] = {}
+
+    def narrowed() -> Callable[..., Any] | None:
+        off = partly_off()
+        if not off:
+            return None
+        if off not in made:
+            made[off] = make(_without(plan, off)) or original
+        return made[off]
+
+    run_when_traced(narrowed)
+    return narrowed
+
+
+def _without(plan: CallPlan, off: frozenset[str]) -> CallPlan:
+    return dataclasses.replace(plan, device_types=plan.device_types - off, is_narrowed=True)
+
+
+def cast_where_on(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments cast as `cast_args` does, on device types whose casts are on."""
+    off = partly_off() if plan.narrows else None
+    return cast_args(_without(plan, off) if off else plan, args, kwargs)
 
 
 def override(
@@ -161,9 +207,12 @@ def make_observed_wrapper(
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not plan.is_foreign and source.is_overridden(args, kwargs):
-            return override(original, cast, wrapper, args, kwargs)
+            cast_here = functools.partial(cast_where_on, plan)
+            return override(original, cast_here, wrapper, args, kwargs)
         if is_off() or is_below_dispatcher():
             return original(*args, **kwargs)
+        if narrowed is not None and (others := narrowed()) is not None:
+            return others(*args, **kwargs)
         if is_autocast_on():
             with torch._C._DisableAutocast():
                 return wrapper(*args, **kwargs)
@@ -204,6 +253,11 @@ def make_observed_wrapper(
 
     run = _runner(plan, settle=_tell_nobody)
     is_autocast_on = torch._C._is_any_autocast_enabled
+    narrowed = None
+    if plan.narrows:
+        narrowed = _narrower(
+            original, plan, lambda others: make_observed_wrapper(original, others, observers)
+        )
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
@@ -312,6 +366,7 @@ def retirement(wrapper: Callable[..., Any]) -> Retirement:
         "choose": lambda args, kwargs: forward,
         "legalizes": False,
         "is_autocast_on": bool,
+        "narrowed": _nothing,
         "tell": _tell_nobody,
     }
     contents = {name: retired[name] for name in _cells(wrapper) if name in retired}
@@ -583,6 +638,10 @@ def _run_norm(
 
 def _raise(error: RuntimeError, args: Args, kwargs: Kwargs) -> Any:
     raise error
+
+
+def _nothing() -> None:
+    return None
 
 
 def _tell_nobody(*args: object) -> None:

