@@ -24,6 +24,7 @@ from .switch import (
     count_autocast,
     has_casts,
     is_covered,
+    is_enabled,
     last_region,
     off,
     open_region,
@@ -34,8 +35,10 @@ from .switch import (
 def patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches of torch.autocast, and of what asks whether it is on."""
     yield from _region_patches(draft)
-    is_enabled = draft.attribute(torch, "is_autocast_enabled")
-    yield Patch(torch, "is_autocast_enabled", _answering(is_enabled))
+    asked = draft.attribute(torch, "is_autocast_enabled")
+    yield Patch(torch, "is_autocast_enabled", _answering(asked))
+    asked = draft.attribute(torch, "get_autocast_dtype")
+    yield Patch(torch, "get_autocast_dtype", _remembering(asked))
 
 
 def _region_patches(draft: Draft) -> Iterator[Patch]:
@@ -90,14 +93,14 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
 
 def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:
     """Returns the region that ``autocast`` opens, entered from ``frame``."""
-    while frame is not None and _module(frame) in _BETWEEN:
-        frame = frame.f_back
-    if frame is not None and frame.f_code is _BACKWARD:
-        # The state of the forward, which torch itself asks to be that of autocast only.
-        return Region(autocast, off=getattr(frame.f_locals["args"][0], _FORWARD_STATE, None))
     device = frozenset([autocast.device])
     if autocast._enabled:
         return Region(autocast, less=device)
+    if autocast.fast_dtype is _AS_AROUND:
+        autocast.fast_dtype = torch.get_autocast_dtype(autocast.device)
+        return Region(autocast)
+    while frame is not None and _module(frame) in _BETWEEN:
+        frame = frame.f_back
     return Region(autocast, more=ON if _restores(frame) else device)
 
 
@@ -121,8 +124,43 @@ def _restores(frame: types.FrameType | None) -> bool:
     return module.startswith("torch.") and module not in _OPENERS
 
 
-def _module(frame: types.FrameType) -> str:
+def _module(frame: Any) -> str:
     return str(frame.f_globals.get("__name__"))
+
+
+# --- graphs that are exported -----------------------------------------------------------------
+
+
+def tracing_patch(draft: Draft) -> Patch:
+    """Returns the patch by which torch.export sees regions where it traces a graph that has them.
+
+    It notes them in the new graph there, and does not enter them.
+    """
+    mode = sys.modules[TRACER].PreDispatchTorchFunctionMode
+    handle = draft.attribute(mode, "__torch_function__")
+
+    @functools.wraps(handle)
+    def noting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_replayed = _module(sys._getframe(1)) != "torch.amp.autocast_mode"
+        if is_replayed and func is torch.amp.autocast_mode._enter_autocast:
+            region = None
+            autocast = torch.autocast(*args)
+            if is_covered(autocast.device):
+                region = _region(autocast, None)
+                open_region(region)
+            vars(self).setdefault(_REPLAYED, []).append(region)
+        elif is_replayed and func is torch.amp.autocast_mode._exit_autocast:
+            close_region(vars(self)[_REPLAYED].pop())
+        return handle(self, func, types, args, kwargs)
+
+    return Patch(mode, "__torch_function__", noting)
+
+
+#: Where torch.export's mode is defined.
+TRACER: Final = "torch.fx.experimental.proxy_tensor"
+
+#: Attribute of that mode: the regions that it has noted, and not yet left.
+_REPLAYED: Final = "_hmpx_regions"
 
 
 # --- custom_fwd and custom_bwd ----------------------------------------------------------------
@@ -136,43 +174,58 @@ def _code_in(function: Any, name: str) -> types.CodeType | None:
 
 # Libraries have decorated their functions before there is a conversion; the code is always the same.
 _FORWARD: Final = _code_in(torch.amp.autocast_mode.custom_fwd, "decorate_fwd")
-_BACKWARD: Final = _code_in(torch.amp.autocast_mode.custom_bwd, "decorate_bwd")
 
-#: Attribute of a custom function's context: what is off in its forward.
-_FORWARD_STATE: Final = "_hmpx_off"
+#: What a backward's region has for its dtype if the forward ran outside of autocast, with casts on:
+#: torch then opens one that is off, which is to change nothing. Autocast takes no such dtype.
+_AS_AROUND: Final = torch.float64
 
 
-def _answer_forward(frame: types.FrameType, is_enabled: bool, device_type: str) -> bool:
-    """Returns whether a forward with ``cast_inputs`` casts them, and runs in a region that is off."""
-    opens = frame.f_locals["cast_inputs"] is not None and (is_enabled or has_casts(device_type))
-    state = off() | ({device_type} if opens and is_covered(device_type) else ON)
-    setattr(frame.f_locals["args"][0], _FORWARD_STATE, state)
-    return opens or is_enabled
+def _remembering(dtype_of: Callable[..., torch.dtype]) -> Callable[..., torch.dtype]:
+    """Returns `torch.get_autocast_dtype` such that `custom_bwd` learns from it of casts in the forward."""
+
+    @functools.wraps(dtype_of)
+    def remembering(*args: Any, **kwargs: Any) -> torch.dtype:
+        dtype = dtype_of(*args, **kwargs)
+        asker = _asker(sys._getframe(1))
+        if asker is None or asker.f_code is not _FORWARD:
+            return dtype
+        device_type = args[0] if args else kwargs["device_type"]
+        is_plain = not _casts_inputs(asker) and not is_enabled(device_type)
+        return _AS_AROUND if is_plain and has_casts(device_type) else dtype
+
+    run_when_traced(remembering)
+    return remembering
+
+
+def _casts_inputs(asker: Any) -> bool:
+    """Whether a forward that `custom_fwd` has decorated has ``cast_inputs``."""
+    name = "cast_inputs"
+    if name in asker.f_locals:
+        return asker.f_locals[name] is not None
+    function = asker.funcvar.get_function()  # where torch.compile traces
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+    return cells[name].cell_contents is not None
 
 
 # --- who asks ---------------------------------------------------------------------------------
 
 
-def _answering(is_enabled: Callable[..., bool]) -> Callable[..., bool]:
+def _answering(asked: Callable[..., bool]) -> Callable[..., bool]:
     """Returns `torch.is_autocast_enabled` such that it knows of casts, where that decides on a region.
 
     Much code opens a region with ``enabled=False`` only where it finds autocast on.
     """
 
-    @functools.wraps(is_enabled)
+    @functools.wraps(asked)
     def answering(*args: Any, **kwargs: Any) -> bool:
-        answer = is_enabled(*args, **kwargs)
+        answer = asked(*args, **kwargs)
         device_type = args[0] if args else kwargs.get("device_type", "cuda")
         asker = _asker(sys._getframe(1))
-        if asker is None:
+        if asker is None or answer or not has_casts(device_type):
             return answer
         if asker.f_code is _FORWARD:
-            return _answer_forward(asker, answer, device_type)
-        return answer or (
-            _opens_regions(asker.f_code)
-            and not str(asker.f_globals.get("__name__")).startswith("torch.")
-            and has_casts(device_type)
-        )
+            return _casts_inputs(asker)
+        return not _module(asker).startswith("torch.") and _opens_regions(asker.f_code)
 
     run_when_traced(answering)
     return answering

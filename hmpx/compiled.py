@@ -18,10 +18,12 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import modules
+from .autocast_regions import TRACER, tracing_patch
 from .capability import reported
 from .dtypes import LOW_PRECISION
 from .patching import Draft, EntryPatch, Patch
 from .policy import Policy
+from .switch import AUTOCAST_STATE
 from .version import __version__
 
 
@@ -63,7 +65,12 @@ def patches(  # noqa: PLR0917  # all that a conversion is
     actions = {
         "torch._inductor.select_algorithm": _unwrap_kernels,
         "torch._inductor.codecache": _tag_keys,
+        "torch._dynamo.variables.torch": _fold_originals,
     }
+    if TRACER in sys.modules:
+        yield tracing_patch(draft)
+    else:
+        actions[TRACER] = lambda module: add(tracing_patch(Draft()))
     if _rounds_in_graphs(policy, device_types, legalize):
         config = "torch._inductor.config"
 
@@ -104,6 +111,19 @@ class _Finder(importlib.abc.MetaPathFinder):
 
             spec.loader.exec_module = exec_module  # type: ignore[method-assign]
         return spec
+
+
+# --- constants ---------------------------------------------------------------------------------
+
+
+def _fold_originals(module: Any) -> None:
+    """Has torch.compile call torch's own functions while tracing, if it is imported amid a conversion.
+
+    It would find wrappers in their places.
+    """
+    functions = getattr(module, "constant_fold_functions", None)
+    if functions is not None and hasattr(functions, "update"):
+        functions.update(dict.fromkeys(AUTOCAST_STATE))
 
 
 # --- kernels -----------------------------------------------------------------------------------

@@ -53,24 +53,25 @@ _marks: dict[str, str] = {EVERY: _MARK}
 _SPARE: Final = ("mps", "mtia", "ipu", "xla", "hpu", "xpu", "privateuseone", "cuda")
 
 # A conversion replaces the first with one that answers others.
-_is_enabled, _set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+AUTOCAST_STATE: Final = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 
 
 def _mark(off: frozenset[str]) -> None:
     for name, bit in list(_marks.items()):
-        _set_enabled(bit, name in off)
+        set_enabled(bit, name in off)
 
 
 def _marked() -> frozenset[str]:
-    return frozenset([name for name, bit in list(_marks.items()) if _is_enabled(bit)])
+    return frozenset([name for name, bit in list(_marks.items()) if is_enabled(bit)])
 
 
 def _mark_every(is_off: bool) -> None:
-    _set_enabled(_MARK, is_off)
+    set_enabled(_MARK, is_off)
 
 
 def _is_every_marked() -> bool:
-    return _is_enabled(_MARK)
+    return is_enabled(_MARK)
 
 
 def reserve_marks(device_types: frozenset[str]) -> None:

@@ -1,0 +1,748 @@
+"""Regions of torch.autocast that are off: "fp32 here", as model code says it."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import contextvars
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch._subclasses import FakeTensorMode
+from torch.amp import custom_bwd, custom_fwd
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx import Policy, autocast_regions, switch
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+POLICY = Policy.from_ops(low=["matmul", "linear", "mul"], fp32=["softmax"])
+
+pytestmark = pytest.mark.filterwarnings(
+    "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*target dtype is not supported"
+)
+
+
+def low(**options: Any) -> hmpx.Session:
+    return hmpx.convert(policy=POLICY, legalize="never", **options)
+
+
+def a() -> Tensor:
+    return torch.linspace(-1, 2, 16).reshape(4, 4)
+
+
+def off(device_type: str = "cpu") -> torch.autocast:
+    return torch.autocast(device_type, enabled=False)
+
+
+def on(device_type: str = "cpu") -> torch.autocast:
+    return torch.autocast(device_type, dtype=BF16)
+
+
+def dtypes() -> set[torch.dtype]:
+    """Returns what a function, a method, an operator and a module give."""
+    return {
+        F.linear(a(), a()).dtype,
+        a().matmul(a()).dtype,
+        (a() @ a()).dtype,
+        nn.Linear(4, 4)(a()).dtype,
+    }
+
+
+def is_clean() -> bool:
+    return not switch._open and not switch._marked() and not switch.off()
+
+
+# --- spellings ----------------------------------------------------------------------------------
+
+
+def entered(region: torch.autocast) -> set[torch.dtype]:
+    region.__enter__()
+    try:
+        return dtypes()
+    finally:
+        region.__exit__(None, None, None)
+
+
+def stacked() -> set[torch.dtype]:
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(off())
+        return dtypes()
+
+
+def within(region: Any) -> set[torch.dtype]:
+    with region:
+        return dtypes()
+
+
+before_convert = off()
+decorated_before = off()(dtypes)
+
+SPELLINGS: dict[str, Callable[[], set[torch.dtype]]] = {
+    "torch.autocast": lambda: within(torch.autocast("cpu", enabled=False)),
+    "torch.amp.autocast": lambda: within(torch.amp.autocast("cpu", enabled=False)),
+    "torch.cpu.amp.autocast": lambda: within(torch.cpu.amp.autocast(enabled=False)),
+    "a dtype that autocast takes for off": lambda: within(torch.autocast("cpu", dtype=FP32)),
+    "enter and exit": lambda: entered(off()),
+    "ExitStack": stacked,
+    "decorator": lambda: off()(dtypes)(),
+    "made before": lambda: within(before_convert),
+    "decorated before": lambda: decorated_before(),
+    "torch.amp._enter_autocast": lambda: by_graph(),
+}
+
+
+def by_graph() -> set[torch.dtype]:
+    region = torch.amp._enter_autocast("cpu", None, False, None)
+    try:
+        return dtypes()
+    finally:
+        torch.amp._exit_autocast(region)
+
+
+@pytest.mark.parametrize("spelling", SPELLINGS)
+def test_casts_are_off_in_a_region_that_is_off(spelling: str) -> None:
+    """However it is opened; and on again behind it."""
+    with low():
+        for _ in range(2):
+            assert SPELLINGS[spelling]() == {FP32}
+            assert dtypes() == {BF16}
+    assert is_clean()
+
+
+def test_cudas_own_spelling() -> None:
+    with low(device_types={"cuda"}), FakeTensorMode(), torch.cuda.amp.autocast(enabled=False):
+        c = torch.ones(2, 2, device="cuda")
+        assert (c @ c).dtype is FP32
+
+
+NESTS: dict[str, tuple[list[Callable[[], Any]], torch.dtype]] = {
+    "off, on": ([off, on], BF16),
+    "on, off": ([on, off], FP32),
+    "on, off, on": ([on, off, on], BF16),
+    "off, on, off": ([off, on, off], FP32),
+    "off, off, on": ([off, off, on], BF16),
+    "disable_casts, on": ([hmpx.disable_casts, lambda: torch.autocast("cpu", FP16)], FP16),
+    "off, disable_casts, on": ([off, hmpx.disable_casts, lambda: torch.autocast("cpu", FP16)], FP16),
+    "off, on, disable_casts": ([off, on, hmpx.disable_casts, off], FP32),
+    "another device type": ([lambda: off("cuda")], BF16),
+    "off, another's on": ([off, lambda: torch.autocast("xpu", BF16)], FP32),
+}
+
+
+@pytest.mark.parametrize("nest", NESTS)
+def test_nested_regions(nest: str) -> None:
+    """The innermost counts, and each gives back what was around it."""
+    opened, expected = NESTS[nest]
+    with low(device_types={"cpu"}):
+        seen = []
+        with contextlib.ExitStack() as stack:
+            for open_region in opened:
+                seen.append(dtypes())
+                stack.callback(lambda: seen.append(dtypes()))
+                stack.enter_context(open_region())
+            assert dtypes() == {expected}
+        half = len(seen) // 2
+        assert seen[:half] == seen[half:][::-1]
+    assert is_clean()
+
+
+def test_a_region_is_as_plain_torch() -> None:
+    """Bit for bit; and what disable_casts raises, torch's own error, is raised here."""
+    plain = (a() @ a(), F.softmax(a().bfloat16(), -1))
+    with low():
+        with off():
+            torch.testing.assert_close((a() @ a(), F.softmax(a().bfloat16(), -1)), plain, rtol=0, atol=0)
+            with pytest.raises(RuntimeError, match="same dtype") as mixed:
+                a() @ a().bfloat16()
+            assert not hmpx.casts_enabled()
+        with hmpx.disable_casts(), pytest.raises(RuntimeError) as expected:
+            a() @ a().bfloat16()
+    assert str(mixed.value) == str(expected.value)
+
+
+def test_one_instance_nested_in_itself_and_shared_by_threads() -> None:
+    """A decorated function that calls itself, while another thread is in it too."""
+    inside, done = threading.Event(), threading.Event()
+
+    @off()
+    def recursive(depth: int) -> list[set[torch.dtype]]:
+        here = dtypes()
+        deeper = recursive(depth - 1) if depth else []
+        return [here, *deeper, dtypes()]
+
+    @off()
+    def waiting() -> list[set[torch.dtype]]:
+        inside.set()
+        done.wait(20)
+        return [dtypes()]
+
+    with low():
+        found: list[list[set[torch.dtype]]] = []
+        thread = threading.Thread(target=lambda: found.append(waiting()))
+        thread.start()
+        inside.wait(20)
+        assert recursive(2) == [{FP32}] * 6
+        assert dtypes() == {BF16}
+        done.set()
+        thread.join()
+        assert found == [[{FP32}]]
+    assert is_clean()
+
+
+# --- several device types -----------------------------------------------------------------------
+
+
+def each(tensor: Tensor) -> list[torch.dtype]:
+    low_input = tensor.bfloat16()
+    return [
+        F.linear(tensor, tensor).dtype,
+        (tensor @ tensor).dtype,
+        torch.matmul(tensor, other=tensor).dtype,
+        torch.einsum("ij,jk", tensor, tensor).dtype,
+        F.softmax(low_input, -1).dtype,
+    ]
+
+
+CASTED, UNCAST = [BF16] * 4 + [FP32], [FP32] * 4 + [BF16]
+
+
+@pytest.mark.parametrize("how", ["lists", "log", "rules"])
+def test_casts_on_other_device_types_go_on(how: str) -> None:
+    """With two covered types, each region is that of its own."""
+    policy = Policy.from_ops(low=["matmul", "linear", "einsum"], fp32=["softmax"])
+    verbose = "once" if how == "log" else False
+    with contextlib.ExitStack() as stack:
+        options: Any = {"device_types": {"cpu", "cuda"}, "legalize": "never"}
+        stack.enter_context(hmpx.convert(policy=policy, isVerbose=verbose, **options))
+        if how == "rules":
+            hmpx.register_rule("matmul", lambda call: None)
+            stack.callback(hmpx.unregister_rule, "matmul")
+        stack.enter_context(FakeTensorMode())
+        cpu, cuda = torch.ones(4, 4), torch.ones(4, 4, device="cuda")
+        assert (each(cpu), each(cuda)) == (CASTED, CASTED)
+        with off("cuda"):
+            assert (each(cpu), each(cuda)) == (CASTED, UNCAST)
+            assert hmpx.casts_enabled()
+            with off("cpu"):
+                assert (each(cpu), each(cuda)) == (UNCAST, UNCAST)
+                assert not hmpx.casts_enabled()
+                with on("cpu"):
+                    assert (each(cpu), each(cuda)) == (CASTED, UNCAST)
+            with hmpx.disable_casts():
+                assert (each(cpu), each(cuda)) == (UNCAST, UNCAST)
+            checked = switch.keeps_state(lambda: (each(cpu), each(cuda)))
+        with off("cpu"):
+            assert (each(cpu), each(cuda)) == (UNCAST, CASTED)
+            assert checked() == (CASTED, UNCAST)
+    assert is_clean()
+
+
+def test_a_list_of_tensors_on_two_device_types() -> None:
+    """Each tensor by its own device, in the functions of __torch_function__ too."""
+    seen = []
+
+    class Noting(Tensor):
+        @classmethod
+        def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs)
+
+    with low(device_types={"cpu", "cuda"}):
+        public = torch.matmul
+        with off("cuda"):
+            result = torch.matmul(a().as_subclass(Noting), a())
+        assert public in seen
+        assert result.dtype is BF16
+
+
+def test_more_device_types_than_marks() -> None:
+    """Every type there is can be covered; regions hold in eager mode all the same."""
+    types = {"cpu", "cuda", "xpu", "mtia", "hpu", "xla", "ipu", "mps"}
+    with low(device_types=types):
+        with off("cuda"):
+            assert dtypes() == {BF16}
+            with off("cpu"):
+                assert dtypes() == {FP32}
+    assert is_clean()
+
+
+# --- who asks first -----------------------------------------------------------------------------
+
+
+def asks_first() -> Any:
+    """As `maybe_autocast` of transformers does: a region only where autocast is on."""
+    if torch.is_autocast_enabled("cpu"):
+        return torch.autocast(device_type="cpu", enabled=False)
+    return contextlib.nullcontext()
+
+
+def only_asks() -> bool:
+    return torch.is_autocast_enabled("cpu")
+
+
+def test_code_that_opens_a_region_only_where_autocast_is_on() -> None:
+    """It finds casts; who does not open a region with ``enabled=`` is told of autocast alone."""
+    with low():
+        with asks_first():
+            assert dtypes() == {FP32}
+            assert isinstance(asks_first(), contextlib.nullcontext)
+        assert not only_asks()
+        with on():
+            assert only_asks()
+        with hmpx.disable_casts():
+            assert isinstance(asks_first(), contextlib.nullcontext)
+    assert isinstance(asks_first(), contextlib.nullcontext)
+    with low(device_types={"cuda"}):
+        assert isinstance(asks_first(), contextlib.nullcontext)
+
+
+class Custom(torch.autograd.Function):
+    """A product in forward and backward, whose dtypes are recorded."""
+
+    seen: list[torch.dtype] = []  # noqa: RUF012
+
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        Custom.seen.append((x @ x).dtype)
+        return (x @ x).float()
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        (x,) = ctx.saved_tensors
+        Custom.seen.append((gradient @ x).dtype)
+        return (gradient @ x).float()
+
+
+class CustomCastInputs(Custom):
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=FP32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        Custom.seen.append((x @ x).dtype)
+        return x @ x
+
+
+@pytest.mark.parametrize("region", [contextlib.nullcontext, off, on, hmpx.disable_casts])
+@pytest.mark.parametrize("function", [Custom, CustomCastInputs])
+def test_custom_functions_run_backward_as_forward(function: Any, region: Callable[[], Any]) -> None:
+    """With ``cast_inputs`` in a region that is off, as torch says; else as the forward was."""
+    Custom.seen.clear()
+    with low():
+        leaf = a().requires_grad_()
+        with region():
+            output = function.apply(leaf)
+        output.sum().backward()
+        assert torch.get_autocast_dtype("cpu") is BF16
+    is_fp32 = function is CustomCastInputs or region in (off, hmpx.disable_casts)
+    assert Custom.seen == [FP32 if is_fp32 else BF16] * 2
+
+
+def test_regions_by_which_torch_restores_a_state_change_nothing() -> None:
+    """As in DataParallel's threads, and where AOTAutograd traces a backward."""
+    source = "import torch\ndef worker(run):\n with torch.amp.autocast('cpu', enabled=False):\n  return run()"
+    names: dict[str, Any] = {"__name__": "torch.nn.parallel.parallel_apply"}
+    exec(source, names)
+    with low():
+        assert names["worker"](dtypes) == {BF16}
+        with off():
+            assert names["worker"](dtypes) == {FP32}
+
+
+# --- checkpoints, backward ----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("where", ["inside", "around forward", "around backward", "on in off"])
+def test_recomputation_sees_what_the_forward_saw(use_reentrant: bool, where: str) -> None:
+    seen = []
+
+    def forward(x: Tensor) -> Tensor:
+        with off() if where == "inside" else contextlib.nullcontext():
+            output = x @ x
+        seen.append(output.dtype)
+        return torch.tanh(output.float())
+
+    with low():
+        x = a().requires_grad_()
+        regions = {"around forward": [off], "on in off": [off, on]}.get(where, [])
+        with contextlib.ExitStack() as stack:
+            for region in regions:
+                stack.enter_context(region())
+            output = checkpoint(forward, x, use_reentrant=use_reentrant)
+        with off() if where in ("around backward", "on in off") else contextlib.nullcontext():
+            output.sum().backward()
+    assert seen == [FP32 if where in ("inside", "around forward") else BF16] * 2
+
+
+def test_a_thread_that_inherits_marks_sees_the_state_and_gives_it_back() -> None:
+    """As autograd's backward threads on a device, which have torch's state and no other."""
+    found: list[Any] = []
+
+    def backward(marks: frozenset[str]) -> None:
+        switch._mark(marks)
+        found.append(dtypes())
+        with on():
+            found.append(dtypes())
+        found.append(dtypes())
+        with hmpx.disable_casts(), off():
+            pass
+        found.append(dtypes())
+        found.append(switch._marked() == marks)
+
+    def in_thread(marks: frozenset[str]) -> list[Any]:
+        found.clear()
+        thread = threading.Thread(target=backward, args=(marks,))
+        thread.start()
+        thread.join()
+        return list(found)
+
+    with low(), off():  # the gate is open, as it is while a backward runs
+        assert in_thread(frozenset({"cpu"})) == [{FP32}, {BF16}, {FP32}, {FP32}, True]
+        assert in_thread(frozenset()) == [{BF16}] * 4 + [True]
+        assert in_thread(frozenset({"*"}))[0] == {FP32}
+
+
+def test_threads_tasks_and_generators() -> None:
+    """A region is its thread's and its task's, as `disable_casts` is."""
+
+    def paused() -> Iterator[None]:
+        with off():
+            yield
+
+    async def task(opens: bool, turns: list[asyncio.Event], mine: int) -> set[torch.dtype]:
+        with off() if opens else contextlib.nullcontext():
+            turns[mine].set()
+            await turns[1 - mine].wait()
+            return dtypes()
+
+    async def both() -> list[set[torch.dtype]]:
+        turns = [asyncio.Event(), asyncio.Event()]
+        return await asyncio.gather(task(True, turns, 0), task(False, turns, 1))
+
+    with low():
+        found: list[Any] = []
+        with off():
+            thread = threading.Thread(target=lambda: found.append(dtypes()))
+            thread.start()
+            thread.join()
+        assert found == [{BF16}]
+        assert asyncio.run(both()) == [{FP32}, {BF16}]
+        generator = paused()
+        next(generator)
+        assert dtypes() == {FP32}
+        thread = threading.Thread(target=generator.close)
+        thread.start()
+        thread.join()
+        assert contextvars.copy_context().run(dtypes) == {BF16}
+        assert dtypes() == {BF16}
+    assert is_clean()
+
+
+# --- conversions that come and go ---------------------------------------------------------------
+
+
+def test_regions_that_are_open_while_conversions_come_and_go() -> None:
+    """One opened under a conversion ends with it; the latest that was written counts."""
+    with off(), low():
+        assert dtypes() == {BF16}  # convert came after the region
+    hmpx.convert(policy=POLICY, legalize="never")
+    region, late = off(), off()
+    region.__enter__()
+    late.__enter__()
+    hmpx.convert(policy=Policy.from_ops(low=["matmul", "linear"]), legalize="never")
+    assert dtypes() == {FP32}  # the conversion goes on, with other lists
+    late.__exit__(None, None, None)
+    hmpx.revert()
+    assert dtypes() == {FP32}
+    with low():
+        assert dtypes() == {BF16}
+        region.__exit__(None, None, None)
+        assert dtypes() == {BF16}
+    with low():
+        region.__enter__()
+        hmpx.revert()
+        region.__exit__(None, None, None)
+    assert is_clean()
+
+
+def test_a_region_follows_the_device_types_in_force() -> None:
+    with low(device_types={"cpu", "cuda"}), off("cpu"):
+        with low(device_types={"cpu"}):
+            assert dtypes() == {FP32}
+        with low(device_types={"cuda"}):
+            assert hmpx.casts_enabled()
+    assert is_clean()
+
+
+def test_torch_is_as_before() -> None:
+    names = [(torch.autocast, "__enter__"), (torch.autocast, "__exit__")]
+    names += [(torch, "is_autocast_enabled"), (torch, "get_autocast_dtype")]
+    before = [vars(owner)[name] for owner, name in names]
+    with low():
+        assert all(vars(o)[n] is not b for (o, n), b in zip(names, before, strict=True))
+    assert all(vars(o)[n] is b for (o, n), b in zip(names, before, strict=True))
+
+
+# --- interruptions ------------------------------------------------------------------------------
+
+
+class Signal(BaseException):
+    """What interrupts."""
+
+
+@pytest.mark.parametrize("nests", [False, True])
+def test_an_interruption_at_any_line_leaves_no_state(nests: bool) -> None:
+    """But for one right before ``__exit__`` begins, which nobody sees; torch's own bits aside."""
+    files = {switch.__file__, autocast_regions.__file__}
+    lines = [0]
+
+    def interrupting(at: int) -> Any:
+        def trace(frame: FrameType, event: str, argument: object) -> Any:
+            if frame.f_code.co_filename not in files:
+                return None
+            if event == "line":
+                lines[0] += 1
+                if lines[0] == at:
+                    raise Signal
+            return trace
+
+        return trace
+
+    before = sys.gettrace()
+    with low(), on() if nests else contextlib.nullcontext():
+        opened = len(switch._open)
+        for at in range(1, 400):
+            lines[0] = 0
+            sys.settrace(interrupting(at))
+            try:
+                with off():
+                    pass
+            except Signal:
+                sys.settrace(before)
+                if not nests:
+                    switch._settle_on(None)  # where the signal came before ``__exit__`` began
+            finally:
+                sys.settrace(before)
+            torch.set_autocast_enabled("cpu", nests)
+            if lines[0] < at:
+                break
+            if not nests:
+                assert dtypes() == {BF16}, at
+                assert len(switch._open) == opened, at
+        assert 20 < at < 399
+    switch._settle_on(None)
+    assert is_clean()
+
+
+def test_an_error_of_torch_in_enter_opens_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(*args: Any) -> None:
+        raise ZeroDivisionError
+
+    with low():
+        monkeypatch.setattr(torch, "autocast_increment_nesting", fail)
+        with pytest.raises(ZeroDivisionError), off():
+            pass
+        monkeypatch.undo()
+        torch.set_autocast_enabled("cpu", False)
+        assert dtypes() == {BF16}
+        assert not switch._open
+
+
+# --- compiled and exported ----------------------------------------------------------------------
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """The test compiles anew."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+def regions_inside(x: Tensor) -> list[Tensor]:
+    with torch.autocast("cpu", enabled=False):
+        results = [F.linear(x, x), x @ x]
+        with torch.autocast("cpu"):
+            results += [F.linear(x, x), x.matmul(x)]
+        with hmpx.disable_casts(), torch.autocast("cpu", enabled=False):
+            results += [F.linear(x, x), x @ x]
+        results += [decorated(x), x @ x]
+    with asks_first():
+        results += [F.linear(x, x), x @ x]
+    with torch.autocast("cuda", enabled=False):
+        results += [F.linear(x, x), x @ x]
+    with hmpx.disable_casts():
+        with torch.autocast("cpu", enabled=False):
+            results += [F.linear(x, x)]
+        results += [F.linear(x, x), x @ x]
+    return [*results, F.linear(x, x), x @ x]
+
+
+@torch.autocast("cpu")
+def decorated(x: Tensor) -> Tensor:
+    return x @ x
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize(
+    "backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
+)
+def test_compiled_regions_are_those_of_eager_mode(backend: str) -> None:
+    """In compiled code, and around it: no graph break, one graph for each state."""
+    compiled = torch.compile(regions_inside, backend=backend, fullgraph=True)
+    with low(device_types={"cpu"}):
+        for _ in range(2):
+            for around in (contextlib.nullcontext, off):
+                with around():
+                    expected, actual = regions_inside(a()), compiled(a())
+                    assert [t.dtype for t in actual] == [t.dtype for t in expected]
+                    # Inductor keeps bf16 intermediates in fp32 registers: 2^-8 is bf16's spacing.
+                    torch.testing.assert_close(actual, expected, rtol=2**-8, atol=2**-8)
+        assert {t.dtype for t in expected} == {FP32, BF16}
+    assert is_clean()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("function", [Custom, CustomCastInputs])
+def test_compiled_custom_functions(function: Any) -> None:
+    """Forward and backward bit for bit those of eager mode."""
+
+    def gradients(call: Callable[[Tensor], Tensor]) -> Tensor:
+        leaf = a().requires_grad_()
+        call(leaf).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    with low():
+        expected = gradients(unrecorded(function).apply)
+        torch._dynamo.reset()
+        call = torch.compile(lambda x: unrecorded(function).apply(x), backend="aot_eager")
+        torch.testing.assert_close(gradients(call), expected, rtol=0, atol=0)
+
+
+class Unrecorded(torch.autograd.Function):
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return (x @ x).float()
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return (gradient @ ctx.saved_tensors[0]).float()
+
+
+class UnrecordedCastInputs(Unrecorded):
+    @staticmethod
+    @custom_fwd(device_type="cpu", cast_inputs=FP32)
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        ctx.save_for_backward(x)
+        return x @ x
+
+
+def unrecorded(function: Any) -> Any:
+    return UnrecordedCastInputs if function is CustomCastInputs else Unrecorded
+
+
+class Exported(nn.Module):
+    def forward(self, x: Tensor) -> tuple[Tensor, ...]:
+        with torch.autocast("cpu", enabled=False):
+            inner = x @ x
+        with asks_first():
+            asked = x @ x
+        return inner, asked, F.linear(x, x)
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("strict", [True, False])
+def test_exported_programs_have_no_casts_in_the_region(strict: bool) -> None:
+    """They run without hmpx as they ran with it."""
+    with low(device_types={"cpu"}):
+        expected = Exported()(a())
+        program = torch.export.export(Exported(), (a(),), strict=strict)
+    assert [t.dtype for t in expected] == [FP32, FP32, BF16]
+    torch.testing.assert_close(program.module()(a()), expected, rtol=0, atol=0)
+    with low(device_types={"cpu"}), off():
+        around = torch.export.export(Exported(), (a(),), strict=strict)
+    assert {t.dtype for t in around.module()(a())} == {FP32}
+
+
+# --- models -------------------------------------------------------------------------------------
+
+
+class Rotary(nn.Module):
+    """Rotary positions as models write them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inv_freq = nn.Buffer(1.0 / (10_000 ** (torch.arange(0, 16, 2).float() / 16)))
+
+    def forward(self, x: Tensor, positions: Tensor) -> tuple[Tensor, Tensor]:
+        inv_freq = self.inv_freq[None, :, None].float()
+        with torch.autocast(device_type=x.device.type, enabled=False):  # Force float32
+            freqs = (inv_freq @ positions[:, None, :].float()).transpose(1, 2)
+            emb = torch.cat((freqs, freqs), dim=-1)
+            cos, sin = emb.cos() * 2.0, emb.sin() * 2.0
+        return cos.to(x.dtype), sin.to(x.dtype)
+
+
+def test_positions_are_fp32_bit_for_bit() -> None:
+    """Under HMP's lists, in which `mul` and `matmul` are low."""
+    rotary, x, positions = Rotary(), torch.ones(1), torch.arange(4096)[None]
+    expected = rotary(x, positions)
+    with hmpx.convert(lists="hmp", device_types={"cpu"}):
+        torch.testing.assert_close(rotary(x, positions), expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("name", ["router", "layer norm", "upcast attention"])
+def test_regions_of_transformers(name: str) -> None:
+    """What such a region computes under the lists is what torch computes, bit for bit."""
+    transformers = pytest.importorskip("transformers")
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 32, "num_attention_heads": 2, "vocab_size": 11}
+    more = {"num_key_value_heads": 2, "intermediate_size": 16, "num_hidden_layers": 2}
+    if name == "router":
+        moe = {"moe_intermediate_size": 16, "moe_num_experts": 4, "moe_k": 2}
+        model = transformers.Ernie4_5_MoeForCausalLM(
+            transformers.Ernie4_5_MoeConfig(**sizes, **more, **moe)
+        )
+        owner = next(m for m in model.modules() if "Router" in type(m).__name__)
+        attribute = "forward"
+    elif name == "layer norm":
+        model = transformers.NemotronForCausalLM(transformers.NemotronConfig(**sizes, **more))
+        owner, attribute = model.model.layers[0].input_layernorm, "forward"
+    else:
+        options = {"reorder_and_upcast_attn": True, "attn_implementation": "eager"}
+        model = transformers.GPT2LMHeadModel(
+            transformers.GPT2Config(n_embd=32, n_layer=1, n_head=2, vocab_size=11, **options)
+        )
+        owner, attribute = model.transformer.h[0].attn, "_upcast_and_reordered_attn"
+    compute, calls = getattr(owner, attribute), []
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        calls.append((args, kwargs, compute(*args, **kwargs)))
+        return calls[-1][2]
+
+    setattr(owner, attribute, noting)
+    with torch.no_grad():
+        with hmpx.convert(lists="hmp", legalize="never", device_types={"cpu"}):
+            model.eval()(torch.randint(0, 11, (1, 9)))
+        args, kwargs, actual = calls[0]
+        floats = [t.float() if torch.is_tensor(t) and t.is_floating_point() else t for t in args]
+        expected = compute(*floats, **kwargs)
+    found = [t for t in actual if t is not None] if isinstance(actual, tuple) else [actual]
+    wanted = [t for t in expected if t is not None] if isinstance(expected, tuple) else [expected]
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other.to(one.dtype), rtol=0, atol=0)
