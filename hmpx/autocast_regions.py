@@ -26,7 +26,6 @@ from .switch import (
     is_covered,
     is_enabled,
     last_region,
-    off,
     open_region,
     run_when_traced,
 )

@@ -274,7 +274,7 @@ def _checked(model: object, *, has_example: bool) -> session.Session:
     if switch.is_off():
         raise FreezeError(
             f"casts are off here, so {name} uses no weight in low precision; call hmpx.freeze "
-            "outside of the hmpx.disable_casts block"
+            "outside of the hmpx.disable_casts block, or of the region in which torch.autocast is off"
         )
     for path, module in model.named_modules():
         if is_sealed(module):

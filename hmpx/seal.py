@@ -177,7 +177,8 @@ class _ChecksCalls:
         if switch.is_off():
             raise FreezeError(
                 f"{self._name} is frozen, with weights in {self._low_name}, but casts are off "
-                f"here; call it outside of the hmpx.disable_casts block, or {REMEDY}"
+                f"here; call it outside of the hmpx.disable_casts block, or of the region in which "
+                f"torch.autocast is off, or {REMEDY}"
             )
         if in_force is not self._seen() or in_force.rules != self._rules:
             if _fingerprint(in_force) != self._fingerprint:

@@ -408,7 +408,10 @@ def is_converted() -> bool:
 
 
 def casts_enabled() -> bool:
-    """Whether ops cast here and now: torch is converted, and no `disable_casts` block is open."""
+    """Whether ops cast here and now: torch is converted, and casts are not switched off.
+
+    By `disable_casts`, or by a region of torch.autocast that is off.
+    """
     return _current is not None and not switch.is_off()
 
 
