@@ -105,6 +105,9 @@ class Region:
         is_closed: It was left, perhaps in another thread or task than this one.
     """
 
+    off: frozenset[str]
+    beneath: frozenset[str]
+
     __slots__ = ("beneath", "epoch", "is_closed", "is_off", "off", "opener", "outer", "thread")
 
     def __init__(
