@@ -20,6 +20,7 @@ from .decisions import INPUT, CastPolicy, Decision
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
 from .lowering import Lowering
+from .missing_kernels import Lacking
 from .number_formats import Format
 from .ops import Parameters
 from .sequences import with_items
@@ -33,10 +34,21 @@ SEQUENCES = (list, tuple)
 PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 NUMBERS = frozenset({type(None), int, float, bool, complex})
 _DENSE = frozenset({torch.strided, torch.jagged})
+_SPARSE = frozenset(
+    {
+        torch.sparse_coo,
+        torch.sparse_csr,
+        torch.sparse_csc,
+        torch.sparse_bsr,
+        torch.sparse_bsc,
+    }
+)
 
 #: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has
 #: brought their inputs there.
 _SLOW_KINDS = PRODUCTS | {"attention", "rnn"}
+
+_RELATIVE = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOLLOW})
 
 
 @dataclass(frozen=True)
@@ -70,6 +82,8 @@ class CallPlan:
         rounds_gradients: whether gradients are, too.
         lowerings: What computes the op in a number format, instead of torch.
         is_narrowed: The wrapper stands in for one of more device types, where casts of some are off.
+        lacking: Where the op's kernels lack a low-precision dtype; None if nowhere.
+        is_random: The op draws random numbers.
         target: Name of the argument that decides, since it is written to, what the others are cast
             to; None if there is none in every call.
         never_cast: Names of the arguments that are not even cast to what they are.
@@ -111,6 +125,8 @@ class CallPlan:
     rounds_gradients: bool = False
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
     is_narrowed: bool = False
+    lacking: Lacking | None = None
+    is_random: bool = False
 
     target: str | None = field(init=False)
     never_cast: frozenset[str] = field(init=False)
@@ -144,6 +160,12 @@ class CallPlan:
     def returns_input_dtype(self) -> bool:
         """Whether floating outputs are cast to the dtype that the first input was given in."""
         return self.composes and self.decision.returns_input_dtype
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether a call that fails on cast inputs is tried in fp32; numbers are drawn only once."""
+        is_cast = self.is_low or self.decision.cast_policy in _RELATIVE
+        return is_cast and self.target is None and not self.is_random
 
     @property
     def casts_late(self) -> bool:
@@ -260,6 +282,10 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     cast_policy = plan.decision.cast_policy
     if cast_policy is CastPolicy.PASS:
         return None
+    sparse = next((t.dtype for t in inputs if t.layout in _SPARSE), None)
+    if sparse is not None:  # torch's sparse products take no other dtype beside it
+        is_eligible = all(t.dtype in ELIGIBLE for t in inputs)
+        return sparse if is_eligible and not plan.promotes else None
     if cast_policy is CastPolicy.FIRST:
         dtype = inputs[0].dtype
     elif cast_policy is CastPolicy.WIDEST:

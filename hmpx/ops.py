@@ -39,6 +39,7 @@ NAMESPACES: Mapping[str, Any] = types.MappingProxyType(
         "torch.linalg": torch.linalg,
         "torch.special": torch.special,
         "torch.fft": torch.fft,
+        "torch.sparse": torch.sparse,
     }
 )
 
@@ -56,7 +57,7 @@ _CALLABLES = frozenset(
 _DESCRIPTORS = frozenset({types.GetSetDescriptorType, property})
 
 #: Their bare names give way to those of torch, Tensor and torch.nn.functional.
-_QUALIFIED_ONLY = ("torch.linalg", "torch.special", "torch.fft")
+_QUALIFIED_ONLY = ("torch.linalg", "torch.special", "torch.fft", "torch.sparse")
 
 #: What users write before the dot -> namespace.
 _PREFIXES = {
@@ -407,6 +408,7 @@ def _members() -> Iterator[tuple[str, str, Any]]:
                 id(value) in overridable
                 or (is_builtin and stem in methods)
                 or namespace == "torch._C._nn"
+                or (is_builtin and namespace == "torch.sparse")
                 or (is_method and (stem in public or _dunder(attribute) is not None))
                 or (namespace == "torch._VF" and attribute in public)
                 or (is_builtin and stem != attribute and stem in public)
@@ -483,9 +485,14 @@ def _aten_name(site: Site) -> str:
     if operator_name is not None:
         base = _operator_base(operator_name) or operator_name
         return facts("operators").get(base, (base,))[0] + ("_" if site.in_place else "")
+    name = site.attribute
     if site.namespace in _QUALIFIED_ONLY:
-        return f"{site.namespace.removeprefix('torch.')}_{site.attribute}"
-    return site.attribute
+        name = f"{site.namespace.removeprefix('torch.')}_{name}"
+        if site.namespace == "torch.sparse" and not _schemas_of(name):
+            return f"_{name}"  # torch.sparse.mm is _sparse_mm
+    elif name in _SPARSE_ALIASES:
+        return facts("aliases")[name][0]
+    return name
 
 
 def _schemas(site: Site) -> tuple[Any, ...]:
@@ -525,6 +532,9 @@ def _schema_parameters(name: str, is_method: bool) -> Parameters:
         has_keyword_tensors=any(kind and is_keyword for _, kind, is_keyword, _ in arguments),
     )
 
+
+#: Other names of sparse products, of which ATen knows nothing.
+_SPARSE_ALIASES = frozenset({"dsmm", "hsmm", "saddmm", "spmm"})
 
 #: Ends of the names of ops that only read the running statistics they take.
 _READ_STATISTICS = ("_backward", "_no_training")

@@ -21,7 +21,9 @@ from . import (
     foreign_sites,
     log,
     lowering,
+    missing_kernels,
     modules,
+    numpy_values,
     oplists,
     ops,
     patching,
@@ -187,6 +189,7 @@ class Session:
         self._said = foreign.said
         applied = draft.apply(patches)
         applied += draft.apply(regions.patches(draft, self._add, self._run_suspended))
+        applied += draft.apply(numpy_values.patches(draft))
         if self.options.reuse_casts:
             applied += draft.apply(reuse.patches(draft))
         originals = [vars(wrapper)["__wrapped__"] for wrapper in made]
@@ -514,7 +517,9 @@ def _patches(
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
     policy = session.policy
     deciding = _deciding(policy)
-    for name in dict.fromkeys([*policy.decisions, *deciding]):
+    lacking = missing_kernels.table()
+    completed = [name for name in lacking if name in ops.table()]  # of this version of torch
+    for name in dict.fromkeys([*policy.decisions, *deciding, *completed]):
         decision = policy.decisions.get(name, _PASS)
         op = ops.table().get(name)
         if op is None and ops.is_known(name):
@@ -527,7 +532,8 @@ def _patches(
         kind, first_matrix = ops.kind(name)
         asked = deciding.get(name, ())
         for site in op.sites:
-            is_settled = site.in_place or not asked
+            lacks = lacking.get(name) if _has_kernels(site, op) else None
+            is_settled = lacks is None and (site.in_place or not asked)
             if not observers and is_settled and _is_settled_by_torch(site, decision, promotes):
                 continue
             slot = draft.attribute(site.owner, site.attribute)
@@ -557,6 +563,8 @@ def _patches(
                     rounds_gradients=session.options.round_gradients,
                     is_view=ops.is_view(name),
                     casts_first=name in ops.facts("casts_first"),
+                    lacking=lacks,
+                    is_random=name in ops.facts("random"),
                 )
                 make = _maker(function, site, plan, observers)
                 if asked and not site.in_place:
@@ -730,10 +738,17 @@ def _maker(
         if observers and decision.cast_policy is not CastPolicy.PASS:
             return wrappers.make_observed_wrapper(function, decided, observers)
         if _is_settled_by_torch(site, decision, plan.promotes):
-            return None
+            return None if plan.lacking is None else wrappers.make_completed_wrapper(function, plan)
         return wrappers.make_wrapper(function, decided)
 
     return make
+
+
+def _has_kernels(site: ops.Site, op: ops.Op) -> bool:
+    """Whether the callable at ``site`` is torch's own, or the op has none but those of Python."""
+    if site.is_property:
+        return False
+    return not site.is_python or all(each.is_python for each in op.sites)
 
 
 def _is_settled_by_torch(

@@ -7,7 +7,6 @@ the usual shape goes to ``cast``, which is `casting.cast_args`. Knows neither to
 from __future__ import annotations
 
 import functools
-import re
 import textwrap
 from collections.abc import Callable
 from typing import Any, Final
@@ -79,13 +78,11 @@ _NARROWS = """
             if (others := narrowed()) is not None:
                 return others(*given({names}rest), **kwargs)"""
 
-#: A low-precision op whose kernel lacks the type runs in fp32 instead.
+#: A call that fails on inputs that were cast runs in fp32 instead, whatever it says of its failure.
 _TRY = """
         try:
 {body}
-        except RuntimeError as error:
-            if not lacks_kernel(error):
-                raise
+        except Exception as error:
             return retry(error, given({names}rest), kwargs)
 """
 
@@ -142,8 +139,8 @@ _UNROLLED_CAST = """
                 dtype_ = b{position}.dtype
                 if dtype_ in other_dtypes:
                     if b{position}.layout is not strided:
-                        return original({names}*rest, **kwargs)
-                    if {is_to_be_cast}:
+                        is_usual = False
+                    elif {is_to_be_cast}:
                         b{position} = convert(b{position})
                 elif dtype_ is not dtype and (dtype_.is_floating_point or dtype_.is_complex):
                     return original({names}*rest, **kwargs)
@@ -160,7 +157,7 @@ def _source(plan: CallPlan) -> str:
     names = [f"a{position}" for position in range(count)]
     listed = _listed(names)
     body = _body(plan, listed)
-    if plan.is_low:
+    if plan.is_retried:
         body = _TRY.format(body=textwrap.indent(body, "    "), names=listed)
     tensors = [names[position] for position in plan.cast_kinds if position < count]
     return _WRAPPER.format(
@@ -386,15 +383,6 @@ def _has_own_gradients(x: Any, weight: Any) -> bool:
     return not torch._C._is_tracing() and convolutions.is_large(x, weight)
 
 
-def lacks_kernel(error: RuntimeError) -> bool:
-    """Whether ``error`` says that an op has no kernel for a low-precision dtype."""
-    return _MISSING_KERNEL.search(str(error)) is not None
-
-
-_MISSING_KERNEL = re.compile(
-    r"not implemented for '(BFloat16|Half)'|[Ll]ow precision dtypes not supported"
-)
-
 _CONSTANTS: Final = {
     "missing": missing,
     "plain_tensors": PLAIN_TENSORS,
@@ -410,5 +398,4 @@ _CONSTANTS: Final = {
     "DisableAutocast": torch._C._DisableAutocast,
     "transforms": transforms,
     "is_settled": is_settled,
-    "lacks_kernel": lacks_kernel,
 }

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 from torch.overrides import handle_torch_function
 
-from . import legalize, modules, pickling, records, source
+from . import legalize, missing_kernels, modules, pickling, records, source
 from .accumulation import Accumulation
 from .capability import SMALL_PRODUCT
 from .casting import (
@@ -64,7 +64,7 @@ def make_wrapper(
     """
     is_single = not plan.is_python and not plan.parameters.has_several_tensors
     if plan.is_relative and is_single and not plan.composes:
-        return None  # there is no other input to cast
+        return None if plan.lacking is None else make_completed_wrapper(original, plan)
     dtype = plan.decision.dtype if isinstance(plan.decision.dtype, torch.dtype) else None
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -80,7 +80,7 @@ def make_wrapper(
         return override(original, cast_here, public or wrapper, args, kwargs)
 
     wrapper = source.factory(plan)(
-        original=original,
+        original=_completed(original, plan),
         cast=cast,
         run=_runner(plan, settle),
         is_large=_size_test(plan),
@@ -129,6 +129,33 @@ def cast_where_on(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     return cast_args(_without(plan, off) if off else plan, args, kwargs)
 
 
+def make_completed_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """Returns the wrapper of an op that nothing casts: it computes in fp32 where a kernel is lacking."""
+    complete = _completed(original, plan)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if source.is_overridden(args, kwargs):
+            return override(original, _cast_nothing, wrapper, args, kwargs)
+        return complete(*args, **kwargs)
+
+    return named_after(original, wrapper, plan.site)
+
+
+def _completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+    """Returns ``original``, such that it computes in fp32 where its kernel is lacking."""
+    if plan.lacking is None:
+        return original
+    callee = missing_kernels.Callee(
+        plan.op,
+        original,
+        plan.parameters.names,
+        frozenset(plan.writes),
+        plan.is_python,
+        plan.is_random,
+    )
+    return missing_kernels.completed(callee, plan.lacking)
+
+
 def override(
     original: Callable[..., Any],
     cast: Callable[[Args, Kwargs], tuple[Args, Kwargs]],
@@ -168,15 +195,16 @@ _retried: set[tuple[str, torch.dtype | None]] = set()
 
 
 def _retry_in_fp32(
-    plan: CallPlan, original: Callable[..., Any], error: RuntimeError, args: Args, kwargs: Kwargs
+    plan: CallPlan, original: Callable[..., Any], error: Exception, args: Args, kwargs: Kwargs
 ) -> Any:
     """Returns the call's result computed in fp32 from inputs rounded as ever, and rounded itself.
 
     Raises:
-        RuntimeError: ``error``, where a half-done in-place update can't be ruled out, or where the
-            call has no low-precision input.
+        Exception: What the call raises in fp32, as it does without casts; ``error`` where a half-done
+            in-place update can't be ruled out, where the call has no low-precision input, or where
+            a hook has raised it.
     """
-    if written(plan, args, kwargs) is not None:
+    if written(plan, args, kwargs) is not None or _is_from_hook(error):
         raise error
     given = floating_inputs(plan, args, kwargs)
     args, kwargs = cast_args(plan, args, kwargs)
@@ -186,10 +214,12 @@ def _retry_in_fp32(
     inputs = floating_inputs(plan, args, kwargs)
     if not any(t.dtype in LOW_DTYPES for t in inputs):
         raise error
-    dtype = plan.decision.dtype
-    assert isinstance(dtype, torch.dtype)
-    with disable_casts():
-        result = computed_in_fp32(original, args, kwargs, dtype)
+    dtype = inputs[0].dtype
+    try:
+        with disable_casts():
+            result = computed_in_fp32(original, args, kwargs, dtype)
+    except Exception as same:
+        raise same from None
     output = plan.decision.output_dtype
     if output is not None:
         output = given[0].dtype if output == INPUT else output
@@ -200,10 +230,25 @@ def _retry_in_fp32(
     return result
 
 
+def _is_from_hook(error: Exception) -> bool:
+    """Whether a saved-tensor hook may have raised ``error``: to stop a checkpoint's recomputation, say.
+
+    Kernels raise where hmpx calls them, with no function of Python's in between.
+    """
+    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+        return False
+    traceback = error.__traceback__
+    while traceback is not None and traceback.tb_next is not None:
+        traceback = traceback.tb_next
+    module = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
+    return not module.startswith(f"{__package__}.")
+
+
 def make_observed_wrapper(
     original: Callable[..., Any], plan: CallPlan, observers: tuple[Observer, ...]
 ) -> Callable[..., Any]:
     """Returns a wrapper that casts as `make_wrapper`'s does and tells ``observers`` each call."""
+    complete = _completed(original, plan)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not plan.is_foreign and source.is_overridden(args, kwargs):
@@ -220,11 +265,11 @@ def make_observed_wrapper(
         new_args, new_kwargs = cast(args, kwargs)
         try:
             if plan.casts_late:
-                result = run(original, args, kwargs, args)
+                result = run(complete, args, kwargs, args)
             else:
-                result = run(original, new_args, new_kwargs, args)
-        except RuntimeError as error:
-            if not (plan.is_low and source.lacks_kernel(error)):
+                result = run(complete, new_args, new_kwargs, args)
+        except Exception as error:
+            if not plan.is_retried:
                 raise
             result = retry(error, args, kwargs)
         before = floating_inputs(plan, args, kwargs)
@@ -262,7 +307,7 @@ def make_observed_wrapper(
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
 
-    def retry(error: RuntimeError, args: Args, kwargs: Kwargs) -> Any:
+    def retry(error: Exception, args: Args, kwargs: Kwargs) -> Any:
         return _retry_in_fp32(plan, original, error, args, kwargs)
 
     def tell(  # noqa: PLR0917  # torch.compile passes constants by position
@@ -358,6 +403,7 @@ def retirement(wrapper: Callable[..., Any]) -> Retirement:
 
     retired = {
         "original": forward,
+        "complete": forward,
         "override": forward_overridden,
         "cast": _cast_nothing,
         "run": _run,
@@ -498,15 +544,19 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
         ):
             return run(function, *_cast_late(plan, args, kwargs), given)
         is_cast = not casts_late or args is not given
-        if not is_cast and target_dtype(plan, args, kwargs) is None:
-            return run(function, args, kwargs, given)
+        # Beside a sparse input the others have its dtype.
+        if not is_cast and target_dtype(plan, args, kwargs) not in LOW_DTYPES:
+            return run(function, *_cast_late(plan, args, kwargs), given)
         inputs = inputs_of(args, kwargs)
         if inputs is None or inputs.first.device.type not in device_types:
             return run(function, *_cast_late(plan, args, kwargs), given)
         dtype = None if inputs.low is None else inputs.low.dtype
         if casts_late and isinstance(plan.decision.dtype, torch.dtype):
             dtype = plan.decision.dtype
-        if dtype is None:
+        is_beside_sparse = is_cast and not inputs.is_plain and plan.is_low
+        if dtype is None or (
+            is_beside_sparse and target_dtype(plan, args, kwargs) not in LOW_DTYPES
+        ):
             return run(function, *_cast_late(plan, args, kwargs), given)
         if not legalizer.applies(inputs, args, kwargs, dtype):
             device_type = inputs.first.device.type
@@ -636,7 +686,7 @@ def _run_norm(
     return function(*args, **kwargs)
 
 
-def _raise(error: RuntimeError, args: Args, kwargs: Kwargs) -> Any:
+def _raise(error: Exception, args: Args, kwargs: Kwargs) -> Any:
     raise error
 
 

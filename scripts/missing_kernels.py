@@ -1,0 +1,488 @@
+"""Writes ``hmpx/kernels.ini``: the ops of torch whose kernels lack a low-precision dtype.
+
+    python scripts/missing_kernels.py            # print what the installed torch lacks
+    python scripts/missing_kernels.py --write    # add it to the file
+
+On the CPU each sample of torch's OpInfo and ModuleInfo databases is run, and every op that they have
+no sample of with arguments made up from its schema; an op lacks a kernel where the call raises on
+bfloat16 or float16 inputs and runs on the same values in float32. What is found is noted for the
+innermost callable, which is the one that hmpx wraps. For CUDA it is what OpInfo declares. Lines that
+other versions of torch have put into the file stay: computing in float32 what has a kernel is right.
+"""
+
+from __future__ import annotations
+
+import argparse
+import configparser
+import contextlib
+import functools
+import os
+import re
+import signal
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.testing._internal import common_cuda
+
+# What OpInfo declares depends on the GPU that there is; here it is a new one, whatever this machine has.
+for _name in [name for name in dir(common_cuda) if re.fullmatch(r"SM\d+OrLater", name)]:
+    setattr(common_cuda, _name, True)
+
+from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
+from torch.testing._internal.common_modules import module_db  # noqa: E402
+
+from hmpx import ops, patching  # noqa: E402
+
+FILE = Path(__file__).resolve().parent.parent / "hmpx" / "kernels.ini"
+LOW = (torch.bfloat16, torch.float16)
+
+#: Ops are given so many seconds.
+LIMIT_S = 10
+
+#: So many samples of an OpInfo are run, evenly spread.
+MOST_SAMPLES = 40
+
+#: The gradients of so many calls of an op are tried.
+MOST_GRADIENTS = 3
+
+
+@dataclass
+class Found:
+    """What calls of one op on low-precision inputs did: how many ran, and how many had no kernel."""
+
+    ran: int = 0
+    lacked: int = 0
+    gave_complex: int = 0
+    ran_backward: int = 0
+    lacked_backward: int = 0
+    texts: set[str] = field(default_factory=set)
+
+    def is_complex(self) -> bool:
+        """Whether every call made complex numbers of real ones."""
+        return 0 < self.gave_complex == self.ran + self.lacked
+
+
+def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns ``value`` with ``function`` applied to each tensor in it."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if type(value) in (list, tuple):
+        return type(value)([mapped(item, function) for item in value])
+    if isinstance(value, dict):
+        return {key: mapped(item, function) for key, item in value.items()}
+    return value
+
+
+def tensors(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in nested lists, tuples and dicts, in order."""
+    if isinstance(value, Tensor):
+        yield value
+    elif isinstance(value, (list, tuple)):
+        for item in value:
+            yield from tensors(item)
+    elif isinstance(value, dict):
+        for item in value.values():
+            yield from tensors(item)
+
+
+def to(dtype: torch.dtype, *sources: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Returns what makes a detached copy, in ``dtype`` if it has one of ``sources``."""
+
+    def copy(tensor: Tensor) -> Tensor:
+        tensor = tensor.detach().clone()
+        return tensor.to(dtype) if tensor.dtype in sources else tensor
+
+    return copy
+
+
+class Prober:
+    """Notes of each call of an op on low-precision inputs whether there is a kernel.
+
+    A call that lacks one gives what float32 gives, rounded, so that what comes after it is tried too.
+    In its calls it stands in all slots of torch's ops, as hmpx's wrappers do.
+    """
+
+    def __init__(self, dtype: torch.dtype, found: dict[str, Found]) -> None:
+        """Adds to ``found`` what calls on tensors of ``dtype`` do."""
+        self._dtype, self._found = dtype, found
+        self._wrappers: dict[Any, Any] = {}
+        patches = []
+        for name, op in ops.table().items():
+            is_python = all(site.is_python for site in op.sites)
+            for site in op.sites:  # a Python function beside a builtin of its op ends in that
+                if not site.is_property and site.is_python == is_python:
+                    patches.append(
+                        patching.Patch(site.owner, site.attribute, self._wrapper(name, site))
+                    )
+        self._patches = patches
+
+    def _wrapper(self, name: str, site: ops.Site) -> Any:
+        function = site.function()
+
+        def wrapper(*args: Any, **kwargs: Any) -> Any:
+            return self._call(name, function, args, kwargs)
+
+        self._wrappers[function] = wrapper
+        return wrapper
+
+    def run(self, calls: Iterable[tuple[Any, tuple[Any, ...], dict[str, Any]]]) -> None:
+        """Makes ``calls``; whether they raise is noted on the way."""
+        applied = patching.apply(self._patches)
+        try:
+            for function, args, kwargs in calls:
+                with contextlib.suppress(Exception):
+                    self._wrappers.get(function, function)(*args, **kwargs)
+        finally:
+            patching.undo(applied)
+
+    def _call(self, name: str, function: Any, args: Any, kwargs: Any) -> Any:
+        if self._is_idle:
+            return function(*args, **kwargs)
+        self._is_idle = True  # what follows calls torch, too
+        try:
+            given = {t.dtype for t in tensors((args, kwargs)) if t.is_floating_point()}
+            if self._dtype not in given or "dtype" in kwargs:
+                return self._within(function, args, kwargs)
+            return self._probed(name, function, args, kwargs, is_low=given == {self._dtype})
+        finally:
+            self._is_idle = False
+
+    def _within(self, function: Any, args: Any, kwargs: Any) -> Any:
+        """Calls ``function``, noting the calls inside of it."""
+        self._is_idle = False
+        try:
+            return function(*args, **kwargs)
+        finally:
+            self._is_idle = True
+
+    def _probed(self, name: str, function: Any, args: Any, kwargs: Any, *, is_low: bool) -> Any:
+        has_values = all(t.numel() for t in tensors((args, kwargs)))
+        state = torch.get_rng_state()
+        copies = mapped((args, kwargs), to(torch.float32, self._dtype))
+        low = mapped((args, kwargs), to(self._dtype))
+        found = self._found.setdefault(name, Found())
+        try:
+            result = self._within(function, args, kwargs)
+        except Exception as error:
+            torch.set_rng_state(state)
+            result = function(*copies[0], **copies[1])
+            if is_low:
+                found.lacked += 1
+                found.gave_complex += any(t.is_complex() for t in tensors(result))
+                found.texts.add(str(error).split("\n")[0])
+            return mapped(result, to(self._dtype, torch.float32))
+        if any(t.dtype is torch.complex32 for t in tensors(result)):
+            found.lacked += 1
+            found.gave_complex += 1
+            found.texts.add("gives complex32")
+        elif is_low and has_values:  # without values no kernel is needed
+            found.ran += 1
+            if not hasattr(function, "__code__") and found.ran <= MOST_GRADIENTS:
+                self._probe_gradients(function, low, copies, found)
+        return result
+
+    _is_idle = False
+
+    def _probe_gradients(self, function: Any, low: Any, wide: Any, found: Found) -> None:
+        try:
+            outcome = differentiated(function, low)
+        except Exception as error:
+            try:
+                if differentiated(function, wide):
+                    found.lacked_backward += 1
+                    found.texts.add(f"backward: {str(error).splitlines()[0]}")
+            except Exception:
+                return  # the op has no gradients of these arguments
+        else:
+            found.ran_backward += outcome
+
+
+def differentiated(function: Any, call: Any) -> bool:
+    """Runs forward and backward; returns whether there were gradients."""
+    args, kwargs = mapped(call, lambda t: t.requires_grad_(t.is_floating_point()))
+    with torch.enable_grad():
+        outputs = [t for t in tensors(function(*args, **kwargs)) if t.requires_grad]
+        inputs = [t for t in tensors((args, kwargs)) if t.is_leaf and t.requires_grad]
+        if not outputs or not inputs:
+            return False
+        torch.autograd.grad(
+            outputs, inputs, [torch.ones_like(t) for t in outputs], allow_unused=True
+        )
+    return True
+
+
+# --- what is run -------------------------------------------------------------------------------
+
+
+def samples(
+    info: Any, dtype: torch.dtype
+) -> Iterator[tuple[Callable[..., Any], tuple[Any, ...], dict[str, Any]]]:
+    """Yields calls of one OpInfo on float32 inputs, in-place forms too."""
+    given = list(info.sample_inputs("cpu", torch.float32, requires_grad=False))
+    most = MOST_SAMPLES if dtype not in info.dtypes else MOST_SAMPLES // 5
+    for sample in given[:: 1 + len(given) // most]:
+        call = (sample.input, *sample.args)
+        yield info.op, call, sample.kwargs
+        if info.inplace_variant is not None:
+            yield info.inplace_variant, call, sample.kwargs
+
+
+def probe_samples(dtype: torch.dtype, found: dict[str, Found]) -> None:
+    """Runs every OpInfo."""
+    prober = Prober(dtype, found)
+    for info in op_db:
+        if torch.float32 not in info.dtypes or info.name.startswith("torch.ops."):
+            continue
+        calls = [
+            (function, *mapped((args, kwargs), to(dtype, torch.float32)))
+            for function, args, kwargs in samples(info, dtype)
+        ]
+        prober.run(calls)
+
+
+def probe_modules(dtype: torch.dtype, found: dict[str, Found]) -> None:
+    """Runs every ModuleInfo."""
+    prober = Prober(dtype, found)
+    for info in module_db:
+        if torch.float32 not in info.dtypes:
+            continue
+        inputs = info.module_inputs_func(info, "cpu", torch.float32, False, True)
+        calls = []
+        for given in inputs:
+            if given.forward_input is None:
+                continue
+            made, called = given.constructor_input, given.forward_input
+            module = info.module_cls(*made.args, **made.kwargs).requires_grad_(False).to(dtype)
+            given_low = mapped((called.args, called.kwargs), to(dtype, torch.float32))
+            calls.append((module, *given_low))
+        prober.run(calls)
+
+
+def probe_sparse(dtype: torch.dtype, found: dict[str, Found]) -> None:
+    """Runs what is for sparse tensors alone; products are tried again in fp32 where they fail."""
+    prober = Prober(dtype, found)
+    given = torch.eye(3).to_sparse().to(dtype)
+    prober.run([(f, (given, 1), {}) for f in (torch.sparse.softmax, torch.sparse.log_softmax)])
+
+
+# --- ops without samples -----------------------------------------------------------------------
+
+#: Shapes of the tensors that stand for an argument, tried in turn.
+SHAPES = ((3, 3), (3,), (2, 3, 4), (1, 2, 4, 4), (1, 2, 4, 4, 4), ())
+
+
+def made_up(name: str) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
+    """Yields calls of an op on float32 inputs that its schemas allow."""
+    for site in ops.table()[name].sites:
+        if site.in_place or site.is_python or site.is_property:
+            continue
+        for schema in ops._schemas(site):
+            for shape in SHAPES:
+                for integers in (False, True):
+                    args, kwargs = [], {}
+                    for argument in schema.arguments:
+                        if argument.is_out or (argument.has_default_value() and args):
+                            continue
+                        value = made_value(argument, shape, is_index=integers and bool(args))
+                        if argument.kwarg_only:
+                            kwargs[argument.name] = value
+                        else:
+                            args.append(value)
+                    yield site.function(), tuple(args), kwargs
+
+
+def made_value(argument: Any, shape: tuple[int, ...], *, is_index: bool) -> Any:
+    """Returns a value of an argument's type."""
+    written = str(argument.type)
+    tensor = torch.rand(shape) * 0.5 + 0.25
+    if len(shape) == 2:
+        tensor = tensor @ tensor.mT + torch.eye(shape[0])
+    if is_index:
+        tensor = torch.zeros(shape, dtype=torch.long)
+    return {
+        "Tensor": tensor,
+        "Optional[Tensor]": tensor,
+        "List[Tensor]": [tensor, tensor],
+        "int": 1,
+        "float": 0.5,
+        "bool": True,
+        "number": 1,
+        "List[int]": [1, 1],
+        "str": "",
+    }.get(written)
+
+
+def probe_unsampled(
+    dtype: torch.dtype, known: dict[str, Found]
+) -> tuple[dict[str, Found], list[str]]:
+    """Returns what calls on made-up arguments did, each op in a process of its own; and what ran none."""
+    found, unprobed = {}, []
+    noted: dict[str, Found] = {}  # each child has its own
+    prober = Prober(dtype, noted)
+    for name in sorted(ops.table()):
+        if name in known or not ops.is_castable(name) or ops.is_view(name):
+            continue
+        answer = in_child(functools.partial(_probe_made_up, name, dtype, prober, noted))
+        if answer is None:
+            unprobed.append(name)
+        else:
+            found[name] = Found(*answer)
+    return found, unprobed
+
+
+def _probe_made_up(
+    name: str, dtype: torch.dtype, prober: Prober, noted: dict[str, Found]
+) -> tuple[int, ...] | None:
+    calls = []
+    for function, args, kwargs in made_up(name):
+        try:
+            function(*mapped(args, to(torch.float32)), **mapped(kwargs, to(torch.float32)))
+        except Exception:
+            continue
+        calls.append((function, *mapped((args, kwargs), to(dtype, torch.float32))))
+    prober.run(calls)
+    if name not in noted:
+        return None
+    each = noted[name]
+    return each.ran, each.lacked, each.gave_complex, each.ran_backward, each.lacked_backward
+
+
+def in_child(function: Callable[[], Any]) -> Any:
+    """Returns what ``function`` returns in a child process; None if it dies or takes too long."""
+    reader, writer = os.pipe()
+    pid = os.fork()
+    if pid == 0:
+        os.close(reader)
+        signal.alarm(LIMIT_S)
+        sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the child ends
+        answer = repr(function())
+        os.write(writer, answer.encode())
+        os._exit(0)
+    os.close(writer)
+    with os.fdopen(reader, "rb") as pipe:
+        answer = pipe.read().decode()
+    os.waitpid(pid, 0)
+    numbers = [int(n) for n in answer.strip("()").split(",") if n.strip().isdigit()]
+    return numbers or None
+
+
+# --- CUDA, as declared -------------------------------------------------------------------------
+
+
+def declared(dtype: torch.dtype, cpu: Mapping[str, Found]) -> dict[str, set[str]]:
+    """Returns how -> ops, of those that OpInfo declares without a kernel on CUDA.
+
+    OpInfo doesn't say whether only some calls of an op lack it: those of the CPU tell. Nor does it say
+    which callable inside of a Python function does: it is listed itself then.
+    """
+    found: dict[str, set[str]] = {"always": set(), "sometimes": set(), "backward": set()}
+    for info in op_db:
+        name = op_name(info)
+        if name is None or torch.float32 not in info.dtypesIfCUDA:
+            continue
+        if all(site.is_python for site in ops.table()[name].sites) and name not in cpu:
+            continue
+        on_cpu = cpu.get(name, Found())
+        gives_complex_half = dtype is torch.float16 and on_cpu.is_complex()
+        if dtype not in info.dtypesIfCUDA or gives_complex_half:
+            found["always" if on_cpu.lacked and not on_cpu.ran else "sometimes"].add(name)
+        elif info.supports_autograd and dtype not in info.backward_dtypesIfCUDA:
+            found["backward"].add(name)
+    return found
+
+
+def op_name(info: Any) -> str | None:
+    """Returns the hmpx op that ``info`` samples; None if it samples none."""
+    if info.name.startswith("torch.ops."):
+        return None
+    return ops.resolve(info.name) or (ops.resolve(info.aten_name) if info.aten_name else None)
+
+
+# --- the file ----------------------------------------------------------------------------------
+
+HEADER = """\
+# Where torch's ops lack a kernel for a low-precision dtype: scripts/missing_kernels.py writes this.
+# A section is a device type, a dtype, and how: "always" is for ops of which no call runs, "sometimes"
+# for those of which some don't, "backward" for those whose gradients don't. A name that the installed
+# torch lacks is ignored, and an op that has its kernel there computes in fp32 all the same: one file
+# serves every version.
+"""
+
+UNTRIED = """\
+# Ops without a sample in OpInfo or ModuleInfo, of which no call made up from their schemas runs on the
+# CPU in float32: they need a device, an earlier result, or tensors of their own kind.
+"""
+
+
+def merged(
+    dtype: torch.dtype, cpu: Mapping[str, Found], untried: Iterable[str]
+) -> dict[str, set[str]]:
+    """Returns section -> names, of the file as it is and of what was found."""
+    parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
+    parser.optionxform = str  # type: ignore[method-assign, assignment]
+    if FILE.exists():
+        parser.read_string(FILE.read_text(encoding="utf-8"))
+    sections = {name: set(parser[name]) for name in parser.sections()}
+    short = str(dtype).removeprefix("torch.")
+    found = {
+        "always": {name for name, each in cpu.items() if each.lacked and not each.ran},
+        "sometimes": {name for name, each in cpu.items() if each.lacked and each.ran},
+        "backward": {name for name, each in cpu.items() if each.lacked_backward},
+    }
+    for device_type, by_how in (("cpu", found), ("cuda", declared(dtype, cpu))):
+        for how, names in by_how.items():
+            sections.setdefault(f"{device_type} {short} {how}", set()).update(names)
+        always = sections[f"{device_type} {short} always"]
+        sections[f"{device_type} {short} sometimes"] -= always
+        sections[f"{device_type} {short} backward"] -= always
+    tried = {name for section, names in sections.items() if section != "untried" for name in names}
+    sections["untried"] = (sections.get("untried", set()) | set(untried)) - tried - set(cpu)
+    return sections
+
+
+def text(sections: Mapping[str, set[str]]) -> str:
+    """Returns the file that holds ``sections``."""
+    parts = [HEADER]
+    for section in sorted(sections, key=lambda name: (name == "untried", name)):
+        comment = UNTRIED if section == "untried" else ""
+        names = "".join(f"{name}\n" for name in sorted(sections[section]))
+        parts.append(f"[{section}]\n{comment}{names}")
+    return "\n".join(parts)
+
+
+def probe(dtype: torch.dtype) -> tuple[dict[str, Found], list[str]]:
+    """Returns what calls of each op in ``dtype`` did on the CPU, and the ops that none was found for."""
+    found: dict[str, Found] = {}
+    probe_samples(dtype, found)
+    probe_modules(dtype, found)
+    probe_sparse(dtype, found)
+    more, untried = probe_unsampled(dtype, found)
+    return {**found, **more}, untried
+
+
+def main() -> None:
+    """Prints what the installed torch lacks; with ``--write`` adds it to the file."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--write", action="store_true", help="add what is found to kernels.ini")
+    parser.add_argument("--dtype", choices=["bfloat16", "float16"], help="only this one")
+    options = parser.parse_args()
+    warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
+    torch.manual_seed(0)
+    for dtype in LOW if options.dtype is None else (getattr(torch, options.dtype),):
+        found, untried = probe(dtype)
+        for name, each in sorted(found.items()):
+            if each.lacked or each.lacked_backward:
+                print(f"{dtype} {name}: {each}")
+        if options.write:
+            FILE.write_text(text(merged(dtype, found, untried)), encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
