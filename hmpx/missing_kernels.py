@@ -183,9 +183,7 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
 
     def raised(value: Any, is_written: bool) -> Any:
         if isinstance(value, Tensor):
-            if value.dtype not in _LOW:
-                return value
-            wide = widen(value)
+            wide = widen(value) if value.dtype in _LOW else value
             if is_written:
                 stand_ins.append((value, wide))
             return wide
@@ -205,6 +203,8 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
     else:
         result = callee.function(*positional, **named)
     for target, wide in stand_ins:
+        if target is wide:
+            continue
         if target.shape != wide.shape:
             _resize_(target, wide.shape)
         _copy_(target, wide)

@@ -16,7 +16,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import missing_kernels, ops, oplists, wrappers
+from hmpx import missing_kernels, oplists, ops
 from hmpx.missing_kernels import Callee, Lacking
 from hmpx.policy import Policy
 
@@ -146,38 +146,40 @@ def attempt(function: Any, call: Any) -> Any:
         return error
 
 
-def faults(info: OpInfo, dtype: torch.dtype, most: int | None, **options: Any) -> list[str]:
+def faults(infos: list[OpInfo], dtype: torch.dtype, most: int | None, **options: Any) -> list[str]:
     """Returns where a call on inputs in ``dtype`` stops, or is not that in fp32, rounded."""
+    calls = []
+    for info in infos:
+        lacking = missing_kernels.table().get(str(op_name(info)))
+        is_exact = lacking is not None and ("cpu", dtype) in lacking.always
+        is_exact = is_exact and info.name not in NOT_COMPARED
+        for call in samples(info, most):
+            low = mapped(call, lambda t: t.to(dtype) if t.dtype is FP32 else t)
+            wide = mapped(low, lambda t: t.float() if t.dtype is dtype else t)
+            for function in (info.op, info.inplace_variant):
+                expected = None if function is None else attempt(function, wide)
+                if function is not None and not isinstance(expected, Exception):
+                    is_compared = is_exact and "dtype" not in call[1]
+                    calls.append((info.full_name, function, low, expected, is_compared))
     found = []
-    name = op_name(info)
-    assert name is not None
-    lacking = missing_kernels.table().get(name)
-    is_exact = lacking is not None and ("cpu", dtype) in lacking.always
-    is_exact = is_exact and info.name not in NOT_COMPARED
-    forms = [(info.op, "")]
-    if info.inplace_variant is not None:
-        forms.append((info.inplace_variant, "in place "))
-    for call in samples(info, most):
-        low = mapped(call, lambda t: t.to(dtype) if t.dtype is FP32 else t)
-        wide = mapped(low, lambda t: t.float() if t.dtype is dtype else t)
-        for function, form in forms:
-            expected = attempt(function, wide)
-            if isinstance(expected, Exception):
-                continue
-            with hmpx.convert(**options):
-                actual = attempt(current(function), low)
-            what = f"{info.full_name} {form}{[(tuple(t.shape), t.dtype) for t in tensors(low)]}"
+    with hmpx.convert(**options):
+        for name, function, low, expected, is_compared in calls:
+            actual = attempt(current(function), low)
+            what = f"{name} {[(tuple(t.shape), t.dtype) for t in tensors(low)]}"
             if isinstance(actual, Exception):
                 found.append(f"{what}: {type(actual).__name__}: {actual}")
-            elif is_exact and "dtype" not in call[1]:
-                first = next((t.dtype for t in tensors(low) if t.is_floating_point()), FP32)
-                for got, want in zip(tensors(actual), tensors(expected), strict=True):
-                    want = want.to(first) if want.dtype is FP32 else want
-                    if got.dtype is not want.dtype or not torch.equal(
-                        got.nan_to_num(), want.nan_to_num()
-                    ):
-                        found.append(f"{what}: {got} instead of {want}")
+            elif is_compared:
+                found += [f"{what}: {fault}" for fault in differences(actual, expected, low)]
     return found
+
+
+def differences(actual: Any, expected: Any, call: Any) -> Iterator[str]:
+    """Yields where a result is not the one of fp32, rounded to the dtype of the first floating input."""
+    first = next((t.dtype for t in tensors(call) if t.is_floating_point()), FP32)
+    for got, wide in zip(tensors(actual), tensors(expected), strict=True):
+        want = wide.to(first) if wide.dtype is FP32 else wide
+        if got.dtype is not want.dtype or not torch.equal(got.nan_to_num(), want.nan_to_num()):
+            yield f"{got} instead of {want}"
 
 
 @pytest.fixture
@@ -191,11 +193,9 @@ def quick(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_ops_that_lack_kernels_compute_in_fp32(dtype: torch.dtype) -> None:
     """One sample of each op in the data, bit for bit what fp32 gives, rounded."""
-    found = []
-    for info in INFOS:
-        lacking = missing_kernels.table().get(str(op_name(info)))
-        if lacking is not None and dtype in lacking.dtypes:
-            found += faults(info, dtype, 1, low_precision_type=dtype)
+    table = missing_kernels.table()
+    lacking = [info for info in INFOS if dtype in table.get(str(op_name(info)), Lacking()).dtypes]
+    found = faults(lacking, dtype, 1, low_precision_type=dtype)
     assert not found, "\n".join(found)
 
 
@@ -212,7 +212,7 @@ def test_no_op_stops_for_want_of_a_kernel(
     options: dict[str, Any] = {"lists": lists, "low_precision_type": dtype}
     if lists == "*":
         options = {"policy": Policy.from_ops(low=["*"], low_precision_type=dtype)}
-    found = faults(info, dtype, None, **options)
+    found = faults([info], dtype, None, **options)
     assert not found, "\n".join(found)
 
 
@@ -383,16 +383,19 @@ def picky(x: Tensor, y: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("verbose", [False, True])
 @pytest.mark.parametrize("kind", ["low", "first", "widest"])
-def test_a_call_is_tried_in_fp32_whatever_it_raises(
-    kind: str, verbose: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_call_is_tried_in_fp32_whatever_it_raises(kind: str, verbose: bool) -> None:
     """Its result is rounded; an error that fp32 raises too is that of fp32."""
-    monkeypatch.setattr(torch, "dot", picky)
     x, y = torch.rand(3).bfloat16(), torch.rand(3)
-    with hmpx.convert(policy=Policy.from_ops(**{kind: ["dot"]}), isVerbose=verbose):
-        actual = torch.dot(x, y)
-        with pytest.raises(PickyError, match=r"torch\.float32: not these shapes"):
-            torch.dot(torch.rand(2, 2), torch.rand(2, 2).bfloat16())
+    policy = Policy.from_ops(**{kind: ["dot"]})
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(torch, "dot", picky)
+        session = hmpx.convert(policy=policy, isVerbose=verbose)
+        try:
+            actual = torch.dot(x, y)
+            with pytest.raises(PickyError, match=r"torch\.float32: not these shapes"):
+                torch.dot(torch.rand(2, 2), torch.rand(2, 2).bfloat16())
+        finally:
+            session.revert()
     if kind == "widest":
         torch.testing.assert_close(actual, x.float() * y, rtol=0, atol=0)
     else:
@@ -412,9 +415,9 @@ def test_what_a_hook_raises_is_not_tried_again() -> None:
         raise StopError
 
     x = torch.rand(3, 3, requires_grad=True)
-    with hmpx.convert(), torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t):
-        with pytest.raises(StopError):
-            torch.mm(x, x)
+    hooks = torch.autograd.graph.saved_tensors_hooks(pack, lambda t: t)
+    with hmpx.convert(), hooks, pytest.raises(StopError):
+        torch.mm(x, x)
     assert len(calls) == 1
 
 
@@ -481,7 +484,7 @@ def test_the_dense_input_has_the_sparse_ones_dtype(layout: str, legalize: str) -
             continue  # not of this layout
         with hmpx.convert(legalize=legalize):
             actual = product(sparse, dense)
-            if layout != "bsc" and layout != "csc":
+            if layout not in {"bsc", "csc"}:
                 assert product(both, dense).dtype is BF16, name
         assert actual.dtype is FP32, name
         torch.testing.assert_close(actual.to_dense(), expected.to_dense(), msg=name)
@@ -508,8 +511,3 @@ def test_names_of_sparse_products_resolve() -> None:
         "hspmm",
         "sspaddmm",
     ]
-
-
-def test_retried_is_forgotten_by_no_one() -> None:
-    """The set of what was logged is the one that tests clear."""
-    assert isinstance(wrappers._retried, set)
