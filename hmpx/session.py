@@ -539,7 +539,19 @@ def _patches(
             slot = draft.attribute(site.owner, site.attribute)
             function = site.callable_of(slot)
             key = (id(slot), name)
-            if key not in made:
+            if key in made:
+                pass
+            elif lacks is not None and name not in policy.decisions and not asked:
+                callee = missing_kernels.Callee(
+                    name,
+                    function,
+                    ops.parameters(site).names,
+                    frozenset(ops.written(name, site)),
+                    site.is_python,
+                    name in ops.facts("random"),
+                )
+                made[key] = wrappers.make_completed_wrapper(callee, lacks, site.qualified)
+            else:
                 plan = CallPlan(
                     op=name,
                     site=site.qualified,
@@ -738,7 +750,7 @@ def _maker(
         if observers and decision.cast_policy is not CastPolicy.PASS:
             return wrappers.make_observed_wrapper(function, decided, observers)
         if _is_settled_by_torch(site, decision, plan.promotes):
-            return None if plan.lacking is None else wrappers.make_completed_wrapper(function, plan)
+            return wrappers.make_wrapper_where_lacking(function, plan)
         return wrappers.make_wrapper(function, decided)
 
     return make

@@ -40,6 +40,7 @@ from .composition import computed_in_fp32, inputs_of, rounded
 from .decisions import INPUT, CastPolicy
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
+from .missing_kernels import Callee, Lacking
 from .norm_statistics import Statistics
 from .patching import Patch
 from .records import Observer, OpCall
@@ -64,7 +65,7 @@ def make_wrapper(
     """
     is_single = not plan.is_python and not plan.parameters.has_several_tensors
     if plan.is_relative and is_single and not plan.composes:
-        return None if plan.lacking is None else make_completed_wrapper(original, plan)
+        return make_wrapper_where_lacking(original, plan)
     dtype = plan.decision.dtype if isinstance(plan.decision.dtype, torch.dtype) else None
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -129,23 +130,36 @@ def cast_where_on(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
     return cast_args(_without(plan, off) if off else plan, args, kwargs)
 
 
-def make_completed_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+def make_completed_wrapper(callee: Callee, lacking: Lacking, where: str) -> Callable[..., Any]:
     """Returns the wrapper of an op that nothing casts: it computes in fp32 where a kernel is lacking."""
-    complete = _completed(original, plan)
+    original, complete = callee.function, missing_kernels.completed(callee, lacking)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if source.is_overridden(args, kwargs):
             return override(original, _cast_nothing, wrapper, args, kwargs)
         return complete(*args, **kwargs)
 
-    return named_after(original, wrapper, plan.site)
+    return named_after(original, wrapper, where)
+
+
+def make_wrapper_where_lacking(
+    original: Callable[..., Any], plan: CallPlan
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of a function that nothing casts; None if it lacks no kernel either."""
+    if plan.lacking is None:
+        return None
+    return make_completed_wrapper(_callee(original, plan), plan.lacking, plan.site)
 
 
 def _completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
     """Returns ``original``, such that it computes in fp32 where its kernel is lacking."""
     if plan.lacking is None:
         return original
-    callee = missing_kernels.Callee(
+    return missing_kernels.completed(_callee(original, plan), plan.lacking)
+
+
+def _callee(original: Callable[..., Any], plan: CallPlan) -> Callee:
+    return Callee(
         plan.op,
         original,
         plan.parameters.names,
@@ -153,7 +167,6 @@ def _completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., An
         plan.is_python,
         plan.is_random,
     )
-    return missing_kernels.completed(callee, plan.lacking)
 
 
 def override(

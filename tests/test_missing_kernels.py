@@ -123,7 +123,8 @@ INFOS = [
     and torch.float32 in info.dtypes
     and not info.name.startswith("torch.ops.")
     and not info.name.startswith(("empty", "new_empty", "linear_cross"))
-    and info.name != "_upsample_bilinear2d_aa"  # OpInfo calls it below every Python-visible callable
+    and info.name
+    != "_upsample_bilinear2d_aa"  # OpInfo calls it below every Python-visible callable
 ]
 
 
