@@ -1,0 +1,89 @@
+"""Sweeps the zoo: ``python -m zoo --help``."""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import os
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+from . import catalogue, running, table
+from .entry import Entry
+from .modes import DEFAULT, MODES
+from .results import ROOT, Results, version
+
+
+def parse(arguments: list[str] | None = None) -> argparse.Namespace:
+    """Returns the options."""
+    parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
+    parser.add_argument("--models", nargs="+", metavar="PATTERN", help="names, families, libraries")
+    parser.add_argument("--modes", nargs="+", choices=MODES, default=DEFAULT)
+    parser.add_argument("--sample", type=int, metavar="N", help="so many models of all families")
+    parser.add_argument("--again", action="store_true", help="run what has results, too")
+    parser.add_argument("--results", type=Path, default=ROOT / "zoo" / "results.jsonl")
+    parser.add_argument("--table", type=Path, help="default: docs/zoo.md after a whole sweep")
+    parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
+    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mode")
+    parser.add_argument("--memory", type=float, default=8, metavar="GIB", help="of one process")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> int:
+    """Runs what is asked for and has no results yet, writes the table; 1 if hmpx stopped a model."""
+    options = parse(arguments)
+    chosen = [
+        entry
+        for entry in catalogue.entries()
+        if not options.models
+        or any(
+            fnmatch.fnmatchcase(name, pattern)
+            for pattern in options.models
+            for name in (entry.name, entry.family, entry.library)
+        )
+    ]
+    if options.sample is not None:
+        chosen = catalogue.sample(chosen, options.sample)
+    results = Results(options.results)
+    versions = {mode: version(mode) for mode in MODES}
+    work: list[tuple[Entry, list[str]]] = []
+    for entry in chosen:
+        left = [
+            mode
+            for mode in options.modes
+            if options.again
+            or not results.is_known(entry.library, entry.name, mode, versions[mode])
+        ]
+        if left:
+            work.append((entry, left))
+    start = time.monotonic()
+    running.warm_up({entry.library for entry in chosen})
+
+    def report(entry: Entry, mode: str, measured: dict[str, Any]) -> None:
+        results.add({
+            "library": entry.library, "family": entry.family, "model": entry.name, "mode": mode,
+            "version": versions[mode], **measured,
+        })  # fmt: skip
+        print(f"{time.monotonic() - start:6.0f} s  {entry.name:32} {table.line_of(mode, measured)}", flush=True)
+
+    running.sweep(
+        work,
+        report,
+        jobs=options.jobs,
+        limit_s=options.limit,
+        memory_bytes=int(options.memory * 2**30),
+    )
+    is_whole = not options.models and options.sample is None
+    path = options.table or (ROOT / "docs" / "zoo.md" if is_whole else None)
+    keys = {(entry.library, entry.name) for entry in chosen}
+    lines = [line for key, line in results.lines.items() if key[:2] in keys]
+    if path is not None:
+        path.write_text(table.document(lines), encoding="utf-8")
+    print(table.summary(lines))
+    return 1 if table.stops(lines, "hmpx") else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The ways in which each model runs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import hmpx
+
+
+@dataclass(frozen=True)
+class Mode:
+    """One way to run a model."""
+
+    #: Arguments of `hmpx.convert`; None where hmpx isn't used.
+    convert: Mapping[str, Any] | None = None
+    #: The dtype of a torch.autocast region around forward passes.
+    autocast: torch.dtype | None = None
+    #: The mode whose errors this one's are divided by.
+    peer: str = "autocast"
+
+    def process(self) -> AbstractContextManager[Any]:
+        """Returns the context in which the whole program runs."""
+        return nullcontext() if self.convert is None else hmpx.convert(**self.convert)
+
+    def region(self) -> AbstractContextManager[Any]:
+        """Returns the context in which forward passes run."""
+        return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+
+
+COMING = {"lists": "hmp", "low": {"remove": ["mul", "t"]}}
+MODES: Mapping[str, Mode] = {
+    "fp32": Mode(),
+    "autocast": Mode(autocast=torch.bfloat16),
+    "autocast fp16": Mode(autocast=torch.float16),
+    "hmpx": Mode(convert={"policy": COMING}),
+    "hmpx fast": Mode(convert={"policy": COMING, "legalize": "fast"}),
+    "hmpx autocast-cpu": Mode(convert={"lists": "autocast-cpu"}),
+    "hmpx fp16": Mode(convert={"policy": {**COMING, "low_precision_type": "float16"}}, peer="autocast fp16"),
+    "hmpx hmp": Mode(convert={"lists": "hmp"}),
+}
+#: Those that a sweep runs unless asked for others.
+DEFAULT = tuple(name for name in MODES if name != "hmpx hmp")
