@@ -66,7 +66,10 @@ def main(arguments: list[str] | None = None) -> int:
             "library": entry.library, "family": entry.family, "model": entry.name, "mode": mode,
             "version": versions[mode], **measured,
         })  # fmt: skip
-        print(f"{time.monotonic() - start:6.0f} s  {entry.name:32} {table.line_of(mode, measured)}", flush=True)
+        print(
+            f"{time.monotonic() - start:6.0f} s  {entry.name:32} {table.line_of(mode, measured)}",
+            flush=True,
+        )
 
     running.sweep(
         work,

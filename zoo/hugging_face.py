@@ -134,7 +134,12 @@ _GENERATING = {"causal", "seq2seq"}
 def positions(model: nn.Module) -> int:
     """Returns how many positions a model is asked to look at: 1,500 or as many as it has."""
     config = text(model.config)
-    names = ("max_position_embeddings", "n_positions", "max_seq_len", "max_encoder_position_embeddings")
+    names = (
+        "max_position_embeddings",
+        "n_positions",
+        "max_seq_len",
+        "max_encoder_position_embeddings",
+    )
     known = [n for name in names if isinstance(n := getattr(config, name, None), int) and n > 0]
     length = min([LONGEST, *known])
     return length - 4 if length < LONGEST else length
@@ -145,7 +150,11 @@ def generate(model: nn.Module, batch: Batch) -> Tensor:
     names = ("input_ids", "attention_mask", "pixel_values", "input_features")
     inputs = {name: batch[name] for name in names if name in batch}
     return model.generate(  # type: ignore[operator, no-any-return]
-        **inputs, max_new_tokens=_NEW_TOKENS, min_new_tokens=_NEW_TOKENS, do_sample=False, num_beams=1
+        **inputs,
+        max_new_tokens=_NEW_TOKENS,
+        min_new_tokens=_NEW_TOKENS,
+        do_sample=False,
+        num_beams=1,
     )
 
 

@@ -143,7 +143,9 @@ def seen(model: nn.Module, length: int) -> Batch:
     """Texts with images at some of their positions."""
     config = model.config
     vision = config.vision_config
-    count = getattr(config, "mm_tokens_per_image", 0) or (vision.image_size // vision.patch_size) ** 2
+    count = (
+        getattr(config, "mm_tokens_per_image", 0) or (vision.image_size // vision.patch_size) ** 2
+    )
     token = getattr(config, "image_token_id", None) or config.image_token_index
     ids = torch.cat([torch.full((2, count), token), _ids(2, 8)], 1)
     batch = {

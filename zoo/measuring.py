@@ -136,7 +136,7 @@ def run(entry: Entry, mode: Mode, notify: Callable[[str], None] = lambda stage: 
     batch = entry.batch(model)
     settle(model, entry, batch)
     entry.compared_mode(model)
-    long_batch = entry.long_batch(model) if entry.long_batch is not None else None
+    long_batch = entry.long_batch(model) if entry.long_batch and mode.is_long else None
     state: dict[str, Any] = {}
 
     def stage(name: str, function: Callable[[], None], *needs: str) -> None:

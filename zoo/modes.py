@@ -22,6 +22,8 @@ class Mode:
     autocast: torch.dtype | None = None
     #: The mode whose errors this one's are divided by.
     peer: str = "autocast"
+    #: Whether it runs over long inputs, too.
+    is_long: bool = True
 
     def process(self) -> AbstractContextManager[Any]:
         """Returns the context in which the whole program runs."""
@@ -36,12 +38,16 @@ COMING = {"lists": "hmp", "low": {"remove": ["mul", "t"]}}
 MODES: Mapping[str, Mode] = {
     "fp32": Mode(),
     "autocast": Mode(autocast=torch.bfloat16),
-    "autocast fp16": Mode(autocast=torch.float16),
+    "autocast fp16": Mode(autocast=torch.float16, is_long=False),
     "hmpx": Mode(convert={"policy": COMING}),
-    "hmpx fast": Mode(convert={"policy": COMING, "legalize": "fast"}),
-    "hmpx autocast-cpu": Mode(convert={"lists": "autocast-cpu"}),
-    "hmpx fp16": Mode(convert={"policy": {**COMING, "low_precision_type": "float16"}}, peer="autocast fp16"),
-    "hmpx hmp": Mode(convert={"lists": "hmp"}),
+    "hmpx fast": Mode(convert={"policy": COMING, "legalize": "fast"}, is_long=False),
+    "hmpx autocast-cpu": Mode(convert={"lists": "autocast-cpu"}, is_long=False),
+    "hmpx fp16": Mode(
+        convert={"policy": {**COMING, "low_precision_type": "float16"}},
+        peer="autocast fp16",
+        is_long=False,
+    ),
+    "hmpx hmp": Mode(convert={"lists": "hmp"}, is_long=True),
 }
 #: Those that a sweep runs unless asked for others.
 DEFAULT = tuple(name for name in MODES if name != "hmpx hmp")

@@ -57,7 +57,7 @@ DECODERS: Mapping[str, Mapping[str, Any]] = {
     "alibi": {"alibi_pos_bias": True, "use_rmsnorm": True},
     "t5 bias": {"rel_pos_bias": True},
     "dynamic bias": {"dynamic_pos_bias": True, "attn_qk_norm": True},
-    "memories": {"attn_num_mem_kv": 4, "attn_talking_heads": True},
+    "memories": {"attn_num_mem_kv": 4, "attn_qk_norm": True},
 }
 
 

@@ -84,7 +84,6 @@ OFF = frozenset({
 })  # fmt: skip
 
 
-
 def arguments(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
     """Returns keyword arguments for a small configuration of the class of `config`.
 
@@ -97,9 +96,7 @@ def arguments(config: Any, overrides: Mapping[str, Any]) -> dict[str, Any]:
         for name in getattr(type(config), "sub_configs", {})
         if (value := getattr(config, name, None)) is not None
     }
-    values = {
-        name: value for name, value in vars(config).items() if not name.startswith("_")
-    }
+    values = {name: value for name, value in vars(config).items() if not name.startswith("_")}
     small: dict[str, Any] = {}
     for name, value in values.items():
         if name in OFF and isinstance(value, float):

@@ -139,8 +139,17 @@ def _row(key: tuple[str, str], modes: Mapping[str, Line]) -> str:
     for of in ("outputs", "gradients"):
         r = ratio(modes, "hmpx", of)
         shown = "" if r is None else f"{r:.2f}"
-        cells += [_number(autocast.get(of)), _number(mine.get(of)), f"**{shown}**" if r and r > ACCEPTED else shown]
-    for mode, of in (("hmpx", "long_outputs"), ("hmpx autocast-cpu", "outputs"), ("hmpx fast", "outputs"), ("hmpx fp16", "outputs")):
+        cells += [
+            _number(autocast.get(of)),
+            _number(mine.get(of)),
+            f"**{shown}**" if r and r > ACCEPTED else shown,
+        ]
+    for mode, of in (
+        ("hmpx", "long_outputs"),
+        ("hmpx autocast-cpu", "outputs"),
+        ("hmpx fast", "outputs"),
+        ("hmpx fp16", "outputs"),
+    ):
         r = ratio(modes, mode, of)
         shown = "" if r is None else f"{r:.2f}"
         if mode != "hmpx" and stopped(modes, mode):
@@ -148,7 +157,11 @@ def _row(key: tuple[str, str], modes: Mapping[str, Line]) -> str:
         cells.append(f"**{shown}**" if r and r > ACCEPTED else shown)
     lost, peers = (_not_finite(modes.get(m, {})) for m in ("hmpx fp16", "autocast fp16"))
     cells.append(f"{lost} / {peers}" if lost or peers else "")
-    cells.append({True: "no", False: "yes"}.get(bool(mine["built_differently"]), "") if "built_differently" in mine else "")
+    cells.append(
+        {True: "no", False: "yes"}.get(bool(mine["built_differently"]), "")
+        if "built_differently" in mine
+        else ""
+    )
     return f"| {' | '.join(cells)} |"
 
 
@@ -176,7 +189,11 @@ def document(lines: Iterable[Line]) -> str:
     models = by_model(lines)
     known = causes()
     parts = [_INTRODUCTION.format(exact=_EXACT), summary(lines), ""]
-    parts += ["Medians of ratios; the last columns count models: with a ratio over 2.0, and with NaNs", "or infinities where neither fp32 nor autocast has any.", ""]
+    parts += [
+        "Medians of ratios; the last columns count models: with a ratio over 2.0, and with NaNs",
+        "or infinities where neither fp32 nor autocast has any.",
+        "",
+    ]
     over = [
         (max(r for of in _MEASURES if (r := ratio(modes, mode, of)) is not None), key, mode)
         for key, modes in models.items()
@@ -188,7 +205,9 @@ def document(lines: Iterable[Line]) -> str:
         f"| {key[1]} | {mode} | {worst:.1f} | {known.get('/'.join(key), '')} |"
         for worst, key, mode in sorted(over, reverse=True)
     ]
-    found = [(mode, *stop) for mode in MODES if mode.startswith("hmpx") for stop in stops(lines, mode)]
+    found = [
+        (mode, *stop) for mode in MODES if mode.startswith("hmpx") for stop in stops(lines, mode)
+    ]
     parts += ["", "## Stops", "", "| model | mode | stage | error |", "|---|---|---|---|"]
     parts += [
         f"| {model} | {mode} | {stage} | {error.replace('|', '/')} |"

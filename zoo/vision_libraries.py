@@ -56,29 +56,10 @@ TIMM: Mapping[str, Mapping[str, Any]] = {
     "xcit_nano_12_p16_224": {"depth": 2},
 }  # fmt: skip
 
-#: torchvision's name -> (its package, arguments).
-_NO_WEIGHTS = {"weights": None, "weights_backbone": None}
-_SMALL = {**_NO_WEIGHTS, "num_classes": 4}
-_RESIZED = {**_SMALL, "min_size": 96, "max_size": 96}
-_FEW_BOXES = {
-    **_RESIZED, "rpn_pre_nms_top_n_train": 100, "rpn_post_nms_top_n_train": 30,
-    "rpn_pre_nms_top_n_test": 100, "rpn_post_nms_top_n_test": 20, "box_detections_per_img": 5,
-    "box_batch_size_per_image": 16,
-}  # fmt: skip
-_FEW_CANDIDATES = {**_RESIZED, "topk_candidates": 20, "detections_per_img": 5}
-DETECTION: Mapping[str, Mapping[str, Any]] = {
-    "fasterrcnn_mobilenet_v3_large_320_fpn": _FEW_BOXES,
-    "maskrcnn_resnet50_fpn": _FEW_BOXES,
-    "keypointrcnn_resnet50_fpn": {**_FEW_BOXES, "num_classes": 2, "num_keypoints": 5},
-    "retinanet_resnet50_fpn": _FEW_CANDIDATES,
-    "fcos_resnet50_fpn": _FEW_CANDIDATES,
-    "ssdlite320_mobilenet_v3_large": {**_SMALL, "topk_candidates": 20, "detections_per_img": 5},
-}
-SEGMENTATION: Mapping[str, Mapping[str, Any]] = {
-    "deeplabv3_mobilenet_v3_large": _SMALL,
-    "fcn_resnet50": _SMALL,
-    "lraspp_mobilenet_v3_large": _SMALL,
-}
+#: Detection models of torchvision, on a backbone of two convolutions.
+DETECTION = ("FasterRCNN", "MaskRCNN", "KeypointRCNN", "RetinaNet", "FCOS", "SSD")
+#: Segmentation models of torchvision, on the same backbone.
+SEGMENTATION = ("DeepLabV3", "FCN", "LRASPP")
 
 
 def _timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
@@ -88,10 +69,103 @@ def _timm(name: str, arguments: Mapping[str, Any]) -> nn.Module:
     return model
 
 
-def _torchvision(package: str, name: str, arguments: Mapping[str, Any]) -> nn.Module:
-    import torchvision
+_CHANNELS = 32
+_RESIZED = {"min_size": 64, "max_size": 64}
+_FEW_BOXES = {
+    **_RESIZED, "rpn_pre_nms_top_n_train": 50, "rpn_post_nms_top_n_train": 20,
+    "rpn_pre_nms_top_n_test": 50, "rpn_post_nms_top_n_test": 20, "box_detections_per_img": 5,
+    "box_batch_size_per_image": 16,
+}  # fmt: skip
+_FEW_CANDIDATES = {"topk_candidates": 20, "detections_per_img": 5}
 
-    model: nn.Module = getattr(getattr(torchvision.models, package), name)(**arguments)
+
+class Backbone(nn.Sequential):
+    """Two convolutions: [n, 3, h, w] -> [n, 32, h / 8, w / 8]."""
+
+    out_channels: int | list[int] = _CHANNELS
+
+    def __init__(self) -> None:
+        super().__init__(
+            nn.Conv2d(3, 16, 4, stride=4),
+            nn.BatchNorm2d(16),
+            nn.ReLU(),
+            nn.Conv2d(16, _CHANNELS, 3, stride=2, padding=1),
+        )
+
+
+def _detector(name: str) -> nn.Module:
+    from torchvision.models import detection
+    from torchvision.models.detection import keypoint_rcnn, mask_rcnn
+
+    anchors = detection.anchor_utils.AnchorGenerator(((16, 32),), ((0.5, 1.0, 2.0),))
+    one_anchor = detection.anchor_utils.AnchorGenerator(((16,),), ((1.0,),))
+    backbone = Backbone()
+    if name == "SSD":
+        backbone.out_channels = [_CHANNELS]
+    makers = {
+        "FasterRCNN": lambda: detection.FasterRCNN(
+            backbone, 4, rpn_anchor_generator=anchors, **_FEW_BOXES
+        ),
+        "MaskRCNN": lambda: detection.MaskRCNN(
+            backbone,
+            None,
+            box_predictor=detection.faster_rcnn.FastRCNNPredictor(1024, 4),
+            rpn_anchor_generator=anchors,
+            mask_head=mask_rcnn.MaskRCNNHeads(_CHANNELS, (_CHANNELS,), 1),
+            mask_predictor=mask_rcnn.MaskRCNNPredictor(_CHANNELS, _CHANNELS, 4),
+            **_FEW_BOXES,
+        ),
+        "KeypointRCNN": lambda: detection.KeypointRCNN(
+            backbone,
+            None,
+            box_predictor=detection.faster_rcnn.FastRCNNPredictor(1024, 2),
+            rpn_anchor_generator=anchors,
+            keypoint_head=keypoint_rcnn.KeypointRCNNHeads(_CHANNELS, (_CHANNELS,)),
+            keypoint_predictor=keypoint_rcnn.KeypointRCNNPredictor(_CHANNELS, 5),
+            **_FEW_BOXES,
+        ),
+        "RetinaNet": lambda: detection.RetinaNet(
+            backbone, 4, anchor_generator=anchors, **_RESIZED, **_FEW_CANDIDATES
+        ),
+        "FCOS": lambda: detection.FCOS(
+            backbone, 4, anchor_generator=one_anchor, **_RESIZED, **_FEW_CANDIDATES
+        ),
+        "SSD": lambda: detection.ssd.SSD(
+            backbone,
+            detection.anchor_utils.DefaultBoxGenerator([[2]], scales=[0.2, 0.4]),
+            (64, 64),
+            4,
+            **_FEW_CANDIDATES,
+        ),
+    }
+    model: nn.Module = makers[name]()
+    return model
+
+
+class Levels(nn.Module):
+    """The backbone's outputs by the names under which segmentation heads look for them."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.backbone = Backbone()
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        """Returns features of two sizes."""
+        low = self.backbone[0](x)
+        high = self.backbone[3](self.backbone[2](self.backbone[1](low)))
+        return {"low": low, "high": high, "out": high}
+
+
+def _segmenter(name: str) -> nn.Module:
+    from torchvision.models import segmentation
+    from torchvision.models.segmentation import deeplabv3, fcn
+
+    makers = {
+        "DeepLabV3": lambda: segmentation.DeepLabV3(Levels(), deeplabv3.DeepLabHead(_CHANNELS, 4)),
+        "FCN": lambda: segmentation.FCN(Levels(), fcn.FCNHead(_CHANNELS, 4)),
+        "LRASPP": lambda: segmentation.LRASPP(Levels(), 16, _CHANNELS, 4),
+    }
+    model: nn.Module = makers[name]()
     return model
 
 
@@ -99,7 +173,7 @@ def _images(model: nn.Module, size: int) -> Batch:
     return {"x": normal(4, 3, size, size)}
 
 
-def _detected(model: nn.Module, arguments: Mapping[str, Any]) -> Batch:
+def _detected(model: nn.Module) -> Batch:
     box = torch.tensor([[10.0, 12.0, 60.0, 70.0], [30.0, 5.0, 90.0, 44.0]])
     target: dict[str, Tensor] = {"boxes": box, "labels": torch.tensor([1, 1])}
     target["masks"] = torch.zeros(2, 96, 96, dtype=torch.uint8)
@@ -149,23 +223,23 @@ def entries() -> list[Entry]:
                 name=name,
                 library="torchvision",
                 family="detection",
-                build=functools.partial(_torchvision, "detection", name, arguments),
-                batch=functools.partial(_detected, arguments=arguments),
+                build=functools.partial(_detector, name),
+                batch=_detected,
                 forward=_detect,
                 generate=_detections,
                 compared_mode=_train_detection,
             )
-            for name, arguments in DETECTION.items()
+            for name in DETECTION
         ),
         *(
             Entry(
                 name=name,
                 library="torchvision",
                 family="segmentation",
-                build=functools.partial(_torchvision, "segmentation", name, arguments),
+                build=functools.partial(_segmenter, name),
                 batch=functools.partial(_images, size=64),
                 forward=lambda model, batch: model(batch["x"]),
             )
-            for name, arguments in SEGMENTATION.items()
+            for name in SEGMENTATION
         ),
     ]
