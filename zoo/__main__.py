@@ -26,7 +26,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--results", type=Path, default=ROOT / "zoo" / "results.jsonl")
     parser.add_argument("--table", type=Path, help="default: docs/zoo.md after a whole sweep")
     parser.add_argument("--jobs", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--limit", type=float, default=120, metavar="SECONDS", help="of one mode")
+    parser.add_argument("--limit", type=float, default=600, metavar="SECONDS", help="of one mode")
     parser.add_argument("--memory", type=float, default=8, metavar="GIB", help="of one process")
     return parser.parse_args(arguments)
 

@@ -34,16 +34,15 @@ class Mode:
         return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
 
 
-COMING = {"lists": "hmp", "low": {"remove": ["mul", "t"]}}
 MODES: Mapping[str, Mode] = {
     "fp32": Mode(),
     "autocast": Mode(autocast=torch.bfloat16),
     "autocast fp16": Mode(autocast=torch.float16, is_long=False),
-    "hmpx": Mode(convert={"policy": COMING}),
-    "hmpx fast": Mode(convert={"policy": COMING, "legalize": "fast"}, is_long=False),
+    "hmpx": Mode(convert={}),
+    "hmpx fast": Mode(convert={"legalize": "fast"}, is_long=False),
     "hmpx autocast-cpu": Mode(convert={"lists": "autocast-cpu"}, is_long=False),
     "hmpx fp16": Mode(
-        convert={"policy": {**COMING, "low_precision_type": "float16"}},
+        convert={"low_precision_type": torch.float16},
         peer="autocast fp16",
         is_long=False,
     ),

@@ -61,7 +61,10 @@ STATES: Mapping[str, Mapping[str, Any]] = {
     "qwen3_5_moe_text": _HYBRID,
     "kimi_linear": _HYBRID,
     "recurrent_gemma": {"block_types": ["recurrent", "attention"]},
-    "zamba": {"num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2},
+    "zamba": {
+        "num_hidden_layers": 4, "layers_block_type": ["mamba", "hybrid"] * 2,
+        "attention_hidden_size": 128, "attention_head_dim": 32, "num_key_value_heads": 4,
+    },
     "zamba2": {
         "num_hidden_layers": 4, "layers_block_type": ["linear_attention", "hybrid"] * 2,
         "attention_hidden_size": 128, "attention_head_dim": 32, "mamba_headdim": 16,
