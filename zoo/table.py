@@ -208,9 +208,15 @@ def document(lines: Iterable[Line]) -> str:
     found = [
         (mode, *stop) for mode in MODES if mode.startswith("hmpx") for stop in stops(lines, mode)
     ]
-    parts += ["", "## Stops", "", "| model | mode | stage | error | cause |", "|---|---|---|---|---|"]
     parts += [
-        f"| {model} | {mode} | {stage} | {error.replace('|', '/')} | {known.get(f"{library}/{model}", "")} |"
+        "",
+        "## Stops",
+        "",
+        "| model | mode | stage | error | cause |",
+        "|---|---|---|---|---|",
+    ]
+    parts += [
+        f"| {model} | {mode} | {stage} | {error.replace('|', '/')} | {known.get('/'.join((library, model)), '')} |"
         for mode, library, model, stage, error in found
     ]
     families: dict[tuple[str, str], list[tuple[str, str]]] = defaultdict(list)
