@@ -49,6 +49,10 @@ LIMIT_S = 10
 #: So many samples of an OpInfo are run, evenly spread.
 MOST_SAMPLES = 40
 
+#: OpInfo declares them without a kernel on CUDA for the sake of one variant, which calls another op:
+#: the nuclear norm calls linalg_svd.
+BY_OTHERS = {"norm"}
+
 #: The gradients of so many calls of an op are tried.
 MOST_GRADIENTS = 3
 
@@ -385,7 +389,9 @@ def declared(dtype: torch.dtype, cpu: Mapping[str, Found]) -> dict[str, set[str]
     found: dict[str, set[str]] = {"always": set(), "sometimes": set(), "backward": set()}
     for info in op_db:
         name = op_name(info)
-        if name is None or torch.float32 not in info.dtypesIfCUDA:
+        if name not in ops.table() or torch.float32 not in info.dtypesIfCUDA:
+            continue
+        if name in BY_OTHERS:
             continue
         if all(site.is_python for site in ops.table()[name].sites) and name not in cpu:
             continue

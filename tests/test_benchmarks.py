@@ -262,7 +262,7 @@ def test_formats(tmp_path: Path) -> None:
 
 @pytest.mark.models
 def test_casts() -> None:
-    """With HMP's lists no activation is cast twice; with torch.autocast's some are."""
+    """With the default lists no activation is cast twice; with torch.autocast's some are."""
     result = subprocess.run(
         [sys.executable, str(BENCHMARKS / "casts.py")],
         capture_output=True,
@@ -271,6 +271,6 @@ def test_casts() -> None:
         check=True,
     )
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in result.stdout.splitlines()[1:]}
-    assert rows["bert", "hmp"] == ["1", "0", "50"]
+    assert rows["bert", "hmpx"] == ["1", "0", "50"]
     assert rows["bert", "autocast-cuda"] == ["17", "8", "50"]
     assert rows["resnet", "autocast-cpu"] == ["1", "0", "22"]

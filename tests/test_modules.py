@@ -301,6 +301,7 @@ SDPA: dict[str, Callable[[Tensor], dict[str, Any]]] = {
 
 
 @pytest.mark.sampled(6)
+@pytest.mark.native
 @pytest.mark.parametrize("query_dtype", [FP32, BF16])
 @pytest.mark.parametrize("positional", [True, False])
 @pytest.mark.parametrize("policy", ["low", "fp32", "first"])
