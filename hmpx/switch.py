@@ -31,6 +31,18 @@ _has_traced_regions = False  # torch.compile has put one into a graph: it may ru
 _open: dict[Any, int] = {}
 _gate_lock = threading.RLock()  # a signal's handler may come back here
 
+
+def _gated(function: _F) -> _F:
+    """Returns ``function`` such that one thread at a time runs it, or another one that is gated."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # One line, so that no line comes between the call and the release.
+        with _gate_lock: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
+
+    return wrapper  # type: ignore[return-value]
+
+
 #: The conversion in force, as far as regions are concerned: None while there is none. Regions that were
 #: opened under one end with it, however they were lost.
 _epoch: object | None = None
@@ -407,12 +419,16 @@ def in_force() -> object | None:
 
 def begin() -> object:
     """Returns what stands for a new conversion as `_epoch`; forgets what reverted ones have left open."""
-    with _gate_lock:
-        for region in [r for r in _open if isinstance(r, Region) and r.is_over()]:
-            del _open[region]
-        _set_gate()
+    _forget_regions_that_are_over()
     _innermost()
     return object()
+
+
+@_gated
+def _forget_regions_that_are_over() -> None:
+    for region in [r for r in _open if isinstance(r, Region) and r.is_over()]:
+        del _open[region]
+    _set_gate()
 
 
 def _start_in_forked_child() -> None:
@@ -433,29 +449,33 @@ def _set_gate() -> None:
     _looks_closer = bool(_open) or _has_traced_regions
 
 
+@_gated
 def count_autocast(region: Hashable, entries: int) -> None:
     """Notes that a region of torch.autocast is entered, +1, or left, -1; it may be both several times."""
-    with _gate_lock:
-        count = _open.pop(region, 0) + entries
-        if count > 0:
-            _open[region] = count
-        _set_gate()
+    count = _open.pop(region, 0) + entries
+    if count > 0:
+        _open[region] = count
+    _set_gate()
 
 
 def end() -> None:
     """Notes that there is no conversion any more: nobody counts the regions of torch.autocast."""
-    with _gate_lock:
-        for region in [region for region in _open if not isinstance(region, Region)]:
-            del _open[region]
-        _set_gate()
+    _forget_autocast()
     _innermost()
 
 
+@_gated
+def _forget_autocast() -> None:
+    for region in [region for region in _open if not isinstance(region, Region)]:
+        del _open[region]
+    _set_gate()
+
+
+@_gated
 def _note_traced_region() -> None:
     global _has_traced_regions
-    with _gate_lock:
-        _has_traced_regions = True
-        _set_gate()
+    _has_traced_regions = True
+    _set_gate()
 
 
 def run_when_traced(function: Callable[..., Any]) -> None:

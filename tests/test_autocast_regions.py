@@ -507,6 +507,21 @@ class Signal(BaseException):
     """What interrupts."""
 
 
+def is_lock_free() -> bool:
+    """Whether another thread can open a region."""
+    found: list[bool] = []
+
+    def acquire() -> None:
+        found.append(switch._gate_lock.acquire(timeout=5))
+        if found[0]:
+            switch._gate_lock.release()
+
+    thread = threading.Thread(target=acquire)
+    thread.start()
+    thread.join()
+    return found[0]
+
+
 @pytest.mark.parametrize("nests", [False, True])
 def test_an_interruption_at_any_line_leaves_no_state(nests: bool) -> None:
     """But for one right before ``__exit__`` begins, which nobody sees; torch's own bits aside."""
@@ -547,6 +562,7 @@ def test_an_interruption_at_any_line_leaves_no_state(nests: bool) -> None:
                 assert dtypes() == {BF16}, at
                 assert len(switch._open) == opened, at
         assert 20 < at < 399
+    assert is_lock_free()
     switch._settle_on(None)
     assert is_clean()
 

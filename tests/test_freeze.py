@@ -1500,7 +1500,7 @@ def test_freeze_says_what_it_lacks() -> None:
         with hmpx.disable_casts():
             assert_refused(
                 "casts are off here, so Perceptron uses no weight in low precision; call "
-                "hmpx.freeze outside of the hmpx.disable_casts block",
+                "hmpx.freeze outside of the hmpx.disable_casts block, or of the region in which torch.autocast is off",
                 model, x,
             )  # fmt: skip
         model.train()

@@ -22,6 +22,7 @@ from hmpx.policy import CastPolicy, Policy
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LOW = torch.bfloat16
+LOW_DTYPES = (torch.bfloat16, torch.float16)
 
 #: OpInfos left out, with the reason.
 LEFT_OUT = {
@@ -203,21 +204,28 @@ def cast_norm_by_hand(name: str, policy: CastPolicy, call: tuple[Any, ...]) -> t
     return input.to(dtype), new_args, new_kwargs
 
 
-def in_fp32_if_the_kernel_is_missing(
-    policy: CastPolicy, function: Callable[..., Any], call: tuple[Any, ...]
-) -> Any:
-    """Runs a LOW op that has no bf16 kernel on the rounded inputs in fp32, and rounds its results."""
-    try:
-        return function(*call)
-    except RuntimeError as error:
-        missing = "not implemented for 'BFloat16'", "ow precision dtypes not supported"
-        if policy is not CastPolicy.LOW or not any(m in str(error) for m in missing):
-            raise
-        if not any(t.dtype is LOW for t in tensors(call)):
-            raise
-    wide = mapped(call, lambda t: t.float() if t.dtype is LOW else t)
+def in_fp32(function: Callable[..., Any], call: tuple[Any, ...]) -> Any:
+    """Runs an op on low-precision inputs in fp32; floating results have the first one's dtype."""
+    wide = mapped(call, lambda t: t.float() if t.dtype in FLOATS else t)
+    dtype = next(t.dtype for t in tensors(call) if t.dtype.is_floating_point)
     results = list(tensors(function(*wide)))
-    return [t.to(LOW) if t.dtype is torch.float32 else t for t in results]
+    return [t.to(dtype) if t.dtype is torch.float32 else t for t in results]
+
+
+def expected_outcome(
+    function: Callable[..., Any],
+    cast: Callable[..., tuple[Any, ...]],
+    call: tuple[Any, ...],
+    *,
+    backward: bool,
+) -> Any:
+    """Returns the outcome of a call with its inputs cast, in fp32 if it fails for low ones."""
+    found = outcome(lambda *c: function(*cast(*c)), call, backward=backward)
+    if not isinstance(found[0], type) or not any(
+        t.dtype in LOW_DTYPES for t in tensors(cast(*call))
+    ):
+        return found
+    return outcome(lambda *c: in_fp32(function, cast(*c)), call, backward=backward)
 
 
 def outcome(function: Callable[..., Any], call: tuple[Any, ...], *, backward: bool) -> Any:
@@ -334,13 +342,15 @@ def test_each_sample_equals_the_call_with_inputs_cast_by_hand(info: OpInfo) -> N
             if pattern_name.endswith("first"):
                 calls = [c for c in calls if len({t.dtype for t in tensors(c)} & set(FLOATS)) > 1]
 
-            def by_hand(*call: Any, policy: CastPolicy = policy) -> Any:
-                call = cast_by_hand(name, policy, call, is_in_place=is_in_place)
-                if is_in_place:
-                    return plain(*call)
-                return in_fp32_if_the_kernel_is_missing(policy, plain, call)
+            def cast(*call: Any, policy: CastPolicy = policy) -> tuple[Any, ...]:
+                return cast_by_hand(name, policy, call, is_in_place=is_in_place)
 
-            expected = [outcome(by_hand, c, backward=info.supports_autograd) for c in calls]
+            expected = [
+                outcome(lambda *c: plain(*cast(*c)), call, backward=info.supports_autograd)
+                if is_in_place
+                else expected_outcome(plain, cast, call, backward=info.supports_autograd)
+                for call in calls
+            ]
             with hmpx.convert(policy=Policy.from_ops(**{policy.value: [name]})):
                 actual = [outcome(patched, call, backward=info.supports_autograd) for call in calls]
             for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
@@ -398,15 +408,17 @@ def test_methods_operators_and_in_place_forms_follow_the_same_rule(
         for pattern_name, pattern in PATTERNS.items():
             calls = [patterned(call, pattern) for call in samples]
 
-            def by_hand(*call: Any, policy: CastPolicy = policy) -> Any:
+            def cast(*call: Any, policy: CastPolicy = policy) -> tuple[Any, ...]:
                 if is_in_place and promotes:
-                    return call_it(*call)
-                if is_in_place:
-                    return call_it(*cast_by_hand(name, CastPolicy.FIRST, call))
-                call = cast_by_hand(name, policy, call)
-                return in_fp32_if_the_kernel_is_missing(policy, call_it, call)
+                    return call
+                return cast_by_hand(name, CastPolicy.FIRST if is_in_place else policy, call)
 
-            expected = [outcome(by_hand, c, backward=False) for c in calls]
+            expected = [
+                outcome(lambda *c: call_it(*cast(*c)), call, backward=False)
+                if is_in_place
+                else expected_outcome(call_it, cast, call, backward=False)
+                for call in calls
+            ]
             with hmpx.convert(policy=Policy.from_ops(**{policy.value: [name]})):
                 actual = [outcome(call_it, c, backward=False) for c in calls]
             for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
