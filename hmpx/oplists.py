@@ -41,6 +41,9 @@ FILE_NAMES: Final[Mapping[str, str]] = {
 #: What the names of shipped lists begin with.
 SHIPPED: Final = "lists/"
 
+#: The low list of a shipped set for float16, where it isn't that for bfloat16.
+_FLOAT16: Final = "fp16.txt"
+
 _FILE: Final = text_files.TextKind("an op list", 16 << 20, OpListError)
 
 #: Torch has some thousand ops, so that no list of a person's comes near.
@@ -141,8 +144,12 @@ def of_libraries() -> OpList:
     return read_shipped("libraries", "fp32")
 
 
-def read_set(lists: str | os.PathLike[str]) -> dict[str, OpList]:
+def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) -> dict[str, OpList]:
     """Returns kind -> list for a shipped set's name, or a directory with files of those names.
+
+    Args:
+        lists: The name or directory.
+        low_dtype: What the low list is for: a shipped set may have another one for float16.
 
     Raises:
         OptionError: There is no such set and no such directory.
@@ -152,9 +159,12 @@ def read_set(lists: str | os.PathLike[str]) -> dict[str, OpList]:
     names = set_names()
     if name in names:
         folder = directory() / name
+        files = dict(FILE_NAMES)
+        if low_dtype is torch.float16 and (folder / _FLOAT16).is_file():
+            files["low"] = _FLOAT16
         return {
             kind: read_shipped(f"{name}/{Path(file_name).stem}", kind)
-            for kind, file_name in FILE_NAMES.items()
+            for kind, file_name in files.items()
             if (folder / file_name).is_file()
         }
     found = {
@@ -360,6 +370,7 @@ class _Reading:
         if included is None:
             included = self._included[content] = _included(content[1:], self._kind, where)
         self.found.update({n: e for n, e in included.ops.items() if n not in self._own})
+        self.removed |= included.removed - self.found.keys()
         self.everything = included.everything or self.everything
 
     def _remove(self, content: str, name: str | None, where: str) -> None:

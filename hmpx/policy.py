@@ -266,7 +266,7 @@ def _from_lists(
     has_low = paths.get("low") or (paths.get("fp16") and low_dtype is torch.float16)
     shipped = [
         (op_list, _decision(kind, low_dtype))
-        for kind, op_list in oplists.read_set(lists).items()
+        for kind, op_list in oplists.read_set(lists, low_dtype).items()
         if not (kind == "fp32" and paths.get("fp32")) and not (kind == "low" and has_low)
     ]
     first = [(oplists.read_shipped("first"), _decision("first", low_dtype))]
@@ -303,7 +303,7 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
     first: list[tuple[OpList, Decision]] = []
     libraries: list[tuple[OpList, Decision]] = []
     if source.base is not None:
-        base = oplists.read_set(source.base)
+        base = oplists.read_set(source.base, low_dtype)
         shipped = [
             (_without(op_list, kind, source), _decision(kind, low_dtype))
             for kind, op_list in base.items()

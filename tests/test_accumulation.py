@@ -179,6 +179,8 @@ def test_outputs_and_gradients_are_those_of_casts_by_hand(
         policy = {"lists": "none", kind: [line(op, accumulate, output) for op in OPS]}
         with hmpx.convert(policy=policy, legalize=legalize):
             for (op, dtypes), wanted in expected.items():
+                if wanted is RuntimeError and kind == "low":
+                    continue  # it is retried in fp32
                 actual = outcome(OPS[op][1], inputs_for(op, dtypes))
                 if not same(actual, wanted):
                     what = f"{line(op, accumulate, output)} of {list(map(name, dtypes))}"
@@ -482,7 +484,8 @@ def test_an_op_without_a_low_kernel_ends_in_its_output_dtype(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs in fp32, is rounded, and that is cast."""
-    monkeypatch.setattr(hmpx.wrappers, "_retried", set())
+    monkeypatch.setattr(hmpx.missing_kernels, "_noted", set())
+    caplog.set_level(logging.INFO, "hmpx")
     x = tensor(3, 3) + 3 * torch.eye(3)
     expected = torch.linalg.inv(x.bfloat16().float()).bfloat16()
     for verbose in (False, "once"):
@@ -490,7 +493,7 @@ def test_an_op_without_a_low_kernel_ends_in_its_output_dtype(
         with hmpx.convert(policy=policy, isVerbose=verbose):
             actual = torch.linalg.inv(x)
         torch.testing.assert_close(actual, expected.double(), rtol=0, atol=0)
-    assert "linalg_inv runs in fp32 and is rounded" in caplog.text
+    assert "linalg_inv computes in fp32: cpu has no bf16 kernel for it" in caplog.text
 
 
 # --- what autograd keeps ------------------------------------------------------------------------

@@ -91,7 +91,7 @@ def collected(check: Callable[[Path], list[str]], paths: list[Path]) -> None:
 
 def test_each_set_holds_files_of_known_names_and_both_lists() -> None:
     """Whatever lies in the directory of the shipped lists can be loaded by name."""
-    allowed = set(oplists.FILE_NAMES.values())
+    allowed = {*oplists.FILE_NAMES.values(), "fp16.txt"}
     faults = [
         f"{name}: {sorted(found)}"
         for name in oplists.set_names()
@@ -191,6 +191,23 @@ def test_the_default_is_hmps_less_two_ops() -> None:
     assert differing == {"mul", "imul", "rmul", "t"}
     assert policy.decisions.keys() == hmps.decisions.keys() - {"t"}
     assert {policy[op].cast_policy for op in ("mul", "imul", "rmul")} == {CastPolicy.WIDEST}
+
+
+def test_the_default_for_float16_has_no_norms_and_dropouts() -> None:
+    """They follow their input: torch.autocast doesn't round the residual stream either."""
+    policy, halves = hmpx.load_policy(), hmpx.load_policy(low_precision_type=torch.float16)
+    low = {
+        name
+        for name in policy.decisions
+        if policy[name].cast_policy is not halves[name].cast_policy
+    }
+    norms = {"batch_norm", "group_norm", "instance_norm", "layer_norm"}
+    assert low == {*norms, "dropout", "dropout1d", "dropout2d", "dropout3d"}
+    assert {halves[name].cast_policy for name in norms} == {CastPolicy.FIRST}
+    assert halves["linear"].dtype is torch.float16
+    assert hmpx.load_policy(low_precision_type="float16", lists="hmp")["dropout"].dtype is not None
+    file = {"low_precision_type": "float16", "low": {"remove": ["dropout", "mul"]}}
+    assert hmpx.load_policy(policy=file) == halves
 
 
 def test_the_default_leaves_products_to_torch_and_views_alone() -> None:
