@@ -49,6 +49,7 @@ from .legalize import MODES
 _PASSING_ON = frozenset(
     {
         (__name__, None),
+        ("hmpx.missing_kernels", None),
         ("hmpx.switch", "wrapper"),  # the generated ones have its globals
         *(
             ("hmpx.wrappers", name)
@@ -59,6 +60,7 @@ _PASSING_ON = frozenset(
                 "_run_writing",
                 "_run_norm",
                 "_run_with",
+                "_retry_in_fp32",
                 "override",
                 "run_composed",
                 "run_legalized",
