@@ -35,6 +35,7 @@ def make_choosing_wrapper(
         low_dtype: That of decisions that name none.
         make: Makes the wrappers that calls go to.
     """
+    complete = wrappers.completed(original, plan)
     # By the reason too, which the log names and equality leaves out.
     followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
 
@@ -45,7 +46,7 @@ def make_choosing_wrapper(
         if found is None:
             if len(followed) >= MOST_VERDICTS:  # reasons may be as many as calls
                 followed.clear()
-            found = followed[key] = make(decision) or original
+            found = followed[key] = make(decision) or complete
         return found
 
     by_lists = follow(None)
@@ -62,7 +63,7 @@ def make_choosing_wrapper(
         ) and not plan.is_foreign:
             return wrappers.override(original, cast, wrapper, args, kwargs)
         if switch._looks_closer and switch.is_off():
-            return original(*args, **kwargs)
+            return complete(*args, **kwargs)
         if kwargs:
             return choose(args, kwargs)(*args, **kwargs)
         return choose(args, kwargs)(*args)

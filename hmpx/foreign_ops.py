@@ -21,6 +21,7 @@ import torch
 from torch._ops import OpOverload, OpOverloadPacket
 
 from .errors import shown, suggestion
+from .patching import names_of
 
 #: Where torch binds the operators of `torch.library`.
 OPERATORS: Final = "torch.ops"
@@ -39,9 +40,6 @@ _FUNCTIONS: Final = (
     functools.partial,
     torch.jit.ScriptFunction,
 )
-
-#: What a module's names stand for, whatever its class makes of ``__dict__``.
-_NAMES: Final[Any] = vars(types.ModuleType)["__dict__"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -165,7 +163,7 @@ def _own(owner: Any, attribute: str) -> Any:
     if owner is None:
         return None
     if not isinstance(owner, type):
-        return _NAMES.__get__(owner).get(attribute)
+        return names_of(owner).get(attribute)
     return next((vars(c)[attribute] for c in owner.__mro__ if attribute in vars(c)), None)
 
 
@@ -217,7 +215,7 @@ def _top(value: Any) -> str:
     Bound methods and scripted functions are their owner's, whoever has made them.
     """
     if isinstance(value, types.ModuleType):
-        module = _NAMES.__get__(value).get("__name__")
+        module = names_of(value).get("__name__")
     elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
         module = value.__module__
     else:
@@ -254,7 +252,7 @@ def lacking(name: str, executed: object = None) -> str:
         if type(owner) is not types.ModuleType or not is_finished:
             return ""
         for index, attribute in enumerate(attributes):
-            names = _NAMES.__get__(owner) if not isinstance(owner, type) else vars(owner)
+            names = names_of(owner) if not isinstance(owner, type) else vars(owner)
             if "__getattr__" in names:
                 return ""
             value = _own(owner, attribute)
@@ -276,7 +274,7 @@ def _is_unfinished(module: types.ModuleType) -> bool:
 
 def _may_be_submodule(owner: Any) -> bool:
     """Whether what ``owner`` lacks may be a module of it that is not imported yet."""
-    return isinstance(owner, types.ModuleType) and "__path__" in _NAMES.__get__(owner)
+    return isinstance(owner, types.ModuleType) and "__path__" in names_of(owner)
 
 
 def missing(name: str) -> str:

@@ -235,7 +235,8 @@ def convert(  # noqa: PLR0917  # HMP's positional order
 ) -> None:
     """Patches torch as `hmpx.convert` does, with HMP's positional order.
 
-    Where a list is not given, HMP's own is used. Casts on the device that stands in for ``"hpu"``; replaces a conversion that is in force.
+    Where a list is not given, HMP's own is used. Casts on the device that stands in for ``"hpu"``;
+    replaces a conversion that is in force.
 
     Raises:
         OpListError: A list can't be read, or an op stands in two lists.

@@ -45,7 +45,7 @@ def _from_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _known_to_numpy(tensor: Tensor) -> Tensor:
     """Returns ``tensor``, or its values in float32 if it is bfloat16 and torch is converted."""
-    if tensor.dtype is torch.bfloat16 and switch._epoch is not None:
+    if tensor.dtype is torch.bfloat16 and switch.in_force() is not None:
         return widen(tensor)
     return tensor
 

@@ -13,8 +13,14 @@ from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
-#: What a module's names stand for, whatever its class makes of ``__dict__``.
 _NAMES: Final[Any] = vars(types.ModuleType)["__dict__"]
+
+
+def names_of(module: types.ModuleType) -> dict[str, Any]:
+    """Returns what the module's names stand for, whatever its class makes of ``__dict__``."""
+    names: dict[str, Any] = _NAMES.__get__(module)
+    return names
+
 
 #: Stands for the value of a slot that holds nothing.
 ABSENT: Final[Any] = type("absent", (), {"__repr__": lambda self: "ABSENT"})()
@@ -76,7 +82,7 @@ class Patch:
         """Returns what the slot itself holds, inherited values left aside."""
         owner, kind = self.owner, type(self.owner)
         if issubclass(kind, types.ModuleType):
-            return _NAMES.__get__(owner).get(self.attribute, ABSENT)
+            return names_of(owner).get(self.attribute, ABSENT)
         own = getattr(owner, "__dict__", None)
         if own is None or kind is types.FunctionType:
             return getattr(owner, self.attribute, ABSENT)

@@ -18,7 +18,7 @@ from typing import Any
 
 import torch
 
-from .patching import ItemPatch, Patch
+from .patching import ItemPatch, Patch, names_of
 
 #: Their tables describe torch's functions, and must go on doing so.
 _LEFT_ALONE = ("torch", "hmpx", "functorch")
@@ -38,7 +38,7 @@ def patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
     """
     seen: set[int] = set()
     for module in _modules().values():
-        held = _names_of(module)
+        held = names_of(module)
         names = list(held.items())
         if not replacements.keys().isdisjoint(map(id, held.values())):
             for key, value in names:
@@ -143,14 +143,6 @@ def _modules() -> dict[str, types.ModuleType]:
         if is_module and not _is_left_alone(name):
             found.setdefault(id(module), (name, module))
     return dict(found.values())
-
-
-def _names_of(module: types.ModuleType) -> dict[str, Any]:
-    """Returns what the module's names stand for, whatever its class makes of ``__dict__``."""
-    return _DICT.__get__(module)  # type: ignore[no-any-return]
-
-
-_DICT: Any = vars(types.ModuleType)["__dict__"]
 
 
 def _is_left_alone(name: str) -> bool:

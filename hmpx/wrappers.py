@@ -81,7 +81,7 @@ def make_wrapper(
         return override(original, cast_here, public or wrapper, args, kwargs)
 
     wrapper = source.factory(plan)(
-        original=_completed(original, plan),
+        original=completed(original, plan),
         cast=cast,
         run=_runner(plan, settle),
         is_large=_size_test(plan),
@@ -151,7 +151,7 @@ def make_wrapper_where_lacking(
     return make_completed_wrapper(_callee(original, plan), plan.lacking, plan.site)
 
 
-def _completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
     """Returns ``original``, such that it computes in fp32 where its kernel is lacking."""
     if plan.lacking is None:
         return original
@@ -261,14 +261,14 @@ def make_observed_wrapper(
     original: Callable[..., Any], plan: CallPlan, observers: tuple[Observer, ...]
 ) -> Callable[..., Any]:
     """Returns a wrapper that casts as `make_wrapper`'s does and tells ``observers`` each call."""
-    complete = _completed(original, plan)
+    complete = completed(original, plan)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if not plan.is_foreign and source.is_overridden(args, kwargs):
             cast_here = functools.partial(cast_where_on, plan)
             return override(original, cast_here, wrapper, args, kwargs)
         if is_off() or is_below_dispatcher():
-            return original(*args, **kwargs)
+            return complete(*args, **kwargs)
         if narrowed is not None and (others := narrowed()) is not None:
             return others(*args, **kwargs)
         if is_autocast_on():

@@ -514,3 +514,37 @@ def test_names_of_sparse_products_resolve() -> None:
         "hspmm",
         "sspaddmm",
     ]
+
+
+def _with_a_rule() -> dict[str, object]:
+    hmpx.register_rule("linalg_inv", lambda call: hmpx.ALLOW)
+    return {}
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        dict,
+        lambda: {"isVerbose": True},
+        lambda: {"isVerbose": "once"},
+        lambda: {"policy": {"low": ["linalg_inv"]}},
+        lambda: {"policy": {"low": ["linalg_inv"]}, "isVerbose": True},
+        lambda: {"policy": {"sections": [{"ndim": 3, "low": ["linalg_inv"]}]}},
+        _with_a_rule,
+    ],
+    ids=["unlisted", "unlisted, log", "unlisted, once", "listed", "listed, log", "section", "rule"],
+)
+@pytest.mark.parametrize(
+    "region", [hmpx.disable_casts, lambda: torch.autocast("cpu", enabled=False)]
+)
+def test_it_holds_where_casts_are_off(
+    region: Callable[[], Any], options: Callable[[], dict[str, Any]]
+) -> None:
+    """Whoever decides the op otherwise, and whether or not calls are logged."""
+    x = (torch.eye(3) * 2).bfloat16()
+    try:
+        with hmpx.convert(**options()), region():
+            assert torch.equal(torch.linalg.inv(x), (torch.eye(3) / 2).bfloat16())
+    finally:
+        if options is _with_a_rule:
+            hmpx.unregister_rule("linalg_inv")
