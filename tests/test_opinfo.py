@@ -146,7 +146,10 @@ def cast_by_hand(
     inputs = [t for t in tensors(call) if t.dtype.is_floating_point]
     if not inputs:
         return call
-    if policy is CastPolicy.LOW:
+    sparse = [t.dtype for t in inputs if t.layout is not torch.strided]
+    if sparse:
+        dtype = sparse[0]  # torch's sparse products take no other dtype beside it
+    elif policy is CastPolicy.LOW:
         dtype = LOW
     elif policy is CastPolicy.FP32:
         dtype = torch.float32
@@ -157,8 +160,8 @@ def cast_by_hand(
         dtype = torch.result_type(dimensioned[0], dimensioned[0])
         for tensor in dimensioned[1:]:
             dtype = torch.promote_types(dtype, tensor.dtype)
-    if policy in (CastPolicy.LOW, CastPolicy.FP32) and any(
-        t.dtype not in FLOATS or t.layout is not torch.strided for t in inputs
+    if (policy in (CastPolicy.LOW, CastPolicy.FP32) or sparse) and any(
+        t.dtype not in FLOATS for t in inputs
     ):
         return call
 
