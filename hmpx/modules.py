@@ -465,7 +465,7 @@ def _translators() -> list[Any]:
             is_module = isinstance(variable, UnspecializedNNModuleVariable)
             module = variable.value if is_module else None
         if isinstance(module, nn.Module):
-            variable.var_getattr(translator, "training").realize()  # sets a guard on it
+            _guard_on(variable.realize().source, "training")
             _traced[str(id(module))] = module
             exported = module._modules.get(_EXPORT_ROOT)
             if exported is not None:
@@ -477,8 +477,21 @@ def _guard_on_surroundings(translator: Any) -> None:
     """Has the graph that is being traced hold only where it is called from such a place as this."""
     if torch.compiler.is_exporting():
         return
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource, GlobalSource
+    from torch._dynamo.source import GlobalSource
 
     name = translator.output.install_global_by_id("__hmpx_running", _running)
-    install_guard(AttrSource(GlobalSource(name), "key").make_guard(GuardBuilder.EQUALS_MATCH))
+    _guard_on(GlobalSource(name), "key")
+
+
+def _guard_on(source: Any, attribute: str) -> None:
+    """Has the graph that is being traced hold only while an attribute has the value that it has now.
+
+    Args:
+        source: Where Dynamo has the attribute's owner from; None if the graph makes it.
+        attribute: Name of an attribute that is a bool or a string.
+    """
+    from torch._dynamo.guards import GuardBuilder, install_guard
+    from torch._dynamo.source import AttrSource
+
+    if source is not None:
+        install_guard(AttrSource(source, attribute).make_guard(GuardBuilder.EQUALS_MATCH))

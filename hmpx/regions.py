@@ -11,7 +11,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.backends.mha
@@ -99,13 +99,25 @@ def _subclasses(parent: type[Optimizer]) -> Iterator[type[Optimizer]]:
 # --- checkpoints -------------------------------------------------------------------------------
 
 
+#: What non-reentrant checkpoints go through: since torch 2.14, and before.
+_GENERATORS: Final = (
+    "_checkpoint_without_reentrant_generator_impl",
+    "_checkpoint_without_reentrant_generator",
+)
+
+
 def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     """Patches what `torch.utils.checkpoint.checkpoint` calls, so that early imports of it count."""
     module = torch.utils.checkpoint
     forward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "forward")
-    generator = draft.attribute(module, "_checkpoint_without_reentrant_generator")
-    apply = draft.attribute(torch.autograd.Function, "apply").__func__
-    apply_as_training = as_training(apply)
+    name = next(name for name in _GENERATORS if hasattr(module, name))
+    generator = draft.attribute(module, name)
+    apply = draft.read(Patch(torch.autograd.Function, "apply", None))
+
+    def apply_to(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        return apply.__get__(None, cls)(*args, **kwargs)
+
+    apply_as_training = as_training(apply_to)
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
@@ -115,14 +127,14 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     def non_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         return generator(_as_it_runs_here(fn), *args, **kwargs)
 
-    @functools.wraps(apply)
+    @functools.wraps(apply_to)
     def counting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
         # Its forward records no gradients; its backward may run the same again, recording.
-        run = apply_as_training if is_training() else apply
+        run = apply_as_training if is_training() else apply_to
         return run(cls, *args, **kwargs)
 
     yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
-    yield Patch(module, "_checkpoint_without_reentrant_generator", non_reentrant)
+    yield Patch(module, name, non_reentrant)
     yield Patch(torch.autograd.Function, "apply", classmethod(counting))
 
 
