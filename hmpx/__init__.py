@@ -11,6 +11,7 @@ from .errors import (
     OptionError,
     PolicyFileError,
     RuleError,
+    TorchError,
 )
 from .freeze import Frozen, Weight, freeze
 from .policy import Policy, load_policy
@@ -37,6 +38,7 @@ __all__ = [
     "PolicyFileError",
     "RuleError",
     "Session",
+    "TorchError",
     "Weight",
     "casts_enabled",
     "convert",

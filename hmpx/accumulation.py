@@ -17,10 +17,10 @@ from .capability import PRODUCTS
 from .composition import Args, Inputs, Kwargs, call_raised, rounded, widen, widen_matrices
 from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
 from .graph_rounding import in_graph
-from .keeping import Precision, hooks_refused, keeping_low
+from .keeping import Precision, keeping_low
 from .legalize import is_exported, is_traced
+from .torch_internals import hooks_refused, is_jit_tracing, transforms
 
-_transforms = torch._C._functorch.peek_interpreter_stack
 _REDUCED_REDUCTION: Final = {
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
     torch.float16: "allow_fp16_reduced_precision_reduction",
@@ -99,7 +99,7 @@ class Accumulation:
             and self.kind in PRODUCTS
             and inputs.is_learning
             and inputs.is_plain
-            and _transforms() is None
-            and not torch._C._is_tracing()
+            and transforms() is None
+            and not is_jit_tracing()
             and hooks_refused() is None
         )

@@ -16,6 +16,7 @@ from typing import Any, Final
 import torch
 import torch.amp.autocast_mode
 
+from .compiler_internals import TRACER, is_dynamo_frame, run_when_traced
 from .patching import Draft, Patch
 from .switch import (
     ON,
@@ -27,7 +28,13 @@ from .switch import (
     is_enabled,
     last_region,
     open_region,
-    run_when_traced,
+)
+from .torch_internals import (
+    AUTOCAST_OPENERS,
+    CUSTOM_FORWARD,
+    enter_autocast,
+    exit_autocast,
+    is_any_autocast_enabled,
 )
 
 
@@ -44,7 +51,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
     """Notes regions, and counts them: calls outside of any need not ask whether autocast is on."""
     enter = draft.attribute(torch.autocast, "__enter__")
     leave = draft.attribute(torch.autocast, "__exit__")
-    is_any_enabled = torch._C._is_any_autocast_enabled
+    is_any_enabled = is_any_autocast_enabled
 
     def earlier() -> str:
         """Stands for those regions of this thread that no wrapper has counted."""
@@ -106,13 +113,6 @@ def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:
 #: Modules through which a region is entered on behalf of others.
 _BETWEEN: Final = {"contextlib", "torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"}
 
-#: Modules of torch that open the regions that a user's code has asked for.
-_OPENERS: Final = (
-    "torch.amp.autocast_mode",  # decorators, and graphs
-    "torch._higher_order_ops.wrap",
-    "torch._dynamo.variables.higher_order_ops",
-)
-
 
 def _restores(frame: types.FrameType | None) -> bool:
     """Whether torch itself enters a region there, to restore a state that it has asked for before.
@@ -120,7 +120,7 @@ def _restores(frame: types.FrameType | None) -> bool:
     Which says nothing of casts: in DataParallel's replicas, recomputation, traced backwards.
     """
     module = "" if frame is None else _module(frame)
-    return module.startswith("torch.") and module not in _OPENERS
+    return module.startswith("torch.") and module not in AUTOCAST_OPENERS
 
 
 def _module(frame: Any) -> str:
@@ -141,22 +141,19 @@ def tracing_patch(draft: Draft) -> Patch:
     @functools.wraps(handle)
     def noting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         is_replayed = _module(sys._getframe(1)) != "torch.amp.autocast_mode"
-        if is_replayed and func is torch.amp.autocast_mode._enter_autocast:
+        if is_replayed and func is enter_autocast:
             region = None
             autocast = torch.autocast(*args)
             if is_covered(autocast.device):
                 region = _region(autocast, None)
                 open_region(region)
             vars(self).setdefault(_REPLAYED, []).append(region)
-        elif is_replayed and func is torch.amp.autocast_mode._exit_autocast:
+        elif is_replayed and func is exit_autocast:
             close_region(vars(self)[_REPLAYED].pop())
         return handle(self, func, types, args, kwargs)
 
     return Patch(mode, "__torch_function__", noting)
 
-
-#: Where torch.export's mode is defined.
-TRACER: Final = "torch.fx.experimental.proxy_tensor"
 
 #: Attribute of that mode: the regions that it has noted, and not yet left.
 _REPLAYED: Final = "_hmpx_regions"
@@ -165,14 +162,8 @@ _REPLAYED: Final = "_hmpx_regions"
 # --- custom_fwd and custom_bwd ----------------------------------------------------------------
 
 
-def _code_in(function: Any, name: str) -> types.CodeType | None:
-    """Returns the code of the function ``name`` that is defined inside of ``function``."""
-    codes = [c for c in function.__code__.co_consts if isinstance(c, types.CodeType)]
-    return next((code for code in codes if code.co_name == name), None)
-
-
 # Libraries have decorated their functions before there is a conversion; the code is always the same.
-_FORWARD: Final = _code_in(torch.amp.autocast_mode.custom_fwd, "decorate_fwd")
+_FORWARD: Final = CUSTOM_FORWARD
 
 #: What a backward's region has for its dtype if the forward ran outside of autocast, with casts on:
 #: torch then opens one that is off, which is to change nothing. Autocast takes no such dtype.
@@ -232,7 +223,7 @@ def _answering(asked: Callable[..., bool]) -> Callable[..., bool]:
 
 def _asker(frame: Any) -> Any:
     """Returns the frame that asks: where torch.compile does, what it is tracing."""
-    if not _module(frame).startswith("torch._dynamo."):
+    if not is_dynamo_frame(frame):
         return frame
     while frame is not None:
         if frame.f_code.co_name == "step" and hasattr(frame.f_locals.get("self"), "f_code"):

@@ -10,10 +10,10 @@ from typing import Final
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 
 from .composition import Args, widen
 from .dtypes import CAST
+from .torch_internals import has_tangents
 
 # As they were before anything was patched: lists may hold any of them.
 _add_, _as_strided, _contiguous, _copy_ = (
@@ -45,7 +45,7 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
     faster one.
     """
     bias: Tensor | None = None
-    if forward_ad._current_level >= 0 or len(args) not in BLOCKED[op]:
+    if has_tangents() or len(args) not in BLOCKED[op]:
         return None
     if op == "linear":
         x, weight, bias = (*args, None)[:3]  # x: [..., k], weight: [n, k]

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from .dtypes import CAST
 from .switch import disable_casts
+from .torch_internals import VF
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -28,7 +29,7 @@ LOGGER: Final = logging.getLogger("hmpx")
 #: off where they run.
 _MM, _CONV2D, _LINEAR = torch.mm, torch.conv2d, torch.nn.functional.linear
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
-_LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, torch._VF.lstm
+_LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, VF.lstm
 _LINSPACE, _ONES_LIKE, _VIEW, _ZEROS = torch.linspace, torch.ones_like, Tensor.view, torch.zeros
 
 #: A native kernel that takes this many times as long as the same result by way of fp32 is slow.
@@ -237,7 +238,8 @@ def _least_times(functions: list[Callable[[], Any]], device_type: str) -> list[f
 def _lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Tensor:
     state = _ZEROS(1, x.shape[1], r.shape[1], dtype=x.dtype, device=x.device)
     result = _LSTM(x, [state, state], [w, r, b, c], True, 1, 0.0, True, False, False)
-    return result[0]
+    output: Tensor = result[0]
+    return output
 
 
 def _numel(shape: tuple[int, ...]) -> int:

@@ -25,6 +25,7 @@ from .number_formats import Format
 from .ops import Parameters
 from .sequences import with_items
 from .switch import is_below_dispatcher
+from .torch_internals import transforms
 
 Args = tuple[Any, ...]
 Kwargs = dict[str, Any]
@@ -391,7 +392,6 @@ def _takes_mixed_parameters(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
 
 
 #: Returns the stack of torch.func's transforms that are running; None if there are none.
-transforms = torch._C._functorch.peek_interpreter_stack
 
 
 def written(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:

@@ -28,6 +28,7 @@ import torch
 from . import (
     __version__,
     capability,
+    compiler_internals,
     foreign_ops,
     formats,
     habana_shim,
@@ -39,11 +40,13 @@ from . import (
     policy,
     policy_files,
     session,
+    torch_parts,
 )
 from .decisions import CastPolicy, Decision
 from .dtypes import short_name
 from .errors import HmpxError, HmpxWarning, KernelsError, said_by, short, shown, suggestion
 from .legalize import MODES
+from .torch_internals import VF_NAMESPACE
 
 #: Functions of hmpx that merely pass a call on; tracebacks are shown without their frames.
 _PASSING_ON = frozenset(
@@ -280,14 +283,21 @@ def _add_doctor(commands: Any) -> None:
         "\nprints where they keep functions of torch that were taken before and stay uncast.",
         epilog="""\
 exit status:
-  0 all is reached; 1 something stays uncast; 2 wrong arguments, or a module can't be imported
+  0 all is reached; 1 something stays uncast, or torch is not as expected; 2 wrong arguments, or a
+  module can't be imported
 
 examples:
   hmpx doctor
+  hmpx doctor --torch
   hmpx doctor my_package.model transformers.models.bert.modeling_bert""",
     )
     parser.add_argument(
         "modules", nargs="*", metavar="MODULES", help="modules to import, by dotted name"
+    )
+    parser.add_argument(
+        "--torch",
+        action="store_true",
+        help="try each part of torch that hmpx relies on and torch does not document, and exit",
     )
     _add_list_options(parser)
 
@@ -682,13 +692,15 @@ def _call_sites(name: str) -> list[str]:
         return [name]
     op = ops.table()[name]
     sites = [site.qualified for site in (*op.sites, *op.followers)]
-    return [site for site in sites if not site.startswith("torch._VF.")] or sites
+    return [site for site in sites if not site.startswith(f"{VF_NAMESPACE}.")] or sites
 
 
 # --- doctor ------------------------------------------------------------------------------------
 
 
 def _doctor(options: argparse.Namespace) -> int:
+    if options.torch:
+        return _doctor_of_torch()
     sys.path.insert(0, "")  # as `python -m` does
     for name in options.modules:
         try:
@@ -700,6 +712,7 @@ def _doctor(options: argparse.Namespace) -> int:
     with _warned(session.convert, **_list_options(options)) as active:
         lines = [
             f"hmpx {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
+            _summary(torch_parts.parts()),
             f"casts tensors on: {', '.join(sorted(active.device_types))}",
         ]
         missed = sorted(active.missed())
@@ -718,6 +731,24 @@ def _doctor(options: argparse.Namespace) -> int:
     elif options.modules:
         lines.append(f"{_counted(len(options.modules), 'module')}: nothing stays uncast")
     return _show(lines, status=1 if missed else 0)
+
+
+def _summary(parts: Sequence[torch_parts.Part]) -> str:
+    faults = sum(1 for part in parts if part.fault)
+    known = "all as expected" if not faults else f"{faults} not as expected; see doctor --torch"
+    return f"relies on {len(parts)} parts of torch that it does not document: {known}"
+
+
+def _doctor_of_torch() -> int:
+    """Shows each undocumented part of torch that hmpx relies on, after trying it."""
+    imported, later = torch_parts.parts(), [*compiler_internals.later_parts()]
+    parts = [*imported, *later, *compiler_internals.tries()]
+    lines = [f"hmpx {__version__}, torch {torch.__version__}", _summary(parts)]
+    width = max(len(part.feature) for part in parts)
+    for part in parts:
+        said = f"{part.fault}; {part.without}" if part.fault else "as expected"
+        lines.append(f"  {part.feature:{width}}  {said}")
+    return _show(lines, status=1 if any(part.fault for part in parts) else 0)
 
 
 def _capability_lines(device_type: str, dtype: torch.dtype) -> Iterator[str]:

@@ -18,8 +18,19 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from . import modules
-from .autocast_regions import TRACER, tracing_patch
+from .autocast_regions import tracing_patch
 from .capability import reported
+from .compiler_internals import (
+    CODE_CACHE,
+    DYNAMO_FUNCTIONS,
+    INDUCTOR_CONFIG,
+    INDUCTOR_CPP,
+    SELECT_ALGORITHM,
+    TRACER,
+    disable_inductor_caches,
+    forget_traced,
+    of_later,
+)
 from .dtypes import LOW_PRECISION
 from .patching import Draft, EntryPatch, Patch
 from .policy import Policy
@@ -33,12 +44,7 @@ def forget() -> None:
     It sets no guard on the wrappers of methods and operators. What it finds under the names of
     torch's functions, wrappers now, it puts into the graph as they are; they cast when that runs.
     """
-    dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not to its end
-        return
-    dynamo.reset()
-    if hasattr(dynamo.trace_rules, "clear_lru_cache"):
-        dynamo.trace_rules.clear_lru_cache()
+    forget_traced()
 
 
 def patches(  # noqa: PLR0917  # all that a conversion is
@@ -63,25 +69,24 @@ def patches(  # noqa: PLR0917  # all that a conversion is
     """
     yield Patch(sys.modules[__name__], "_tag", _digest(policy, device_types, options, rules))
     actions = {
-        "torch._inductor.select_algorithm": _unwrap_kernels,
-        "torch._inductor.codecache": _tag_keys,
-        "torch._dynamo.variables.torch": _fold_originals,
+        SELECT_ALGORITHM: _unwrap_kernels,
+        CODE_CACHE: _tag_keys,
+        DYNAMO_FUNCTIONS: _fold_originals,
     }
     if TRACER in sys.modules:
         yield tracing_patch(draft)
     else:
         actions[TRACER] = lambda module: add(tracing_patch(Draft()))
     if _rounds_in_graphs(policy, device_types, legalize):
-        config = "torch._inductor.config"
 
         def keep_casts(module: Any) -> None:
-            for patch in _keeping_casts(sys.modules[config], Draft()):
+            for patch in _keeping_casts(sys.modules[INDUCTOR_CONFIG], Draft()):
                 add(patch)
 
-        if "torch._inductor.codegen.cpp" in sys.modules:
-            yield from _keeping_casts(sys.modules[config], draft)
+        if INDUCTOR_CPP in sys.modules:
+            yield from _keeping_casts(sys.modules[INDUCTOR_CONFIG], draft)
         else:
-            actions["torch._inductor.codegen.cpp"] = keep_casts
+            actions[INDUCTOR_CPP] = keep_casts
     for name, action in actions.items():
         if (module := sys.modules.get(name)) is not None:
             action(module)
@@ -121,9 +126,9 @@ def _fold_originals(module: Any) -> None:
 
     It would find wrappers in their places.
     """
-    functions = getattr(module, "constant_fold_functions", None)
-    if functions is not None and hasattr(functions, "update"):
-        functions.update(dict.fromkeys(AUTOCAST_STATE))
+    update = of_later(module.__name__, "constant_fold_functions.update")
+    if update is not None:
+        update(dict.fromkeys(AUTOCAST_STATE))
 
 
 # --- kernels -----------------------------------------------------------------------------------
@@ -135,10 +140,11 @@ def _unwrap_kernels(module: Any) -> None:
     Its calls are below the dispatcher: a wrapper would cost time, and cast outside of
     `disable_casts` what was traced inside.
     """
-    choice = getattr(module, "ExternKernelChoice", None)
-    if choice is None or hasattr(choice.__init__, "__hmpx_kernels__"):
+    choice = of_later(module.__name__, "ExternKernelChoice")
+    called = of_later(module.__name__, "extern_kernels")
+    if choice is None or called is None or hasattr(choice.__init__, "__hmpx_kernels__"):
         return
-    kernels = vars(module.extern_kernels)
+    kernels = vars(called)
     kernels |= {name: _unwrapped(kernel) for name, kernel in kernels.items()}
     initialize = choice.__init__
 
@@ -164,8 +170,11 @@ def _tag_keys(module: Any) -> None:
 
     torch has a setting for such tags, which is each thread's own.
     """
-    details = getattr(module, "FxGraphHashDetails", None)
-    if details is None or hasattr(details.__init__, "__hmpx_tagged__"):
+    details = of_later(module.__name__, "FxGraphHashDetails")
+    if details is None:  # what cannot be told apart is not kept
+        disable_inductor_caches()
+        return
+    if hasattr(details.__init__, "__hmpx_tagged__"):
         return
     initialize = details.__init__
 
@@ -206,7 +215,7 @@ def _keeping_casts(config: Any, draft: Draft) -> Iterator[Patch]:
     Left to itself it elides round trips of casts; the arithmetic on bits that `graph_rounding` has
     instead takes longer.
     """
-    entry: Any = getattr(config, "_config", {}).get("emulate_precision_casts")
+    entry: Any = of_later(config.__name__, "_config.emulate_precision_casts")
     keeping = Patch(entry, "default", True)
     if (
         entry is not None and draft.read(keeping) is False

@@ -12,11 +12,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from .composition import Args, Kwargs, call_raised, widen
 from .dtypes import CAST
 from .temporaries import Temporaries
+from .torch_internals import dispatch_modes, has_tangents, is_batch, transforms
 
 # As they were before anything was patched: lists may hold any of them.
 _numel = Tensor.numel
@@ -49,7 +49,7 @@ def compute(
         dtype: The low-precision dtype.
         rounds_inputs: fp32 inputs are rounded first.
     """
-    if forward_ad._current_level >= 0 or _is_watched():
+    if has_tangents() or _is_watched():
         return None
     dimensions = DIMENSIONS[op]
     x, weight, bias = (*args[:3], None)[:3]
@@ -79,7 +79,7 @@ def without_gradients(
     function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
 ) -> Tensor | None:
     """Returns a convolution in ``dtype`` that records nothing; None if it is for others to compute."""
-    if forward_ad._current_level >= 0 or _is_watched():
+    if has_tangents() or _is_watched():
         return None
     if not args or not is_large(args[0], args[0]):  # large weights alone gain nothing
         return None
@@ -175,7 +175,7 @@ class Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         settings, rounding = ctx.settings, ctx.rounding
         x_learns, _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
-        is_seen = torch.is_grad_enabled() or _is_batch(gradient) or _is_watched()
+        is_seen = torch.is_grad_enabled() or is_batch(gradient) or _is_watched()
         memory = _New() if is_seen else Temporaries(gradient.device)
         found = _convolution_backward(
             memory.widen(gradient),
@@ -200,12 +200,7 @@ class Convolution(torch.autograd.Function):
 
 def _is_watched() -> bool:
     """Whether a mode may keep the tensors that it sees, or a transform has tensors of its own."""
-    return bool(_dispatch_modes()) or _transforms() is not None
-
-
-_dispatch_modes = torch._C._len_torch_dispatch_stack
-_transforms = torch._C._functorch.peek_interpreter_stack
-_is_batch = torch._C._functorch.is_legacy_batchedtensor  # of torch.autograd.grad(is_grads_batched)
+    return bool(dispatch_modes()) or transforms() is not None
 
 
 class _New:

@@ -14,8 +14,6 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch._subclasses.functional_tensor import FunctionalTensor
-from torch.utils._python_dispatch import _disable_current_modes
 
 from .composition import Args, Kwargs, call_raised, rounded
 from .dtypes import CAST, ELIGIBLE
@@ -25,6 +23,7 @@ from .lowering import Lowering
 from .number_formats import Custom, Format
 from .quantization import Rounder, rounder
 from .switch import disable_casts
+from .torch_internals import FunctionalTensor, disable_modes, is_jit_tracing
 
 #: fp32's results may be rounded again to formats of so many significand bits: 2 * 11 + 2 <= 24.
 _MOST_BITS: Final = 11
@@ -82,14 +81,14 @@ class Emulation:
                 f"{self.format.name}: number formats take dense tensors, not {kind} ones; leave the "
                 "op out of the low-precision list"
             )
-        if torch._C._is_tracing():
+        if is_jit_tracing():
             raise OptionError(
                 f"{self.format.name}: torch.jit.trace can't hold a number format; use torch.export"
             )
         if _watchers and self.takes_codes and type(tensor) is nn.Parameter:
             for note in _watchers:
                 note(tensor, self.format, False)
-            with _disable_current_modes():
+            with disable_modes():
                 return self._round(tensor)
         if tensor.requires_grad and torch.is_grad_enabled():
             return _Rounded.apply(tensor, self._round, self.rounds_gradients)  # type: ignore[no-any-return, no-untyped-call]

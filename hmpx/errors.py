@@ -40,6 +40,10 @@ class KernelsError(HmpxError):
     """Compiled kernels can't be built, kept or loaded; rounding by torch ops needs none."""
 
 
+class TorchError(HmpxError):
+    """The installed torch is not one that hmpx can work with."""
+
+
 class CheckpointError(HmpxError):
     """A checkpoint can't be recomputed as its forward ran."""
 

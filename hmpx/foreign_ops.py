@@ -18,10 +18,10 @@ from pathlib import Path
 from typing import Any, Final
 
 import torch
-from torch._ops import OpOverload, OpOverloadPacket
 
 from .errors import shown, suggestion
 from .patching import names_of
+from .torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
 
 #: Where torch binds the operators of `torch.library`.
 OPERATORS: Final = "torch.ops"
@@ -230,7 +230,7 @@ def operator_of(value: Any) -> OpOverload | None:
 
 
 def _is_custom_op(value: Any) -> bool:
-    return isinstance(value, torch._library.custom_ops.CustomOpDef)
+    return isinstance(value, CustomOpDef)
 
 
 def lacking(name: str, executed: object = None) -> str:

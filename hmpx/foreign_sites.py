@@ -16,12 +16,16 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-import torch
-from torch._ops import OpOverload, OpOverloadPacket
-
 from . import foreign_ops, ops
 from .foreign_ops import OPERATORS, Found
 from .patching import ABSENT, Change, Draft, EntryPatch, Patch
+from .torch_internals import (
+    OPERATORS_MODULE,
+    REFRESH_PACKET,
+    OpNamespace,
+    OpOverload,
+    OpOverloadPacket,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -183,7 +187,7 @@ def following(
 def _following_operators(
     names: set[str], draft: Draft, follow: Callable[[Collection[str], object], None]
 ) -> Iterator[Change]:
-    namespace: Any = torch._ops._OpNamespace
+    namespace: Any = OpNamespace
     make = draft.attribute(namespace, "__getattr__")
 
     @functools.wraps(make)
@@ -195,10 +199,9 @@ def _following_operators(
         return packet
 
     yield Patch(namespace, "__getattr__", make_followed)
-    refresh = getattr(torch._ops, "_refresh_packet", None)
-    if refresh is None:  # another torch's
+    if not hasattr(OPERATORS_MODULE, REFRESH_PACKET):  # another torch's
         return
-    refresh = draft.attribute(torch._ops, "_refresh_packet")
+    refresh = draft.attribute(OPERATORS_MODULE, REFRESH_PACKET)
 
     @functools.wraps(refresh)
     def refresh_followed(packet: Any) -> None:
@@ -207,7 +210,7 @@ def _following_operators(
         if name in names:
             follow([name], None)
 
-    yield Patch(torch._ops, "_refresh_packet", refresh_followed)
+    yield Patch(OPERATORS_MODULE, REFRESH_PACKET, refresh_followed)
 
 
 class _Finder(importlib.abc.MetaPathFinder):

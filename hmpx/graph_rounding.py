@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .compiler_internals import INDUCTOR_CONFIG, run_when_traced
 from .composition import Args, Kwargs, call_raised, rounded, widen
 from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
 
@@ -58,11 +59,11 @@ def in_graph(
 
 def are_casts_kept() -> bool:
     """Whether inductor is told to round where eager mode does."""
-    config = sys.modules.get("torch._inductor.config")
+    config = sys.modules.get(INDUCTOR_CONFIG)
     return config is not None and config.emulate_precision_casts is True
 
 
-are_casts_kept._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run at trace time
+run_when_traced(are_casts_kept)
 
 
 def _raised_in_graph(tensor: Tensor) -> Tensor:

@@ -30,14 +30,14 @@ from typing import Any, Final
 
 import torch
 import torch.distributed
-from torch.overrides import TorchFunctionMode, _get_current_function_mode_stack
+from torch.overrides import TorchFunctionMode
 from torch.serialization import default_restore_location
-from torch.utils._device import DeviceContext
 
 from . import ops, patching, session
 from .errors import HmpxError
 from .patching import Patch
 from .switch import disable_casts
+from .torch_internals import DeviceContext, function_modes
 
 _ROOT: Final = "habana_frameworks"
 _SHIM_FLAG: Final = "__hmpx_shim__"  # dtypes.py asks for it
@@ -82,7 +82,7 @@ def uninstall() -> None:
     global _mode
     if _mode is None:
         return
-    stack = _get_current_function_mode_stack()  # type: ignore[no-untyped-call]
+    stack = function_modes()
     if not stack or stack[-1] is not _mode:
         raise HmpxError(
             "habana_shim.uninstall() in another thread than install(), or inside a torch function "

@@ -16,6 +16,7 @@ from torch import Tensor
 
 from .composition import Args, Kwargs, raised, rounded, widen
 from .dtypes import CAST, LOW_PRECISION
+from .torch_internals import TELLS_SAVED, hide_hook, pop_hooks, push_hooks, top_hooks
 
 # As they were before anything was patched: lists may hold any of them.
 _as_strided, _copy_, _data_ptr = Tensor.as_strided, Tensor.copy_, Tensor.data_ptr
@@ -90,7 +91,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     sources: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Any]] = {}
     alive: set[int] = set()  # addresses of fp32 parameters that are inputs themselves
     pending: list[tuple[int, _Kept]] = []
-    outer = _top_hooks(True)
+    outer = top_hooks()
 
     def reround(tensor: Tensor) -> Tensor:
         return raise_one(convert(tensor))
@@ -157,11 +158,13 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
         elif isinstance(value, (list, tuple)):
             new_args[position] = raised(value, noting)
     new_kwargs = {name: raised(value, noting) for name, value in kwargs.items()} if kwargs else {}
-    _push_hooks(pack, unpack)
+    if outer is not None:
+        hide_hook(pack, outer)
+    push_hooks(pack, unpack)
     try:
         result = function(*new_args, **new_kwargs)
     finally:
-        _pop_hooks()
+        pop_hooks()
     low_result = rounded(result, finish or convert)
     if pending:
         is_dense = isinstance(result, Tensor) and result.layout is torch.strided
@@ -187,7 +190,7 @@ def _is_read_alone(kept: _Kept, result: Tensor) -> bool:
     while node is not None:
         saved = [tensor for name in _saved_names(type(node)) for tensor in _each(node, name)]
         if saved:
-            is_it = not _TELLS_SAVED or saved[0].data is kept
+            is_it = not TELLS_SAVED or saved[0].data is kept
             return len(saved) == 1 and is_it
         before = [each for each, _ in node.next_functions if each is not None]
         node = before[0] if len(before) == 1 else None  # as of views
@@ -204,11 +207,7 @@ def _each(node: Any, name: str) -> list[Any]:
     """Returns the saved tensors behind one attribute, but those that are None."""
     value = getattr(node, name)
     several = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in several if not _TELLS_SAVED or each.data is not None]
-
-
-#: Whether torch tells which packed object a saved tensor is.
-_TELLS_SAVED = hasattr(torch._C._autograd.SavedTensor, "data")
+    return [each for each in several if not TELLS_SAVED or each.data is not None]
 
 
 def _keep_output(kept: _Kept, result: Tensor, low_result: Tensor, *, splits: bool) -> None:
@@ -240,9 +239,3 @@ def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Te
     if tensor.shape == shape and strides == view_strides:
         return tensor
     return _as_strided(tensor, shape, view_strides)
-
-
-_push_hooks = torch._C._autograd._push_saved_tensors_default_hooks
-_pop_hooks = torch._C._autograd._pop_saved_tensors_default_hooks
-_top_hooks = torch._C._autograd._top_saved_tensors_default_hooks
-hooks_refused = torch._C._autograd._saved_tensors_hooks_get_disabled_error_message

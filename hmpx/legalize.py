@@ -21,6 +21,7 @@ from torch import Tensor
 from . import capability, convolutions
 from .blocks import BLOCKED, in_blocks
 from .capability import Capability
+from .compiler_internals import run_when_traced
 from .composition import (
     Args,
     Inputs,
@@ -34,7 +35,8 @@ from .composition import (
 from .dtypes import CAST
 from .errors import OptionError
 from .graph_rounding import in_graph
-from .keeping import Precision, hooks_refused, keeping_low
+from .keeping import Precision, keeping_low
+from .torch_internals import hooks_refused, is_graph_made, is_jit_tracing, transforms
 from .training import is_training
 
 if TYPE_CHECKING:
@@ -104,7 +106,7 @@ class Legalizer:
         """
         if not inputs.is_learning or not inputs.is_plain or self.op not in convolutions.DIMENSIONS:
             return None
-        if is_traced() or _transforms() is not None or torch._C._is_tracing():
+        if is_traced() or transforms() is not None or is_jit_tracing():
             return None
         rounds = self.mode != "fast"
         return convolutions.compute(self.op, function, args, dtype, rounds_inputs=rounds)
@@ -130,7 +132,7 @@ class Legalizer:
         """
         if is_traced() and self.mode != "fast" and not is_exported():
             return in_graph(function, args, kwargs, dtype)
-        if not inputs.is_plain or _transforms() is not None or torch._C._is_tracing():
+        if not inputs.is_plain or transforms() is not None or is_jit_tracing():
             return computed_in_fp32(function, args, kwargs, dtype)
         raise_one = widen_matrices if self.kind == "gemm" else widen
         if inputs.is_learning:
@@ -184,7 +186,7 @@ def note_unrounded(op: str, inputs: list[Tensor]) -> None:
         note(op, inputs)
 
 
-is_watched._dynamo_marked_constant = True  # type: ignore[attr-defined]  # no compiled code is watched
+run_when_traced(is_watched)  # no compiled code is watched
 
 
 def is_slow(kind: str, device_type: str, dtype: torch.dtype) -> bool:
@@ -201,26 +203,19 @@ def known_capability(kind: str, device_type: str, dtype: torch.dtype) -> Capabil
     return capability.capability(kind, device_type, dtype)
 
 
-known_capability._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run at trace time
-
-
-_transforms = torch._C._functorch.peek_interpreter_stack
+run_when_traced(known_capability)
 
 
 def is_traced() -> bool:
     """Whether the call becomes part of a graph, by Dynamo or by what it calls."""
     if torch.compiler.is_dynamo_compiling():
         return True
-    return _dispatch_mode(_PROXY) is not None or _dispatch_mode(_FAKE) is not None
-
-
-_dispatch_mode = torch._C._get_dispatch_mode
-_PROXY, _FAKE = torch._C._TorchDispatchModeKey.PROXY, torch._C._TorchDispatchModeKey.FAKE
+    return is_graph_made()
 
 
 def is_exported() -> bool:
     """Whether the call becomes part of an artefact, for whatever hardware it will come to."""
-    if torch.compiler.is_exporting() or torch._C._is_tracing():
+    if torch.compiler.is_exporting() or is_jit_tracing():
         return True
     if torch.compiler.is_dynamo_compiling():
         return False

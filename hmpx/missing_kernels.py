@@ -21,10 +21,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .compiler_internals import run_when_traced
 from .composition import Args, Kwargs, inputs_of, widen
 from .dtypes import CAST, LOW_PRECISION, short_name
 from .sequences import with_items
-from .switch import disable_casts, is_below_dispatcher, run_when_traced
+from .switch import disable_casts, is_below_dispatcher
 
 LOGGER: Final = logging.getLogger("hmpx")
 

@@ -18,14 +18,21 @@ from types import FrameType
 from typing import Any, Final, NamedTuple, TypeVar
 
 import torch
-import torch._guards
-import torch.fx._symbolic_trace
 import torch.fx.traceback
-import torch.nn.modules.module
 from torch import nn
 
+from .compiler_internals import (
+    DYNAMO_GUARDS,
+    DYNAMO_MODULE_CALLS,
+    DYNAMO_SOURCES,
+    DYNAMO_TRANSLATION,
+    DYNAMO_VARIABLES,
+    leave_to_callees,
+    needed_of_later,
+    tracing_context,
+)
 from .patching import Draft, ItemPatch, Patch
-from .switch import leave_to_callees
+from .torch_internals import FX_MODULE_CALL, FX_TRACING, MODULE_HOOKS, has_fake_tensors
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
@@ -70,8 +77,6 @@ class _Running(threading.local):
 
 _running: Final = _Running()
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
-_dispatch_mode = torch._C._get_dispatch_mode
-_FAKE = torch._C._TorchDispatchModeKey.FAKE
 
 #: Stands for the patches that are in place, None without any. Calls may be running that began before.
 _noting: object | None = None
@@ -92,7 +97,7 @@ def place() -> Place:
     """
     if _noting is None:
         _ask()
-    if _dispatch_mode(_FAKE) is not None and _is_traced():
+    if has_fake_tensors() and _is_traced():
         return _traced_place()
     found = _running.place
     if found is None:
@@ -215,9 +220,8 @@ def patches(
     yield Patch(nn.Module, "__call__", wrapper)
     # make_fx and torch.export put theirs on top of that, which calls this; some of the modules
     # that it is called with are their stand-ins for the model's.
-    yield Patch(torch.fx._symbolic_trace, "_orig_module_call", traced)
-    hooks = torch.nn.modules.module._global_module_registration_hooks
-    yield ItemPatch(hooks, "hmpx", _names_change)
+    yield Patch(FX_TRACING, FX_MODULE_CALL, traced)
+    yield ItemPatch(MODULE_HOOKS, "hmpx", _names_change)
 
 
 def asked_by(put_in_place: Callable[[], None]) -> Patch:
@@ -228,7 +232,7 @@ def asked_by(put_in_place: Callable[[], None]) -> Patch:
 def forget() -> None:
     """Lets go of what was noted: the patches have changed."""
     _running.place = None
-    for name in ("torch._dynamo.utils", "torch._dynamo.variables.nn_module"):
+    for name in DYNAMO_MODULE_CALLS:
         dynamo = vars(sys.modules.get(name, types))
         noted: Any = dynamo.get("unpatched_nn_module_call")  # when it was imported
         call = noted
@@ -406,8 +410,7 @@ _EXPORT_ROOT, _EXPORTED = "_export_root", "L__self__"
 
 def _is_traced() -> bool:
     """Whether the fake tensors are those of torch.compile, in whose graphs no module's call runs."""
-    is_loaded = "torch._dynamo.symbolic_convert" in sys.modules
-    return is_loaded and torch._guards.TracingContext.try_get() is not None
+    return DYNAMO_TRANSLATION in sys.modules and tracing_context() is not None
 
 
 def _traced_place() -> Place:
@@ -440,29 +443,29 @@ def traced_places() -> str:
 
     Graphs may differ in nothing else.
     """
-    context = torch._guards.TracingContext.try_get()
+    context = tracing_context()
     places = None if context is None else _traced_places.get(context)
     return repr(places) if places else ""
 
 
 def _translators() -> list[Any]:
     """Returns what translates the calls that torch.compile is tracing into, outermost first."""
-    from torch._dynamo.symbolic_convert import InstructionTranslatorBase
-    from torch._dynamo.variables import LazyVariableTracker, UnspecializedNNModuleVariable
-
+    translator_class = needed_of_later(DYNAMO_TRANSLATION, "InstructionTranslatorBase")
+    lazy = needed_of_later(DYNAMO_VARIABLES, "LazyVariableTracker")
+    of_module = needed_of_later(DYNAMO_VARIABLES, "UnspecializedNNModuleVariable")
     found = []
     for frame in _frames(sys._getframe(1)):
         translator = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
-        if not isinstance(translator, InstructionTranslatorBase):
+        if not isinstance(translator, translator_class):
             continue
         found.append(translator)
         variable: Any = translator.symbolic_locals.get(
             next(iter(translator.f_code.co_varnames), "")
         )
-        if isinstance(variable, LazyVariableTracker) and not variable.is_realized():
+        if isinstance(variable, lazy) and not variable.is_realized():
             module = variable.peek_value()
         else:  # the values of others than modules may raise errors
-            is_module = isinstance(variable, UnspecializedNNModuleVariable)
+            is_module = isinstance(variable, of_module)
             module = variable.value if is_module else None
         if isinstance(module, nn.Module):
             _guard_on(variable.realize().source, "training")
@@ -477,10 +480,9 @@ def _guard_on_surroundings(translator: Any) -> None:
     """Has the graph that is being traced hold only where it is called from such a place as this."""
     if torch.compiler.is_exporting():
         return
-    from torch._dynamo.source import GlobalSource
-
+    global_source = needed_of_later(DYNAMO_SOURCES, "GlobalSource")
     name = translator.output.install_global_by_id("__hmpx_running", _running)
-    _guard_on(GlobalSource(name), "key")
+    _guard_on(global_source(name), "key")
 
 
 def _guard_on(source: Any, attribute: str) -> None:
@@ -490,8 +492,9 @@ def _guard_on(source: Any, attribute: str) -> None:
         source: Where Dynamo has the attribute's owner from; None if the graph makes it.
         attribute: Name of an attribute that is a bool or a string.
     """
-    from torch._dynamo.guards import GuardBuilder, install_guard
-    from torch._dynamo.source import AttrSource
-
-    if source is not None:
-        install_guard(AttrSource(source, attribute).make_guard(GuardBuilder.EQUALS_MATCH))
+    if source is None:
+        return
+    attribute_source = needed_of_later(DYNAMO_SOURCES, "AttrSource")
+    install_guard = needed_of_later(DYNAMO_GUARDS, "install_guard")
+    equals = needed_of_later(DYNAMO_GUARDS, "GuardBuilder.EQUALS_MATCH")
+    install_guard(attribute_source(source, attribute).make_guard(equals))

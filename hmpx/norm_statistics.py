@@ -18,10 +18,10 @@ from torch import Tensor
 from .composition import Args, Kwargs, rounded
 from .dtypes import CAST, LOW_PRECISION
 from .switch import is_below_dispatcher
+from .torch_internals import data_of, transforms
 
 # As they were before anything was patched: lists may hold any of them.
-_copy_, _data = Tensor.copy_, vars(torch._C.TensorBase)["data"].__get__
-_transforms = torch._C._functorch.peek_interpreter_stack
+_copy_ = Tensor.copy_
 _LOW: Final = frozenset(LOW_PRECISION)
 
 
@@ -50,7 +50,7 @@ class Statistics:
 
         False where that takes a closer look.
         """
-        if kwargs or _transforms() is not None:
+        if kwargs or transforms() is not None:
             return False
         count = len(args)
         for positions in (self.positions, self.parameters):
@@ -94,7 +94,7 @@ class Statistics:
         dtype = self._dtype(first, {where[key].dtype for where, key in statistics + parameters})
         if dtype is None or is_below_dispatcher():
             return function(*values, **kwargs)
-        is_transformed = _transforms() is not None
+        is_transformed = transforms() is not None
         for where, key in parameters:
             where[key] = CAST[dtype](where[key])
         if is_transformed:
@@ -113,7 +113,7 @@ class Statistics:
             with torch.no_grad():
                 for statistic, copy in copied:
                     # Past the version counter, as the kernels write, for gradients still to come.
-                    _copy_(statistic if is_transformed else _data(statistic), copy)
+                    _copy_(statistic if is_transformed else data_of(statistic), copy)
         return rounded(result, CAST[first.dtype], dtype) if is_transformed else result
 
     def _dtype(self, first: Tensor, found: set[torch.dtype]) -> torch.dtype | None:
@@ -126,7 +126,7 @@ class Statistics:
             return None
         if dtype not in _LOW:
             return dtype
-        if _transforms() is not None:
+        if transforms() is not None:
             return torch.float32
         if first.device.type not in self.mixed_device_types:
             return dtype

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,6 +28,7 @@ from .errors import (
     shown,
     suggestion,
 )
+from .torch_parts import torch_version
 
 #: The shipped set that is used where none is named.
 DEFAULT_SET: Final = "hmpx"
@@ -194,7 +196,8 @@ def parse(text: str, source: str, kind: str = "low", *, is_shipped: bool = False
 
     Raises:
         OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``; or what stands
-            after the name is no option; or there are too many lines.
+            after the name is no option, or after a semicolon no condition; or there are too many
+            lines.
     """
     lines = text.removeprefix("\ufeff").splitlines()
     if len(lines) > _MOST_LINES:
@@ -202,11 +205,38 @@ def parse(text: str, source: str, kind: str = "low", *, is_shipped: bool = False
             f"{source}: {len(lines):,} lines are too many for an op list; at most {_MOST_LINES:,}"
         )
     contents = [line.partition("#")[0].strip() if "#" in line else line.strip() for line in lines]
+    wheres = ((each, f"{source}:{number}") for number, each in enumerate(contents, start=1) if each)
     return from_lines(
-        ((each, f"{source}:{number}") for number, each in enumerate(contents, start=1) if each),
+        (
+            (each, where)
+            for line, where in wheres
+            if (each := _without_condition(line, where) if ";" in line else line)
+        ),
         kind,
         is_shipped=is_shipped,
     )
+
+
+def _without_condition(line: str, where: str) -> str:
+    """Returns a line without ``; torch >= 2.14``; ``""`` if that does not hold.
+
+    Raises:
+        OpListError: What stands after the semicolon is no condition.
+    """
+    content, _, condition = line.partition(";")
+    found = _CONDITION.fullmatch(condition.strip())
+    if found is None:
+        raise OpListError(
+            f"{where}: after a semicolon stands for which torch a line is, '; torch >= 2.14' or "
+            f"'; torch < 2.14', not {shown(condition.strip())}"
+        )
+    is_newer = torch_version() >= (int(found["major"]), int(found["minor"]))
+    return content.strip() if is_newer is (found["sign"] == ">=") else ""
+
+
+_CONDITION: Final = re.compile(
+    r"torch\s*(?P<sign><|>=)\s*(?P<major>\d{1,4})\.(?P<minor>\d{1,4})", re.ASCII
+)
 
 
 def from_lines(

@@ -25,6 +25,15 @@ import torch.nn.functional
 from torch.overrides import get_ignored_functions, get_overridable_functions
 
 from . import foreign_ops
+from .torch_internals import (
+    NN,
+    NN_NAMESPACE,
+    VARIABLE_FUNCTIONS,
+    VF,
+    VF_NAMESPACE,
+    has_kernel,
+    schemas_of,
+)
 
 #: Where ops live, the innermost spelling of each prefix that users write. The order decides
 #: which op a bare name means: ``norm`` is ``torch.norm``, not ``torch.linalg.norm``.
@@ -34,8 +43,8 @@ NAMESPACES: Mapping[str, Any] = types.MappingProxyType(
         "torch.functional": torch.functional,
         "torch.Tensor": torch.Tensor,
         "torch.nn.functional": torch.nn.functional,
-        "torch._C._nn": torch._C._nn,
-        "torch._VF": torch._VF,
+        NN_NAMESPACE: NN,
+        VF_NAMESPACE: VF,
         "torch.linalg": torch.linalg,
         "torch.special": torch.special,
         "torch.fft": torch.fft,
@@ -258,7 +267,7 @@ def is_castable(name: str) -> bool:
             return True
         if site.is_python and site.namespace != "torch.Tensor":
             return True
-        if site.namespace == "torch._C._nn" and not _schemas(site):
+        if site.namespace == NN_NAMESPACE and not _schemas(site):
             return site.attribute[0] != "_"
         for schema in _schemas(site):
             tensors = sum(bool(_argument_kind(a)) for a in schema.arguments)
@@ -392,7 +401,7 @@ def _members() -> Iterator[tuple[str, str, Any]]:
     methods = {f.__name__.rstrip("_") for f in get_overridable_functions()[torch.Tensor]}
     public: set[str] = set()
     for namespace, owner in NAMESPACES.items():
-        source = torch._C._VariableFunctions if namespace == "torch._VF" else owner
+        source = VARIABLE_FUNCTIONS if namespace == VF_NAMESPACE else owner
         is_method = namespace == "torch.Tensor"
         for attribute in dir(source):
             value = getattr(source, attribute, None)
@@ -407,10 +416,10 @@ def _members() -> Iterator[tuple[str, str, Any]]:
             if (
                 id(value) in overridable
                 or (is_builtin and stem in methods)
-                or namespace == "torch._C._nn"
+                or namespace == NN_NAMESPACE
                 or (is_builtin and namespace == "torch.sparse")
                 or (is_method and (stem in public or _dunder(attribute) is not None))
-                or (namespace == "torch._VF" and attribute in public)
+                or (namespace == VF_NAMESPACE and attribute in public)
                 or (is_builtin and stem != attribute and stem in public)
                 # private builtins, such as torch._convolution: ATen's own names are listed too
                 or (is_builtin and namespace == "torch" and attribute[0] == "_" != attribute[1])
@@ -502,7 +511,7 @@ def _schemas(site: Site) -> tuple[Any, ...]:
 
 @functools.cache
 def _schemas_of(name: str) -> tuple[Any, ...]:
-    return tuple(torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
+    return tuple(schemas_of(f"aten::{name}"))
 
 
 @functools.cache
@@ -564,11 +573,11 @@ def _declared_written(name: str) -> frozenset[str]:
 def _is_dispatched(schema: Any) -> bool:
     """Whether the schema is of a kernel, rather than of TorchScript's own (``sort`` of a list)."""
     overload = f".{schema.overload_name}" if schema.overload_name else ""
-    return bool(torch._C._dispatch_has_kernel(schema.name + overload))
+    return has_kernel(schema.name + overload)
 
 
 def _has_overload(base: str, overload: str) -> bool:
-    schemas = torch._C._jit_get_schemas_for_operator(f"aten::{base}")
+    schemas = schemas_of(f"aten::{base}")
     # `.default` is the overload without a name; `.deprecated` and older ones may be gone.
     return not schemas or overload in {"default", "deprecated", *(s.overload_name for s in schemas)}
 

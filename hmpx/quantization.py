@@ -10,9 +10,9 @@ from typing import Any, Final, TypeAlias, cast
 
 import torch
 from torch import Tensor, nn
-from torch.autograd import forward_ad
 
 from . import kernel_library, rounding_kernels
+from .compiler_internals import run_when_traced
 from .dtypes import CAST
 from .errors import OptionError, shown
 from .format_names import get
@@ -27,6 +27,7 @@ from .rounding import (
     plan,
     random_bits,
 )
+from .torch_internals import dispatch_modes, has_tangents, jit_tracing_state, transforms
 
 Rounder: TypeAlias = Callable[[Tensor], Tensor]
 
@@ -43,9 +44,6 @@ _CACHED: Final = 131072
 
 _PLAIN_TYPES: Final = (Tensor, nn.Parameter)
 
-_dispatch_modes: Final = torch._C._len_torch_dispatch_stack
-_transforms: Final = torch._C._functorch.peek_interpreter_stack
-_tracing_state: Final = torch._C._get_tracing_state
 
 _NO_KEYS: Final = (0, 0)
 
@@ -95,7 +93,7 @@ def quantize(
         function: type[_StraightThrough] = _StraightThrough  # dynamo knows no jvp
     else:
         run, function = _run_of(get(format), rounding, overflow), _ForwardToo
-    if torch.is_grad_enabled() and (x.requires_grad or forward_ad._current_level >= 0):
+    if torch.is_grad_enabled() and (x.requires_grad or has_tangents()):
         return cast(Tensor, function.apply(x, run, generator))  # type: ignore[no-untyped-call]
     return run(x, generator)
 
@@ -174,9 +172,9 @@ class _Run:
         if (
             type(x) not in _PLAIN_TYPES
             or not x.is_cpu
-            or _dispatch_modes()
-            or _transforms() is not None
-            or _tracing_state() is not None
+            or dispatch_modes()
+            or transforms() is not None
+            or jit_tracing_state() is not None
             or x.layout is not torch.strided
         ):
             check_dense(x)
@@ -305,7 +303,7 @@ def _constants_of(
     return constants_of(_step_of(_run_of(format, mode, overflow), dtype).plan)
 
 
-_constants_of._dynamo_marked_constant = True  # type: ignore[attr-defined]  # run at trace time
+run_when_traced(_constants_of)
 
 
 def _draw(generator: torch.Generator | None) -> tuple[int, int]:

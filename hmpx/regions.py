@@ -11,7 +11,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.backends.mha
@@ -23,6 +23,7 @@ from .errors import CheckpointError, HmpxWarning
 from .modules import keeps_place
 from .patching import Draft, Patch
 from .switch import disable_casts, in_force, is_off, keeps_state
+from .torch_internals import CHECKPOINT_GENERATOR, PREPARE_STEP, has_hooked_step
 from .training import as_training, is_training, keeps_kind
 
 
@@ -52,28 +53,23 @@ def patches(
 
 def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
     for optimizer_class in _subclasses(Optimizer):
-        if _has_hooked_step(optimizer_class):
+        if has_hooked_step(optimizer_class):
             yield _step_patch(optimizer_class, draft.attribute(optimizer_class, "step"))
-    patch_step_function = draft.attribute(Optimizer, "_patch_step_function")
+    patch_step_function = draft.attribute(Optimizer, PREPARE_STEP)
 
     @functools.wraps(patch_step_function)
     def prepare(self: Optimizer) -> None:
-        had_hooked_step = _has_hooked_step(type(self))
+        had_hooked_step = has_hooked_step(type(self))
         patch_step_function(self)
-        if not had_hooked_step and _has_hooked_step(type(self)):
+        if not had_hooked_step and has_hooked_step(type(self)):
             add(_step_patch(type(self), vars(type(self))["step"]))
 
-    yield Patch(Optimizer, "_patch_step_function", prepare)
+    yield Patch(Optimizer, PREPARE_STEP, prepare)
 
 
 def _step_patch(optimizer_class: type[Optimizer], step: Callable[..., Any]) -> Patch:
     # torch.compile patches the steps of some classes too, whenever it is first used.
     return Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
-
-
-def _has_hooked_step(optimizer_class: type[Optimizer]) -> bool:
-    """Whether torch has put its profiling and hooks around the class' own ``step`` already."""
-    return hasattr(vars(optimizer_class).get("step"), "hooked")
 
 
 def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
@@ -99,24 +95,15 @@ def _subclasses(parent: type[Optimizer]) -> Iterator[type[Optimizer]]:
 # --- checkpoints -------------------------------------------------------------------------------
 
 
-#: What non-reentrant checkpoints go through: since torch 2.14, and before.
-_GENERATORS: Final = (
-    "_checkpoint_without_reentrant_generator_impl",
-    "_checkpoint_without_reentrant_generator",
-)
-
-
 def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     """Patches what `torch.utils.checkpoint.checkpoint` calls, so that early imports of it count."""
     module = torch.utils.checkpoint
     forward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "forward")
-    name = next(name for name in _GENERATORS if hasattr(module, name))
-    generator = draft.attribute(module, name)
+    generator = draft.attribute(module, CHECKPOINT_GENERATOR)
     apply = draft.read(Patch(torch.autograd.Function, "apply", None))
 
-    def apply_to(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        return apply.__get__(None, cls)(*args, **kwargs)
-
+    # A class method's descriptor: since torch 2.14 C's, which is called with the class.
+    apply_to = getattr(apply, "__func__", apply)
     apply_as_training = as_training(apply_to)
 
     @functools.wraps(forward)
@@ -134,7 +121,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
         return run(cls, *args, **kwargs)
 
     yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
-    yield Patch(module, name, non_reentrant)
+    yield Patch(module, CHECKPOINT_GENERATOR, non_reentrant)
     yield Patch(torch.autograd.Function, "apply", classmethod(counting))
 
 

@@ -17,14 +17,12 @@ from typing import Any, Final
 import torch
 import torch.utils.dlpack
 from torch import Tensor, nn
-from torch.autograd import forward_ad
-from torch.optim.optimizer import _global_optimizer_post_hooks
 
+from .compiler_internals import leave_to_callees
 from .dtypes import CAST
 from .patching import Draft, ItemPatch, Patch
-from .switch import leave_to_callees
+from .torch_internals import STEP_HOOKS, has_tangents, transforms, uses
 
-_transforms = torch._C._functorch.peek_interpreter_stack
 _data_ptr, _detach, _storage = Tensor.data_ptr, Tensor.detach, Tensor.untyped_storage
 _widen = CAST[torch.float32]
 
@@ -55,7 +53,7 @@ def cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
     if torch.compiler.is_dynamo_compiling() or type(tensor) is not nn.Parameter:
         return convert(tensor)
     casts = getattr(_thread, "casts", None)
-    if casts is None or _transforms() is not None or forward_ad._current_level >= 0:
+    if casts is None or transforms() is not None or has_tangents():
         return convert(tensor)
     if tensor.is_inference():  # these count no versions
         return convert(tensor)
@@ -81,11 +79,11 @@ def cast(dtype: torch.dtype, tensor: Tensor) -> Tensor:
 def _is_unshared(tensor: Tensor) -> bool:
     """Whether nothing else, such as what ``.data`` returned once, holds the tensor's memory."""
     # This Python object holds it as well.
-    return torch._C._storage_Use_Count(_storage(tensor)._cdata) <= _UNSHARED
+    return uses(tensor) <= _UNSHARED
 
 
 _A_TENSOR = torch.zeros(1)
-_UNSHARED: Final = torch._C._storage_Use_Count(_storage(_A_TENSOR)._cdata)
+_UNSHARED: Final = uses(_A_TENSOR)
 
 
 class _Reused(torch.autograd.Function):
@@ -112,9 +110,7 @@ def patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
         yield Patch(Tensor, name, _ending(draft.attribute(Tensor, name)))
     for owner in (torch, torch.utils.dlpack):
         yield Patch(owner, "to_dlpack", _ending(draft.attribute(owner, "to_dlpack")))
-    yield ItemPatch(
-        _global_optimizer_post_hooks, "hmpx", lambda *step: _end()
-    )  # fused ones write so
+    yield ItemPatch(STEP_HOOKS, "hmpx", lambda *step: _end())  # fused ones write so
 
 
 #: Methods through which a tensor's memory may be written to past its version counter.

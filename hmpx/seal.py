@@ -22,12 +22,13 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from . import session, switch
-from .casting import LOW_DTYPES, SEQUENCES, transforms
+from .casting import LOW_DTYPES, SEQUENCES
 from .decisions import LowType
 from .dtypes import long_name, short_name
 from .errors import FreezeError
 from .sequences import with_items
 from .slots import Slot
+from .torch_internals import behind_transform, has_tangents, is_of_transform, transforms
 
 REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model from its fp32 weights"
 
@@ -187,7 +188,7 @@ class _ChecksCalls:
                     f"hmpx.convert() as it was when the model was frozen, or {REMEDY}"
                 )
             self._seen, self._rules = weakref.ref(in_force), in_force.rules
-        if torch.is_grad_enabled() or transforms() is not None or forward_ad._current_level >= 0:
+        if torch.is_grad_enabled() or transforms() is not None or has_tangents():
             self._check_training(module)
             self._check_slots(module)
 
@@ -268,11 +269,11 @@ def _asks_for_gradients(now: Tensor, tensor: Tensor) -> bool:
     while now is not tensor:
         if now.requires_grad and torch.is_grad_enabled():
             return True
-        if forward_ad._current_level >= 0 and _tangent(now) is not None:
+        if has_tangents() and _tangent(now) is not None:
             return True
-        if not torch._C._functorch.is_functorch_wrapped_tensor(now):
+        if not is_of_transform(now):
             return False
-        now = torch._C._functorch.get_unwrapped(now)
+        now = behind_transform(now)
     return False
 
 

@@ -35,6 +35,7 @@ from . import (
     reuse,
     rules,
     switch,
+    torch_parts,
     wrappers,
 )
 from .casting import CallPlan
@@ -362,6 +363,7 @@ def convert(
         PolicyFileError: ``policy`` can't be read, or is no policy.
         OptionError: An argument has a value that it can't have. Nothing is patched then.
     """
+    torch_parts.check()
     asked = request.checked(
         bf16_file_path,
         fp32_file_path,

@@ -23,8 +23,8 @@ from .casting import (
     SEQUENCES,
     CallPlan,
     is_settled,
-    transforms,
 )
+from .torch_internals import DisableAutocast, is_jit_tracing, transforms
 
 #: What the factory takes that `factory` returns; they become closure cells of the wrapper.
 PARAMETERS: Final = (
@@ -380,7 +380,7 @@ def _has_own_gradients(x: Any, weight: Any) -> bool:
     """Whether `convolutions` may have use for the inputs as they are given."""
     if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
         return False
-    return not torch._C._is_tracing() and convolutions.is_large(x, weight)
+    return not is_jit_tracing() and convolutions.is_large(x, weight)
 
 
 _CONSTANTS: Final = {
@@ -395,7 +395,7 @@ _CONSTANTS: Final = {
     "has_torch_function_variadic": has_torch_function_variadic,
     "given": given,
     "is_overridden": is_overridden,
-    "DisableAutocast": torch._C._DisableAutocast,
+    "DisableAutocast": DisableAutocast,
     "transforms": transforms,
     "is_settled": is_settled,
 }

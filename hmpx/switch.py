@@ -20,7 +20,17 @@ from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar
 
 import torch
-from torch._C._dynamo import eval_frame
+
+from .compiler_internals import run_when_traced
+from .torch_internals import (
+    FUNCTION_MODULES,
+    KERNEL_MODULES,
+    OFF_MARK,
+    PYTHON,
+    SNAPSHOT,
+    is_excluded,
+    is_included,
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -58,7 +68,7 @@ ON: Final[frozenset[str]] = frozenset()
 # The state is marked in places that torch itself carries along as well: the autocast bits of device
 # types that nobody has. torch.compile guards on them and captures them, and autograd's backward
 # threads inherit them, as they do neither thread-locals nor context variables.
-_MARK = "maia"
+_MARK = OFF_MARK
 #: What can be off -> the device type whose bit says so. It only grows, so that no mark changes meaning.
 _marks: dict[str, str] = {EVERY: _MARK}
 #: In the order in which they are taken: that of "mps" is not among those that autocast asks for.
@@ -478,11 +488,6 @@ def _note_traced_region() -> None:
     _set_gate()
 
 
-def run_when_traced(function: Callable[..., Any]) -> None:
-    """Makes torch.compile run ``function`` at trace time, once, instead of tracing into it."""
-    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
-
-
 for _function in (_note_traced_region, _is_off_where_traced):
     run_when_traced(_function)
 
@@ -506,31 +511,13 @@ def _run_generator(generator: Any) -> Any:
             value, resume = error, generator.throw
 
 
-def leave_to_callees(function: Any) -> None:
-    """Has torch.compile begin its graphs in what ``function`` calls, as with Module's own functions.
-
-    For code that all modules share: torch.compile compiles one code a few times only. Where it comes
-    upon ``function`` inside of a graph, it traces on.
-    """
-    code = function.__code__
-    if hasattr(eval_frame, "skip_code"):
-        eval_frame.skip_code(code)
-    elif hasattr(eval_frame, "set_code_exec_strategy"):
-        action = eval_frame._FrameAction
-        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
-        eval_frame.set_code_exec_strategy(code, strategy)
-
-
 # Below the dispatcher (a decomposition, a meta function, a kernel written in Python) the call's
 # dtypes were settled above it. This private test is exact; it is present since torch 2.0.
-_is_excluded = torch._C._dispatch_tls_is_dispatch_key_excluded
-_SNAPSHOT = torch._C.DispatchKey.PythonTLSSnapshot
+_is_excluded, _SNAPSHOT = is_excluded, SNAPSHOT
 # But for the decompositions that stand in for composite kernels while AOTAutograd and torch.export
 # trace: their state is that of the user's own calls. Only where they are written tells them apart.
-_is_included = torch._C._dispatch_tls_is_dispatch_key_included
-_PYTHON = torch._C.DispatchKey.PythonDispatcher
-_KERNELS = ("torch._decomp", "torch._refs", "torch._prims")
-_BETWEEN = ("hmpx", "torch.functional", "torch.nn.functional", "torch._tensor", "torch._jit")
+_is_included, _PYTHON = is_included, PYTHON
+_BETWEEN = ("hmpx", *FUNCTION_MODULES)
 
 
 def is_below_dispatcher() -> bool:
@@ -542,7 +529,7 @@ def _is_called_by_kernel() -> bool:
     frame: types.FrameType | None = sys._getframe(2)
     while frame is not None:
         module = str(frame.f_globals.get("__name__"))
-        if module.startswith(_KERNELS):
+        if module.startswith(KERNEL_MODULES):
             return True
         if not module.startswith(_BETWEEN) and frame.f_globals is not globals():
             return False

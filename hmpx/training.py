@@ -14,6 +14,8 @@ from typing import Any, Final, TypeVar
 
 import torch
 
+from .torch_internals import TRAINING_MARK
+
 _F = TypeVar("_F", bound=Callable[..., Any])
 
 
@@ -33,7 +35,7 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
 # Marked where torch.compile sees it as well, and guards on it: the autocast bit of a device type that
 # torch has no kernels for.
-_MARK: Final = "ipu"
+_MARK: Final = TRAINING_MARK
 
 
 def is_training() -> bool:

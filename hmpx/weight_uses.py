@@ -6,20 +6,20 @@ Sees only which tensors the dispatcher's ops read, convert and write. Knows no o
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass
 
 from . import emulation, legalize, switch
 from .casting import LOW_DTYPES, SEQUENCES
+from .compiler_internals import casts_of_aten, is_dynamo_loaded
 from .decisions import LowType
 from .errors import FreezeError
 from .number_formats import Format
+from .torch_internals import TorchDispatchMode, is_tensor_of_tensors
 
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 
@@ -114,14 +114,6 @@ def replaced(model: nn.Module, before: Sequence[FoundTensor]) -> set[Place]:
 
 # --- watching ----------------------------------------------------------------------------------
 
-_CONVERSIONS: Final = frozenset(
-    {
-        torch.ops.aten._to_copy,
-        torch.ops.aten.to,  # seen as such in inference mode
-        torch.ops.aten._autocast_to_reduced_precision,
-    }
-)
-
 
 @dataclass
 class Uses:
@@ -139,7 +131,7 @@ class Uses:
     is_first_input: bool = False
 
 
-class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
+class Watch(TorchDispatchMode):  # type: ignore[misc]
     """Notes every use of the watched places; what a call writes there can be taken back."""
 
     supports_higher_order_operators = True
@@ -150,7 +142,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         return False
 
     def __init__(self, found: Sequence[FoundTensor]) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
+        super().__init__()
         self._tensors = {f.place: f.tensor for f in found if f.place is not None}
         self.uses = {place: Uses() for place in self._tensors}
         self._by_storage: dict[int, list[Place]] = {}
@@ -223,7 +215,7 @@ class Watch(TorchDispatchMode):  # type: ignore[no-untyped-call]
         elif alias is not None and _shares_storage(result, tensor):
             pass  # a view: what is done with it is seen when it is done
         elif (
-            getattr(func, "overloadpacket", None) in _CONVERSIONS
+            getattr(func, "overloadpacket", None) in casts_of_aten()
             and tensor.dtype is torch.float32
             and result.dtype in LOW_DTYPES
         ):
@@ -246,8 +238,8 @@ def _tensors_in(value: Any) -> Iterator[Tensor]:
     """Yields the tensors in a value, and those that tensors of a wrapper class are made of."""
     if isinstance(value, Tensor):
         yield value
-        if is_traceable_wrapper_subclass(value):
-            for attribute in value.__tensor_flatten__()[0]:
+        if is_tensor_of_tensors(value):
+            for attribute in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
                 yield from _tensors_in(getattr(value, attribute))
     elif isinstance(value, SEQUENCES):
         for item in value:
@@ -298,6 +290,6 @@ def watch_forward(
 
 def _compiled_code_in_eager_mode() -> contextlib.AbstractContextManager[None]:
     """Makes what torch.compile has compiled run op by op; a compiled graph is one opaque call."""
-    if "torch._dynamo" not in sys.modules:  # its import takes seconds, and nothing is compiled yet
+    if not is_dynamo_loaded():  # its import takes seconds, and nothing is compiled yet
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

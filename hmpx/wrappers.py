@@ -36,6 +36,7 @@ from .casting import (
     widest,
     written,
 )
+from .compiler_internals import run_when_traced
 from .composition import computed_in_fp32, inputs_of, rounded
 from .decisions import INPUT, CastPolicy
 from .dtypes import CAST, ELIGIBLE
@@ -44,7 +45,13 @@ from .missing_kernels import Callee, Lacking
 from .norm_statistics import Statistics
 from .patching import Patch
 from .records import Observer, OpCall
-from .switch import disable_casts, is_below_dispatcher, is_off, partly_off, run_when_traced
+from .switch import disable_casts, is_below_dispatcher, is_off, partly_off
+from .torch_internals import (
+    DisableAutocast,
+    DisableTorchFunctionSubclass,
+    is_any_autocast_enabled,
+    user_hooks,
+)
 from .training import is_training
 
 LOGGER: Final = logging.getLogger("hmpx")
@@ -91,7 +98,7 @@ def make_wrapper(
         other_dtypes=ELIGIBLE - {dtype},
         convert=None if dtype is None else converter(plan, dtype),
         device_types=plan.device_types,
-        is_autocast_on=torch._C._is_any_autocast_enabled,
+        is_autocast_on=is_any_autocast_enabled,
         narrowed=_narrower(
             original, plan, lambda others: make_wrapper(original, others, public=wrapper)
         ),
@@ -184,7 +191,7 @@ def override(
     """
     relevant = _values(args, kwargs)
     if not is_off() and any(_is_tensor_by_dispatch(value) for value in relevant):
-        with torch._C.DisableTorchFunctionSubclass():
+        with DisableTorchFunctionSubclass():
             args, kwargs = cast(args, kwargs)
         relevant = _values(args, kwargs)
     if not isinstance(original, types.BuiltinFunctionType):  # methods are looked up by torch too
@@ -248,7 +255,7 @@ def _is_from_hook(error: Exception) -> bool:
 
     Kernels raise where hmpx calls them, with no function of Python's in between.
     """
-    if torch._C._autograd._top_saved_tensors_default_hooks(False) is None:
+    if user_hooks() is None:
         return False
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
@@ -272,7 +279,7 @@ def make_observed_wrapper(
         if narrowed is not None and (others := narrowed()) is not None:
             return others(*args, **kwargs)
         if is_autocast_on():
-            with torch._C._DisableAutocast():
+            with DisableAutocast():
                 return wrapper(*args, **kwargs)
         dtype = target_dtype(plan, args, kwargs)
         new_args, new_kwargs = cast(args, kwargs)
@@ -310,7 +317,7 @@ def make_observed_wrapper(
         return result
 
     run = _runner(plan, settle=_tell_nobody)
-    is_autocast_on = torch._C._is_any_autocast_enabled
+    is_autocast_on = is_any_autocast_enabled
     narrowed = None
     if plan.narrows:
         narrowed = _narrower(

@@ -70,9 +70,17 @@ NO_LAST_NEWLINE = {
 
 
 def lines(path: Path) -> list[str]:
-    """Returns the lines of a list without blank lines and comments."""
+    """Returns the lines of a list that count with this torch, without blank lines and comments."""
     written = (line.partition("#")[0].strip() for line in path.read_text("utf-8").splitlines())
-    return [line for line in written if line]
+    return [line.partition(" ;")[0] for line in written if line and counts(line)]
+
+
+def counts(line: str) -> bool:
+    """Whether a line counts with this version of torch."""
+    if ";" not in line:
+        return True
+    found = oplists.parse(line, "line")
+    return bool(found.ops or found.unknown)
 
 
 def names_in(path: Path) -> list[str]:

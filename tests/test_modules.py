@@ -1159,6 +1159,7 @@ VMAPPED: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:There is a performance drop because we have not yet")
 @pytest.mark.parametrize("name", VMAPPED)
 def test_vmap_gives_what_a_loop_gives(name: str) -> None:
     """Same dtype, same values up to the order of summation (pytorch #105442, #192617)."""
