@@ -21,7 +21,8 @@ from .torch_internals import TELLS_SAVED, hide_hook, pop_hooks, push_hooks, top_
 # As they were before anything was patched: lists may hold any of them.
 _as_strided, _copy_, _data_ptr = Tensor.as_strided, Tensor.copy_, Tensor.data_ptr
 _detach, _equal = Tensor.detach, torch.equal
-_add_, _sub = Tensor.add_, torch.sub
+_add_, _clamp_, _sub = Tensor.add_, Tensor.clamp_, torch.sub
+_to, _view = Tensor.to, Tensor.view
 
 
 @dataclass(frozen=True, slots=True)
@@ -33,9 +34,8 @@ class Precision:
         widen: Raises its inputs.
         is_product: What autograd keeps of it are inputs only, or copies of them.
         rounds_inputs: Its fp32 inputs are rounded first.
-        splits_output: An output that autograd keeps beside other tensors is kept in two of low
-            precision: rounded, and what rounding takes away. The formula sums it up, and compares
-            nothing with it.
+        splits_output: An output that autograd keeps beside other tensors is kept in two of 16 bits:
+            rounded, and what rounding takes away.
     """
 
     dtype: torch.dtype
@@ -53,7 +53,7 @@ class _Kept:
             they made of that.
         version: That of the tensor, so that writing to it meanwhile is noticed.
         raise_again: Makes the fp32 tensor; None where ``tensor`` is it.
-        rest: What is to be added then, in low precision; None for nothing.
+        rest: What is to be added to its bits then, see `_remainder`; None for nothing.
         layout: Strides of the tensor that ``raise_again`` made first, then shape and strides of the
             view of it to be given back; None for that tensor itself.
     """
@@ -142,7 +142,8 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
             return tensor
         tensor = kept.raise_again(tensor)
         if kept.rest is not None:
-            tensor = _add_(tensor, widen(kept.rest if outer is None else outer[1](kept.rest)))
+            rest = kept.rest if outer is None else outer[1](kept.rest)
+            _add_(_view(tensor, torch.int32), rest)
         return tensor if kept.layout is None else _laid_out(tensor, *kept.layout)
 
     new_args = list(args)
@@ -227,8 +228,17 @@ def _keep_output(kept: _Kept, result: Tensor, low_result: Tensor, *, splits: boo
     low = _detach(low_result)
     kept.tensor, kept.raise_again, kept.version = low, widen, low._version
     if splits:
-        # Of one dtype: kernels for two of them are slow.
-        kept.rest = CAST[low.dtype](_sub(_detach(result), widen(low)))
+        kept.rest = _remainder(_detach(result), widen(low))
+
+
+def _remainder(exact: Tensor, nearest: Tensor) -> Tensor:
+    """Returns what is to be added to the bits of ``nearest`` to give ``exact`` again, as int16.
+
+    ``nearest`` is ``exact`` rounded to low precision. Halfway between two values of bfloat16 one unit
+    in fp32's last place may be missing; nothing is elsewhere, but where float16 is subnormal.
+    """
+    rest = _sub(_view(exact, torch.int32), _view(nearest, torch.int32))
+    return _to(_clamp_(rest, -0x8000, 0x7FFF), torch.int16)
 
 
 def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Tensor:
