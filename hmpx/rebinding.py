@@ -2,7 +2,8 @@
 
 ``from torch.nn.functional import gelu`` above `convert` holds the builtin itself, which no patch of
 torch reaches. Looks at module globals, and one level into the dicts, lists and partials that they
-name; torch's own modules are left alone. A table with a function of torch for a key, as classes with
+name; torch's own modules are left alone, and so are models: to find those in a process takes longer
+than the rest of a conversion, so they are listed where that is asked for. A table with a function of torch for a key, as classes with
 a ``__torch_function__`` have, gets the wrapper for a key beside it. Patches nothing itself.
 """
 
@@ -11,6 +12,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import functools
+import gc
 import sys
 import types
 from collections.abc import Collection, Iterator, Mapping
@@ -74,9 +76,48 @@ def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, An
     Yields:
         A dotted path such as ``package.module.Block.forward(activation=)``, and the function there.
     """
-    wanted = {id(original) for original in originals}
     seen: set[int] = set()
-    paths = [(name, module) for name, module in _modules().items()]
+    yield from _found(originals, list(_modules().items()), depth, seen)
+    yield from held_by_models(originals, seen)
+
+
+def held_by_models(
+    originals: Collection[Any], seen: Collection[int] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yields what instances of `torch.nn.Module` hold: as attributes, in partials, lists and dicts.
+
+    Args:
+        originals: The functions of torch to look for.
+        seen: Addresses of instances to leave aside.
+
+    Yields:
+        A path such as ``package.module.Block().activation``, once for all instances of a class, and
+        the function there.
+    """
+    said: set[str] = set()
+    for path, function in _found(originals, _models(seen), 5, set()):
+        if path not in said:
+            said.add(path)
+            yield path, function
+
+
+def _models(seen: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
+    """Returns the instances of `torch.nn.Module` that live in this process, named by their class."""
+    kinds: set[type] = {torch.nn.Module}
+    left = [torch.nn.Module]
+    while left:
+        new = set(type.__subclasses__(left.pop())) - kinds
+        kinds |= new
+        left.extend(new)
+    living = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in seen]
+    return [(f"{type(m).__module__}.{type(m).__qualname__}()", m) for m in living]
+
+
+def _found(
+    originals: Collection[Any], paths: list[tuple[str, Any]], depth: int, seen: set[int]
+) -> Iterator[tuple[str, Any]]:
+    """Yields the paths to functions among ``originals``, from ``paths`` on; adds what it sees to ``seen``."""
+    wanted = {id(original) for original in originals}
     for _ in range(depth):
         inner: list[tuple[str, Any]] = []
         for path, value in paths:

@@ -127,7 +127,10 @@ class Session:
         Yields:
             A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
         """
-        return rebinding.missed([vars(w)["__wrapped__"] for w in self._installation.wrappers])
+        return rebinding.missed(self._originals())
+
+    def _originals(self) -> list[Callable[..., Any]]:
+        return [vars(wrapper)["__wrapped__"] for wrapper in self._installation.wrappers]
 
     def __enter__(self) -> Session:
         self._is_entered, self._is_left = True, False
@@ -397,6 +400,9 @@ def _put_in_force(
         _current._converts += 1
         return _current
     _switch_to(session)
+    if verbose:
+        for path, function in rebinding.held_by_models(session._originals()):
+            log.LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
     return session
 
 

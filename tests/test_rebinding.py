@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import functools
+import gc
 import sys
 import types
+import weakref
 from collections.abc import Iterator
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import hmpx
 from hmpx import Policy
@@ -138,3 +140,52 @@ def test_what_stays_uncast_is_listed(early: Any) -> None:
         "early_module.odd(value=)": F.gelu,
         "early_module.nested.args[0]": F.gelu,
     }
+
+
+class Early(nn.Module):
+    """Holds functions of torch in each way that models do."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.activation = F.gelu
+        self.mixing = functools.partial(torch.fft.fftn, dim=(1, 2))
+        self.steps = [F.linear, {"last": functools.partial(F.gelu, approximate="tanh")}]
+
+
+@pytest.mark.parametrize("verbose", [True, "once"])
+def test_models_that_keep_functions_are_listed_and_logged(
+    verbose: bool | str, caplog: pytest.LogCaptureFixture
+) -> None:
+    """However deep they lie, wherever they are held, each class once; none is kept alive."""
+    caplog.set_level("INFO", "hmpx")
+    expected = {
+        "Early().activation": F.gelu,
+        "Early().mixing.func": torch.fft.fftn,
+        "Early().steps[0]": F.linear,
+        "Early().steps[1]['last'].func": F.gelu,
+    }
+    model = nn.Sequential(nn.Sequential(nn.Sequential(nn.Sequential(Early(), Early()))))
+    with hmpx.convert(policy=POLICY, isVerbose=verbose) as session:
+        listed = [(p.removeprefix(f"{__name__}."), f) for p, f in session.missed()]
+        found = [(path, function) for path, function in listed if path.startswith("Early()")]
+        assert dict(found) == expected
+        assert len(found) == len(expected)
+        lines = [r.getMessage() for r in caplog.records if f"{__name__}.Early()" in r.getMessage()]
+        assert lines == [
+            f"not cast  {function!r}  kept since before convert() by {__name__}.{path}"
+            for path, function in expected.items()
+        ]
+        dead = weakref.ref(model)
+        del model
+        gc.collect()
+        assert dead() is None
+        assert not any("Early()" in path for path, _ in session.missed())
+
+
+def test_models_built_after_convert_keep_nothing_uncast() -> None:
+    """Their attributes are the wrappers."""
+    with hmpx.convert(policy=POLICY) as session:
+        model = Early()
+        assert not any("Early()" in path for path, _ in session.missed())
+        low = torch.ones(2, 3, 4, dtype=torch.bfloat16)
+        assert model.mixing(low).dtype is torch.complex64
