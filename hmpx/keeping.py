@@ -21,8 +21,8 @@ from .torch_internals import TELLS_SAVED, hide_hook, pop_hooks, push_hooks, top_
 # As they were before anything was patched: lists may hold any of them.
 _as_strided, _copy_, _data_ptr = Tensor.as_strided, Tensor.copy_, Tensor.data_ptr
 _detach, _equal = Tensor.detach, torch.equal
-_add_, _clamp_, _sub = Tensor.add_, Tensor.clamp_, torch.sub
-_to, _view = Tensor.to, Tensor.view
+_add_, _clamp_, _masked_fill_ = Tensor.add_, Tensor.clamp_, Tensor.masked_fill_
+_abs, _gt, _sub, _to, _view = torch.abs, torch.gt, torch.sub, Tensor.to, Tensor.view
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +53,7 @@ class _Kept:
             they made of that.
         version: That of the tensor, so that writing to it meanwhile is noticed.
         raise_again: Makes the fp32 tensor; None where ``tensor`` is it.
-        rest: What is to be added to its bits then, see `_remainder`; None for nothing.
+        rest: What is to be added to its bits then, see `remainder`; None for nothing.
         layout: Strides of the tensor that ``raise_again`` made first, then shape and strides of the
             view of it to be given back; None for that tensor itself.
     """
@@ -228,17 +228,23 @@ def _keep_output(kept: _Kept, result: Tensor, low_result: Tensor, *, splits: boo
     low = _detach(low_result)
     kept.tensor, kept.raise_again, kept.version = low, widen, low._version
     if splits:
-        kept.rest = _remainder(_detach(result), widen(low))
+        kept.rest = remainder(_detach(result), low)
 
 
-def _remainder(exact: Tensor, nearest: Tensor) -> Tensor:
-    """Returns what is to be added to the bits of ``nearest`` to give ``exact`` again, as int16.
+def remainder(exact: Tensor, low: Tensor) -> Tensor:
+    """Returns what is to be added to the bits of ``low`` in fp32 to give ``exact`` again, as int16.
 
-    ``nearest`` is ``exact`` rounded to low precision. Halfway between two values of bfloat16 one unit
-    in fp32's last place may be missing; nothing is elsewhere, but where float16 is subnormal.
+    Halfway between two numbers of bfloat16 one unit in fp32's last place may be missing. Nothing is
+    added to float16 that is NaN, subnormal, or infinite, where that does not fit.
+
+    Args:
+        exact: float32.
+        low: The same, rounded to low precision.
     """
-    rest = _sub(_view(exact, torch.int32), _view(nearest, torch.int32))
-    return _to(_clamp_(rest, -0x8000, 0x7FFF), torch.int16)
+    rest = _sub(_view(exact, torch.int32), _view(widen(low), torch.int32))
+    if low.dtype is torch.bfloat16:
+        return _to(_clamp_(rest, -0x8000, 0x7FFF), torch.int16)
+    return _to(_masked_fill_(rest, _gt(_abs(rest), 0x1000), 0), torch.int16)
 
 
 def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Tensor:

@@ -103,6 +103,101 @@ def test_rounding_survives_inductor_where_it_is_asked_to() -> None:
     torch.testing.assert_close(actual, expected, rtol=2**-22, atol=0)  # the log's own last digits
 
 
+def image(*size: int) -> tuple[tuple[int, ...], ...]:
+    """Returns the shapes of an image, of a kernel of as many dimensions, and of a bias."""
+    return (2, 6, *size), (6, 6, *(3 for _ in size)), (6,)
+
+
+def normed(name: str) -> Callable[..., Tensor]:
+    """Returns the norm in `torch.nn.functional`, with running statistics."""
+    return lambda a, w, b: getattr(F, name)(a, torch.zeros(6), torch.ones(6), w, b, True)
+
+
+def followed(**options: object) -> Callable[..., Tensor]:
+    """Returns attention to low inputs, which it follows into low precision."""
+
+    def attention(*inputs: Tensor) -> Tensor:
+        low = [t.bfloat16() for t in inputs]
+        return F.scaled_dot_product_attention(*low, **options)  # type: ignore[arg-type]
+
+    return attention
+
+
+QKV = ((2, 4, 40, 16),) * 3
+
+#: Every op of the default low list, and what follows its inputs there: call, shapes of the inputs.
+#: A power of two for dropout: eager torch rounds the factor to low precision, its graphs do not.
+DEFAULT_LOW: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "addmm": (lambda c, a, b: torch.addmm(c, a, b), ((40,), (40, 64), (64, 40))),
+    "batch_norm": (normed("batch_norm"), ((4, 6, 9), (6,), (6,))),
+    "bmm": (lambda a, b: torch.bmm(a, b), ((4, 40, 64), (4, 64, 40))),
+    "conv1d": (lambda a, w, b: F.conv1d(a, w, b), image(30)),
+    "conv2d": (lambda a, w, b: F.conv2d(a, w, b), image(9, 9)),
+    "conv3d": (lambda a, w, b: F.conv3d(a, w, b), image(6, 6, 6)),
+    "conv_transpose1d": (lambda a, w, b: F.conv_transpose1d(a, w, b), image(30)),
+    "conv_transpose2d": (lambda a, w, b: F.conv_transpose2d(a, w, b), image(9, 9)),
+    "conv_transpose3d": (lambda a, w, b: F.conv_transpose3d(a, w, b), image(6, 6, 6)),
+    "dot": (lambda a, b: torch.dot(a, b), ((64,), (64,))),
+    "dropout": (lambda a: F.dropout(a, 0.5), ((40, 64),)),
+    "dropout1d": (lambda a: F.dropout1d(a, 0.5), ((4, 6, 9),)),
+    "dropout2d": (lambda a: F.dropout2d(a, 0.5), ((4, 6, 9, 9),)),
+    "dropout3d": (lambda a: F.dropout3d(a, 0.5), ((4, 6, 5, 5, 5),)),
+    "group_norm": (lambda a, w, b: F.group_norm(a, 2, w, b), ((4, 6, 9), (6,), (6,))),
+    "instance_norm": (normed("instance_norm"), ((4, 6, 9), (6,), (6,))),
+    "layer_norm": (lambda a, w, b: F.layer_norm(a, (64,), w, b), ((40, 64), (64,), (64,))),
+    "leaky_relu": (lambda a: F.leaky_relu(a), ((40, 64),)),
+    "linear": (lambda a, w, b: F.linear(a, w, b), ((4, 40, 64), (32, 64), (32,))),
+    "matmul": (lambda a, b: a @ b.mT, ((2, 4, 40, 16), (2, 4, 40, 16))),
+    "mm": (lambda a, b: torch.mm(a, b), ((40, 64), (64, 40))),
+    "mv": (lambda a, b: torch.mv(a, b), ((40, 64), (64,))),
+    "relu": (lambda a: F.relu(a), ((40, 64),)),
+    "attention": (followed(), QKV),
+    "attention, causal": (followed(is_causal=True), QKV),
+    "attention, mask": (followed(), (*QKV, (1, 1, 40, 40))),
+    "attention, grouped keys": (followed(enable_gqa=True), ((2, 8, 40, 16), *QKV[1:])),
+    "transformer": (
+        lambda a, w, v: (
+            F.softmax(followed()(*F.linear(a, w).view(2, 40, 3, 4, 16).unbind(2)), -1)
+            * F.leaky_relu(F.linear(a, v)).view(2, 40, 4, 16)
+        ),
+        ((2, 40, 64), (192, 64), (64, 64)),
+    ),
+}
+
+
+@pytest.mark.parametrize("legalize", ["never", "always"])
+def test_compiled_gradients_of_the_default_low_ops_equal_those_of_eager(legalize: str) -> None:
+    """Bit for bit, outputs too: what a backward formula reads is as exact in both."""
+    policy = hmpx.load_policy()
+    listed = {n for n, d in policy.decisions.items() if d.cast_policy is hmpx.CastPolicy.LOW}
+    assert listed - {"rmatmul"} <= DEFAULT_LOW.keys()
+    names = list(DEFAULT_LOW)
+    if legalize == "never":
+        names.remove("attention, grouped keys")  # torch's own differs, without hmpx too
+    torch.manual_seed(0)
+    inputs = [[torch.randn(shape) for shape in DEFAULT_LOW[name][1]] for name in names]
+
+    def calls(inputs: list[list[Tensor]]) -> list[Tensor]:
+        return [DEFAULT_LOW[name][0](*given) for name, given in zip(names, inputs, strict=True)]
+
+    def results(function: Callable[[list[list[Tensor]]], list[Tensor]]) -> list[list[Tensor]]:
+        leaves = [[each.clone().requires_grad_() for each in given] for given in inputs]
+        torch.manual_seed(1)
+        outputs = function(leaves)
+        incoming = [torch.randn(output.shape).to(output.dtype) for output in outputs]
+        torch.autograd.backward(outputs, incoming)
+        found = zip(outputs, leaves, strict=True)
+        return [[output, *(each.grad for each in given)] for output, given in found]
+
+    with hmpx.convert(legalize=legalize):
+        expected = results(calls)
+        actual = results(torch.compile(calls, backend="aot_eager", fullgraph=True))
+    for name, mine, eagers in zip(names, actual, expected, strict=True):
+        assert [torch.equal(a, e) for a, e in zip(mine, eagers, strict=True)] == [True] * len(
+            mine
+        ), name
+
+
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_an_autocast_region_in_a_compiled_function(backend: str) -> None:
     """The lists win inside it, before, within and after the call (pytorch #112260)."""

@@ -29,6 +29,7 @@ import hmpx
 from hmpx import Policy, capability
 from hmpx.errors import OptionError
 from hmpx.graph_rounding import round_fp32
+from hmpx.keeping import remainder
 from hmpx.legalize import MODES
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -482,8 +483,8 @@ COMPOSED_CASES = {
 RELAID = {"matmul transposed 3-D", "matmul permuted"}
 
 
-#: They return more than one tensor; what autograd keeps of these, it keeps in fp32.
-SEVERAL_OUTPUTS = {"lstm", "gru"}
+#: Autograd keeps the outputs of these as exact as fp32 is.
+KEPT_WHOLE = {"lstm", "gru", "scaled_dot_product_attention"}
 
 
 def composed(
@@ -492,24 +493,19 @@ def composed(
     parameters: Sequence[int] = (),
     *,
     rounds_kept_output: bool = True,
-    keeps_rest: bool = False,
 ) -> Function:
     """Returns ``function`` on inputs cast to ``dtype`` and back, its output cast too.
 
-    An output that autograd keeps is kept as it was rounded, as low-precision kernels do; with
-    ``keeps_rest`` what rounding took away is added, rounded itself.
+    With ``rounds_kept_output`` an output that autograd keeps is kept as it was rounded, as
+    low-precision kernels do.
     """
-
-    def rounded(kept: Tensor) -> Tensor:
-        low = kept.to(dtype).float()
-        return low + (kept - low).to(dtype).float() if keeps_rest else low
 
     def composition(*tensors: Tensor) -> Tensor:
         wide: list[Tensor] = []
 
         def unpack(kept: Tensor) -> Tensor:
             is_output = rounds_kept_output and kept.data_ptr() == wide[0].data_ptr()
-            return rounded(kept) if is_output else kept
+            return kept.to(dtype).float() if is_output else kept
 
         inputs = [t if i in parameters else t.to(dtype).float() for i, t in enumerate(tensors)]
         with saved_tensors_hooks(lambda t: t, unpack):
@@ -538,8 +534,7 @@ def test_it_is_the_composition_of_casts(name: str, dtype: torch.dtype) -> None:
             case.function,
             dtype,
             case.parameters,
-            rounds_kept_output=name not in SEVERAL_OUTPUTS,
-            keeps_rest=case.op == "scaled_dot_product_attention",
+            rounds_kept_output=case.op not in KEPT_WHOLE,
         )
         expected = results(composition, inputs)
         with low(case.op, dtype=dtype):
@@ -1588,6 +1583,29 @@ def all_roundings(dtype: torch.dtype) -> Tensor:
     payloads = torch.tensor([0x7F800001, 0x7FFFFFFF, 0x7FC00000], dtype=torch.int32)
     special = torch.cat([payloads, payloads | -(2**31)]).view(FP32)
     return torch.cat([values, middles, near, random.view(FP32), special])
+
+
+@pytest.mark.parametrize("dtype", LOW)
+def test_what_rounding_takes_away_makes_the_number_again(dtype: torch.dtype) -> None:
+    """From 16 bits, but for one unit in fp32's last place at midpoints, and float16's subnormals."""
+    exact = all_roundings(dtype)
+    low_tensor = exact.to(dtype)
+    nearest, rest = low_tensor.float(), remainder(exact, low_tensor)
+    assert rest.dtype is torch.int16
+    again = nearest.clone()
+    again.view(torch.int32).add_(rest)
+    assert torch.equal(again.isnan(), exact.isnan())
+    assert ((again - exact).abs() <= (nearest - exact).abs())[nearest.isfinite()].all()
+    is_whole = torch.ones_like(exact, dtype=torch.bool)
+    if dtype is FP16:
+        is_whole = (exact.abs() >= 2.0**-14) & (nearest.isfinite() | exact.isinf())
+    exact, nearest, again, rest = (
+        t[is_whole & ~exact.isnan()] for t in (exact, nearest, again, rest)
+    )
+    is_middle = rest == 0x7FFF
+    same(again[~is_middle], exact[~is_middle])
+    assert is_middle.any() == (dtype is BF16)
+    assert ((exact.view(torch.int32) - again.view(torch.int32))[is_middle] <= 1).all()
 
 
 def same_bits(actual: Tensor, expected: Tensor) -> None:
