@@ -189,3 +189,18 @@ def test_models_built_after_convert_keep_nothing_uncast() -> None:
         assert not any("Early()" in path for path, _ in session.missed())
         low = torch.ones(2, 3, 4, dtype=torch.bfloat16)
         assert model.mixing(low).dtype is torch.complex64
+
+
+def test_an_interrupted_search_of_models_changes_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nor does a conversion hold whose log could not be written."""
+
+    def interrupted(*_: object) -> Iterator[Any]:
+        raise KeyboardInterrupt
+        yield
+
+    monkeypatch.setattr("hmpx.rebinding.held_by_models", interrupted)
+    before = torch.matmul
+    with pytest.raises(KeyboardInterrupt):
+        hmpx.convert(policy=POLICY, isVerbose=True)
+    assert not hmpx.is_converted()
+    assert torch.matmul is before
