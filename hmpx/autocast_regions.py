@@ -176,7 +176,7 @@ def _remembering(dtype_of: Callable[..., torch.dtype]) -> Callable[..., torch.dt
     @functools.wraps(dtype_of)
     def remembering(*args: Any, **kwargs: Any) -> torch.dtype:
         dtype = dtype_of(*args, **kwargs)
-        asker = _asker(sys._getframe(1))
+        asker = _asker(sys._getframe(1), "get_autocast_dtype")
         if asker is None or asker.f_code is not _FORWARD:
             return dtype
         device_type = args[0] if args else kwargs["device_type"]
@@ -210,7 +210,7 @@ def _answering(asked: Callable[..., bool]) -> Callable[..., bool]:
     def answering(*args: Any, **kwargs: Any) -> bool:
         answer = asked(*args, **kwargs)
         device_type = args[0] if args else kwargs.get("device_type", "cuda")
-        asker = _asker(sys._getframe(1))
+        asker = _asker(sys._getframe(1), "is_autocast_enabled")
         if asker is None or answer or not has_casts(device_type):
             return answer
         if asker.f_code is _FORWARD:
@@ -221,10 +221,16 @@ def _answering(asked: Callable[..., bool]) -> Callable[..., bool]:
     return answering
 
 
-def _asker(frame: Any) -> Any:
-    """Returns the frame that asks: where torch.compile does, what it is tracing."""
+def _asker(frame: Any, name: str) -> Any:
+    """Returns the frame that calls ``name``: where torch.compile does for what it traces, the traced one.
+
+    None where torch.compile asks for itself: then the code spells the name, which no code does that
+    evaluates whatever function is traced. It saves the state of autocast so, and restores it.
+    """
     if not is_dynamo_frame(frame):
         return frame
+    if name in frame.f_code.co_names:
+        return None
     while frame is not None:
         if frame.f_code.co_name == "step" and hasattr(frame.f_locals.get("self"), "f_code"):
             return frame.f_locals["self"]

@@ -635,6 +635,26 @@ def test_compiled_regions_are_those_of_eager_mode(backend: str) -> None:
     assert is_clean()
 
 
+def asks_itself(x: Tensor) -> Tensor:
+    if torch.is_autocast_enabled("cpu"):
+        with torch.autocast("cpu", enabled=False):
+            return x @ x
+    return x @ x + 1
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_the_outermost_compiled_function_may_ask(fullgraph: bool) -> None:
+    """What torch.compile restores when it has traced the function is the state of autocast alone."""
+    compiled = torch.compile(asks_itself, backend="eager", fullgraph=fullgraph)
+    with low():
+        for around in (contextlib.nullcontext, off, on, hmpx.disable_casts):
+            with around():
+                torch.testing.assert_close(compiled(a()), asks_itself(a()), rtol=0, atol=0)
+        assert not only_asks()
+    assert is_clean()
+
+
 @pytest.mark.usefixtures("fresh_dynamo")
 @pytest.mark.parametrize("function", [Custom, CustomCastInputs])
 def test_compiled_custom_functions(function: Any) -> None:
