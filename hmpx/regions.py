@@ -22,7 +22,7 @@ from . import autocast_regions
 from .errors import CheckpointError, HmpxWarning
 from .modules import keeps_place
 from .patching import Draft, Patch
-from .switch import disable_casts, in_force, is_off, keeps_state
+from .switch import conversion, disable_casts, is_off, keeps_state
 from .torch_internals import CHECKPOINT_GENERATOR, PREPARE_STEP, has_hooked_step
 from .training import as_training, is_training, keeps_kind
 
@@ -99,6 +99,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     """Patches what `torch.utils.checkpoint.checkpoint` calls, so that early imports of it count."""
     module = torch.utils.checkpoint
     forward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "forward")
+    backward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "backward")
     generator = draft.attribute(module, CHECKPOINT_GENERATOR)
     apply = draft.read(Patch(torch.autograd.Function, "apply", None))
 
@@ -108,7 +109,15 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
 
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        setattr(ctx, _NOTED, True)
         return forward(ctx, _as_it_runs_here(run_function), *args)
+
+    @functools.wraps(backward)
+    def reentrant_backward(ctx: Any, *args: Any) -> Any:
+        if hasattr(ctx, _NOTED):
+            return backward(ctx, *args)
+        with disable_casts():  # its forward ran before convert
+            return backward(ctx, *args)
 
     @functools.wraps(generator)
     def non_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
@@ -121,8 +130,13 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
         return run(cls, *args, **kwargs)
 
     yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
+    yield Patch(module.CheckpointFunction, "backward", staticmethod(reentrant_backward))
     yield Patch(module, CHECKPOINT_GENERATOR, non_reentrant)
     yield Patch(torch.autograd.Function, "apply", classmethod(counting))
+
+
+#: Attribute of a reentrant checkpoint's context, if its forward ran under a conversion.
+_NOTED: Final = "_hmpx_noted"
 
 
 def _as_it_runs_here(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -130,16 +144,17 @@ def _as_it_runs_here(function: Callable[..., Any]) -> Callable[..., Any]:
     again = keeps_place(keeps_state(keeps_kind(function)))
     if is_off():
         return again
-    conversion = in_force()
+    its_own = conversion()
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if in_force() is not conversion:
+        if conversion() != its_own:
             raise CheckpointError(
                 f"the checkpoint of {getattr(function, '__qualname__', type(function).__qualname__)} "
                 "can't be recomputed: the conversion that its forward ran under was reverted or "
-                "replaced, so the values would differ from those of the forward. "
-                "Call backward() before hmpx.revert() or another hmpx.convert()"
+                "replaced, or its rules have changed, so the values would differ from those of the "
+                "forward. Call backward() before hmpx.revert(), another hmpx.convert() or a change "
+                "of rules"
             )
         return again(*args, **kwargs)
 

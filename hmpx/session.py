@@ -169,6 +169,11 @@ class Session:
     def _conversion(self, observers: tuple[Observer, ...]) -> Conversion:
         return Conversion(self.policy, self.device_types, self.options, observers)
 
+    def _decides(self, installed: Installation) -> tuple[object, ...]:
+        """Returns what the results of calls depend on, where the session has put ``installed``."""
+        functions = installed.rules, lowering.REGISTRY.value
+        return self.policy, self.device_types, self.options, *functions
+
     def _draft(self, draft: Draft, replaced: Installation) -> Installation:
         """Drafts all patches of this session; changes nothing.
 
@@ -448,6 +453,8 @@ def _switch_to(session: Session | None) -> None:
         if (old is None) != (session is None):
             epoch = None if session is None else switch.begin()
             draft.apply([Patch(switch, "_epoch", epoch)])
+        decides = None if session is None else session._decides(installation)
+        draft.apply([Patch(switch, "_decides", decides)])
         covered_types = frozenset() if session is None else session.device_types
         switch.reserve_marks(covered_types)
         draft.apply([Patch(switch, "_covered", covered_types)])

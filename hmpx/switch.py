@@ -57,6 +57,10 @@ def _gated(function: _F) -> _F:
 #: opened under one end with it, however they were lost.
 _epoch: object | None = None
 
+#: What the conversion in force makes of calls, to be compared with what another one does; None while
+#: there is none.
+_decides: object | None = None
+
 #: The device types whose tensors the conversion in force casts.
 _covered: frozenset[str] = frozenset()
 
@@ -425,6 +429,14 @@ def keeps_state(function: _F) -> _F:
 def in_force() -> object | None:
     """Returns what stands for the conversion in force; None while there is none."""
     return _epoch
+
+
+def conversion() -> tuple[object, object] | None:
+    """Returns what is equal as long as calls compute the same; None while there is no conversion.
+
+    One that replaces another need not do so, nor the same one when its rules have changed.
+    """
+    return None if _epoch is None else (_epoch, _decides)
 
 
 def begin() -> object:

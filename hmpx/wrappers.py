@@ -132,7 +132,13 @@ def _without(plan: CallPlan, off: frozenset[str]) -> CallPlan:
 
 
 def cast_where_on(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments cast as `cast_args` does, on device types whose casts are on."""
+    """Returns the arguments cast as `cast_args` does, on device types whose casts are on.
+
+    Where the result is to have the dtype that an input is given in they are left to the call that
+    computes, which must still see it.
+    """
+    if plan.returns_input_dtype:
+        return args, kwargs
     off = partly_off() if plan.narrows else None
     return cast_args(_without(plan, off) if off else plan, args, kwargs)
 

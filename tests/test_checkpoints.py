@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterator
@@ -265,6 +266,82 @@ def test_a_backward_after_revert_says_that_it_comes_too_late(
                 result.sum().backward()
         else:
             result.sum().backward()
+
+
+def deny(call: hmpx.Call) -> hmpx.Decision | hmpx.CastPolicy:
+    return hmpx.DENY
+
+
+@contextlib.contextmanager
+def rule() -> Iterator[None]:
+    hmpx.register_rule("linear")(deny)
+    try:
+        yield
+    finally:
+        hmpx.unregister_rule("linear", deny)
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+@pytest.mark.parametrize("change", ["lists", "legalize", "rule"])
+def test_a_backward_amid_another_conversion_says_so(use_reentrant: bool, change: str) -> None:
+    """One that takes the place of the forward's, or has other rules; not once that is back."""
+    x = torch.randn(3, 3, requires_grad=True)
+    changes: dict[str, Callable[[], Any]] = {
+        "lists": lambda: hmpx.convert(opt_level="O2", device_types={"cpu"}),
+        "legalize": lambda: hmpx.convert(legalize="always", device_types={"cpu"}),
+        "rule": rule,
+    }
+    with hmpx.convert(device_types={"cpu"}, legalize="never"):
+        (expected,) = torch.autograd.grad(double(x).sum(), x)
+        results = [checkpoint(double, x, use_reentrant=use_reentrant).sum() for _ in range(3)]
+        with changes[change](), pytest.raises(hmpx.CheckpointError, match=r"another hmpx\.convert"):
+            results[0].backward()
+        x.grad = None
+        results[1].backward()
+        assert torch.equal(value_of(x.grad), expected)
+        hmpx.convert(device_types={"cpu"}, legalize="never", isVerbose=True)
+        x.grad = None
+        results[2].backward()
+        assert torch.equal(value_of(x.grad), expected)
+
+
+def value_of(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient
+
+
+class Product(torch.autograd.Function):
+    seen: list[torch.dtype] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        Product.seen.append((gradient @ gradient).dtype)
+        return gradient * 2
+
+
+@pytest.mark.parametrize("use_reentrant", [True, False])
+def test_a_custom_backward_inside_a_checkpoint_casts(use_reentrant: bool) -> None:
+    Product.seen.clear()
+    x = torch.randn(3, 3, requires_grad=True)
+    with hmpx.convert(device_types={"cpu"}):
+        checkpoint(Product.apply, x, use_reentrant=use_reentrant).sum().backward()
+    result = checkpoint(Product.apply, x, use_reentrant=True)
+    with hmpx.convert(device_types={"cpu"}):
+        result.sum().backward()
+    assert Product.seen == [torch.bfloat16, FP32]
+
+
+def test_a_reentrant_checkpoint_from_before_convert_recomputes_uncast() -> None:
+    x = torch.randn(3, 3, requires_grad=True)
+    (expected,) = torch.autograd.grad(double(x).sum(), x)
+    result = checkpoint(double, x, use_reentrant=True)
+    with hmpx.convert(device_types={"cpu"}):
+        result.sum().backward()
+    assert torch.equal(value_of(x.grad), expected)
 
 
 @pytest.mark.parametrize("use_reentrant", [True, False])

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
 from hmpx import cli, ops
@@ -424,6 +425,32 @@ def test_outputs_can_be_given_the_dtype_of_the_input() -> None:
     assert torch.equal(expected, torch.nn.functional.linear(x.float(), w).half())
     with pytest.raises(hmpx.HmpxError, match="number format"):
         hmpx.load_policy(policy={"lists": "none", "low": ["linear float8_e4m3fn output=input"]})
+
+
+@pytest.mark.parametrize("options", ["output=input", "accumulate=float32 output=input"])
+def test_the_dtype_of_the_input_is_known_where_a_mode_sees_the_call(options: str) -> None:
+    """Of tensors that say by ``__torch_dispatch__`` how they compute: compilers and exports use them."""
+
+    class Forwarding(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            return function(*args, **(kwargs or {}))
+
+    calls = [
+        lambda x: torch.mm(x, x),
+        lambda x: x.mm(x),
+        lambda x: torch.nn.functional.linear(x, x),
+    ]
+    x = torch.randn(3, 3)
+    low = [f"mm {options}", f"linear {options}"]
+    with hmpx.convert(policy={"lists": "none", "low": low}, device_types={"cpu"}):
+        for call in calls:
+            expected = call(x)
+            torch._dynamo.reset()
+            actual = torch.compile(call, backend="aot_eager", fullgraph=True)(x)
+            torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+            with Forwarding():
+                both = call(TwoTensor(x, x.clone()))
+            torch.testing.assert_close(both.a, expected, rtol=0, atol=0)
 
 
 # --- names -------------------------------------------------------------------------------------
