@@ -11,7 +11,7 @@ import functools
 import sys
 import warnings
 from collections.abc import Callable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 import torch.backends.mha

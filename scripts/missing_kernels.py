@@ -5,8 +5,9 @@
 
 On the CPU each sample of torch's OpInfo and ModuleInfo databases is run, and every op that they have
 no sample of with arguments made up from its schema; an op lacks a kernel where the call raises on
-bfloat16 or float16 inputs and runs on the same values in float32. What is found is noted for the
-innermost callable, which is the one that hmpx wraps. For CUDA it is what OpInfo declares. Lines that
+bfloat16 or float16 inputs and runs on the same values in float32, or where it gives numbers that have
+nothing to do with those of float32. What is found is noted for the innermost callable, which is the one
+that hmpx wraps. For CUDA it is what OpInfo declares. Lines that
 other versions of torch have put into the file stay: computing in float32 what has a kernel is right.
 """
 
@@ -52,6 +53,12 @@ MOST_SAMPLES = 40
 #: OpInfo declares them without a kernel on CUDA for the sake of one variant, which calls another op:
 #: the nuclear norm calls linalg_svd.
 BY_OTHERS = {"norm"}
+
+#: What is said of a call that runs, but does not compute.
+WRONG = "gives wrong numbers"
+
+#: Results agree that differ by less than this part of their norm.
+AGREEING = 1e-3
 
 #: The gradients of so many calls of an op are tried.
 MOST_GRADIENTS = 3
@@ -170,6 +177,7 @@ class Prober:
         has_values = all(t.numel() for t in tensors((args, kwargs)))
         state = torch.get_rng_state()
         copies = mapped((args, kwargs), to(torch.float32, self._dtype))
+        again = mapped((args, kwargs), to(self._dtype))
         low = mapped((args, kwargs), to(self._dtype))
         found = self._found.setdefault(name, Found())
         try:
@@ -186,11 +194,41 @@ class Prober:
             found.lacked += 1
             found.gave_complex += 1
             found.texts.add("gives complex32")
+        elif is_low and has_values and self._is_wrong(function, again, result, state):
+            found.lacked += 1
+            found.texts.add(WRONG)
         elif is_low and has_values:  # without values no kernel is needed
             found.ran += 1
             if not hasattr(function, "__code__") and found.ran <= MOST_GRADIENTS:
                 self._probe_gradients(function, low, copies, found)
         return result
+
+    def _is_wrong(self, function: Any, call: Any, result: Any, state: Tensor) -> bool:
+        """Whether ``result`` is NaN or further off than zeros are, where float32 and float64 agree.
+
+        They don't agree about what is random, or memory that nothing was written to. An infinity is
+        what overflows, perhaps on the way.
+        """
+        after = torch.get_rng_state()
+        exact: list[Any] = []
+        for dtype in (torch.float32, torch.float64):
+            torch.set_rng_state(state)
+            args, kwargs = mapped(call, to(dtype, self._dtype))
+            try:
+                exact.append(function(*args, **kwargs))
+            except Exception:
+                return False
+            finally:
+                torch.set_rng_state(after)
+        compared = zip(*map(tensors, (result, *exact)), strict=False)
+        return any(
+            low.dtype is self._dtype
+            and low.shape == wide.shape == wider.shape
+            and not low.isinf().any()
+            and bool((wide - wider).norm() < AGREEING * wider.norm())
+            and not bool((low - wider).norm() <= wider.norm())
+            for low, wide, wider in compared
+        )
 
     _is_idle = False
 
@@ -397,7 +435,8 @@ def declared(dtype: torch.dtype, cpu: Mapping[str, Found]) -> dict[str, set[str]
             continue
         on_cpu = cpu.get(name, Found())
         gives_complex_half = dtype is torch.float16 and on_cpu.is_complex()
-        if dtype not in info.dtypesIfCUDA or gives_complex_half:
+        # OpInfo allows for wrong numbers, too: the devices share what an op is composed of.
+        if dtype not in info.dtypesIfCUDA or gives_complex_half or WRONG in on_cpu.texts:
             found["always" if on_cpu.lacked and not on_cpu.ran else "sometimes"].add(name)
         elif info.supports_autograd and dtype not in info.backward_dtypesIfCUDA:
             found["backward"].add(name)
@@ -415,10 +454,10 @@ def op_name(info: Any) -> str | None:
 
 HEADER = """\
 # Where torch's ops lack a kernel for a low-precision dtype: scripts/missing_kernels.py writes this.
-# A section is a device type, a dtype, and how: "always" is for ops of which no call runs, "sometimes"
-# for those of which some don't, "backward" for those whose gradients don't. A name that the installed
-# torch lacks is ignored, and an op that has its kernel there computes in fp32 all the same: one file
-# serves every version.
+# A section is a device type, a dtype, and how: "always" is for ops of which no call runs, or none gives
+# right numbers, "sometimes" for those of which some don't, "backward" for those whose gradients don't. A
+# name that the installed torch lacks is ignored, and an op that has its kernel there computes in fp32 all
+# the same: one file serves every version.
 """
 
 UNTRIED = """\

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import math
 import warnings
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -241,6 +242,20 @@ def test_results_have_the_inputs_dtype_and_complex_ones_stay_complex64() -> None
         assert torch.complex(m.float(), m).dtype is torch.complex64
         assert torch.cdist(m, m).dtype is BF16
         assert torch._standard_gamma(m.abs()).dtype is BF16
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_an_op_whose_kernels_give_wrong_numbers_computes_in_fp32(dtype: torch.dtype) -> None:
+    """Torch's matrix exponential in low precision is 10^30 off, or NaN, without a word."""
+    x = (torch.eye(4) / 8).to(dtype).requires_grad_()
+    wide = x.detach().float().requires_grad_()
+    expected = torch.linalg.matrix_exp(wide)
+    torch.testing.assert_close(expected, math.exp(1 / 8) * torch.eye(4))
+    with hmpx.convert(low_precision_type=dtype, device_types={"cpu"}):
+        for function in (torch.matrix_exp, torch.linalg.matrix_exp, Tensor.matrix_exp):
+            assert torch.equal(function(x), expected.to(dtype))
+        (gradient,) = torch.autograd.grad(torch.matrix_exp(x).float().sum(), x)
+    torch.testing.assert_close(gradient, torch.autograd.grad(expected.sum(), wide)[0].to(dtype))
 
 
 def test_gradients_pass_through_in_the_inputs_dtype() -> None:
