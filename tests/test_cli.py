@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import os
@@ -15,7 +16,7 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hmpx import CastPolicy, capability, cli, oplists, ops
+from hmpx import CastPolicy, capability, cli, compiler_internals, oplists, ops, torch_parts
 
 
 class Outcome(NamedTuple):
@@ -570,25 +571,29 @@ def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
     command_lines = [["doctor", "early"], ["doctor", "clean"], ["doctor", "none"], ["doctor"]]
     early, clean, missing, plain = finish_all(command_lines, tmp_path)
     assert (early.status, early.err) == (1, "")
-    capabilities = plain.out.splitlines()[2:]
-    assert early.out.splitlines()[1] == "casts tensors on: cpu"
-    assert early.out.splitlines()[2 + len(capabilities) :] == [
+    capabilities = plain.out.splitlines()[3:]
+    assert early.out.splitlines()[1:3] == [
+        f"relies on {len(torch_parts.parts())} parts of torch that it does not document: "
+        "all as expected",
+        "casts tensors on: cpu",
+    ]
+    assert early.out.splitlines()[3 + len(capabilities) :] == [
         "early.Block.project keeps <built-in function linear>, which is not cast",
         "take these functions from torch where they are called, or after hmpx.convert()",
     ]
     assert (clean.status, clean.err) == (0, "")
-    assert clean.out.splitlines()[2 + len(capabilities) :] == ["1 module: nothing stays uncast"]
+    assert clean.out.splitlines()[3 + len(capabilities) :] == ["1 module: nothing stays uncast"]
     assert (missing.status, missing.out) == (2, "")
     assert missing.err == "hmpx: can't import 'none': No module named 'none'\n"
     assert (plain.status, plain.err) == (0, "")
-    assert plain.out.splitlines()[:2] == early.out.splitlines()[:2]
+    assert plain.out.splitlines()[:3] == early.out.splitlines()[:3]
 
 
 def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     """What torch reports of each device's hardware, and each kind of op as measured."""
     actual = finish([*PYTHON, "-m", "hmpx", "doctor", "--low-precision-type", "float16"], tmp_path)
     assert (actual.status, actual.err) == (0, "")
-    said, what, head, *rows = actual.out.splitlines()[2:]
+    said, what, head, *rows = actual.out.splitlines()[3:]
     assert re.fullmatch(r"float16 on cpu: torch reports that the hardware (has|lacks) it", said)
     assert (
         what
@@ -598,6 +603,24 @@ def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     assert [row.split()[0] for row in rows] == list(capability.KINDS)
     for row in rows:
         assert re.fullmatch(r" +\w+( +\d+\.\d( slow)?){2}", row)
+
+
+def test_doctor_tries_what_torch_does_not_document(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """A line for each part, and what happens without those that are not as expected."""
+    part = torch_parts.Part("modes", ("torch._C.x",), "2.12", "calls take longer", False, "")
+    broken = dataclasses.replace(part, feature="hooks", fault="torch has no torch._C.x")
+    monkeypatch.setattr(torch_parts, "parts", lambda: (part, broken))
+    monkeypatch.setattr(compiler_internals, "later_parts", lambda: iter([part]))
+    monkeypatch.setattr(compiler_internals, "tries", lambda: iter([]))
+    assert cli.main(["doctor", "--torch"]) == 1
+    assert capsys.readouterr().out.splitlines()[1:] == [
+        "relies on 3 parts of torch that it does not document: 1 not as expected; see doctor --torch",
+        "  modes  as expected",
+        "  hooks  torch has no torch._C.x; calls take longer",
+        "  modes  as expected",
+    ]
 
 
 _NATIVE, _SLOW, _MISSING = (0.8, 0.9), (0.7, 16.14), (math.inf, math.inf)

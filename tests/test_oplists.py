@@ -184,6 +184,43 @@ def test_options_hold_for_their_own_line_only() -> None:
         oplists.from_lines([("*", "a:1"), ("", "a:2")])
 
 
+def test_lines_may_be_for_versions_of_torch() -> None:
+    """From one on, or before one; names, options, ``@``, ``-`` and ``*`` alike, with or without spaces."""
+    text = (
+        "mm ; torch >= 2.14\nbmm;torch<2.14  # why\nsum float16 ; torch >= 2.9\n"
+        "@hmp ; torch < 2.0\nadd\n-add ; torch >= 2.14\n* ; torch >= 3.0\n"
+    )
+    for version, expected in {
+        "2.14.1": {"mm", "sum"},
+        "2.13.0+cpu": {"bmm", "sum", "add"},
+        "2.14.0a0+git123": {"mm", "sum"},
+        "2.8.0": {"bmm", "add"},
+    }.items():
+        found = parsed_with(version, text)
+        assert found.ops.keys() == expected
+        assert found.everything is None
+        assert found.unknown == ()
+    assert found.ops["bmm"].where == "my.txt:2"
+    assert parsed_with("3.1.0", text).everything is not None
+
+
+def parsed_with(version: str, text: str) -> oplists.OpList:
+    """Returns a list as it is with that torch."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch, "__version__", version)
+        return oplists.parse(text, "my.txt")
+
+
+@pytest.mark.parametrize(
+    "line", ["mm ;", "mm ; torch", "mm ; torch == 2.14", "mm ; python >= 3.10", "mm ; torch >= two"]
+)
+def test_what_follows_a_semicolon_is_a_version_of_torch(line: str) -> None:
+    """Or an error, that says what may stand there."""
+    message = r"my.txt:1: after a semicolon stands for which torch a line is, '; torch >= 2.14' or"
+    with pytest.raises(OpListError, match=message):
+        oplists.parse(line, "my.txt")
+
+
 def test_an_op_that_is_removed_may_be_listed_again(tmp_path: Path) -> None:
     """With other dtypes, say."""
     policy = hmpx.load_policy(**write(tmp_path, bf16="@hmp\n-mul\nmul output=fp32"))
