@@ -169,3 +169,8 @@ class _Refusing:
 
     def __call__(self, *args: object, **kwargs: object) -> Any:
         refuse([self._part])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self
