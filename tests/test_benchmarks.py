@@ -87,6 +87,7 @@ def test_processes_find_the_same_hmpx(tmp_path: Path) -> None:
     run("memory.py", "--models", "mlp", "--sizes", "small", *options, folder=tmp_path)
 
 
+@pytest.mark.slow
 def test_inference(tmp_path: Path) -> None:
     """Frozen weights take about half the bytes; each candidate runs compiled, too."""
     names = ["fp32", "hmpx frozen", "fp32, compiled", "hmpx frozen, compiled"]
@@ -120,6 +121,7 @@ def test_overhead(tmp_path: Path) -> None:
     assert list(result)[len(HEADER) :] == ["convert_ms", "ops_us", "models_us"]
 
 
+@pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
     """The results of hmpx and of casts by hand are bit-equal, or the program would fail."""
     options = ["--rounds", "1", "--samples", "1", "--backend", "eager"]

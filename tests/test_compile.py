@@ -347,24 +347,34 @@ else:
 """
 
 
-def test_the_disk_cache_keeps_policies_apart(tmp_path: Path) -> None:
+#: A process that compiles (policy, version, thread) -> the dtype it gives, and the kernels it finds.
+STEPS = {
+    "none  main": ["torch.float32", "0"],
+    "low  thread": ["torch.bfloat16", "0"],
+    "fp32  main": ["torch.float32", "0"],  # its wrappers cast nothing, yet its key is its own
+    "low  main": ["torch.bfloat16", "1"],
+    "low .dev1 thread": ["torch.bfloat16", "0"],
+}
+
+
+@pytest.mark.parametrize(
+    "steps",
+    [
+        ("low  thread", "fp32  main", "low  main"),
+        pytest.param(tuple(STEPS), marks=pytest.mark.slow),
+    ],
+    ids=["few", "all"],
+)
+def test_the_disk_cache_keeps_policies_apart(steps: tuple[str, ...], tmp_path: Path) -> None:
     """An artefact compiled under one policy, or none, or version, is never served under another.
 
     In no thread: settings of torch are each thread's own.
     """
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
-    seen = []
-    for step in ("none  main", "low  thread", "fp32  main", "low  main", "low .dev1 thread"):
+    for step in steps:
         command = [sys.executable, "-c", CACHED, *step.split(" ")]
         run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
-        seen.append(run.stdout.split())
-    assert seen == [
-        ["torch.float32", "0"],
-        ["torch.bfloat16", "0"],
-        ["torch.float32", "0"],  # its wrappers cast nothing, yet its key is its own
-        ["torch.bfloat16", "1"],
-        ["torch.bfloat16", "0"],
-    ]
+        assert run.stdout.split() == STEPS[step], step
 
 
 SETTING = "emulate_precision_casts"

@@ -70,6 +70,7 @@ def test_bf16_is_bf16_and_float8_learns(
 # --- formats_sweep.py ----------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_accuracy_rises_with_bits(tmp_path: Path) -> None:
     """With 8 bits all families reach fp32 within a percent; with 4 bits floats and posits don't."""
     output = run_example(

@@ -331,9 +331,9 @@ def problems(name: str, sample: int | None) -> tuple[int, list[str]]:
 @pytest.mark.parametrize("name", ACTIONS)
 def test_an_exception_at_any_line_leaves_the_old_state_or_the_new(name: str) -> None:
     """And `revert` brings torch back."""
-    count, found = problems(name, sample=14)
+    count, found = problems(name, sample=7)
     assert found == []
-    assert count > 6  # some lines run only where something is seen for the first time
+    assert count > 2  # some lines run only where something is seen for the first time
 
 
 @pytest.mark.slow

@@ -334,6 +334,7 @@ def patterned(call: tuple[Any, ...], pattern: Callable[[int], torch.dtype]) -> t
 
 
 @pytest.mark.native
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
 def test_each_sample_equals_the_call_with_inputs_cast_by_hand(info: OpInfo) -> None:
     """Same dtype, bit-equal, same failures; results, gradients, and arguments left alone."""
