@@ -25,6 +25,10 @@ from .errors import TorchError
 from .torch_parts import rely_on
 
 
+def _ones() -> Tensor:
+    return torch.ones(1, dtype=torch.float32, device="cpu")
+
+
 def _is_found(*found: object) -> bool:
     return True
 
@@ -41,7 +45,7 @@ def _tells_transforms(
         seen.append(current())
         return x
 
-    x = torch.zeros(1)
+    x = _ones()
     torch.vmap(note)(x)
     is_told = current() is None and len(seen) == 1 and seen[0] is not None
     return is_told and not any([tells(x) is not False for tells in (is_batch, is_of_transform)])  # noqa: C419
@@ -63,7 +67,7 @@ transforms, is_batch, is_of_transform, behind_transform = rely_on(
 
 
 def _tells_dual_levels(module: Any) -> bool:
-    return isinstance(module._current_level, int) and module._current_level < 0
+    return isinstance(module._current_level, int)  # -1 for none, in the whole process
 
 
 _levels = rely_on(
@@ -178,7 +182,7 @@ class _Tracker(Tensor):
 
 
 def _disables_subclasses(disable: Any) -> bool:
-    tracker = torch.zeros(1).as_subclass(_Tracker)
+    tracker = _ones().as_subclass(_Tracker)
     with disable():
         inside: Any = torch.exp(tracker)
     return isinstance(inside, Tensor) and torch.exp(tracker) == "seen"
@@ -217,7 +221,7 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_
     behaves=lambda disable, mode, tensor, has_others: (
         isinstance(mode, type)
         and isinstance(tensor, type)
-        and has_others(torch.zeros(1)) is False
+        and has_others(_ones()) is False
         and hasattr(disable(), "__enter__")
     ),
     instead=(
@@ -255,7 +259,7 @@ def _tells_autocast(is_any_enabled: Callable[[], bool], disable: Any) -> bool:
     try:
         inside = is_any_enabled()
         with disable():
-            x = torch.ones(1, 1)
+            x = _ones()[:, None]
             dtype = torch.mm(x, x).dtype
     finally:
         torch.set_autocast_enabled("cpu", was_enabled)
@@ -367,14 +371,13 @@ def _give_to_hooks(push: Any, pop: Any, top: Any, refused: Any) -> bool:
         packed.append(tensor)
         return tensor
 
-    with torch.enable_grad():
-        x = torch.ones(1, requires_grad=True)
-        push(pack, _same)
-        try:
-            x.exp()
-            found = top(True)
-        finally:
-            pop()
+    x = _ones().requires_grad_()
+    push(pack, _same)
+    try:
+        x.exp()
+        found = top(True)
+    finally:
+        pop()
     return len(packed) == 1 and found[0] is pack and refused() is None
 
 
@@ -423,7 +426,7 @@ def hide_hook(pack: Any, outer: Any) -> None:
 
 
 def _is_data(data: Any) -> bool:
-    x = torch.zeros(1)
+    x = _ones()
     return bool(data.__get__(x).data_ptr() == x.data_ptr())
 
 
@@ -440,7 +443,7 @@ data_of: Callable[[Tensor], Tensor] = _data.__get__
 
 
 def _counts(use_count: Callable[[Any], int]) -> bool:
-    one, other = torch.zeros(1), torch.zeros(1)
+    one, other = _ones(), _ones()
     shares = other.view(1)
     few, more = (use_count(each.untyped_storage()._cdata) for each in (one, other))
     return shares.numel() == 1 and few < more

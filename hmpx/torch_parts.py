@@ -11,6 +11,7 @@ import contextlib
 import importlib
 import re
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -147,10 +148,10 @@ def rely_on(
             fault = f"torch has no {name}"
             break
     else:
-        try:
-            if not behaves(*found):
-                fault = f"{' and '.join(names)} did not do what was expected"
-        except Exception as error:  # whatever another torch does there
+        error = _raised_by(lambda: _check(behaves(*found)))
+        if isinstance(error, _UnexpectedError):
+            fault = f"{' and '.join(names)} did not do what was expected"
+        elif error is not None:
             fault = f"trying {' and '.join(names)} raised {said_by(error)}"
     part = Part(feature, names, since, without, is_needed or instead is None, fault)
     _parts.append(part)
@@ -159,6 +160,39 @@ def rely_on(
     if instead is None:
         instead = tuple([_Refusing(part) for _ in names])
     return instead[0] if len(instead) == 1 else instead
+
+
+class _UnexpectedError(Exception):
+    """A part of torch behaves otherwise."""
+
+
+def _check(is_as_expected: bool) -> None:
+    if not is_as_expected:
+        raise _UnexpectedError
+
+
+def _raised_by(run: Callable[[], None]) -> Exception | None:
+    """Returns what ``run`` raises, called in a thread of its own.
+
+    There torch is as it is when nothing has been set: hmpx may be imported inside of modes, of regions
+    and transforms, and where tensors are made on other devices.
+    """
+    raised: list[Exception] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except Exception as error:  # whatever another torch does there
+            raised.append(error)
+
+    thread = threading.Thread(target=catch, name="hmpx tries torch")
+    try:
+        thread.start()
+    except RuntimeError:  # there can be no thread
+        catch()
+    else:
+        thread.join()
+    return raised[0] if raised else None
 
 
 class _Refusing:

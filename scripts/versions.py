@@ -84,7 +84,7 @@ def outcomes(python: str) -> dict[str, Any]:
         report = Path(directory) / "report.xml"
         tests = [
             python, "-m", "pytest", "-n", str(os.cpu_count() or 1), "--dist", "worksteal",
-            "-m", "not opinfo and not slow", "-q", f"--junitxml={report}",
+            "-m", "not opinfo and not slow", "-v", f"--junitxml={report}",
         ]  # fmt: skip
         # So that the tests' own children find this hmpx, and no other one.
         subprocess.run(tests, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)

@@ -15,6 +15,7 @@ import torch
 
 import hmpx
 from hmpx import compiler_internals, torch_parts
+from tests.torch_internals_worker import STATES
 
 PACKAGE = Path(hmpx.__file__).parent
 HOMES = {"torch_internals.py", "compiler_internals.py"}
@@ -96,8 +97,16 @@ def test_without_a_part_results_are_as_right_or_refused(
 ) -> None:
     """Nothing is cast wrongly, no error but TorchError is seen, and what is left out is said once."""
     names = NAMES if pytestconfig.getoption("whole") else NAMES[how == "strange" :: 5]
+    outcomes = run_worker(how, *names)
+    assert outcomes.keys() == set(names)
+    faults = [f"{name}: {fault}" for name in names if (fault := wrong_in(outcomes[name]))]
+    assert not faults, "\n".join(faults)
+
+
+def run_worker(*arguments: str) -> dict[str, Any]:
+    """Returns what the worker prints."""
     done = subprocess.run(
-        [sys.executable, str(WORKER), how, *names],
+        [sys.executable, str(WORKER), *arguments],
         capture_output=True,
         text=True,
         check=False,
@@ -105,10 +114,17 @@ def test_without_a_part_results_are_as_right_or_refused(
         env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
     )
     assert done.returncode == 0, done.stderr
-    outcomes = json.loads(done.stdout)
-    assert outcomes.keys() == set(names)
-    faults = [f"{name}: {fault}" for name in names if (fault := wrong_in(outcomes[name]))]
-    assert not faults, "\n".join(faults)
+    found: dict[str, Any] = json.loads(done.stdout)
+    return found
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="each state is tried in a forked child")
+def test_hmpx_may_be_imported_anywhere() -> None:
+    """What it tries then does not see the state that torch is in there."""
+    outcomes = run_worker("amid", *STATES)
+    assert {name: outcome.get("faults") for name, outcome in outcomes.items()} == {
+        name: [] for name in STATES
+    }, outcomes
 
 
 def wrong_in(outcome: dict[str, Any]) -> str:
