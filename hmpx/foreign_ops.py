@@ -191,6 +191,8 @@ def why_not(name: str, found: Found) -> str:
     value = found.value
     if isinstance(value, (OpOverload, OpOverloadPacket)) or operator_of(value) is not None:
         return ""
+    if isinstance(value, types.ClassMethodDescriptorType):
+        return ""
     if isinstance(value, (classmethod, staticmethod)):
         value = value.__func__
     if isinstance(value, type):

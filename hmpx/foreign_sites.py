@@ -22,6 +22,7 @@ from .patching import ABSENT, Change, Draft, EntryPatch, Patch
 from .torch_internals import (
     OPERATORS_MODULE,
     REFRESH_PACKET,
+    TOGGLE_DISPATCH,
     OpNamespace,
     OpOverload,
     OpOverloadPacket,
@@ -110,6 +111,8 @@ def _function_site(name: str, found: Found, draft: Draft) -> Site:
     value = next(value for value in values if value is not ABSENT)
     binding = type(value) if isinstance(value, (classmethod, staticmethod)) else None
     function = value if binding is None else value.__func__
+    if isinstance(value, types.ClassMethodDescriptorType):  # C's, which is called with the class
+        binding = classmethod
     if isinstance(found.owner, type) and isinstance(value, types.BuiltinFunctionType):
         binding = staticmethod
     parameters = ops.python_parameters(function)
@@ -125,6 +128,12 @@ def _function_site(name: str, found: Found, draft: Draft) -> Site:
         in_place=is_in_place,
         binding=binding,
     )
+
+
+def is_renewed(patch: Change) -> bool:
+    """Whether torch itself has put another function where ``patch`` has put one: into an operator."""
+    is_of_operator = isinstance(getattr(patch, "owner", None), (OpOverload, OpOverloadPacket))
+    return is_of_operator and patch.read() is not patch.value
 
 
 def _operator_sites(packet: OpOverloadPacket[..., Any], draft: Draft) -> Iterator[Site]:
@@ -199,6 +208,17 @@ def _following_operators(
         return packet
 
     yield Patch(namespace, "__getattr__", make_followed)
+    if hasattr(OpOverload, TOGGLE_DISPATCH):
+        toggle = draft.attribute(OpOverload, TOGGLE_DISPATCH)
+
+        @functools.wraps(toggle)
+        def toggle_followed(self: Any, *args: Any, **kwargs: Any) -> None:
+            toggle(self, *args, **kwargs)
+            name = f"{OPERATORS}.{self.overloadpacket}"
+            if name in names:
+                follow([name], None)
+
+        yield Patch(OpOverload, TOGGLE_DISPATCH, toggle_followed)
     if not hasattr(OPERATORS_MODULE, REFRESH_PACKET):  # another torch's
         return
     refresh = draft.attribute(OPERATORS_MODULE, REFRESH_PACKET)

@@ -233,9 +233,10 @@ class Session:
     ) -> None:
         """Applies more patches, with the wrappers ``made`` in them, while the session is in force."""
         installed = self._installation
+        kept = [done for done in installed.applied if not foreign_sites.is_renewed(done.patch)]
         extended = dataclasses.replace(
             installed,
-            applied=(*installed.applied, *draft.apply(patches)),
+            applied=(*kept, *draft.apply(patches)),
             wrappers=(*installed.wrappers, *made),
             notes_modules=notes_modules,
         )

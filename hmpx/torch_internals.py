@@ -611,5 +611,7 @@ OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
     instead=(type("NoOperator", (), {}),) * 4,
     is_needed=True,
 )
+#: The method of an operator that puts another function into it, since torch 2.14.
+TOGGLE_DISPATCH: Final = "_enable_pyobj_dispatch"
 #: The module, and the name in it of what is called when an operator gets another overload.
 OPERATORS_MODULE, REFRESH_PACKET = sys.modules[torch.ops.__class__.__module__], "_refresh_packet"
