@@ -3,6 +3,7 @@
     python3 scripts/versions.py                          # the lowest, the pinned, and the newest
     python3 scripts/versions.py --torch 2.14.1           # these; the rows of others stay
     python3 scripts/versions.py --python 2.14.1=/path/to/python
+    python3 scripts/versions.py --torch 2.14.1 --failed  # only what failed before
 
 Each version has an environment of its own under ``.versions/``, gigabytes large where torch is built
 for CUDA. Without ``--torch``: the lower bound in pyproject.toml, the version in constraints.txt, and
@@ -76,35 +77,49 @@ def python_of(version: str) -> str:
     return python
 
 
-def outcomes(python: str) -> dict[str, Any]:
-    """Runs the gate's tests with ``python``; returns what came of them."""
+def outcomes(python: str, before: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Runs the gate's tests with ``python``; returns what came of them.
+
+    Args:
+        python: Path of a Python that has torch and what the tests need.
+        before: What came of them before: only those that failed run again.
+    """
     code = "import torch, platform; print(torch.__version__, platform.python_version())"
     told = subprocess.check_output([python, "-c", code], text=True).split()
+    chosen = [] if before is None else before["failed"]
     with tempfile.TemporaryDirectory() as directory:
         report = Path(directory) / "report.xml"
         tests = [
             python, "-m", "pytest", "-n", str(os.cpu_count() or 1), "--dist", "worksteal",
             "-m", "not opinfo and not slow", "-v", f"--junitxml={report}",
+            *[f"tests/{module}.py::{name}" for module, _, name in (n.partition("::") for n in chosen)],
         ]  # fmt: skip
         # So that the tests' own children find this hmpx, and no other one.
         subprocess.run(tests, cwd=ROOT, env={**os.environ, "PYTHONPATH": str(ROOT)}, check=False)
         cases = list(ET.parse(report).iter("testcase"))
-    failed = [
-        name_of(c) for c in cases if c.find("failure") is not None or c.find("error") is not None
-    ]
+    failed = sorted({name_of(case) for case in cases if has_failed(case)})
     skipped = collections.Counter(
-        (c.attrib["classname"].rpartition(".")[2], reason_of(c))
-        for c in cases
-        if c.find("skipped") is not None
+        (case.attrib["classname"].rpartition(".")[2], reason_of(case))
+        for case in cases
+        if case.find("skipped") is not None
     )
+    passed = len({name_of(case) for case in cases}) - len(failed) - sum(skipped.values())
+    if before is not None:
+        passed += before["passed"]
+        skipped.update({(module, reason): count for module, reason, count in before["skipped"]})
     return {
         "torch": told[0],
         "python": told[1],
         "date": datetime.datetime.now(tz=datetime.timezone.utc).date().isoformat(),
-        "passed": len(cases) - len(failed) - sum(skipped.values()),
-        "failed": sorted(set(failed)),
+        "passed": passed,
+        "failed": failed,
         "skipped": [[*key, count] for key, count in sorted(skipped.items())],
     }
+
+
+def has_failed(case: ET.Element) -> bool:
+    """Whether a test failed, or what it needs could not be set up or taken down."""
+    return case.find("failure") is not None or case.find("error") is not None
 
 
 def name_of(case: ET.Element) -> str:
@@ -155,13 +170,17 @@ def main() -> None:
         metavar="VERSION=PATH",
         help="environments that are there",
     )
+    parser.add_argument(
+        "--failed", action="store_true", help="run only what failed before with these versions"
+    )
     options = parser.parse_args()
     given = dict(each.split("=", 1) for each in options.python)
     versions = options.torch or list(given) or default_versions()
     results = json.loads(RESULTS.read_text("utf-8")) if RESULTS.exists() else {}
     for version in versions:
         print(f"== torch {version}", flush=True)
-        results[version] = outcomes(given.get(version) or python_of(version))
+        before = results.get(version) if options.failed else None
+        results[version] = outcomes(given.get(version) or python_of(version), before)
         RESULTS.write_text(json.dumps(results, indent=1) + "\n", encoding="utf-8")
         PAGE.write_text(page(results), encoding="utf-8")
     if any(results[version]["failed"] for version in versions):
