@@ -1,7 +1,7 @@
 """Places in torch that must know whether casts are on, or in which they are off without being asked.
 
-Printing shows values as they are, an optimizer's arithmetic is not cast, a checkpointed forward is
-recomputed in the on/off state that it first ran in, and modules that look at dtypes before their ops
+Printing shows values as they are, the arithmetic of optimizers, of loss scaling and of clipping
+gradients is not cast, a checkpointed forward is recomputed in the on/off state that it first ran in, and modules that look at dtypes before their ops
 run leave that to the ops. torch.jit.script sees torch as it was. Knows neither ops nor policies.
 """
 
@@ -9,13 +9,16 @@ from __future__ import annotations
 
 import functools
 import sys
+import types
 import warnings
-from collections.abc import Callable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
 import torch.backends.mha
 import torch.utils.checkpoint
+from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from . import autocast_regions
@@ -23,7 +26,7 @@ from .errors import CheckpointError, HmpxWarning
 from .modules import keeps_place
 from .patching import Draft, Patch
 from .switch import conversion, disable_casts, is_off, keeps_state
-from .torch_internals import CHECKPOINT_GENERATOR, PREPARE_STEP, has_hooked_step
+from .torch_internals import CHECKPOINT_GENERATOR, CLIPPING, PREPARE_STEP, has_hooked_step
 from .training import as_training, is_training, keeps_kind
 
 
@@ -34,13 +37,17 @@ def patches(
 
     Args:
         draft: Where torch is as it would be without a conversion.
-        add: Applies one more patch while these are in force: for optimizer classes that torch
-            prepares only when the first of their instances is made.
+        add: Applies one more patch while these are in force: for classes of optimizers and of loss
+            scalers that are prepared only when the first of their instances is made.
         run_suspended: Calls a function without any of the conversion's patches.
     """
     represent = draft.attribute(torch.Tensor, "__repr__")
     yield Patch(torch.Tensor, "__repr__", disable_casts()(represent))
     yield from _optimizer_patches(draft, add)
+    yield from _scaler_patches(draft, add)
+    for cell in CLIPPING:
+        clip = draft.read(Patch(cell, "cell_contents", None))
+        yield Patch(cell, "cell_contents", disable_casts()(clip), stays_idle=True)
     yield from _checkpoint_patches(draft)
     yield from _module_patches(draft)
     yield from autocast_regions.patches(draft)
@@ -77,7 +84,7 @@ def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
-        args = tuple(keeps_state(a) if callable(a) else a for a in args)
+        args = tuple(keeps_state(a) if _is_closure(a) else a for a in args)
         if callable(kwargs.get("closure")):
             kwargs["closure"] = keeps_state(kwargs["closure"])
         with disable_casts():
@@ -86,10 +93,76 @@ def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
     return wrapper
 
 
-def _subclasses(parent: type[Optimizer]) -> Iterator[type[Optimizer]]:
-    for child in parent.__subclasses__():
+def _is_closure(argument: object) -> bool:
+    return callable(argument) and not isinstance(argument, Optimizer)
+
+
+def _subclasses(parent: type[Any]) -> Iterator[type[Any]]:
+    for child in type.__subclasses__(parent):
         yield child
         yield from _subclasses(child)
+
+
+# --- loss scaling ------------------------------------------------------------------------------
+
+#: What a program calls of a loss scaler.
+_SCALING: Final = tuple(
+    name
+    for name, value in vars(GradScaler).items()
+    if isinstance(value, types.FunctionType) and not name.startswith("_")
+)
+
+
+def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
+    """Patches torch's loss scaler and all classes derived from it, those to come as well.
+
+    A scale of 65,536 is infinite in float16.
+    """
+    patched: weakref.WeakSet[type[GradScaler]] = weakref.WeakSet(
+        [GradScaler, *_subclasses(GradScaler)]
+    )
+    for scaler_class in list(patched):
+        yield from _scaling_patches(scaler_class)
+    init = draft.attribute(GradScaler, "__init__")
+
+    @functools.wraps(init)
+    def prepare(self: GradScaler, *args: Any, **kwargs: Any) -> None:
+        for scaler_class in type(self).__mro__:
+            if issubclass(scaler_class, GradScaler) and scaler_class not in patched:
+                patched.add(scaler_class)
+                for patch in _scaling_patches(scaler_class):
+                    add(patch)
+        init(self, *args, **kwargs)
+
+    yield Patch(GradScaler, "__init__", prepare)
+
+
+def _scaling_patches(scaler_class: type[GradScaler]) -> Iterator[Patch]:
+    for name in _SCALING:
+        method = vars(scaler_class).get(name)
+        if isinstance(method, types.FunctionType):
+            wrapper = _scale_without_casts(method) if name == "scale" else _without_casts(method)
+            yield Patch(scaler_class, name, wrapper, stays_idle=True)
+
+
+def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``scale`` with casts off, but for losses that are computed only as it goes along."""
+
+    @functools.wraps(scale)
+    def wrapper(self: GradScaler, outputs: Any) -> Any:
+        is_lazy = isinstance(outputs, Iterable) and not isinstance(
+            outputs, (torch.Tensor, list, tuple)
+        )
+        if is_lazy:
+            outputs = iter(keeps_state(iter(outputs).__next__), _NO_LOSS)
+        with disable_casts():
+            scaled = scale(self, outputs)
+        return iter(disable_casts()(iter(scaled).__next__), _NO_LOSS) if is_lazy else scaled
+
+    return wrapper
+
+
+_NO_LOSS: Final = object()
 
 
 # --- checkpoints -------------------------------------------------------------------------------

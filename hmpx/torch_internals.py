@@ -547,6 +547,44 @@ _step_hooks, _module_hooks = rely_on(
 STEP_HOOKS: Final = _step_hooks
 MODULE_HOOKS: Final = _module_hooks
 
+
+def _clipping_cells(clip_grad: types.ModuleType) -> tuple[types.CellType, ...]:
+    """Returns where torch's functions that clip gradients hold what they run without gradients."""
+    functions = [
+        value
+        for value in vars(clip_grad).values()
+        if isinstance(value, types.FunctionType) and value.__module__ == clip_grad.__name__
+    ]
+    found = {
+        id(cell): cell
+        for function in functions
+        for cell in function.__closure__ or ()
+        if cell.cell_contents is getattr(function, "__wrapped__", clip_grad)
+    }
+    return tuple(found.values())
+
+
+def _clips_by_cells(clip_grad: types.ModuleType, *functions: Any) -> bool:
+    run = [cell.cell_contents for cell in _clipping_cells(clip_grad)]
+    return all(getattr(function, "__wrapped__", function) in run for function in functions)
+
+
+_clip_grad = rely_on(
+    "torch.nn.utils.clip_grad",
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.nn.utils.clip_grad_value_",
+    "torch.nn.utils.clip_grads_with_norm_",
+    "torch.nn.utils.get_total_norm",
+    feature="clipping of gradients",
+    since="2.12",
+    without="norms of gradients would be cast",
+    behaves=_clips_by_cells,
+    instead=(types.ModuleType("clip_grad"), *[_do_nothing] * 4),
+)[0]
+#: Closure cells of torch's functions that clip gradients: what is put there is run for everybody who
+#: holds the function, since whenever.
+CLIPPING: Final = _clipping_cells(_clip_grad)
+
 #: The module, and the name in it of what calls a module that is traced by torch.fx.
 FX_TRACING, FX_MODULE_CALL = torch.fx._symbolic_trace, "_orig_module_call"
 rely_on(

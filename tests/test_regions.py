@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
+import itertools
 from collections.abc import Callable
+from pathlib import Path
 
 import pytest
 import torch
@@ -11,7 +14,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hmpx
-from hmpx import Policy
+from hmpx import Policy, torch_internals
 
 FP32, BF16 = torch.float32, torch.bfloat16
 POLICY = Policy.from_ops(low=["mul", "matmul", "linear", "add", "sub", "div"])
@@ -145,6 +148,181 @@ def test_a_learning_rate_scheduler_keeps_the_rule() -> None:
         optimizer.step()
         scheduler.step()
         assert optimizer.seen == [FP32]
+
+
+# --- loss scaling, and clipping gradients --------------------------------------------------------
+
+#: Lists under which an op of any name runs in low precision.
+EVERYTHING = {"lists": "none", "low": ["*"]}
+
+
+def scaled_steps(forward: Callable[[], contextlib.AbstractContextManager[object]]) -> list[Tensor]:
+    """Returns loss, gradients' norm, scale and weights after each step of a training in float16."""
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    x, y = torch.randn(16, 8), torch.randint(4, (16,))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    scaler = torch.amp.GradScaler("cpu")
+    found = []
+    for _ in range(4):
+        optimizer.zero_grad()
+        with forward():
+            loss = nn.functional.cross_entropy(model(x), y)
+        scaler.scale(loss).backward()
+        scaler.unscale_(optimizer)
+        norm = nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        scaler.step(optimizer)
+        scaler.update()
+        weight = model[0].weight.detach().clone()
+        found += [loss.detach(), norm, torch.tensor(scaler.get_scale()), weight]
+    return found
+
+
+@pytest.mark.native
+def test_loss_scaling_is_as_under_autocast() -> None:
+    """HMP's lists have `mul`; a scale of 65,536 is infinite in float16, and the step was skipped."""
+    expected = scaled_steps(lambda: torch.autocast("cpu", torch.float16))
+    with hmpx.convert(lists="hmp", low_precision_type=torch.float16, device_types={"cpu"}):
+        actual = scaled_steps(contextlib.nullcontext)
+    assert [scale.item() for scale in actual[2::4]] == [65536.0] * 4
+    weights = actual[3::4]
+    assert not any(torch.equal(a, b) for a, b in itertools.pairwise(weights))
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+class OwnScaler(torch.amp.GradScaler):
+    """A loss scaler of the user's own."""
+
+    def scale(self, outputs: Tensor) -> Tensor:  # type: ignore[override]
+        """Returns them times the scale."""
+        return outputs * torch.full((), 65536.0)
+
+    def step(self, optimizer: torch.optim.Optimizer, closure: Callable[[], Tensor]) -> Tensor:  # type: ignore[override]
+        """Returns the loss, scaled."""
+        return self.scale(closure())
+
+
+def test_loss_scalers_in_other_classes() -> None:
+    """Also those of classes made after `convert`; what a closure computes is the user's forward."""
+    a = torch.ones(2, 2)
+    own_scale = vars(OwnScaler)["scale"]
+    kept = torch.amp.GradScaler("cpu")
+    with hmpx.convert(policy=EVERYTHING, low_precision_type=torch.float16, device_types={"cpu"}):
+
+        class Later(OwnScaler):
+            def scale(self, outputs: Tensor) -> Tensor:  # type: ignore[override]
+                return outputs * torch.full((), 65536.0)
+
+        for scaler in (OwnScaler("cpu"), Later("cpu"), kept, torch.amp.GradScaler("cpu")):
+            assert scaler.scale(torch.ones(())).item() == 65536
+            assert (a @ a).dtype is torch.float16
+            assert scaler.get_scale() == 65536
+        losses: list[Tensor] = []
+        optimizer = torch.optim.SGD([nn.Parameter(a)])
+        for scaler in (OwnScaler("cpu"), Later("cpu")):
+            assert scaler.step(optimizer, lambda: losses.append(a @ a) or a).dtype is FP32
+        assert [loss.dtype for loss in losses] == [torch.float16] * 2
+        late = Later
+    assert vars(OwnScaler)["scale"] is own_scale
+    assert late("cpu").scale(torch.ones(())).item() == 65536
+
+
+def test_losses_that_are_scaled_as_they_are_computed() -> None:
+    """A generator of losses runs with casts on, their scaling with casts off."""
+    a = torch.ones(2, 2)
+    scaler = torch.amp.GradScaler("cpu")
+    with hmpx.convert(policy=EVERYTHING, low_precision_type=torch.float16, device_types={"cpu"}):
+        computed: list[Tensor] = []
+        scaled = scaler.scale(computed.append(a @ a) or torch.ones(()) for _ in range(2))
+        assert not computed
+        assert [loss.item() for loss in scaled] == [65536.0] * 2
+        assert [loss.dtype for loss in computed] == [torch.float16] * 2
+        pair = scaler.scale((torch.ones(()), [torch.ones(())]))
+        assert (pair[0].item(), pair[1][0].item()) == (65536.0, 65536.0)
+
+
+class Trainer:
+    """Holds functions that it took before `convert`, where no module's names say so."""
+
+    clip_norm = staticmethod(nn.utils.clip_grad_norm_)
+    clip_value = staticmethod(nn.utils.clip_grad_value_)
+    clip_with_norm = staticmethod(nn.utils.clip_grads_with_norm_)
+    total_norm = staticmethod(nn.utils.get_total_norm)
+
+
+def with_gradients(dtype: torch.dtype) -> list[Tensor]:
+    """Returns parameters with gradients beyond what float16 holds."""
+    parameters = [nn.Parameter(torch.zeros(n, 3, dtype=dtype)) for n in (2, 5)]
+    for position, parameter in enumerate(parameters):
+        values = torch.linspace(-9, 7, parameter.numel()).exp2() * 777 * (1 + position)
+        parameter.grad = values.view_as(parameter).to(dtype)
+    return parameters
+
+
+def clipped_by_norm(parameters: list[Tensor], norm_type: float, foreach: bool) -> list[Tensor]:
+    norm = Trainer.clip_norm(parameters, 1.1, norm_type, foreach=foreach)
+    return [norm, *[p.grad for p in parameters if p.grad is not None]]
+
+
+def clipped_in_two_steps(parameters: list[Tensor], norm_type: float, foreach: bool) -> list[Tensor]:
+    found = [p.grad for p in parameters if p.grad is not None]
+    norm = Trainer.total_norm(found, norm_type, foreach=foreach)
+    Trainer.clip_with_norm(parameters, 1.1, norm, foreach)
+    return [norm, *found]
+
+
+def clipped_by_value(parameters: list[Tensor], norm_type: float, foreach: bool) -> list[Tensor]:
+    Trainer.clip_value(parameters, norm_type * 1.1, foreach)
+    return [p.grad for p in parameters if p.grad is not None]
+
+
+@pytest.mark.parametrize("clip", [clipped_by_norm, clipped_in_two_steps, clipped_by_value])
+@pytest.mark.parametrize("policy", [EVERYTHING, {"lists": "none", "fp32": ["*"]}])
+def test_clipping_gradients_is_not_cast(
+    clip: Callable[[list[Tensor], float, bool], list[Tensor]], policy: dict[str, object]
+) -> None:
+    """Whoever holds the functions, since whenever; bits and dtypes are those of torch alone."""
+    cases = list(itertools.product((FP32, BF16), (1.0, 2.0, 0.5, float("inf")), (False, True)))
+    expected = [clip(with_gradients(dtype), *how) for dtype, *how in cases]
+    parameters = [with_gradients(dtype) for dtype, *_ in cases]
+    with hmpx.convert(policy=policy, low_precision_type=torch.float16, device_types={"cpu"}):
+        actual = [clip(p, *how) for p, (_, *how) in zip(parameters, cases, strict=True)]
+        assert hmpx.casts_enabled()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_all_of_torch_nn_utils_that_works_on_gradients_is_known() -> None:
+    """The functions that read or write ``.grad`` are those that run without casts."""
+    known = {cell.cell_contents.__code__.co_name for cell in torch_internals.CLIPPING}
+    folder = Path(nn.utils.__file__).parent
+    by_gradients = set()
+    for path in folder.glob("*.py"):
+        for function in ast.walk(ast.parse(path.read_text("utf-8"))):
+            if isinstance(function, ast.FunctionDef) and any(
+                isinstance(node, ast.Attribute) and node.attr == "grad"
+                for node in ast.walk(function)
+            ):
+                by_gradients.add(function.name)
+    assert by_gradients
+    assert by_gradients <= known
+    assert {f.__wrapped__.__code__.co_name for f in (nn.utils.get_total_norm,)} <= known
+
+
+def test_clipping_is_restored_and_compiles() -> None:
+    """The functions are torch's own all the time; torch.compile takes them in whole."""
+    held = [cell.cell_contents for cell in torch_internals.CLIPPING]
+    function = nn.utils.get_total_norm
+    compiled = torch.compile(
+        lambda a, b: (nn.utils.get_total_norm([a, b]), a @ b), backend="eager", fullgraph=True
+    )
+    a = torch.full((3, 3), 777.77)
+    expected = function([a, a])
+    with hmpx.convert(policy=EVERYTHING, low_precision_type=torch.float16, device_types={"cpu"}):
+        assert nn.utils.get_total_norm is function
+        norm, product = compiled(a, a)
+        assert product.dtype is torch.float16
+    torch.testing.assert_close(norm, expected, rtol=0, atol=0)
+    assert [cell.cell_contents for cell in torch_internals.CLIPPING] == held
 
 
 # --- checkpoints --------------------------------------------------------------------------------
