@@ -75,8 +75,8 @@ class CallPlan:
         first_matrix: Of a product of two matrices, the position of the first.
         legalize: One of `legalize.MODES`.
         reuses_casts: A parameter is cast once within a call of the outermost module.
-        is_foreign: The callable is another library's: modes and tensor subclasses, by which torch's
-            own functions are overridden, don't override it.
+        is_overridable: Modes and tensor subclasses override the callable, as they do most of torch's.
+            They don't another library's functions: those see what it calls in turn.
         is_view: The op computes nothing.
         casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
         rounding: How values are rounded to a number format, and
@@ -119,7 +119,7 @@ class CallPlan:
     first_matrix: int | None = None
     legalize: str = "never"
     reuses_casts: bool = False
-    is_foreign: bool = False
+    is_overridable: bool = True
     is_view: bool = False
     casts_first: bool = False
     rounding: str = "nearest"

@@ -60,7 +60,7 @@ def make_choosing_wrapper(
         if (
             has_torch_function(args)
             or ((kwargs or may_be_nested) and source.is_overridden(args, kwargs))
-        ) and not plan.is_foreign:
+        ) and plan.is_overridable:
             return wrappers.override(original, cast, wrapper, args, kwargs)
         if switch._looks_closer and switch.is_off():
             return complete(*args, **kwargs)

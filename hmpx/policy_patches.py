@@ -21,6 +21,7 @@ from . import (
     oplists,
     ops,
     rules,
+    source,
     wrappers,
 )
 from .casting import CallPlan
@@ -114,6 +115,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                     in_place=site.in_place,
                     promotes=promotes,
                     is_python=site.is_python,
+                    is_overridable=source.hands_over(function),
                     writes=ops.written(name, site),
                     statistics=ops.statistics(name, site),
                     updates_if=next(iter(ops.facts("writes_if").get(name, ())), None),
@@ -232,7 +234,7 @@ class Foreign:
             reuses_casts=conversion.options.reuse_casts,
             rounding=conversion.options.rounding,
             rounds_gradients=conversion.options.round_gradients,
-            is_foreign=True,
+            is_overridable=False,
         )
         make = _maker(site.function, site, plan, conversion.observers)
         asked = self._deciding.get(name, ())

@@ -13,7 +13,11 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor
-from torch.overrides import has_torch_function, has_torch_function_variadic
+from torch.overrides import (
+    handle_torch_function,
+    has_torch_function,
+    has_torch_function_variadic,
+)
 
 from . import convolutions, switch
 from .casting import (
@@ -165,7 +169,7 @@ def _source(plan: CallPlan) -> str:
         parameters=_listed([f"{name}=missing" for name in names]) + ("/, " if names else ""),
         has_torch_function=(
             "False"
-            if plan.is_foreign
+            if not plan.is_overridable
             else f"has_torch_function_variadic({', '.join(tensors)})"
             if tensors
             else "has_torch_function(rest)"
@@ -211,7 +215,7 @@ def _body(plan: CallPlan, names: str) -> str:
         call = run
     else:
         call = f"{run} if legalizes else {native}" if plan.legalizes else native
-    is_overridden = "False" if plan.is_foreign else "is_overridden(args, kwargs)"
+    is_overridden = "is_overridden(args, kwargs)" if plan.is_overridable else "False"
     if plan.returns_input_dtype:
         return _RUN_LATE.format(names=names, is_overridden=is_overridden)
     body = _CAST.format(names=names, call=call, is_overridden=is_overridden)
@@ -374,6 +378,15 @@ def is_overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
         if isinstance(value, SEQUENCES) and has_torch_function(value):
             return True
     return bool(kwargs) and is_overridden(tuple(kwargs.values()), {})
+
+
+def hands_over(function: Callable[..., Any]) -> bool:
+    """Whether torch has modes and tensor subclasses override a function of its own.
+
+    One that is implemented in Python does that itself, or else leaves it to what it calls.
+    """
+    code = getattr(function, "__code__", None)
+    return code is None or handle_torch_function.__name__ in code.co_names
 
 
 def _has_own_gradients(x: Any, weight: Any) -> bool:

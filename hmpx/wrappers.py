@@ -200,9 +200,33 @@ def override(
         with DisableTorchFunctionSubclass():
             args, kwargs = cast(args, kwargs)
         relevant = _values(args, kwargs)
+    if isinstance(original, types.FunctionType):
+        return _override_python(original, wrapper, relevant, args, kwargs)
     if not isinstance(original, types.BuiltinFunctionType):  # methods are looked up by torch too
         return original(*args, **kwargs)
     return handle_torch_function(wrapper, relevant, *args, **kwargs)
+
+
+def _override_python(
+    original: Callable[..., Any],
+    wrapper: Callable[..., Any],
+    relevant: list[Any],
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Returns what a mode or an argument makes of a call of ``wrapper``, whose function is Python's.
+
+    Called as it is, such a function may hand over itself, which casts nothing, rather than what stands
+    under its name; or go on to what it calls, which would be cast op by op.
+    """
+    if not source.hands_over(original):
+        return original(*args, **kwargs)
+    if "NotImplemented" not in original.__code__.co_names:
+        return handle_torch_function(wrapper, relevant, *args, **kwargs)
+    try:  # operators let the other operand try
+        return handle_torch_function(wrapper, relevant, *args, **kwargs)
+    except TypeError:
+        return NotImplemented
 
 
 def _values(args: Args, kwargs: Kwargs) -> list[Any]:
@@ -277,7 +301,7 @@ def make_observed_wrapper(
     complete = completed(original, plan)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if not plan.is_foreign and source.is_overridden(args, kwargs):
+        if plan.is_overridable and source.is_overridden(args, kwargs):
             cast_here = functools.partial(cast_where_on, plan)
             return override(original, cast_here, wrapper, args, kwargs)
         if is_off() or is_below_dispatcher():
