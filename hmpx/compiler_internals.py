@@ -6,8 +6,10 @@ Its import takes seconds: its parts are looked up where they are first needed, a
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import importlib
+import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -272,9 +274,30 @@ def forget_traced() -> None:
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not to its end
         return
-    dynamo.reset()
+    with _counting_without_driver():
+        dynamo.reset()
     if hasattr(dynamo.trace_rules, "clear_lru_cache"):
         dynamo.trace_rules.clear_lru_cache()
+
+
+#: Has torch count CUDA's devices by their management library, which leaves the driver alone.
+_NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+@contextlib.contextmanager
+def _counting_without_driver() -> Iterator[None]:
+    """Has `torch.cuda.is_available`, which ``reset`` asks before torch 2.14, initialize nothing.
+
+    Processes that are forked afterwards could not use the device.
+    """
+    if torch.cuda.is_initialized() or _NVML_CHECK in os.environ:  # type: ignore[no-untyped-call]
+        yield
+        return
+    try:
+        os.environ[_NVML_CHECK] = "1"
+        yield
+    finally:
+        os.environ.pop(_NVML_CHECK, None)
 
 
 def is_dynamo_loaded() -> bool:

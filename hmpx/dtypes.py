@@ -90,11 +90,23 @@ def default_device_types() -> frozenset[str]:
     An importable ``habana_frameworks`` means Gaudi, even before that package registers itself.
     """
     accelerator = torch.accelerator.current_accelerator()
-    if accelerator is not None and torch.accelerator.is_available():
+    if accelerator is not None and is_available(accelerator.type):
         return frozenset({accelerator.type})
     if _has_habana_frameworks():
         return frozenset({"hpu"})
     return frozenset({"cpu"})
+
+
+def is_available(device_type: str) -> bool:
+    """Whether there is an accelerator of this type, of those that this torch was built for.
+
+    Asking starts no context on it, which processes forked afterwards could not use: CUDA's devices are
+    counted by its management library, where `torch.cuda.is_available` initializes the driver.
+    """
+    module = torch.get_device_module(device_type)
+    if device_type == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.device_count() > 0
+    return bool(module.is_available())
 
 
 def parse_device_types(value: object) -> frozenset[str]:

@@ -34,6 +34,7 @@ from torch.overrides import TorchFunctionMode
 from torch.serialization import default_restore_location
 
 from . import ops, patching, session
+from .dtypes import is_available
 from .errors import HmpxError
 from .patching import Patch
 from .switch import disable_casts
@@ -102,7 +103,7 @@ def uninstall() -> None:
 
 def device_type() -> str:
     """Returns the type of the device that stands in for ``"hpu"``."""
-    return "cuda" if torch.cuda.is_available() else "cpu"
+    return "cuda" if is_available("cuda") else "cpu"
 
 
 # --- devices -----------------------------------------------------------------------------------

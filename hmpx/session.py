@@ -349,7 +349,8 @@ def convert(
         policy: Instead of all the lists above a ready `Policy`, or the path of a policy file (YAML, or
             a ``gaudi_config.json``), or a dict like such a file.
         device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
-            accelerator's if there is one, else ``{"cpu"}``.
+            accelerator's if there is one, which the log says at level INFO, else ``{"cpu"}``. To look
+            for one starts no context on it.
         strict: Makes an unknown name in a list an error instead of a warning.
         legalize: Which low-precision ops compute in float32, with inputs and outputs rounded to the
             low-precision type, as hardware does that has it: ``"auto"`` those that this machine
@@ -390,7 +391,14 @@ def convert(
         round_gradients=round_gradients,
     )
     options = Options(asked.legalize, asked.reuse_casts, asked.rounding, asked.round_gradients)
-    return _put_in_force(asked.policy, asked.device_types, options, asked.verbose)
+    session = _put_in_force(asked.policy, asked.device_types, options, asked.verbose)
+    if device_types is None and "cpu" not in asked.device_types:
+        found = " and ".join(sorted(asked.device_types))
+        log.LOGGER.info(
+            'casting on %s: tensors on the CPU are not cast; convert(device_types={"cpu"}) casts those',
+            found,
+        )
+    return session
 
 
 @exclusive
