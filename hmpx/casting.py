@@ -352,7 +352,9 @@ def _with_inputs(
 
     def with_value(name: str, value: Any) -> Any:
         if isinstance(value, Tensor):
-            if not _is_eligible(value, plan.device_types):
+            if not _is_eligible(value, plan.device_types) and not (
+                _is_number_from_cpu(value) and is_on_device(plan, args, kwargs)
+            ):
                 return value
             keeps_fp32 = (
                 mixes
@@ -428,6 +430,25 @@ def _argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:
 def _is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:
     return (
         tensor.dtype in ELIGIBLE and tensor.layout in _DENSE and tensor.device.type in device_types
+    )
+
+
+def _is_number_from_cpu(tensor: Tensor) -> bool:
+    """Whether kernels take a tensor that may be cast beside those on any device."""
+    return (
+        tensor.dtype in ELIGIBLE
+        and tensor.layout in _DENSE
+        and tensor.device.type == "cpu"
+        and tensor.dim() == 0
+    )
+
+
+def is_on_device(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
+    """Whether any tensor among the arguments is on a device whose tensors are cast."""
+    return any(
+        isinstance(each, Tensor) and each.device.type in plan.device_types
+        for value in (*args, *kwargs.values())
+        for each in (value if isinstance(value, SEQUENCES) else (value,))
     )
 
 

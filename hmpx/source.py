@@ -145,12 +145,17 @@ _UNROLLED_CAST = """
                     if b{position}.layout is not strided:
                         is_usual = False
                     elif {is_to_be_cast}:
-                        b{position} = convert(b{position})
+                        b{position} = convert(b{position}){or_number}
                 elif dtype_ is not dtype and (dtype_.is_floating_point or dtype_.is_complex):
                     return original({names}*rest, **kwargs)
             elif b{position} is not None{and_no_number}:
                 is_usual = False
 """
+
+#: A 0-dim tensor on the CPU is cast with those beside it, wherever they are.
+_NUMBER = """
+                    elif not b{position}.dim():
+                        is_usual = False"""
 
 #: Whether a norm's parameters may stay fp32, as `casting` has it.
 _MIXES = "type(a0) in plain_tensors and not a0.is_nested and transforms() is None"
@@ -325,7 +330,11 @@ def _unrolled(plan: CallPlan, names: str) -> str:
         and_no_number = f" and type(b{position}) not in numbers" if kind == "N" else ""
         casts.append(
             _UNROLLED_CAST.format(
-                position=position, names=names, is_to_be_cast=test, and_no_number=and_no_number
+                position=position,
+                names=names,
+                is_to_be_cast=test,
+                or_number="" if "cpu" in device_types else _NUMBER.format(position=position),
+                and_no_number=and_no_number,
             )
         )
     cast = _listed(arguments)

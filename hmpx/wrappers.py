@@ -32,6 +32,7 @@ from .casting import (
     cast_args,
     converter,
     floating_inputs,
+    is_on_device,
     target_dtype,
     widest,
     written,
@@ -641,8 +642,7 @@ def _emulated(plan: CallPlan, emulation: Emulation, run: Runner) -> Runner:
     def run_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if target_dtype(plan, args, kwargs) is None or written(plan, args, kwargs) is not None:
             return run(function, args, kwargs, given)
-        inputs = floating_inputs(plan, args, kwargs)
-        if inputs[0].device.type not in plan.device_types:
+        if not is_on_device(plan, args, kwargs):
             return run(function, args, kwargs, given)
         wrapped = functools.partial(_run_with, run, function, given)
         return emulation.compute(wrapped, args, kwargs)
@@ -677,7 +677,7 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
         inputs = floating_inputs(plan, cast, kwargs)
         if not inputs or any([t.dtype not in ELIGIBLE for t in inputs]):  # noqa: C419
             return run(function, cast, kwargs, given)
-        if inputs[0].device.type not in plan.device_types:
+        if not is_on_device(plan, cast, kwargs):
             return run(function, cast, kwargs, given)
         known = inputs_of(cast, kwargs)
         if known is None:  # all are in lists of lists, which are not raised

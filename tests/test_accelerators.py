@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from typing import Any
 
 import pytest
 import torch
+import torch.utils._pytree
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx import habana_shim
@@ -72,3 +76,81 @@ def test_without_devices_tensors_on_the_cpu_are_cast(
     with hmpx.convert() as session:
         assert session.device_types == {"cpu"}
     assert not [record for record in caplog.records if record.name == "hmpx"]
+
+
+# --- 0-dim tensors on the CPU, which kernels take beside those on a device -----------------------
+
+
+class Arriving(TorchDispatchMode):
+    """Notes the floating dtypes that the kernels of a call get, casts aside."""
+
+    def __init__(self) -> None:
+        """Starts without any."""
+        super().__init__()
+        self.dtypes: list[list[torch.dtype]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Notes a call."""
+        given = [t.dtype for t in torch.utils._pytree.tree_leaves(args) if isinstance(t, Tensor)]
+        floating = [dtype for dtype in given if dtype.is_floating_point]
+        if len(floating) > 1:
+            self.dtypes.append(floating)
+        return func(*args, **(kwargs or {}))
+
+
+def on_device(*shape: int) -> Tensor:
+    """Returns a tensor on what stands in for an accelerator: it has no values."""
+    return torch.empty(*shape, device="meta")
+
+
+def set_items(x: Tensor, number: Tensor) -> Tensor:
+    x[torch.tensor([0, 1], device=x.device)] = number
+    return x
+
+
+#: Calls with a tensor on the device and a 0-dim one on the CPU whose kernels take no mixed dtypes.
+WITH_NUMBERS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "setitem": set_items,
+    "index_put": lambda x, n: x.index_put((torch.tensor([0], device=x.device),), n),
+    "index_put_": lambda x, n: x.index_put_((torch.tensor([0], device=x.device),), n),
+    "heaviside": lambda x, n: torch.heaviside(x, n),
+    "Tensor.heaviside": lambda x, n: x.heaviside(n),
+    "heaviside by name": lambda x, n: torch.heaviside(x, values=n),
+    "lerp": lambda x, n: torch.lerp(x, x * 2, n),
+    "lerp_": lambda x, n: x.lerp_(x * 2, n),
+    "mul": lambda x, n: torch.mul(x, n),
+    "rmul": lambda x, n: n * x,
+}
+
+
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["lists", "low", "fp32"])
+def test_numbers_from_the_cpu_are_cast_as_tensors_on_the_device(kind: str) -> None:
+    """No kernel gets one in another dtype, which those of CUDA refuse."""
+    policy: dict[str, object] = {"lists": "hmpx"}
+    if kind != "lists":
+        policy[kind] = ["heaviside", "lerp", "mul"]
+    found = {}
+    with hmpx.convert(policy=policy, device_types={"meta"}):
+        for name, call in WITH_NUMBERS.items():
+            if kind == "lists" and name in ("mul", "rmul"):
+                continue  # torch's kernels promote them
+            for dtype in (torch.bfloat16, torch.float32):
+                with Arriving() as arriving:
+                    call(on_device(4, 4).to(dtype), torch.tensor(0.3))
+                    call(on_device(4, 4).to(dtype), torch.tensor(0.3).bfloat16())
+                found[name, dtype] = arriving.dtypes
+    assert not [case for case, dtypes in found.items() if not dtypes]
+    faults = {
+        case: dtypes for case, dtypes in found.items() if any(len(set(d)) > 1 for d in dtypes)
+    }
+    assert not faults
+
+
+@pytest.mark.native
+def test_numbers_on_the_cpu_alone_are_left_alone() -> None:
+    """Nor are they cast beside tensors with dimensions there."""
+    x, number = torch.ones(2), torch.tensor(0.3)
+    with hmpx.convert(policy={"lists": "hmp"}, device_types={"meta"}):
+        assert torch.mul(number, number).dtype is torch.float32
+        torch.testing.assert_close(x * number, torch.full((2,), 0.3), rtol=0, atol=0)
