@@ -1,12 +1,14 @@
 """What a device does natively in low precision, op kind by op kind: as torch reports it, and measured.
 
 A CPU without bfloat16 products computes them many times slower than fp32, and says nothing.
-Each question is measured once, in a thread of its own in which casts are off. Knows neither policies
-nor wrappers.
+Each question is measured once, in a thread of its own in which casts are off, on the device that it
+is asked of. A device is named ``"cpu"`` or, as cards may differ, ``"cuda:1"``. Knows neither policies nor
+wrappers.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -45,7 +47,7 @@ SMALL_PRODUCT: Final = 8192
 
 @dataclass(frozen=True, slots=True)
 class Capability:
-    """How one kind of op runs on one device type in one dtype.
+    """How one kind of op runs on one device in one dtype.
 
     Attributes:
         reported: What torch says of the hardware; None if it says nothing.
@@ -63,8 +65,27 @@ class Capability:
         return ratio is not None and ratio > SLOW
 
 
-def reported(device_type: str, dtype: torch.dtype) -> bool | None:
+class Capturing(Exception):  # noqa: N818  # no fault
+    """A CUDA graph is being captured, which a measurement would disturb: ask again afterwards."""
+
+
+def name_of(device: torch.device) -> str:
+    """Returns the name by which to ask of ``device``: with its number where devices of a type differ."""
+    return f"cuda:{device.index}" if device.type == "cuda" else device.type
+
+
+def is_reported_of_all(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether no device of this type is said to lack ``dtype``, so that one's speed is that of all."""
+    if device_type != "cuda":
+        return True
+    return all(
+        reported(f"cuda:{index}", dtype) is not False for index in range(torch.cuda.device_count())
+    )
+
+
+def reported(device: str, dtype: torch.dtype) -> bool | None:
     """Returns whether torch says that the hardware computes in ``dtype``; None if it doesn't say."""
+    device_type, _, index = device.partition(":")
     if device_type == "cpu":
         name = "bf16" if dtype is torch.bfloat16 else "fp16"
         probe = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
@@ -75,28 +96,42 @@ def reported(device_type: str, dtype: torch.dtype) -> bool | None:
         if torch.version.hip is not None:
             return True
         least = (8, 0) if dtype is torch.bfloat16 else (5, 3)
-        return torch.cuda.get_device_capability() >= least
+        if index and int(index) >= torch.cuda.device_count():
+            return None  # a fake tensor's
+        get = torch.cuda.get_device_capability
+        version = get(int(index)) if index else get()
+        return version >= least
     return True  # an accelerator is made for low precision
 
 
 @functools.cache
-def capability(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
+def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
     """Returns what is known of ops of ``kind``; measures it at the first question.
 
     Whoever else asks the same meanwhile waits for that one measurement. Where it fails, its ratios
     are None, and ops are left to torch.
 
     An accelerator that is said to have the dtype is taken at its word: measuring would start its
-    context, and disturb a graph that is being captured.
+    context.
+
+    Raises:
+        Capturing: This is to be measured, and must not be now.
     """
-    if device_type != "cpu" and reported(device_type, dtype) is not False:
-        return Capability(reported(device_type, dtype))
+    if device != "cpu" and reported(device, dtype) is not False:
+        return Capability(reported(device, dtype))
     with _lock:
-        measurement = _measurements.get((kind, device_type, dtype))
+        measurement = _measurements.get((kind, device, dtype))
         if measurement is None:
-            measurement = _Measurement(kind, device_type, dtype)
-            _measurements[kind, device_type, dtype] = measurement
+            if _is_capturing():
+                raise Capturing
+            measurement = _Measurement(kind, device, dtype)
+            _measurements[kind, device, dtype] = measurement
     return measurement.wait()
+
+
+def _is_capturing() -> bool:
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_initialized and torch.cuda.is_current_stream_capturing()
 
 
 def forget() -> None:
@@ -112,15 +147,15 @@ class _Measurement:
     In a thread of its own there are no modes, transforms, autocast regions and hooks.
     """
 
-    def __init__(self, kind: str, device_type: str, dtype: torch.dtype) -> None:
-        self._question = kind, device_type, dtype
+    def __init__(self, kind: str, device: str, dtype: torch.dtype) -> None:
+        self._question = kind, device, dtype
         self._found = Capability(None)  # until more is known
         self._thread = threading.Thread(target=self._run, name="hmpx-capability")
         try:
             self._thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter ends
             with disable_casts():
-                self._found = Capability(reported(device_type, dtype))
+                self._found = Capability(reported(device, dtype))
             self._note_failure(error)
 
     def wait(self) -> Capability:
@@ -135,19 +170,20 @@ class _Measurement:
         try:
             with disable_casts():
                 self._found = Capability(reported(*self._question[1:]))
-                self._found = _measured(*self._question)
+                with _chosen(self._question[1]):
+                    self._found = _measured(*self._question)
         except Exception as error:
             self._note_failure(error)
         finally:
             torch.set_num_threads(threads)
 
     def _note_failure(self, error: Exception) -> None:
-        kind, device_type, dtype = self._question
+        kind, device, dtype = self._question
         LOGGER.warning(
             "the speed of %s in %s on %s can't be measured, so torch's kernels compute it: %r",
             kind,
             str(dtype).removeprefix("torch."),
-            device_type,
+            device,
             error,
         )
 
@@ -169,19 +205,25 @@ if hasattr(os, "register_at_fork"):
     )
 
 
-def _measured(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
+def _chosen(device: str) -> contextlib.AbstractContextManager[object]:
+    """Returns a context with ``device`` for its type's current one, which in a new thread is the first."""
+    _, _, index = device.partition(":")
+    return torch.cuda.device(int(index)) if index else contextlib.nullcontext()
+
+
+def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
     """Returns how long ops of ``kind`` take.
 
     Raises:
-        Exception: The op fails in fp32, too.
+        Exception: The op fails in fp32, too, or for want of memory.
     """
-    said = reported(device_type, dtype)
+    said = reported(device, dtype)
     function, shapes = _PROBES[kind]
     # Not random: torch's generator is the user's. Nor is the default dtype this module's.
     low = [
         CAST[dtype](
             _VIEW(
-                _LINSPACE(-1, 1, _numel(shape), device=device_type, dtype=torch.float32),
+                _LINSPACE(-1, 1, _numel(shape), device=device, dtype=torch.float32),
                 shape,
             )
         )
@@ -193,10 +235,12 @@ def _measured(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
 
     try:
         with torch.no_grad():
-            forward = _least_times([lambda: function(*low), lambda: legalized(*low)], device_type)
+            forward = _least_times([lambda: function(*low), lambda: legalized(*low)], device)
         for tensor in low:
             tensor.requires_grad_()
-        backward = _least_times([_backward(function, low), _backward(legalized, low)], device_type)
+        backward = _least_times([_backward(function, low), _backward(legalized, low)], device)
+    except torch.OutOfMemoryError:  # says nothing of kernels
+        raise
     except RuntimeError:
         _backward(legalized, [tensor.requires_grad_() for tensor in low])()
         return Capability(said, float("inf"), float("inf"))  # there is no kernel
@@ -215,14 +259,14 @@ def _backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable
     return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
 
-def _least_times(functions: list[Callable[[], Any]], device_type: str) -> list[float]:
+def _least_times(functions: list[Callable[[], Any]], device: str) -> list[float]:
     """Returns the least time of a call of each, of calls that take turns.
 
     On a CPU it is this thread's time of the processor: waiting for one that others use is no part of
     it, and would decide where they are many.
     """
-    synchronize = getattr(torch.get_device_module(device_type), "synchronize", None)
-    clock = time.thread_time if device_type == "cpu" and _THREAD_TIME_IS_FINE else time.perf_counter
+    synchronize = getattr(torch.get_device_module(device), "synchronize", None)
+    clock = time.thread_time if device == "cpu" and _THREAD_TIME_IS_FINE else time.perf_counter
     best = [float("inf")] * len(functions)
     for round_ in range(5):
         for position, function in enumerate(functions):

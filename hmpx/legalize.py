@@ -20,7 +20,7 @@ from torch import Tensor
 
 from . import capability, convolutions
 from .blocks import BLOCKED, in_blocks
-from .capability import Capability
+from .capability import Capability, Capturing
 from .compiler_internals import run_when_traced
 from .composition import (
     Args,
@@ -71,10 +71,10 @@ class Legalizer:
             return True
         if is_exported():
             return False
-        device_type = inputs.first.device.type
+        device = capability.name_of(inputs.first.device)
         if self.mode == "fast" and is_watched():
-            return is_slow(self.kind, device_type, dtype)
-        known = known_capability(self.kind, device_type, dtype)
+            return is_slow(self.kind, device, dtype)
+        known = known_capability(self.kind, device, dtype)
         training = is_training()
         a, b = self._matrices(args)
         if a is not None and b is not None:
@@ -82,7 +82,7 @@ class Legalizer:
             if not traced and _work(a, b) <= capability.SMALL_PRODUCT:
                 return False
             if not training and _is_skinny(a, is_traced=traced):
-                known = known_capability("gemv", device_type, dtype)
+                known = known_capability("gemv", device, dtype)
         return known.is_slow(training=training)
 
     def _matrices(self, args: Args) -> tuple[Tensor | None, Tensor | None]:
@@ -189,18 +189,24 @@ def note_unrounded(op: str, inputs: list[Tensor]) -> None:
 run_when_traced(is_watched)  # no compiled code is watched
 
 
-def is_slow(kind: str, device_type: str, dtype: torch.dtype) -> bool:
+def is_slow(kind: str, device: str, dtype: torch.dtype) -> bool:
     """Whether any ops of ``kind`` are computed in fp32 there, where that is up to what is fast."""
-    known = {known_capability(name, device_type, dtype) for name in (kind, _SKINNY.get(kind, kind))}
+    known = {known_capability(name, device, dtype) for name in (kind, _SKINNY.get(kind, kind))}
     return any(each.is_slow(training=training) for each in known for training in (True, False))
 
 
 _SKINNY: Final = {"gemm": "gemv"}
 
 
-def known_capability(kind: str, device_type: str, dtype: torch.dtype) -> Capability:
-    """Returns what is known of ops of ``kind``, measured at the first question."""
-    return capability.capability(kind, device_type, dtype)
+def known_capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
+    """Returns what is known of ops of ``kind``, measured at the first question.
+
+    Where a CUDA graph is being captured, what was not asked before is left to torch's kernels.
+    """
+    try:
+        return capability.capability(kind, device, dtype)
+    except Capturing:
+        return Capability(None)
 
 
 run_when_traced(known_capability)

@@ -158,6 +158,8 @@ def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch
     state = None if generator is None else generator.get_state()
     try:
         return callee.function(*args, **kwargs)
+    except torch.OutOfMemoryError:  # fp32 takes more
+        raise
     except Exception:  # whatever its class: kernels say in many ways that they lack a dtype
         if generator is not None:
             generator.set_state(state)

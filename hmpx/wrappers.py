@@ -22,7 +22,7 @@ from torch.overrides import handle_torch_function
 
 from . import legalize, missing_kernels, modules, pickling, records, source
 from .accumulation import Accumulation
-from .capability import SMALL_PRODUCT
+from .capability import SMALL_PRODUCT, is_reported_of_all, name_of
 from .casting import (
     LOW_DTYPES,
     SEQUENCES,
@@ -252,9 +252,11 @@ def _retry_in_fp32(
 
     Raises:
         Exception: What the call raises in fp32, as it does without casts; ``error`` where a half-done
-            in-place update can't be ruled out, where the call has no low-precision input, or where
-            a hook has raised it.
+            in-place update can't be ruled out, where the call has no low-precision input, where
+            a hook has raised it, or where memory is exhausted, of which fp32 takes more.
     """
+    if isinstance(error, torch.OutOfMemoryError):
+        raise error
     if written(plan, args, kwargs) is not None or _is_from_hook(error):
         raise error
     given = floating_inputs(plan, args, kwargs)
@@ -617,7 +619,8 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
                 and plan.device_types == {device_type}
                 and not legalize.is_traced()
                 and not legalize.is_exported()
-                and not legalize.is_slow(plan.kind, device_type, dtype)
+                and not legalize.is_slow(plan.kind, name_of(inputs.first.device), dtype)
+                and is_reported_of_all(device_type, dtype)
             ):
                 settle()
             return run(function, *_cast_late(plan, args, kwargs), given)

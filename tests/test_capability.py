@@ -17,10 +17,13 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import capability
+from hmpx import capability, missing_kernels, wrappers
 from hmpx.capability import KINDS, SLOW, Capability
+from hmpx.casting import CallPlan
+from hmpx.decisions import CastPolicy, Decision
 from hmpx.errors import OptionError
-from hmpx.legalize import MODES, is_slow
+from hmpx.legalize import MODES, is_slow, known_capability
+from hmpx.ops import Parameters
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOW = (BF16, FP16)
@@ -644,6 +647,120 @@ def test_what_is_measured(
     monkeypatch.setattr(capability, "_measured", lambda *args: measured)
     found = capability.capability("gemm", device_type, BF16)
     assert found == (measured if is_measured else Capability(said))
+
+
+class Card:
+    """Stands in for `torch.cuda.device`: notes the card that is chosen."""
+
+    chosen: list[int]
+
+    def __init__(self, index: int) -> None:
+        """Chooses ``index``."""
+        self.index = index
+
+    def __enter__(self) -> None:
+        Card.chosen.append(self.index)
+
+    def __exit__(self, *exc_info: object) -> None:
+        Card.chosen.append(-1)
+
+
+@pytest.fixture
+def two_cards(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Has the machine have a card without bfloat16 beside one with it; returns what is measured."""
+    Card.chosen = []
+    measured: list[object] = []
+
+    def measure(*question: object) -> Capability:
+        measured.append((question[1], Card.chosen[-1:]))
+        return Capability(False, 3.0, 3.0)
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 2)
+    versions = {None: (8, 0), 0: (8, 0), 1: (7, 5)}
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: versions[index])
+    monkeypatch.setattr(torch.cuda, "device", Card)
+    monkeypatch.setattr(capability, "_measured", measure)
+    return measured
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_each_card_is_asked_of_for_itself(two_cards: list[object]) -> None:
+    """And measured as the current one of its thread."""
+    first, second = (torch.device("cuda", index) for index in range(2))
+    found = [capability.capability("gemm", capability.name_of(d), BF16) for d in (first, second)]
+    assert found == [Capability(True), Capability(False, 3.0, 3.0)]
+    assert two_cards == [("cuda:1", [1])]
+    assert Card.chosen == [1, -1]
+    assert not capability.is_reported_of_all("cuda", BF16)
+    assert capability.is_reported_of_all("cuda", FP16)
+    assert capability.reported("cuda:7", BF16) is None  # a fake tensor's
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_nothing_is_measured_while_a_graph_is_captured(
+    two_cards: list[object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The call is left to torch's kernel; what is known by then holds, and the rest is asked again."""
+    monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    known = known_capability("gemm", "cuda:1", BF16)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    assert known_capability("gemm", "cuda:1", BF16) == known == Capability(False, 3.0, 3.0)
+    assert not known_capability("norm", "cuda:1", BF16).is_slow(training=True)
+    assert len(two_cards) == 1
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
+    assert known_capability("norm", "cuda:1", BF16).is_slow(training=True)
+    assert len(two_cards) == 2
+
+
+def exhaust(*tensors: Tensor) -> Tensor:
+    """Has no memory for low precision."""
+    if tensors[0].dtype in LOW:
+        raise torch.OutOfMemoryError("out of memory")
+    return tensors[0].exp()
+
+
+@pytest.mark.usefixtures("forgotten")
+def test_exhausted_memory_is_no_lack_of_a_kernel(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    """The measurement has failed, which the log says, and ops are left to torch's kernels."""
+    monkeypatch.setitem(capability._PROBES, "norm", (exhaust, ((2, 2),)))
+    found = capability.capability("norm", "cpu", BF16)
+    assert found == Capability(capability.reported("cpu", BF16))
+    assert "out of memory" in caplog.text
+
+
+def listed(function: Callable[..., Any]) -> Any:
+    """Returns the wrapper of a function that is in the low-precision list."""
+    parameters = Parameters(("x",), {0: "T"}, 1, frozenset())
+    decision = Decision(CastPolicy.LOW, BF16)
+    plan = CallPlan("gelu", "torch.gelu", decision, parameters, frozenset({"cpu"}))
+    return wrappers.make_wrapper(function, plan)
+
+
+def lacking(function: Callable[..., Any]) -> Any:
+    """Returns what completes a function that lacks kernels for some calls."""
+    callee = missing_kernels.Callee("polar", function, ("x",), frozenset(), False, False)
+    some = frozenset({("cpu", BF16)})
+    return missing_kernels.completed(callee, missing_kernels.Lacking(sometimes=some))
+
+
+@pytest.mark.parametrize("made", [listed, lacking])
+def test_exhausted_memory_is_no_reason_to_compute_in_fp32(
+    made: Callable[[Callable[..., Any]], Any],
+) -> None:
+    """Which takes more: the call fails as it does without hmpx."""
+    dtypes = []
+
+    def count(x: Tensor) -> Tensor:
+        dtypes.append(x.dtype)
+        return exhaust(x)
+
+    with pytest.raises(torch.OutOfMemoryError):
+        made(count)(torch.ones(2, dtype=BF16))
+    assert dtypes == [BF16]
 
 
 # --- the option -----------------------------------------------------------------------------------
