@@ -2,8 +2,8 @@
 
 A CPU without bfloat16 products computes them many times slower than fp32, and says nothing.
 Each question is measured once, in a thread of its own in which casts are off, on the device that it
-is asked of. A device is named ``"cpu"`` or, as cards may differ, ``"cuda:1"``. Knows neither policies nor
-wrappers.
+is asked of. A device is named ``"cpu"`` or, as cards may differ, ``"cuda:1"``. Knows neither policies
+nor wrappers.
 """
 
 from __future__ import annotations
@@ -71,7 +71,8 @@ class Capturing(Exception):  # noqa: N818  # no fault
 
 def name_of(device: torch.device) -> str:
     """Returns the name by which to ask of ``device``: with its number where devices of a type differ."""
-    return f"cuda:{device.index}" if device.type == "cuda" else device.type
+    device_type = device.type
+    return f"cuda:{device.index}" if device_type == "cuda" else device_type
 
 
 def is_reported_of_all(device_type: str, dtype: torch.dtype) -> bool:

@@ -1,8 +1,9 @@
 """Places in torch that must know whether casts are on, or in which they are off without being asked.
 
 Printing shows values as they are, the arithmetic of optimizers, of loss scaling and of clipping
-gradients is not cast, a checkpointed forward is recomputed in the on/off state that it first ran in, and modules that look at dtypes before their ops
-run leave that to the ops. torch.jit.script sees torch as it was. Knows neither ops nor policies.
+gradients is not cast, a checkpointed forward is recomputed in the on/off state that it first ran in,
+and modules that look at dtypes before their ops run leave that to the ops. torch.jit.script sees torch
+as it was. Knows neither ops nor policies.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import sys
 import types
 import warnings
 import weakref
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from typing import Any, Final
 
 import torch
@@ -122,7 +123,7 @@ def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patc
         [GradScaler, *_subclasses(GradScaler)]
     )
     for scaler_class in list(patched):
-        yield from _scaling_patches(scaler_class)
+        yield from _scaling_patches(scaler_class, draft)
     init = draft.attribute(GradScaler, "__init__")
 
     @functools.wraps(init)
@@ -130,16 +131,16 @@ def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patc
         for scaler_class in type(self).__mro__:
             if issubclass(scaler_class, GradScaler) and scaler_class not in patched:
                 patched.add(scaler_class)
-                for patch in _scaling_patches(scaler_class):
+                for patch in _scaling_patches(scaler_class, Draft()):
                     add(patch)
         init(self, *args, **kwargs)
 
     yield Patch(GradScaler, "__init__", prepare)
 
 
-def _scaling_patches(scaler_class: type[GradScaler]) -> Iterator[Patch]:
+def _scaling_patches(scaler_class: type[GradScaler], draft: Draft) -> Iterator[Patch]:
     for name in _SCALING:
-        method = vars(scaler_class).get(name)
+        method = draft.read(Patch(scaler_class, name, None))
         if isinstance(method, types.FunctionType):
             wrapper = _scale_without_casts(method) if name == "scale" else _without_casts(method)
             yield Patch(scaler_class, name, wrapper, stays_idle=True)
@@ -150,14 +151,13 @@ def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scale)
     def wrapper(self: GradScaler, outputs: Any) -> Any:
-        is_lazy = isinstance(outputs, Iterable) and not isinstance(
-            outputs, (torch.Tensor, list, tuple)
-        )
-        if is_lazy:
-            outputs = iter(keeps_state(iter(outputs).__next__), _NO_LOSS)
+        if isinstance(outputs, Iterator):
+            outputs = iter(keeps_state(outputs.__next__), _NO_LOSS)
         with disable_casts():
             scaled = scale(self, outputs)
-        return iter(disable_casts()(iter(scaled).__next__), _NO_LOSS) if is_lazy else scaled
+        if isinstance(scaled, Iterator):
+            return iter(disable_casts()(scaled.__next__), _NO_LOSS)
+        return scaled
 
     return wrapper
 

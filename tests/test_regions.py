@@ -7,6 +7,7 @@ import contextlib
 import itertools
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -225,6 +226,22 @@ def test_loss_scalers_in_other_classes() -> None:
         late = Later
     assert vars(OwnScaler)["scale"] is own_scale
     assert late("cpu").scale(torch.ones(())).item() == 65536
+
+
+def test_a_conversion_that_replaces_another_wraps_what_torch_has() -> None:
+    """Not the wrappers of the one before."""
+
+    def clipping() -> list[Any]:
+        return [cell.cell_contents for cell in torch_internals.CLIPPING]
+
+    own_scale, own_clipping = vars(OwnScaler)["scale"], clipping()
+    for opt_level in ("O1", "O2"):
+        hmpx.convert(opt_level=opt_level, device_types={"cpu"})
+        assert vars(OwnScaler)["scale"].__wrapped__ is own_scale
+        assert [wrapper.__wrapped__ for wrapper in clipping()] == own_clipping
+    hmpx.revert()
+    assert vars(OwnScaler)["scale"] is own_scale
+    assert clipping() == own_clipping
 
 
 def test_losses_that_are_scaled_as_they_are_computed() -> None:
