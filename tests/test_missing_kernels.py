@@ -20,6 +20,7 @@ import hmpx
 from hmpx import missing_kernels, oplists, ops
 from hmpx.missing_kernels import Callee, Lacking
 from hmpx.policy import Policy
+from hmpx.torch_parts import torch_version
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
