@@ -406,6 +406,7 @@ def spelled(kind: str, variant: str, info: OpInfo) -> Callable[..., Any]:
 
 
 @pytest.mark.native
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize(
     ("info", "kind", "variant"),
     VARIANTS,
