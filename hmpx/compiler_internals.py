@@ -142,7 +142,7 @@ def _part_of_later(module_name: str) -> Part:
             fault = f"torch has no {module_name}.{name}"
             break
     names = tuple([f"{module_name}.{name}" for name in later.names])
-    return Part(later.feature, names, "2.12", later.without, False, fault)
+    return Part(later.feature, names, "2.13", later.without, False, fault)
 
 
 def later_parts() -> Iterator[Part]:
@@ -152,7 +152,7 @@ def later_parts() -> Iterator[Part]:
             importlib.import_module(name)
         except ImportError as error:
             later = _later[name]
-            yield Part(later.feature, (name,), "2.12", later.without, False, said_by(error))
+            yield Part(later.feature, (name,), "2.13", later.without, False, said_by(error))
         else:
             yield _part_of_later(name)
 
@@ -164,7 +164,7 @@ def tries() -> Iterator[Part]:
             fault = "" if behaves() else "it did not do what was expected"
         except Exception as error:  # whatever another torch does there
             fault = f"trying it raised {said_by(error)}"
-        yield Part(feature, (), "2.12", without, False, fault)
+        yield Part(feature, (), "2.13", without, False, fault)
 
 
 def _runs_once() -> bool:
@@ -260,7 +260,7 @@ def leave_to_callees(function: Any) -> None:
 _eval_frame = rely_on(
     "torch._C._dynamo.eval_frame",
     feature="torch.compile in the middle of calls",
-    since="2.12",
+    since="2.13",
     without="graphs begin in hmpx's own functions, and are compiled again more often",
     behaves=lambda module: (
         hasattr(module, "skip_code") or hasattr(module, "set_code_exec_strategy")
@@ -318,7 +318,7 @@ def tracing_context() -> Any:
 _tracing_context = rely_on(
     "torch._guards.TracingContext",
     feature="graphs that torch.compile is tracing",
-    since="2.12",
+    since="2.13",
     without="sections by module would not hold in them",
     behaves=lambda context: context.try_get() is None or is_dynamo_loaded(),
 )

@@ -59,7 +59,7 @@ transforms, is_batch, is_of_transform, behind_transform = rely_on(
     "torch._C._functorch.is_functorch_wrapped_tensor",
     "torch._C._functorch.get_unwrapped",
     feature="torch.func",
-    since="2.12",
+    since="2.13",
     without="every call is computed as inside of a transform, which takes longer",
     behaves=_tells_transforms,
     instead=(lambda: True, lambda tensor: True, lambda tensor: True, lambda tensor: tensor),
@@ -73,7 +73,7 @@ def _tells_dual_levels(module: Any) -> bool:
 _levels = rely_on(
     "torch.autograd.forward_ad",
     feature="forward-mode gradients",
-    since="2.12",
+    since="2.13",
     without="every call is computed as with forward-mode gradients, which takes longer",
     behaves=_tells_dual_levels,
     instead=(types.SimpleNamespace(_current_level=0),),
@@ -89,7 +89,7 @@ def has_tangents() -> bool:
 jit_tracing_state = rely_on(
     "torch._C._get_tracing_state",
     feature="torch.jit.trace",
-    since="2.12",
+    since="2.13",
     without="roundings of number formats would be lost in traced graphs",
     behaves=lambda state: state() is None or isinstance(state(), torch._C.TracingState),
 )
@@ -98,7 +98,7 @@ jit_tracing_state = rely_on(
 is_jit_tracing = rely_on(
     "torch._C._is_tracing",
     feature="torch.jit.trace, asked for",
-    since="2.12",
+    since="2.13",
     without="calls take longer",
     behaves=lambda is_tracing: is_tracing() is (jit_tracing_state() is not None),
     instead=(lambda: jit_tracing_state() is not None,),
@@ -108,7 +108,7 @@ is_jit_tracing = rely_on(
 dispatch_modes = rely_on(
     "torch._C._len_torch_dispatch_stack",
     feature="dispatch modes",
-    since="2.12",
+    since="2.13",
     without="every call is computed as inside of one, which takes longer",
     behaves=lambda count: count() == 0 or isinstance(count(), int),
     instead=(lambda: 1,),
@@ -118,7 +118,7 @@ _mode_of, _mode_keys = rely_on(
     "torch._C._get_dispatch_mode",
     "torch._C._TorchDispatchModeKey",
     feature="calls that become part of a graph",
-    since="2.12",
+    since="2.13",
     without="every call is computed with roundings for graphs, which takes longer",
     behaves=lambda mode_of, keys: all(
         mode is None or hasattr(type(mode), "__torch_dispatch__")
@@ -153,7 +153,7 @@ is_excluded, is_included, _dispatch_keys = rely_on(
     "torch._C._dispatch_tls_is_dispatch_key_included",
     "torch._C.DispatchKey",
     feature="calls below the dispatcher",
-    since="2.12",
+    since="2.13",
     without="torch's own calls would be cast",
     behaves=_are_told_apart,
 )
@@ -192,7 +192,7 @@ def _disables_subclasses(disable: Any) -> bool:
 DisableTorchFunctionSubclass = rely_on(
     "torch._C.DisableTorchFunctionSubclass",
     feature="tensor subclasses",
-    since="2.12",
+    since="2.13",
     without="casts inside of a subclass' own functions would not end",
     behaves=_disables_subclasses,
 )
@@ -216,7 +216,7 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_
     "torch._subclasses.functional_tensor.FunctionalTensor",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
     feature="freezing",
-    since="2.12",
+    since="2.13",
     without="hmpx.freeze raises TorchError",
     behaves=lambda disable, mode, tensor, has_others: (
         isinstance(mode, type)
@@ -242,7 +242,7 @@ function_modes, DeviceContext = rely_on(
     "torch.overrides._get_current_function_mode_stack",
     "torch.utils._device.DeviceContext",
     feature="scripts that place tensors on hpu",
-    since="2.12",
+    since="2.13",
     without="the stand-in for habana_frameworks would not see torch.device as a context",
     behaves=lambda modes, context: isinstance(modes(), (list, tuple)),
     instead=(_current_function_modes, type("NoContext", (), {"__init__": lambda self: None})),
@@ -290,7 +290,7 @@ is_any_autocast_enabled, DisableAutocast = rely_on(
     "torch._C._is_any_autocast_enabled",
     "torch._C._DisableAutocast",
     feature="calls inside of torch.autocast",
-    since="2.12",
+    since="2.13",
     without="calls there take longer",
     behaves=_tells_autocast,
     instead=(_is_any_autocast_enabled, _disabled_autocast),
@@ -327,7 +327,7 @@ rely_on(
     "torch.set_autocast_enabled",
     "torch.is_autocast_enabled",
     feature="disable_casts in graphs and backward threads",
-    since="2.12",
+    since="2.13",
     without="casts that are off would be on there",
     behaves=_keep_states(OFF_MARK, TRAINING_MARK),
 )
@@ -336,7 +336,7 @@ enter_autocast, exit_autocast = rely_on(
     "torch.amp.autocast_mode._enter_autocast",
     "torch.amp.autocast_mode._exit_autocast",
     feature="regions of torch.autocast in exported graphs",
-    since="2.12",
+    since="2.13",
     without="exported graphs cast inside of regions that are off",
     behaves=_is_found,
     instead=(None, None),
@@ -352,7 +352,7 @@ def _code_in(function: Any, name: str) -> types.CodeType | None:
 _custom_fwd = rely_on(
     "torch.amp.autocast_mode.custom_fwd",
     feature="torch.amp.custom_fwd",
-    since="2.12",
+    since="2.13",
     without="functions that it decorates run with casts on, whatever their cast_inputs say",
     behaves=lambda custom_fwd: _code_in(custom_fwd, "decorate_fwd") is not None,
     instead=(lambda: None,),
@@ -396,7 +396,7 @@ push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
     feature="memory of legalized ops",
-    since="2.12",
+    since="2.13",
     without="autograd keeps fp32 copies of low-precision tensors",
     behaves=_give_to_hooks,
     instead=(_do_nothing, _do_nothing, _do_nothing, lambda: "torch has none"),
@@ -433,7 +433,7 @@ def _is_data(data: Any) -> bool:
 _data = rely_on(
     "torch._C.TensorBase.data",
     feature="running statistics in number formats",
-    since="2.12",
+    since="2.13",
     without="they take longer",
     behaves=_is_data,
     instead=(property(operator.attrgetter("data")),),
@@ -452,7 +452,7 @@ def _counts(use_count: Callable[[Any], int]) -> bool:
 _use_count = rely_on(
     "torch._C._storage_Use_Count",
     feature="reuse_casts",
-    since="2.12",
+    since="2.13",
     without="no cast is reused",
     behaves=_counts,
     instead=(lambda pointer: sys.maxsize,),
@@ -495,7 +495,7 @@ rely_on(
     "torch.utils.checkpoint.checkpoint",
     "torch.utils.checkpoint.CheckpointFunction.forward",
     feature="checkpoints",
-    since="2.12",
+    since="2.13",
     without="they would be recomputed under the casts that are in force in backward",
     behaves=lambda generator, checkpoint, forward: (
         _runs_through(checkpoint, CHECKPOINT_GENERATOR)
@@ -530,7 +530,7 @@ PREPARE_STEP: Final = "_patch_step_function"
 rely_on(
     f"torch.optim.Optimizer.{PREPARE_STEP}",
     feature="optimizers' steps",
-    since="2.12",
+    since="2.13",
     without="they would be cast",
     behaves=_prepares_steps,
 )
@@ -539,7 +539,7 @@ _step_hooks, _module_hooks = rely_on(
     "torch.optim.optimizer._global_optimizer_post_hooks",
     "torch.nn.modules.module._global_module_registration_hooks",
     feature="hooks of optimizers and modules",
-    since="2.12",
+    since="2.13",
     without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
     behaves=lambda *tables: all(isinstance(table, dict) for table in tables),
 )
@@ -576,7 +576,7 @@ _clip_grad = rely_on(
     "torch.nn.utils.clip_grads_with_norm_",
     "torch.nn.utils.get_total_norm",
     feature="clipping of gradients",
-    since="2.12",
+    since="2.13",
     without="norms of gradients would be cast",
     behaves=_clips_by_cells,
     instead=(types.ModuleType("clip_grad"), *[_do_nothing] * 4),
@@ -590,7 +590,7 @@ FX_TRACING, FX_MODULE_CALL = torch.fx._symbolic_trace, "_orig_module_call"
 rely_on(
     "torch.fx._symbolic_trace._orig_module_call",
     feature="sections by module in traced graphs",
-    since="2.12",
+    since="2.13",
     without="graphs of make_fx and torch.export would not know their modules",
     behaves=_is_found,
 )
@@ -599,7 +599,7 @@ rely_on(
     "torch.backends.mha.get_fastpath_enabled",
     "torch.nn.RNNBase.check_input",
     feature="fast paths and checks of modules",
-    since="2.12",
+    since="2.13",
     without="fused kernels would run uncast, and mixed dtypes be refused",
     behaves=_is_found,
 )
@@ -614,7 +614,7 @@ schemas_of, _has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
     "torch._C._nn",
     "torch._VF",
     feature="the table of torch's ops",
-    since="2.12",
+    since="2.13",
     without="no op could be found",
     behaves=lambda schemas, has_kernel, functions, nn, vf: (
         schemas("aten::linear")[0].name == "aten::linear"
@@ -639,7 +639,7 @@ OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
     "torch._ops._OpNamespace",
     "torch._library.custom_ops.CustomOpDef",
     feature="operators of torch.library",
-    since="2.12",
+    since="2.13",
     without="they would not be cast",
     behaves=lambda overload, packet, namespace, custom: (
         isinstance(torch.ops.aten, namespace)

@@ -33,7 +33,7 @@ LISTS = oplists.directory()
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
 
 #: torch.autocast grows from release to release: the lists hold what this one has.
-WRITTEN_FOR = (2, 12)
+WRITTEN_FOR = (2, 13)
 TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
 
 KINDS = ("bf16", "fp32", "widest")
