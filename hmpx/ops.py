@@ -208,6 +208,10 @@ def _resolve_of_torch(name: str) -> str | None:
     if name in bare_names:
         return bare_names[name]
     prefix, _, attribute = name.rpartition(".")
+    if (
+        prefix == "torch.foreach"
+    ):  # since torch 2.15: calls the private names that there always were
+        return bare_names.get(f"_foreach_{attribute}")
     namespace = _PREFIXES.get(prefix)
     if namespace is not None:
         return qualified_names[namespace].get(attribute)

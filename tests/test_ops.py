@@ -30,6 +30,17 @@ def test_every_overridable_function_is_an_op() -> None:
     assert missing == ["torch.autocast"]  # a class
 
 
+def test_functions_of_lists_have_two_names() -> None:
+    """``torch.foreach`` is there since torch 2.15, and calls what goes by private names."""
+    assert ops.resolve("torch.foreach.abs") == "_foreach_abs"
+    assert ops.resolve("torch.foreach.abs_") == ops.resolve("torch._foreach_abs_")
+    assert ops.resolve("torch.foreach.nothing") is None
+    if hasattr(torch, "foreach"):
+        with hmpx.convert(policy=hmpx.Policy.from_ops(low=["torch.foreach.exp"])):
+            (actual,) = torch.foreach.exp([torch.ones(2)])
+        assert actual.dtype is torch.bfloat16
+
+
 def test_aliases_agree_with_opinfo() -> None:
     """Every alias in torch's OpInfo database resolves to its op."""
     differing = {}
