@@ -107,7 +107,7 @@ _later: Final[dict[str, _Later]] = {
 def of_later(module: str, name: str) -> Any:
     """Returns an attribute of a module that is loaded, None if it has none; warns then, once."""
     try:
-        return _attribute_of(sys.modules[module], name)
+        return _attribute_of(sys.modules.get(module), name)
     except AttributeError:
         warn_once([_part_of_later(module)])
         return None
@@ -127,14 +127,14 @@ def needed_of_later(module: str, name: str) -> Any:
         TorchError: It has none.
     """
     try:
-        return _attribute_of(sys.modules[module], name)
+        return _attribute_of(sys.modules.get(module), name)
     except AttributeError:
         return refuse([_part_of_later(module)])
 
 
 def _part_of_later(module_name: str) -> Part:
     later, fault = _later[module_name], ""
-    module = sys.modules[module_name]
+    module = sys.modules.get(module_name)  # another torch may have moved it
     for name in later.names:
         try:
             _attribute_of(module, name)

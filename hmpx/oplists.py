@@ -227,8 +227,8 @@ def _without_condition(line: str, where: str) -> str:
     found = _CONDITION.fullmatch(condition.strip())
     if found is None:
         raise OpListError(
-            f"{where}: after a semicolon stands for which torch a line is, '; torch >= 2.14' or "
-            f"'; torch < 2.14', not {shown(condition.strip())}"
+            f"{where}: after a semicolon expected a version such as 'torch >= 2.14' or 'torch < 2.14', "
+            f"found {shown(condition.strip())}"
         )
     is_newer = torch_version() >= (int(found["major"]), int(found["minor"]))
     return content.strip() if is_newer is (found["sign"] == ">=") else ""

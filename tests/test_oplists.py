@@ -216,7 +216,7 @@ def parsed_with(version: str, text: str) -> oplists.OpList:
 )
 def test_what_follows_a_semicolon_is_a_version_of_torch(line: str) -> None:
     """Or an error, that says what may stand there."""
-    message = r"my.txt:1: after a semicolon stands for which torch a line is, '; torch >= 2.14' or"
+    message = r"my.txt:1: after a semicolon expected a version such as 'torch >= 2.14' or 'torch < 2.14', found"
     with pytest.raises(OpListError, match=message):
         oplists.parse(line, "my.txt")
 

@@ -156,6 +156,9 @@ def test_what_torch_compile_lacks_is_said_or_refused(monkeypatch: pytest.MonkeyP
     monkeypatch.delattr(torch._dynamo.guards, "install_guard")
     with pytest.raises(hmpx.TorchError, match=r"(?s)guards of compiled graphs.*install_guard"):
         compiler_internals.needed_of_later(compiler_internals.DYNAMO_GUARDS, "install_guard")
+    monkeypatch.delitem(sys.modules, compiler_internals.DYNAMO_SOURCES)  # moved elsewhere
+    with pytest.raises(hmpx.TorchError, match=r"(?s)sources of guards.*AttrSource"):
+        compiler_internals.needed_of_later(compiler_internals.DYNAMO_SOURCES, "AttrSource")
 
 
 def test_versions_of_torch_are_told() -> None:
