@@ -209,18 +209,20 @@ class _NoDispatchMode:
 
 
 #: Inside, no dispatch mode sees a call; the class of modes; tensors of graphs being traced; whether a
-#: tensor has others in it.
-disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_on(
+#: tensor has others in it; tensors without values.
+disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors, FakeTensor = rely_on(
     "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch._subclasses.functional_tensor.FunctionalTensor",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    "torch._subclasses.FakeTensor",
     feature="freezing",
     since="2.13",
     without="hmpx.freeze raises TorchError",
-    behaves=lambda disable, mode, tensor, has_others: (
+    behaves=lambda disable, mode, tensor, has_others, fake: (
         isinstance(mode, type)
         and isinstance(tensor, type)
+        and issubclass(fake, Tensor)
         and has_others(_ones()) is False
         and hasattr(disable(), "__enter__")
     ),
@@ -229,6 +231,7 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_
         _NoDispatchMode,
         type("NoTensor", (), {}),
         lambda tensor: False,
+        type("NoTensor", (), {}),
     ),
 )
 

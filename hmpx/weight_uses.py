@@ -19,9 +19,10 @@ from .compiler_internals import casts_of_aten, is_dynamo_loaded
 from .decisions import LowType
 from .errors import FreezeError
 from .number_formats import Format
-from .torch_internals import TorchDispatchMode, is_tensor_of_tensors
+from .torch_internals import FakeTensor, TorchDispatchMode, is_tensor_of_tensors
 
-_PLAIN: Final = frozenset({Tensor, nn.Parameter})
+#: Fake tensors have no values, but all else of theirs is true.
+_PLAIN: Final = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 
 @dataclass(frozen=True)
@@ -254,7 +255,7 @@ def _shares_storage(result: Any, tensor: Tensor) -> bool:
 
 def has_changed(tensor: Tensor, before: Tensor) -> bool:
     """Whether some bit differs."""
-    if tensor.is_meta:
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     as_bytes = [t.reshape(-1).view(torch.uint8) for t in (tensor, before)]
     return not torch.equal(*as_bytes)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import types
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 from zlib import crc32
 
 import pytest
@@ -15,6 +16,8 @@ import torch._inductor  # both replace attributes of torch when they are first i
 import hmpx
 from hmpx import legalize, ops
 from hmpx.capability import Capability
+
+from . import fake_cuda
 
 
 def pytest_addoption(parser: pytest.Parser) -> None:
@@ -97,3 +100,13 @@ def lacks_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute slowly in low precision, whatever this machine does."""
     slow = Capability(reported=False, inference=50.0, training=50.0)
     monkeypatch.setattr(legalize, "known_capability", lambda *question: slow)
+
+
+@pytest.fixture(scope="session")
+def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+    """Calls a function in a process that has a fake CUDA device; see `fake_cuda.call`."""
+    reason = fake_cuda.missing()
+    if reason is not None:
+        pytest.skip(reason)
+    guard = fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
+    return lambda function, *arguments: fake_cuda.call(guard, function, *arguments)

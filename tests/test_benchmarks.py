@@ -129,6 +129,25 @@ def test_compiled(tmp_path: Path) -> None:
     assert saved(tmp_path / "compiled-cpu.json")["bit_equal"] is True
 
 
+@pytest.mark.models
+def test_kernels(tmp_path: Path, on_fake_cuda: Any) -> None:
+    """Counts every candidate."""
+    run("kernels.py", "--models", "lstm", folder=tmp_path)
+    figures = saved(tmp_path / "kernels-fake_cuda.json")["figures"]["lstm"]
+    assert {"fp32", "autocast", "hmpx", "inference, hmpx frozen"} <= figures.keys()
+    assert figures["fp32"]["casts"] == 0 < figures["hmpx"]["casts"]
+
+
+def test_tables_of_kernels_are_those_saved(load: Any) -> None:
+    """In docs/speed.md."""
+    kernels = load("kernels")
+    figures = saved(BENCHMARKS / "results" / "kernels-fake_cuda.json")["figures"]
+    text = kernels.DOCUMENT.read_text("utf-8")
+    assert kernels.documented(text, figures) == text
+    with pytest.raises(SystemExit, match="has 0 tables marked 'training', not one"):
+        kernels.documented("", figures)
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_saved_results(path: Path) -> None:
     """Each file in the repository has a complete header and figures after it."""

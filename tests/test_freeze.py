@@ -20,6 +20,7 @@ import torch
 import torch.nn.functional as F
 import torch.utils.checkpoint
 from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, jvp, vjp, vmap
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -2107,3 +2108,20 @@ def test_inductor_runs_frozen_models() -> None:
         expected = model(x)
         actual = torch.compile(model, fullgraph=True)(x)
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=2**-7)
+
+
+def test_weights_without_values_are_frozen_too() -> None:
+    """So the bytes of a model are known that doesn't fit here; BatchNorm's buffers are read."""
+
+    def make() -> nn.Module:
+        return nn.Sequential(nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU()).eval()
+
+    with convert():
+        frozen = hmpx.freeze(make(), torch.ones(2, 3, 8, 8), keep_fp32=False)
+        expected, size = stored(frozen), frozen.summary().splitlines()[0]
+        with FakeTensorMode():
+            model = make()
+            frozen = hmpx.freeze(model, torch.ones(2, 3, 8, 8))
+            assert (stored(frozen), frozen.summary().splitlines()[0]) == (expected, size)
+            frozen.undo()
+            assert {p.dtype for p in model.parameters()} == {FP32}

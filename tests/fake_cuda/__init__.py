@@ -1,0 +1,97 @@
+"""Devices without the hardware: functions run in a process where tensors on them are fake ones.
+
+Fake tensors have dtypes, shapes and devices, but no values. On CUDA they pass through the autograd and
+autocast that a build of torch for CPUs has, too; so the ops of a training step, their dtypes, their
+casts and their waits for the device are those of a GPU. Its numbers and its speed are not known.
+
+    def dtype_of_products(shape):  # in a test's module
+        with steps.fake("cuda"):
+            ...
+
+    def test_products(on_fake_cuda):  # the fixture skips where there is no C++ compiler
+        assert on_fake_cuda(dtype_of_products, [4, 4]) == "torch.bfloat16"
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import os
+import shutil
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+FOLDER = Path(__file__).parent
+TIMEOUT_S = 300
+
+
+def missing() -> str | None:
+    """Returns why the guard can't be built here, or None."""
+    if compiler() is None:
+        return "needs a C++ compiler (c++, g++ or clang++)"
+    if torch.version.cuda or torch.version.hip:
+        return "needs a torch that was built without CUDA: another one has devices of its own"
+    return None
+
+
+def compiler() -> str | None:
+    """Returns the C++ compiler to use, if there is one."""
+    named = os.environ.get("CXX")
+    return next(filter(None, map(shutil.which, [named or "c++", "g++", "clang++"])), None)
+
+
+def build(folder: Path) -> Path:
+    """Compiles the guard into ``folder`` and returns the library; takes seconds.
+
+    Raises:
+        RuntimeError: The compiler fails.
+    """
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None and spec.origin is not None
+    root = Path(spec.origin).parent
+    library = folder / "guard.so"
+    headers = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
+    libraries = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu"]
+    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    result = subprocess.run(
+        [
+            *(compiler() or "c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", abi, *headers),
+            *(str(FOLDER / "guard.cpp"), "-o", str(library), *libraries),
+        ],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if result.returncode:
+        raise RuntimeError(f"the guard for fake CUDA does not compile:\n{result.stderr}")
+    return library
+
+
+def call(guard: Path, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Returns what ``function`` returns in a new process that has a fake CUDA device.
+
+    Args:
+        guard: What `build` returned.
+        function: Of a module below the repository's root.
+        arguments: What JSON can hold, as the result must be, too.
+
+    Raises:
+        AssertionError: The function raises or warns.
+    """
+    module = function.__module__
+    call = json.dumps([str(guard), module, function.__qualname__, arguments])
+    result = subprocess.run(
+        [sys.executable, str(FOLDER / "worker.py"), call],
+        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+        check=False,
+    )
+    assert result.returncode == 0, result.stdout + result.stderr
+    return json.loads(result.stdout.splitlines()[-1])
