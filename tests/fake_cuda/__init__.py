@@ -45,8 +45,12 @@ def compiler() -> str | None:
     return next(filter(None, map(shutil.which, [named or "c++", "g++", "clang++"])), None)
 
 
-def build(folder: Path) -> Path:
+def build(folder: Path, device_type: str = "cuda") -> Path:
     """Compiles the guard into ``folder`` and returns the library; takes seconds.
+
+    Args:
+        folder: Exists.
+        device_type: Of the fake device: ``"cuda"`` or ``"xpu"``.
 
     Raises:
         RuntimeError: The compiler fails.
@@ -54,13 +58,14 @@ def build(folder: Path) -> Path:
     spec = importlib.util.find_spec("torch")
     assert spec is not None and spec.origin is not None
     root = Path(spec.origin).parent
-    library = folder / "guard.so"
+    library = folder / f"{device_type}_guard.so"
     headers = [f"-I{root / 'include'}", f"-I{root / 'include/torch/csrc/api/include'}"]
     libraries = [f"-L{root / 'lib'}", f"-Wl,-rpath,{root / 'lib'}", "-lc10", "-ltorch_cpu"]
-    abi = f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"
+    defined = [f"-D_GLIBCXX_USE_CXX11_ABI={int(torch.compiled_with_cxx11_abi())}"]
+    defined += ["-DFAKE_XPU"] if device_type == "xpu" else []
     result = subprocess.run(
         [
-            *(compiler() or "c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", abi, *headers),
+            *(compiler() or "c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", *defined, *headers),
             *(str(FOLDER / "guard.cpp"), "-o", str(library), *libraries),
         ],
         capture_output=True,

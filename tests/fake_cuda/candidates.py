@@ -104,6 +104,11 @@ def figures(name: str) -> dict[str, dict[str, int]]:
     return {candidate: summary(kernels(name, candidate)) for candidate in CANDIDATES}
 
 
+def ops(name: str, candidate: str, device_type: str) -> list[str]:
+    """Returns the ops of a model's step with their dtypes, in order."""
+    return [str(kernel) for kernel in kernels(name, candidate, device_type)]
+
+
 def report(name: str) -> dict[str, dict[str, Any]]:
     """Returns candidate -> `summary` of a model, and the ops with their dtypes, in order."""
     found = {candidate: kernels(name, candidate) for candidate in CANDIDATES}
