@@ -38,13 +38,19 @@ from .torch_internals import (
 )
 
 
-def patches(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches of torch.autocast, and of what asks whether it is on."""
+def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
+    """Yields the patches of torch.autocast, and of what asks whether it is on.
+
+    Args:
+        draft: Where torch is as it would be without a conversion.
+        low_dtype: What who asks for autocast's dtype is told; None where it is no dtype of torch.
+    """
     yield from _region_patches(draft)
-    asked = draft.attribute(torch, "is_autocast_enabled")
-    yield Patch(torch, "is_autocast_enabled", _answering(asked))
-    asked = draft.attribute(torch, "get_autocast_dtype")
-    yield Patch(torch, "get_autocast_dtype", _remembering(asked))
+    is_enabled = draft.attribute(torch, "is_autocast_enabled")
+    yield Patch(torch, "is_autocast_enabled", _answering(is_enabled, low_dtype is not None))
+    for name in ("get_autocast_dtype", "get_autocast_gpu_dtype"):
+        dtype_of = draft.attribute(torch, name)
+        yield Patch(torch, name, _telling(dtype_of, is_enabled, low_dtype))
 
 
 def _region_patches(draft: Draft) -> Iterator[Patch]:
@@ -170,21 +176,34 @@ _FORWARD: Final = CUSTOM_FORWARD
 _AS_AROUND: Final = torch.float64
 
 
-def _remembering(dtype_of: Callable[..., torch.dtype]) -> Callable[..., torch.dtype]:
-    """Returns `torch.get_autocast_dtype` such that `custom_bwd` learns from it of casts in the forward."""
+def _telling(
+    dtype_of: Callable[..., torch.dtype],
+    is_autocast_enabled: Callable[..., bool],
+    low_dtype: torch.dtype | None,
+) -> Callable[..., torch.dtype]:
+    """Returns ``dtype_of``, which tells autocast's dtype, such that it knows of casts.
+
+    `custom_bwd` learns from it of casts in the forward; who casts by hand to what it tells gets the
+    conversion's own dtype.
+    """
+    name = dtype_of.__name__
 
     @functools.wraps(dtype_of)
-    def remembering(*args: Any, **kwargs: Any) -> torch.dtype:
+    def telling(*args: Any, **kwargs: Any) -> torch.dtype:
         dtype = dtype_of(*args, **kwargs)
-        asker = _asker(sys._getframe(1), "get_autocast_dtype")
-        if asker is None or asker.f_code is not _FORWARD:
+        asker = _asker(sys._getframe(1), name)
+        if asker is None:
             return dtype
-        device_type = args[0] if args else kwargs["device_type"]
-        is_plain = not _casts_inputs(asker) and not is_enabled(device_type)
-        return _AS_AROUND if is_plain and has_casts(device_type) else dtype
+        device_type = args[0] if args else kwargs.get("device_type", "cuda")
+        if asker.f_code is _FORWARD:
+            is_plain = not _casts_inputs(asker) and not is_enabled(device_type)
+            return _AS_AROUND if is_plain and has_casts(device_type) else dtype
+        if low_dtype is None or not _casts_by_hand(asker) or is_autocast_enabled(device_type):
+            return dtype
+        return low_dtype if has_casts(device_type) else dtype
 
-    run_when_traced(remembering)
-    return remembering
+    run_when_traced(telling)
+    return telling
 
 
 def _casts_inputs(asker: Any) -> bool:
@@ -200,10 +219,15 @@ def _casts_inputs(asker: Any) -> bool:
 # --- who asks ---------------------------------------------------------------------------------
 
 
-def _answering(asked: Callable[..., bool]) -> Callable[..., bool]:
-    """Returns `torch.is_autocast_enabled` such that it knows of casts, where that decides on a region.
+def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., bool]:
+    """Returns `torch.is_autocast_enabled` such that it knows of casts, where code acts on the answer.
 
-    Much code opens a region with ``enabled=False`` only where it finds autocast on.
+    Much code opens a region with ``enabled=False`` only where it finds autocast on; other code casts
+    the inputs of kernels that torch knows nothing of, FlashAttention's above all, to autocast's dtype.
+
+    Args:
+        asked: The function.
+        tells_dtype: Whether there is a dtype that such code can cast to.
     """
 
     @functools.wraps(asked)
@@ -215,7 +239,9 @@ def _answering(asked: Callable[..., bool]) -> Callable[..., bool]:
             return answer
         if asker.f_code is _FORWARD:
             return _casts_inputs(asker)
-        return not _module(asker).startswith("torch.") and _opens_regions(asker.f_code)
+        if _module(asker).startswith("torch."):
+            return False
+        return _opens_regions(asker.f_code) or (tells_dtype and _casts_by_hand(asker))
 
     run_when_traced(answering)
     return answering
@@ -244,3 +270,21 @@ def _opens_regions(code: types.CodeType) -> bool:
     if not {"is_autocast_enabled", "autocast"} <= set(code.co_names):
         return False
     return any(isinstance(names, tuple) and "enabled" in names for names in code.co_consts)
+
+
+def _casts_by_hand(asker: Any) -> bool:
+    """Whether code outside of torch asks whether autocast is on, and for its dtype; and that is all.
+
+    Who asks for its cache, too, or names a region, keeps the state to restore it.
+    """
+    return not _module(asker).startswith("torch.") and _asks_for_dtype(asker.f_code)
+
+
+@functools.lru_cache(maxsize=256)
+def _asks_for_dtype(code: types.CodeType) -> bool:
+    names = set(code.co_names)
+    asks = "is_autocast_enabled" in names and names & _DTYPE_QUESTIONS
+    return bool(asks) and not names & {"autocast", "is_autocast_cache_enabled"}
+
+
+_DTYPE_QUESTIONS: Final = {"get_autocast_dtype", "get_autocast_gpu_dtype"}

@@ -32,7 +32,10 @@ from .training import as_training, is_training, keeps_kind
 
 
 def patches(
-    draft: Draft, add: Callable[[Patch], None], run_suspended: Callable[..., Any]
+    draft: Draft,
+    add: Callable[[Patch], None],
+    run_suspended: Callable[..., Any],
+    low_dtype: torch.dtype | None,
 ) -> Iterator[Patch]:
     """Yields the patches that make these regions.
 
@@ -41,6 +44,7 @@ def patches(
         add: Applies one more patch while these are in force: for classes of optimizers and of loss
             scalers that are prepared only when the first of their instances is made.
         run_suspended: Calls a function without any of the conversion's patches.
+        low_dtype: The conversion's low-precision type; None where that is no dtype of torch.
     """
     represent = draft.attribute(torch.Tensor, "__repr__")
     yield Patch(torch.Tensor, "__repr__", disable_casts()(represent))
@@ -51,7 +55,7 @@ def patches(
         yield Patch(cell, "cell_contents", disable_casts()(clip), stays_idle=True)
     yield from _checkpoint_patches(draft)
     yield from _module_patches(draft)
-    yield from autocast_regions.patches(draft)
+    yield from autocast_regions.patches(draft, low_dtype)
     script = draft.attribute(torch.jit, "script")
     yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
 

@@ -193,7 +193,9 @@ class Session:
         made += foreign.made
         self._said = foreign.said
         applied = draft.apply(patches)
-        applied += draft.apply(regions.patches(draft, self._add, self._run_suspended))
+        low = self.policy.low_precision_type
+        low_dtype = low if isinstance(low, torch.dtype) else None
+        applied += draft.apply(regions.patches(draft, self._add, self._run_suspended, low_dtype))
         applied += draft.apply(numpy_values.patches(draft))
         if self.options.reuse_casts:
             applied += draft.apply(reuse.patches(draft))

@@ -7,6 +7,7 @@ import contextlib
 import contextvars
 import sys
 import threading
+import types
 from collections.abc import Callable, Iterator
 from types import FrameType
 from typing import Any
@@ -28,6 +29,19 @@ POLICY = Policy.from_ops(low=["matmul", "linear", "mul"], fp32=["softmax"])
 pytestmark = pytest.mark.filterwarnings(
     "ignore::DeprecationWarning", "ignore::FutureWarning", "ignore:.*target dtype is not supported"
 )
+
+
+@pytest.fixture(autouse=True)
+def autocast_is_left_untouched() -> Iterator[None]:
+    """Closes regions that torch has lost: interrupted ones, and those of a generator closed elsewhere.
+
+    Within one autocast keeps its casts of parameters, stale ones in tests to come.
+    """
+    yield
+    torch.autocast_increment_nesting()
+    while torch.autocast_decrement_nesting() > 0:
+        pass
+    torch.clear_autocast_cache()
 
 
 def low(**options: Any) -> hmpx.Session:
@@ -308,6 +322,59 @@ def test_code_that_opens_a_region_only_where_autocast_is_on() -> None:
     assert isinstance(asks_first(), contextlib.nullcontext)
     with low(device_types={"cuda"}):
         assert isinstance(asks_first(), contextlib.nullcontext)
+
+
+def dtype_for_kernel(x: Tensor) -> torch.dtype:
+    """As FlashAttention's callers do: what to cast fp32 queries to for a kernel that takes none."""
+    if torch.is_autocast_enabled(x.device.type):
+        return torch.get_autocast_dtype(x.device.type)
+    return x.dtype
+
+
+def dtype_for_kernel_on_gpus() -> torch.dtype | None:
+    return torch.get_autocast_gpu_dtype() if torch.is_autocast_enabled() else None
+
+
+def state_to_restore() -> dict[str, Any]:
+    """As checkpoints of other libraries keep it."""
+    return {
+        "enabled": torch.is_autocast_enabled("cpu"),
+        "dtype": torch.get_autocast_dtype("cpu"),
+        "cache_enabled": torch.is_autocast_cache_enabled(),
+    }
+
+
+def test_code_that_casts_to_the_dtype_of_autocast() -> None:
+    """It casts to the conversion's; who keeps the state to restore it is told of autocast alone."""
+    x, before = a(), state_to_restore()
+    with hmpx.convert(low_precision_type=FP16, legalize="never"):
+        assert dtype_for_kernel(x) is FP16
+        assert dtype_for_kernel_on_gpus() is None
+        assert state_to_restore() == before
+        with on():
+            assert dtype_for_kernel(x) is BF16  # what the region says
+            assert state_to_restore()["enabled"]
+        for around in (hmpx.disable_casts(), off()):
+            with around:
+                assert dtype_for_kernel(x) is FP32
+    with low(device_types={"cuda"}):
+        assert dtype_for_kernel(x) is FP32
+        assert dtype_for_kernel_on_gpus() is BF16
+    with hmpx.convert(low_precision_type="posit16_1"):
+        assert dtype_for_kernel(x) is FP32
+    assert dtype_for_kernel(x) is FP32
+
+
+@pytest.mark.models
+def test_flash_attention_in_transformers_gets_the_low_type() -> None:
+    """Queries that rotary embeddings have left in fp32, which its kernels refuse."""
+    integration = pytest.importorskip("transformers.integrations.flash_attention")
+    layer = torch.nn.ModuleList([torch.nn.Linear(4, 4)])
+    layer.config = types.SimpleNamespace()
+    with low():
+        assert integration.get_target_dtype(a(), layer) is BF16
+        assert integration.get_target_dtype(a().bfloat16(), layer) is None
+    assert integration.get_target_dtype(a(), layer) is FP32
 
 
 class Custom(torch.autograd.Function):
@@ -633,6 +700,21 @@ def test_compiled_regions_are_those_of_eager_mode(backend: str) -> None:
                     torch.testing.assert_close(actual, expected, rtol=2**-8, atol=2**-8)
         assert {t.dtype for t in expected} == {FP32, BF16}
     assert is_clean()
+
+
+def casts_by_hand(x: Tensor) -> Tensor:
+    return x.to(dtype_for_kernel(x))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.parametrize("fullgraph", [True, False])
+def test_compiled_code_casts_to_the_dtype_of_autocast(fullgraph: bool) -> None:
+    compiled = torch.compile(casts_by_hand, backend="eager", fullgraph=fullgraph)
+    with low():
+        for around in (contextlib.nullcontext, off, on, hmpx.disable_casts):
+            with around():
+                assert compiled(a()).dtype is casts_by_hand(a()).dtype
+    assert compiled(a()).dtype is FP32
 
 
 def asks_itself(x: Tensor) -> Tensor:

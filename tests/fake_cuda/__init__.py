@@ -65,7 +65,16 @@ def build(folder: Path, device_type: str = "cuda") -> Path:
     defined += ["-DFAKE_XPU"] if device_type == "xpu" else []
     result = subprocess.run(
         [
-            *(compiler() or "c++", "-std=c++20", "-O1", "-shared", "-fPIC", "-w", *defined, *headers),
+            *(
+                compiler() or "c++",
+                "-std=c++20",
+                "-O1",
+                "-shared",
+                "-fPIC",
+                "-w",
+                *defined,
+                *headers,
+            ),
             *(str(FOLDER / "guard.cpp"), "-o", str(library), *libraries),
         ],
         capture_output=True,
