@@ -295,3 +295,22 @@ def test_casts() -> None:
     assert rows["bert", "hmpx"] == ["1", "0", "50"]
     assert rows["bert", "autocast-cuda"] == ["17", "8", "50"]
     assert rows["resnet", "autocast-cpu"] == ["1", "0", "22"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run all tests on the GPU")
+def test_table_of_what_a_gpu_shows() -> None:
+    """Without one it tells so, and does not end as if something had been tested."""
+    script = BENCHMARKS.parent / "scripts" / "gpu.py"
+    result = subprocess.run(
+        [sys.executable, str(script), "-k", "graph or wait"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 1
+    head, _, *table = result.stdout.splitlines()
+    assert head.startswith(f"no CUDA device, torch {torch.__version__}, hmpx ")
+    assert table[0] == "| test | outcome | s | figure |"
+    assert len(table) == 6
+    assert all(row.endswith("| Skipped: needs a CUDA device |") for row in table[2:])

@@ -1,17 +1,33 @@
-"""What only a GPU can show: the pipeline on the CPU stays as it was, graphs, loss scaling."""
+"""What only a GPU can show; `python scripts/gpu.py` runs these first and prints one table.
+
+Tests note what they have measured as the property ``figure``.
+"""
 
 from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
+from hmpx import capability, missing_kernels, ops
+from tests.test_opinfo import LEFT_OUT, current
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+COUNTED = Path(__file__).parent.parent / "benchmarks" / "results" / "kernels-fake_cuda.json"
 
 
 def network() -> nn.Module:
@@ -102,3 +118,210 @@ def test_the_lists_win_inside_an_autocast_region(region: torch.dtype) -> None:
         with torch.autocast("cuda", region):
             actual = outcome()
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+# --- what is counted on fake devices, here on real ones -------------------------------------------
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("candidate", ["autocast", "hmpx", "hmpx autocast-cuda", "hmpx products"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet"])
+def test_kernels_are_those_counted_on_fake_devices(
+    name: str, candidate: str, record_property: Callable[[str, object], None]
+) -> None:
+    """As docs/speed.md has them; a build for CUDA takes attention apart by itself."""
+    pytest.importorskip("transformers")
+    models = pytest.importorskip("tests.fake_cuda.models")
+    candidates = pytest.importorskip("tests.fake_cuda.candidates")
+    steps = pytest.importorskip("tests.fake_cuda.steps")
+    counted = json.loads(COUNTED.read_text("utf-8"))["figures"][name][candidate]
+    chosen = candidates.CANDIDATES[candidate]
+    region = torch.autocast("cuda", BF16) if candidate == "autocast" else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        if chosen.options is not None:
+            stack.enter_context(hmpx.convert(**chosen.options))
+        with torch.device("cuda"):
+            step = models.make(name)
+        kernels = stack.enter_context(steps.Kernels("cuda", step.model.parameters()))
+        with region:
+            loss = step.loss(step.model(**step.inputs))
+        loss.backward()
+    actual = steps.summary(kernels.list)
+    record_property("figure", f"{actual['casts']} casts, counted {counted['casts']}")
+    assert actual["waits"] == 0
+    assert actual["casts"] == pytest.approx(counted["casts"], abs=4)  # of the loss, of masks
+
+
+@pytest.mark.parametrize("lists", ["hmpx", "autocast-cuda", "hmp"])
+def test_a_step_does_not_wait_for_the_device(lists: str) -> None:
+    """No value is read back, which a debug mode of torch's would raise for."""
+    model, x = network(), torch.randn(8, 16, device="cuda")
+    y = torch.randint(4, (8,), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with hmpx.convert(lists=lists):
+        for step in range(3):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one measures
+            try:
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_peak_memory_is_at_most_that_of_autocast(
+    record_property: Callable[[str, object], None],
+) -> None:
+    def peak(region: contextlib.AbstractContextManager[Any]) -> int:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512), nn.GELU())] * 8
+        model = nn.Sequential(*blocks).cuda()
+        x = torch.randn(4096, 512, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with region:
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return torch.cuda.max_memory_allocated()
+
+    expected = peak(torch.autocast("cuda", BF16))
+    with hmpx.convert():
+        actual = peak(contextlib.nullcontext())
+    record_property("figure", f"{actual / expected:.2f} of autocast's")
+    assert actual <= expected
+
+
+# --- kernels that are there, and those that are not -----------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_kernels_known_to_be_missing_are(
+    dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
+    """What hmpx computes in fp32 on CUDA without trying; and what OpInfo says runs, runs."""
+    missing, present = [], []
+    for info in op_db:
+        name = ops.resolve(info.name)
+        lacking = missing_kernels.table().get(name) if name is not None else None
+        is_known = lacking is not None and ("cuda", dtype) in lacking.always
+        if dtype not in info.supported_dtypes("cuda") and not is_known:
+            continue
+        try:
+            samples = info.sample_inputs("cuda", dtype, requires_grad=False)
+            sample = next(iter(samples))
+        except (RuntimeError, NotImplementedError, StopIteration, TypeError):
+            continue
+        try:
+            info.op(sample.input, *sample.args, **sample.kwargs)
+        except (RuntimeError, NotImplementedError):
+            missing += [] if is_known else [info.name]
+        else:
+            present += [info.name] if is_known else []
+    record_property("figure", f"not known: {len(missing)}, there after all: {len(present)}")
+    assert (missing, present) == ([], [])
+
+
+#: Its OpInfo passes what a wrapped op returns to ATen's own overload, below every wrapper.
+POOL_BACKWARD = "max_pool2d_with_indices_backward"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lists", ["hmpx", "hmp", "o2", "autocast-cuda"])
+def test_nothing_that_runs_in_fp32_stops(lists: str) -> None:
+    """The first sample of each OpInfo, in fp32 and in bf16, under each of the shipped sets."""
+    stopped = []
+    for info in op_db:
+        if FP32 not in info.supported_dtypes("cuda") or info.name in {*LEFT_OUT, POOL_BACKWARD}:
+            continue
+        try:
+            sample = next(iter(info.sample_inputs("cuda", FP32, requires_grad=False)))
+            info.op(sample.input, *sample.args, **sample.kwargs)
+        except Exception:  # then it is torch's own
+            continue
+        call = current(info.op)
+        with hmpx.convert(lists=lists):
+            for dtype in (FP32, BF16):
+                low = sample.transform(
+                    lambda v, d=dtype: v.to(d) if isinstance(v, Tensor) and v.dtype is FP32 else v
+                )
+                try:
+                    call(low.input, low.args, low.kwargs)
+                except Exception as error:
+                    stopped.append(f"{info.name} on {dtype}: {error}"[:200])
+    assert not stopped
+
+
+# --- numbers on the CPU, forks ---------------------------------------------------
+
+
+def test_numbers_on_the_cpu_beside_low_tensors() -> None:
+    x = torch.ones(4, 4, device="cuda", dtype=BF16)
+    with hmpx.convert():
+        x[torch.tensor([0, 1], device="cuda")] = torch.tensor(0.3)
+        assert torch.heaviside(x, torch.tensor(0.5)).dtype is BF16
+        assert torch.lerp(x, x, torch.tensor(0.5)).dtype is BF16
+
+
+FORKS = """
+import torch, hmpx
+hmpx.convert()
+assert not torch.cuda.is_initialized()
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return torch.ones(4, device="cuda") * i
+
+loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
+print(sum(x.cpu().sum().item() for x in loader))
+"""
+
+
+def test_forked_workers_may_use_the_device() -> None:
+    """`convert` initializes nothing."""
+    result = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, "24.0"), result.stderr
+
+
+# --- compiled code, and what the card is said to do -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_is_as_eager(record_property: Callable[[str, object], None]) -> None:
+    """By Inductor and Triton, forward and backward."""
+    x = torch.randn(64, 16, device="cuda")
+
+    def gradients(compile_it: bool) -> list[Tensor]:
+        model = network()
+        run = torch.compile(model, fullgraph=True) if compile_it else model
+        y = run(x)
+        y.float().square().mean().backward()
+        return [y, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+    with hmpx.convert():
+        expected, actual = gradients(False), gradients(True)
+    errors = [
+        float((a.float() - e.float()).detach().norm() / e.float().detach().norm())
+        for a, e in zip(actual, expected, strict=True)
+    ]
+    record_property("figure", f"relative error {max(errors):.1e}")
+    assert max(errors) < 2**-6
+
+
+def test_the_card_is_measured_once_and_not_legalized(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """A card with bf16 units runs products as they are."""
+    with hmpx.convert():
+        F.linear(torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda"))
+    known = capability.capability("linear", "cuda:0", BF16)
+    record_property("figure", f"bf16 over fp32: {known.inference}, in training {known.training}")
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        assert known.reported
+        assert known.inference is not None
+        assert known.inference < 2
