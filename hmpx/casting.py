@@ -64,6 +64,7 @@ class CallPlan:
         device_types: Tensors elsewhere are not cast.
         in_place: The callable writes to its first argument.
         promotes: torch's kernel takes mixed dtypes and gives the widest, in place too.
+        rounds_mixed: Its gradients don't: of these it computes in the narrower dtype.
         is_python: The callable is implemented in Python: nothing inside it is cast.
         writes: Names of the arguments that the callable writes to, ``out`` aside.
         statistics: Those of them that are running statistics of a norm.
@@ -108,6 +109,7 @@ class CallPlan:
     device_types: frozenset[str]
     in_place: bool = False
     promotes: bool = False
+    rounds_mixed: bool = False
     is_python: bool = False
     writes: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
@@ -156,6 +158,18 @@ class CallPlan:
     def is_relative(self) -> bool:
         """Whether the dtype that inputs are cast to depends on the call."""
         return self.target is not None or self.decision.dtype is None
+
+    @property
+    def widens_itself(self) -> bool:
+        """Whether torch's kernel computes mixed dtypes, and their gradients, as if cast to the widest."""
+        return self.promotes and not self.rounds_mixed
+
+    @property
+    def widens_to_fp32(self) -> bool:
+        """Whether an fp32 input with dimensions is enough for torch to compute in fp32."""
+        is_fp32 = self.decision.dtype is torch.float32 and self.emulation is None
+        is_native = not (self.is_python or self.composes or self.never_narrows)
+        return self.widens_itself and is_fp32 and is_native and self.target is None
 
     @property
     def returns_input_dtype(self) -> bool:
@@ -290,7 +304,7 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     if cast_policy is CastPolicy.FIRST:
         dtype = inputs[0].dtype
     elif cast_policy is CastPolicy.WIDEST:
-        if plan.promotes:
+        if plan.widens_itself:
             return None
         dtype = widest(inputs)
     else:
@@ -306,7 +320,15 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
         if plan.emulation is not None or isinstance(plan.decision.dtype, Format):
             return torch.float32
         dtype = plan.decision.dtype
+        if is_widened(plan, inputs):
+            return None
     return dtype if dtype in CAST else None
+
+
+def is_widened(plan: CallPlan, inputs: Iterable[Tensor]) -> bool:
+    """Whether torch computes a call on these floating inputs in fp32 by itself, as the plan says."""
+    fp32 = torch.float32
+    return plan.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
 
 
 def floating_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:

@@ -83,12 +83,17 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                 f"the policy holds {name!r}, which is no op of torch {torch.__version__}"
             )
         promotes = ops.root(name) in ops.facts("promotes")
+        rounds_mixed = ops.root(name) in ops.facts("rounds_mixed")
         kind, first_matrix = ops.kind(name)
         asked = deciding.get(name, ())
         for site in op.sites:
             lacks = lacking.get(name) if _has_kernels(site, op) else None
             is_settled = lacks is None and (site.in_place or not asked)
-            if not observers and is_settled and _is_settled_by_torch(site, decision, promotes):
+            if (
+                not observers
+                and is_settled
+                and _is_settled_by_torch(site, decision, promotes, rounds_mixed)
+            ):
                 continue
             slot = draft.attribute(site.owner, site.attribute)
             function = site.callable_of(slot)
@@ -114,6 +119,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                     device_types=conversion.device_types,
                     in_place=site.in_place,
                     promotes=promotes,
+                    rounds_mixed=rounds_mixed,
                     is_python=site.is_python,
                     is_overridable=source.hands_over(function),
                     writes=ops.written(name, site),
@@ -289,7 +295,7 @@ def _maker(
             decided = dataclasses.replace(decided, lowerings=lowerings)
         if observers and decision.cast_policy is not CastPolicy.PASS:
             return wrappers.make_observed_wrapper(function, decided, observers)
-        if _is_settled_by_torch(site, decision, plan.promotes):
+        if _is_settled_by_torch(site, decision, plan.promotes, plan.rounds_mixed):
             return wrappers.make_wrapper_where_lacking(function, plan)
         return wrappers.make_wrapper(function, decided)
 
@@ -304,7 +310,7 @@ def _has_kernels(site: ops.Site, op: ops.Op) -> bool:
 
 
 def _is_settled_by_torch(
-    site: ops.Site | foreign_sites.Site, decision: Decision, promotes: bool
+    site: ops.Site | foreign_sites.Site, decision: Decision, promotes: bool, rounds_mixed: bool
 ) -> bool:
     """Whether torch's own kernel does exactly what the decision says, so that none is wrapped."""
     if decision.cast_policy is CastPolicy.PASS:
@@ -314,4 +320,4 @@ def _is_settled_by_torch(
             return False
         return promotes or not (site.is_python or ops.parameters(site).has_several_tensors)
     is_widest = decision.cast_policy is CastPolicy.WIDEST
-    return promotes and is_widest and not decision.is_composed
+    return promotes and not rounds_mixed and is_widest and not decision.is_composed

@@ -126,6 +126,16 @@ _SETTLED = """
             return {call}
 """
 
+#: torch computes in fp32 by itself, where one of several inputs is.
+_WIDENED = """
+        try:
+            widened = {test}
+        except AttributeError:
+            widened = False
+        if widened:
+            return {call}
+"""
+
 #: Plain tensors, all given by position, to one fixed dtype.
 _UNROLLED = """
         if {last} is not missing and {kwargs_are_plain}:
@@ -240,6 +250,8 @@ def _body(plan: CallPlan, names: str) -> str:
     )
     if is_fixed:
         body = _unrolled(plan, names) + body
+    if plan.widens_to_fp32 and set(plan.cast_kinds.values()) <= {"T", "O", "N"}:
+        body = _widened(plan, names) + body
     body = _settled(plan, names, None) + body
     if not plan.casts_late:
         return body
@@ -284,6 +296,15 @@ def _settled(plan: CallPlan, names: str, reference: int | None) -> str:
     elif plan.legalizes:
         call = f"{run} if {_legalizes(plan)}{is_low} else {call}"
     return _SETTLED.format(test=" and ".join([*tests, "not kwargs"]), call=call)
+
+
+def _widened(plan: CallPlan, names: str) -> str:
+    """Returns the part for inputs of which one is fp32 and has dimensions."""
+    tests = [
+        f"(type(a{p}) in plain_tensors and a{p}.dtype is dtype and a{p}.dim() > 0)"
+        for p in sorted(plan.cast_kinds)
+    ]
+    return _WIDENED.format(test=" or ".join(tests), call=f"original(*given({names}rest), **kwargs)")
 
 
 def _fitting(plan: CallPlan, dtype: str, cast: str = "a") -> str:

@@ -33,6 +33,7 @@ from .casting import (
     converter,
     floating_inputs,
     is_on_device,
+    is_widened,
     target_dtype,
     widest,
     written,
@@ -331,6 +332,8 @@ def make_observed_wrapper(
         _collect_any(result, outputs)
         if not before:
             return result  # there was nothing to decide
+        if dtype is None and is_widened(plan, before):
+            dtype = torch.float32  # torch's kernel does that
         if plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
             dtype = (
                 widest(before) if plan.target is None else before[0].dtype

@@ -139,7 +139,8 @@ def cast_by_hand(
     name: str, policy: CastPolicy, call: tuple[Any, ...], *, is_in_place: bool = False
 ) -> tuple[Any, ...]:
     """Returns (input, args, kwargs) with every eligible tensor cast as design and policy say."""
-    if is_in_place or (policy is CastPolicy.WIDEST and ops.root(name) in ops.facts("promotes")):
+    promotes = ops.root(name) in set(ops.facts("promotes")) - set(ops.facts("rounds_mixed"))
+    if is_in_place or (policy is CastPolicy.WIDEST and promotes):
         return call  # the target keeps its dtype; torch's own kernel promotes
     if name in NORMS:
         return cast_norm_by_hand(name, policy, call)

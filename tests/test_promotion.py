@@ -3,11 +3,15 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
+import hmpx
 from hmpx import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
@@ -73,3 +77,101 @@ def test_no_op_of_the_shipped_widest_list_that_promotes_is_missing() -> None:
 
     widest = set(oplists.read_shipped("hmp/widest", "widest").ops)
     assert set(ops.facts("promotes")) - widest == set()
+
+
+# --- gradients ---------------------------------------------------------------------------------
+
+#: Pairs of a low dtype and fp32, either first.
+MIXED = [pair for pair in PAIRS if torch.float32 in pair and torch.float64 not in pair]
+#: Take two tensors of one dtype, or give no gradients.
+NO_GRADIENTS = {"equal", "isin", "igamma", "igammac", "nextafter", "floor_divide"} | {
+    name for name in ops.facts("promotes") if name[:2] in ("eq", "ge", "gt", "le", "lt", "ne")
+}
+
+
+def outcome(call: Callable[[Tensor, Tensor], Any], a: Tensor, b: Tensor, *, cast: bool) -> Any:
+    """Returns outputs and gradients of a call on mixed types, or on what they are cast to."""
+    inputs = [t.detach().requires_grad_() for t in (a, b)]
+    result = call(*[t.float() for t in inputs] if cast else inputs)
+    if not result.dtype.is_floating_point or not result.requires_grad:
+        return [result]
+    weights = torch.linspace(0.3, 1.7, result.numel()).view_as(result)
+    gradients = torch.autograd.grad(result, inputs, weights, allow_unused=True)
+    return [result.detach(), *gradients]
+
+
+#: Calls that show what gradients are computed in.
+WITH_GRADIENTS = {
+    **CALLS,
+    "addcmul": lambda a, b: torch.addcmul(a, b, b, value=0.3),
+}
+
+
+def is_equal(name: str) -> bool:
+    call = WITH_GRADIENTS.get(name) or (lambda a, b: getattr(torch, name)(a, b))
+    for first, second in MIXED:
+        a, b = value((64,), first), value((64,), second).flip(0) - 0.45
+        for actual, expected in zip(
+            outcome(call, a, b, cast=False), outcome(call, a, b, cast=True), strict=True
+        ):
+            if actual is not None and not torch.equal(actual, expected):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("name", sorted(set(ops.facts("promotes")) - NO_GRADIENTS))
+def test_gradients_of_mixed_types_are_those_of_casts(name: str) -> None:
+    """Bit for bit, except for those that the data names; these are cast."""
+    assert is_equal(name) is (name not in ops.facts("rounds_mixed"))
+
+
+@pytest.mark.parametrize("name", sorted(ops.facts("rounds_mixed")))
+@pytest.mark.parametrize("kind", ["widest", "fp32"])
+def test_those_that_round_are_cast(name: str, kind: str) -> None:
+    """As torch.autocast casts addcdiv, addcmul and atan2; in place torch's kernel computes."""
+    with hmpx.convert(policy={"lists": "none", kind: [name]}):
+        assert is_equal(name)
+        for target in (torch.float32, torch.bfloat16):
+            if hasattr(Tensor, f"{name}_"):
+                x, other = value((4,), target), value((4,), torch.bfloat16)
+                getattr(x, f"{name}_")(*((other, other) if name.startswith("addc") else (other,)))
+                assert x.dtype is target
+
+
+class Copies(TorchDispatchMode):
+    """Counts casts."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten._to_copy.default
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("name", sorted(set(ops.facts("promotes")) - NO_GRADIENTS))
+def test_in_the_fp32_list_mixed_types_are_not_cast(name: str) -> None:
+    """Where torch computes in fp32 by itself: no more is copied than by torch, with equal results."""
+    call = CALLS.get(name) or (lambda a, b: getattr(torch, name)(a, b))
+    for dtypes in MIXED:
+        a, b = value((64,), dtypes[0]), value((64,), dtypes[1]).flip(0)
+        with Copies() as expected:
+            call(a, b)
+        with hmpx.convert(policy={"lists": "none", "fp32": [name]}):
+            with Copies() as copies:
+                actual = call(a, b)
+            assert is_equal(name)
+        assert not actual.dtype.is_floating_point or actual.dtype is torch.float32
+        if name != "block_diag" and name not in ops.facts("rounds_mixed"):  # block_diag is Python
+            assert copies.count == expected.count
+
+
+@pytest.mark.parametrize("number", ["fp32", "bf16"])
+def test_a_number_does_not_widen(number: str) -> None:
+    """Beside a 0-dim fp32 tensor torch would stay in bf16: so the fp32 list casts."""
+    low, fp32 = value((4,), torch.bfloat16), torch.tensor(0.3)
+    with hmpx.convert(policy={"lists": "none", "fp32": ["div", "where", "cat"]}):
+        given = fp32 if number == "fp32" else fp32.bfloat16()
+        assert torch.div(low, given).dtype is torch.float32
+        assert torch.div(given, low).dtype is torch.float32
+        assert torch.where(low > 1, low, given).dtype is torch.float32
+        assert torch.div(given, given).dtype is torch.float32
