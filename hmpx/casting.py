@@ -16,6 +16,7 @@ from torch import Tensor
 
 from . import convolutions, reuse
 from .capability import PRODUCTS
+from .chunks import cast_as_one
 from .decisions import INPUT, CastPolicy, Decision
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
@@ -360,16 +361,34 @@ def _cast_to(dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs) -> 
     def convert(tensor: Tensor) -> Tensor:
         return tensor if tensor.dtype is dtype else cast(tensor)
 
+    def convert_list(tensors: Sequence[Any]) -> list[Tensor] | None:
+        if not all([_is_eligible_tensor(t, plan) and t.dtype is not dtype for t in tensors]):  # noqa: C419
+            return None
+        return cast_as_one(tensors, dtype)
+
     mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(plan, args, kwargs)
-    return _with_inputs(convert, plan, args, kwargs, mixes)
+    may_be_chunk = plan.kind == "rnn"  # the weights
+    return _with_inputs(
+        convert, plan, args, kwargs, mixes, convert_list if may_be_chunk else _no_chunk
+    )
 
 
-def _with_inputs(
-    convert: Callable[[Tensor], Tensor], plan: CallPlan, args: Args, kwargs: Kwargs, mixes: bool
+def _no_chunk(tensors: Sequence[Any]) -> None:
+    return None
+
+
+def _with_inputs(  # noqa: PLR0917  # all there is to one call
+    convert: Callable[[Tensor], Tensor],
+    plan: CallPlan,
+    args: Args,
+    kwargs: Kwargs,
+    mixes: bool,
+    convert_list: Callable[[Sequence[Any]], list[Tensor] | None] = _no_chunk,
 ) -> tuple[Args, Kwargs]:
     """Returns the arguments with the eligible inputs converted.
 
-    With ``mixes``, a norm's parameters in fp32 stay as they are.
+    With ``mixes``, a norm's parameters in fp32 stay as they are. Lists of inputs that ``convert_list``
+    returns None for are converted one by one.
     """
 
     def with_value(name: str, value: Any) -> Any:
@@ -386,7 +405,7 @@ def _with_inputs(
             )
             return value if keeps_fp32 else convert(value)
         if isinstance(value, SEQUENCES):
-            new = [with_value(name, item) for item in value]
+            new = convert_list(value) or [with_value(name, item) for item in value]
             if all(a is b for a, b in zip(new, value, strict=True)):
                 return value
             return with_items(value, new)
@@ -453,6 +472,10 @@ def _is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:
     return (
         tensor.dtype in ELIGIBLE and tensor.layout in _DENSE and tensor.device.type in device_types
     )
+
+
+def _is_eligible_tensor(value: Any, plan: CallPlan) -> bool:
+    return isinstance(value, Tensor) and _is_eligible(value, plan.device_types)
 
 
 def _is_number_from_cpu(tensor: Tensor) -> bool:

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from .chunks import cast_as_one
 from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
 from .sequences import with_items
 
@@ -25,6 +26,7 @@ _PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
 widen = CAST[torch.float32]
 _to, _transpose = Tensor.to, Tensor.transpose
 _STRIDED = torch.strided
+_widen = widen  # where an argument has the name
 
 
 @dataclass(slots=True)
@@ -96,6 +98,11 @@ def raised(
     if isinstance(value, Tensor):
         return widen(value) if value.dtype in dtypes else value
     if isinstance(value, (list, tuple)) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
+        # What is noted by the addresses of single tensors is not to be one chunk.
+        if widen is _widen and all([getattr(t, "dtype", None) in dtypes for t in value]):  # noqa: C419
+            chunk = cast_as_one(value, torch.float32)
+            if chunk is not None:
+                return with_items(value, chunk)
         return with_items(value, [raised(item, widen, dtypes) for item in value])
     return value
 

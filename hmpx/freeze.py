@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, nn
 
 from . import arguments, compiled, session, switch
+from .chunks import chunk_of
 from .decisions import LowType
 from .dtypes import short_name
 from .encoding import code_dtype, encode
@@ -245,6 +246,7 @@ def freeze(
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
             tensor.data = low
+        _flatten_rnns({id(slot.module): slot.module for slot in slots}.values())
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(WidensOutputs()).remove)
         sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
@@ -389,17 +391,37 @@ def _listed(names: Sequence[str], most: int = 3) -> str:
 def _low_copies(
     lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns each tensor that is to be stored low, and what it is to hold; one copy a place."""
+    """Returns each tensor that is to be stored low, and what it is to hold; one copy a place.
+
+    Tensors that lie in one chunk of memory do so afterwards, as cuDNN wants the weights of its RNNs.
+    """
+    lows = list(lows)
+    by_storage: dict[object, dict[Place, FoundTensor]] = {}
+    for f in lows:
+        if f.place is not None:
+            key = f.place.storage, dtypes[f.name], f.tensor.is_inference()
+            by_storage.setdefault(key, {}).setdefault(f.place, f)
     copies: dict[Place | None, Tensor] = {}
-    pairs = []
     with torch.no_grad(), switch.disable_casts():
-        for f in lows:
-            if f.place not in copies:
-                with torch.inference_mode(f.tensor.is_inference()):
-                    values, low = f.tensor.detach(), dtypes[f.name]
-                    copies[f.place] = _low_copy(values, low)
-            pairs.append((f.tensor, copies[f.place]))
-    return pairs
+        for group in by_storage.values():
+            first = next(iter(group.values()))
+            values, low = [f.tensor.detach() for f in group.values()], dtypes[first.name]
+            with torch.inference_mode(first.tensor.is_inference()):
+                chunk = chunk_of(values) if isinstance(low, torch.dtype) else None
+                if chunk is not None and isinstance(low, torch.dtype):
+                    stored = chunk.parts(chunk.elements(values[0]).to(low))
+                else:
+                    stored = [_low_copy(each, low) for each in values]
+            copies.update(zip(group, stored, strict=True))
+    return [(f.tensor, copies[f.place]) for f in lows]
+
+
+def _flatten_rnns(modules: Iterable[nn.Module]) -> None:
+    """Has RNNs lay out their weights as cuDNN wants them in the dtype that they have now, if it runs."""
+    with torch.no_grad(), switch.disable_casts():
+        for module in modules:
+            if isinstance(module, nn.RNNBase):
+                module.flatten_parameters()
 
 
 def _low_copy(values: Tensor, low: LowType) -> Tensor:

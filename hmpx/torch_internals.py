@@ -134,6 +134,11 @@ def has_fake_tensors() -> bool:
     return _mode_of(_FAKE) is not None
 
 
+def is_noted_in_graph() -> bool:
+    """Whether calls made here are noted in a graph."""
+    return _mode_of(_PROXY) is not None
+
+
 def is_graph_made() -> bool:
     """Whether calls made here are noted in a graph, or compute shapes and dtypes only."""
     return _mode_of(_PROXY) is not None or _mode_of(_FAKE) is not None
@@ -170,6 +175,16 @@ FUNCTION_MODULES: Final = (
     "torch.nn.functional",
     "torch._tensor",
     "torch._jit",
+)
+
+
+FakeTensor = rely_on(
+    "torch._subclasses.fake_tensor.FakeTensor",
+    feature="RNNs on fake tensors",
+    since="2.13",
+    without="their weights are cast one by one",
+    behaves=lambda fake: isinstance(fake, type) and issubclass(fake, Tensor),
+    instead=(type("NoFakeTensor", (), {}),),
 )
 
 
