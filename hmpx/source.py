@@ -44,6 +44,7 @@ PARAMETERS: Final = (
     "is_autocast_on",
     "narrowed",  # where casts of some device types are off: the wrapper for the others, else None
     "is_large",  # whether a product of two matrices is not left to its kernel for its size
+    "is_open",  # whether the first input is not on a device type that is left to torch's kernels
     "legalizes",  # False where ``run`` would do nothing else than call the function
 )
 
@@ -212,10 +213,13 @@ def _plain_call(names: list[str]) -> str:
 
 def _legalizes(plan: CallPlan) -> str:
     """Returns the test whether the op may have to be legalized."""
+    test, position = "legalizes", min(plan.cast_kinds)
+    if len(plan.device_types) > 1 and plan.cast_kinds[position] == "T":
+        test += f" and is_open(a{position})"
     first = plan.first_matrix
     if first is None or not {first, first + 1} <= plan.cast_kinds.keys():
-        return "legalizes"
-    return f"legalizes and is_large(a{first}, a{first + 1})"
+        return test
+    return f"{test} and is_large(a{first}, a{first + 1})"
 
 
 def _listed(names: list[str]) -> str:

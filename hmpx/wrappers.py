@@ -13,6 +13,7 @@ import logging
 import sys
 import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Set as AbstractSet
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -80,10 +81,21 @@ def make_wrapper(
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         return cast_args(plan, args, kwargs)
 
-    def settle() -> None:
+    settled: set[str] = set()
+
+    def settle(device_type: str) -> None:
+        settled.add(device_type)
         cell = _cells(wrapper).get("legalizes")
-        if cell is not None:  # elsewhere ``run`` is called in any case
+        if (
+            cell is not None and settled >= plan.device_types
+        ):  # elsewhere ``run`` is called in any case
             cell.cell_contents = False
+
+    def is_open(first: Any) -> bool:
+        if torch.compiler.is_dynamo_compiling():  # which would guard on what is settled
+            return True
+        # Beside a tensor of another dtype, the next input decides.
+        return getattr(first, "dtype", None) not in ELIGIBLE or first.device.type not in settled
 
     def override_here(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         cast_here = functools.partial(cast_where_on, plan)
@@ -92,7 +104,7 @@ def make_wrapper(
     wrapper = source.factory(plan)(
         original=completed(original, plan),
         cast=cast,
-        run=_runner(plan, settle),
+        run=_runner(plan, settle, settled),
         is_large=_size_test(plan),
         retry=functools.partial(_retry_in_fp32, plan, original),
         override=override_here,
@@ -104,6 +116,7 @@ def make_wrapper(
         narrowed=_narrower(
             original, plan, lambda others: make_wrapper(original, others, public=wrapper)
         ),
+        is_open=is_open,
         legalizes=plan.legalizes,
     )
     return named_after(original, wrapper, plan.site)
@@ -534,12 +547,15 @@ def _always(*args: object) -> bool:
     return True
 
 
-def _runner(plan: CallPlan, settle: Callable[[], None]) -> Runner:
+def _runner(
+    plan: CallPlan, settle: Callable[[str], None], settled: AbstractSet[str] = frozenset()
+) -> Runner:
     """Returns what runs the op: of torch's function, the arguments cast, and those as given.
 
     Args:
         plan: That of the call site.
-        settle: Called once nothing but the function need be called from now on.
+        settle: Called with a device type on which nothing but the function need be called from now on.
+        settled: The device types that it was called with.
     """
     run: Runner = _run
     if plan.is_python:
@@ -550,7 +566,7 @@ def _runner(plan: CallPlan, settle: Callable[[], None]) -> Runner:
         run = _emulated(plan, plan.emulation, run)
     else:
         if plan.legalizes:
-            run = _legalized(plan, run, settle)
+            run = _legalized(plan, run, settle, settled)
         if plan.composes:
             run = _composed(plan, run)
     statistics = _statistics(plan)
@@ -585,7 +601,9 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
     return run_beside
 
 
-def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runner:
+def _legalized(
+    plan: CallPlan, run: Runner, settle: Callable[[str], None], settled: AbstractSet[str]
+) -> Runner:
     """Returns what runs the op in fp32 with rounded inputs and outputs, where ``run`` is slow."""
     legalizer = legalize.Legalizer(plan.op, plan.kind, plan.first_matrix, plan.legalize)
     casts_late, device_types = plan.casts_late, plan.device_types
@@ -606,6 +624,9 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
         inputs = inputs_of(args, kwargs)
         if inputs is None or inputs.first.device.type not in device_types:
             return run(function, *_cast_late(plan, args, kwargs), given)
+        device_type = inputs.first.device.type
+        if not torch.compiler.is_dynamo_compiling() and device_type in settled:
+            return run(function, *_cast_late(plan, args, kwargs), given)
         dtype = None if inputs.low is None else inputs.low.dtype
         if casts_late and isinstance(plan.decision.dtype, torch.dtype):
             dtype = plan.decision.dtype
@@ -615,17 +636,15 @@ def _legalized(plan: CallPlan, run: Runner, settle: Callable[[], None]) -> Runne
         ):
             return run(function, *_cast_late(plan, args, kwargs), given)
         if not legalizer.applies(inputs, args, kwargs, dtype):
-            device_type = inputs.first.device.type
             if (
                 plan.legalize != "always"
                 and plan.is_low
-                and plan.device_types == {device_type}
                 and not legalize.is_traced()
                 and not legalize.is_exported()
                 and not legalize.is_slow(plan.kind, name_of(inputs.first.device), dtype)
                 and is_reported_of_all(device_type, dtype)
             ):
-                settle()
+                settle(device_type)
             return run(function, *_cast_late(plan, args, kwargs), given)
         if run is not _run:
             function = functools.partial(_run_with, run, function, given)

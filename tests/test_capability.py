@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import capability, missing_kernels, wrappers
+from hmpx import capability, legalize, missing_kernels, wrappers
 from hmpx.capability import KINDS, SLOW, Capability
 from hmpx.casting import CallPlan
 from hmpx.decisions import CastPolicy, Decision
@@ -793,6 +793,42 @@ def test_only_auto_asks(monkeypatch: pytest.MonkeyPatch, legalize: str, asks: bo
         assert not asked
         torch.ones(64, 64) @ torch.ones(64, 64)
         assert bool(asked) is asks
+
+
+@pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("cpu_is_slow", [True, False])
+@pytest.mark.parametrize("device_types", [{"meta"}, {"cpu", "meta"}])
+def test_each_device_type_is_settled_for_itself(
+    monkeypatch: pytest.MonkeyPatch, device_types: set[str], cpu_is_slow: bool
+) -> None:
+    """Where torch's kernels are fast, nobody asks again, whatever is so on other device types."""
+    ratio = math.inf if cpu_is_slow else 1.0
+    monkeypatch.setattr(capability, "_measured", lambda *args: Capability(None, ratio, ratio))
+    asked = []
+    applies = legalize.Legalizer.applies
+
+    def note(self: legalize.Legalizer, inputs: Any, *args: Any) -> bool:
+        asked.append(inputs.first.device.type)
+        return applies(self, inputs, *args)
+
+    monkeypatch.setattr(legalize.Legalizer, "applies", note)
+    with hmpx.convert(device_types=device_types, lists="hmp"), Computed() as computed:
+        for low in (False, True):
+            for device in ("meta", "cpu") * 3:
+                x = torch.ones(64, 64, device=device)
+                x = x.bfloat16() if low else x
+                result = [torch.mm(x, x), torch.relu(x), F.linear(x, x), x @ x]
+                is_cast = low or device in device_types
+                assert {each.dtype for each in result} == {BF16 if is_cast else FP32}
+    ops = 4
+    # In each of six rounds where it stays open, in the first one elsewhere.
+    on_cpu = 6 * ops if cpu_is_slow else ops
+    assert asked.count("meta") == ops
+    assert asked.count("cpu") == (on_cpu if "cpu" in device_types else 0)
+    is_legalized = cpu_is_slow and "cpu" in device_types
+    assert computed.dtypes == (
+        {BF16, FP32} if is_legalized or "cpu" not in device_types else {BF16}
+    )
 
 
 class Computed(TorchDispatchMode):

@@ -311,6 +311,7 @@ NOT_RETIRED = {
     "device_types": "asked of dtypes among `other_dtypes`",
     "dtype": "inputs that have it go to `original`, as others do",
     "is_large": "asked where `legalizes`",
+    "is_open": "asked where `legalizes`",
     "wrapper": "the wrapper itself",
 }
 
