@@ -42,7 +42,7 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
 
     For few rows the time is that of reading the weights. Raised as a whole, they are written to
     memory and read again, four bytes each; a block stays in the cache. The transposed product is the
-    faster one.
+    faster one. That is so on CPUs: other devices are faster with few kernels on much memory.
     """
     bias: Tensor | None = None
     if has_tangents() or len(args) not in BLOCKED[op]:
@@ -55,6 +55,8 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         x, weight = args
     if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
         return None
+    if not x.is_cpu:
+        return None
     if op != "linear":
         weight = _t(weight)
     if weight.numel() < _LEAST_WEIGHTS or x.dim() < 2 or x.numel() > _MOST_ROWS * x.shape[-1]:
@@ -66,7 +68,7 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         return None
     rows = x.numel() // k
     size = min(n, max(1, _BLOCK_BYTES // (4 * k)))  # rows of the weight in a block
-    memory = _scratch(x.device, size * k + rows * (k + n))
+    memory = _scratch(size * k + rows * (k + n))
     wide = _copy_(_as_strided(memory, x.shape, _contiguous_strides(x.shape)), x)
     columns = _as_strided(wide, (k, rows), (1, k))
     product = _as_strided(memory, (n, rows), (rows, 1), rows * k)
@@ -93,12 +95,11 @@ def _contiguous_strides(shape: torch.Size) -> list[int]:
 _thread: Final = threading.local()  # .memory: kept, since memory new from the system is slow
 
 
-def _scratch(device: torch.device, size: int) -> Tensor:
+def _scratch(size: int) -> Tensor:
     """Returns memory for so many elements that nothing else uses until this thread asks again."""
     memory = getattr(_thread, "memory", None)
-    if memory is None or memory.device != device or memory.numel() < size:
+    if memory is None or memory.numel() < size:
         with torch.inference_mode(False):
-            memory = torch.empty(size, dtype=torch.float32, device=device)
-        if device.type == "cpu":  # elsewhere torch keeps memory itself
-            _thread.memory = memory
+            memory = torch.empty(size, dtype=torch.float32, device="cpu")
+        _thread.memory = memory
     return memory

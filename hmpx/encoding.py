@@ -5,19 +5,19 @@ Knows what a code means; how to round to a format's values is in ``rounding``.
 
 from __future__ import annotations
 
-import functools
 import math
 from typing import Final
 
 import torch
 from torch import Tensor
 
+from .constants import Constant
 from .dtypes import CAST
 from .errors import OptionError
 from .format_names import get
 from .number_formats import Block, Custom, Fixed, Float, Format, Posit, Table
 from .quantization import check_dense, quantize
-from .rounding import FP32, FP64, Binary, BlockPlan, TablePlan, plan
+from .rounding import FP32, FP64, Binary, BlockPlan, TablePlan, plan, to_float32
 
 #: Formats of up to so many bits are decoded by a table of all their values.
 _TABLED: Final = 16
@@ -113,9 +113,10 @@ def decode(codes: Tensor | tuple[Tensor, Tensor], format: str | Format) -> Tenso
         return _decode_blocks(codes[0], codes[1], format)
     _check_codes(codes, format)
     assert isinstance(codes, Tensor)
-    if format.bits > _TABLED or type(codes) not in _PLAIN:  # a graph can't hold the table
+    is_traced = torch.compiler.is_dynamo_compiling() or type(codes) not in _PLAIN
+    if format.bits > _TABLED or is_traced:  # a graph can't hold the table
         return _values(codes.to(torch.int64), format)
-    table = _table(format).to(codes.device)
+    table = _table(format).on(codes.device)
     return _TAKE(table, _AND(codes.to(torch.int64), table.numel() - 1))
 
 
@@ -133,10 +134,7 @@ def holds_in_float32(format: Format) -> bool:
         return format.bits <= 25
     if isinstance(format, Table):
         limit = torch.finfo(torch.float32).max
-        return all(
-            abs(value) <= limit and torch.tensor(value, dtype=torch.float32).item() == value
-            for value in format.values
-        )
+        return all(abs(value) <= limit and to_float32(value) == value for value in format.values)
     return True
 
 
@@ -240,9 +238,18 @@ def _encode_blocks(rounded: Tensor, format: Block, binary: Binary) -> tuple[Tens
     return _MOVEDIM(codes, -1, format.axis), _MOVEDIM(scales, -1, format.axis)
 
 
-@functools.lru_cache(maxsize=64)
-def _table(format: Float | Posit | Fixed | Table) -> Tensor:
-    return _values(_ARANGE(1 << format.bits, dtype=torch.int64, device="cpu"), format)
+def _table(format: Float | Posit | Fixed | Table) -> Constant:
+    """Returns the values of all codes."""
+    table: Constant | None = format.derived.get(_table)
+    if table is None:
+        codes = 1 << format.bits
+        made = Constant(lambda device: _all_values(codes, format).to(device))
+        table = format.derived.setdefault(_table, made)
+    return table
+
+
+def _all_values(count: int, format: Float | Posit | Fixed | Table) -> Tensor:
+    return _values(_ARANGE(count, dtype=torch.int64, device="cpu"), format)
 
 
 def _values(codes: Tensor, format: Float | Posit | Fixed | Table) -> Tensor:

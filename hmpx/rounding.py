@@ -19,6 +19,7 @@ import torch
 from torch import Tensor
 
 from .arguments import is_a
+from .constants import Constant
 from .errors import shown
 from .number_formats import Block, Custom, Fixed, Float, Format, Overflow, Posit, Table
 
@@ -90,7 +91,7 @@ class Binary:
         if self.mantissa == 52:
             near = float(value)
             return math.nextafter(near, -math.inf) if Fraction(near) > value else near
-        near = _to_float32(float(value))
+        near = to_float32(float(value))
         while Fraction(near) > value:
             near = self.before(near)
         return near
@@ -505,7 +506,7 @@ class TablePlan:
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded."""
-        values = torch.tensor(self.values, dtype=x.dtype, device=x.device)
+        values = self._constant("values", self.values, x)
         index = self.index(x)
         rounded = _TAKE(values, index)
         if self.mode == "stochastic":
@@ -517,8 +518,19 @@ class TablePlan:
 
     def index(self, x: Tensor) -> Tensor:
         """Returns the index of each rounded value; the lower one if the mode is stochastic."""
-        thresholds = torch.tensor(self.thresholds, dtype=x.dtype, device=x.device)
-        return _BUCKETIZE(x, thresholds)
+        return _BUCKETIZE(x, self._constant("thresholds", self.thresholds, x))
+
+    def _constant(self, name: str, numbers: tuple[float, ...], like: Tensor) -> Tensor:
+        """Returns ``numbers`` on the device of ``like`` and in its dtype, the one to compute in."""
+        dtype = self.binary.dtype
+        if torch.compiler.is_dynamo_compiling():
+            return torch.tensor(numbers, dtype=dtype, device=like.device)
+        constants: dict[str, Constant] = vars(self).setdefault("_constants", {})
+        constant = constants.get(name)
+        if constant is None:
+            made = Constant(lambda device: torch.tensor(numbers, dtype=dtype, device=device))
+            constant = constants.setdefault(name, made)
+        return constant.on(like.device)
 
 
 @dataclass(frozen=True)
@@ -609,7 +621,7 @@ def plan(format: Format, dtype: torch.dtype, mode: str, overflow: Overflow) -> P
         assert isinstance(element, FloatPlan)
         return BlockPlan(binary, mode, element, format.size)
     assert isinstance(format, Table)
-    values = format.values if binary is FP64 else tuple(map(_to_float32, format.values))
+    values = format.values if binary is FP64 else tuple(map(to_float32, format.values))
     return TablePlan(binary, mode, values, _thresholds(values, binary, mode))
 
 
@@ -752,7 +764,8 @@ def _thresholds(values: tuple[float, ...], binary: Binary, mode: str) -> tuple[f
     return tuple(found)
 
 
-def _to_float32(value: float) -> float:
+def to_float32(value: float) -> float:
+    """Returns the float32 nearest to ``value``, which is in its range."""
     found: float = struct.unpack("<f", struct.pack("<f", value))[0]
     return found
 

@@ -23,6 +23,7 @@ from torch import Tensor, nn
 from torch.autograd.graph import disable_saved_tensors_hooks, save_on_cpu, saved_tensors_hooks
 from torch.func import functional_call, grad, jvp, vmap
 from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
@@ -1209,6 +1210,37 @@ def test_products_of_several_blocks(rows: int, is_transposed: bool) -> None:
         are_equal([F.linear(data, weight, bias)], [expected])
         product = torch.mm(data, weight.t())
     are_equal([product], [(data.float() @ weight.float().t()).bfloat16()])
+
+
+@pytest.mark.parametrize("op", ["linear", "mm"])
+def test_products_elsewhere_than_on_a_cpu_are_computed_in_one(op: str) -> None:
+    """Blocks are for the caches of a CPU: an accelerator would run a copy and a product for each."""
+    n, k = 8192, 1024
+    weight = torch.empty(n, k, dtype=BF16, device="meta")
+    data = torch.empty(3, k, dtype=BF16, device="meta")
+    policy, kernels = Policy.from_ops(low=[op]), Kernels()
+    conversion = hmpx.convert(policy=policy, device_types={"meta"}, legalize="always")
+    with conversion, torch.no_grad(), kernels:
+        result = F.linear(data, weight) if op == "linear" else torch.mm(data, weight.t())
+    assert (result.dtype, result.shape) == (BF16, (3, n))
+    assert kernels.names.count("mm") == 1
+    assert kernels.names.count("_to_copy") == 3  # both inputs raised, the output rounded
+    assert "copy_" not in kernels.names
+
+
+class Kernels(TorchDispatchMode):
+    """Notes the names of ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> object:
+        """Returns what ``func`` returns."""
+        self.names.append(func.overloadpacket.__name__)
+        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize(
