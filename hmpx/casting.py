@@ -279,7 +279,10 @@ def is_settled(value: Any, dtype: object) -> bool:
 def converter(plan: CallPlan, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Returns what casts one tensor to ``dtype``."""
     if plan.reuses_casts and dtype in LOW_DTYPES:
-        return functools.partial(reuse.cast, dtype)
+        # Products of two tensors are new tensors; that of a list may be the one tensor in it.
+        is_product = plan.kind in _SLOW_KINDS and "A" not in plan.cast_kinds.values()
+        is_only_read = is_product and not (plan.is_python or plan.may_write)
+        return functools.partial(reuse.cast, dtype, is_only_read)
     return CAST[dtype]
 
 

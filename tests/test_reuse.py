@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
+import sys
 import threading
+import types
 from collections.abc import Callable
 
 import pytest
@@ -169,7 +172,34 @@ def write_through_what_was_held(weight: nn.Parameter) -> None:
     HELD[0].mul_(1.1)
 
 
+def write_through_pointer(weight: nn.Parameter) -> None:
+    double(weight.data_ptr(), weight.numel())
+
+
+def write_through_pointer_to_view(weight: nn.Parameter) -> None:
+    double(weight.detach()[1:].data_ptr() - 4 * 24, weight.numel())
+
+
+def write_through_pointer_to_storage(weight: nn.Parameter) -> None:
+    double(weight.untyped_storage().data_ptr(), weight.numel())
+
+
+def write_through_what_took_its_memory(weight: nn.Parameter) -> None:
+    torch.empty(0).set_(weight.detach()).mul_(1.1)
+
+
+def double(address: int, count: int) -> None:
+    """Doubles ``count`` numbers of fp32, as a kernel would that is given a pointer."""
+    numbers = (ctypes.c_float * count).from_address(address)
+    for i in range(count):
+        numbers[i] *= 2
+
+
 WRITES = [
+    write_through_pointer,
+    write_through_pointer_to_view,
+    write_through_pointer_to_storage,
+    write_through_what_took_its_memory,
     write_through_data,
     replace_data,
     initialize_data,
@@ -200,6 +230,124 @@ def test_no_stale_cast_is_used(
         with hmpx.convert(reuse_casts=reuse), torch.no_grad():
             outputs.append(module(data(3, 24)))
     HELD.clear()
+    same([outputs[0]], [outputs[1]])
+
+
+def test_pointers_to_other_memory_end_no_cast() -> None:
+    """Launchers of kernels, as Triton's, ask each tensor for its pointer."""
+    others = [torch.ones(3), nn.Parameter(torch.ones(24, 24)), torch.empty(0)]
+
+    def launch(weight: nn.Parameter) -> None:
+        for other in others:
+            other.data_ptr()
+            other.data.untyped_storage().data_ptr()
+
+    module, x = Repeated(5, launch), data(3, 24)
+    with hmpx.convert(reuse_casts=True), torch.no_grad():
+        with Casts((24, 24)) as casts:
+            module(x)
+        assert casts.count == 1
+        module.between = lambda weight: weight.data_ptr()  # nobody knows what is written through it
+        with Casts((24, 24)) as casts:
+            module(x)
+        assert casts.count == 5
+
+
+def test_a_kernel_of_torchs_own_may_be_launched_so() -> None:
+    """Torch has ops whose kernels are launched from Python: these only read their inputs."""
+
+    class Launches(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+            for value in args:
+                if isinstance(value, Tensor):
+                    value.data_ptr()
+            return func(*args, **(kwargs or {}))
+
+    class OfCasts(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.linear(x, self.weight)  # casts
+            with Launches():
+                x = F.linear(x, self.weight)
+            return F.linear(x, self.weight)
+
+    with hmpx.convert(reuse_casts=True), torch.no_grad(), Casts((24, 24)) as casts:
+        OfCasts()(data(3, 24))
+    assert casts.count == 1
+
+
+def test_memory_that_two_storages_share() -> None:
+    """A pointer into memory that is not torch's own is one to all that lies there."""
+    numbers = data(24, 24).numpy()
+    outputs = []
+    for reuse in (True, False):
+        values = numbers.copy() / 5
+        module = Repeated(3)
+        module.weight = nn.Parameter(torch.from_numpy(values))
+        part = torch.from_numpy(values[5:7])
+        module.between = lambda weight, part=part: double(part.data_ptr(), part.numel())
+        with hmpx.convert(reuse_casts=reuse), torch.no_grad():
+            outputs.append(module(data(3, 24)))
+    same([outputs[0]], [outputs[1]])
+
+
+def write_to(weight: Tensor) -> None:
+    weight.mul_(1.1)
+
+
+def write_by_pointer(weight: Tensor) -> None:
+    numbers = (ctypes.c_int16 * weight.numel()).from_address(weight.data_ptr())
+    for i in range(len(numbers)):
+        numbers[i] = 0
+
+
+@pytest.mark.parametrize("inference", [False, True])
+@pytest.mark.parametrize("write", [write_to, write_by_pointer])
+def test_a_function_that_writes_to_its_cast(
+    monkeypatch: pytest.MonkeyPatch, write: Callable[[Tensor], None], inference: bool
+) -> None:
+    """What one use does to its cast is none of the next one's business."""
+
+    def product(x: Tensor, weight: Tensor) -> Tensor:
+        result = x @ weight.t()
+        write(weight)
+        return result
+
+    library = types.ModuleType("library_of_reuse")
+    product.__module__ = library.__name__
+    vars(library)["product"] = product
+    monkeypatch.setitem(sys.modules, library.__name__, library)
+
+    class Products(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            x = F.linear(x, self.weight)
+            for _ in range(3):
+                x = library.product(x, self.weight)  # type: ignore[attr-defined]
+            return F.linear(x, self.weight)
+
+    outputs = []
+    policy = hmpx.Policy.from_ops(low=["linear", "library_of_reuse.product"])
+    for reuse in (True, False):
+        conversion = hmpx.convert(policy=policy, reuse_casts=reuse)
+        with conversion, torch.inference_mode(inference), torch.no_grad():
+            outputs.append(Products()(data(3, 24)).clone())
+    same([outputs[0]], [outputs[1]])
+
+
+def test_views_of_casts_may_be_written_to() -> None:
+    """``t`` is in HMP's list: what it returns shares memory with the cast."""
+
+    class Transposed(Repeated):
+        def forward(self, x: Tensor) -> Tensor:
+            for _ in range(3):
+                turned = self.weight.t()
+                write_by_pointer(turned)
+                x = x @ turned
+            return F.linear(x, self.weight)
+
+    outputs = []
+    for reuse in (True, False):
+        with hmpx.convert(lists="hmp", reuse_casts=reuse), torch.no_grad():
+            outputs.append(Transposed()(data(3, 24)))
     same([outputs[0]], [outputs[1]])
 
 
