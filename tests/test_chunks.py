@@ -17,6 +17,8 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx.chunks import cast_as_one
 
+from .fake_cuda import steps
+
 BF16 = torch.bfloat16
 TO_COPY = torch.ops.aten._to_copy.default
 
@@ -323,6 +325,25 @@ def test_packed_sequences() -> None:
         assert (size(module) in casts.sizes) is is_flat
         found.append(output.detach())
     same([found[0], found[2]], [found[1], found[3]])
+
+
+def casts_on_cuda(lists: str | None, is_flat: bool) -> int:
+    """Returns how many casts of weights a forward takes."""
+    with steps.fake("cuda"):
+        module, x = rnn(is_flat=is_flat, num_layers=2), torch.randn(5, 3, 12, dtype=BF16)
+        kernels = steps.Kernels("cuda", module.parameters())
+        with hmpx.convert(lists=lists, device_types={"cuda"}), kernels:
+            module(x)[0].float().sum().backward()
+    return steps.summary(kernels.list)["casts_of_parameters"]
+
+
+@pytest.mark.parametrize("lists", ["autocast-cuda", None])
+def test_on_cuda_the_weights_take_one_cast(
+    on_fake_cuda: Callable[..., Any], lists: str | None
+) -> None:
+    """Where ``flatten_parameters`` has put them into a chunk, rather than eight."""
+    assert on_fake_cuda(casts_on_cuda, lists, False) == 8
+    assert on_fake_cuda(casts_on_cuda, lists, True) == 1
 
 
 def test_a_frozen_rnn_has_one_chunk() -> None:

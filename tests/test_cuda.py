@@ -60,6 +60,29 @@ def test_norms_keep_the_low_type_of_their_input(norm: nn.Module) -> None:
     assert x.grad is not None and x.grad.dtype is FP32
 
 
+@pytest.mark.filterwarnings("error:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_cudnn_takes_the_casts_of_weights_as_they_lie(
+    cls: type[nn.Module], options: dict[str, Any]
+) -> None:
+    """And frozen weights: it copies them into no other chunk, of which it warns."""
+    torch.manual_seed(0)
+    module, x = cls(16, 32, **options).cuda(), torch.randn(5, 3, 16, device="cuda")
+    expected = module(x)[0]
+    with hmpx.convert(lists="autocast-cuda"):
+        actual = module(x)[0]
+        assert actual.dtype is BF16
+        torch.testing.assert_close(actual.float(), expected, rtol=2**-5, atol=2**-5)
+        actual.float().sum().backward()
+        module.zero_grad()
+        with torch.no_grad():
+            converted = module.eval()(x)[0]
+            with hmpx.freeze(module, x, outputs="keep"):
+                torch.testing.assert_close(module(x)[0], converted, rtol=0, atol=0)
+        assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == 1
+
+
 def test_a_cuda_graph_replays_the_casts() -> None:
     """Of the weights as they are at the time of the replay (pytorch #71631, #84289)."""
     model, x = network(), torch.randn(8, 16, device="cuda")
