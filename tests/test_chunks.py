@@ -97,6 +97,7 @@ def step(module: Any, x: Tensor) -> list[Tensor]:
     return [output.detach(), x.grad, *[p.grad for p in module.parameters()]]
 
 
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize(("cls", "options"), RNNS)
 @pytest.mark.parametrize("legalize", ["never", "auto", "always"])
 def test_a_chunk_of_weights_is_cast_as_one(
@@ -327,23 +328,22 @@ def test_packed_sequences() -> None:
     same([found[0], found[2]], [found[1], found[3]])
 
 
-def casts_on_cuda(lists: str | None, is_flat: bool) -> int:
-    """Returns how many casts of weights a forward takes."""
+def casts_on_cuda() -> list[int]:
+    """Returns how many casts of weights a step takes: apart and in a chunk, under two lists."""
+    counts = []
     with steps.fake("cuda"):
-        module, x = rnn(is_flat=is_flat, num_layers=2), torch.randn(5, 3, 12, dtype=BF16)
-        kernels = steps.Kernels("cuda", module.parameters())
-        with hmpx.convert(lists=lists, device_types={"cuda"}), kernels:
-            module(x)[0].float().sum().backward()
-    return steps.summary(kernels.list)["casts_of_parameters"]
+        for lists, is_flat in itertools.product(["autocast-cuda", None], [False, True]):
+            module, x = rnn(is_flat=is_flat, num_layers=2), torch.randn(5, 3, 12, dtype=BF16)
+            kernels = steps.Kernels("cuda", module.parameters())
+            with hmpx.convert(lists=lists, device_types={"cuda"}), kernels:
+                module(x)[0].float().sum().backward()
+            counts.append(steps.summary(kernels.list)["casts_of_parameters"])
+    return counts
 
 
-@pytest.mark.parametrize("lists", ["autocast-cuda", None])
-def test_on_cuda_the_weights_take_one_cast(
-    on_fake_cuda: Callable[..., Any], lists: str | None
-) -> None:
+def test_on_cuda_the_weights_take_one_cast(on_fake_cuda: Callable[..., Any]) -> None:
     """Where ``flatten_parameters`` has put them into a chunk, rather than eight."""
-    assert on_fake_cuda(casts_on_cuda, lists, False) == 8
-    assert on_fake_cuda(casts_on_cuda, lists, True) == 1
+    assert on_fake_cuda(casts_on_cuda) == [8, 1, 8, 1]
 
 
 def test_a_frozen_rnn_has_one_chunk() -> None:
