@@ -13,13 +13,14 @@ from typing import Any, Final
 
 import torch
 
+from . import products
 from .capability import PRODUCTS
 from .composition import Args, Inputs, Kwargs, call_raised, rounded, widen, widen_matrices
 from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
 from .graph_rounding import in_graph
 from .keeping import Precision, keeping_low
 from .legalize import is_exported, is_traced
-from .torch_internals import hooks_refused, is_jit_tracing, transforms
+from .torch_internals import has_fake_tensors, hooks_refused, is_jit_tracing, transforms
 
 _REDUCED_REDUCTION: Final = {
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
@@ -32,12 +33,14 @@ class Accumulation:
     """Computes one op in a dtype of its own, and casts what it returns.
 
     Attributes:
+        op: Op name.
         kind: One of `capability.KINDS`.
         casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
         accumulate_dtype: None leaves the computation to the op's kernel.
         output_dtype: None for the dtype of the inputs.
     """
 
+    op: str
     kind: str
     casts_first: bool
     accumulate_dtype: torch.dtype | None
@@ -68,6 +71,10 @@ class Accumulation:
         output = self.output_dtype or dtype
         if self._has_native_kernel(inputs, output, dtype):
             return function(*args, **kwargs)
+        if self._gives_fp32(inputs, dtype):
+            product = products.compute(self.op, args, kwargs, output)
+            if product is not None:
+                return product
         if is_traced() and not is_exported():
             return in_graph(function, args, kwargs, output, self.accumulate_dtype)
         # A positional None may stand for dtype.
@@ -89,7 +96,21 @@ class Accumulation:
             return False
         if self.accumulate_dtype is not torch.float32 or dtype not in _REDUCED_REDUCTION:
             return False
-        return not getattr(torch.backends.cuda.matmul, _REDUCED_REDUCTION[dtype])
+        flags = torch.backends.cuda.matmul
+        if dtype is torch.float16 and flags.allow_fp16_accumulation:
+            return False
+        return not getattr(flags, _REDUCED_REDUCTION[dtype])
+
+    def _gives_fp32(self, inputs: Inputs, dtype: torch.dtype) -> bool:
+        """Whether products of ``dtype`` are given out in fp32 by the device's kernels."""
+        return (
+            self.accumulate_dtype is torch.float32
+            and self.kind == "gemm"
+            and products.has_kernel(inputs.first.device, dtype)
+            and (inputs.is_plain or has_fake_tensors())
+            and transforms() is None
+            and not is_exported()
+        )
 
     def _keeps_low(self, inputs: Inputs, dtype: torch.dtype) -> bool:
         """Whether autograd need not keep the raised inputs."""

@@ -680,7 +680,7 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
     decision = plan.decision
 
     def ending_in(output: torch.dtype | None) -> Accumulation:
-        return Accumulation(plan.kind, plan.casts_first, decision.accumulate_dtype, output)
+        return Accumulation(plan.op, plan.kind, plan.casts_first, decision.accumulate_dtype, output)
 
     output = decision.output_dtype
     accumulation = ending_in(None if output == INPUT else output)
