@@ -116,6 +116,7 @@ class Callee:
         writes: Those of them that it writes to, ``out`` aside.
         is_python: It is implemented in Python: nothing inside it is cast.
         is_random: It draws random numbers.
+        promotes: Its kernel takes mixed dtypes, and computes in the widest.
     """
 
     op: str
@@ -124,6 +125,7 @@ class Callee:
     writes: frozenset[str]
     is_python: bool
     is_random: bool
+    promotes: bool = False
 
 
 def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
@@ -139,7 +141,7 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         if inputs is None or low is None or is_below_dispatcher():
             return original(*args, **kwargs)
         lacks = lacking.lacks(low, is_learning=inputs.is_learning)
-        if lacks is False:
+        if lacks is False or (callee.promotes and _widest(args, kwargs) not in _LOW):
             return original(*args, **kwargs)
         # Nothing that is written to may be half-done, and graphs don't tell what they will lack.
         if lacks is None and not (
@@ -150,6 +152,14 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         return in_fp32(callee, args, kwargs, inputs.first.dtype)
 
     return complete
+
+
+def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:
+    """Returns the dtype that a kernel computes in which promotes its inputs; 0-dim ones count last."""
+    named = [value for name, value in kwargs.items() if name != "out"]
+    floating = [v for v in (*args, *named) if isinstance(v, Tensor) and v.is_floating_point()]
+    dtypes = [t.dtype for t in floating if t.dim()] or [t.dtype for t in floating]
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch.dtype) -> Any:

@@ -194,6 +194,7 @@ def _callee(original: Callable[..., Any], plan: CallPlan) -> Callee:
         frozenset(plan.writes),
         plan.is_python,
         plan.is_random,
+        plan.promotes,
     )
 
 

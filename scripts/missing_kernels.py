@@ -419,27 +419,37 @@ def in_child(function: Callable[[], Any]) -> Any:
 
 
 def declared(dtype: torch.dtype, cpu: Mapping[str, Found]) -> dict[str, set[str]]:
-    """Returns how -> ops, of those that OpInfo declares without a kernel on CUDA.
+    """Returns how -> ops, of those that OpInfo declares without a kernel on CUDA, or does not declare.
 
-    OpInfo doesn't say whether only some calls of an op lack it: those of the CPU tell. Nor does it say
-    which callable inside of a Python function does: it is listed itself then.
+    What the CPU has a kernel for, and CUDA lacks, no call of runs there. Of what both lack, OpInfo
+    doesn't say whether only some calls do: those of the CPU tell. Nor does it say which callable
+    inside of a Python function does: it is listed itself then. And it declares what some arguments
+    alone need another op for (the spectral norm a decomposition): where the CPU lacks that, CUDA may.
     """
     found: dict[str, set[str]] = {"always": set(), "sometimes": set(), "backward": set()}
+    seen = set()
     for info in op_db:
         name = op_name(info)
         if name not in ops.table() or torch.float32 not in info.dtypesIfCUDA:
             continue
         if name in BY_OTHERS:
             continue
+        seen.add(name)
         if all(site.is_python for site in ops.table()[name].sites) and name not in cpu:
             continue
         on_cpu = cpu.get(name, Found())
         gives_complex_half = dtype is torch.float16 and on_cpu.is_complex()
         # OpInfo allows for wrong numbers, too: the devices share what an op is composed of.
         if dtype not in info.dtypesIfCUDA or gives_complex_half or WRONG in on_cpu.texts:
-            found["always" if on_cpu.lacked and not on_cpu.ran else "sometimes"].add(name)
+            is_of_cuda = dtype in info.dtypes and dtype not in info.dtypesIfCUDA
+            never_ran = on_cpu.lacked and not on_cpu.ran
+            found["always" if is_of_cuda or never_ran else "sometimes"].add(name)
         elif info.supports_autograd and dtype not in info.backward_dtypesIfCUDA:
             found["backward"].add(name)
+    for name, on_cpu in cpu.items():
+        is_partial = on_cpu.ran and name not in ops.facts("random")  # these have kernels of their own
+        if on_cpu.lacked and (name not in seen or is_partial):
+            found["sometimes"].add(name)
     return found
 
 

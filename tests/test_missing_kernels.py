@@ -100,6 +100,46 @@ def test_what_torch_autocast_runs_low_on_cuda_has_kernels_there() -> None:
         assert ("cuda", FP16) not in lacking.always | lacking.backward, name
 
 
+#: The nuclear norm of `torch.norm` is another op, which is in the data.
+BY_OTHERS = {"norm"}
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_what_opinfo_declares_without_a_kernel_on_cuda_is_known(dtype: torch.dtype) -> None:
+    """Under the name of what users call; what the CPU has a kernel for, no call of runs there."""
+    faults = []
+    for info in op_db:
+        name = op_name(info)
+        if name not in ops.table() or FP32 not in info.dtypesIfCUDA or dtype in info.dtypesIfCUDA:
+            continue
+        if name in BY_OTHERS or ops.kind(name)[0] == "gemm":  # of which it asks the GPU
+            continue
+        lacking = missing_kernels.table().get(name, Lacking())
+        known = lacking.always if dtype in info.dtypes else lacking.always | lacking.sometimes
+        if ("cuda", dtype) not in known:
+            faults.append(info.full_name)
+    assert not faults
+
+
+def test_what_lacks_kernels_on_the_cpu_is_tried_on_cuda() -> None:
+    """Where OpInfo says nothing of the op, or of the arguments that need a decomposition."""
+    declared = {op_name(info) for info in op_db}
+    for name, lacking in missing_kernels.table().items():
+        for dtype in (BF16, FP16):
+            is_partial = ("cpu", dtype) in lacking.sometimes and name not in ops.facts("random")
+            if is_partial or (name not in declared and ("cpu", dtype) in lacking.always):
+                assert ("cuda", dtype) in lacking.always | lacking.sometimes, name
+
+
+@pytest.mark.parametrize("set_name", ["hmp", "hmpx", "o2"])
+def test_the_low_lists_have_kernels_on_cuda(set_name: str) -> None:
+    """None of their ops would compute in fp32 there."""
+    for name in set(oplists.read_set(set_name)["low"].ops) & set(missing_kernels.table()):
+        lacking = missing_kernels.table()[name]
+        places = lacking.always | lacking.backward | lacking.sometimes
+        assert not {("cuda", BF16), ("cuda", FP16)} & places, name
+
+
 def test_the_random_ops_are_those_that_torch_tags() -> None:
     """So they need not be asked for at each convert."""
     tagged = set()
@@ -310,6 +350,17 @@ def callee(function: Callable[..., Any], *, writes: bool = False, random: bool =
 
 
 SOMETIMES = Lacking(sometimes=frozenset({("cpu", BF16)}))
+
+
+def test_an_op_that_promotes_keeps_to_the_widest_dtype() -> None:
+    """Its kernel for that is there; a 0-dim tensor does not widen."""
+    lacking = Lacking(always=frozenset({("cpu", BF16)}))
+    promoting = Callee("add", torch.add, ("a", "b"), frozenset(), False, False, promotes=True)
+    add = missing_kernels.completed(promoting, lacking)
+    low, wide = torch.ones(3, dtype=BF16), torch.ones(3)
+    assert add(low, wide).dtype is add(wide, low).dtype is FP32
+    assert add(low, wide[0]).dtype is add(low, 2.0).dtype is BF16
+    assert add(low, wide.double()).dtype is torch.float64
 
 
 def test_a_failing_in_place_call_leaves_its_target_as_it_was() -> None:
