@@ -81,10 +81,12 @@ class Accumulation:
         if self.casts_first and "dtype" not in kwargs and type(None) not in map(type, args):
             result = function(*args, **kwargs, dtype=self.accumulate_dtype)
             return rounded(result, CAST[output], self.accumulate_dtype)
-        if self._keeps_low(inputs, dtype):
+        if self._keeps_low(inputs, output, dtype):
             raise_one = widen_matrices if self.kind == "gemm" else widen
-            precision = Precision(dtype, raise_one, is_product=True, rounds_inputs=True)
-            return keeping_low(function, args, kwargs, given, precision, CAST[output])
+            is_product = self.kind in PRODUCTS
+            precision = Precision(dtype, raise_one, is_product, rounds_inputs=True)
+            finish = CAST[output] if is_product else None
+            return keeping_low(function, args, kwargs, given, precision, finish)
         result = call_raised(function, args, kwargs, CAST[self.accumulate_dtype], ELIGIBLE)
         return rounded(result, CAST[output], self.accumulate_dtype)
 
@@ -112,12 +114,13 @@ class Accumulation:
             and not is_exported()
         )
 
-    def _keeps_low(self, inputs: Inputs, dtype: torch.dtype) -> bool:
+    def _keeps_low(self, inputs: Inputs, output: torch.dtype, dtype: torch.dtype) -> bool:
         """Whether autograd need not keep the raised inputs."""
+        keeps_inputs = self.kind in PRODUCTS or (self.kind == "norm" and output is dtype)
         return (
             self.accumulate_dtype is torch.float32
             and dtype in LOW_PRECISION
-            and self.kind in PRODUCTS
+            and keeps_inputs
             and inputs.is_learning
             and inputs.is_plain
             and transforms() is None

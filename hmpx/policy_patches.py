@@ -108,6 +108,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                     frozenset(ops.written(name, site)),
                     site.is_python,
                     name in ops.facts("random"),
+                    promotes,
                 )
                 made[key] = wrappers.make_completed_wrapper(callee, lacks, site.qualified)
             else:
@@ -287,8 +288,13 @@ def _maker(
     observers: tuple[Observer, ...],
 ) -> choosing.Maker:
     """Returns what makes the wrapper that follows a decision; None for one that does nothing."""
+    rounds_statistics = not plan.device_types.isdisjoint(
+        ops.facts("rounded_statistics").get(plan.op, ())
+    )
 
     def make(decision: Decision) -> Callable[..., Any] | None:
+        if rounds_statistics:
+            decision = _with_exact_statistics(decision)
         decided = dataclasses.replace(plan, decision=decision)
         if isinstance(decision.dtype, Format):
             lowerings = lowering.lowerings(plan.op, decision.dtype)
@@ -300,6 +306,18 @@ def _maker(
         return wrappers.make_wrapper(function, decided)
 
     return make
+
+
+def _with_exact_statistics(decision: Decision) -> Decision:
+    """Returns the decision for a norm whose kernels round its statistics with its input: in fp32."""
+    casts_low = decision.cast_policy in _LOW_POLICIES and not isinstance(decision.dtype, Format)
+    if not casts_low or decision.accumulate_dtype is not None:
+        return decision
+    return dataclasses.replace(decision, accumulate_dtype=torch.float32)
+
+
+#: By these the inputs of an op may be of low precision.
+_LOW_POLICIES = frozenset(CastPolicy) - {CastPolicy.FP32, CastPolicy.PASS}
 
 
 def _has_kernels(site: ops.Site, op: ops.Op) -> bool:
