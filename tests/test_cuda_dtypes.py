@@ -96,6 +96,7 @@ def report() -> dict[str, Any]:
             "followers": _norms({"lists": "hmpx", "low": {"remove": list(_NORM_OPS)}}),
             "products": _products(),
             "losses": _losses(),
+            "kept": _kept(),
         }
 
 
@@ -152,6 +153,28 @@ def _losses() -> dict[str, list[list[str]]]:
     with hmpx.convert(lists="autocast-cuda", device_types={"cuda"}):
         converted = run()
     return {n: [a, c] for n, a, c in zip(LOSSES, autocast, converted, strict=True)}
+
+
+def _kept() -> list[list[str]]:
+    """Returns dtypes of the floating tensors that autograd keeps of a cross entropy."""
+
+    def run(region: Any = contextlib.nullcontext) -> list[str]:
+        kept: dict[int, str] = {}
+
+        def keep(each: Tensor) -> Tensor:
+            if each.is_floating_point() and each.dim():
+                kept[each.untyped_storage()._cdata] = str(each.dtype).removeprefix("torch.")
+            return each
+
+        hooks = torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each)
+        target = torch.zeros(8, dtype=torch.long)
+        with region(), hooks:
+            loss = F.cross_entropy(low(8, 10).requires_grad_(), target)
+        return sorted(kept.values()) if loss.requires_grad else []
+
+    autocast = run(steps.autocast)
+    with hmpx.convert(lists="autocast-cuda", device_types={"cuda"}):
+        return [autocast, run()]
 
 
 # --- tests ---------------------------------------------------------------------------------------
@@ -231,6 +254,8 @@ def test_losses_are_those_of_autocast_but_for_one_rounding(found: Any) -> None:
         names = [sorted(k.split()[0] for k in each) for each in (autocast, converted)]
         extra = [kernel for kernel in names[1] if kernel not in names[0]]
         assert not extra and len(names[1]) <= len(names[0]) + 2, (name, names)
+    assert len(found["losses"]["cross_entropy"][0]) == len(found["losses"]["cross_entropy"][1])
+    assert found["kept"] == [["bfloat16", "float32"], ["float32"]]
 
 
 @pytest.mark.native
