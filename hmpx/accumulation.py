@@ -15,6 +15,7 @@ import torch
 
 from . import products
 from .capability import PRODUCTS
+from .compiler_internals import run_when_traced
 from .composition import Args, Inputs, Kwargs, call_raised, rounded, widen, widen_matrices
 from .dtypes import CAST, ELIGIBLE, LOW_PRECISION
 from .graph_rounding import in_graph
@@ -26,6 +27,17 @@ _REDUCED_REDUCTION: Final = {
     torch.bfloat16: "allow_bf16_reduced_precision_reduction",
     torch.float16: "allow_fp16_reduced_precision_reduction",
 }
+
+
+def _keeps_sums_fp32(dtype: torch.dtype) -> bool:
+    """Whether CUDA's products of ``dtype`` are summed up in fp32 to the end, by what torch is set to."""
+    flags = torch.backends.cuda.matmul
+    if dtype is torch.float16 and flags.allow_fp16_accumulation:
+        return False
+    return not getattr(flags, _REDUCED_REDUCTION[dtype])
+
+
+run_when_traced(_keeps_sums_fp32)
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,10 +110,7 @@ class Accumulation:
             return False
         if self.accumulate_dtype is not torch.float32 or dtype not in _REDUCED_REDUCTION:
             return False
-        flags = torch.backends.cuda.matmul
-        if dtype is torch.float16 and flags.allow_fp16_accumulation:
-            return False
-        return not getattr(flags, _REDUCED_REDUCTION[dtype])
+        return _keeps_sums_fp32(dtype)
 
     def _gives_fp32(self, inputs: Inputs, dtype: torch.dtype) -> bool:
         """Whether products of ``dtype`` are given out in fp32 by the device's kernels."""

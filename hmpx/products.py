@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from . import capability
+from .compiler_internals import run_when_traced
 from .composition import Args, Kwargs, widen
 from .dtypes import CAST, LOW_PRECISION
 from .graph_rounding import are_casts_kept, round_fp32
@@ -41,6 +42,9 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     if dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         return False  # these kernels refuse it
     return capability.reported(capability.name_of(device), dtype) is not False
+
+
+run_when_traced(has_kernel)
 
 
 def compute(op: str, args: Args, kwargs: Kwargs, output: torch.dtype) -> Tensor | None:
