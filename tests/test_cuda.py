@@ -348,3 +348,42 @@ def test_the_card_is_measured_once_and_not_legalized(
         assert known.reported
         assert known.inference is not None
         assert known.inference < 2
+
+
+# --- sums and statistics in fp32 --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_accumulating_products_are_nearer_to_fp64(dtype: torch.dtype) -> None:
+    """Outputs and gradients are those of float64, rounded once: no element is off by two units."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs bfloat16 products")
+    x = torch.randn(64, 4096, device="cuda")
+    weight, bias = torch.randn(32, 4096, device="cuda"), torch.randn(32, device="cuda")
+
+    def outcome(*inputs: Tensor) -> list[Tensor]:
+        inputs = tuple(t.detach().requires_grad_() for t in inputs)
+        result = F.linear(*inputs)
+        ones = torch.ones_like(result)
+        return [result.detach(), *torch.autograd.grad(result, inputs, ones)]
+
+    exact = outcome(*[t.to(dtype).double() for t in (x, weight, bias)])
+    policy = {"lists": "none", "low": ["linear accumulate=float32"], "low_precision_type": dtype}
+    with hmpx.convert(policy=policy):
+        actual = outcome(x, weight, bias)
+    assert [t.dtype for t in actual] == [dtype, FP32, FP32, FP32]
+    unit = torch.finfo(dtype).eps
+    for got, wanted in zip(actual, exact, strict=True):
+        # Near zero sums of fp32 cancel: 2**-24 of the terms' size, 4096 of them.
+        torch.testing.assert_close(got.double(), wanted, rtol=unit, atol=2**-12)
+
+
+def test_group_norms_keep_exact_statistics() -> None:
+    """A mean of a hundred deviations does not cost the deviation its digits."""
+    x = torch.randn(4, 8, 16, device="cuda") * 0.1 + 10
+    norm = nn.GroupNorm(2, 8).cuda()
+    exact = F.group_norm(x.bfloat16().double(), 2)
+    with hmpx.convert():
+        actual = norm(x)
+    assert actual.dtype is BF16
+    torch.testing.assert_close(actual.double(), exact, rtol=2**-7, atol=2**-7)
