@@ -447,7 +447,8 @@ def declared(dtype: torch.dtype, cpu: Mapping[str, Found]) -> dict[str, set[str]
         elif info.supports_autograd and dtype not in info.backward_dtypesIfCUDA:
             found["backward"].add(name)
     for name, on_cpu in cpu.items():
-        is_partial = on_cpu.ran and name not in ops.facts("random")  # these have kernels of their own
+        # Random ops have kernels of their own, and being tried costs them a look at the generator.
+        is_partial = on_cpu.ran and name not in ops.facts("random")
         if on_cpu.lacked and (name not in seen or is_partial):
             found["sometimes"].add(name)
     return found
