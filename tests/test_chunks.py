@@ -18,6 +18,7 @@ import hmpx
 from hmpx.chunks import cast_as_one
 
 from .fake_cuda import steps
+from .flattening import flatten
 
 BF16 = torch.bfloat16
 TO_COPY = torch.ops.aten._to_copy.default
@@ -52,18 +53,6 @@ class Casts(TorchDispatchMode):
         if func is TO_COPY:
             self.sizes.append(args[0].numel())
         return func(*args, **(kwargs or {}))
-
-
-def flatten(module: nn.Module, padding: int = 0) -> None:
-    """Puts the parameters into one chunk, as ``flatten_parameters`` does on CUDA."""
-    parameters = list(module.parameters())
-    chunk = torch.full([sum(p.numel() + padding for p in parameters)], torch.nan)
-    start = 0
-    for p in parameters:
-        part = chunk[start : start + p.numel()].view(p.shape)
-        part.copy_(p.detach())
-        p.data = part
-        start += p.numel() + padding
 
 
 def rnn(cls: type[nn.Module] = nn.LSTM, *, is_flat: bool, **options: Any) -> Any:

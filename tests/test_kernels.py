@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 pytest.importorskip("transformers")
 
+from . import fake_cuda
 from .fake_cuda import candidates, models
 
 #: T5 casts its residual stream for each norm by itself: where dropout makes it low, which halves what
@@ -56,3 +58,13 @@ def test_no_more_than_autocast(name: str, on_fake_cuda: Callable[..., Any]) -> N
 def without_loss(figures: dict[str, Any]) -> Counter[str]:
     """Returns the ops of a step, less those of the loss; the backward's order is autograd's own."""
     return Counter(op for op in figures["ops"] if op.partition(" ")[0] not in LOSS)
+
+
+@pytest.mark.models
+def test_xpu_is_asked_for_what_cuda_is_asked_for(
+    on_fake_cuda: Callable[..., Any], tmp_path: Path
+) -> None:
+    """Op by op, also where convolutions and norms with running statistics are low."""
+    guard = fake_cuda.build(tmp_path, "xpu")
+    on_xpu = fake_cuda.call(guard, candidates.ops, "resnet", "hmpx", "xpu")
+    assert on_xpu == on_fake_cuda(candidates.ops, "resnet", "hmpx", "cuda")

@@ -10,6 +10,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
+from ..flattening import flatten
 from .steps import Step
 
 VOCABULARY, CLASSES, BATCH, TOKENS, WIDTH = 1000, 10, 4, 128, 256
@@ -101,6 +102,7 @@ class LSTM(nn.Module):
         super().__init__()
         self.embedding = nn.Embedding(VOCABULARY, 128)
         self.lstm = nn.LSTM(128, 128, 2, batch_first=True)
+        flatten(self.lstm)  # as cuDNN has it
         self.head = nn.Linear(128, VOCABULARY)
 
     def forward(self, input_ids: Tensor) -> Tensor:  # [batch, tokens]
