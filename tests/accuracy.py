@@ -22,6 +22,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
 from hmpx.policy import Policy
+from tests.samples import sample_inputs
 from tests.test_opinfo import current, mapped, op_name, tensors, uncalled
 
 LOW = torch.bfloat16
@@ -176,7 +177,7 @@ def samples(info: OpInfo, few: bool) -> list[Any]:
     torch.default_generator.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+        found = sample_inputs(info, requires_grad=info.supports_autograd)
         calls = [
             (s.input, tuple(s.args), s.kwargs) for s in itertools.islice(found, 6 if few else None)
         ]

@@ -26,6 +26,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
 from hmpx.legalize import MODES
+from tests.samples import sample_inputs
 from tests.test_opinfo import current, mapped, tensors
 
 #: Samples of each op, unless all are asked for; more of them take minutes.
@@ -79,7 +80,7 @@ def run(function: Callable[..., Any], call: Any) -> str | None:
 
 
 def samples(info: OpInfo, count: int | None) -> list[Any]:
-    found = info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+    found = sample_inputs(info, requires_grad=info.supports_autograd)
     return [(s.input, tuple(s.args), s.kwargs) for s in itertools.islice(found, count)]
 
 

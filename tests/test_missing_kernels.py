@@ -21,6 +21,7 @@ from hmpx import missing_kernels, oplists, ops
 from hmpx.missing_kernels import Callee, Lacking
 from hmpx.policy import Policy
 from hmpx.torch_parts import torch_version
+from tests.samples import sample_inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -179,7 +180,7 @@ def samples(info: OpInfo, most: int | None) -> Iterator[tuple[Any, ...]]:
     torch.manual_seed(0)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        given = list(info.sample_inputs("cpu", FP32, requires_grad=False))
+        given = list(sample_inputs(info))
     for sample in given[:: 1 + (len(given) - 1) // (most or len(given) or 1)]:
         yield ((sample.input, *sample.args), sample.kwargs)
 

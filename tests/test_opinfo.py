@@ -19,6 +19,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 import hmpx
 from hmpx import missing_kernels, ops
 from hmpx.policy import CastPolicy, Policy
+from tests.samples import sample_inputs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LOW = torch.bfloat16
@@ -346,7 +347,7 @@ def test_each_sample_equals_the_call_with_inputs_cast_by_hand(info: OpInfo) -> N
         warnings.simplefilter("ignore")
         samples = [
             (s.input, tuple(s.args), s.kwargs)
-            for s in info.sample_inputs("cpu", torch.float32, requires_grad=info.supports_autograd)
+            for s in sample_inputs(info, requires_grad=info.supports_autograd)
         ]
     is_in_place = info.full_name in IN_PLACE
     patched, plain = current(info.op), uncalled(info.op)
@@ -422,7 +423,7 @@ def test_methods_operators_and_in_place_forms_follow_the_same_rule(
     torch.default_generator.manual_seed(0)
     samples = [
         (s.input, tuple(s.args), s.kwargs)
-        for s in info.sample_inputs("cpu", torch.float32, requires_grad=False)
+        for s in sample_inputs(info)
         if isinstance(s.input, Tensor)
     ]
     call_it = spelled(kind, variant, info)
