@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import functools
 import gc
+import importlib
 import sys
 import types
 import weakref
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,7 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx import Policy
+from hmpx import Policy, ops, rebinding
 
 POLICY = Policy.from_ops(low=["gelu", "matmul", "linear", "normalize"])
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -204,3 +206,39 @@ def test_an_interrupted_search_of_models_changes_nothing(monkeypatch: pytest.Mon
         hmpx.convert(policy=POLICY, isVerbose=True)
     assert not hmpx.is_converted()
     assert torch.matmul is before
+
+
+@pytest.mark.parametrize("name", ["code", "statistics", "tests_of_mine"])
+def test_a_module_may_be_called_as_one_of_pythons(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Python's own modules are not looked at, by where their files lie."""
+    (tmp_path / f"{name}.py").write_text("from torch.nn.functional import gelu\n", "utf-8")
+    monkeypatch.syspath_prepend(tmp_path)
+    monkeypatch.delitem(sys.modules, name, raising=False)
+    mine = importlib.import_module(name)
+    assert mine.__file__ == str(tmp_path / f"{name}.py")
+    monkeypatch.setitem(sys.modules, name, mine)
+    with hmpx.convert(policy=POLICY):
+        assert mine.gelu(torch.ones(2)).dtype is BF16
+    assert mine.gelu is F.gelu
+
+
+def test_modules_that_are_not_looked_at_hold_no_function_of_torch() -> None:
+    """Those of Python, and of libraries that torch imports."""
+    functions = {
+        id(value)
+        for op in ops.table().values()
+        for site in op.sites
+        if callable(value := vars(site.owner).get(site.attribute))
+    }
+    looked_at = {id(module) for module in rebinding._modules().values()}
+    found = [
+        f"{name}.{key}"
+        for name, module in list(sys.modules.items())
+        if isinstance(module, types.ModuleType) and id(module) not in looked_at
+        if name.partition(".")[0] not in ("torch", "hmpx", "functorch")
+        for key, value in list(vars(module).items())
+        if id(value) in functions
+    ]
+    assert not found
