@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from . import convolutions, reuse
 from .capability import PRODUCTS
 from .chunks import cast_as_one
 from .decisions import INPUT, CastPolicy, Decision
-from .dtypes import CAST, ELIGIBLE
+from .dtypes import CAST, ELIGIBLE, short_name
 from .emulation import Emulation
 from .lowering import Lowering
 from .missing_kernels import Lacking
@@ -312,6 +312,7 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
             return None
         dtype = widest(inputs)
     else:
+        inputs = _counted(plan, inputs)
         if any(t.dtype not in ELIGIBLE or t.layout not in _DENSE for t in inputs):
             return None  # float64, complex or sparse: casting the others would mix dtypes
         if cast_policy is CastPolicy.FOLLOW:
@@ -333,6 +334,16 @@ def is_widened(plan: CallPlan, inputs: Iterable[Tensor]) -> bool:
     """Whether torch computes a call on these floating inputs in fp32 by itself, as the plan says."""
     fp32 = torch.float32
     return plan.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
+
+
+def _counted(plan: CallPlan, inputs: list[Tensor]) -> list[Tensor]:
+    """Returns ``inputs`` without float64 numbers in tensors of no dimension, where kernels promote.
+
+    Beside tensors with dimensions these count as Python's numbers do, which are float64, too.
+    """
+    if not plan.promotes or not any(t.dim() for t in inputs):
+        return inputs
+    return [t for t in inputs if t.dtype is not torch.float64 or t.dim()]
 
 
 def floating_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
@@ -511,3 +522,25 @@ def _collect(value: Any, found: list[Tensor]) -> None:
 
 def _padded(names: tuple[str, ...], length: int) -> tuple[str, ...]:
     return names if len(names) >= length else names + ("",) * (length - len(names))
+
+
+#: What stands for a `CastPolicy` where the argument that a call writes to decides.
+TARGET: Final = "TARGET"
+
+
+def decided_by(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[str, str]:
+    """Returns what decides a call, for the log: the name of a `CastPolicy` or `TARGET`, and why."""
+    if written(plan, args, kwargs) is not None:
+        out = _argument(plan, "out", args, kwargs) if plan.is_python else kwargs.get("out")
+        return TARGET, "in-place rule" if out is None else "out= rule"
+    cast_policy = plan.decision.cast_policy
+    for tensor in _counted(plan, floating_inputs(plan, args, kwargs)):
+        if tensor.layout in _SPARSE:
+            return CastPolicy.FIRST.name, "its sparse input"
+        if cast_policy in _ABSOLUTE and tensor.dtype not in ELIGIBLE:
+            return CastPolicy.PASS.name, f"its {short_name(tensor.dtype)} input"
+    return cast_policy.name, plan.decision.reason
+
+
+#: Policies that leave alone a call with an input that is never cast.
+_ABSOLUTE: Final = frozenset({CastPolicy.LOW, CastPolicy.FP32, CastPolicy.FOLLOW})

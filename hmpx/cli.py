@@ -40,10 +40,11 @@ from . import (
     policy,
     policy_files,
     session,
+    spawning,
     torch_parts,
 )
 from .decisions import CastPolicy, Decision
-from .dtypes import short_name
+from .dtypes import parse_device_types, short_name
 from .errors import HmpxError, HmpxWarning, KernelsError, said_by, short, shown, suggestion
 from .legalize import MODES
 from .torch_internals import VF_NAMESPACE
@@ -79,8 +80,8 @@ _PASSING_ON = frozenset(
         ("hmpx.composition", "computed_in_fp32"),
         ("hmpx.graph_rounding", "in_graph"),
         ("hmpx.keeping", "keeping_low"),
-        ("hmpx.habana_shim", "__torch_function__"),
-        ("hmpx.habana_shim", "call"),
+        ("hmpx.habana_devices", "__torch_function__"),
+        ("hmpx.habana_devices", "call"),
     }
 )
 
@@ -151,7 +152,8 @@ def _add_run(commands: Any) -> None:
         description="Converts torch, then runs SCRIPT as `python SCRIPT ARGS` would.\n"
         "Options of hmpx stand before SCRIPT; all that follows it belongs to the script.",
         epilog="""\
-Processes that the script starts by spawn are not converted; forked ones are.
+With --habana-shim nothing is cast before the script's own hmp.convert(): the options above are what
+that call uses where it does not say otherwise. Processes that the script starts are converted as it is.
 
 exit status:
   that of the script: 0, what it gives to sys.exit, 1 after an uncaught exception;
@@ -177,19 +179,20 @@ examples:
         action="store_true",
         help="log each distinct decision once, with its reason and line",
     )
+    verbosity.add_argument(
+        "--verbose-hmp", action="store_true", help="print the lines that HMP printed"
+    )
     parser.add_argument(
         "--legalize",
         choices=MODES,
-        default="auto",
-        help="which low-precision ops compute in fp32 and round: those slow on this machine (auto), "
-        "all, none, or auto without rounding fp32 inputs (fast)",
+        help="which low-precision ops compute in fp32 and round: those slow on this machine (auto, the "
+        "default), all, none, or auto without rounding fp32 inputs (fast)",
     )
     parser.add_argument(
         "--habana-shim",
         action="store_true",
         help="stand in for habana_frameworks where it isn't installed: what the script places on "
-        '"hpu" lands on cuda, or else on the cpu, and its own hmp.convert(...) replaces the '
-        "conversion made here",
+        '"hpu" lands on cuda, or else on the cpu, and is cast from its own hmp.convert(...) on',
     )
     parser.add_argument(
         "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
@@ -347,29 +350,41 @@ def _add_list_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--opt-level",
         choices=("O1", "O2"),
-        default="O1",
-        help="O1 follows the lists; O2 runs GEMMs and convolutions in the low type, all else in fp32",
+        help="O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, all "
+        "else in fp32",
     )
     group.add_argument(
         "--low-precision-type",
-        default="bfloat16",
         metavar="TYPE",
-        help="bfloat16, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
+        help="bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
     )
     group.add_argument("--strict", action="store_true", help="an unknown name is an error")
 
 
 def _list_options(options: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "bf16_file_path": options.bf16,
-        "fp32_file_path": options.fp32,
-        "fp16_file_path": options.fp16,
-        "lists": options.lists,
-        "policy": options.policy,
-        "opt_level": options.opt_level,
-        "low_precision_type": options.low_precision_type,
-        "strict": options.strict,
-    }
+    """Returns the list options that were given, as arguments of `hmpx.convert`."""
+    return _given(
+        bf16_file_path=options.bf16,
+        fp32_file_path=options.fp32,
+        fp16_file_path=options.fp16,
+        lists=options.lists,
+        policy=options.policy,
+        opt_level=options.opt_level,
+        low_precision_type=options.low_precision_type,
+        strict=options.strict,
+    )
+
+
+def _run_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns all options of ``run`` that were given, as arguments of `hmpx.convert`."""
+    verbose = "once" if options.verbose_once else "hmp" if options.verbose_hmp else options.verbose
+    types = options.device_types.split(",") if options.device_types else None
+    more = _given(isVerbose=verbose, device_types=types, legalize=options.legalize)
+    return {**_list_options(options), **more}
+
+
+def _given(**arguments: Any) -> dict[str, Any]:
+    return {name: value for name, value in arguments.items() if value}
 
 
 # --- run ---------------------------------------------------------------------------------------
@@ -386,17 +401,11 @@ def _run(options: argparse.Namespace) -> int:
         raise _NotFoundError(f"{short(name)}: no such file; give the path of a Python script")
     sys.argv = program
     _set_script_directory(_script_directory(name, options.is_module))
-    has_shim = options.habana_shim and _install_shim()
-    device_types = options.device_types.split(",") if options.device_types else None
-    if device_types is None and has_shim:
-        device_types = [habana_shim.device_type()]
-    _warned(
-        session.convert,
-        isVerbose="once" if options.verbose_once else options.verbose,
-        device_types=device_types,
-        legalize=options.legalize,
-        **_list_options(options),
-    )
+    given = _run_options(options)
+    has_shim = options.habana_shim and _install_shim(options, given)
+    if not has_shim:
+        _warned(session.convert, **given)
+    spawning.follow()
     uncaught = None
     try:
         _execute(name, options.is_module)
@@ -404,6 +413,9 @@ def _run(options: argparse.Namespace) -> int:
         raise
     except BaseException as error:
         uncaught = error
+    finally:
+        if has_shim and given and not habana_shim.has_converted():
+            _complain(_WHY_UNUSED)
     if uncaught is None:
         return 0
     _show_uncaught(uncaught)  # outside the handler, lest the script's excepthook see it as context
@@ -420,14 +432,24 @@ def _exists(path: str) -> bool:
         return False
 
 
-def _install_shim() -> bool:
-    if habana_shim.install():
+def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:
+    with warnings.catch_warnings():  # given by the script's hmp.convert()
+        warnings.simplefilter("ignore")
+        policy.load_policy(**_list_options(options))
+    parse_device_types(given.get("device_types"))
+    if habana_shim.install(given):
         return True
     print(
         "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim",
         file=sys.stderr,
     )
     return False
+
+
+_WHY_UNUSED: Final = (
+    "the script never called hmp.convert(): nothing was cast, and the options before its name were "
+    "not used; call it in the script, or leave out --habana-shim"
+)
 
 
 def _execute(name: str, is_module: bool) -> None:

@@ -1,6 +1,6 @@
-"""The verbose log: one line a call, or one a distinct decision.
+"""The verbose log: one line a call, or one a distinct decision; or the lines that HMP printed.
 
-An observer like any other; writes through ``logging.getLogger("hmpx")``.
+Observers like any other; write through ``logging.getLogger("hmpx")``, HMP's lines to stdout.
 """
 
 from __future__ import annotations
@@ -10,9 +10,16 @@ import sys
 from typing import Final, TextIO
 
 from .dtypes import short_name
-from .records import OpCall
+from .records import Observer, OpCall
 
 LOGGER: Final = logging.getLogger("hmpx")
+
+
+def observer(verbose: bool | str) -> Observer:
+    """Returns what logs calls as ``isVerbose`` asks for."""
+    if verbose == "once":
+        return VerboseOnceLog()
+    return HmpLog() if verbose == "hmp" else VerboseLog()
 
 
 class VerboseLog:
@@ -47,6 +54,41 @@ class VerboseOnceLog:
             f"  in {call.module}" if call.module else "",
             call.location,
         )
+
+
+class HmpLog:
+    """Prints the lines that HMP printed, for programs that look for them.
+
+    ``casting  <...> to_bf16`` for ops of its two lists, ``casting  <...>  to  to_fp32`` for those of
+    several inputs and for writing ones. HMP knew of no others.
+    """
+
+    def __call__(self, call: OpCall) -> None:
+        """Prints ``call``, if HMP would have."""
+        if call.dtype is None or call.cast_policy not in _HMPS:
+            return
+        is_listed = call.cast_policy in ("LOW", "FP32")
+        separator = " " if is_listed else "  to  "
+        _print(f"casting  {call.function!r}{separator}{_outcome(call)}")
+
+
+#: What HMP decided by: its two lists, its list of ops of several inputs, and where a call writes.
+_HMPS: Final = frozenset({"LOW", "FP32", "WIDEST", "TARGET"})
+
+
+def announce(is_off: bool) -> None:
+    """Prints that casts are off from here on, or on again, as HMP did."""
+    _print("Disabled HMP casting" if is_off else "Enabled HMP casting")
+
+
+def announce_conversion(opt_level: str) -> None:
+    """Prints what HMP printed when it converted."""
+    _print("hmp:verbose_mode  True")
+    _print(f"hmp:opt_level {opt_level}")
+
+
+def _print(line: str) -> None:
+    sys.stdout.write(f"{line}\n")
 
 
 class _StdoutHandler(logging.StreamHandler[TextIO]):

@@ -527,8 +527,27 @@ def repeated(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
     return gathered(faults, sum(op_list.repeated_count for op_list in op_lists), most)
 
 
+def idle(op_list: OpList, *, is_relative: bool) -> list[str]:
+    """Returns messages for the lines of a user's list that can never change anything.
+
+    ``iadd`` beside ``add``, which covers it, says nothing that is wrong.
+    """
+    return [
+        f"{entry.where}: {shown(entry.text)} has no effect: "
+        + ("it has one input only" if is_relative else "the type of what it writes to decides")
+        + "; remove the line"
+        for name, entry in op_list.ops.items()
+        if not (op_list.is_shipped or entry.where.startswith(SHIPPED))
+        and not ops.is_decisive(name, is_relative=is_relative)
+        and ops.covering(name) not in op_list.ops
+    ]
+
+
 def _why_unknown(text: str) -> str:
     bare = text.removeprefix("-")
+    if bare in ops.facts("became"):
+        now = ops.facts("became")[bare][0]
+        return f"{shown(bare)} was an op of Gaudi's torch; torch's own is {now!r}"
     name = ops.resolve(bare)
     if name is not None and not ops.is_castable(name):
         return f"{bare!r} computes nothing from tensors, so there is nothing to cast"

@@ -222,14 +222,14 @@ def _resolve_of_torch(name: str) -> str | None:
 
 def root(name: str) -> str:
     """Returns the op that operator ``name`` computes: ``div`` for ``rtruediv``."""
-    while (found := covering(name)) is not None:
+    while name not in facts("covering") and (found := covering(name)) is not None:
         name = found
     return name
 
 
 @functools.cache
 def covered(name: str) -> frozenset[str]:
-    """Returns op ``name`` and the operators that a line of it covers."""
+    """Returns op ``name`` and the ops that a line of it covers."""
     found = {name}
     for candidate in table():
         above: str | None = candidate
@@ -240,11 +240,37 @@ def covered(name: str) -> frozenset[str]:
     return frozenset(found)
 
 
+def is_decisive(name: str, *, is_relative: bool) -> bool:
+    """Whether a list's line may change what a call of op ``name`` does.
+
+    It can't where all callables write to their first argument, which decides then; nor, for lists
+    whose types are relative to the inputs', where there is one input.
+    """
+    if name not in table():
+        return True  # another library's
+    if _is_decisive(name, is_relative=is_relative):
+        return True
+    return any(_is_decisive(each, is_relative=is_relative) for each in covered(name))
+
+
+def _is_decisive(name: str, *, is_relative: bool) -> bool:
+    return any(
+        not site.in_place
+        and (not is_relative or site.is_python or parameters(site).has_several_tensors)
+        for site in table()[name].sites
+    )
+
+
 @functools.cache
 def computing() -> frozenset[str]:
     """Returns the ops that ``*`` means: they compute with tensors, and casting can't lose a write."""
     return frozenset(
-        name for name in table() if name[0] != "_" and is_castable(name) and not is_view(name)
+        name
+        for name in table()
+        if name[0] != "_"
+        and is_castable(name)
+        and not is_view(name)
+        and (covering(name) is not None or _is_decisive(name, is_relative=False))
     )
 
 
@@ -465,7 +491,10 @@ def _operator_base(name: str) -> str | None:
 
 
 def _covering(name: str, sites: list[Site], slots: Mapping[str, list[Site]]) -> str | None:
-    """Returns the op whose line covers operator ``name``: rtruediv -> truediv -> div."""
+    """Returns the op whose line covers op ``name``: rtruediv -> truediv -> div."""
+    below = facts("covering").get(name, ("",))[0]
+    if below in slots:
+        return below
     if not any(site.attribute == f"__{name}__" for site in sites):
         return None
     base = _operator_base(name)

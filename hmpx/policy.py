@@ -173,7 +173,7 @@ class Policy:
             )
             for kind, names in given.items()
         ]
-        _report(lists, strict=True, has_libraries=False)
+        _report(lists, strict=True, is_from_files=False)
         return cls(_resolve([[pair] for pair in lists]), low_dtype)
 
 
@@ -400,6 +400,8 @@ def check(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
     conflicts = list(_conflicts(read))
     for find in (oplists.unknown, oplists.absent, oplists.repeated):
         faults += find(lists, _MOST_CHECKED)
+    idle = _idle(read)
+    faults += gathered(idle, len(idle), _MOST_CHECKED)
     return faults + gathered(conflicts, len(conflicts), _MOST_CHECKED)
 
 
@@ -454,15 +456,16 @@ def _report(
     lists: list[tuple[OpList, Decision]],
     *more: list[tuple[OpList, Decision]],
     strict: bool,
-    has_libraries: bool = True,
+    is_from_files: bool = True,
 ) -> None:
     """Raises or warns about the faults of lists that stand beside each other.
 
     Args:
         lists: Pairs of a list and what it decides.
         *more: Lists that stand beside each other elsewhere.
-        strict: Whether unknown names are an error, and
-        has_libraries: those of libraries that are not installed.
+        strict: Whether unknown names are an error.
+        is_from_files: Whether those of libraries that are not installed are one, too, and lines that
+            have no effect are warned of.
     """
     by_band: dict[bool, list[tuple[OpList, Decision]]] = {}
     for op_list, decision in lists:
@@ -471,7 +474,7 @@ def _report(
     op_lists = [op_list for op_list, _ in lists]
     unknown = oplists.unknown(op_lists)
     if strict:
-        faults = unknown + (oplists.absent(op_lists) if has_libraries else [])
+        faults = unknown + (oplists.absent(op_lists) if is_from_files else [])
         if faults:
             raise OpListError("\n".join(faults))
     conflicts = list(chain.from_iterable(_conflicts(band) for band in (*by_band.values(), *more)))
@@ -482,6 +485,19 @@ def _report(
     repeated = oplists.repeated(op_lists)
     if repeated:
         _warn("\n".join(repeated))
+    idle = _idle(lists)
+    if idle and is_from_files:
+        _warn("\n".join(gathered(idle, len(idle))))
+
+
+def _idle(lists: Iterable[tuple[OpList, Decision]]) -> list[str]:
+    """Returns messages for lines that can never change anything."""
+    return [
+        message
+        for op_list, decision in lists
+        if decision.cast_policy is not CastPolicy.PASS
+        for message in oplists.idle(op_list, is_relative=decision.cast_policy in _RELATIVE)
+    ]
 
 
 def _conflicts(lists: list[tuple[OpList, Decision]]) -> Iterator[str]:
@@ -570,6 +586,10 @@ def _warn(message: str) -> None:
 def _user_stack_level() -> int:
     """Returns the stack level of the first caller outside hmpx."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and frame.f_globals.get("__package__") == __package__:
+    while frame.f_back is not None and _is_hmpx(frame.f_globals.get("__package__")):
         level, frame = level + 1, frame.f_back
     return level
+
+
+def _is_hmpx(package: object) -> bool:
+    return str(package).partition(".")[0] == __package__

@@ -28,8 +28,9 @@ class OpCall:
         op: Op name.
         site: The call site patched: ``torch.nn.functional.linear``.
         function: The callable that ran: torch's own.
-        cast_policy: Name of the `CastPolicy` in force: ``"LOW"``.
-        reason: Where that comes from: ``"lists/hmp/bf16.txt:12"``.
+        cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` where that was the
+            argument that the call writes to.
+        reason: Where that comes from: ``"lists/hmp/bf16.txt:12"``, ``"in-place rule"``.
         dtype: The dtype, or number format, that the call's inputs were brought to; None if the call was
             left alone.
         input_dtypes: Dtypes of the floating inputs, before and

@@ -95,13 +95,14 @@ def checked(
     return Request(policy=loaded, device_types=found_types, verbose=is_verbose, **options)  # type: ignore[arg-type]
 
 
-_EXPECTED: Final = "True, False or 'once'"
+_EXPECTED: Final = "True, False, 'once' or 'hmp'"
 
 
 def _verbosity(value: object) -> bool | str:
     if is_a(value, str):
-        if str.__str__(value) == "once":
-            return "once"
+        name = str.__str__(value)
+        if name in ("once", "hmp"):
+            return name
     elif is_a(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise OptionError(f"isVerbose must be {_EXPECTED}, not {shown(value)}")

@@ -166,6 +166,15 @@ class Session:
     def _settings(self) -> tuple[object, ...]:
         return self.policy, self.device_types, self.options, self._verbose, self.rules
 
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `restore` for a conversion like this one."""
+        return {
+            "policy": self.policy,
+            "device_types": self.device_types,
+            "options": self.options,
+            "verbose": self._verbose,
+        }
+
     def _conversion(self, observers: tuple[Observer, ...]) -> Conversion:
         return Conversion(self.policy, self.device_types, self.options, observers)
 
@@ -183,7 +192,7 @@ class Session:
         """
         observers: tuple[Observer, ...] = ()
         if self._verbose:
-            observers = (log.VerboseOnceLog() if self._verbose == "once" else log.VerboseLog(),)
+            observers = (log.observer(self._verbose),)
         asked = rules.state()
         conversion = self._conversion(observers)
         patches, made = policy_patches.patches(conversion, draft)
@@ -197,6 +206,8 @@ class Session:
         low_dtype = low if isinstance(low, torch.dtype) else None
         applied += draft.apply(regions.patches(draft, self._add, self._run_suspended, low_dtype))
         applied += draft.apply(numpy_values.patches(draft))
+        if self._verbose == "hmp":
+            applied += draft.apply([Patch(switch, "_announce", log.announce)])
         if self.options.reuse_casts:
             applied += draft.apply(reuse.patches(draft))
         originals = [vars(wrapper)["__wrapped__"] for wrapper in made]
@@ -338,7 +349,7 @@ def convert(
         bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
         fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
         isVerbose: True logs each call, ``"once"`` each distinct decision; both, which functions of
-            torch models have kept since before, uncast.
+            torch models have kept since before, uncast. ``"hmp"`` prints what HMP printed.
         *too_many: Nothing: other arguments are passed by name.
         fp16_file_path: Ops that run in float16, whatever ``low_precision_type`` is.
         opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
@@ -392,6 +403,8 @@ def convert(
         rounding=rounding,
         round_gradients=round_gradients,
     )
+    if asked.verbose == "hmp":
+        log.announce_conversion(opt_level)
     options = Options(asked.legalize, asked.reuse_casts, asked.rounding, asked.round_gradients)
     session = _put_in_force(asked.policy, asked.device_types, options, asked.verbose)
     if device_types is None and "cpu" not in asked.device_types:
@@ -401,6 +414,14 @@ def convert(
             found,
         )
     return session
+
+
+def restore(
+    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
+) -> Session:
+    """Converts as a session does that has these `Session.arguments`, in another process, say."""
+    torch_parts.check()
+    return _put_in_force(policy, device_types, options, verbose)
 
 
 @exclusive

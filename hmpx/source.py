@@ -158,7 +158,7 @@ _UNROLLED_CAST = """
                     elif {is_to_be_cast}:
                         b{position} = convert(b{position}){or_number}
                 elif dtype_ is not dtype and (dtype_.is_floating_point or dtype_.is_complex):
-                    return original({names}*rest, **kwargs)
+                    {leave_alone}
             elif b{position} is not None{and_no_number}:
                 is_usual = False
 """
@@ -347,6 +347,10 @@ def _unrolled(plan: CallPlan, names: str) -> str:
     if len(device_types) == 1 and hasattr(Tensor, f"is_{device_types[0]}"):
         on_device = f"b{{position}}.is_{device_types[0]}"
     arguments = [f"{'b' if p in plan.cast_kinds else 'a'}{p}" for p in range(_count(plan))]
+    # What promotes takes float64 numbers, tensors without dimensions, beside inputs that are cast.
+    leave_alone = (
+        "is_usual = False" if plan.promotes else f"return original({names}*rest, **kwargs)"
+    )
     casts = []
     for position, kind in sorted(plan.cast_kinds.items()):
         test = on_device.format(position=position)
@@ -356,7 +360,7 @@ def _unrolled(plan: CallPlan, names: str) -> str:
         casts.append(
             _UNROLLED_CAST.format(
                 position=position,
-                names=names,
+                leave_alone=leave_alone,
                 is_to_be_cast=test,
                 or_number="" if "cpu" in device_types else _NUMBER.format(position=position),
                 and_no_number=and_no_number,

@@ -27,11 +27,13 @@ from .capability import SMALL_PRODUCT, is_reported_of_all, name_of
 from .casting import (
     LOW_DTYPES,
     SEQUENCES,
+    TARGET,
     Args,
     CallPlan,
     Kwargs,
     cast_args,
     converter,
+    decided_by,
     floating_inputs,
     is_on_device,
     is_widened,
@@ -363,6 +365,7 @@ def make_observed_wrapper(
             tuple([t.dtype for t in outputs]),
             before[0].device.type,
             cast_bytes,
+            *decided_by(plan, args, kwargs),
         )
         return result
 
@@ -387,14 +390,18 @@ def make_observed_wrapper(
         output_dtypes: tuple[torch.dtype, ...],
         device_type: str | None,
         cast_bytes: int,
+        cast_policy: str,
+        reason: str,
     ) -> None:
         call = OpCall(
             op=plan.op,
             site=plan.site,
             function=original,
-            cast_policy=plan.decision.cast_policy.name,
-            reason=plan.decision.reason,
-            dtype=dtype if plan.emulation is None or dtype is None else plan.emulation.format,
+            cast_policy=cast_policy,
+            reason=reason,
+            dtype=dtype
+            if plan.emulation is None or dtype is None or cast_policy == TARGET
+            else plan.emulation.format,
             input_dtypes=input_dtypes,
             cast_dtypes=cast_dtypes,
             output_dtypes=output_dtypes,

@@ -147,30 +147,143 @@ def test_hccl_process_groups_use_the_backend_of_the_device() -> None:
 # --- modules -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(
-    ("module", "attribute"),
-    [
-        ("habana_frameworks", "torch"),
-        ("habana_frameworks.torch", "core"),
-        ("habana_frameworks.torch", "hpu"),
-        ("habana_frameworks.torch.hpex", "hmp"),
-        ("habana_frameworks.torch.hpex.hmp", "disable_casts"),
-        ("habana_frameworks.torch.core", "mark_step"),
-        ("habana_frameworks.torch.hpu", "synchronize"),
-        ("habana_frameworks.torch.hpu.random", "manual_seed_all"),
-        ("habana_frameworks.torch.utils", "debug"),
-        ("habana_frameworks.torch.utils.library_loader", "load_habana_module"),
-        ("habana_frameworks.torch.distributed.hccl", "initialize_distributed_hpu"),
-        ("hmp", "hmp"),
-        ("hmp.hmp", "convert"),
-        ("torch.hpu", "is_available"),
-    ],
-)
+#: Module -> names that scripts of HMP's time, and since, import from it or ask of it.
+NAMES = {
+    "hmp": "hmp",
+    "hmp.hmp": "convert disable_casts",
+    "habana_dataloader": "HabanaDataLoader",
+    "habana_frameworks": "torch",
+    "habana_frameworks.mediapipe": "fn",
+    "habana_frameworks.mediapipe.mediapipe": "MediaPipe",
+    "habana_frameworks.mediapipe.media_types": "imgtype dtype ftype",
+    "habana_frameworks.torch": "core hpu hpex distributed utils _hpex_C",
+    "habana_frameworks.torch.core": "mark_step iter_mark_step add_step_closure hpu_initialize hpu_set_env "
+    "hpu_inference_initialize is_enabled_weight_permute_pass enable_weight_permute_pass data_ptr "
+    "hpu_inference_set_env hpu_set_inference_env hpu_teardown_inference_env quantization "
+    "set_dynamic_mode enable_permute_pass get_fallback_op_count memstat_livealloc",
+    "habana_frameworks.torch.core.hccl": "initialize_distributed_hpu",
+    "habana_frameworks.torch.distributed.hccl": "initialize_distributed_hpu",
+    "habana_frameworks.torch.gpu_migration": "",
+    "habana_frameworks.torch.hpex": "hmp",
+    "habana_frameworks.torch.hpex.hmp": "convert disable_casts",
+    "habana_frameworks.torch.hpex.experimental.transformer_engine": "Linear fp8_autocast recipe",
+    "habana_frameworks.torch.hpex.kernels": "FusedSDPA RotaryPosEmbeddingHelperV1 CTCLoss CustomSoftmax "
+    "RotaryPosEmbeddingHelperV2 RotaryPosEmbeddingHelperV3 RotaryPosEmbeddingMode "
+    "apply_rotary_pos_emb EmbeddingBag CustomNms ScaledMaskedSoftmax",
+    "habana_frameworks.torch.hpex.movingavrg": "FusedEMA",
+    "habana_frameworks.torch.hpex.normalization": "FusedClipNorm FusedRMSNorm",
+    "habana_frameworks.torch.hpex.optimizers": "FusedAdagrad FusedAdamW FusedLamb FusedLars FusedSGD "
+    "FusedResourceApplyMomentum",
+    "habana_frameworks.torch.hpu": "is_available device_count current_device synchronize Stream Event "
+    "HPUGraph graph ModuleCacher wrap_in_hpu_graph make_graphed_callables memory_stats "
+    "memory_allocated max_memory_allocated reset_peak_memory_stats memory_summary mem_get_info "
+    "random graphs memory metrics stream current_stream sdp_kernel enable_dynamic_shape "
+    "disable_dynamic_shape setDeterministic get_rng_state_all enable_inference_mode",
+    "habana_frameworks.torch.hpu.graphs": "wrap_in_hpu_graph HPUGraph ModuleCacher input_hash",
+    "habana_frameworks.torch.hpu.memory": "memory_stats reset_peak_memory_stats",
+    "habana_frameworks.torch.hpu.metrics": "metric_global metrics_dump",
+    "habana_frameworks.torch.hpu.random": "manual_seed manual_seed_all get_rng_state set_rng_state "
+    "get_rng_state_all set_rng_state_all seed seed_all initial_seed",
+    "habana_frameworks.torch.hpu.streams": "Stream current_stream",
+    "habana_frameworks.torch.utils": "debug experimental library_loader",
+    "habana_frameworks.torch.utils.debug": "_enable_fallback_ops _get_fallback_op_count _mem_log "
+    "_set_module_name _enable_eliminate_common_subexpression _memstat_livealloc _dump_recipe_memory_stat",
+    "habana_frameworks.torch.utils.distributed_utils": "initialize_distributed_hpu",
+    "habana_frameworks.torch.utils.experimental": "_get_device_type synDeviceType _data_ptr _record_params",
+    "habana_frameworks.torch.utils.internal": "is_lazy",
+    "habana_frameworks.torch.utils.library_loader": "load_habana_module is_habana_available "
+    "is_habana_avaialble load_habana_profiler",
+    "torch.hpu": "is_available memory_stats",
+}
+
+
+@pytest.mark.parametrize("module", NAMES)
 @pytest.mark.usefixtures("shim")
-def test_modules_import_by_the_names_in_use(module: str, attribute: str) -> None:
-    """Every module that HMP's scripts import is there, for find_spec too."""
-    assert hasattr(importlib.import_module(module), attribute)
+def test_modules_import_by_the_names_in_use(module: str) -> None:
+    """Every module that Habana's scripts import is there with its names, for find_spec too."""
+    found = importlib.import_module(module)
     assert importlib.util.find_spec(module) is not None
+    for name in NAMES[module].split():
+        try:
+            assert getattr(found, name) is not None
+        except AttributeError:
+            importlib.import_module(f"{module}.{name}")
+
+
+@pytest.mark.usefixtures("shim")
+def test_one_class_by_either_name() -> None:
+    """A checkpoint's classes are found without the stand-in, which has none of its own."""
+    by_habanas = importlib.import_module("habana_frameworks.torch.hpex.optimizers")
+    assert by_habanas is importlib.import_module("hmpx.habana.torch.hpex.optimizers")
+
+
+@pytest.mark.usefixtures("shim")
+def test_what_only_a_gaudi_has_raises_when_it_is_used() -> None:
+    """Not when it is imported, named, or derived from; and says what to do."""
+    from habana_frameworks.mediapipe import fn  # type: ignore[import-not-found]
+    from habana_frameworks.mediapipe.mediapipe import MediaPipe  # type: ignore[import-not-found]
+    from habana_frameworks.torch.hpex import kernels  # type: ignore[import-not-found]
+    from habana_frameworks.torch.utils import debug  # type: ignore[import-not-found]
+
+    class Pipe(MediaPipe):  # type: ignore[misc]
+        kind = fn.ReadImageDatasetFromDir.shuffle
+
+    uses: dict[str, Callable[[], object]] = {
+        "mediapipe.mediapipe.MediaPipe needs a Gaudi; load data with": Pipe,
+        "mediapipe.fn.ReadImageDatasetFromDir needs a Gaudi": fn.ReadImageDatasetFromDir,
+        "kernels.CustomNms needs a Gaudi; call torchvision.ops.nms": kernels.CustomNms,
+        "debug._dump_recipe_memory_stat needs a Gaudi": debug._dump_recipe_memory_stat,
+    }
+    for message, use in uses.items():
+        with pytest.raises(HmpxError, match=message):
+            use()
+        with pytest.raises(NotImplementedError):
+            use()
+
+
+@pytest.mark.usefixtures("shim")
+def test_settings_of_the_graph_compiler_say_once_that_they_do_nothing(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    """Results don't depend on them."""
+    from habana_frameworks.torch.utils import debug
+
+    with caplog.at_level("INFO", "hmpx"):
+        debug._enable_view_once(True)
+        debug._enable_view_once(False)
+    assert caplog.messages == [
+        "habana_frameworks.torch.utils.debug._enable_view_once() has no effect on this device"
+    ]
+
+
+@pytest.mark.usefixtures("shim")
+def test_step_closures_run_at_the_next_marker() -> None:
+    """In order, once."""
+    core = importlib.import_module("habana_frameworks.torch.core")
+    seen: list[int] = []
+    core.add_step_closure(seen.append, (1,))
+    core.add_step_closure(seen.append, (2,))
+    assert not seen
+    core.mark_step()
+    core.mark_step("hpu:0")
+    assert seen == [1, 2]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="cuda is there")
+def test_gpu_migration_sends_cuda_to_the_device() -> None:
+    """From its import on, until the stand-in goes."""
+    assert habana_shim.install()
+    try:
+        with pytest.raises((AssertionError, RuntimeError)):
+            torch.ones(2, device="cuda")
+        importlib.import_module("habana_frameworks.torch.gpu_migration")
+        assert torch.ones(2, device="cuda").device.type == DEVICE
+        assert torch.ones(2).cuda().device.type == torch.nn.Linear(2, 2).cuda().weight.device.type
+    finally:
+        habana_shim.uninstall()
+    with pytest.raises((AssertionError, RuntimeError)):
+        torch.ones(2).cuda()
+    assert "habana_frameworks.torch.gpu_migration" not in sys.modules
 
 
 @pytest.mark.usefixtures("shim")
@@ -209,8 +322,8 @@ def test_what_is_missing_says_so() -> None:
         "hmpx's stand-in for 'habana_frameworks.torch.core' has no 'quantize'; guard its use with "
         "hasattr(core, 'quantize'), or run where the real one is installed"
     )
-    with pytest.raises(ImportError, match=r"habana_frameworks\.torch\.hpex\.optimizers"):
-        importlib.import_module("habana_frameworks.torch.hpex.optimizers")
+    with pytest.raises(ImportError, match=r"habana_frameworks\.torch\.hpex\.custom"):
+        importlib.import_module("habana_frameworks.torch.hpex.custom")
 
 
 @pytest.mark.usefixtures("shim")
@@ -336,7 +449,11 @@ def run(script: Path, python_path: str = "") -> subprocess.CompletedProcess[str]
     return subprocess.run(
         [sys.executable, "-m", "hmpx", "run", "--habana-shim", script.name],
         cwd=script.parent,
-        env={**os.environ, "PYTHONPATH": python_path, "OMP_NUM_THREADS": "1"},
+        env={
+            **os.environ,
+            "PYTHONPATH": os.pathsep.join([python_path, str(Path(hmpx.__file__).parent.parent)]),
+            "OMP_NUM_THREADS": "1",
+        },
         capture_output=True,
         text=True,
         check=False,
@@ -344,13 +461,13 @@ def run(script: Path, python_path: str = "") -> subprocess.CompletedProcess[str]
 
 
 def test_run_trains_a_script_written_for_gaudi(tmp_path: Path) -> None:
-    """An unmodified HMP script trains; its own convert replaces that of the command line."""
+    """An unmodified HMP script trains, and is cast from its own convert on."""
     script = tmp_path / "train.py"
     script.write_text(TRAINING)
     finished = run(script)
     assert (finished.stderr, finished.returncode) == ("", 0)
     assert finished.stdout.splitlines() == [
-        "torch.bfloat16",
+        "torch.float32",
         "torch.float16 torch.float32 torch.float32",
     ]
 

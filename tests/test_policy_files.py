@@ -779,6 +779,7 @@ POLICIES = st.builds(
 )
 
 
+@pytest.mark.filterwarnings("ignore:(?s).* has no effect")  # of decisions that change nothing
 @settings(max_examples=80, deadline=None, suppress_health_check=list(HealthCheck))
 @given(policy=POLICIES)
 def test_a_policy_that_is_written_loads_back_equal(tmp_path: Path, policy: Policy) -> None:

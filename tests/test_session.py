@@ -95,7 +95,7 @@ def test_a_with_block_reverts_after_an_exception() -> None:
         ({"opt_level": "O3"}, "opt_level must be 'O1' or 'O2', not 'O3'"),
         ({"bf16_file_path": "O1"}, "bf16_file_path is 'O1'; pass it by name: opt_level='O1'"),
         ({"bf16_file_path": 3}, "bf16_file_path must be a string or a path, not 3"),
-        ({"isVerbose": "loud"}, "isVerbose must be True, False or 'once', not 'loud'"),
+        ({"isVerbose": "loud"}, "isVerbose must be True, False, 'once' or 'hmp', not 'loud'"),
         (
             {"policy": 7},
             "policy must be an hmpx.Policy, the path of a policy file, or a dict, not 7",

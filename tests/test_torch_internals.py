@@ -56,7 +56,7 @@ def test_only_two_modules_name_private_parts_of_torch() -> None:
     """Whoever adapts hmpx to a new torch reads these two."""
     faults = {
         path.name: names
-        for path in PACKAGE.glob("*.py")
+        for path in PACKAGE.rglob("*.py")
         if path.name not in HOMES and (names := private_names(ast.parse(path.read_text("utf-8"))))
     }
     assert not faults
