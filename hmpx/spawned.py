@@ -2,16 +2,16 @@
 
 from __future__ import annotations
 
-import importlib.util
 import sys
 from pathlib import Path
 
 
 def _prepare(state: bytes) -> None:
-    if importlib.util.find_spec("hmpx") is None:
-        sys.path.append(str(Path(__file__).parent.parent))
-    from hmpx import spawning  # only now can it be found
+    ours = str(Path(__file__).parent.parent)
+    sys.path.insert(0, ours)  # the same hmpx as the parent's, wherever that was found
+    from hmpx import spawning
 
+    sys.path.remove(ours)
     spawning.restore(state)
 
 

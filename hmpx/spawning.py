@@ -75,10 +75,21 @@ def _state() -> bytes | None:
     stand_in = None if options is None else dict(options)
     conversion = None if current is None else current.arguments()
     try:
-        return pickle.dumps(State(stand_in, conversion))
+        state = pickle.dumps(State(stand_in, conversion))
+        why = "the policy holds a function of the main module" if _MAIN in state else ""
     except Exception as error:  # whatever the functions of a format raise
-        _LOGGER.warning("started processes are not converted: %s", error)
-        return pickle.dumps(State(stand_in, None))
+        state, why = b"", str(error)
+    if not why:
+        return state
+    _LOGGER.warning(
+        "started processes are not converted: %s; define number formats in a module of their own",
+        why,
+    )
+    return pickle.dumps(State(stand_in, None))
+
+
+#: Where a new process, which has not imported the program's main module yet, finds nothing.
+_MAIN: Final = b"__main__"
 
 
 def restore(state: bytes) -> None:
