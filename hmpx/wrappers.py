@@ -348,12 +348,13 @@ def make_observed_wrapper(
         _collect_any(result, outputs)
         if not before:
             return result  # there was nothing to decide
-        if dtype is None and is_widened(plan, before):
-            dtype = torch.float32  # torch's kernel does that
-        if plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
-            dtype = (
-                widest(before) if plan.target is None else before[0].dtype
-            )  # torch's kernel does that
+        # What torch's kernel does by itself.
+        if plan.promotes and plan.target is not None:
+            dtype = before[0].dtype
+        elif plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
+            dtype = widest(before)
+        elif dtype is None and is_widened(plan, before):
+            dtype = torch.float32
         cast_bytes = 0
         if not torch.compiler.is_dynamo_compiling():  # where sizes may be symbols
             for a, b in zip(before, after, strict=True):

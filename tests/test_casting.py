@@ -89,6 +89,47 @@ def test_a_float64_input_leaves_the_call_untouched(kind: str) -> None:
             x(dtype=FP64) @ x(dtype=other)
 
 
+@pytest.mark.native
+@pytest.mark.parametrize("kind", ["low", "fp32", "follow"])
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda a, b: a * b,
+        lambda a, b: b * a,
+        lambda a, b: torch.mul(b, a),
+        lambda a, b: torch.mul(a, other=b),
+        lambda a, b: a.mul(b),
+    ],
+)
+def test_float64_without_dimensions_counts_as_a_number(
+    kind: str, call: Callable[[Any, Any], torch.Tensor]
+) -> None:
+    """As under HMP: kernels that promote take it beside what is cast, as they take Python's numbers."""
+    number = torch.tensor(1 / 3, dtype=FP64)
+    decision = {"low": hmpx.ALLOW, "fp32": hmpx.DENY, "follow": hmpx.FOLLOW}[kind]
+    policy = Policy({"mul": hmpx.Decision(decision)})
+    for dtype in (FP32, BF16, FP16):
+        given = torch.rand(3).to(dtype)
+        expected = {"low": BF16, "fp32": FP32, "follow": dtype}[kind]
+        for legalize in ("never", "always"):
+            with hmpx.convert(policy=policy, legalize=legalize):
+                actual = call(given, number)
+                alone = call(given[0], number)
+            assert actual.dtype is expected
+            computed_in = FP32 if legalize == "always" and kind == "low" else expected
+            wanted = call(given.to(expected).to(computed_in), number)
+            assert torch.equal(actual, wanted.to(expected))
+            assert alone.dtype is FP64
+
+
+def test_float64_without_dimensions_is_kept_where_kernels_do_not_promote() -> None:
+    """They refuse it, as torch does without hmpx."""
+    number = torch.tensor(1.0, dtype=FP64)
+    for op in (torch.dot, torch.vdot):
+        with low(op.__name__), pytest.raises(RuntimeError):
+            op(torch.ones(1), number)
+
+
 def test_integers_bools_and_numbers_are_not_cast() -> None:
     """Only floating tensors are cast; the others reach torch as they are."""
     with low("mul", "embedding"):

@@ -77,7 +77,7 @@ def test_the_moving_average_is_that_of_its_definition() -> None:
     for updates in (4, 5):
         with torch.no_grad(), hmpx.disable_casts():
             for value in model.state_dict().values():
-                value += 1
+                value.add_(1)
             decay = 0.99 * (1 - math.exp(-updates / 2000))
             for name, value in model.state_dict().items():
                 if value.is_floating_point():

@@ -8,7 +8,7 @@ import io
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -444,10 +444,12 @@ print(output.dtype, loss.dtype, model.weight.dtype)
 """
 
 
-def run(script: Path, python_path: str = "") -> subprocess.CompletedProcess[str]:
+def run(
+    script: Path, python_path: str = "", options: Sequence[str] = ()
+) -> subprocess.CompletedProcess[str]:
     """Returns the outcome of ``hmpx run --habana-shim`` on ``script``."""
     return subprocess.run(
-        [sys.executable, "-m", "hmpx", "run", "--habana-shim", script.name],
+        [sys.executable, "-m", "hmpx", "run", "--habana-shim", *options, script.name],
         cwd=script.parent,
         env={
             **os.environ,
@@ -482,4 +484,136 @@ def test_run_says_that_the_real_package_is_used(tmp_path: Path) -> None:
     assert finished.stdout.strip().endswith("__init__.py")
     assert finished.stderr == (
         "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim\n"
+    )
+
+
+# --- options of the command line ----------------------------------------------------------------
+
+
+def merged(said: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the options that hold beside what a script says, and those that don't."""
+    from hmpx.habana.torch.hpex import hmp
+
+    return hmp.merged(said, given)
+
+
+@pytest.mark.parametrize(
+    ("said", "given", "taken", "unused"),
+    [
+        ({}, {"legalize": "never"}, ["legalize"], []),
+        ({"opt_level": "O1"}, {"opt_level": "O2"}, [], ["opt_level"]),
+        ({"opt_level": "O2"}, {"opt_level": "O2"}, [], []),
+        (
+            {"opt_level": "O2"},
+            {"bf16_file_path": "a", "strict": True},
+            ["strict"],
+            ["bf16_file_path"],
+        ),
+        ({"opt_level": "O2"}, {"lists": "hmp"}, [], ["lists"]),
+        ({"bf16_file_path": "a"}, {"fp32_file_path": "b"}, ["fp32_file_path"], []),
+        ({"bf16_file_path": "a"}, {"bf16_file_path": "b"}, [], ["bf16_file_path"]),
+        ({"bf16_file_path": "a"}, {"policy": "p.yaml"}, [], ["policy"]),
+        ({"opt_level": "O2"}, {"policy": "p.yaml"}, [], ["policy"]),
+        ({"opt_level": "O1"}, {"policy": "p.yaml"}, ["policy"], []),
+        ({"isVerbose": True}, {"isVerbose": "once"}, [], ["isVerbose"]),
+    ],
+)
+def test_what_the_script_says_outranks_the_command_line(
+    said: dict[str, Any], given: dict[str, Any], taken: list[str], unused: list[str]
+) -> None:
+    """And so it does where the two would contradict each other."""
+    found = merged(said, given)
+    assert [[*each] for each in found] == [taken, unused]
+
+
+@pytest.mark.parametrize(
+    "call", [{}, {"bf16_file_path": "", "fp32_file_path": None, "isVerbose": False}]
+)
+def test_options_hold_where_the_script_says_nothing(
+    call: dict[str, Any], caplog: pytest.LogCaptureFixture
+) -> None:
+    """An empty path, None, and isVerbose=False say nothing: parsers of arguments have them."""
+    hmp = importlib.import_module("hmpx.habana.torch.hpex.hmp")
+    options = {"lists": "autocast-cuda", "legalize": "never", "isVerbose": "once"}
+    assert habana_shim.install(options)
+    try:
+        assert habana_shim.options() == options and not habana_shim.has_converted()
+        with caplog.at_level("INFO", "hmpx"):
+            hmp.convert(**call)
+        assert habana_shim.has_converted()
+        current = session.current()
+        assert current is not None
+        assert current.policy == hmpx.load_policy(lists="autocast-cuda")
+        assert (current.options.legalize, current.arguments()["verbose"]) == ("never", "once")
+    finally:
+        habana_shim.uninstall()
+    assert (
+        "hmp.convert(): lists='autocast-cuda', legalize='never', isVerbose='once' from the command line"
+        in caplog.messages
+    )
+    assert habana_shim.options() is None
+
+
+def test_what_is_outranked_is_said(caplog: pytest.LogCaptureFixture) -> None:
+    """In a warning of the log, which is seen without any configuration."""
+    hmp = importlib.import_module("hmpx.habana.torch.hpex.hmp")
+    assert habana_shim.install({"opt_level": "O2", "device_types": ["cpu"]})
+    try:
+        hmp.convert(opt_level="O1", low_precision_type=torch.float16)
+    finally:
+        habana_shim.uninstall()
+    assert caplog.messages == [
+        "hmp.convert(): opt_level='O2' from the command line is not used: the script gives "
+        "opt_level='O1', low_precision_type=torch.float16"
+    ]
+
+
+@pytest.mark.usefixtures("shim")
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (("O3",), "opt_level must be"),
+        (("O1", "absent.txt"), "absent.txt: no such file"),
+        (("O1", 3), "bf16_file_path must be"),
+        (("O1", "", "", "loud"), "isVerbose must be"),
+        (("O1", "", "", False, torch.int8), "low_precision_type must be"),
+    ],
+)
+def test_wrong_arguments_of_a_script_convert_nothing(
+    arguments: tuple[Any, ...], message: str
+) -> None:
+    """The error is hmpx.convert's."""
+    hmp = importlib.import_module("habana_frameworks.torch.hpex.hmp")
+    with pytest.raises(HmpxError, match=message):
+        hmp.convert(*arguments)
+    assert session.current() is None and not habana_shim.has_converted()
+
+
+@pytest.mark.usefixtures("shim")
+def test_true_prints_hmps_lines(capsys: pytest.CaptureFixture[str]) -> None:
+    """Under the stand-in; scripts look for them."""
+    hmp = importlib.import_module("habana_frameworks.torch.hpex.hmp")
+    hmp.convert(isVerbose=True)
+    x = torch.ones(2, 2, device="hpu")
+    torch.mm(x, x)
+    printed = capsys.readouterr().out.splitlines()
+    assert [line for line in printed if "mm" in line or line.startswith("hmp:")] == [
+        "hmp:verbose_mode  True",
+        "hmp:opt_level O1",
+        printed[-1],
+    ]
+    assert printed[-1].startswith("casting  <built-in method mm") and printed[-1].endswith(
+        "> to_bf16"
+    )
+
+
+def test_run_says_that_options_were_not_used(tmp_path: Path) -> None:
+    """Where the script never converts; lists are looked at before it starts."""
+    script = tmp_path / "baseline.py"
+    script.write_text("import torch\nx = torch.ones(2, 2, device='hpu')\nprint((x @ x).dtype)\n")
+    finished = run(script, options=["--legalize", "never"])
+    assert (finished.returncode, finished.stdout) == (0, "torch.float32\n")
+    assert finished.stderr == (
+        "hmpx: the script never called hmp.convert(): nothing was cast, and the options before its "
+        "name were not used; call it in the script, or leave out --habana-shim\n"
     )

@@ -7,11 +7,12 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.nn.functional as F
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hmpx
-from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError, oplists, ops
+from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError, oplists, ops, policy
 from hmpx.policy import CastPolicy, Policy
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -447,3 +448,66 @@ def test_no_bytes_crash_the_reader(tmp_path: Path, data: bytes) -> None:
         oplists.read(path, "low")
     except HmpxError as error:
         assert "fuzz.txt" in str(error)
+
+
+# --- names of HMP's, and lines without effect ---------------------------------------------------
+
+#: HMP's dictionary of ops, as far as torch has it.
+DICTIONARY = """
+conv1d conv2d conv3d conv_transpose1d conv_transpose2d conv_transpose3d avg_pool2d max_pool2d
+max_pool2d_with_indices sum mean any addmm bmm dot linear matmul mm mv batch_norm dropout embedding
+layer_norm instance_norm interpolate sort binary_cross_entropy binary_cross_entropy_with_logits
+cross_entropy log_softmax softmax topk nll_loss mse_loss smooth_l1_loss l1_loss add addcmul addcdiv div
+exp iadd idiv imul ipow isub itruediv mul pow rsub rsqrt sqrt sub max min truediv eq ge gt ne log log2
+gelu relu leaky_relu relu6 hardtanh tanh t flatten view cat index_put index_fill nonzero stack nms
+batched_nms roi_align
+"""
+
+
+def test_every_name_that_hmp_knew_resolves() -> None:
+    """Or says what it became."""
+    read = oplists.parse(DICTIONARY.replace(" ", "\n"), "hmp.txt")
+    assert not read.unknown
+    gone = oplists.parse("embedding_bag_sum_fwd\nembedding_bag_sum_bwd", "dlrm.txt")
+    assert oplists.unknown([gone]) == [
+        f"dlrm.txt:{line}: 'embedding_bag_sum_{name}' was an op of Gaudi's torch; torch's own is "
+        "'embedding_bag'"
+        for line, name in ((1, "fwd"), (2, "bwd"))
+    ]
+
+
+@pytest.mark.parametrize("name", ["convolution", "_convolution", "aten::convolution"])
+def test_a_line_of_convolution_means_every_convolution(name: str, tmp_path: Path) -> None:
+    """They end in it below Python, where nothing is listed; a line of one's own outranks it."""
+    low, fp32 = tmp_path / "low.txt", tmp_path / "fp32.txt"
+    low.write_text(f"{name}\n")
+    fp32.write_text("conv1d\n")
+    image, kernel = torch.ones(1, 1, 4, 4), torch.ones(1, 1, 2, 2)
+    line = torch.ones(1, 1, 4)
+    with hmpx.convert(low, fp32, lists="autocast-cpu", legalize="never", device_types={"cpu"}):
+        assert F.conv2d(image, kernel).dtype is torch.bfloat16
+        assert F.conv_transpose2d(image, kernel).dtype is torch.bfloat16
+        assert torch.nn.Conv3d(1, 1, 1)(image[None]).dtype is torch.bfloat16
+        assert F.conv1d(line.bfloat16(), line).dtype is torch.float32
+    assert hmpx.load_policy(low)["conv2d"].reason.endswith("low.txt:1")
+
+
+def test_a_line_that_can_change_nothing_is_said(tmp_path: Path) -> None:
+    """In one warning, and by `check`; not beside the op that covers it, nor of shipped lists."""
+    path = tmp_path / "low.txt"
+    path.write_text("iadd\nmm\nzero_\nmul\nimul\n")
+    with pytest.warns(hmpx.HmpxWarning) as caught:
+        hmpx.load_policy(path)
+    faults = [
+        f"{path}:1: 'iadd' has no effect: the type of what it writes to decides; remove the line",
+        f"{path}:3: 'zero_' has no effect: the type of what it writes to decides; remove the line",
+    ]
+    assert [str(w.message) for w in caught] == ["\n".join(faults)]
+    assert policy.check({"low": (str(path),)}) == faults
+    relative = tmp_path / "widest.txt"
+    relative.write_text("cat\nexp\n")
+    assert policy.check({"widest": (str(relative),)}) == [
+        f"{relative}:2: 'exp' has no effect: it has one input only; remove the line"
+    ]
+    for name in oplists.set_names():
+        hmpx.load_policy(lists=name)

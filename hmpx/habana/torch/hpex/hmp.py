@@ -51,7 +51,7 @@ def convert(  # noqa: PLR0917  # HMP's positional order
         "opt_level": opt_level,
         "bf16_file_path": bf16_file_path,
         "fp32_file_path": fp32_file_path,
-        "isVerbose": "hmp" if isVerbose is True else isVerbose,
+        "isVerbose": isVerbose,
         "low_precision_type": low_precision_type,
         "fp16_file_path": fp16_file_path,
     }
@@ -60,6 +60,8 @@ def convert(  # noqa: PLR0917  # HMP's positional order
     arguments = {"device_types": {habana_devices.device_type()}, **taken, **said}
     if arguments.get("opt_level") != "O2" and arguments.get("policy") is None:
         arguments.setdefault("lists", "hmp")
+    if said.get("isVerbose") is True:
+        arguments["isVerbose"] = "hmp"
     session.convert(**arguments)
     _was_called = True
     _log(said, taken, unused)
