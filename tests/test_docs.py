@@ -8,6 +8,15 @@ from pathlib import Path
 ROOT = Path(__file__).parent.parent
 
 
+def test_the_examples_for_users_of_hmp_run() -> None:
+    """As they are."""
+    text = (ROOT / "docs" / "hmp.md").read_text("utf-8")
+    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
+    assert blocks
+    for block in blocks:
+        exec(block, {})
+
+
 def test_each_line_links_to_its_test() -> None:
     """The file and the function in it."""
     text = (ROOT / "docs" / "works_with.md").read_text("utf-8")

@@ -181,7 +181,7 @@ def test_hmp_script_casts_by_its_own_lists(tmp_path: Path) -> None:
         "log_softmax": "to_fp32",
         "nll_loss_nd": "to_fp32",
     }.items():
-        assert re.search(rf"^casting  <.*\b{op}\b.*>  {outcome}$", output, re.M), op
+        assert re.search(rf"^casting  <.*\b{op}\b.*> {outcome}$", output, re.M), op
 
 
 def test_hmp_script_knows_nothing_of_hmpx() -> None:
