@@ -409,14 +409,17 @@ def _run(options: argparse.Namespace) -> int:
     uncaught = None
     try:
         _execute(name, options.is_module)
-    except (SystemExit, _NotFoundError):
+    except _NotFoundError:
+        raise
+    except SystemExit:
+        if has_shim:
+            _complain_of_unused(given)
         raise
     except BaseException as error:
         uncaught = error
-    finally:
-        if has_shim and given and not habana_shim.has_converted():
-            _complain(_WHY_UNUSED)
     if uncaught is None:
+        if has_shim:
+            _complain_of_unused(given)
         return 0
     _show_uncaught(uncaught)  # outside the handler, lest the script's excepthook see it as context
     if isinstance(uncaught, KeyboardInterrupt):
@@ -446,10 +449,12 @@ def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:
     return False
 
 
-_WHY_UNUSED: Final = (
-    "the script never called hmp.convert(): nothing was cast, and the options before its name were "
-    "not used; call it in the script, or leave out --habana-shim"
-)
+def _complain_of_unused(given: dict[str, Any]) -> None:
+    if given and not habana_shim.has_converted():
+        _complain(
+            "the script never called hmp.convert(): nothing was cast, and the options before its name "
+            "were not used; call it in the script, or leave out --habana-shim"
+        )
 
 
 def _execute(name: str, is_module: bool) -> None:

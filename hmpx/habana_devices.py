@@ -5,8 +5,8 @@ What lands there: factories and methods with a ``device`` argument, ``tensor.to`
 ``torch.set_default_device``; process groups with the backend ``hccl``; ``torch.compile`` with the
 backend ``hpu_backend``. After `follow_cuda`, what the program places on ``"cuda"`` as well.
 
-What does not: threads other than the one that entered the `DeviceMode`; ``torch.Generator(device="hpu")``,
-the legacy constructors ``torch.Tensor(device="hpu")`` and ``.type("torch.hpu.FloatTensor")``; and
+What does not: what threads do that were started before, or by C++, as the hooks of a backward on CUDA;
+``torch.Generator(device="hpu")``, the legacy constructors ``torch.Tensor(device="hpu")`` and ``.type("torch.hpu.FloatTensor")``; and
 ``tensor.device.type`` is that of the device really used, so comparing it with ``"hpu"`` gives False.
 ``torch.compile`` runs, but may break the graph where it traces through the rewriting of arguments.
 """
@@ -14,6 +14,7 @@ the legacy constructors ``torch.Tensor(device="hpu")`` and ``.type("torch.hpu.Fl
 from __future__ import annotations
 
 import functools
+import threading
 import types
 from collections.abc import Callable, Mapping
 from typing import Any, Final
@@ -148,6 +149,17 @@ def _moving(move: Callable[..., Any] | None) -> Callable[..., Any]:
     return call if move is None else functools.wraps(move)(call)
 
 
+def _in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what a new thread runs, in a `DeviceMode` of its own."""
+
+    @functools.wraps(run)
+    def call(self: threading.Thread) -> Any:
+        with DeviceMode():
+            return run(self)
+
+    return call
+
+
 def patches(hpu: types.ModuleType) -> list[Patch]:
     """Returns what makes torch take Habana's names; ``hpu`` becomes `torch.hpu`."""
     load = _loading_elsewhere(torch.load)
@@ -163,6 +175,12 @@ def patches(hpu: types.ModuleType) -> list[Patch]:
             torch.utils.data.DataLoader,
             "__init__",
             _substituting(torch.utils.data.DataLoader.__init__),
+        ),
+        # below ``run``, which subclasses override
+        Patch(
+            threading.Thread,
+            "_bootstrap_inner",
+            _in_mode(threading.Thread._bootstrap_inner),  # type: ignore[attr-defined]
         ),
         # torch.device as a context, and torch.set_default_device, act below every other mode
         Patch(DeviceContext, "__init__", _substituting(DeviceContext.__init__)),

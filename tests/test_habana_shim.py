@@ -8,7 +8,9 @@ import io
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -39,7 +41,8 @@ def shim() -> Iterator[None]:
 def state() -> dict[str, dict[str, Any]]:
     """Returns all that the shim may change, by key and identity."""
     owners = [torch, torch.serialization, torch.distributed]
-    classes = [torch.Tensor, torch.nn.Module, torch.autocast, DeviceContext]
+    classes = [torch.Tensor, torch.nn.Module, torch.autocast, DeviceContext, threading.Thread]
+    classes.append(torch.utils.data.DataLoader)
     names = [n for n in sys.modules if n.split(".")[0] in ("hmp", "habana_frameworks")]
     return {
         **{str(owner): dict(vars(owner)) for owner in (*owners, *classes)},
@@ -90,6 +93,22 @@ def test_hpu_as_context_and_default_device() -> None:
         assert torch.zeros(2).device.type == DEVICE
     finally:
         torch.set_default_device(None)
+
+
+@pytest.mark.usefixtures("shim")
+def test_threads_take_hpu() -> None:
+    """Those that are started from then on, pools and subclasses among them."""
+
+    class Loading(threading.Thread):
+        def run(self) -> None:
+            self.loaded = torch.ones(2).to("hpu")
+
+    thread = Loading()
+    thread.start()
+    thread.join()
+    assert thread.loaded.device.type == DEVICE
+    with ThreadPoolExecutor(1) as pool:
+        assert pool.submit(torch.zeros, 2, device="hpu").result().device.type == DEVICE
 
 
 @pytest.mark.usefixtures("shim")
