@@ -129,7 +129,8 @@ def _modules() -> dict[str, types.ModuleType]:
         below = info.name.removeprefix(prefix)
         if below.partition(".")[0] == "torch" and below != _ON_IMPORT:
             found[f"{_ROOT}.{below}"] = importlib.import_module(info.name)
-    found["torch.hpu"] = hpu
+    ours = f"{_ROOT}.torch.hpu"
+    found |= {n.removeprefix(f"{_ROOT}."): m for n, m in found.items() if n.startswith(ours)}
     if not _is_importable("hmp"):  # somebody else's package of that name stays
         parent = types.ModuleType("hmp", "The package in which HMP came before habana_frameworks.")
         parent.__path__ = []

@@ -5,12 +5,19 @@ Observers like any other; write through ``logging.getLogger("hmpx")``, HMP's lin
 
 from __future__ import annotations
 
+import functools
 import logging
 import sys
-from typing import Final, TextIO
+from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any, Final, TextIO
+
+import torch
 
 from .dtypes import short_name
+from .patching import Draft, Patch
 from .records import Observer, OpCall
+from .switch import disable_casts
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -76,9 +83,34 @@ class HmpLog:
 _HMPS: Final = frozenset({"LOW", "FP32", "WIDEST", "TARGET"})
 
 
-def announce(is_off: bool) -> None:
-    """Prints that casts are off from here on, or on again, as HMP did."""
-    _print("Disabled HMP casting" if is_off else "Enabled HMP casting")
+def announcing(draft: Draft) -> Iterator[Patch]:
+    """Yields the patches by which a program's own regions without casts are announced, as by HMP."""
+    for name, line in (("__enter__", "Disabled HMP casting"), ("__exit__", "Enabled HMP casting")):
+        yield Patch(disable_casts, name, _saying(line, draft.attribute(disable_casts, name)))
+
+
+def _saying(line: str, method: Callable[..., None]) -> Callable[..., None]:
+    """Returns ``method`` of `disable_casts`, which says ``line`` when it was called."""
+
+    @functools.wraps(method)
+    def call(*args: Any) -> None:
+        method(*args)
+        if not torch.compiler.is_dynamo_compiling() and _is_programs(sys._getframe(1)):
+            _print(line)
+
+    return call
+
+
+def _is_programs(frame: FrameType) -> bool:
+    """Whether a region is the program's, rather than hmpx's for an op or an optimizer.
+
+    Args:
+        frame: That of the ``with``: of the program, or of what stands for a decorated function.
+    """
+    module = frame.f_globals.get("__name__")
+    if module == disable_casts.__module__:
+        module = getattr(frame.f_locals.get("function"), "__module__", module)
+    return str(module).partition(".")[0] not in (__package__, "torch")
 
 
 def announce_conversion(opt_level: str) -> None:

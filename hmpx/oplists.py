@@ -540,6 +540,7 @@ def idle(op_list: OpList, *, is_relative: bool) -> list[str]:
         if not (op_list.is_shipped or entry.where.startswith(SHIPPED))
         and not ops.is_decisive(name, is_relative=is_relative)
         and ops.covering(name) not in op_list.ops
+        and not (is_relative and (entry.accumulate_dtype or entry.output_dtype))
     ]
 
 

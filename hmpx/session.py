@@ -207,7 +207,7 @@ class Session:
         applied += draft.apply(regions.patches(draft, self._add, self._run_suspended, low_dtype))
         applied += draft.apply(numpy_values.patches(draft))
         if self._verbose == "hmp":
-            applied += draft.apply([Patch(switch, "_announce", log.announce)])
+            applied += draft.apply(log.announcing(draft))
         if self.options.reuse_casts:
             applied += draft.apply(reuse.patches(draft))
         originals = [vars(wrapper)["__wrapped__"] for wrapper in made]

@@ -53,8 +53,13 @@ class _Restored:
 
 
 def follow() -> Callable[[], None]:
-    """Has processes that are started from now on be as this one is then; returns what ends that."""
+    """Has processes that are started from now on be as this one is then; returns what ends that.
+
+    Called again it does nothing.
+    """
     prepare = multiprocessing.spawn.get_preparation_data
+    if hasattr(prepare, "__hmpx__"):
+        return lambda: None
 
     @functools.wraps(prepare)
     def prepare_more(name: str) -> dict[str, Any]:
@@ -62,6 +67,7 @@ def follow() -> Callable[[], None]:
         state = _state()
         return data if state is None else {_KEY: _Restored(state), **data}
 
+    prepare_more.__hmpx__ = True  # type: ignore[attr-defined]
     applied = patching.apply([Patch(multiprocessing.spawn, "get_preparation_data", prepare_more)])
     return functools.partial(patching.undo, applied)  # type: ignore[return-value]
 

@@ -61,9 +61,6 @@ _epoch: object | None = None
 #: there is none.
 _decides: object | None = None
 
-#: What is told when a program switches casts off and on by `disable_casts`; None for nothing.
-_announce: Callable[[bool], None] | None = None
-
 #: The device types whose tensors the conversion in force casts.
 _covered: frozenset[str] = frozenset()
 
@@ -266,8 +263,6 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             _mark_every(True)
         else:
             open_region(Region(self, more=_ALL))
-            if _announce is not None:
-                _announce_to_program(sys._getframe(1), is_off=True)
 
     def __exit__(self, *exc_info: object) -> None:
         region = None
@@ -277,8 +272,6 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             else:
                 region = last_region(self)
                 close_region(region)
-                if _announce is not None:
-                    _announce_to_program(sys._getframe(1), is_off=False)
         except BaseException:  # a signal's, which must not keep casts off
             close_region(region or last_region(self))
             raise
@@ -312,20 +305,6 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
                     return function(*args, **kwargs)
 
         return wrapper  # type: ignore[no-any-return]
-
-
-def _announce_to_program(frame: types.FrameType, *, is_off: bool) -> None:
-    """Tells of a region if the program has opened it, rather than hmpx for an op or an optimizer.
-
-    Args:
-        frame: That of the ``with``: of the program, or of what stands for a decorated function.
-        is_off: Whether casts are off from now on.
-    """
-    module = frame.f_globals.get("__name__")
-    if module == __name__:
-        module = getattr(frame.f_locals.get("function"), "__module__", module)
-    if _announce is not None and str(module).partition(".")[0] not in (__package__, "torch"):
-        _announce(is_off)
 
 
 def is_off() -> bool:

@@ -85,7 +85,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "device_types: torch has no device type 'cuda:9999999999999' (known: ('cpu', 'cuda', 'hpu', 'xpu', "
      "'mps', 'mtia', 'xla'))"),
     (lambda: hmpx.convert(isVerbose=torch.ones(2)),
-     "isVerbose must be True, False or 'once', not tensor([1., 1.])"),
+     "isVerbose must be True, False, 'once' or 'hmp', not tensor([1., 1.])"),
     (lambda: hmpx.convert(legalize=["auto"]),
      "legalize must be one of 'auto', 'always', 'never', 'fast', not ['auto']"),
     (lambda: hmpx.convert(legalize="alwayss"),

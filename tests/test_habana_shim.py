@@ -47,7 +47,8 @@ def state() -> dict[str, dict[str, Any]]:
     return {
         **{str(owner): dict(vars(owner)) for owner in (*owners, *classes)},
         "modules": {
-            name: sys.modules[name] for name in [*names, "torch.hpu"] if name in sys.modules
+            name: sys.modules[name]
+            for name in [*names, *(n for n in sys.modules if n.startswith("torch.hpu"))]
         },
     }
 
@@ -186,7 +187,7 @@ NAMES = {
     "habana_frameworks.torch.hpex": "hmp",
     "habana_frameworks.torch.hpex.hmp": "convert disable_casts",
     "habana_frameworks.torch.hpex.experimental.transformer_engine": "Linear fp8_autocast recipe",
-    "habana_frameworks.torch.hpex.kernels": "FusedSDPA RotaryPosEmbeddingHelperV1 CTCLoss CustomSoftmax "
+    "habana_frameworks.torch.hpex.kernels": "FusedSDPA RotaryPosEmbeddingHelper RotaryPosEmbeddingHelperV1 CTCLoss CustomSoftmax "
     "RotaryPosEmbeddingHelperV2 RotaryPosEmbeddingHelperV3 RotaryPosEmbeddingMode "
     "apply_rotary_pos_emb EmbeddingBag CustomNms ScaledMaskedSoftmax",
     "habana_frameworks.torch.hpex.movingavrg": "FusedEMA",
@@ -213,6 +214,8 @@ NAMES = {
     "habana_frameworks.torch.utils.library_loader": "load_habana_module is_habana_available "
     "is_habana_avaialble load_habana_profiler",
     "torch.hpu": "is_available memory_stats",
+    "torch.hpu.random": "manual_seed_all",
+    "torch.hpu.graphs": "HPUGraph",
 }
 
 

@@ -167,6 +167,9 @@ class RotaryPosEmbeddingHelperV1:
         return apply_rotary_pos_emb(p, cos, sin, None, offset)
 
 
+RotaryPosEmbeddingHelper = RotaryPosEmbeddingHelperV1  # as it was called first
+
+
 class RotaryPosEmbeddingHelperV2:
     """Rotates by positions."""
 
