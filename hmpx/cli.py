@@ -403,7 +403,7 @@ def _run(options: argparse.Namespace) -> int:
     _set_script_directory(_script_directory(name, options.is_module))
     given = _run_options(options)
     has_shim = options.habana_shim and _install_shim(options, given)
-    if not has_shim:
+    if not options.habana_shim:
         _warned(session.convert, **given)
     spawning.follow()
     uncaught = None
@@ -443,7 +443,8 @@ def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:
     if habana_shim.install(given):
         return True
     print(
-        "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim",
+        "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim, and hmpx "
+        "casts nothing; leave out --habana-shim to have it cast by hmpx",
         file=sys.stderr,
     )
     return False

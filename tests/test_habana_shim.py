@@ -500,12 +500,15 @@ def test_run_says_that_the_real_package_is_used(tmp_path: Path) -> None:
     """Where habana_frameworks is installed, one notice tells that the shim stays out."""
     package(tmp_path, "site.habana_frameworks.torch")
     script = tmp_path / "script.py"
-    script.write_text("import habana_frameworks.torch as t\nprint(t.__file__)\n")
+    script.write_text(
+        "import habana_frameworks.torch as t\nimport hmpx\nprint(hmpx.is_converted(), t.__file__)\n"
+    )
     finished = run(script, str(tmp_path / "site"))
     assert finished.returncode == 0
-    assert finished.stdout.strip().endswith("__init__.py")
+    assert finished.stdout.startswith("False") and finished.stdout.strip().endswith("__init__.py")
     assert finished.stderr == (
-        "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim\n"
+        "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim, and hmpx "
+        "casts nothing; leave out --habana-shim to have it cast by hmpx\n"
     )
 
 

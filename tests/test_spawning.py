@@ -75,7 +75,7 @@ def work(rank, world_size):
     htcore.mark_step()
     total = torch.tensor([float(rank + 1)]).to("hpu")
     dist.all_reduce(total)
-    print("rank", rank, output.dtype, total.item(), flush=True)
+    print(f"rank {rank} {output.dtype} {total.item()}", flush=True)
     dist.destroy_process_group()
 
 
@@ -134,7 +134,8 @@ dist.init_process_group("hccl", rank=rank, world_size=size)
 hmp.convert()
 x = torch.ones(2, 2, device=torch.device("hpu"))
 dist.all_reduce(x)
-print(size, rank, local_rank, (x @ x).dtype, x[0, 0].item(), flush=True)
+line = f"{size} {rank} {local_rank} {(x @ x).dtype} {x[0, 0].item()}\\n"
+print(line, end="", flush=True)  # in one piece: two processes write
 dist.destroy_process_group()
 """
 
