@@ -17,8 +17,10 @@ from torch import Tensor
 from .dtypes import CAST
 from .torch_internals import (
     FakeTensor,
+    data_of,
     has_tangents,
     is_batch,
+    is_graph_made,
     is_jit_tracing,
     is_noted_in_graph,
     transforms,
@@ -54,8 +56,12 @@ class Chunk:
         return _as_strided(tensor, (self.length,), (1,), self.start)
 
     def parts(self, elements: Tensor) -> list[Tensor]:
-        """Returns tensors that lie in ``elements``, of another storage, as the others in the chunk."""
-        return [_as_strided(elements, *layout) for layout in self.layouts]
+        """Returns tensors that lie in ``elements``, of another storage, as the others in the chunk.
+
+        Each counts versions of its own, as they do: autograd takes no write to one for one to others.
+        """
+        parts = [_as_strided(elements, *layout) for layout in self.layouts]
+        return parts if is_graph_made() else list(map(data_of, parts))
 
 
 def chunk_of(tensors: Sequence[Tensor]) -> Chunk | None:

@@ -136,6 +136,24 @@ def test_gradients_in_a_chunk_are_cast_as_one() -> None:
     assert 30 not in casts.sizes
 
 
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_in_a_chunk_are_independent(create_graph: bool) -> None:
+    """Writing to one invalidates no graph that another is in."""
+    weights = [p.requires_grad_() for p in torch.randn(40).detach().split([30, 10])]
+    cast = cast_as_one(weights, BF16)
+    assert cast is not None
+    gradients = [g.detach() for g in torch.randn(40).bfloat16().split([30, 10])]
+    if create_graph:
+        gradients = [g.requires_grad_() for g in gradients]
+    first, second = torch.autograd.grad(cast, weights, gradients, create_graph=create_graph)
+    assert storages(iter([first, second])) == 1
+    factor, before = torch.ones((), requires_grad=True), first.detach().clone()
+    loss = (first * factor).sum()
+    second.mul_(2)
+    loss.backward()
+    same([factor.grad, second.detach()], [before.sum(), 2 * gradients[1].detach().float()])
+
+
 WHOLE = torch.randn(100)
 
 
