@@ -198,7 +198,7 @@ def _telling(
         if asker.f_code is _FORWARD:
             is_plain = not _casts_inputs(asker) and not is_enabled(device_type)
             return _AS_AROUND if is_plain and has_casts(device_type) else dtype
-        if low_dtype is None or not _casts_by_hand(asker) or is_autocast_enabled(device_type):
+        if low_dtype is None or not _acts_on_casts(asker) or is_autocast_enabled(device_type):
             return dtype
         return low_dtype if has_casts(device_type) else dtype
 
@@ -239,9 +239,9 @@ def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., b
             return answer
         if asker.f_code is _FORWARD:
             return _casts_inputs(asker)
-        if _module(asker).startswith("torch."):
-            return False
-        return _opens_regions(asker.f_code) or (tells_dtype and _casts_by_hand(asker))
+        if tells_dtype:
+            return _acts_on_casts(asker)
+        return not _module(asker).startswith("torch.") and _opens_regions(asker.f_code)
 
     run_when_traced(answering)
     return answering
@@ -272,12 +272,15 @@ def _opens_regions(code: types.CodeType) -> bool:
     return any(isinstance(names, tuple) and "enabled" in names for names in code.co_consts)
 
 
-def _casts_by_hand(asker: Any) -> bool:
-    """Whether code outside of torch asks whether autocast is on, and for its dtype; and that is all.
+def _acts_on_casts(asker: Any) -> bool:
+    """Whether code outside of torch does something, here and now, where it finds autocast on.
 
-    Who asks for its cache, too, or names a region, keeps the state to restore it.
+    It opens a region, or casts by hand: then it asks for autocast's dtype, too, and that is all. Who
+    asks for its cache, too, or names a region, keeps the state to restore it.
     """
-    return not _module(asker).startswith("torch.") and _asks_for_dtype(asker.f_code)
+    if _module(asker).startswith("torch."):
+        return False
+    return _opens_regions(asker.f_code) or _asks_for_dtype(asker.f_code)
 
 
 @functools.lru_cache(maxsize=256)

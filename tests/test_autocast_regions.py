@@ -344,6 +344,37 @@ def state_to_restore() -> dict[str, Any]:
     }
 
 
+def dtype_in_region_for_kernel(x: Tensor) -> torch.dtype:
+    """As fast norms do: casts by hand, then calls the kernel where autocast is off."""
+    if torch.is_autocast_enabled(x.device.type):
+        x = x.to(torch.get_autocast_dtype(x.device.type))
+        with torch.autocast(device_type=x.device.type, enabled=False):
+            return x.dtype
+    return x.dtype
+
+
+def dtype_in_same_region(x: Tensor) -> torch.dtype:
+    """Opens a region as it finds autocast."""
+    is_on, dtype = torch.is_autocast_enabled("cpu"), torch.get_autocast_dtype("cpu")
+    with torch.autocast("cpu", dtype=dtype, enabled=is_on):
+        return torch.get_autocast_dtype("cpu") if is_on else x.dtype
+
+
+@pytest.mark.parametrize("dtype_for", [dtype_in_region_for_kernel, dtype_in_same_region])
+def test_code_that_opens_a_region_is_told_the_dtype_of_the_casts(
+    dtype_for: Callable[[Tensor], torch.dtype],
+) -> None:
+    """Where it is told that casts are on; autocast's own dtype need not be the conversion's."""
+    x = a()
+    with hmpx.convert(low_precision_type=FP16, legalize="never"):
+        assert dtype_for(x) is FP16
+        with on():
+            assert dtype_for(x) is BF16
+        with hmpx.disable_casts():
+            assert dtype_for(x) is FP32
+    assert dtype_for(x) is FP32
+
+
 def test_code_that_casts_to_the_dtype_of_autocast() -> None:
     """It casts to the conversion's; who keeps the state to restore it is told of autocast alone."""
     x, before = a(), state_to_restore()
