@@ -24,6 +24,7 @@ from .number_formats import Fixed, Float, Format, Posit, Table
 from .originals import Originals
 from .seal import REMEDY, Attachments, Seal, WidensOutputs, is_sealed, seal
 from .slots import Slot, slots_of
+from .torch_internals import FakeTensor
 from .weight_uses import FoundTensor, Place, Watch, found_tensors, replaced, watch_forward
 
 _OUTPUTS: Final = ("fp32", "keep")
@@ -215,7 +216,8 @@ def freeze(
 
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
-            training mode or frozen, or its forward raised. The model is untouched then.
+            training mode or frozen, its forward raised, or its values would be lost, under
+            FakeTensorMode. The model is untouched then.
         OptionError: ``outputs``, ``store`` or ``keep_fp32`` has no such value.
     """
     outputs = arguments.choice("outputs", outputs, _OUTPUTS)
@@ -232,6 +234,7 @@ def freeze(
         if f.name in dtypes:
             lows.setdefault(id(f.tensor), f)
     low_copies = _low_copies(lows.values(), dtypes)
+    _check_values_last(model, lows.values(), low_copies, keep_fp32)
     slots = slots_of(model, [f.tensor for f in lows.values()])
     kept_alive = {
         f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
@@ -414,6 +417,26 @@ def _low_copies(
                     stored = [_low_copy(each, low) for each in values]
             copies.update(zip(group, stored, strict=True))
     return [(f.tensor, copies[f.place]) for f in lows]
+
+
+def _check_values_last(
+    model: nn.Module,
+    lows: Iterable[FoundTensor],
+    low_copies: Iterable[tuple[Tensor, Tensor]],
+    keep_fp32: bool,
+) -> None:
+    """Raises an error if a weight's values would be lost, or have none that `Frozen.undo` could keep."""
+    for f, (tensor, low) in zip(lows, low_copies, strict=True):
+        if isinstance(low, FakeTensor) and not isinstance(tensor, FakeTensor):
+            raise FreezeError(
+                f"{f.name!r} in {type(model).__name__} has values, which would be lost under the "
+                "FakeTensorMode that is on; freeze the model outside of it, or make the model inside"
+            )
+        if keep_fp32 and tensor.is_meta:
+            raise FreezeError(
+                f"{f.name!r} in {type(model).__name__} is on the meta device, which holds no values to "
+                "keep for undo(); pass keep_fp32=False, or make the model under FakeTensorMode"
+            )
 
 
 def _flatten_rnns(modules: Iterable[nn.Module]) -> None:

@@ -6,6 +6,7 @@ the others is said in words.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
@@ -15,6 +16,7 @@ from torch import Tensor, nn
 
 from . import switch
 from .slots import Slot
+from .torch_internals import FakeTensor
 from .weight_uses import has_changed
 
 _PLAIN: Final = frozenset({Tensor, nn.Parameter})
@@ -54,7 +56,8 @@ class Originals:
     def _original(self, slots: tuple[Slot, ...], kept_alive: Container[int]) -> _Original:
         tensor = slots[0].tensor
         storage = tensor.untyped_storage()
-        if not _is_host(tensor.device) and storage._cdata not in kept_alive:
+        is_here = _is_host(tensor.device) or isinstance(tensor, FakeTensor)
+        if not is_here and storage._cdata not in kept_alive:
             storage = self._copied(storage, torch.device("cpu"))
         return _Original(
             tensor,
@@ -112,9 +115,9 @@ class Originals:
         tensor, storage = original.tensor, original.storage
         current = held[0].current()
         assert current is not None
-        if storage.device != current.device:
+        if storage.device != current.device and not isinstance(tensor, FakeTensor):
             storage = self._copied(storage, current.device)
-        with torch.inference_mode(original.is_inference), torch.no_grad():
+        with torch.inference_mode(original.is_inference), torch.no_grad(), _mode_of(tensor):
             empty = torch.empty(0, dtype=torch.float32, device=current.device)
             tensor.data = empty.set_(storage, original.offset, original.size, original.stride)
             tensor.requires_grad_(original.requires_grad)
@@ -145,6 +148,11 @@ def _is_copy(current: Tensor, tensor: Tensor) -> bool:
         return False
     with torch.no_grad(), switch.disable_casts():
         return not has_changed(current.detach(), tensor.detach().to(current.device, current.dtype))
+
+
+def _mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Returns what a tensor without values is made in; what does nothing for others."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
 
 
 def _is_host(device: torch.device) -> bool:

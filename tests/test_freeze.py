@@ -2125,3 +2125,55 @@ def test_weights_without_values_are_frozen_too() -> None:
             assert (stored(frozen), frozen.summary().splitlines()[0]) == (expected, size)
             frozen.undo()
             assert {p.dtype for p in model.parameters()} == {FP32}
+
+
+def undone_outside(device: str) -> list[list[str]]:
+    """Returns dtypes and devices of a model without values that was frozen, and is no longer."""
+    with FakeTensorMode():
+        model = nn.Sequential(*[nn.Linear(8, 8, device=device) for _ in range(2)]).eval()
+        model[1].weight = model[0].weight
+        x = torch.ones(2, 8, device=device)
+    with hmpx.convert(legalize="never", device_types={device}):
+        frozen = hmpx.freeze(model, x)
+        assert {p.dtype for p in model.parameters()} == {BF16}
+        frozen.undo()
+    assert model[1].weight is model[0].weight
+    return [[str(p.dtype), p.device.type] for p in model.parameters()]
+
+
+def test_weights_without_values_are_undone_outside_of_their_mode(
+    on_fake_cuda: Callable[..., Any],
+) -> None:
+    """On devices that aren't there, too."""
+    assert undone_outside("cpu") == [["torch.float32", "cpu"]] * 3
+    assert on_fake_cuda(undone_outside, "cuda") == [["torch.float32", "cuda"]] * 3
+
+
+@pytest.mark.parametrize("keep_fp32", [True, False])
+def test_weights_with_values_keep_them_under_a_fake_mode(keep_fp32: bool) -> None:
+    """There their low-precision copies would have none."""
+    model = Perceptron().eval()
+    before = [p.detach().clone() for p in model.parameters()]
+    with (
+        convert(),
+        FakeTensorMode(allow_non_fake_inputs=True),
+        pytest.raises(
+            FreezeError, match=r"'first\.weight' in Perceptron has values, .* FakeTensor"
+        ),
+    ):
+        hmpx.freeze(model, torch.ones(2, 8), keep_fp32=keep_fp32)
+    assert all(map(torch.equal, model.parameters(), before))
+
+
+def test_undo_needs_values() -> None:
+    """The meta device has none; without undo() models are frozen there."""
+    model = nn.Linear(8, 8, device="meta").eval()
+    x = torch.ones(2, 8, device="meta")
+    with hmpx.convert(legalize="never", device_types={"meta"}):
+        with pytest.raises(
+            FreezeError, match=r"'weight' in Linear is on the meta device, .*=False"
+        ):
+            hmpx.freeze(model, x)
+        assert model.weight.dtype is FP32
+        hmpx.freeze(model, x, keep_fp32=False)
+        assert model.weight.dtype is BF16
