@@ -66,6 +66,7 @@ class CallPlan:
         in_place: The callable writes to its first argument.
         promotes: torch's kernel takes mixed dtypes and gives the widest, in place too.
         rounds_mixed: Its gradients don't: of these it computes in the narrower dtype.
+        rounds_terms: Its second-order gradients don't: their terms are rounded.
         is_python: The callable is implemented in Python: nothing inside it is cast.
         writes: Names of the arguments that the callable writes to, ``out`` aside.
         statistics: Those of them that are running statistics of a norm.
@@ -111,6 +112,7 @@ class CallPlan:
     in_place: bool = False
     promotes: bool = False
     rounds_mixed: bool = False
+    rounds_terms: bool = False
     is_python: bool = False
     writes: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
@@ -169,7 +171,7 @@ class CallPlan:
     def widens_to_fp32(self) -> bool:
         """Whether an fp32 input with dimensions is enough for torch to compute in fp32."""
         is_fp32 = self.decision.dtype is torch.float32 and self.emulation is None
-        is_native = not (self.is_python or self.composes or self.never_narrows)
+        is_native = not (self.is_python or self.composes or self.rounds_terms or self.never_narrows)
         return self.widens_itself and is_fp32 and is_native and self.target is None
 
     @property

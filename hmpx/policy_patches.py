@@ -121,6 +121,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                     in_place=site.in_place,
                     promotes=promotes,
                     rounds_mixed=rounds_mixed,
+                    rounds_terms=ops.root(name) in ops.facts("rounds_terms"),
                     is_python=site.is_python,
                     is_overridable=source.hands_over(function),
                     writes=ops.written(name, site),

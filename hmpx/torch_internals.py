@@ -178,11 +178,12 @@ FUNCTION_MODULES: Final = (
 )
 
 
+#: The class of tensors without values.
 FakeTensor = rely_on(
     "torch._subclasses.fake_tensor.FakeTensor",
-    feature="RNNs on fake tensors",
+    feature="models of fake tensors",
     since="2.13",
-    without="their weights are cast one by one",
+    without="weights of RNNs are cast one by one there, and hmpx.freeze leaves all as they are",
     behaves=lambda fake: isinstance(fake, type) and issubclass(fake, Tensor),
     instead=(type("NoFakeTensor", (), {}),),
 )
@@ -224,20 +225,18 @@ class _NoDispatchMode:
 
 
 #: Inside, no dispatch mode sees a call; the class of modes; tensors of graphs being traced; whether a
-#: tensor has others in it; tensors without values.
-disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors, FakeTensor = rely_on(
+#: tensor has others in it.
+disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_on(
     "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch._subclasses.functional_tensor.FunctionalTensor",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-    "torch._subclasses.FakeTensor",
     feature="freezing",
     since="2.13",
     without="hmpx.freeze raises TorchError",
-    behaves=lambda disable, mode, tensor, has_others, fake: (
+    behaves=lambda disable, mode, tensor, has_others: (
         isinstance(mode, type)
         and isinstance(tensor, type)
-        and issubclass(fake, Tensor)
         and has_others(_ones()) is False
         and hasattr(disable(), "__enter__")
     ),
@@ -246,7 +245,6 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors, FakeTe
         _NoDispatchMode,
         type("NoTensor", (), {}),
         lambda tensor: False,
-        type("NoTensor", (), {}),
     ),
 )
 
