@@ -405,11 +405,12 @@ def _run(options: argparse.Namespace) -> int:
     has_shim = options.habana_shim and _install_shim(options, given)
     if not options.habana_shim:
         _warned(session.convert, **given)
-    spawning.follow()
+    end_following = spawning.follow()
     uncaught = None
     try:
         _execute(name, options.is_module)
     except _NotFoundError:
+        end_following()
         raise
     except SystemExit:
         if has_shim:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import multiprocessing.spawn
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -93,6 +94,7 @@ def torch_is_left_untouched() -> Iterator[None]:
     assert not hmpx.switch.is_off()
     assert not hmpx.switch._open
     assert not torch.is_autocast_enabled("maia")
+    assert not hasattr(multiprocessing.spawn.get_preparation_data, "__hmpx__")
 
 
 @pytest.fixture
