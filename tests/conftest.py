@@ -28,8 +28,20 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     )
 
 
+#: Files whose tests have many cases each, all alike, which take long together: one in n runs.
+SAMPLED = {
+    "test_accumulation": 3,
+    "test_autocast_lists": 3,
+    "test_buffers": 3,
+    "test_kernel_library": 3,
+    "test_legalized": 3,
+    "test_module_paths": 3,
+    "test_modules": 3,
+}
+
+
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one case in n of a test marked ``sampled(n)``, always the same ones.
+    """Keeps one case in n of a test marked ``sampled(n)``, or of `SAMPLED`, always the same ones.
 
     All run with ``--whole``, and where a test is asked for by its name.
     """
@@ -40,8 +52,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         marker = item.get_closest_marker("sampled")
         family = item.nodeid.partition("[")[0]
-        is_kept = marker is None or crc32(item.nodeid.encode()) % marker.args[0] == 0
-        is_kept |= marker is not None and not seen[family]
+        n = SAMPLED.get(item.path.stem, 1) if marker is None else marker.args[0]
+        is_kept = crc32(item.nodeid.encode()) % n == 0 or not seen[family]
         seen[family] += 1
         (kept if is_kept else left_out).append(item)
     items[:] = kept

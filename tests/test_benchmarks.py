@@ -130,6 +130,7 @@ def test_compiled(tmp_path: Path) -> None:
 
 
 @pytest.mark.models
+@pytest.mark.slow
 def test_kernels(tmp_path: Path, on_fake_cuda: Any) -> None:
     """Counts every candidate."""
     run("kernels.py", "--models", "lstm", folder=tmp_path)

@@ -61,6 +61,7 @@ def without_loss(figures: dict[str, Any]) -> Counter[str]:
 
 
 @pytest.mark.models
+@pytest.mark.slow
 def test_xpu_is_asked_for_what_cuda_is_asked_for(
     on_fake_cuda: Callable[..., Any], tmp_path: Path
 ) -> None:
