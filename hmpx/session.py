@@ -483,6 +483,7 @@ def _switch_to(session: Session | None) -> None:
             if not old._is_entered:  # nobody will go back to what was before it
                 draft.apply([Patch(old, "_previous", None)])
         if (old is None) != (session is None):
+            switch.begin_to_end()
             epoch = None if session is None else switch.begin()
             draft.apply([Patch(switch, "_epoch", epoch)])
         decides = None if session is None else session._decides(installation)

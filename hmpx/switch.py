@@ -53,9 +53,23 @@ def _gated(function: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
-#: The conversion in force, as far as regions are concerned: None while there is none. Regions that were
-#: opened under one end with it, however they were lost.
-_epoch: object | None = None
+class Epoch:
+    """A conversion from `convert` to `revert`, as far as regions are concerned.
+
+    Attributes:
+        ended_by: The thread that reverts it, whose regions end with it, however they were lost. Those of
+            other threads are theirs to leave.
+    """
+
+    __slots__ = ("ended_by",)
+
+    def __init__(self) -> None:
+        """Begins in any thread."""
+        self.ended_by: int | None = None
+
+
+#: The conversion in force; None while there is none.
+_epoch: Epoch | None = None
 
 #: What the conversion in force makes of calls, to be compared with what another one does; None while
 #: there is none.
@@ -161,8 +175,11 @@ class Region:
         self.thread, self.epoch = threading.get_ident(), _epoch
 
     def is_over(self) -> bool:
-        """Whether it was left, or belongs to a conversion that was reverted."""
-        return self.is_closed or (self.epoch is not None and self.epoch is not _epoch)
+        """Whether it was left, or its own thread has reverted the conversion that it belongs to."""
+        epoch = self.epoch
+        if self.is_closed or epoch is None or epoch is _epoch:
+            return self.is_closed
+        return epoch.ended_by == self.thread
 
 
 #: The innermost region of this thread, or asyncio task.
@@ -439,17 +456,27 @@ def conversion() -> tuple[object, object] | None:
     return None if _epoch is None else (_epoch, _decides)
 
 
-def begin() -> object:
+def begin() -> Epoch:
     """Returns what stands for a new conversion as `_epoch`; forgets what reverted ones have left open."""
     _forget_regions_that_are_over()
     _innermost()
-    return object()
+    return Epoch()
+
+
+def begin_to_end() -> None:
+    """Notes that this thread reverts the conversion in force: it may still fail to."""
+    if _epoch is not None:
+        _epoch.ended_by = threading.get_ident()
 
 
 @_gated
 def _forget_regions_that_are_over() -> None:
-    for region in [r for r in _open if isinstance(r, Region) and r.is_over()]:
-        del _open[region]
+    alive = sys._current_frames()
+    for region in [r for r in _open if isinstance(r, Region)]:
+        if region.thread not in alive and region.epoch not in (None, _epoch):
+            region.is_closed = True  # its thread can't leave it any more
+        if region.is_over():
+            del _open[region]
     _set_gate()
 
 
