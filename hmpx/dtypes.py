@@ -5,7 +5,7 @@ Knows no op and no policy.
 
 from __future__ import annotations
 
-import importlib.util
+import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
@@ -147,4 +147,5 @@ def _has_habana_frameworks() -> bool:
     loaded = sys.modules.get("habana_frameworks")
     if loaded is not None:
         return not getattr(loaded, "__hmpx_shim__", False)
-    return importlib.util.find_spec("habana_frameworks") is not None
+    # Unlike importlib.util's it takes no lock, which Ctrl-C might leave locked for all other threads.
+    return importlib.machinery.PathFinder.find_spec("habana_frameworks") is not None

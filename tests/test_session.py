@@ -510,3 +510,16 @@ def test_the_log_ends_the_program_when_its_reader_has_gone() -> None:
     assert process.wait(timeout=120) == 1
     assert errors.count("Traceback") == 1
     assert errors.splitlines()[-1].startswith("BrokenPipeError")
+
+
+def test_convert_takes_no_lock_of_imports(monkeypatch: pytest.MonkeyPatch) -> None:
+    """An interruption might leave it locked, and imports in all other threads waiting."""
+
+    def find_spec(*args: Any) -> Any:
+        raise AssertionError("importlib.util.find_spec holds the lock")
+
+    hmpx.convert()
+    hmpx.revert()
+    monkeypatch.setattr("importlib.util.find_spec", find_spec)
+    with hmpx.convert():
+        assert hmpx.is_converted()
