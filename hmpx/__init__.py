@@ -1,6 +1,7 @@
 """Mixed precision for PyTorch, op by op: one `convert()`, plain-text op lists, and reasons."""
 
 from . import formats
+from .calls import Call
 from .decisions import ALLOW, DENY, FOLLOW, CastPolicy, Decision
 from .errors import (
     CheckpointError,
@@ -15,7 +16,7 @@ from .errors import (
 )
 from .freeze import Frozen, Weight, freeze
 from .policy import Policy, load_policy
-from .rules import Call, register_rule, unregister_rule
+from .rules import register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .switch import disable_casts
 from .version import __version__ as __version__

@@ -11,9 +11,10 @@ from typing import Any
 from torch.overrides import has_torch_function
 
 from . import source, switch, wrappers
+from .calls import Rule
 from .casting import Args, CallPlan, Kwargs
 from .decisions import Decision, LowType
-from .rules import MOST_VERDICTS, Judge, Rule
+from .rules import MOST_VERDICTS, Judge
 
 #: Makes the wrapper that follows a decision; None where no call would be cast.
 Maker = Callable[[Decision], Callable[..., Any] | None]

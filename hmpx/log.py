@@ -15,6 +15,7 @@ from typing import Any, Final, TextIO
 import torch
 
 from .dtypes import short_name
+from .frames import is_ours
 from .patching import Draft, Patch
 from .records import Observer, OpCall
 from .switch import disable_casts
@@ -110,7 +111,7 @@ def _is_programs(frame: FrameType) -> bool:
     module = frame.f_globals.get("__name__")
     if module == disable_casts.__module__:
         module = getattr(frame.f_locals.get("function"), "__module__", module)
-    return str(module).partition(".")[0] not in (__package__, "torch")
+    return not (is_ours(module) or str(module).partition(".")[0] == "torch")
 
 
 def announce_conversion(opt_level: str) -> None:

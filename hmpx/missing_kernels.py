@@ -100,7 +100,7 @@ def table() -> Mapping[str, Lacking]:
 def _facts() -> Mapping[str, Mapping[str, str | None]]:
     parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
     parser.optionxform = str  # type: ignore[method-assign, assignment]  # names are case-sensitive
-    text = importlib.resources.files("hmpx").joinpath("kernels.ini").read_text("utf-8")
+    text = importlib.resources.files(__package__).joinpath("kernels.ini").read_text("utf-8")
     parser.read_string(text)
     return parser
 

@@ -15,7 +15,7 @@ import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from types import FrameType
-from typing import Any, Final, NamedTuple, TypeVar
+from typing import Any, Final, TypeVar
 
 import torch
 import torch.fx.traceback
@@ -31,25 +31,13 @@ from .compiler_internals import (
     needed_of_later,
     tracing_context,
 )
+from .frames import is_ours
 from .patching import Draft, ItemPatch, Patch
+from .places import Place
 from .torch_internals import FX_MODULE_CALL, FX_TRACING, MODULE_HOOKS, has_fake_tensors
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
-
-
-class Place(NamedTuple):
-    """Where in a model an op is called.
-
-    Attributes:
-        path: Qualified name of the innermost running module; ``""`` in the outermost, and outside.
-        classes: Class names of the running modules, the outermost first.
-        training: Whether the innermost is in training mode; None outside of any.
-    """
-
-    path: str = ""
-    classes: tuple[str, ...] = ()
-    training: bool | None = None
 
 
 _OUTSIDE: Final = Place()
@@ -236,7 +224,7 @@ def forget() -> None:
         dynamo = vars(sys.modules.get(name, types))
         noted: Any = dynamo.get("unpatched_nn_module_call")  # when it was imported
         call = noted
-        while getattr(call, "__globals__", {}).get("__package__") == __package__:
+        while is_ours(getattr(call, "__globals__", {}).get("__package__")):
             call = call.__wrapped__
         if call is not noted:
             dynamo["unpatched_nn_module_call"] = call

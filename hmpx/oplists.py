@@ -28,6 +28,7 @@ from .errors import (
     shown,
     suggestion,
 )
+from .frames import DIRECTORY
 from .torch_parts import torch_version
 
 #: The shipped set that is used where none is named.
@@ -111,11 +112,10 @@ NOTHING: Final = OpList({})
 
 def directory() -> Path:
     """Returns the directory of the shipped lists: in the package, or beside it in a checkout."""
-    package = Path(__file__).parent
-    for candidate in (package / "lists", package.parent / "lists"):
+    for candidate in (DIRECTORY / "lists", DIRECTORY.parent / "lists"):
         if (candidate / "first.txt").is_file():
             return candidate
-    raise OpListError(f"the shipped lists are missing beside {package}; reinstall hmpx")
+    raise OpListError(f"the shipped lists are missing beside {DIRECTORY}; reinstall hmpx")
 
 
 def set_names() -> list[str]:

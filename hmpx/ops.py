@@ -377,7 +377,9 @@ def facts(section: str) -> Mapping[str, tuple[str, ...]]:
 def _all_facts() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
     parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
     parser.optionxform = str  # type: ignore[method-assign, assignment]  # names are case-sensitive
-    parser.read_string(importlib.resources.files("hmpx").joinpath("ops.ini").read_text("utf-8"))
+    parser.read_string(
+        importlib.resources.files(__package__).joinpath("ops.ini").read_text("utf-8")
+    )
     return {
         section: types.MappingProxyType({k: tuple((v or "").split()) for k, v in values.items()})
         for section, values in parser.items()

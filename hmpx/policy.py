@@ -33,6 +33,7 @@ from .errors import (
     shown,
     suggestion,
 )
+from .frames import is_ours
 from .oplists import OpList
 from .policy_files import PolicySource
 from .sections import Section, SectionRule
@@ -586,10 +587,6 @@ def _warn(message: str) -> None:
 def _user_stack_level() -> int:
     """Returns the stack level of the first caller outside hmpx."""
     level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None and _is_hmpx(frame.f_globals.get("__package__")):
+    while frame.f_back is not None and is_ours(frame.f_globals.get("__package__")):
         level, frame = level + 1, frame.f_back
     return level
-
-
-def _is_hmpx(package: object) -> bool:
-    return str(package).partition(".")[0] == __package__

@@ -24,6 +24,7 @@ from . import (
     source,
     wrappers,
 )
+from .calls import Rule
 from .casting import CallPlan
 from .decisions import CastPolicy, Decision
 from .errors import OptionError
@@ -268,7 +269,7 @@ def replacements(
     return found
 
 
-def _deciding(policy: Policy) -> dict[str, tuple[rules.Rule, ...]]:
+def _deciding(policy: Policy) -> dict[str, tuple[Rule, ...]]:
     """Returns op -> what decides its calls before the lists do, for ops that have any."""
     by_section = policy.section_rules()
     names = set(by_section)
@@ -276,7 +277,7 @@ def _deciding(policy: Policy) -> dict[str, tuple[rules.Rule, ...]]:
         names |= ops.computing() if rule.op == "*" else ops.covered(rule.op)
         if rule.op == "*":
             names |= set(filter(foreign_ops.is_foreign, policy.decisions))
-    found: dict[str, tuple[rules.Rule, ...]] = {
+    found: dict[str, tuple[Rule, ...]] = {
         name: (*rules.registered(name), *by_section.get(name, ())) for name in sorted(names)
     }
     return {name: asked for name, asked in found.items() if asked}

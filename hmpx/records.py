@@ -15,9 +15,10 @@ from typing import Any, Protocol
 import torch
 
 from .dtypes import Named
+from .frames import DIRECTORY
 
 _TORCH_DIRECTORY = str(Path(torch.__file__).parent)
-_HMPX_DIRECTORY = str(Path(__file__).parent)
+_HMPX_DIRECTORY = str(DIRECTORY)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,7 +1,7 @@
 """Decisions made by the call: functions that users register, for one op each.
 
-A rule looks at a `Call` and says what is done; what it said is kept for calls that are alike in all
-that it has looked at. Knows neither lists nor how wrappers get into torch.
+A rule looks at a `Call` and decides; its verdict is kept for calls that are alike in everything that it
+has looked at. Knows neither lists nor how wrappers get into torch.
 """
 
 from __future__ import annotations
@@ -9,115 +9,22 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from typing import Any, Final, Generic, Protocol, TypeVar, overload
+from typing import Any, Final, Generic, TypeVar, overload
 
 import torch
 from torch import Tensor
 
 from . import arguments, modules, ops
 from .arguments import is_a
+from .calls import FIELDS, Call, Rule, Verdict
 from .decisions import CastPolicy, Decision, LowType
 from .errors import OptionError, RuleError, said_by, shown, suggestion
 from .ops import Parameters
 from .registry import Registry, exclusive
 from .switch import disable_casts, is_below_dispatcher
 
-Verdict = Decision | CastPolicy | None
 _F = TypeVar("_F", bound=Callable[..., Any])
 _T = TypeVar("_T")
-
-#: What a rule may look at, and so what its verdicts depend on.
-FIELDS: Final = ("shapes", "dtypes", "devices", "kwargs", "place")
-
-
-class Call:
-    """What a rule may know of a call: never the values in its tensors.
-
-    Tensors are listed in the order of the op's parameters, also those in lists.
-
-    Attributes:
-        op: Op name.
-    """
-
-    __slots__ = ("_read", "_values", "op")
-
-    def __init__(self, op: str, values: Mapping[str, Any], read: set[str]) -> None:
-        """Is called by hmpx only.
-
-        Args:
-            op: Op name.
-            values: Name in `FIELDS` -> value, but for the place.
-            read: Takes the names of the fields that are looked at.
-        """
-        self.op, self._values, self._read = op, values, read
-
-    def _get(self, field: str) -> Any:
-        self._read.add(field)
-        return self._values[field]
-
-    @property
-    def shapes(self) -> tuple[torch.Size, ...]:
-        """Shapes of the tensors."""
-        return self._get("shapes")  # type: ignore[no-any-return]
-
-    @property
-    def dtypes(self) -> tuple[torch.dtype, ...]:
-        """Dtypes of the tensors, before any cast."""
-        return self._get("dtypes")  # type: ignore[no-any-return]
-
-    @property
-    def devices(self) -> tuple[torch.device, ...]:
-        """Devices of the tensors."""
-        return self._get("devices")  # type: ignore[no-any-return]
-
-    @property
-    def device(self) -> str | None:
-        """Device type of the first tensor, such as ``"cuda"``; None if there is none."""
-        return self.devices[0].type if self.devices else None
-
-    @property
-    def kwargs(self) -> Mapping[str, Any]:
-        """The arguments that are no tensors, however they were given, by name: ``{"stride": 2}``.
-
-        Numbers, strings, dtypes, and tuples of these; lists are tuples here.
-        """
-        return self._get("kwargs")  # type: ignore[no-any-return]
-
-    @property
-    def module(self) -> str:
-        """Qualified name of the innermost running module: ``"encoder.layer.3.attention"``.
-
-        As the outermost running module's ``named_modules`` gives it; ``""`` for that module itself,
-        and outside of any.
-        """
-        return self._place().path
-
-    @property
-    def module_class(self) -> str:
-        """Class name of that module; ``""`` outside of any."""
-        classes = self._place().classes
-        return classes[-1] if classes else ""
-
-    @property
-    def module_classes(self) -> tuple[str, ...]:
-        """Class names of all running modules, the outermost first."""
-        return self._place().classes
-
-    @property
-    def training(self) -> bool | None:
-        """Whether that module is in training mode; None outside of any."""
-        return self._place().training
-
-    def _place(self) -> modules.Place:
-        self._read.add("place")
-        return modules.place()
-
-
-class Rule(Protocol):
-    """Something that decides one op's calls."""
-
-    def __call__(self, call: Call, /) -> Verdict:
-        """Returns what is done; None leaves it to the next rule, and then to the lists."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -398,6 +305,7 @@ class Judge(Generic[_T]):
             "dtypes": tuple([tensor.dtype for tensor in tensors]),
             "devices": tuple([tensor.device for tensor in tensors]),
             "kwargs": types.MappingProxyType(_plain_arguments(args, kwargs, self._names)),
+            "place": modules.place,
         }
         read: set[str] = set()
         with disable_casts():

@@ -16,8 +16,8 @@ from typing import Any, Final
 
 import torch
 
+from .calls import Call
 from .decisions import Decision
-from .rules import Call
 
 PHASES: Final = ("train", "eval")
 

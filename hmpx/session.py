@@ -36,6 +36,7 @@ from . import (
 )
 from .decisions import LowType
 from .errors import HmpxWarning
+from .frames import is_ours
 from .patching import Change, Draft, Patch
 from .policy import Policy
 from .policy_files import PolicySource
@@ -560,7 +561,7 @@ def _say(messages: list[str]) -> None:
 
 
 def _is_passing_on(module: object) -> bool:
-    return str(module).partition(".")[0] in (__package__, "importlib", "_frozen_importlib")
+    return is_ours(module) or str(module).partition(".")[0] in ("importlib", "_frozen_importlib")
 
 
 @contextlib.contextmanager

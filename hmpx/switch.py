@@ -22,6 +22,7 @@ from typing import Any, Final, TypeVar
 import torch
 
 from .compiler_internals import run_when_traced
+from .frames import PACKAGE
 from .torch_internals import (
     FUNCTION_MODULES,
     KERNEL_MODULES,
@@ -556,7 +557,7 @@ _is_excluded, _SNAPSHOT = is_excluded, SNAPSHOT
 # But for the decompositions that stand in for composite kernels while AOTAutograd and torch.export
 # trace: their state is that of the user's own calls. Only where they are written tells them apart.
 _is_included, _PYTHON = is_included, PYTHON
-_BETWEEN = ("hmpx", *FUNCTION_MODULES)
+_BETWEEN = (PACKAGE, *FUNCTION_MODULES)
 
 
 def is_below_dispatcher() -> bool:

@@ -46,6 +46,7 @@ from .composition import computed_in_fp32, inputs_of, rounded
 from .decisions import INPUT, CastPolicy
 from .dtypes import CAST, ELIGIBLE
 from .emulation import Emulation
+from .frames import is_ours
 from .missing_kernels import Callee, Lacking
 from .norm_statistics import Statistics
 from .patching import Patch
@@ -310,8 +311,7 @@ def _is_from_hook(error: Exception) -> bool:
     traceback = error.__traceback__
     while traceback is not None and traceback.tb_next is not None:
         traceback = traceback.tb_next
-    module = "" if traceback is None else str(traceback.tb_frame.f_globals.get("__name__"))
-    return not module.startswith(f"{__package__}.")
+    return traceback is None or not is_ours(traceback.tb_frame.f_globals.get("__name__"))
 
 
 def make_observed_wrapper(
