@@ -26,8 +26,9 @@ import timing
 import torch
 from torch import Tensor
 
-from hmpx import kernel_library, quantization
 from hmpx.formats import Fixed, Float, Table, get
+from hmpx.number_formats import quantization
+from hmpx.number_formats.kernels import library as kernel_library
 
 LARGE, SMALL = 2**24, 4096
 

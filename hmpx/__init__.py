@@ -1,8 +1,6 @@
 """Mixed precision for PyTorch, op by op: one `convert()`, plain-text op lists, and reasons."""
 
 from . import formats
-from .calls import Call
-from .decisions import ALLOW, DENY, FOLLOW, CastPolicy, Decision
 from .errors import (
     CheckpointError,
     FreezeError,
@@ -14,11 +12,11 @@ from .errors import (
     RuleError,
     TorchError,
 )
-from .freeze import Frozen, Weight, freeze
-from .policy import Policy, load_policy
+from .freezing import Frozen, Weight, freeze
+from .policy import ALLOW, DENY, FOLLOW, Call, CastPolicy, Decision, Policy, load_policy
 from .rules import register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
-from .switch import disable_casts
+from .torch_state import disable_casts
 from .version import __version__ as __version__
 
 __all__ = [

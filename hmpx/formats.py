@@ -5,11 +5,21 @@ The public menu, ``hmpx.formats``; holds nothing of its own.
 
 from __future__ import annotations
 
-from .encoding import decode, encode
-from .format_names import get, names, register
-from .lowering import create_lower_func, register_op, unregister
-from .number_formats import Block, Custom, Fixed, Float, Posit, Table
-from .quantization import quantize
+from .compute import create_lower_func, register_op, unregister
+from .number_formats import (
+    Block,
+    Custom,
+    Fixed,
+    Float,
+    Posit,
+    Table,
+    decode,
+    encode,
+    get,
+    names,
+    quantize,
+    register,
+)
 
 __all__ = [
     "Block",

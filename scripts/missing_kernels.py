@@ -39,9 +39,10 @@ for _name in [name for name in dir(common_cuda) if re.fullmatch(r"SM\d+OrLater",
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.testing._internal.common_modules import module_db  # noqa: E402
 
-from hmpx import ops, patching  # noqa: E402
+from hmpx import patching  # noqa: E402
+from hmpx.ops import op_table as ops  # noqa: E402
 
-FILE = Path(__file__).resolve().parent.parent / "hmpx" / "kernels.ini"
+FILE = Path(__file__).resolve().parent.parent / "hmpx" / "compute" / "kernels.ini"
 LOW = (torch.bfloat16, torch.float16)
 
 #: Ops are given so many seconds.

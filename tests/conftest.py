@@ -15,8 +15,9 @@ import torch._dynamo
 import torch._inductor  # both replace attributes of torch when they are first imported
 
 import hmpx
-from hmpx import legalize, ops
-from hmpx.capability import Capability
+from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize.capability import Capability
+from hmpx.ops import op_table as ops
 
 from . import fake_cuda
 
@@ -103,8 +104,8 @@ def torch_is_left_untouched() -> Iterator[None]:
     hmpx.revert()
     changed = differences(before)
     assert not changed, f"left patched: {changed}"
-    assert not hmpx.switch.is_off()
-    assert not hmpx.switch._open
+    assert not hmpx.torch_state.is_off()
+    assert not hmpx.torch_state.switch._open
     assert not torch.is_autocast_enabled("maia")
     assert not hasattr(multiprocessing.spawn.get_preparation_data, "__hmpx__")
 

@@ -25,7 +25,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx.legalize import MODES
+from hmpx.compute.legalize.legalizer import LEGALIZE_MODES
 from tests.samples import sample_inputs
 from tests.test_opinfo import current, mapped, tensors
 
@@ -99,7 +99,7 @@ def main(count: int | None) -> None:
                 found.append((call, run(function, rounded(with_leaves(call)))))
         expected[info.full_name] = found
     ran, raised = 0, []
-    for mode in MODES:
+    for mode in LEGALIZE_MODES:
         with hmpx.convert(policy={"lists": "none", "low": ["*"]}, legalize=mode):
             for info in infos:
                 function = current(info.op)  # builtins are looked up by name at each call

@@ -32,7 +32,10 @@ import yaml
 from torch import nn
 
 import hmpx
-from hmpx import HmpxError, HmpxWarning, Policy, cli, formats, lowering, oplists
+from hmpx import HmpxError, HmpxWarning, Policy, formats
+from hmpx.cli import program as cli
+from hmpx.compute import lowering
+from hmpx.policy import op_lists as oplists
 from tests.conftest import differences, namespaces
 
 PACKAGE = str(Path(hmpx.__file__).parent)
@@ -465,7 +468,7 @@ def rule(c: Chooser) -> Callable[[], object]:
             if function is None:
                 made(c.odd())
         finally:
-            hmpx.rules.REGISTRY.change(())
+            hmpx.rules.RULES.change(())
 
     return call
 

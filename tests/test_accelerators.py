@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import habana_shim
+from hmpx.gaudi import shim as habana_shim
 
 
 @pytest.fixture

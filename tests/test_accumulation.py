@@ -15,7 +15,8 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import ALLOW, DENY, FOLLOW, CastPolicy, Decision, OptionError, Policy, rules
+from hmpx import ALLOW, DENY, FOLLOW, CastPolicy, Decision, OptionError, Policy
+from hmpx.rules import rules
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW_DTYPES, ELIGIBLE = (BF16, FP16), (BF16, FP16, FP32)
@@ -29,9 +30,9 @@ OUTPUT = (None, BF16, FP16, FP32, FP64)
 @pytest.fixture(autouse=True)
 def rules_are_taken_back() -> Iterator[None]:
     """Takes back what a test has registered."""
-    before = rules.state()
+    before = rules.all_rules()
     yield
-    for rule in rules.state():
+    for rule in rules.all_rules():
         if rule not in before:
             hmpx.unregister_rule(rule.op, rule.function)
 
@@ -484,7 +485,7 @@ def test_an_op_without_a_low_kernel_ends_in_its_output_dtype(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It runs in fp32, is rounded, and that is cast."""
-    monkeypatch.setattr(hmpx.missing_kernels, "_noted", set())
+    monkeypatch.setattr(hmpx.compute.missing_kernels, "_noted", set())
     caplog.set_level(logging.INFO, "hmpx")
     x = tensor(3, 3) + 3 * torch.eye(3)
     expected = torch.linalg.inv(x.bfloat16().float()).bfloat16()

@@ -7,8 +7,8 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from hmpx import capability
-from hmpx.capability import Capability
+from hmpx.compute.legalize import capability
+from hmpx.compute.legalize.capability import Capability
 from tests import accuracy
 from tests.accuracy import LOW, Outcome, Tally, compare, compared, ulps
 from tests.test_opinfo import INFOS
@@ -24,7 +24,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Every op is slow in low precision, and nobody looks for names imported early."""
     capability.forget()
     monkeypatch.setattr(capability, "_measured", lambda *args: Capability(None, 9.0, 9.0))
-    monkeypatch.setattr("hmpx.rebinding.patches", lambda replacements: iter(()))
+    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
     yield
     capability.forget()
 

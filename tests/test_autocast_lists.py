@@ -27,7 +27,8 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import oplists, ops
+from hmpx.ops import op_table as ops
+from hmpx.policy import op_lists as oplists
 
 LISTS = oplists.directory()
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"

@@ -21,7 +21,9 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import Policy, autocast_regions, switch
+from hmpx import Policy
+from hmpx.patches import autocast_regions
+from hmpx.torch_state import switch
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 POLICY = Policy.from_ops(low=["matmul", "linear", "mul"], fp32=["softmax"])

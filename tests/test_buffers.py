@@ -19,8 +19,10 @@ from torch.testing._internal.common_methods_invocations import foreach_unary_op_
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx import CastPolicy, Decision, Policy, ops, wrappers
-from hmpx.casting import CallPlan
+from hmpx import CastPolicy, Decision, Policy
+from hmpx.casting.casting import CallPlan
+from hmpx.ops import op_table as ops
+from hmpx.wrappers import wrappers
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 FLOATS = (FP32, BF16, FP16)
@@ -142,7 +144,7 @@ def test_what_a_function_writes_is_in_the_given_tensors(
     def noting(original: Any, plan: CallPlan) -> None:
         plans[plan.site] = plan
 
-    monkeypatch.setattr(wrappers, "make_wrapper", noting)
+    monkeypatch.setattr("hmpx.wrappers.make_wrapper", noting)
     policy = Policy({name: decision for name, _, _ in WRITING})
     with hmpx.convert(policy=policy, legalize=legalize):
         pass
@@ -319,7 +321,7 @@ def variants(info: OpInfo) -> list[tuple[Any, Any]]:
 @pytest.fixture
 def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes time, for nothing: calls look their functions up late."""
-    monkeypatch.setattr("hmpx.rebinding.patches", lambda replacements: iter(()))
+    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
 
 
 @pytest.mark.opinfo

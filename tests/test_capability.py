@@ -17,13 +17,16 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import capability, legalize, missing_kernels, wrappers
-from hmpx.capability import KINDS, SLOW, Capability
-from hmpx.casting import CallPlan
-from hmpx.decisions import CastPolicy, Decision
+from hmpx.casting.casting import CallPlan
+from hmpx.compute import missing_kernels
+from hmpx.compute.legalize import capability
+from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize.capability import KINDS, SLOW, Capability
+from hmpx.compute.legalize.legalizer import LEGALIZE_MODES, is_slow, known_capability
 from hmpx.errors import OptionError
-from hmpx.legalize import MODES, is_slow, known_capability
-from hmpx.ops import Parameters
+from hmpx.ops.op_table import Parameters
+from hmpx.policy.decisions import CastPolicy, Decision
+from hmpx.wrappers import wrappers
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOW = (BF16, FP16)
@@ -207,7 +210,7 @@ def everything(*args: object) -> hmpx.Decision:
 @pytest.mark.parametrize(
     ("how", "legalize"),
     [
-        *(("low", mode) for mode in MODES),
+        *(("low", mode) for mode in LEGALIZE_MODES),
         *((how, "auto") for how in ("fp32", "widest", "first", "O2", "*", "log", "rules")),
     ],
 )
@@ -769,7 +772,7 @@ def test_exhausted_memory_is_no_reason_to_compute_in_fp32(
 @pytest.mark.parametrize("value", ["sometimes", "", "AUTO", True, None])
 def test_unknown_values_of_legalize_are_refused(value: object) -> None:
     """With what is known; torch stays as it was."""
-    text = f"legalize must be one of {', '.join(map(repr, MODES))}, not {value!r}"
+    text = f"legalize must be one of {', '.join(map(repr, LEGALIZE_MODES))}, not {value!r}"
     with pytest.raises(OptionError) as error:
         hmpx.convert(legalize=value)  # type: ignore[arg-type]
     assert str(error.value) == text

@@ -19,8 +19,9 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hmpx
-from hmpx import legalize, training
-from hmpx.capability import Capability
+from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize.capability import Capability
+from hmpx.torch_state import training
 
 FP32 = torch.float32
 

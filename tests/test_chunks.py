@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.chunks import cast_as_one
+from hmpx.tensors.chunks import cast_as_one
 
 from .fake_cuda import steps
 from .flattening import flatten

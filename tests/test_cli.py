@@ -16,7 +16,12 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hmpx import CastPolicy, capability, cli, compiler_internals, oplists, ops, torch_parts
+from hmpx import CastPolicy, compute
+from hmpx.cli import program as cli
+from hmpx.compute.legalize import capability
+from hmpx.ops import op_table as ops
+from hmpx.policy import op_lists as oplists
+from hmpx.torch_internals import torch_part as torch_parts
 
 
 class Outcome(NamedTuple):
@@ -611,9 +616,9 @@ def test_doctor_tries_what_torch_does_not_document(
     """A line for each part, and what happens without those that are not as expected."""
     part = torch_parts.Part("modes", ("torch._C.x",), "2.12", "calls take longer", False, "")
     broken = dataclasses.replace(part, feature="hooks", fault="torch has no torch._C.x")
-    monkeypatch.setattr(torch_parts, "parts", lambda: (part, broken))
-    monkeypatch.setattr(compiler_internals, "later_parts", lambda: iter([part]))
-    monkeypatch.setattr(compiler_internals, "tries", lambda: iter([]))
+    monkeypatch.setattr("hmpx.torch_internals.parts", lambda: (part, broken))
+    monkeypatch.setattr("hmpx.torch_internals.later_parts", lambda: iter([part]))
+    monkeypatch.setattr("hmpx.torch_internals.tries", lambda: iter([]))
     assert cli.main(["doctor", "--torch"]) == 1
     assert capsys.readouterr().out.splitlines()[1:] == [
         "relies on 3 parts of torch that it does not document: 1 not as expected; see doctor --torch",
@@ -653,8 +658,8 @@ def test_doctor_speaks_of_every_state(
 ) -> None:
     """Whatever torch reports, and whatever was measured or not."""
     found = capability.Capability(reported, *measured)
-    monkeypatch.setattr(capability, "reported", lambda *_: reported)
-    monkeypatch.setattr(capability, "capability", lambda *_: found)
+    monkeypatch.setattr(compute, "reported", lambda *_: reported)
+    monkeypatch.setattr(compute, "capability", lambda *_: found)
     first, *rest = cli._capability_lines("cpu", torch.bfloat16)
     assert first == f"bfloat16 on cpu: {says}"
     if cells is None:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx import Policy
-from hmpx.capability import reported
+from hmpx.compute.legalize.capability import reported
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
@@ -330,8 +330,8 @@ import sys, threading, torch
 from torch._dynamo.utils import counters
 
 if sys.argv[1] != "none":
-    import hmpx.compiled
-    hmpx.compiled.__version__ += sys.argv[2]
+    import hmpx.patches.compiled
+    hmpx.patches.compiled.__version__ += sys.argv[2]
     hmpx.convert(policy=hmpx.Policy.from_ops(**{sys.argv[1]: ["matmul"]}))
 
 def compile():

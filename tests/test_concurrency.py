@@ -19,7 +19,8 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hmpx
-from hmpx import Policy, switch
+from hmpx import Policy
+from hmpx.torch_state import switch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = ["linear", "mm", "matmul", "gelu", "layer_norm", "dropout2d"]
@@ -115,7 +116,7 @@ def test_conversions_and_rules_of_several_threads_take_turns() -> None:
         for thread in threads:
             thread.join()
     hmpx.revert()
-    hmpx.rules.REGISTRY.change(())
+    hmpx.rules.RULES.change(())
     assert errors == []
 
 

@@ -12,9 +12,9 @@ from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hmpx.constants import Constant
 from hmpx.formats import Table, decode, quantize
-from hmpx.rounding import MODES, plan
+from hmpx.number_formats.rounding import ROUNDING_MODES, plan
+from hmpx.tensors.constants import Constant
 
 VALUES = (-2.0, -0.5, 0.0, 0.75, 1.0, 3.0)
 X = torch.tensor([-9.0, -0.6, 0.3, 0.4, 0.8, 2.5, torch.nan])
@@ -48,7 +48,7 @@ def same(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
-@pytest.mark.parametrize("mode", MODES)
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
 def test_a_table_comes_from_the_host_once(mode: str) -> None:
     """A call on an accelerator copies nothing from the host, and so waits for nothing."""
     rounding = plan(table(), torch.float32, mode, "saturate")

@@ -16,7 +16,9 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hmpx
-from hmpx import Policy, convolutions, temporaries
+from hmpx import Policy
+from hmpx.compute.legalize import convolutions
+from hmpx.compute.legalize import scratch as temporaries
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

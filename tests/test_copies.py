@@ -387,7 +387,7 @@ def test_a_fork_amid_disable_casts_in_another_thread_does_not_hang() -> None:
     is_held, release = threading.Event(), threading.Event()
 
     def hold() -> None:  # stopped where a thread may be at any time
-        with hmpx.disable_casts(), hmpx.switch._gate_lock:
+        with hmpx.disable_casts(), hmpx.torch_state.switch._gate_lock:
             is_held.set()
             release.wait(60)
 

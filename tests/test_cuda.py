@@ -20,7 +20,9 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
-from hmpx import capability, missing_kernels, ops
+from hmpx.compute import missing_kernels
+from hmpx.compute.legalize import capability
+from hmpx.ops import op_table as ops
 from tests.test_opinfo import LEFT_OUT, current
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -227,7 +229,7 @@ def test_kernels_known_to_be_missing_are(
     missing, present = [], []
     for info in op_db:
         name = ops.resolve(info.name)
-        lacking = missing_kernels.table().get(name) if name is not None else None
+        lacking = missing_kernels.lacking_kernels().get(name) if name is not None else None
         is_known = lacking is not None and ("cuda", dtype) in lacking.always
         if dtype not in info.supported_dtypes("cuda") and not is_known:
             continue

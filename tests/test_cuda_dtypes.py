@@ -14,7 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hmpx
-from hmpx import accumulation, composition, ops, products
+from hmpx.compute import accumulation, composition, products
+from hmpx.ops import op_table as ops
 
 from .fake_cuda import steps
 
@@ -283,7 +284,7 @@ def test_group_norms_with_exact_statistics(monkeypatch: pytest.MonkeyPatch) -> N
         kept.append(each.dtype)
         return each
 
-    monkeypatch.setattr(ops, "facts", as_on_cuda)
+    monkeypatch.setattr("hmpx.ops.facts", as_on_cuda)
     with (
         hmpx.convert(device_types={"cpu"}),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each),

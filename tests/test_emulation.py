@@ -343,7 +343,7 @@ def test_the_log_names_the_format(caplog: pytest.LogCaptureFixture) -> None:
 def lowered() -> Iterator[None]:
     """Forgets what was registered for posit16_1."""
     yield
-    from hmpx import lowering
+    from hmpx.compute import lowering
 
     lowering.forget("posit16_1")
 

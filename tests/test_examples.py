@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hmpx import policy
+from hmpx.policy import policy
 
 EXAMPLES = Path(__file__).parent.parent / "examples"
 SCRIPTS = sorted(EXAMPLES.rglob("*.py"))
@@ -72,7 +72,7 @@ def test_lists_have_no_faults() -> None:
     assert len(pairs) == 2
     for stem in pairs:
         files = {"low": (f"{stem}bf16.txt",), "fp32": (f"{stem}fp32.txt",)}
-        assert policy.check(files) == []
+        assert policy.check_files(files) == []
 
 
 def test_hmp_linear(tmp_path: Path) -> None:

@@ -14,7 +14,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from hmpx import formats, lowering
+from hmpx import formats
+from hmpx.compute import lowering
 
 from .test_examples import EXAMPLES, run_example
 

@@ -30,8 +30,10 @@ from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils._pytree import tree_leaves
 
 import hmpx
-from hmpx import FreezeError, Frozen, OptionError, Policy, legalize, originals
-from hmpx.capability import Capability
+from hmpx import FreezeError, Frozen, OptionError, Policy
+from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize.capability import Capability
+from hmpx.freezing import originals
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 

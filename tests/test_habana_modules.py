@@ -12,10 +12,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import habana_shim
 from hmpx.errors import HmpxError
-from hmpx.habana.torch import _hpex_C, hpu
-from hmpx.habana.torch.hpex.kernels import (
+from hmpx.gaudi import shim as habana_shim
+from hmpx.gaudi.habana_frameworks.torch import _hpex_C, hpu
+from hmpx.gaudi.habana_frameworks.torch.hpex.kernels import (
     CTCLoss,
     CustomSoftmax,
     FusedSDPA,
@@ -25,8 +25,8 @@ from hmpx.habana.torch.hpex.kernels import (
     RotaryPosEmbeddingMode,
     apply_rotary_pos_emb,
 )
-from hmpx.habana.torch.hpex.movingavrg import FusedEMA
-from hmpx.habana.torch.hpex.normalization import FusedClipNorm, FusedRMSNorm
+from hmpx.gaudi.habana_frameworks.torch.hpex.movingavrg import FusedEMA
+from hmpx.gaudi.habana_frameworks.torch.hpex.normalization import FusedClipNorm, FusedRMSNorm
 
 BF16 = torch.bfloat16
 

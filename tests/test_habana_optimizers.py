@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.habana.torch.hpex.optimizers import (
+from hmpx.gaudi.habana_frameworks.torch.hpex.optimizers import (
     FusedAdagrad,
     FusedAdamW,
     FusedLamb,

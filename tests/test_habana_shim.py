@@ -21,8 +21,9 @@ import torch.distributed
 from torch.utils._device import DeviceContext
 
 import hmpx
-from hmpx import habana_shim, session
 from hmpx.errors import HmpxError
+from hmpx.gaudi import shim as habana_shim
+from hmpx.session import session
 
 HPU = torch.device("hpu")
 DEVICE = habana_shim.device_type()
@@ -237,7 +238,9 @@ def test_modules_import_by_the_names_in_use(module: str) -> None:
 def test_one_class_by_either_name() -> None:
     """A checkpoint's classes are found without the stand-in, which has none of its own."""
     by_habanas = importlib.import_module("habana_frameworks.torch.hpex.optimizers")
-    assert by_habanas is importlib.import_module("hmpx.habana.torch.hpex.optimizers")
+    assert by_habanas is importlib.import_module(
+        "hmpx.gaudi.habana_frameworks.torch.hpex.optimizers"
+    )
 
 
 @pytest.mark.usefixtures("shim")
@@ -518,7 +521,7 @@ def test_run_says_that_the_real_package_is_used(tmp_path: Path) -> None:
 
 def merged(said: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the options that hold beside what a script says, and those that don't."""
-    from hmpx.habana.torch.hpex import hmp
+    from hmpx.gaudi.habana_frameworks.torch.hpex import hmp
 
     return hmp.merged(said, given)
 
@@ -559,7 +562,7 @@ def test_options_hold_where_the_script_says_nothing(
     call: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """An empty path, None, and isVerbose=False say nothing: parsers of arguments have them."""
-    hmp = importlib.import_module("hmpx.habana.torch.hpex.hmp")
+    hmp = importlib.import_module("hmpx.gaudi.habana_frameworks.torch.hpex.hmp")
     options = {"lists": "autocast-cuda", "legalize": "never", "isVerbose": "once"}
     assert habana_shim.install(options)
     try:
@@ -582,7 +585,7 @@ def test_options_hold_where_the_script_says_nothing(
 
 def test_what_is_outranked_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """In a warning of the log, which is seen without any configuration."""
-    hmp = importlib.import_module("hmpx.habana.torch.hpex.hmp")
+    hmp = importlib.import_module("hmpx.gaudi.habana_frameworks.torch.hpex.hmp")
     assert habana_shim.install({"opt_level": "O2", "device_types": ["cpu"]})
     try:
         hmp.convert(opt_level="O1", low_precision_type=torch.float16)

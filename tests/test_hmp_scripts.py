@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 
 import hmpx
-from hmpx import habana_shim
+from hmpx.gaudi import shim as habana_shim
 
 SCRIPTS = Path(__file__).with_name("hmp_scripts")
 DEVICE = habana_shim.device_type()

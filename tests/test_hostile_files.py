@@ -14,7 +14,9 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import HmpxError, HmpxWarning, OpListError, PolicyFileError, cli, load_policy, oplists
+from hmpx import HmpxError, HmpxWarning, OpListError, PolicyFileError, load_policy
+from hmpx.cli import program as cli
+from hmpx.policy import op_lists as oplists
 from tests.conftest import differences, namespaces
 
 #: What the longest input may take, of an idle processor's time.

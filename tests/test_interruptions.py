@@ -26,7 +26,11 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import formats, modules, registry, rules, switch, wrappers
+from hmpx import formats, registry
+from hmpx.rules import rules
+from hmpx.torch_state import module_path as modules
+from hmpx.torch_state import switch
+from hmpx.wrappers import wrappers
 from tests.conftest import differences, namespaces
 
 pytestmark = pytest.mark.filterwarnings(
@@ -192,15 +196,15 @@ def state() -> tuple[Any, ...]:
         copyreg.dispatch_table.get(types.BuiltinFunctionType) is not REDUCER,
         tuple((t.dtype, t.flatten()[0].item()) for t in computed),
         frozenset(wrappers._in_force),
-        bool(hmpx.compiled._tag),
+        bool(hmpx.patches.compiled._tag),
         config._config["emulate_precision_casts"].default,
         len(sys.meta_path) - len(META_PATH),
         modules._noting is not None,
         modules._ask is not modules._nothing,
         switch._epoch is not None,
-        tuple((rule.op, rule.function) for rule in rules.state()),
+        tuple((rule.op, rule.function) for rule in rules.all_rules()),
         formats.names(),
-        tuple(hmpx.lowering.REGISTRY.value),
+        tuple(hmpx.compute.lowering.LOWERINGS.value),
         switch._looks_closer,
     )
 
@@ -222,7 +226,7 @@ def is_lock_free() -> bool:
 
 def clean() -> None:
     hmpx.revert()
-    rules.REGISTRY.change(())
+    rules.RULES.change(())
     if "tiny" in formats.names():
         formats.unregister("tiny")
 

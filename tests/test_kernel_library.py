@@ -22,8 +22,9 @@ from typing import NamedTuple
 
 import pytest
 
-from hmpx import kernel_cache, kernel_files
-from hmpx.kernel_files import Stamp
+from hmpx.number_formats.kernels import cache as kernel_cache
+from hmpx.number_formats.kernels import files as kernel_files
+from hmpx.number_formats.kernels.files import Stamp
 
 pytestmark = pytest.mark.skipif(
     shutil.which("cc") is None or not hasattr(os, "fork"), reason="no compiler, or no fork, here"
@@ -41,7 +42,9 @@ needs_mount = pytest.mark.skipif(
 SERVER = """
 import atexit, json, os, signal, sys, threading, time
 import torch, hmpx
-from hmpx import cli, formats, kernel_cache, kernel_compiler, kernel_files, kernel_library
+from hmpx import cli, formats
+from hmpx.number_formats.kernels import cache as kernel_cache, compiler as kernel_compiler
+from hmpx.number_formats.kernels import files as kernel_files, library as kernel_library
 torch.set_num_threads(1)
 kernel_cache._source_digest()  # other users may not be able to read the package
 x = torch.randn(1000)

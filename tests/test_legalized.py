@@ -27,11 +27,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import Policy, capability
+from hmpx import Policy
+from hmpx.compute.graph_rounding import round_fp32
+from hmpx.compute.legalize import capability
+from hmpx.compute.legalize.legalizer import LEGALIZE_MODES
+from hmpx.compute.saved_tensors import remainder
 from hmpx.errors import OptionError
-from hmpx.graph_rounding import round_fp32
-from hmpx.keeping import remainder
-from hmpx.legalize import MODES
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW = (BF16, FP16)
@@ -1812,7 +1813,7 @@ def test_unknown_values_are_refused() -> None:
     with pytest.raises(OptionError, match=text):
         hmpx.convert(legalize="sometimes")
     assert not hmpx.is_converted()
-    for mode in MODES:
+    for mode in LEGALIZE_MODES:
         with hmpx.convert(legalize=mode) as session:
             assert session.options.legalize == mode
 
@@ -1824,7 +1825,7 @@ def test_the_log_tells_the_same_decisions(
     """Whether, and how, ops are legalized: those who observe are told what is cast."""
     caplog.set_level(logging.INFO, "hmpx")
     logs, found = {}, {}
-    for mode in ("never", *[mode for mode in MODES if mode != "never"]):
+    for mode in ("never", *[mode for mode in LEGALIZE_MODES if mode != "never"]):
         caplog.clear()
         with low(*NET_OPS, "sum", legalize=mode, verbose=verbose):
             leaves = [t.requires_grad_() for t in net_inputs()]
@@ -1834,7 +1835,7 @@ def test_the_log_tells_the_same_decisions(
             found[mode] = torch.autograd.grad(output.sum(), leaves)
         logs[mode] = [record.getMessage() for record in caplog.records]
     assert len(logs["never"]) >= 4
-    for mode in MODES:
+    for mode in LEGALIZE_MODES:
         assert logs[mode] == logs["never"]
     same(found["always"], results(composed_net, net_inputs(), torch.ones(6, 5))[1])
 

@@ -12,8 +12,9 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import oplists, ops
-from hmpx.policy import CastPolicy
+from hmpx.ops import op_table as ops
+from hmpx.policy import op_lists as oplists
+from hmpx.policy.policy import CastPolicy
 
 LISTS = oplists.directory()
 FILES = sorted(LISTS.rglob("*.txt"))

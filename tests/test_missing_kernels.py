@@ -17,10 +17,12 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import missing_kernels, oplists, ops
-from hmpx.missing_kernels import Callee, Lacking
-from hmpx.policy import Policy
-from hmpx.torch_parts import torch_version
+from hmpx.compute import missing_kernels
+from hmpx.compute.missing_kernels import Callee, Lacking
+from hmpx.ops import op_table as ops
+from hmpx.policy import op_lists as oplists
+from hmpx.policy.policy import Policy
+from hmpx.torch_internals.torch_part import torch_version
 from tests.samples import sample_inputs
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -95,8 +97,8 @@ def test_every_name_is_an_op_and_stands_in_one_way() -> None:
 def test_what_torch_autocast_runs_low_on_cuda_has_kernels_there() -> None:
     """No product is made slow by what OpInfo declares on a machine without a GPU."""
     low = set(oplists.read_set("autocast-cuda")["low"].ops)
-    for name in low & set(missing_kernels.table()):
-        lacking = missing_kernels.table()[name]
+    for name in low & set(missing_kernels.lacking_kernels()):
+        lacking = missing_kernels.lacking_kernels()[name]
         assert ("cuda", BF16) not in lacking.always | lacking.backward, name
         assert ("cuda", FP16) not in lacking.always | lacking.backward, name
 
@@ -115,7 +117,7 @@ def test_what_opinfo_declares_without_a_kernel_on_cuda_is_known(dtype: torch.dty
             continue
         if name in BY_OTHERS or ops.kind(name)[0] == "gemm":  # of which it asks the GPU
             continue
-        lacking = missing_kernels.table().get(name, Lacking())
+        lacking = missing_kernels.lacking_kernels().get(name, Lacking())
         known = lacking.always if dtype in info.dtypes else lacking.always | lacking.sometimes
         if ("cuda", dtype) not in known:
             faults.append(info.full_name)
@@ -125,7 +127,7 @@ def test_what_opinfo_declares_without_a_kernel_on_cuda_is_known(dtype: torch.dty
 def test_what_lacks_kernels_on_the_cpu_is_tried_on_cuda() -> None:
     """Where OpInfo says nothing of the op, or of the arguments that need a decomposition."""
     declared = {op_name(info) for info in op_db}
-    for name, lacking in missing_kernels.table().items():
+    for name, lacking in missing_kernels.lacking_kernels().items():
         for dtype in (BF16, FP16):
             is_partial = ("cpu", dtype) in lacking.sometimes and name not in ops.facts("random")
             if is_partial or (name not in declared and ("cpu", dtype) in lacking.always):
@@ -135,8 +137,8 @@ def test_what_lacks_kernels_on_the_cpu_is_tried_on_cuda() -> None:
 @pytest.mark.parametrize("set_name", ["hmp", "hmpx", "o2"])
 def test_the_low_lists_have_kernels_on_cuda(set_name: str) -> None:
     """None of their ops would compute in fp32 there."""
-    for name in set(oplists.read_set(set_name)["low"].ops) & set(missing_kernels.table()):
-        lacking = missing_kernels.table()[name]
+    for name in set(oplists.read_set(set_name)["low"].ops) & set(missing_kernels.lacking_kernels()):
+        lacking = missing_kernels.lacking_kernels()[name]
         places = lacking.always | lacking.backward | lacking.sometimes
         assert not {("cuda", BF16), ("cuda", FP16)} & places, name
 
@@ -199,7 +201,7 @@ def faults(infos: list[OpInfo], dtype: torch.dtype, most: int | None, **options:
     """Returns where a call on inputs in ``dtype`` stops, or is not that in fp32, rounded."""
     calls = []
     for info in infos:
-        lacking = missing_kernels.table().get(str(op_name(info)))
+        lacking = missing_kernels.lacking_kernels().get(str(op_name(info)))
         is_exact = lacking is not None and ("cpu", dtype) in lacking.always
         is_exact = is_exact and info.name not in NOT_COMPARED
         for call in samples(info, most):
@@ -235,7 +237,7 @@ def differences(actual: Any, expected: Any, call: Any) -> Iterator[str]:
 @pytest.fixture
 def quick(monkeypatch: pytest.MonkeyPatch) -> None:
     """Names taken early are not looked for: these calls look theirs up late."""
-    monkeypatch.setattr("hmpx.rebinding.patches", lambda replacements: iter(()))
+    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
 
 
 @pytest.mark.filterwarnings("ignore")
@@ -245,7 +247,7 @@ def test_ops_that_lack_kernels_compute_in_fp32(
     dtype: torch.dtype, pytestconfig: pytest.Config
 ) -> None:
     """One sample of each op in the data, bit for bit what fp32 gives, rounded."""
-    table = missing_kernels.table()
+    table = missing_kernels.lacking_kernels()
     lacking = [info for info in INFOS if dtype in table.get(str(op_name(info)), Lacking()).dtypes]
     if not pytestconfig.getoption("whole"):
         lacking = lacking[dtype is FP16 :: 3]

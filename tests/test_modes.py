@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hmpx
-from hmpx import ops
+from hmpx.ops import op_table as ops
 
 BF16 = torch.bfloat16
 

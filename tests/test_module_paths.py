@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import modules
+from hmpx.torch_state import module_path as modules
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MODULE_CALL = nn.Module.__call__
@@ -131,7 +131,7 @@ def linears(monkeypatch: pytest.MonkeyPatch) -> Iterator[Places]:
 def unregistered() -> Iterator[None]:
     """Takes back the rules of a test."""
     yield
-    for rule in hmpx.rules.state():
+    for rule in hmpx.rules.all_rules():
         hmpx.unregister_rule(rule.op, rule.function)
 
 

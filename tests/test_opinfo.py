@@ -17,8 +17,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx import missing_kernels, ops
-from hmpx.policy import CastPolicy, Policy
+from hmpx.compute import missing_kernels
+from hmpx.ops import op_table as ops
+from hmpx.policy.policy import CastPolicy, Policy
 from tests.samples import sample_inputs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -80,7 +81,7 @@ INFOS = listed()
 @pytest.fixture(autouse=True)
 def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """It takes most of a conversion's time here, for nothing: calls look their functions up late."""
-    monkeypatch.setattr("hmpx.rebinding.patches", lambda replacements: iter(()))
+    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
 
 
 # --- the call by hand ---------------------------------------------------------------------------
@@ -236,7 +237,7 @@ def expected_outcome(
     found = outcome(lambda *c: function(*cast(*c)), call, backward=backward)
     if low is None:
         return found
-    lacking = missing_kernels.table().get(name, missing_kernels.Lacking())
+    lacking = missing_kernels.lacking_kernels().get(name, missing_kernels.Lacking())
     may_fail = is_low or before != after or ("cpu", low) in lacking.sometimes | lacking.backward
     may_fail |= any(site.is_python for site in ops.table()[name].sites)  # it calls others that lack
     if ("cpu", low) in lacking.always or (isinstance(found[0], type) and may_fail):

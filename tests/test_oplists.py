@@ -12,8 +12,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hmpx
-from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError, oplists, ops, policy
-from hmpx.policy import CastPolicy, Policy
+from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError
+from hmpx.ops import op_table as ops
+from hmpx.policy import op_lists as oplists
+from hmpx.policy import policy
+from hmpx.policy.policy import CastPolicy, Policy
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -445,7 +448,7 @@ def test_no_bytes_crash_the_reader(tmp_path: Path, data: bytes) -> None:
     path = tmp_path / "fuzz.txt"
     path.write_bytes(data)
     try:
-        oplists.read(path, "low")
+        oplists.read_list(path, "low")
     except HmpxError as error:
         assert "fuzz.txt" in str(error)
 
@@ -503,10 +506,10 @@ def test_a_line_that_can_change_nothing_is_said(tmp_path: Path) -> None:
         f"{path}:3: 'zero_' has no effect: the type of what it writes to decides; remove the line",
     ]
     assert [str(w.message) for w in caught] == ["\n".join(faults)]
-    assert policy.check({"low": (str(path),)}) == faults
+    assert policy.check_files({"low": (str(path),)}) == faults
     relative = tmp_path / "widest.txt"
     relative.write_text("cat\nexp\n")
-    assert policy.check({"widest": (str(relative),)}) == [
+    assert policy.check_files({"widest": (str(relative),)}) == [
         f"{relative}:2: 'exp' has no effect: it has one input only; remove the line"
     ]
     for name in oplists.set_names():

@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import products
+from hmpx.compute import products
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -242,7 +242,9 @@ def test_which_devices_have_the_kernels(monkeypatch: pytest.MonkeyPatch) -> None
     assert products.has_kernel(torch.device("cuda", 0), FP16)
     assert not products.has_kernel(torch.device("cuda", 0), FP32)
     assert not products.has_kernel(torch.device("cpu"), BF16)
-    monkeypatch.setattr(hmpx.capability, "reported", lambda device, dtype: dtype is FP16)
+    monkeypatch.setattr(
+        hmpx.compute.legalize.capability, "reported", lambda device, dtype: dtype is FP16
+    )
     assert not products.has_kernel(torch.device("cuda", 0), BF16)
     monkeypatch.setattr(torch.version, "hip", "6.4")
     assert not products.has_kernel(torch.device("cuda", 0), FP16)

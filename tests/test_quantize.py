@@ -25,11 +25,14 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from hmpx import formats, kernel_library, quantization, rounding_kernels
+from hmpx import formats
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, get, quantize
-from hmpx.quantization import rounder
-from hmpx.rounding import MODES
+from hmpx.number_formats import quantization
+from hmpx.number_formats.kernels import calls as rounding_kernels
+from hmpx.number_formats.kernels import library as kernel_library
+from hmpx.number_formats.quantization import rounder
+from hmpx.number_formats.rounding import ROUNDING_MODES
 
 from .posit_reference import Reference
 
@@ -245,7 +248,7 @@ SMALL = [
 
 @pytest.mark.sampled(6)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stochastic"])
+@pytest.mark.parametrize("mode", [mode for mode in ROUNDING_MODES if mode != "stochastic"])
 @pytest.mark.parametrize("format", SMALL, ids=lambda format: format.name)
 def test_floats_by_fractions(
     format: Float, mode: str, dtype: torch.dtype, implementation: str
@@ -259,7 +262,7 @@ def test_floats_by_fractions(
 
 
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stochastic"])
+@pytest.mark.parametrize("mode", [mode for mode in ROUNDING_MODES if mode != "stochastic"])
 @pytest.mark.parametrize("format", ["bfloat16", "tf32", "fp24", WIDE_FLUSHED], ids=name_of)
 def test_wide_floats_by_fractions(format: str | Float, mode: str, implementation: str) -> None:
     """Random bits, by the spacing of the format's values at each of them."""
@@ -392,7 +395,7 @@ def test_posits_in_other_modes(mode: str, bits: int, es: int, implementation: st
 @pytest.mark.parametrize(
     "format", [Q4_4, Fixed("q1_0", 2, 0), Fixed("q16_16", 16, 16)], ids=name_of
 )
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stochastic"])
+@pytest.mark.parametrize("mode", [mode for mode in ROUNDING_MODES if mode != "stochastic"])
 def test_fixed_point_by_fractions(format: Fixed, mode: str, implementation: str) -> None:
     """Multiples of a step, saturated, without -0."""
     steps = torch.arange(-300, 300).double() / 4
@@ -423,7 +426,7 @@ def test_fixed_point_by_fractions(format: Fixed, mode: str, implementation: str)
 
 
 @pytest.mark.parametrize("format", [NF4, SQUARES, Table("two", (-1.0, 0.1))], ids=name_of)
-@pytest.mark.parametrize("mode", [mode for mode in MODES if mode != "stochastic"])
+@pytest.mark.parametrize("mode", [mode for mode in ROUNDING_MODES if mode != "stochastic"])
 def test_tables_by_fractions(format: Table, mode: str, implementation: str) -> None:
     """Values, the points between, and what is beside them; ties go to the even index."""
     values = [Fraction(v) for v in torch.tensor(format.values).tolist()]
@@ -595,7 +598,7 @@ def test_kernels_do_as_ops(format: str | Float, monkeypatch: pytest.MonkeyPatch)
     """Bit for bit, in each mode, overflow and dtype, with the same noise."""
     x = torch.cat([random_floats(1000), torch.randn(1000), torch.randn(48) * 1e-3]).view(2, -1)
     for dtype in (torch.float32, torch.float64, torch.bfloat16, torch.float16):
-        for mode in MODES:
+        for mode in ROUNDING_MODES:
             for overflow in (None, "saturate"):
                 found = []
                 for implementation in IMPLEMENTATIONS:
@@ -611,7 +614,7 @@ def test_kernels_do_as_ops(format: str | Float, monkeypatch: pytest.MonkeyPatch)
     exponent_bits=st.integers(2, 7),
     mantissa_bits=st.integers(1, 10),
     kind=st.sampled_from(["ieee", "fn", "fnuz", "finite"]),
-    mode=st.sampled_from(MODES),
+    mode=st.sampled_from(ROUNDING_MODES),
 )
 def test_properties(x: float, exponent_bits: int, mantissa_bits: int, kind: str, mode: str) -> None:
     """Rounding twice is rounding once; order is kept; directions hold; the sign does, too."""
@@ -746,7 +749,11 @@ def test_rounder(implementation: str) -> None:
 def test_flushed_denormals(implementation: str) -> None:
     """The processor's mode that takes subnormals for zero changes nothing."""
     x = torch.cat([random_floats(5000), torch.tensor([1e-40, -1e-40, 1e-45])])
-    cases = [(name, mode) for name in ("bfloat16", "float16", "float8_e5m2") for mode in MODES[:5]]
+    cases = [
+        (name, mode)
+        for name in ("bfloat16", "float16", "float8_e5m2")
+        for mode in ROUNDING_MODES[:5]
+    ]
     expected = [quantize(x, name, mode) for name, mode in cases]
     if not torch.set_flush_denormal(True):
         pytest.skip("no such mode here")
@@ -834,7 +841,7 @@ def test_formats_that_are_dropped_leave_nothing_behind() -> None:
 
     def round_to(count: int) -> None:
         for index in range(count):
-            quantize(x, Fixed(f"fixed{index}", 4, 4), MODES[index % len(MODES)])
+            quantize(x, Fixed(f"fixed{index}", 4, 4), ROUNDING_MODES[index % len(ROUNDING_MODES)])
         gc.collect()
 
     round_to(100)  # what is made once for the process

@@ -18,7 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx import Policy, ops, rebinding
+from hmpx import Policy
+from hmpx.ops import op_table as ops
+from hmpx.patches import early_names as rebinding
 
 POLICY = Policy.from_ops(low=["gelu", "matmul", "linear", "normalize"])
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -200,7 +202,7 @@ def test_an_interrupted_search_of_models_changes_nothing(monkeypatch: pytest.Mon
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("hmpx.rebinding.held_by_models", interrupted)
+    monkeypatch.setattr("hmpx.session.session.held_by_models", interrupted)
     before = torch.matmul
     with pytest.raises(KeyboardInterrupt):
         hmpx.convert(policy=POLICY, isVerbose=True)

@@ -30,12 +30,12 @@ from hmpx import (
     OptionError,
     Policy,
     RuleError,
-    choosing,
-    ops,
     register_rule,
-    rules,
     unregister_rule,
 )
+from hmpx.ops import op_table as ops
+from hmpx.rules import rules
+from hmpx.wrappers import by_rules as choosing
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NOTHING = {"lists": "none"}
@@ -44,9 +44,9 @@ NOTHING = {"lists": "none"}
 @pytest.fixture(autouse=True)
 def rules_are_taken_back() -> Iterator[None]:
     """Takes back what a test has registered; there must be nothing before it."""
-    assert rules.state() == ()
+    assert rules.all_rules() == ()
     yield
-    for name in {rule.op for rule in rules.state()}:
+    for name in {rule.op for rule in rules.all_rules()}:
         unregister_rule(name)
 
 
@@ -93,7 +93,7 @@ def test_as_a_decorator_and_as_a_call() -> None:
 
     assert rule.__name__ == "rule"
     assert register_rule("mm", rule) is rule
-    assert [(r.op, r.function, r.level) for r in rules.state()] == [
+    assert [(r.op, r.function, r.level) for r in rules.all_rules()] == [
         ("linear", rule, 3),
         ("mm", rule, 10),
     ]
@@ -105,9 +105,9 @@ def test_as_a_decorator_and_as_a_call() -> None:
 def test_for_several_ops_in_any_spelling() -> None:
     """One function, a rule for each."""
     register_rule(["torch.nn.functional.conv2d", "divide", "mm"], lambda call: DENY)
-    assert [rule.op for rule in rules.state()] == ["conv2d", "div", "mm"]
+    assert [rule.op for rule in rules.all_rules()] == ["conv2d", "div", "mm"]
     unregister_rule(["conv2d", "true_divide"])
-    assert [rule.op for rule in rules.state()] == ["mm"]
+    assert [rule.op for rule in rules.all_rules()] == ["mm"]
 
 
 def test_holds_for_conversions_in_force_and_to_come() -> None:
@@ -146,11 +146,11 @@ def test_a_definition_that_is_run_again_replaces_itself() -> None:
     """As a notebook's cell does; functions of other modules, and lambdas, stand beside it."""
     for answer in ("ALLOW", "DENY", "ALLOW"):
         register_rule("relu", definition(answer))
-    assert len(rules.state()) == 1
+    assert len(rules.all_rules()) == 1
     register_rule("relu", definition("DENY", module="other"), level=1)
     register_rule("relu", lambda call: None)
     register_rule("relu", lambda call: None)
-    assert len(rules.state()) == 4
+    assert len(rules.all_rules()) == 4
     with none():
         assert torch.relu(x()).dtype is BF16
 
@@ -168,7 +168,7 @@ def test_functions_made_by_one_function_are_several_rules() -> None:
     register_rule("relu", three)
     register_rule("relu", at_size(4))
     register_rule("relu", three)
-    assert len(rules.state()) == 2
+    assert len(rules.all_rules()) == 2
     with none():
         assert [torch.relu(x(n)).dtype for n in (2, 3, 4)] == [FP32, BF16, BF16]
 
@@ -215,7 +215,7 @@ def test_what_is_no_rule_is_an_error(
     with pytest.raises(OptionError) as error:
         register_rule(*arguments, **options)
     assert str(error.value) == message
-    assert rules.state() == ()
+    assert rules.all_rules() == ()
 
 
 def test_taking_back_what_is_not_there_is_an_error() -> None:
@@ -232,7 +232,7 @@ def test_taking_back_what_is_not_there_is_an_error() -> None:
         with pytest.raises(OptionError) as error:
             unregister_rule("relu", x)
         assert str(error.value) == f"'relu' has no such rule: {x!r}; register_rule adds one"
-        assert [r.function for r in rules.state()] == [rule]
+        assert [r.function for r in rules.all_rules()] == [rule]
         assert torch.relu(x()).dtype is BF16
         unregister_rule("relu", rule)
         assert torch.relu(x()).dtype is FP32
@@ -479,7 +479,7 @@ def test_a_field_that_is_looked_at_late_is_taken_into_account(field: str) -> Non
         assert torch.add(x(3), x(3)).dtype is FP32
         assert torch.add(x(5), x(5)).dtype is FP32  # kept: neither is asked again
         is_late = True
-        rules.REGISTRY.change((*rules.REGISTRY.value,))  # as they were; verdicts start anew
+        rules.RULES.change((*rules.RULES.value,))  # as they were; verdicts start anew
         for _ in range(2):
             low = [
                 torch.add(x(3), x(3)).dtype is BF16,
@@ -567,7 +567,7 @@ def test_threads_do_not_mix_their_verdicts() -> None:
                 thread.start()
             for thread in threads:
                 thread.join()
-            rules.REGISTRY.change((*rules.REGISTRY.value,))
+            rules.RULES.change((*rules.RULES.value,))
     assert faults == []
 
 

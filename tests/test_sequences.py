@@ -11,9 +11,11 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
-from hmpx import composition, formats, seal
-from hmpx.dtypes import CAST, ELIGIBLE
-from hmpx.sequences import with_items
+from hmpx import formats
+from hmpx.compute import composition
+from hmpx.freezing import seal
+from hmpx.tensors.dtypes import CAST, ELIGIBLE
+from hmpx.tensors.sequences import with_items
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
@@ -119,7 +121,7 @@ def lowered(value: Any, function: Callable[[Any], Any] = lambda fn: fn) -> Any:
         with hmpx.convert(policy=policy, device_types={"cpu"}):
             torch.cat(value)
     finally:
-        hmpx.lowering.forget("float8_e5m2")
+        hmpx.compute.lowering.forget("float8_e5m2")
     return seen[0]
 
 

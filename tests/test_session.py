@@ -20,7 +20,9 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import HmpxWarning, OptionError, Policy, patching, session, source
+from hmpx import HmpxWarning, OptionError, Policy, patching
+from hmpx.session import session
+from hmpx.wrappers import source
 from tests.conftest import differences, namespaces
 
 BF16, FP32 = torch.bfloat16, torch.float32

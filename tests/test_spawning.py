@@ -14,7 +14,8 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import habana_shim, session, spawning
+from hmpx.gaudi import shim as habana_shim
+from hmpx.gaudi import spawning
 
 ENVIRONMENT = {
     **os.environ,
@@ -218,7 +219,7 @@ def test_the_conversion_arrives_as_it_is(ends: list[Any], monkeypatch: pytest.Mo
     with hmpx.convert(policy=policy, device_types={"cpu"}, legalize="always") as sent:
         settings = sent._settings()
         arrived: list[Any] = []
-        monkeypatch.setattr(session, "restore", lambda **state: arrived.append(state))
+        monkeypatch.setattr("hmpx.session.restore", lambda **state: arrived.append(state))
         monkeypatch.setattr(spawning, "follow", lambda: None)
         prepared()
     assert [arrived[0][name] for name in ("policy", "device_types", "options", "verbose")] == [

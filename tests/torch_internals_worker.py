@@ -101,7 +101,7 @@ def outcome(name: str, how: str) -> dict[str, Any]:
             is_torchs_own = not any(Path(name).parent.name == "hmpx" for name in frames)
             text = f"{type(error).__name__}: {error}\n{where}"
             return {"error": text, "is_torchs_own": is_torchs_own}
-    parts = importlib.import_module("hmpx.torch_parts").parts()
+    parts = importlib.import_module("hmpx.torch_internals").parts()
     faults = [part.feature for part in parts if part.fault]
     said = [str(each.message) for each in caught if "is not as hmpx knows it" in str(each.message)]
     dtypes, values = [str(t.dtype) for t in found], [t.tolist() for t in found]
@@ -137,7 +137,9 @@ def imported_amid(state: str) -> list[str]:
     with STATES[state]():
         torch.vmap(lambda x: (importlib.import_module("hmpx"), x)[1])(torch.ones(1))
     return [
-        part.feature for part in importlib.import_module("hmpx.torch_parts").parts() if part.fault
+        part.feature
+        for part in importlib.import_module("hmpx.torch_internals").parts()
+        if part.fault
     ]
 
 

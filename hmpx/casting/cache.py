@@ -1,0 +1,319 @@
+"""Casts of parameters used again within one call of the outermost module.
+
+A parameter that is used many times in one forward, by a recurrent cell, under tied weights or in
+Monte Carlo sampling, is then cast once. No key tells for sure that a tensor's values are what they
+were: so a cast lives no longer than that call, and whatever may write to the parameter, or to the
+cast, past the version counter ends it at once. Knows neither ops nor lists.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import threading
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
+
+import torch
+import torch.utils.dlpack
+from torch import Tensor, nn
+
+from ..patching import Draft, ItemPatch, Patch
+from ..tensors import CAST
+from ..torch_internals import STEP_HOOKS, has_tangents, leave_to_callees, transforms, uses
+
+_data_ptr, _detach, _storage = Tensor.data_ptr, Tensor.detach, Tensor.untyped_storage
+_widen = CAST[torch.float32]
+
+_thread: Final = threading.local()  # .casts: those of the outermost module call that is running
+
+#: Changes whenever something may write to a tensor past its version counter.
+_epoch = 0
+_epochs: Final = itertools.count(1)  # no number comes twice, whichever threads ask
+
+
+@dataclass(slots=True)
+class _Cast:
+    """A parameter's cast, and what shows that both hold what they held.
+
+    Attributes:
+        parameter: The parameter.
+        low: Its cast.
+        version: That of the parameter.
+        low_version: That of the cast; None where it counts none.
+        pointer: To the parameter's values.
+        span: The addresses of the parameter's memory.
+        low_span: Those of the cast's; None while all that was given it is known not to write to it.
+    """
+
+    parameter: nn.Parameter
+    low: Tensor
+    version: int
+    low_version: int | None
+    pointer: int
+    span: range
+    low_span: range | None
+
+
+#: A parameter by its id, the dtype, and whether inference mode is on.
+_Key: TypeAlias = tuple[int, torch.dtype, bool]
+
+
+class _Casts:
+    """The casts of one module call, found by parameter and by the memory that they depend on.
+
+    Memory is divided into regions of equal size, most of which are far from all parameters: pointers
+    to them are told apart at once.
+    """
+
+    __slots__ = ("_by_region", "by_key")
+
+    def __init__(self) -> None:
+        self.by_key: dict[_Key, _Cast] = {}
+        self._by_region: dict[int, dict[_Key, None]] = {}
+
+    def keep(self, key: _Key, cast: _Cast) -> None:
+        """Keeps a cast until it is ended."""
+        self.by_key[key] = cast
+        self._note(key, cast.span)
+        if cast.low_span is not None:
+            self._note(key, cast.low_span)
+
+    def watch(self, key: _Key, cast: _Cast) -> None:
+        """Has a cast end, too, where it may be written to itself."""
+        if cast.low_span is None:
+            cast.low_span = _span(cast.low)
+            self._note(key, cast.low_span)
+
+    def _note(self, key: _Key, span: range) -> None:
+        for region in _regions(span):
+            self._by_region.setdefault(region, {})[key] = None
+
+    def end_in(self, span: range) -> None:
+        """Ends the casts that what is written to these addresses may concern."""
+        for region in _regions(span):
+            for key in list(self._by_region.get(region, ())):
+                cast = self.by_key.get(key)
+                if cast is not None and (
+                    _overlap(span, cast.span)
+                    or (cast.low_span is not None and _overlap(span, cast.low_span))
+                ):
+                    self.by_key.pop(key, None)
+
+    def end(self) -> None:
+        """Ends all casts."""
+        self.by_key.clear()
+
+
+def _regions(span: range) -> range:
+    """Returns the numbers of the regions of 16 MiB that these addresses are in."""
+    return range(span.start >> 24, ((span.stop - 1) >> 24) + 1)
+
+
+def _overlap(a: range, b: range) -> bool:
+    return a.start < b.stop and b.start < a.stop
+
+
+def _span(tensor: Tensor) -> range:
+    """Returns the addresses of all the memory that a pointer into ``tensor`` leads to.
+
+    By addresses, since storages that are not of torch's making may share memory.
+    """
+    storage = _storage(tensor)
+    start = storage.data_ptr()
+    return range(start, start + storage.nbytes())
+
+
+#: The casts of all module calls that are running, by id.
+_running: Final[dict[int, _Casts]] = {}
+
+
+def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
+    """Returns ``tensor`` in ``dtype``; a parameter's cast of the running module call, if there is one.
+
+    Gradients are those of casts made for each use: rounded one by one, and summed in the
+    parameter's own dtype.
+
+    Args:
+        dtype: The low-precision dtype.
+        is_only_read: What the cast is for is known not to write to it, nor to return a view of it.
+        tensor: The tensor.
+    """
+    convert = CAST[dtype]
+    if torch.compiler.is_dynamo_compiling() or type(tensor) is not nn.Parameter:
+        return convert(tensor)
+    casts: _Casts | None = getattr(_thread, "casts", None)
+    if casts is None or transforms() is not None or has_tangents():
+        return convert(tensor)
+    if tensor.is_inference():  # these count no versions
+        return convert(tensor)
+    needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
+    key = (id(tensor), dtype, torch.is_inference_mode_enabled())
+    known = casts.by_key.get(key)
+    if known is not None and _is_fresh(known, tensor):
+        if not is_only_read:
+            if known.low_version is None:
+                return convert(tensor)
+            casts.watch(key, known)
+        if needs_gradient:
+            return _Reused.apply(tensor, known.low)  # type: ignore[no-any-return, no-untyped-call]
+        return known.low
+    epoch = _epoch  # as it was before the values are read
+    low = convert(tensor)
+    low_version = None if low.is_inference() else low._version
+    if _is_unshared(tensor) and (is_only_read or low_version is not None):
+        low_span = None if is_only_read else _span(low)
+        span, pointer = _span(tensor), _data_ptr(tensor)
+        kept = _Cast(tensor, _detach(low), tensor._version, low_version, pointer, span, low_span)
+        casts.keep(key, kept)
+        if epoch != _epoch:  # another thread has ended casts meanwhile, perhaps this one
+            casts.by_key.pop(key, None)
+    return low
+
+
+def _is_fresh(known: _Cast, tensor: Tensor) -> bool:
+    """Whether a cast holds the values that ``tensor`` has."""
+    return (
+        known.parameter is tensor
+        and known.version == tensor._version
+        and known.pointer == _data_ptr(tensor)
+        and (known.low_version is None or known.low_version == known.low._version)
+    )
+
+
+def _is_unshared(tensor: Tensor) -> bool:
+    """Whether nothing else, such as what ``.data`` returned once, holds the tensor's memory."""
+    # This Python object holds it as well.
+    return uses(tensor) <= _UNSHARED
+
+
+_A_TENSOR = torch.zeros(1)
+_UNSHARED: Final = uses(_A_TENSOR)
+
+
+class _Reused(torch.autograd.Function):
+    """A cast made before, as a cast of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, parameter: Tensor, low: Tensor) -> Tensor:
+        return _detach(low)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return _widen(gradient), None
+
+
+def cache_patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
+    """Yields the patches that let casts live for a module call, and end where they must.
+
+    Args:
+        draft: Where torch is as it would be without a conversion.
+    """
+    yield Patch(nn.Module, "__call__", _outermost(draft.attribute(nn.Module, "__call__")))
+    yield Patch(Tensor, "data", _EndingProperty(draft.attribute(Tensor, "data")))
+    for name in _UNNOTICED:
+        yield Patch(Tensor, name, _ending(draft.attribute(Tensor, name)))
+    yield Patch(Tensor, "set_", _ending_all(draft.attribute(Tensor, "set_")))
+    for owner in (torch, torch.utils.dlpack):
+        yield Patch(owner, "to_dlpack", _ending(draft.attribute(owner, "to_dlpack")))
+    yield ItemPatch(STEP_HOOKS, "hmpx", lambda *step: _end())  # fused ones write so
+
+
+#: Methods through which a tensor's memory may be written to past its version counter. Launchers of
+#: kernels, such as Triton's, ask all tensors for their pointers: so that ends no cast but those that
+#: what is behind the pointer concerns.
+_UNNOTICED: Final = (
+    "__array__",
+    "__dlpack__",
+    "data_ptr",
+    "numpy",
+    "storage",
+    "untyped_storage",
+)
+
+
+def _outermost(call: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``Module.__call__`` such that casts live as long as the outermost call."""
+
+    @functools.wraps(call)
+    def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
+        if torch.compiler.is_dynamo_compiling() or getattr(_thread, "casts", None) is not None:
+            return call(self, *args, **kwargs)
+        casts = _Casts()
+        try:
+            _running[id(casts)] = _thread.casts = casts
+            return call(self, *args, **kwargs)
+        finally:
+            _thread.casts = None
+            _running.pop(id(casts), None)
+
+    leave_to_callees(wrapper)
+    return wrapper
+
+
+class _EndingProperty:
+    """``Tensor.data``, whose value shares memory with the tensor but no version counter."""
+
+    def __init__(self, slot: Any) -> None:
+        self._slot = slot
+
+    def __get__(self, tensor: Tensor | None, owner: type | None = None) -> Any:
+        if tensor is None:
+            return self
+        _end_in(tensor)
+        return self._slot.__get__(tensor, owner)
+
+    def __set__(self, tensor: Tensor, value: Tensor) -> None:
+        _end_in(tensor)
+        _end_in(value)  # whose memory they share from now on
+        self._slot.__set__(tensor, value)
+
+
+def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``method`` such that it ends the casts that writing to its tensor's memory concerns."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _end_in(args[0] if args else None)
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+def _ending_all(method: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``method`` such that it ends all casts."""
+
+    @functools.wraps(method)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        _end()
+        return method(*args, **kwargs)
+
+    return wrapper
+
+
+def _end_in(tensor: object) -> None:
+    """Ends the casts, in all threads, that writing to the memory of ``tensor`` concerns."""
+    global _epoch
+    if torch.compiler.is_dynamo_compiling() or not _running:
+        return
+    if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
+        _end()  # its memory is another's
+        return
+    try:
+        span = _span(tensor)
+    except RuntimeError:  # it has none: it is a transform's, or sparse
+        _end()
+        return
+    _epoch = next(_epochs)
+    for casts in list(_running.values()):
+        casts.end_in(span)
+
+
+def _end() -> None:
+    """Ends the casts that are kept now, in all threads."""
+    global _epoch
+    if not torch.compiler.is_dynamo_compiling():
+        _epoch = next(_epochs)
+        for casts in list(_running.values()):
+            casts.end()

@@ -1,0 +1,126 @@
+"""The composition that low precision is made of: fp32 from rounded inputs, and the result rounded.
+
+Knows neither which ops are computed so nor what autograd keeps.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensors import CAST, ELIGIBLE, LOW_PRECISION, cast_as_one, with_items
+
+Args = tuple[Any, ...]
+Kwargs = dict[str, Any]
+
+_LOW = frozenset(LOW_PRECISION)
+_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+
+# As they were before anything was patched: lists may hold any of them.
+widen = CAST[torch.float32]
+_to, _transpose = Tensor.to, Tensor.transpose
+_STRIDED = torch.strided
+_widen = widen  # where an argument has the name
+
+
+@dataclass(slots=True)
+class Inputs:
+    """What is to be known of a call's floating inputs, gathered in one pass.
+
+    Attributes:
+        first: The first of them.
+        low: The first in low precision, or None.
+        is_learning: Some input requires a gradient, and gradients are recorded.
+        is_plain: All are dense tensors of torch's own classes.
+    """
+
+    first: Tensor
+    low: Tensor | None = None
+    is_learning: bool = False
+    is_plain: bool = True
+
+
+def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
+    """Returns the floating inputs among the arguments, and in lists of them; None without any."""
+    found: Inputs | None = None
+    for value in (*args, *kwargs.values()) if kwargs else args:
+        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+            if not isinstance(tensor, Tensor):
+                continue
+            dtype = tensor.dtype
+            if dtype not in ELIGIBLE:
+                continue
+            if found is None:
+                found = Inputs(tensor)
+            if found.low is None and dtype in _LOW:
+                found.low = tensor
+            found.is_learning = found.is_learning or tensor.requires_grad
+            is_dense = tensor.layout is _STRIDED and not tensor.is_nested
+            if not is_dense or type(tensor) not in _PLAIN_TENSORS:
+                found.is_plain = False
+    if found is not None and found.is_learning:
+        found.is_learning = torch.is_grad_enabled()
+    return found
+
+
+def computed_in_fp32(
+    function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
+) -> Any:
+    """Returns the result of ``function`` on inputs raised to fp32, rounded to ``dtype``."""
+    return rounded(call_raised(function, args, kwargs, widen), CAST[dtype])
+
+
+def call_raised(
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    widen: Callable[[Tensor], Tensor],
+    dtypes: frozenset[torch.dtype] = _LOW,
+) -> Any:
+    """Returns the result of ``function`` on tensors of ``dtypes`` raised by ``widen``."""
+    new_args = [raised(value, widen, dtypes) for value in args]
+    if not kwargs:
+        return function(*new_args)
+    named = {name: raised(value, widen, dtypes) for name, value in kwargs.items()}
+    return function(*new_args, **named)
+
+
+def raised(
+    value: Any, widen: Callable[[Tensor], Tensor], dtypes: frozenset[torch.dtype] = _LOW
+) -> Any:
+    """Returns ``value`` with the tensors of ``dtypes`` in it raised by ``widen``."""
+    if isinstance(value, Tensor):
+        return widen(value) if value.dtype in dtypes else value
+    if isinstance(value, (list, tuple)) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
+        # What is noted by the addresses of single tensors is not to be one chunk.
+        if widen is _widen and all([getattr(t, "dtype", None) in dtypes for t in value]):  # noqa: C419
+            chunk = cast_as_one(value, torch.float32)
+            if chunk is not None:
+                return with_items(value, chunk)
+        return with_items(value, [raised(item, widen, dtypes) for item in value])
+    return value
+
+
+def rounded(
+    value: Any, convert: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
+) -> Any:
+    """Returns ``value`` with the tensors of ``dtype`` in it rounded by ``convert``."""
+    if isinstance(value, Tensor):
+        return convert(value) if value.dtype is dtype else value
+    if isinstance(value, (list, tuple)):
+        return with_items(value, [rounded(item, convert, dtype) for item in value])
+    return value
+
+
+def widen_matrices(tensor: Tensor) -> Tensor:
+    """Returns ``tensor`` in fp32, matrices laid out so that a product need not copy them again."""
+    if tensor.dim() < 3 or tensor.is_contiguous():
+        return widen(tensor)
+    if tensor.stride(-1) <= tensor.stride(-2):
+        return _to(tensor, torch.float32, memory_format=torch.contiguous_format)
+    transposed = _transpose(tensor, -2, -1)
+    return _transpose(_to(transposed, torch.float32, memory_format=torch.contiguous_format), -2, -1)

@@ -1,0 +1,134 @@
+"""Rounding in graphs: compilers leave out casts there and back, unless they are told not to.
+
+Where they may, rounding is arithmetic on the bits of fp32, fused with what is around it. Knows
+neither which ops are computed so nor why.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..tensors import CAST, ELIGIBLE, LOW_PRECISION
+from ..torch_internals import INDUCTOR_CONFIG, run_when_traced
+from .composition import Args, Kwargs, call_raised, rounded, widen
+
+# As they were before anything was patched: lists may hold any of them.
+_add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
+
+
+def in_graph(
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    dtype: torch.dtype,
+    accumulate_dtype: torch.dtype = torch.float32,
+) -> Any:
+    """Returns what the composition of casts would, whether or not casts there and back are left out.
+
+    Args:
+        function: torch's function.
+        args: Positional arguments, in low precision, and
+        kwargs: those given by name.
+        dtype: That of the result.
+        accumulate_dtype: That which the function computes in.
+    """
+    keeps_casts = are_casts_kept()
+
+    def raise_one(tensor: Tensor) -> Tensor:
+        if tensor.dtype in LOW_PRECISION and not keeps_casts:
+            tensor = _raised_in_graph(tensor)
+        return CAST[accumulate_dtype](tensor)
+
+    result = call_raised(function, args, kwargs, raise_one, ELIGIBLE)
+
+    def convert(tensor: Tensor) -> Tensor:
+        if dtype not in LOW_PRECISION or keeps_casts:
+            return CAST[dtype](tensor)
+        tensor = widen(tensor)
+        if tensor.requires_grad:
+            return _RoundOutput.apply(tensor, dtype)  # type: ignore[no-any-return, no-untyped-call]
+        return CAST[dtype](round_fp32(tensor, dtype))
+
+    return rounded(result, convert, accumulate_dtype)
+
+
+def are_casts_kept() -> bool:
+    """Whether inductor is told to round where eager mode does."""
+    config = sys.modules.get(INDUCTOR_CONFIG)
+    return config is not None and config.emulate_precision_casts is True
+
+
+run_when_traced(are_casts_kept)
+
+
+def _raised_in_graph(tensor: Tensor) -> Tensor:
+    if tensor.requires_grad and torch.is_grad_enabled():
+        return _RoundInput.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
+    return round_fp32(widen(tensor), tensor.dtype)
+
+
+class _RoundInput(torch.autograd.Function):
+    """Low precision -> fp32, rounded both ways."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor) -> Tensor:
+        return round_fp32(widen(tensor), tensor.dtype)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[0].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return CAST[ctx.dtype](round_fp32(widen(gradient), ctx.dtype))
+
+
+class _RoundOutput(torch.autograd.Function):
+    """fp32 -> low precision, rounded both ways."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return CAST[dtype](round_fp32(tensor, dtype))
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Tensor, torch.dtype], output: Tensor) -> None:
+        ctx.dtype = inputs[1]
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return round_fp32(widen(gradient), ctx.dtype), None
+
+
+def round_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns ``tensor`` rounded to ``dtype`` but kept in float32, without a cast to ``dtype``.
+
+    To nearest, ties to even, as the cast would, NaN staying NaN. Has no gradient.
+
+    Args:
+        tensor: float32, of any shape.
+        dtype: ``torch.bfloat16`` or ``torch.float16``.
+    """
+    bits = tensor.view(torch.int32)
+    is_nan = _ne(tensor, tensor)  # inductor's C++ asks `isnan` of one element at a time
+    if dtype is torch.bfloat16:
+        # Half a unit in the last place less one, and one more if that place is odd.
+        whole = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
+        return _where(is_nan, tensor, whole.view(torch.float32))
+    # Adding 2**13 times the power of two at or below it leaves float16's ten mantissa bits; below
+    # its least normal number the power stays that of 2**-14.
+    exponent = (bits & 0x7F800000).clamp(113 << 23, 143 << 23)
+    power = (exponent + (13 << 23)).view(torch.float32)
+    magnitude = (bits & 0x7FFFFFFF).view(torch.float32)
+    magnitude = _sub(_add(magnitude, power), power)
+    magnitude = _where(_gt(magnitude, 65504.0), float("inf"), magnitude)
+    magnitude = _where(is_nan, tensor, magnitude)
+    return (magnitude.view(torch.int32) | (bits & -0x80000000)).view(torch.float32)

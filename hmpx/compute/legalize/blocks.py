@@ -1,0 +1,105 @@
+"""Products with weights in low precision, without gradients: raised to fp32 block by block.
+
+Knows neither which products are computed so nor why.
+"""
+
+from __future__ import annotations
+
+import threading
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...tensors import CAST
+from ...torch_internals import has_tangents
+from ..composition import Args, widen
+
+# As they were before anything was patched: lists may hold any of them.
+_add_, _as_strided, _contiguous, _copy_ = (
+    Tensor.add_,
+    Tensor.as_strided,
+    Tensor.contiguous,
+    Tensor.copy_,
+)
+_mm, _narrow, _reshape, _t, _unsqueeze = (
+    torch.mm,
+    Tensor.narrow,
+    Tensor.reshape,
+    Tensor.t,
+    Tensor.unsqueeze,
+)
+
+#: Ops that multiply by a matrix of weights, and how many arguments `in_blocks` takes.
+BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
+_BLOCK_BYTES = 8 << 20
+_MOST_ROWS = 512  # beyond, arithmetic hides the casts
+_LEAST_WEIGHTS = 1 << 14
+
+
+def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
+    """Returns a product whose weights are raised to fp32 block by block; None if it isn't apt.
+
+    For few rows the time is that of reading the weights. Raised as a whole, they are written to
+    memory and read again, four bytes each; a block stays in the cache. The transposed product is the
+    faster one. That is so on CPUs: other devices are faster with few kernels on much memory.
+    """
+    bias: Tensor | None = None
+    if has_tangents() or len(args) not in BLOCKED[op]:
+        return None
+    if op == "linear":
+        x, weight, bias = (*args, None)[:3]  # x: [..., k], weight: [n, k]
+    elif op == "addmm":
+        bias, x, weight = args
+    else:
+        x, weight = args
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    if not x.is_cpu:
+        return None
+    if op != "linear":
+        weight = _t(weight)
+    if weight.numel() < _LEAST_WEIGHTS or x.dim() < 2 or x.numel() > _MOST_ROWS * x.shape[-1]:
+        return None
+    if bias is not None and not (isinstance(bias, Tensor) and bias.dim() == 1):
+        return None
+    n, k = weight.shape
+    if x.shape[-1] != k or weight.dtype is not dtype or not x.numel():
+        return None
+    rows = x.numel() // k
+    size = min(n, max(1, _BLOCK_BYTES // (4 * k)))  # rows of the weight in a block
+    memory = _scratch(size * k + rows * (k + n))
+    wide = _copy_(_as_strided(memory, x.shape, _contiguous_strides(x.shape)), x)
+    columns = _as_strided(wide, (k, rows), (1, k))
+    product = _as_strided(memory, (n, rows), (rows, 1), rows * k)
+    is_by_column = weight.stride(0) < weight.stride(1)
+    for start in range(0, n, size):
+        length = min(size, n - start)
+        strides = (1, length) if is_by_column else (k, 1)
+        block = _as_strided(memory, (length, k), strides, rows * (k + n))
+        _copy_(block, _narrow(weight, 0, start, length))
+        _mm(block, columns, out=_narrow(product, 0, start, length))
+    if bias is not None:
+        _add_(product, _unsqueeze(widen(bias), 1))
+    # A copy to another layout is fast in one dtype only.
+    return _reshape(_contiguous(_t(CAST[dtype](product))), (*x.shape[:-1], n))
+
+
+def _contiguous_strides(shape: torch.Size) -> list[int]:
+    strides = [1]
+    for size in reversed(shape[1:]):
+        strides.append(strides[-1] * size)
+    return strides[::-1]
+
+
+_thread: Final = threading.local()  # .memory: kept, since memory new from the system is slow
+
+
+def _scratch(size: int) -> Tensor:
+    """Returns memory for so many elements that nothing else uses until this thread asks again."""
+    memory = getattr(_thread, "memory", None)
+    if memory is None or memory.numel() < size:
+        with torch.inference_mode(False):
+            memory = torch.empty(size, dtype=torch.float32, device="cpu")
+        _thread.memory = memory
+    return memory

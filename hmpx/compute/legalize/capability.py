@@ -1,0 +1,313 @@
+"""What a device does natively in low precision, op kind by op kind: as torch reports it, and measured.
+
+A CPU without bfloat16 products computes them many times slower than fp32, and says nothing.
+Each question is measured once, in a thread of its own in which casts are off, on the device that it
+is asked of. A device is named ``"cpu"`` or, as cards may differ, ``"cuda:1"``. Knows neither policies
+nor wrappers.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ...tensors import CAST
+from ...torch_internals import VF
+from ...torch_state import disable_casts
+
+LOGGER: Final = logging.getLogger("hmpx")
+
+#: Taken from torch before anything is patched. What these call in turn is not cast either: casts are
+#: off where they run.
+_MM, _CONV2D, _LINEAR = torch.mm, torch.conv2d, torch.nn.functional.linear
+_ATTENTION = torch.nn.functional.scaled_dot_product_attention
+_LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, VF.lstm
+_LINSPACE, _ONES_LIKE, _VIEW, _ZEROS = torch.linspace, torch.ones_like, Tensor.view, torch.zeros
+
+#: A native kernel that takes this many times as long as the same result by way of fp32 is slow.
+#: The kinds are far from it on either side, so that noise does not decide.
+SLOW: Final = 2.0
+
+_THREAD_TIME_IS_FINE: Final = time.get_clock_info("thread_time").resolution < 1e-6
+
+#: Products of up to so many multiplications take less time than the casts would. Not measured, so
+#: that results are the same in each process.
+SMALL_PRODUCT: Final = 8192
+
+
+@dataclass(frozen=True, slots=True)
+class Capability:
+    """How one kind of op runs on one device in one dtype.
+
+    Attributes:
+        reported: What torch says of the hardware; None if it says nothing.
+        inference: Time of the native forward, over that of fp32 with casts; None if not measured.
+        training: The same of forward and backward.
+    """
+
+    reported: bool | None
+    inference: float | None = None
+    training: float | None = None
+
+    def is_slow(self, *, training: bool) -> bool:
+        """Whether fp32 and casts are clearly faster than the native kernels."""
+        ratio = self.training if training else self.inference
+        return ratio is not None and ratio > SLOW
+
+
+class Capturing(Exception):  # noqa: N818  # no fault
+    """A CUDA graph is being captured, which a measurement would disturb: ask again afterwards."""
+
+
+def name_of(device: torch.device) -> str:
+    """Returns the name by which to ask of ``device``: with its number where devices of a type differ."""
+    device_type = device.type
+    return f"cuda:{device.index}" if device_type == "cuda" else device_type
+
+
+def is_reported_of_all(device_type: str, dtype: torch.dtype) -> bool:
+    """Whether no device of this type is said to lack ``dtype``, so that one's speed is that of all."""
+    if device_type != "cuda":
+        return True
+    return all(
+        reported(f"cuda:{index}", dtype) is not False for index in range(torch.cuda.device_count())
+    )
+
+
+def reported(device: str, dtype: torch.dtype) -> bool | None:
+    """Returns whether torch says that the hardware computes in ``dtype``; None if it doesn't say."""
+    device_type, _, index = device.partition(":")
+    if device_type == "cpu":
+        name = "bf16" if dtype is torch.bfloat16 else "fp16"
+        probe = getattr(torch.ops.mkldnn, f"_is_mkldnn_{name}_supported", None)
+        return None if probe is None else bool(probe())
+    if device_type == "cuda":
+        if not torch.cuda.is_available():
+            return None
+        if torch.version.hip is not None:
+            return True
+        least = (8, 0) if dtype is torch.bfloat16 else (5, 3)
+        if index and int(index) >= torch.cuda.device_count():
+            return None  # a fake tensor's
+        get = torch.cuda.get_device_capability
+        version = get(int(index)) if index else get()
+        return version >= least
+    return True  # an accelerator is made for low precision
+
+
+@functools.cache
+def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
+    """Returns what is known of ops of ``kind``; measures it at the first question.
+
+    Whoever else asks the same meanwhile waits for that one measurement. Where it fails, its ratios
+    are None, and ops are left to torch.
+
+    An accelerator that is said to have the dtype is taken at its word: measuring would start its
+    context.
+
+    Raises:
+        Capturing: This is to be measured, and must not be now.
+    """
+    if device != "cpu" and reported(device, dtype) is not False:
+        return Capability(reported(device, dtype))
+    with _lock:
+        measurement = _measurements.get((kind, device, dtype))
+        if measurement is None:
+            if _is_capturing():
+                raise Capturing
+            measurement = _Measurement(kind, device, dtype)
+            _measurements[kind, device, dtype] = measurement
+    return measurement.wait()
+
+
+def _is_capturing() -> bool:
+    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+    return is_initialized and torch.cuda.is_current_stream_capturing()
+
+
+def forget() -> None:
+    """Has everything measured anew."""
+    with _lock:
+        _measurements.clear()
+        capability.cache_clear()
+
+
+class _Measurement:
+    """One measurement, begun with the object.
+
+    In a thread of its own there are no modes, transforms, autocast regions and hooks.
+    """
+
+    def __init__(self, kind: str, device: str, dtype: torch.dtype) -> None:
+        self._question = kind, device, dtype
+        self._found = Capability(None)  # until more is known
+        self._thread = threading.Thread(target=self._run, name="hmpx-capability")
+        try:
+            self._thread.start()
+        except RuntimeError as error:  # too many threads, or the interpreter ends
+            with disable_casts():
+                self._found = Capability(reported(device, dtype))
+            self._note_failure(error)
+
+    def wait(self) -> Capability:
+        """Returns what was found, as soon as it is."""
+        if self._thread.ident is not None and self._thread is not threading.current_thread():
+            self._thread.join()
+        return self._found
+
+    def _run(self) -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # of this thread: more of them make small times vary
+        try:
+            with disable_casts():
+                self._found = Capability(reported(*self._question[1:]))
+                with _chosen(self._question[1]):
+                    self._found = _measured(*self._question)
+        except Exception as error:
+            self._note_failure(error)
+        finally:
+            torch.set_num_threads(threads)
+
+    def _note_failure(self, error: Exception) -> None:
+        kind, device, dtype = self._question
+        LOGGER.warning(
+            "the speed of %s in %s on %s can't be measured, so torch's kernels compute it: %r",
+            kind,
+            str(dtype).removeprefix("torch."),
+            device,
+            error,
+        )
+
+
+_measurements: Final[dict[tuple[str, str, torch.dtype], _Measurement]] = {}
+_lock: Final = threading.RLock()
+
+
+def _prepare_fork() -> None:
+    """Waits for measurements under way: a child has neither their threads nor the locks these hold."""
+    _lock.acquire()
+    for measurement in _measurements.values():
+        measurement.wait()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=_prepare_fork, after_in_parent=_lock.release, after_in_child=_lock.release
+    )
+
+
+def _chosen(device: str) -> contextlib.AbstractContextManager[object]:
+    """Returns a context with ``device`` for its type's current one, which in a new thread is the first."""
+    _, _, index = device.partition(":")
+    return torch.cuda.device(int(index)) if index else contextlib.nullcontext()
+
+
+def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
+    """Returns how long ops of ``kind`` take.
+
+    Raises:
+        Exception: The op fails in fp32, too, or for want of memory.
+    """
+    said = reported(device, dtype)
+    function, shapes = _PROBES[kind]
+    # Not random: torch's generator is the user's. Nor is the default dtype this module's.
+    low = [
+        CAST[dtype](
+            _VIEW(
+                _LINSPACE(-1, 1, _numel(shape), device=device, dtype=torch.float32),
+                shape,
+            )
+        )
+        for shape in shapes
+    ]
+
+    def legalized(*tensors: Tensor) -> Tensor:
+        return CAST[dtype](function(*map(CAST[torch.float32], tensors)))
+
+    try:
+        with torch.no_grad():
+            forward = _least_times([lambda: function(*low), lambda: legalized(*low)], device)
+        for tensor in low:
+            tensor.requires_grad_()
+        backward = _least_times([_backward(function, low), _backward(legalized, low)], device)
+    except torch.OutOfMemoryError:  # says nothing of kernels
+        raise
+    except RuntimeError:
+        _backward(legalized, [tensor.requires_grad_() for tensor in low])()
+        return Capability(said, float("inf"), float("inf"))  # there is no kernel
+    native, by_fp32 = map(sum, zip(forward, backward, strict=True))
+    return Capability(said, forward[0] / forward[1], native / by_fp32)
+
+
+def _backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
+    """Returns what computes the gradients, again and again.
+
+    The graph is there already: how long it takes to record depends on modes that are the user's and
+    hold for all threads, such as anomaly detection.
+    """
+    result = function(*inputs)
+    gradient = _ONES_LIKE(result)
+    return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
+
+
+def _least_times(functions: list[Callable[[], Any]], device: str) -> list[float]:
+    """Returns the least time of a call of each, of calls that take turns.
+
+    On a CPU it is this thread's time of the processor: waiting for one that others use is no part of
+    it, and would decide where they are many.
+    """
+    synchronize = getattr(torch.get_device_module(device), "synchronize", None)
+    clock = time.thread_time if device == "cpu" and _THREAD_TIME_IS_FINE else time.perf_counter
+    best = [float("inf")] * len(functions)
+    for round_ in range(5):
+        for position, function in enumerate(functions):
+            start = clock()
+            function()
+            if synchronize is not None:
+                synchronize()
+            if round_:  # the first warms up
+                best[position] = min(best[position], clock() - start)
+    return best
+
+
+def _lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Tensor:
+    state = _ZEROS(1, x.shape[1], r.shape[1], dtype=x.dtype, device=x.device)
+    result = _LSTM(x, [state, state], [w, r, b, c], True, 1, 0.0, True, False, False)
+    output: Tensor = result[0]
+    return output
+
+
+def _numel(shape: tuple[int, ...]) -> int:
+    return functools.reduce(lambda a, b: a * b, shape)
+
+
+_SIZE = 128
+
+#: Kind -> a typical op, and the shapes of its inputs.
+_PROBES: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]] = {
+    "gemm": (_MM, ((_SIZE, _SIZE), (_SIZE, _SIZE))),
+    "gemv": (_LINEAR, ((2, 512), (512, 512))),
+    "convolution": (
+        lambda x, w: _CONV2D(x, w, None, 1, 1),
+        ((2, 16, 24, 24), (16, 16, 3, 3)),
+    ),
+    "attention": (_ATTENTION, ((2, 4, 128, 32),) * 3),
+    "rnn": (_lstm, ((16, 8, 32), (128, 32), (128, 32), (128,), (128,))),
+    "norm": (lambda x, w, b: _LAYER_NORM(x, (256,), w, b), ((128, 256), (256,), (256,))),
+    "elementwise": (_GELU, ((64, 512),)),
+}
+
+KINDS: Final = tuple(_PROBES)
+
+#: Kinds of ops that multiply and add, mostly with weights.
+PRODUCTS: Final = frozenset({"convolution", "gemm"})

@@ -1,0 +1,218 @@
+"""Convolutions and their gradients, in fp32 memory that is kept from call to call.
+
+The rounding points are those of `legalize`, and what autograd keeps is in low precision. Knows
+neither which convolutions are computed so nor why.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ...tensors import CAST
+from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
+from ..composition import Args, Kwargs, call_raised, widen
+from .scratch import Temporaries
+
+# As they were before anything was patched: lists may hold any of them.
+_numel = Tensor.numel
+_convolution_backward = torch.ops.aten.convolution_backward.default
+
+#: The ops that `compute` knows -> how many dimensions they are over.
+DIMENSIONS: Final = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+
+#: Elements of an input; for fewer, memory costs less than what is done here.
+_LEAST: Final = 1 << 17
+
+
+def is_large(x: Any, weight: Any) -> bool:
+    """Whether `compute` gains on a convolution of ``x`` with ``weight``."""
+    try:
+        return bool(_numel(x) >= _LEAST or _numel(weight) >= _LEAST)
+    except TypeError:  # one is no tensor
+        return False
+
+
+def compute(
+    op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype, *, rounds_inputs: bool
+) -> Tensor | None:
+    """Returns a convolution in ``dtype``; None if it is for others to compute.
+
+    Args:
+        op: One of `DIMENSIONS`.
+        function: torch's function.
+        args: All its arguments; the tensors are of torch's own classes.
+        dtype: The low-precision dtype.
+        rounds_inputs: fp32 inputs are rounded first.
+    """
+    if has_tangents() or _is_watched():
+        return None
+    dimensions = DIMENSIONS[op]
+    x, weight, bias = (*args[:3], None)[:3]
+    settings = _settings(dimensions, args[3:])
+    if settings is None or not is_large(x, weight):
+        return None
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        if not isinstance(tensor, Tensor) or tensor.dtype not in {dtype, torch.float32}:
+            return None
+        if tensor.layout is not torch.strided or tensor.device != x.device or not tensor.numel():
+            return None
+    if not x.dim() == weight.dim() == dimensions + 2:
+        return None  # torch knows what to make of it
+    if weight.dtype is torch.float32 and type(weight) is not nn.Parameter:
+        if not rounds_inputs:
+            return None
+        weight = CAST[dtype](weight)
+    kept = None  # instead of x
+    if x.dtype is torch.float32:
+        low = CAST[dtype](x)
+        x, kept = (low, None) if rounds_inputs else (x, low)
+    apply: Callable[..., Tensor] = Convolution.apply
+    return apply(x, kept, weight, bias, function, settings, _Rounding(dtype, rounds_inputs))
+
+
+def without_gradients(
+    function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns a convolution in ``dtype`` that records nothing; None if it is for others to compute."""
+    if has_tangents() or _is_watched():
+        return None
+    if not args or not is_large(args[0], args[0]):  # large weights alone gain nothing
+        return None
+    memory = Temporaries(args[0].device)
+    result = call_raised(function, args, kwargs, memory.widen)
+    memory.free()
+    return CAST[dtype](result)
+
+
+@dataclass(frozen=True, slots=True)
+class _Settings:
+    """The arguments of a convolution after its tensors.
+
+    Attributes:
+        given: As they were given.
+        strides: Of each dimension,
+        padding: likewise,
+        dilation: likewise.
+        groups: How many.
+    """
+
+    given: Args
+    strides: list[int]
+    padding: list[int]
+    dilation: list[int]
+    groups: int
+
+
+def _settings(dimensions: int, given: Args) -> _Settings | None:
+    """Returns what a convolution's arguments are; None if they are names, or too short."""
+    if len(given) > 4:
+        return None
+    values = [*given, *(1, 0, 1, 1)[len(given) :]]
+    groups = values.pop()
+    lists = [[value] * dimensions if type(value) is int else value for value in values]
+    if not all([isinstance(each, (list, tuple)) and len(each) == dimensions for each in lists]):  # noqa: C419
+        return None
+    return _Settings(given, list(lists[0]), list(lists[1]), list(lists[2]), groups)
+
+
+@dataclass(frozen=True, slots=True)
+class _Rounding:
+    """How one convolution is rounded.
+
+    Attributes:
+        dtype: The low-precision dtype.
+        rounds_inputs: fp32 inputs are rounded first.
+    """
+
+    dtype: torch.dtype
+    rounds_inputs: bool
+
+    def raised(self, tensor: Tensor, memory: Temporaries | _New) -> Tensor:
+        """Returns in fp32 what is computed with."""
+        if tensor.dtype is not torch.float32:
+            return memory.widen(tensor)
+        return memory.rounded(tensor, self.dtype) if self.rounds_inputs else tensor
+
+    def gradient(self, gradient: Tensor, dtype: torch.dtype, memory: Temporaries | _New) -> Tensor:
+        """Returns the gradient of an input of ``dtype`` as it goes out; may write to the fp32 one."""
+        if dtype is not torch.float32:
+            return CAST[dtype](gradient)
+        return memory.round_(gradient, self.dtype) if self.rounds_inputs else gradient
+
+
+class Convolution(torch.autograd.Function):
+    """A convolution of a batch."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  # there are no keywords
+        ctx: Any,
+        x: Tensor,  # low, unless fp32 inputs are not rounded
+        kept: Tensor | None,  # for the backward, instead of an fp32 x
+        weight: Tensor,  # low, or a parameter
+        bias: Tensor | None,
+        function: Callable[..., Tensor],
+        settings: _Settings,
+        rounding: _Rounding,
+    ) -> Tensor:
+        """Returns the convolution in low precision."""
+        ctx.save_for_backward(x if kept is None else kept, weight)
+        ctx.settings, ctx.rounding = settings, rounding
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        memory = Temporaries(x.device)
+        raised = [None if t is None else rounding.raised(t, memory) for t in (x, weight, bias)]
+        result = CAST[rounding.dtype](function(*raised, *settings.given))
+        memory.free()
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of `forward`'s inputs."""
+        x, weight = ctx.saved_tensors
+        settings, rounding = ctx.settings, ctx.rounding
+        x_learns, _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
+        is_seen = torch.is_grad_enabled() or is_batch(gradient) or _is_watched()
+        memory = _New() if is_seen else Temporaries(gradient.device)
+        found = _convolution_backward(
+            memory.widen(gradient),
+            rounding.raised(x, memory),
+            rounding.raised(weight, memory),
+            [weight.shape[0]],  # of the bias
+            settings.strides,
+            settings.padding,
+            settings.dilation,
+            False,  # it is not transposed
+            [0] * len(settings.strides),
+            settings.groups,
+            [x_learns, weight_learns, bias_learns],
+        )
+        of_x, of_weight, of_bias = [
+            None if each is None else rounding.gradient(each, dtype, memory)
+            for each, dtype in zip(found, ctx.dtypes, strict=True)
+        ]
+        memory.free()
+        return of_x, None, of_weight, of_bias, None, None, None
+
+
+def _is_watched() -> bool:
+    """Whether a mode may keep the tensors that it sees, or a transform has tensors of its own."""
+    return bool(dispatch_modes()) or transforms() is not None
+
+
+class _New:
+    """Does what `Temporaries` does in new tensors, which others may see: autograd above all."""
+
+    widen = staticmethod(widen)
+
+    @staticmethod
+    def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        return widen(CAST[dtype](tensor))
+
+    round_ = rounded
+
+    def free(self) -> None:
+        """There is nothing to give back."""

@@ -1,0 +1,110 @@
+"""Memory for the fp32 tensors that live within one call: a thread keeps it for its next call.
+
+Memory new from the system costs more than what is done to it: on the CPU the first touch of a page
+takes as long as casting a thousand values, and large blocks go back to the system when they are freed.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ...tensors import CAST
+
+# As they were before anything was patched: lists may hold any of them.
+_as_strided, _copy_, _view = Tensor.as_strided, Tensor.copy_, Tensor.view
+_empty, _empty_strided = torch.empty, torch.empty_strided
+
+_MOST: Final = 1 << 26  # elements that a thread keeps: 256 MiB
+_LINE: Final = 16  # elements in a line of the cache
+
+_thread: Final = threading.local()  # .memory; None while a call has it
+
+
+class Temporaries:
+    """The fp32 tensors of one call; none may be used after `free`.
+
+    Who is called meanwhile finds no kept memory, and what does not fit is new: so no two tensors in
+    use ever share any.
+    """
+
+    __slots__ = ("_device", "_memory", "_used")
+
+    def __init__(self, device: torch.device) -> None:
+        self._device, self._used = device, 0
+        self._memory: Tensor | None = None
+        if device.type == "cpu":  # elsewhere torch keeps memory itself
+            self._memory = getattr(_thread, "memory", None)
+            _thread.memory = None
+
+    def free(self) -> None:
+        """Gives the memory back to the thread; more, if this call had use for it."""
+        if self._device.type != "cpu":
+            return
+        size = min(self._used, _MOST)
+        if self._memory is None or self._memory.numel() < size:
+            with torch.inference_mode(False):
+                self._memory = _empty(size, dtype=torch.float32, device=self._device)
+        _thread.memory = self._memory
+
+    def empty(self, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+        """Returns a new tensor; ``strides`` are those of dense values."""
+        size = 1
+        for length in shape:
+            size *= length
+        start = self._take(size)
+        if not self._fits():
+            return _empty_strided(shape, strides, dtype=torch.float32, device=self._device)
+        assert self._memory is not None
+        return _as_strided(self._memory, shape, strides, start)
+
+    def widen(self, tensor: Tensor) -> Tensor:
+        """Returns a copy of ``tensor``."""
+        return _copy_(self.empty(tensor.shape, _dense_strides(tensor)), tensor)
+
+    def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
+        return self._round(tensor, self.empty(tensor.shape, _dense_strides(tensor)), dtype)
+
+    def round_(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Rounds an fp32 tensor to values of the low-precision ``dtype``."""
+        return self._round(tensor, tensor, dtype)
+
+    def _round(self, tensor: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
+        start = self._take((tensor.numel() + 1) // 2)
+        if self._fits():
+            assert self._memory is not None
+            memory = _view(self._memory, dtype)
+            strides = _dense_strides(tensor)
+            low = _copy_(_as_strided(memory, tensor.shape, strides, 2 * start), tensor)
+        else:
+            low = CAST[dtype](tensor)
+        return _copy_(output, low)
+
+    def _take(self, size: int) -> int:
+        start = self._used
+        self._used = start + (size + _LINE - 1) // _LINE * _LINE
+        return start
+
+    def _fits(self) -> bool:
+        return self._memory is not None and self._used <= self._memory.numel()
+
+
+def _dense_strides(tensor: Tensor) -> Sequence[int]:
+    """Returns the strides of a copy of ``tensor``: its own, if its values lie without gaps."""
+    strides = tensor.stride()
+    expected = 1
+    for stride, length in sorted(zip(strides, tensor.shape, strict=True)):
+        if length != 1 and stride != expected:
+            break
+        expected *= length
+    else:
+        return strides
+    contiguous = [1]
+    for length in reversed(tensor.shape[1:]):
+        contiguous.append(contiguous[-1] * length)
+    return contiguous[::-1]

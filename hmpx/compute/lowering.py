@@ -1,0 +1,233 @@
+"""Functions that compute one op in one number format their own way: a library, or integers.
+
+Knows neither how ops are rounded otherwise, nor how wrappers get into torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .. import arguments, number_formats, ops, tensors
+from ..errors import OptionError, said_by, shown, suggestion
+from ..number_formats import Custom, Format, decode, encode, get
+from ..registry import Registry, change_together, exclusive
+from ..tensors import with_items
+from .composition import Args, Kwargs
+
+
+@dataclass(frozen=True)
+class OnCodes:
+    """A function of integer codes, as `create_lower_func` makes it ready for `register_op`.
+
+    Attributes:
+        function: Takes and returns tensors of codes.
+    """
+
+    function: Callable[..., Any]
+
+
+@dataclass(frozen=True)
+class Lowering:
+    """What computes an op.
+
+    Attributes:
+        function: Takes what the op takes, tensors rounded to the format, and returns what it returns.
+        name: Of the op and the format, for errors.
+    """
+
+    function: Callable[..., Any]
+    name: str
+
+    def in_place_of(self, result: Any, args: Args, kwargs: Kwargs) -> Any:
+        """Returns what the function gives instead of torch's ``result``, with the gradient of that.
+
+        Raises:
+            OptionError: It gives another shape.
+        """
+        with torch.no_grad():
+            found = self.function(
+                *map(_detached, args), **{n: _detached(v) for n, v in kwargs.items()}
+            )
+        if not isinstance(found, Tensor) or not isinstance(result, Tensor):
+            raise OptionError(f"{self.name}: an op that is lowered returns one tensor")
+        if found.shape != result.shape:
+            raise OptionError(
+                f"{self.name} returned the shape {tuple(found.shape)} instead of {tuple(result.shape)}"
+            )
+        found = found.to(result.dtype)
+        return _InPlaceOf.apply(result, found) if result.requires_grad else found  # type: ignore[no-untyped-call]
+
+
+class _InPlaceOf(torch.autograd.Function):
+    """Other values with the gradient of torch's result."""
+
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(result: Tensor, found: Tensor) -> Tensor:
+        return found.view_as(found)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        """Keeps nothing."""
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
+        return gradient, None
+
+    @staticmethod
+    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
+        return tangent.view_as(tangent)
+
+
+def _detached(value: Any) -> Any:
+    if isinstance(value, Tensor):
+        return value.detach()
+    if isinstance(value, (list, tuple)):
+        return with_items(value, [_detached(item) for item in value])
+    return value
+
+
+#: Ops whose first argument is the right operand.
+_REFLECTED: Final = frozenset(
+    {"radd", "rdiv", "rfloordiv", "rmatmul", "rmod", "rmul", "rpow", "rsub", "rtruediv"}
+)
+
+# --- the registry ------------------------------------------------------------------------------
+
+#: Op and name of the format -> device type -> what computes the op.
+_Lowerings = Mapping[tuple[str, str], Mapping[str | None, Lowering]]
+LOWERINGS: Final[Registry[_Lowerings]] = Registry({})
+
+
+@exclusive
+def register_op(
+    fn: Callable[..., Any] | OnCodes,
+    op: str,
+    format: str | Format,
+    device_type: str | None = None,
+) -> None:
+    """Has ``fn`` compute an op wherever that runs in a number format.
+
+    The op must be in the low-precision list (or a rule's `ALLOW`) with that format to run in it.
+    What ``fn`` returns is rounded to the format; gradients are those of torch's own op at the same
+    inputs. Registering again replaces the function.
+
+    Args:
+        fn: Takes what the op takes, its tensors rounded to the format, and returns one tensor. Or
+            what `create_lower_func` makes.
+        op: Op name, as in the lists.
+        format: The format, or its name.
+        device_type: Only for tensors there; None for all that have no function of their own.
+
+    Raises:
+        OptionError: There is no such op, format or device type, or ``fn`` can't be called.
+    """
+    spelling = arguments.text("op", op, "an op name")
+    name = ops.resolve(spelling)
+    if name is None:
+        raise OptionError(f"unknown op {shown(spelling)}{suggestion(spelling, ops.names())}")
+    known = get(format)
+    if not callable(fn) and not isinstance(fn, OnCodes):
+        raise OptionError(f"register_op takes a function, not {shown(fn)}")
+    if device_type is not None:
+        device_type = tensors.parse_device_type("device_type", device_type)
+    function = _on_values(fn, known) if isinstance(fn, OnCodes) else fn
+    lowering = Lowering(function, f"{name} in {known.name}")
+    key, lowerings = (name, known.name), LOWERINGS.value
+    LOWERINGS.change({**lowerings, key: {**lowerings.get(key, {}), device_type: lowering}})
+
+
+def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
+    """Returns, ready for `register_op`, a function that works on integer codes.
+
+    It is called with what the op is called with, each floating tensor encoded as `formats.encode` does
+    (uint8 or uint16), and returns codes, which are decoded. After TVM's function of this name.
+
+    Args:
+        function: The function, or where it is: ``"package.module:function"``.
+
+    Raises:
+        OptionError: There is no such function.
+    """
+    if isinstance(function, str):
+        module, _, name = function.partition(":")
+        try:
+            found = getattr(importlib.import_module(module), name)
+        except Exception as error:  # of importing: whatever the module raises
+            raise OptionError(
+                f"no function {shown(function)} (package.module:function): {said_by(error)}"
+            ) from error
+        function = found
+    if not callable(function):
+        raise OptionError(f"create_lower_func takes a function or its name, not {shown(function)}")
+    return OnCodes(function)
+
+
+def lowerings(op: str, format: Format) -> Mapping[str | None, Lowering]:
+    """Returns device type -> what computes ``op`` in ``format``.
+
+    Operators that have none of their own take that of their op, reflected ones with swapped operands.
+    """
+    own = LOWERINGS.value.get((op, format.name))
+    if own is not None:
+        return dict(own)
+    found = LOWERINGS.value.get((ops.root(op), format.name), {})
+    if op not in _REFLECTED:
+        return dict(found)
+    return {d: replace(known, function=_swapped(known.function)) for d, known in found.items()}
+
+
+def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
+    return lambda a, b, *args, **kwargs: function(b, a, *args, **kwargs)
+
+
+@exclusive
+def unregister(name: str) -> None:
+    """Forgets a format that was registered, and the functions that compute ops in it.
+
+    A conversion in force goes on rounding to the format; torch computes the ops from then on.
+
+    Raises:
+        OptionError: There is none of that name, or it comes with hmpx.
+    """
+    change_together(
+        (number_formats.FORMATS_BY_NAME, number_formats.without(name)), (LOWERINGS, _without(name))
+    )
+
+
+def forget(format: str) -> None:
+    """Takes back all that `register_op` was told for a format; conversions in force follow."""
+    LOWERINGS.change(_without(format))
+
+
+def _without(format: str) -> _Lowerings:
+    known = LOWERINGS.value
+    kept = {key: lowerings for key, lowerings in known.items() if key[1] != format}
+    return known if len(kept) == len(known) else kept
+
+
+def _on_values(fn: OnCodes, format: Format) -> Callable[..., Tensor]:
+    if isinstance(format, Custom):
+        raise OptionError(
+            f"format {format.name} has no codes; give register_op a function of values"
+        )
+
+    def coded(value: Any) -> Any:
+        if isinstance(value, Tensor):
+            return encode(value, format) if value.is_floating_point() else value
+        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
+            return with_items(value, [coded(item) for item in value])
+        return value
+
+    def function(*args: Any, **kwargs: Any) -> Tensor:
+        codes = fn.function(*map(coded, args), **{name: coded(v) for name, v in kwargs.items()})
+        return decode(codes, format)
+
+    return function

@@ -1,0 +1,261 @@
+"""Ops whose kernels lack a low-precision dtype: they compute in fp32, in whatever list they are.
+
+A program that runs in fp32 does not stop because an op before has made its tensors low-precision.
+Which ops lack a kernel where is data, ``kernels.ini``, made by ``scripts/missing_kernels.py``; here
+is how a call of one is computed. This completes torch's functions and is no cast: it holds inside
+`disable_casts`, too, and for tensors of any device. Knows neither lists nor how wrappers get into
+torch.
+"""
+
+from __future__ import annotations
+
+import configparser
+import functools
+import importlib.resources
+import logging
+import types
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..tensors import CAST, LOW_PRECISION, short_name, with_items
+from ..torch_internals import run_when_traced
+from ..torch_state import disable_casts, is_below_dispatcher
+from .composition import Args, Kwargs, inputs_of, widen
+
+LOGGER: Final = logging.getLogger("hmpx")
+
+_LOW: Final = frozenset(LOW_PRECISION)
+
+# As they were before anything was patched.
+_copy_, _resize_ = Tensor.copy_, Tensor.resize_
+
+#: Where a kernel is lacking: the device's type, and the dtype.
+Place = tuple[str, torch.dtype]
+
+
+@dataclass(frozen=True)
+class Lacking:
+    """Where the kernels of one op lack a low-precision dtype.
+
+    Attributes:
+        always: There no call runs.
+        sometimes: There some calls run, and others don't.
+        backward: There the gradients have no kernel.
+    """
+
+    always: frozenset[Place] = frozenset()
+    sometimes: frozenset[Place] = frozenset()
+    backward: frozenset[Place] = frozenset()
+    dtypes: frozenset[torch.dtype] = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Gathers the dtypes that a kernel is lacking for somewhere."""
+        places = self.always | self.sometimes | self.backward
+        object.__setattr__(self, "dtypes", frozenset(dtype for _, dtype in places))
+
+    def lacks(self, first: Tensor, *, is_learning: bool) -> bool | None:
+        """Whether a call on such a tensor has no kernel; None if that shows when it is tried.
+
+        Args:
+            first: The first low-precision input.
+            is_learning: Gradients are recorded.
+        """
+        place = first.device.type, first.dtype
+        if place in self.always or (is_learning and place in self.backward):
+            return True
+        if place[0] in KNOWN_DEVICES:
+            return None if place in self.sometimes else False
+        return None if first.dtype in self.dtypes else False
+
+
+#: The device types that ``kernels.ini`` tells of; on others ops are tried that lack a kernel anywhere.
+KNOWN_DEVICES: Final = frozenset({"cpu", "cuda"})
+
+
+@functools.cache
+def lacking_kernels() -> Mapping[str, Lacking]:
+    """Returns op name -> where it lacks kernels, for ops that do."""
+    found: dict[str, dict[str, set[Place]]] = {}
+    for section, names in _facts().items():
+        if section in ("DEFAULT", "untried"):
+            continue
+        device_type, dtype, how = section.split()
+        for name in names:
+            places = found.setdefault(
+                name, {"always": set(), "sometimes": set(), "backward": set()}
+            )
+            places[how].add((device_type, getattr(torch, dtype)))
+    made = {
+        name: Lacking(**{how: frozenset(each) for how, each in places.items()})
+        for name, places in found.items()
+    }
+    return types.MappingProxyType(made)
+
+
+def _facts() -> Mapping[str, Mapping[str, str | None]]:
+    parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
+    parser.optionxform = str  # type: ignore[method-assign, assignment]  # names are case-sensitive
+    text = importlib.resources.files(__package__).joinpath("kernels.ini").read_text("utf-8")
+    parser.read_string(text)
+    return parser
+
+
+@dataclass(frozen=True, slots=True)
+class Callee:
+    """One of torch's functions, as far as computing it in fp32 goes.
+
+    Attributes:
+        op: Op name.
+        function: torch's function.
+        names: Its parameters by position.
+        writes: Those of them that it writes to, ``out`` aside.
+        is_python: It is implemented in Python: nothing inside it is cast.
+        is_random: It draws random numbers.
+        promotes: Its kernel takes mixed dtypes, and computes in the widest.
+    """
+
+    op: str
+    function: Callable[..., Any]
+    names: tuple[str, ...]
+    writes: frozenset[str]
+    is_python: bool
+    is_random: bool
+    promotes: bool = False
+
+
+def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
+    """Returns torch's function such that it computes in fp32 where its kernel is lacking.
+
+    Floating results have the dtype of the first floating input; complex ones stay complex64.
+    """
+    original, has_writes = callee.function, bool(callee.writes)
+
+    def complete(*args: Any, **kwargs: Any) -> Any:
+        inputs = inputs_of(args, kwargs)
+        low = None if inputs is None else inputs.low
+        if inputs is None or low is None or is_below_dispatcher():
+            return original(*args, **kwargs)
+        lacks = lacking.lacks(low, is_learning=inputs.is_learning)
+        if lacks is False or (callee.promotes and _widest(args, kwargs) not in _LOW):
+            return original(*args, **kwargs)
+        # Nothing that is written to may be half-done, and graphs don't tell what they will lack.
+        if lacks is None and not (
+            has_writes or kwargs.get("out") is not None or torch.compiler.is_dynamo_compiling()
+        ):
+            return _tried(callee, args, kwargs, low, inputs.first.dtype)
+        _note(callee.op, short_name(low.dtype), low.device.type)
+        return in_fp32(callee, args, kwargs, inputs.first.dtype)
+
+    return complete
+
+
+def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:
+    """Returns the dtype that a kernel computes in which promotes its inputs; 0-dim ones count last."""
+    named = [value for name, value in kwargs.items() if name != "out"]
+    floating = [v for v in (*args, *named) if isinstance(v, Tensor) and v.is_floating_point()]
+    dtypes = [t.dtype for t in floating if t.dim()] or [t.dtype for t in floating]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch.dtype) -> Any:
+    """Returns what torch's function does, or what it does in fp32 if it raises."""
+    generator = _generator(kwargs, low) if callee.is_random else None
+    state = None if generator is None else generator.get_state()
+    try:
+        return callee.function(*args, **kwargs)
+    except torch.OutOfMemoryError:  # fp32 takes more
+        raise
+    except Exception:  # whatever its class: kernels say in many ways that they lack a dtype
+        if generator is not None:
+            generator.set_state(state)
+    result = in_fp32(callee, args, kwargs, dtype)
+    _note(callee.op, short_name(low.dtype), low.device.type)
+    return result
+
+
+def _generator(kwargs: Kwargs, low: Tensor) -> Any:
+    """Returns the generator that a random op draws from; None if there is none to be found."""
+    if kwargs.get("generator") is not None:
+        return kwargs["generator"]
+    if low.device.type == "cuda":
+        return torch.cuda.default_generators[low.device.index or 0]
+    return torch.default_generator if low.device.type == "cpu" else None
+
+
+def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Any:
+    """Returns the result of a call on low-precision inputs in fp32, rounded to ``dtype`` if that is low.
+
+    What the call writes to is written once it has succeeded.
+    """
+    stand_ins: list[tuple[Tensor, Tensor]] = []  # what is written to, and what is instead of it
+
+    def raised(value: Any, is_written: bool) -> Any:
+        if isinstance(value, Tensor):
+            wide = widen(value) if value.dtype in _LOW else value
+            if is_written:
+                stand_ins.append((value, wide))
+            return wide
+        if isinstance(value, (list, tuple)) and any([isinstance(v, Tensor) for v in value]):  # noqa: C419
+            return with_items(value, [raised(item, is_written) for item in value])
+        return value
+
+    names, writes = callee.names, callee.writes
+    positional = [
+        raised(value, position < len(names) and names[position] in writes)
+        for position, value in enumerate(args)
+    ]
+    named = {name: raised(value, name == "out" or name in writes) for name, value in kwargs.items()}
+    if callee.is_python:
+        with disable_casts():
+            result = callee.function(*positional, **named)
+    else:
+        result = callee.function(*positional, **named)
+    for target, wide in stand_ins:
+        if target is wide:
+            continue
+        if target.shape != wide.shape:
+            _resize_(target, wide.shape)
+        _copy_(target, wide)
+    is_asked_for = kwargs.get("dtype") is not None or torch.dtype in map(type, args)
+    convert = CAST[dtype] if dtype in _LOW and not is_asked_for else None
+    return _finished(result, stand_ins, convert)
+
+
+def _finished(
+    value: Any,
+    stand_ins: list[tuple[Tensor, Tensor]],
+    convert: Callable[[Tensor], Tensor] | None,
+) -> Any:
+    """Returns ``value`` with what was written to itself in it, and the rest converted from fp32."""
+    if isinstance(value, Tensor):
+        for target, wide in stand_ins:
+            if value is wide:
+                return target
+        if convert is not None and value.dtype is torch.float32:
+            return convert(value)
+        return value
+    if isinstance(value, (list, tuple)):
+        return with_items(value, [_finished(item, stand_ins, convert) for item in value])
+    return value
+
+
+_noted: set[tuple[str, str, str]] = set()
+
+
+def _note(op: str, dtype: str, device_type: str) -> None:
+    """Logs once that an op runs in fp32."""
+    if (op, dtype, device_type) not in _noted:
+        _noted.add((op, dtype, device_type))
+        LOGGER.info("%s computes in fp32: %s has no %s kernel for it", op, device_type, dtype)
+
+
+run_when_traced(_note)
+
+
+def untried() -> Iterator[tuple[str, str]]:
+    """Yields the ops of which it isn't known whether they lack kernels, and why."""
+    yield from ((name, reason or "") for name, reason in _facts()["untried"].items())

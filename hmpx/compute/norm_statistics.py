@@ -1,0 +1,152 @@
+"""Running statistics: what a norm writes to beside its result, whatever its inputs are cast to.
+
+They go round everything that casts, upcasts or rounds arguments, straight to torch's function. Where
+its kernel doesn't take them beside the inputs as they arrive there, it gets copies in a dtype that it
+does take, and what it has written to these is copied back. Knows neither lists nor plans.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..tensors import CAST, LOW_PRECISION
+from ..torch_internals import data_of, transforms
+from ..torch_state import is_below_dispatcher
+from .composition import Args, Kwargs, rounded
+
+# As they were before anything was patched: lists may hold any of them.
+_copy_ = Tensor.copy_
+_LOW: Final = frozenset(LOW_PRECISION)
+
+
+@dataclass(frozen=True)
+class Statistics:
+    """Where a norm has its running statistics, and what its kernels take.
+
+    Attributes:
+        positions: Name of each statistic -> its position among the arguments.
+        parameters: The same of weight and bias, which must have the dtype of the statistics.
+        first: Name of the input.
+        updates_if: Name and position of the argument that says whether the statistics are updated;
+            None if they always are.
+        mixed_device_types: Device types whose kernels take fp32 parameters and statistics beside a
+            low-precision input. Elsewhere all have the input's dtype.
+    """
+
+    positions: Mapping[str, int]
+    parameters: Mapping[str, int]
+    first: str
+    updates_if: tuple[str, int] | None
+    mixed_device_types: frozenset[str]
+
+    def are_fp32(self, args: Args, kwargs: Kwargs) -> bool:
+        """Whether statistics and parameters are fp32 or absent, and taken so.
+
+        False where that takes a closer look.
+        """
+        if kwargs or transforms() is not None:
+            return False
+        count = len(args)
+        for positions in (self.positions, self.parameters):
+            for position in positions.values():
+                value = args[position] if position < count else None
+                # One overload of _native_batch_norm_legit has a bool where others have a statistic.
+                if value is not None and getattr(value, "dtype", None) is not torch.float32:
+                    return False
+        return True
+
+    def set_apart(
+        self, function: Callable[..., Any], args: Args, kwargs: Kwargs
+    ) -> tuple[Callable[..., Any], Args, Kwargs]:
+        """Returns the call with None for the statistics, and with a function that has them."""
+        values, named = list(args), dict(kwargs)
+        held = []
+        for where, key in _places(self.positions, values, named):
+            held.append((key, where[key]))
+            where[key] = None
+        if not held:
+            return function, args, kwargs
+        return functools.partial(self._call, function, held), tuple(values), named
+
+    def _call(
+        self,
+        function: Callable[..., Any],
+        held: list[tuple[Any, Tensor]],
+        *args: Any,
+        **kwargs: Any,
+    ) -> Any:
+        """Returns the result of ``function`` on the arguments and the statistics."""
+        values = list(args)
+        for key, statistic in held:
+            if isinstance(key, int):
+                values[key] = statistic
+            else:
+                kwargs[key] = statistic
+        first = values[0] if values else kwargs[self.first]
+        statistics = list(_places(self.positions, values, kwargs))
+        parameters = list(_places(self.parameters, values, kwargs))
+        dtype = self._dtype(first, {where[key].dtype for where, key in statistics + parameters})
+        if dtype is None or is_below_dispatcher():
+            return function(*values, **kwargs)
+        is_transformed = transforms() is not None
+        for where, key in parameters:
+            where[key] = CAST[dtype](where[key])
+        if is_transformed:
+            if values:
+                values[0] = CAST[dtype](first)
+            else:
+                kwargs[self.first] = CAST[dtype](first)
+        copied = []
+        for where, key in statistics:
+            statistic = where[key]
+            if statistic.dtype is not dtype:
+                where[key] = CAST[dtype](statistic)
+                copied.append((statistic, where[key]))
+        result = function(*values, **kwargs)
+        if self._updates(values, kwargs):
+            with torch.no_grad():
+                for statistic, copy in copied:
+                    # Past the version counter, as the kernels write, for gradients still to come.
+                    _copy_(statistic if is_transformed else data_of(statistic), copy)
+        return rounded(result, CAST[first.dtype], dtype) if is_transformed else result
+
+    def _dtype(self, first: Tensor, found: set[torch.dtype]) -> torch.dtype | None:
+        """Returns what statistics and parameters of these dtypes are brought to; None if taken so.
+
+        The formulas of torch.func.vmap take no mixed dtypes: there the input is brought to it, too.
+        """
+        dtype = first.dtype
+        if dtype not in CAST or found <= {dtype}:
+            return None
+        if dtype not in _LOW:
+            return dtype
+        if transforms() is not None:
+            return torch.float32
+        if first.device.type not in self.mixed_device_types:
+            return dtype
+        return None if found <= {torch.float32} else torch.float32
+
+    def _updates(self, values: list[Any], kwargs: Kwargs) -> bool:
+        """Whether the call updates the statistics."""
+        if self.updates_if is None:
+            return True
+        name, position = self.updates_if
+        return bool(values[position] if position < len(values) else kwargs.get(name))
+
+
+def _places(
+    positions: Mapping[str, int], args: list[Any], kwargs: Kwargs
+) -> Iterator[tuple[Any, Any]]:
+    """Yields where each of these tensors is that the call has: in ``args`` or ``kwargs``, and its key."""
+    for name, position in positions.items():
+        if position < len(args):
+            if isinstance(args[position], Tensor):
+                yield args, position
+        elif isinstance(kwargs.get(name), Tensor):
+            yield kwargs, name

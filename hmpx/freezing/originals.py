@@ -1,0 +1,159 @@
+"""What weights held before they were stored low, and how they get it back, bit for bit.
+
+Owns the fp32 storages. A weight gets its storage back where the model still holds it; what became of
+the others is said in words.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import Tensor, nn
+
+from .. import torch_state
+from ..torch_internals import FakeTensor
+from .slots import Slot
+from .weight_uses import has_changed
+
+_PLAIN: Final = frozenset({Tensor, nn.Parameter})
+
+
+@dataclass(frozen=True, eq=False)
+class _Original:
+    """What a tensor held: its storage, perhaps a copy of that in host memory, and the geometry."""
+
+    tensor: Tensor
+    slots: tuple[Slot, ...]
+    storage: torch.UntypedStorage
+    offset: int
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    is_inference: bool
+    requires_grad: bool
+
+
+class Originals:
+    """The storages that some weights of a model have at first."""
+
+    def __init__(self, slots: Iterable[Slot], kept_alive: Container[int]) -> None:
+        """Takes note of what the tensors in ``slots`` hold now.
+
+        On an accelerator it is moved to host memory, but for storages that others keep alive anyway:
+        those in ``kept_alive``.
+        """
+        #: Copies of storages, elsewhere than those; aliases stay aliases.
+        self._copies: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
+        by_tensor: dict[int, list[Slot]] = {}
+        for slot in slots:
+            by_tensor.setdefault(id(slot.tensor), []).append(slot)
+        self._kept = [self._original(tuple(each), kept_alive) for each in by_tensor.values()]
+        self._copies.clear()
+
+    def _original(self, slots: tuple[Slot, ...], kept_alive: Container[int]) -> _Original:
+        tensor = slots[0].tensor
+        storage = tensor.untyped_storage()
+        is_here = _is_host(tensor.device) or isinstance(tensor, FakeTensor)
+        if not is_here and storage._cdata not in kept_alive:
+            storage = self._copied(storage, torch.device("cpu"))
+        return _Original(
+            tensor,
+            slots,
+            storage,
+            int(tensor.storage_offset()),
+            tuple(tensor.size()),
+            tensor.stride(),
+            tensor.is_inference(),
+            tensor.requires_grad,
+        )
+
+    def _copied(self, storage: torch.UntypedStorage, device: torch.device) -> torch.UntypedStorage:
+        key = (storage._cdata, device)
+        if key not in self._copies:
+            with torch.inference_mode(False), torch.no_grad():
+                empty = torch.empty(0, dtype=torch.uint8, device=storage.device)
+                copy = empty.set_(storage).to(device, copy=True)
+                self._copies[key] = copy.untyped_storage()
+        return self._copies[key]
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether every weight has been given what it had."""
+        return not self._kept
+
+    def misplaced(self, model: nn.Module) -> Iterator[tuple[Slot, str]]:
+        """Yields each slot in ``model`` that can't get back what it had, and why not.
+
+        A module that is no longer in the model needs no weights for it.
+        """
+        here = set(map(id, model.modules()))
+        for original in self._kept:
+            for slot in original.slots:
+                fault = _fault(slot) if id(slot.module) in here else ""
+                if fault:
+                    yield slot, fault
+
+    def restore(self, left: Container[Slot] = ()) -> None:
+        """Gives each tensor what it held, on the device where it is now, and each slot its tensor.
+
+        A tensor with a slot among ``left`` is left as it is. Where an error comes, the rest can be
+        restored later.
+        """
+        for original in list(self._kept):
+            if any(slot in left for slot in original.slots):
+                continue
+            held = [slot for slot in original.slots if not _fault(slot)]
+            if held:
+                self._give_back(original, held)
+            self._kept.remove(original)
+        self._copies.clear()
+
+    def _give_back(self, original: _Original, held: list[Slot]) -> None:
+        tensor, storage = original.tensor, original.storage
+        current = held[0].current()
+        assert current is not None
+        if storage.device != current.device and not isinstance(tensor, FakeTensor):
+            storage = self._copied(storage, current.device)
+        with torch.inference_mode(original.is_inference), torch.no_grad(), _mode_of(tensor):
+            empty = torch.empty(0, dtype=torch.float32, device=current.device)
+            tensor.data = empty.set_(storage, original.offset, original.size, original.stride)
+            tensor.requires_grad_(original.requires_grad)
+        for slot in held:
+            if slot.current() is not tensor:
+                slot.container[slot.attribute] = tensor
+
+
+def _fault(slot: Slot) -> str:
+    """Returns why the slot can't get its weight back; ``""`` if it holds that, or a copy of it."""
+    current = slot.current()
+    if current is None:
+        if slot.attribute in getattr(slot.module, "parametrizations", ()):
+            return "computed by a parametrization"
+        return "no longer a parameter or buffer of its module"
+    if current.is_meta:
+        return "on the meta device, which holds no values"
+    if current is slot.tensor or _is_copy(current, slot.tensor):
+        return ""
+    return "replaced by another tensor"
+
+
+def _is_copy(current: Tensor, tensor: Tensor) -> bool:
+    """Whether ``current`` is what ``Module.to`` makes of ``tensor``: no value of the user's own."""
+    if type(current) not in _PLAIN or current.layout is not torch.strided:
+        return False
+    if current.shape != tensor.shape:
+        return False
+    with torch.no_grad(), torch_state.disable_casts():
+        return not has_changed(current.detach(), tensor.detach().to(current.device, current.dtype))
+
+
+def _mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
+    """Returns what a tensor without values is made in; what does nothing for others."""
+    return tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
+
+
+def _is_host(device: torch.device) -> bool:
+    return device.type == "cpu"

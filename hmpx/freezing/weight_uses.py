@@ -1,0 +1,301 @@
+"""How one forward uses the parameters and buffers of a model: in which dtypes, and whether it writes.
+
+Sees only which tensors the dispatcher's ops read, convert and write. Knows no op by what it computes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from .. import compute, torch_state
+from ..casting import LOW_DTYPES, SEQUENCES
+from ..errors import FreezeError
+from ..number_formats import Format
+from ..policy import LowType
+from ..torch_internals import (
+    FakeTensor,
+    TorchDispatchMode,
+    casts_of_aten,
+    is_dynamo_loaded,
+    is_tensor_of_tensors,
+)
+
+#: Fake tensors have no values, but all else of theirs is true.
+_PLAIN: Final = frozenset({Tensor, nn.Parameter, FakeTensor})
+
+
+@dataclass(frozen=True)
+class Place:
+    """Where the elements of a strided tensor lie: equal places are the same memory.
+
+    Attributes:
+        storage: Identifies the storage while that is alive.
+        start: First byte in the storage, and
+        end: the one behind the last.
+        dtype: How the elements are read,
+        size: in which shape, and
+        stride: with which distances in elements.
+    """
+
+    storage: int
+    start: int
+    end: int
+    dtype: torch.dtype
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    def overlaps(self, other: Place) -> bool:
+        """Whether some byte may belong to both."""
+        return self.storage == other.storage and self.start < other.end and other.start < self.end
+
+
+@dataclass(frozen=True)
+class FoundTensor:
+    """A parameter or buffer under one of its names; its place, or why it can't be watched."""
+
+    name: str
+    kind: str
+    tensor: Tensor
+    place: Place | None
+    fault: str
+
+
+def found_tensors(model: nn.Module) -> list[FoundTensor]:
+    """Returns every parameter and buffer under every name, parameters first."""
+    named = [
+        *((name, "parameter", p) for name, p in model.named_parameters(remove_duplicate=False)),
+        *((name, "buffer", b) for name, b in model.named_buffers(remove_duplicate=False)),
+    ]
+    return [FoundTensor(*each, *_place_or_fault(each[-1])) for each in named]
+
+
+def _place_or_fault(tensor: Tensor) -> tuple[Place | None, str]:
+    if nn.parameter.is_lazy(tensor):
+        return None, "was not initialized before the example ran"
+    if type(tensor) not in _PLAIN:
+        return None, f"is of class {type(tensor).__name__}"
+    if tensor.layout is not torch.strided:
+        return None, f"is {str(tensor.layout).removeprefix('torch.')}"
+    if tensor.numel() == 0:
+        return None, "is empty"
+    return _place(tensor), ""
+
+
+def _place(tensor: Tensor) -> Place | None:
+    """Returns where the elements lie; None if there are none, or not in one strided memory."""
+    try:
+        if tensor.layout is not torch.strided or tensor.numel() == 0:
+            return None
+        storage = tensor.untyped_storage()._cdata
+    except (NotImplementedError, RuntimeError, ValueError):  # a subclass without a storage
+        return None
+    last = sum((n - 1) * step for n, step in zip(tensor.size(), tensor.stride(), strict=True))
+    item_bytes = tensor.element_size()
+    start = int(tensor.storage_offset()) * item_bytes
+    return Place(
+        storage,
+        start,
+        start + (int(last) + 1) * item_bytes,
+        tensor.dtype,
+        tuple(tensor.size()),
+        tensor.stride(),
+    )
+
+
+def replaced(model: nn.Module, before: Sequence[FoundTensor]) -> set[Place]:
+    """Returns the places that some tensor of the model has left since."""
+    now = {(f.kind, f.name): (id(f.tensor), f.place) for f in found_tensors(model)}
+    return {
+        f.place
+        for f in before
+        if f.place is not None and now.get((f.kind, f.name)) != (id(f.tensor), f.place)
+    }
+
+
+# --- watching ----------------------------------------------------------------------------------
+
+
+@dataclass
+class Uses:
+    """How the watched forward used one place: converted to which dtypes, and read or written by.
+
+    ``unrounded_by`` are the ops that are in the low-precision list and leave it in fp32;
+    ``is_first_input`` says that an op in a number format took it in the place of data.
+    """
+
+    converted_to: set[LowType] = field(default_factory=set)
+    read_by: dict[torch.dtype, list[str]] = field(default_factory=dict)
+    unrounded_by: list[str] = field(default_factory=list)
+    written_by: list[str] = field(default_factory=list)
+    is_changed: bool = False
+    is_first_input: bool = False
+
+
+class Watch(TorchDispatchMode):  # type: ignore[misc]
+    """Notes every use of the watched places; what a call writes there can be taken back."""
+
+    supports_higher_order_operators = True
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Nothing is compiled while it watches; torch would import Dynamo, 70 MB, to say so."""
+        return False
+
+    def __init__(self, found: Sequence[FoundTensor]) -> None:
+        super().__init__()
+        self._tensors = {f.place: f.tensor for f in found if f.place is not None}
+        self.uses = {place: Uses() for place in self._tensors}
+        self._by_storage: dict[int, list[Place]] = {}
+        for place in self._tensors:
+            self._by_storage.setdefault(place.storage, []).append(place)
+        self._before: dict[Place, tuple[Tensor, Tensor]] = {}
+        # Kernels for batch norm write to running statistics without a word in their schema.
+        with torch.no_grad(), torch_state.disable_casts():
+            self._remember(f.place for f in found if f.place is not None and f.kind == "buffer")
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Returns what ``func`` returns."""
+        kwargs = kwargs or {}
+        touched = [
+            (tensor, alias, places)
+            for tensor, alias in _tensor_arguments(func, args, kwargs)
+            if (places := self._touched(tensor))
+        ]
+        for _, alias, places in touched:
+            if alias is not None and alias.is_write:
+                self._remember(places)
+        result = func(*args, **kwargs)
+        for tensor, alias, places in touched:
+            for place in places:
+                self._note(self.uses[place], func, tensor, alias, result)
+        return result
+
+    def note_format(self, tensor: Tensor, format: Format, is_first: bool) -> None:
+        """Notes that a parameter is rounded to a number format, perhaps as an op's first input."""
+        place = _place(tensor)
+        for touched in self._touched(tensor):
+            self.uses[touched].is_first_input |= is_first
+            if touched == place:
+                self.uses[touched].converted_to.add(format)
+            else:
+                self.uses[touched].read_by.setdefault(tensor.dtype, []).append(format.name)
+
+    def note_unrounded(self, op: str, inputs: list[Tensor]) -> None:
+        """Notes that ``op`` does not round some inputs that it would round in another mode."""
+        for tensor in inputs:
+            for touched in self._touched(tensor):
+                self.uses[touched].unrounded_by.append(op)
+
+    def take_back_writes(self) -> None:
+        """Gives every place that was written to what it held before."""
+        with torch.no_grad(), torch_state.disable_casts():
+            for place, (tensor, before) in self._before.items():
+                if has_changed(tensor, before):
+                    tensor.copy_(before)
+                    self.uses[place].is_changed = True
+        self._before.clear()
+
+    def _touched(self, tensor: Tensor) -> list[Place]:
+        place = _place(tensor)
+        if place is None:
+            return []
+        return [p for p in self._by_storage.get(place.storage, ()) if p.overlaps(place)]
+
+    def _remember(self, places: Iterable[Place]) -> None:
+        for place in places:
+            if place not in self._before:
+                tensor = self._tensors[place].detach()
+                self._before[place] = (tensor, tensor.clone())
+
+    def _note(self, uses: Uses, func: Any, tensor: Tensor, alias: Any, result: Any) -> None:
+        if alias is not None and alias.is_write:
+            uses.written_by.append(_op_name(func))
+        elif alias is not None and _shares_storage(result, tensor):
+            pass  # a view: what is done with it is seen when it is done
+        elif (
+            getattr(func, "overloadpacket", None) in casts_of_aten()
+            and tensor.dtype is torch.float32
+            and result.dtype in LOW_DTYPES
+        ):
+            uses.converted_to.add(result.dtype)
+        else:
+            uses.read_by.setdefault(tensor.dtype, []).append(_op_name(func))
+
+
+def _tensor_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    """Yields each tensor among the arguments, and how the op's schema says that it is aliased."""
+    schema = getattr(func, "_schema", None)
+    aliases = {a.name: a.alias_info for a in schema.arguments} if schema is not None else {}
+    names = [*aliases, *[""] * len(args)]
+    for name, value in [*zip(names, args, strict=False), *kwargs.items()]:
+        for tensor in _tensors_in(value):
+            yield tensor, aliases.get(name)
+
+
+def _tensors_in(value: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a value, and those that tensors of a wrapper class are made of."""
+    if isinstance(value, Tensor):
+        yield value
+        if is_tensor_of_tensors(value):
+            for attribute in value.__tensor_flatten__()[0]:  # type: ignore[attr-defined]
+                yield from _tensors_in(getattr(value, attribute))
+    elif isinstance(value, SEQUENCES):
+        for item in value:
+            yield from _tensors_in(item)
+
+
+def _shares_storage(result: Any, tensor: Tensor) -> bool:
+    place = _place(tensor)
+    others = map(_place, _tensors_in(result))
+    return place is not None and any(o is not None and o.storage == place.storage for o in others)
+
+
+def has_changed(tensor: Tensor, before: Tensor) -> bool:
+    """Whether some bit differs."""
+    if tensor.is_meta or isinstance(tensor, FakeTensor):
+        return False
+    as_bytes = [t.reshape(-1).view(torch.uint8) for t in (tensor, before)]
+    return not torch.equal(*as_bytes)
+
+
+def _op_name(func: Any) -> str:
+    """Returns ``"aten.embedding"``."""
+    return str(getattr(func, "overloadpacket", func))
+
+
+def watch_forward(
+    model: nn.Module,
+    found: Sequence[FoundTensor],
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Watch:
+    """Returns what one forward does with the tensors found, which hold what they held before."""
+    watch = Watch(found)
+    try:
+        formats = compute.watched_emulation(watch.note_format)
+        unrounded = compute.watched_rounding(watch.note_unrounded)
+        with torch.no_grad(), _compiled_code_in_eager_mode(), formats, unrounded, watch:
+            model(*args, **kwargs)
+    except Exception as error:
+        raise FreezeError(
+            f"{type(model).__name__} could not be frozen: its forward raised "
+            f"{type(error).__name__}: {error}; pass hmpx.freeze an example that the model takes"
+        ) from error
+    finally:
+        watch.take_back_writes()
+    return watch
+
+
+def _compiled_code_in_eager_mode() -> contextlib.AbstractContextManager[None]:
+    """Makes what torch.compile has compiled run op by op; a compiled graph is one opaque call."""
+    if not is_dynamo_loaded():  # its import takes seconds, and nothing is compiled yet
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

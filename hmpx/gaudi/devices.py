@@ -1,0 +1,193 @@
+"""Where ``"hpu"`` lands: rewrites Habana's device and backend names for the device that is here.
+
+What lands there: factories and methods with a ``device`` argument, ``tensor.to``, ``module.to``,
+``tensor.hpu()``, ``torch.load``, ``torch.autocast``, ``with torch.device("hpu")``,
+``torch.set_default_device``; process groups with the backend ``hccl``; ``torch.compile`` with the
+backend ``hpu_backend``. After `follow_cuda`, what the program places on ``"cuda"`` as well.
+
+What does not: what threads do that were started before, or by C++, as the hooks of a backward on CUDA;
+``torch.Generator(device="hpu")``, the legacy constructors ``torch.Tensor(device="hpu")`` and ``.type("torch.hpu.FloatTensor")``; and
+``tensor.device.type`` is that of the device really used, so comparing it with ``"hpu"`` gives False.
+``torch.compile`` runs, but may break the graph where it traces through the rewriting of arguments.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+import types
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+import torch.distributed
+from torch.overrides import TorchFunctionMode
+from torch.serialization import default_restore_location
+
+from ..patching import Patch
+from ..tensors import is_available
+from ..torch_internals import DeviceContext
+
+#: Habana's collectives, and those of the CUDA programs that its migration tool runs.
+_BACKENDS: Final = frozenset({"hccl", "hcl"})
+
+_follows_cuda = False
+
+
+def device_type() -> str:
+    """Returns the type of the device that stands in for ``"hpu"``."""
+    return "cuda" if is_available("cuda") else "cpu"
+
+
+def follow_cuda(*, is_on: bool) -> None:
+    """Says whether ``"cuda"`` lands where ``"hpu"`` does, as under Habana's GPU migration tool."""
+    global _follows_cuda
+    _follows_cuda = is_on and device_type() != "cuda"
+
+
+class DeviceMode(TorchFunctionMode):
+    """Rewrites ``"hpu"`` in the arguments of every torch function of this thread."""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        for value in args:
+            if _is_hpu(value):
+                args = tuple(map(on_device, args))
+                break
+        if kwargs is None:
+            return func(*args)
+        if "device" in kwargs:
+            kwargs = {**kwargs, "device": on_device(kwargs["device"])}
+        return func(*args, **kwargs)
+
+
+def _is_hpu(value: object) -> bool:
+    if isinstance(value, str):
+        name = value.partition(":")[0]
+    elif isinstance(value, torch.device):
+        name = value.type
+    else:
+        return False
+    return name == "hpu" or (_follows_cuda and name == "cuda")
+
+
+def on_device(value: Any) -> Any:
+    """Returns the device that stands in for ``value`` if that is an hpu, else ``value``."""
+    if not _is_hpu(value):
+        return value
+    _, _, index = str(value).partition(":")
+    name = device_type()
+    return torch.device(f"{name}:{index}" if index and name != "cpu" else name)
+
+
+def _substituted(value: Any) -> Any:
+    """Returns what stands in for ``value``: a device, a device type or a backend's name."""
+    if _is_hpu(value):
+        device = on_device(value)
+        return str(device) if isinstance(value, str) else device
+    if value in _BACKENDS or (_follows_cuda and value == "nccl"):
+        return "nccl" if device_type() == "cuda" else "gloo"
+    if value == "hpu_backend":
+        return "inductor"
+    return value
+
+
+def _substituting(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``function`` with Habana's names in its arguments substituted."""
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple(_substituted(v) if isinstance(v, str | torch.device) else v for v in args)
+        for name, value in kwargs.items():
+            if isinstance(value, str | torch.device):
+                kwargs[name] = _substituted(value)
+        return function(*args, **kwargs)
+
+    return call
+
+
+def _loading_elsewhere(load: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns `torch.load` for checkpoints that were written on an hpu, or are to go to one."""
+
+    @functools.wraps(load)
+    def call(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(map_location, str | torch.device):
+            return load(f, _substituted(map_location), *args, **kwargs)
+
+        def restore(storage: Any, location: str) -> Any:
+            if callable(map_location):
+                moved = map_location(storage, location)
+                if moved is not None:
+                    return moved
+            elif isinstance(map_location, Mapping):
+                location = map_location.get(location, location)
+            return default_restore_location(storage, _substituted(location))  # type: ignore[no-untyped-call]
+
+        return load(f, restore, *args, **kwargs)
+
+    return call
+
+
+def _moving(move: Callable[..., Any] | None) -> Callable[..., Any]:
+    """Returns what ``.hpu()`` does with a tensor or a module, or ``.cuda()``, which is ``move``."""
+
+    def call(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
+        if move is not None and not _follows_cuda:
+            return move(self, device, *args, **kwargs)
+        if device is None:
+            device = "hpu"
+        elif isinstance(device, int):
+            device = f"hpu:{device}"
+        non_blocking = bool(args[0] if args else kwargs.get("non_blocking", False))
+        return self.to(on_device(device), non_blocking=non_blocking)
+
+    return call if move is None else functools.wraps(move)(call)
+
+
+def _in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns what a new thread runs, in a `DeviceMode` of its own."""
+
+    @functools.wraps(run)
+    def call(self: threading.Thread) -> Any:
+        with DeviceMode():
+            return run(self)
+
+    return call
+
+
+def patches(hpu: types.ModuleType) -> list[Patch]:
+    """Returns what makes torch take Habana's names; ``hpu`` becomes `torch.hpu`."""
+    load = _loading_elsewhere(torch.load)
+    found = [
+        Patch(torch, "hpu", hpu),
+        Patch(torch, "load", load),
+        Patch(torch.serialization, "load", load),
+        Patch(torch, "compile", _substituting(torch.compile)),
+        *[Patch(owner, "hpu", _moving(None)) for owner in (torch.Tensor, torch.nn.Module)],
+        *[Patch(owner, "cuda", _moving(owner.cuda)) for owner in (torch.Tensor, torch.nn.Module)],
+        Patch(torch.autocast, "__init__", _substituting(torch.autocast.__init__)),
+        Patch(
+            torch.utils.data.DataLoader,
+            "__init__",
+            _substituting(torch.utils.data.DataLoader.__init__),
+        ),
+        # below ``run``, which subclasses override
+        Patch(
+            threading.Thread,
+            "_bootstrap_inner",
+            _in_mode(threading.Thread._bootstrap_inner),  # type: ignore[attr-defined]
+        ),
+        # torch.device as a context, and torch.set_default_device, act below every other mode
+        Patch(DeviceContext, "__init__", _substituting(DeviceContext.__init__)),
+    ]
+    if torch.distributed.is_available():
+        found += [
+            Patch(torch.distributed, name, _substituting(getattr(torch.distributed, name)))
+            for name in ("init_process_group", "new_group")
+        ]
+    return found

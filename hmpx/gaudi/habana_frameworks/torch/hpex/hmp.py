@@ -1,0 +1,132 @@
+"""``habana_frameworks.torch.hpex.hmp``: HMP itself, `hmpx.convert` with HMP's positional order.
+
+The program was started with options, perhaps: these hold where the script does not give its own.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import types
+from collections.abc import Mapping
+from typing import Any, Final
+
+import torch
+
+from ..... import session
+from .....torch_state import disable_casts
+from .... import devices
+from ...absent import unknown
+
+__all__ = ["convert", "disable_casts"]
+
+_LOGGER: Final = logging.getLogger("hmpx")
+
+_defaults: Mapping[str, Any] = types.MappingProxyType({})
+_was_called = False
+
+_PATHS: Final = ("bf16_file_path", "fp32_file_path", "fp16_file_path")
+
+
+def convert(  # noqa: PLR0917  # HMP's positional order
+    opt_level: str | None = None,
+    bf16_file_path: str | os.PathLike[str] | None = None,
+    fp32_file_path: str | os.PathLike[str] | None = None,
+    isVerbose: bool | str | None = None,  # noqa: N803  # HMP's name
+    low_precision_type: torch.dtype | str | None = None,
+    fp16_file_path: str | os.PathLike[str] | None = None,
+) -> None:
+    """Patches torch as `hmpx.convert` does, with HMP's positional order and its op lists.
+
+    What is left out, as well as an empty path and ``isVerbose=False``, is taken from the command
+    line, or else is HMP's default: opt_level ``"O1"``, HMP's own lists, bfloat16. True for
+    ``isVerbose`` prints HMP's own lines. Casts on the device that stands in for ``"hpu"``; replaces a
+    conversion that is in force.
+
+    Raises:
+        OpListError: A list can't be read, or an op stands in two lists.
+        OptionError: An argument has a value that it can't have.
+    """
+    global _was_called
+    given = {
+        "opt_level": opt_level,
+        "bf16_file_path": bf16_file_path,
+        "fp32_file_path": fp32_file_path,
+        "isVerbose": isVerbose,
+        "low_precision_type": low_precision_type,
+        "fp16_file_path": fp16_file_path,
+    }
+    said = {name: value for name, value in given.items() if not _says_nothing(value)}
+    taken, unused = merged(said, _defaults)
+    arguments = {"device_types": {devices.device_type()}, **taken, **said}
+    if arguments.get("opt_level") != "O2" and arguments.get("policy") is None:
+        arguments.setdefault("lists", "hmp")
+    if said.get("isVerbose") is True:
+        arguments["isVerbose"] = "hmp"
+    session.convert(**arguments)
+    _was_called = True
+    _log(said, taken, unused)
+
+
+def _says_nothing(value: object) -> bool:
+    return value is None or value is False or (isinstance(value, str) and value == "")
+
+
+def merged(
+    said: Mapping[str, Any], defaults: Mapping[str, Any]
+) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Returns the ``defaults`` that hold beside what the script said, and those that don't.
+
+    Args:
+        said: Arguments that the script gave; each outranks the default for it.
+        defaults: Arguments of `hmpx.convert`.
+    """
+    outranked = set(said)
+    chooses_lists = said.get("opt_level") == "O2" or not outranked.isdisjoint(_PATHS)
+    if chooses_lists:  # a policy holds all decisions
+        outranked.add("policy")
+    if said.get("opt_level") == "O2":
+        outranked |= {"lists", *_PATHS}
+    taken = {name: value for name, value in defaults.items() if name not in outranked}
+    unused = {
+        name: value
+        for name, value in defaults.items()
+        if name in outranked and said.get(name) != value
+    }
+    return taken, unused
+
+
+def _log(said: Mapping[str, Any], taken: Mapping[str, Any], unused: Mapping[str, Any]) -> None:
+    sources = [("the script", said), ("the command line", taken)]
+    origins = [f"{_listed(values)} from {source}" for source, values in sources if values]
+    _LOGGER.info("hmp.convert(): %s", "; ".join(origins) or "HMP's defaults")
+    if unused:
+        _LOGGER.warning(
+            "hmp.convert(): %s from the command line is not used: the script gives %s",
+            _listed(unused),
+            _listed(said),
+        )
+
+
+def _listed(values: Mapping[str, Any]) -> str:
+    return ", ".join(f"{name}={value!r}" for name, value in values.items())
+
+
+def set_defaults(options: Mapping[str, Any]) -> None:
+    """Sets the arguments of `hmpx.convert` that `convert` uses where the script gives none."""
+    global _defaults, _was_called
+    _defaults, _was_called = types.MappingProxyType(dict(options)), False
+
+
+def defaults() -> Mapping[str, Any]:
+    """Returns what `set_defaults` set."""
+    return _defaults
+
+
+def was_called() -> bool:
+    """Whether `convert` has converted since `set_defaults`."""
+    return _was_called
+
+
+def __getattr__(name: str) -> Any:
+    raise unknown(__name__, name)

@@ -1,0 +1,109 @@
+"""Processes that a program starts by spawn or forkserver: they are prepared as their parent was.
+
+Such a process imports the program's main module before anything else, which may need the stand-in for
+``habana_frameworks``. So what prepares it comes with what `multiprocessing` sends it first. Forked
+processes need nothing: they are copies.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+import multiprocessing.spawn
+import pickle
+import runpy
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from .. import patching, session
+from ..patching import Patch
+from . import shim
+
+_LOGGER: Final = logging.getLogger("hmpx")
+
+#: Run in the new process, by its path: nothing is known there yet of where hmpx can be imported from.
+_PREPARING: Final = str(Path(__file__).with_name("spawned.py"))
+
+#: The name under which the state travels.
+_KEY: Final = "hmpx"
+
+
+@dataclass(frozen=True)
+class State:
+    """What a new process is to be made to be.
+
+    Attributes:
+        stand_in: The options of the stand-in for ``habana_frameworks``; None where there is none.
+        conversion: The arguments of `session.restore`; None where torch is not converted.
+    """
+
+    stand_in: dict[str, Any] | None
+    conversion: dict[str, Any] | None
+
+
+class _Restored:
+    """Restores a `State` when it is unpickled."""
+
+    def __init__(self, state: bytes) -> None:
+        self._state = state
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return runpy.run_path, (_PREPARING, {"state": self._state})
+
+
+def follow() -> Callable[[], None]:
+    """Has processes that are started from now on be as this one is then; returns what ends that.
+
+    Called again it does nothing.
+    """
+    prepare = multiprocessing.spawn.get_preparation_data
+    if hasattr(prepare, "__hmpx__"):
+        return lambda: None
+
+    @functools.wraps(prepare)
+    def prepare_more(name: str) -> dict[str, Any]:
+        data = prepare(name)
+        state = _state()
+        return data if state is None else {_KEY: _Restored(state), **data}
+
+    prepare_more.__hmpx__ = True  # type: ignore[attr-defined]
+    applied = patching.apply([Patch(multiprocessing.spawn, "get_preparation_data", prepare_more)])
+    return functools.partial(patching.undo, applied)  # type: ignore[return-value]
+
+
+def _state() -> bytes | None:
+    """Returns this process' state, pickled; None where there is nothing to restore."""
+    options = shim.options()
+    current = session.current()
+    if options is None and current is None:
+        return None
+    stand_in = None if options is None else dict(options)
+    conversion = None if current is None else current.arguments()
+    try:
+        state = pickle.dumps(State(stand_in, conversion))
+        why = "the policy holds a function of the main module" if _MAIN in state else ""
+    except Exception as error:  # whatever the functions of a format raise
+        state, why = b"", str(error)
+    if not why:
+        return state
+    _LOGGER.warning(
+        "started processes are not converted: %s; define number formats in a module of their own",
+        why,
+    )
+    return pickle.dumps(State(stand_in, None))
+
+
+#: Where a new process, which has not imported the program's main module yet, finds nothing.
+_MAIN: Final = b"__main__"
+
+
+def restore(state: bytes) -> None:
+    """Makes this process what ``state`` says."""
+    wanted: State = pickle.loads(state)
+    if wanted.stand_in is not None:
+        shim.install(wanted.stand_in)
+    if wanted.conversion is not None:
+        session.restore(**wanted.conversion)
+    follow()  # for the processes that it starts in turn

@@ -1,0 +1,44 @@
+"""Number formats: families, names, rounding, codes, and the compiled kernels that round."""
+
+from __future__ import annotations
+
+from .codes import code_dtype, decode, encode
+from .families import FORMATS, Block, Custom, Fixed, Float, Format, Posit, Table
+from .kernels.cache import build_kernels, build_portable, kernels_path
+from .kernels.compiler import find_compiler, shown_command
+from .kernels.library import kernels_state
+from .quantization import Rounder, quantize, rounder
+from .registered import FORMATS_BY_NAME, get, names, register, without
+from .rounding import ROUNDING_MODES
+from .uint16 import from_uint16, to_uint16
+
+__all__ = [
+    "FORMATS",
+    "FORMATS_BY_NAME",
+    "ROUNDING_MODES",
+    "Block",
+    "Custom",
+    "Fixed",
+    "Float",
+    "Format",
+    "Posit",
+    "Rounder",
+    "Table",
+    "build_kernels",
+    "build_portable",
+    "code_dtype",
+    "decode",
+    "encode",
+    "find_compiler",
+    "from_uint16",
+    "get",
+    "kernels_path",
+    "kernels_state",
+    "names",
+    "quantize",
+    "register",
+    "rounder",
+    "shown_command",
+    "to_uint16",
+    "without",
+]

@@ -1,0 +1,1 @@
+"""Compiled kernels that round on the CPU: built, kept, loaded and called."""

@@ -1,0 +1,170 @@
+"""Formats by name: those that come with hmpx, and those that users register.
+
+Knows nothing of rounding.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Final, NamedTuple
+
+from .. import arguments
+from ..arguments import is_a
+from ..errors import OptionError, shown, suggestion
+from ..registry import Registry, exclusive
+from .families import FORMATS, Block, Custom, Float, Format, Posit
+
+#: TVM's custom types have codes from here on, below are its own; a code is one byte.
+_FIRST_CODE: Final = 129
+_LAST_CODE: Final = 255
+
+_CUSTOM: Final = re.compile(r"custom\[(\w{1,100})\]([0-9]{1,4})")
+
+_E4M3FN: Final = Float("float8_e4m3fn", 4, 3, kind="fn")
+_E5M2: Final = Float("float8_e5m2", 5, 2)
+_E3M2FN: Final = Float("float6_e3m2fn", 3, 2, kind="finite")
+_E2M3FN: Final = Float("float6_e2m3fn", 2, 3, kind="finite")
+_E2M1FN: Final = Float("float4_e2m1fn", 2, 1, kind="finite")
+
+_SHIPPED: Final[dict[str, Format]] = {
+    format.name: format
+    for format in (
+        Float("float32", 8, 23),
+        Float("bfloat16", 8, 7),
+        Float("float16", 5, 10),
+        Float("tf32", 8, 10),
+        Float("fp24", 7, 16),
+        Float("float8_e4m3", 4, 3),
+        _E4M3FN,
+        Float("float8_e4m3fnuz", 4, 3, kind="fnuz"),
+        Float("float8_e4m3b11fnuz", 4, 3, bias=11, kind="fnuz"),
+        _E5M2,
+        Float("float8_e5m2fnuz", 5, 2, kind="fnuz"),
+        Float("float8_e3m4", 3, 4),
+        _E2M3FN,
+        _E3M2FN,
+        _E2M1FN,
+        Posit("posit8_0", 8, 0),
+        Posit("posit8_1", 8, 1),
+        Posit("posit8_2", 8, 2),
+        Posit("posit16_1", 16, 1),
+        Posit("posit16_2", 16, 2),
+        Block("mxfp8_e4m3", _E4M3FN),
+        Block("mxfp8_e5m2", _E5M2),
+        Block("mxfp6_e3m2", _E3M2FN),
+        Block("mxfp6_e2m3", _E2M3FN),
+        Block("mxfp4_e2m1", _E2M1FN),
+    )
+}
+
+
+class _Known(NamedTuple):
+    """Formats by name, and names by type code."""
+
+    formats: Mapping[str, Format]
+    codes: Mapping[int, str]
+
+
+FORMATS_BY_NAME: Final = Registry(_Known(_SHIPPED, {}))
+
+
+@exclusive
+def register(format: Format, code: int | None = None) -> None:
+    """Makes a format known by its name.
+
+    Registering an equal format again, with the same code, does nothing.
+
+    Args:
+        format: The format.
+        code: A type code, 129 to 255, as TVM's custom types have; hmpx only keeps it unique.
+
+    Raises:
+        OptionError: ``format`` is none, or its name or code is another's.
+    """
+    if not is_a(format, FORMATS):
+        raise OptionError(
+            "register takes a Float, Posit, Fixed, Block, Table or Custom format, not "
+            f"{shown(format)}"
+        )
+    name = format.name
+    if code is not None and not (type(code) is int and _FIRST_CODE <= code <= _LAST_CODE):
+        raise OptionError(
+            f"format {name}: code must be an integer from {_FIRST_CODE} to {_LAST_CODE}, "
+            f"not {shown(code)}"
+        )
+    formats, codes = FORMATS_BY_NAME.value
+    if name in formats and (formats[name] != format or code_of(name) != code):
+        if name in _SHIPPED:
+            raise OptionError(f"format {name} comes with hmpx; choose another name")
+        raise OptionError(
+            f"format {name} is already registered, and differs: {shown(formats[name])}; "
+            "choose another name or unregister it first"
+        )
+    if code is not None and codes.get(code, name) != name:
+        raise OptionError(
+            f"format {name}: code {code} is that of format {codes[code]}; choose another"
+        )
+    if code is not None:
+        codes = {**codes, code: name}
+    FORMATS_BY_NAME.change(_Known({**formats, name: format}, codes))
+
+
+def without(name: str) -> _Known:
+    """Returns what is known without a format that was registered.
+
+    Raises:
+        OptionError: There is none of that name, or it comes with hmpx.
+    """
+    name = arguments.text("name", name, "the name of a format")
+    if name in _SHIPPED:
+        raise OptionError(f"format {name} comes with hmpx and can't be unregistered")
+    formats, codes = FORMATS_BY_NAME.value
+    if name not in formats:
+        raise OptionError(f"no format {shown(name)} is registered{suggestion(name, formats)}")
+    return _Known(
+        {known: format for known, format in formats.items() if known != name},
+        {code: known for code, known in codes.items() if known != name},
+    )
+
+
+def get(name: str | Format) -> Format:
+    """Returns the format of that name; a format is returned as it is.
+
+    Args:
+        name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` as TVM spells it.
+
+    Raises:
+        OptionError: There is none of that name.
+    """
+    if is_a(name, FORMATS):
+        return name  # type: ignore[return-value]
+    if is_a(name, str):
+        name = str.__str__(name)
+        formats = FORMATS_BY_NAME.value.formats
+        known = formats.get(name)
+        if known is not None:
+            return known
+        match = _CUSTOM.fullmatch(name)
+        if match is not None:
+            known = get(match[1])
+            if isinstance(known, Custom) or known.bits == int(match[2]):
+                return known
+            raise OptionError(
+                f"format {match[1]} has {known.bits} bits, not {match[2]}: {shown(name)}"
+            )
+        hint = suggestion(name, formats) or "; names() lists the known ones"
+        raise OptionError(f"no format {shown(name)} is known{hint}")
+    raise OptionError(f"a format must be a name or a format, not {shown(name)}")
+
+
+def names() -> tuple[str, ...]:
+    """Returns the names of all formats: first those that come with hmpx."""
+    return tuple(FORMATS_BY_NAME.value.formats)
+
+
+def code_of(name: str) -> int | None:
+    """Returns the type code that a format was registered with."""
+    return next(
+        (code for code, owner in FORMATS_BY_NAME.value.codes.items() if owner == name), None
+    )

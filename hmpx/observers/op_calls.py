@@ -1,0 +1,81 @@
+"""What observers are told: one frozen `OpCall` per patched call, and where calls come from.
+
+Knows no policy. Nothing here runs unless an observer is installed.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from types import FrameType
+from typing import Any, Protocol
+
+import torch
+
+from ..frames import DIRECTORY
+from ..tensors import Named
+
+_TORCH_DIRECTORY = str(Path(torch.__file__).parent)
+_HMPX_DIRECTORY = str(DIRECTORY)
+
+
+@dataclass(frozen=True, slots=True)
+class OpCall:
+    """One call of a patched op.
+
+    Attributes:
+        op: Op name.
+        site: The call site patched: ``torch.nn.functional.linear``.
+        function: The callable that ran: torch's own.
+        cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` where that was the
+            argument that the call writes to.
+        reason: Where that comes from: ``"lists/hmp/bf16.txt:12"``, ``"in-place rule"``.
+        dtype: The dtype, or number format, that the call's inputs were brought to; None if the call was
+            left alone.
+        input_dtypes: Dtypes of the floating inputs, before and
+        cast_dtypes: after casting.
+        output_dtypes: Dtypes of the tensors returned.
+        device_type: Device type of the first floating input; None if there is none.
+        cast_bytes: Bytes written by the casts of this call.
+        module: Qualified name of the innermost `torch.nn.Module` whose forward made the call;
+            ``""`` outside any module and in the outermost one.
+        location: ``"train.py:12"``: the innermost line outside torch and hmpx.
+    """
+
+    op: str
+    site: str
+    function: Callable[..., Any]
+    cast_policy: str
+    reason: str
+    dtype: torch.dtype | Named | None
+    input_dtypes: tuple[torch.dtype, ...]
+    cast_dtypes: tuple[torch.dtype, ...]
+    output_dtypes: tuple[torch.dtype, ...]
+    device_type: str | None
+    cast_bytes: int
+    module: str
+    location: str
+
+
+class Observer(Protocol):
+    """Something that is told each call of a patched op, after it ran."""
+
+    def __call__(self, call: OpCall, /) -> None:
+        """Takes one call; an exception propagates to the user's code."""
+
+
+def user_location(frame: FrameType | None = None) -> str:
+    """Returns ``"path:line"`` of the innermost frame outside torch and hmpx; ``""`` if none."""
+    for candidate in _frames(frame or sys._getframe(1)):
+        path = candidate.f_code.co_filename
+        if not path.startswith((_TORCH_DIRECTORY, _HMPX_DIRECTORY, "<")):
+            return f"{path}:{candidate.f_lineno}"
+    return ""
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back

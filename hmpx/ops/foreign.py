@@ -1,0 +1,291 @@
+"""Ops of other libraries, by dotted name: ``torchvision.ops.nms``, ``torch.ops.mylib.scaled_add``.
+
+Here is what such a name may be, and what it stands for in the modules that are loaded. Nothing is
+ever imported, and no code of a library run: names are looked up in the dicts of modules and classes.
+"""
+
+from __future__ import annotations
+
+import builtins
+import functools
+import importlib.util
+import keyword
+import sys
+import types
+from collections.abc import Container, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from ..errors import shown, suggestion
+from ..patching import names_of
+from ..torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
+
+#: Where torch binds the operators of `torch.library`.
+OPERATORS: Final = "torch.ops"
+
+#: Their functions are no ops, or hmpx's own.
+_REFUSED: Final = frozenset({"hmpx", "builtins", "habana_frameworks"}) | sys.stdlib_module_names
+
+#: Namespaces of torch's own operators.
+_TORCHS: Final = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d", "higher_order"})
+
+#: What may be called with tensors, and replaced by a function without anything being lost.
+_FUNCTIONS: Final = (
+    types.FunctionType,
+    types.BuiltinFunctionType,
+    types.MethodType,
+    functools.partial,
+    torch.jit.ScriptFunction,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Found:
+    """What a dotted name stands for.
+
+    Attributes:
+        value: The value, as its slot holds it: of a class perhaps a classmethod.
+        owner: The module or class whose slot that is.
+        attribute: Name of the slot.
+    """
+
+    value: Any
+    owner: Any
+    attribute: str
+
+
+# --- names -------------------------------------------------------------------------------------
+
+
+def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str | None:
+    """Returns the name under which an op of another library is known; None if it can be none.
+
+    Args:
+        name: What stands in a list.
+        prefixes: What may stand before the name of an op of torch's own.
+        names: The bare names of these ops.
+    """
+    namespace, separator, operator = name.partition("::")
+    if separator:
+        name = f"{OPERATORS}.{namespace}.{operator}"
+    parts = name.split(".")
+    if len(parts) < 2 or not all(map(_is_plain, parts)) or parts[0] in _REFUSED:
+        return None
+    if parts[:2] == ["torch", "ops"]:
+        is_custom = len(parts) in (4, 5) and parts[2] not in _TORCHS
+        return ".".join(parts[:4]) if is_custom else None  # an overload stands for its op
+    if parts[0] == "torch":
+        is_elsewhere = parts[1] == "nn" and ".".join(parts[:-1]) not in prefixes
+        return name if is_elsewhere and _is_of_torch(name) else None
+    is_aten = len(parts) == 2 and parts[0] in names  # pow.Tensor_Scalar
+    return None if is_aten or parts[0] in prefixes else name
+
+
+def is_foreign(name: str) -> bool:
+    """Whether the op ``name``, which is known, is one of another library."""
+    return "." in name
+
+
+def refusal(name: str) -> str:
+    """Returns why ``name``, which is no op, must not be listed at all; ``""`` if nothing is said."""
+    if len(name) > _LONGEST:
+        return ""
+    parts = name.split(".")
+    if not all(part.isidentifier() for part in parts):
+        return ""
+    if parts[0] == "hmpx":
+        return f"{shown(name)} is of hmpx itself, which computes nothing to be cast"
+    if len(parts) > 1 and parts[0] in _REFUSED:
+        return f"{shown(name)} is of Python's standard library; list functions that compute with tensors"
+    is_pythons = parts[0] in vars(builtins) if len(parts) == 1 else parts[0] != "torch"
+    if is_pythons and any(part.startswith("__") for part in parts):
+        return f"{shown(name)} has a name with leading underscores, which are Python's own"
+    return ""
+
+
+#: Names of functions are no longer.
+_LONGEST: Final = 1000
+
+
+def _is_plain(part: str) -> bool:
+    return part.isidentifier() and not part.startswith("__") and not keyword.iskeyword(part)
+
+
+def _is_of_torch(name: str) -> bool:
+    """Whether torch has a function of that name, or may have, in a module that is not imported yet."""
+    found = find_foreign(name)
+    if found is not None:
+        return not why_not(name, found)
+    module = name.rpartition(".")[0]
+    path = _TORCH.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    return module not in sys.modules and path.is_file()
+
+
+_TORCH: Final = Path(torch.__file__).parent
+
+
+# --- values ------------------------------------------------------------------------------------
+
+
+def _splits(name: str) -> Iterator[tuple[str, list[str]]]:
+    """Yields what may be the module in ``name`` and what the attributes, the longest module first."""
+    parts = name.split(".")
+    for count in range(len(parts) - 1, 0, -1):
+        yield ".".join(parts[:count]), parts[count:]
+
+
+def modules_of(name: str) -> list[str]:
+    """Returns the names of modules whose import may bring what ``name`` stands for."""
+    return [module for module, _ in _splits(name)]
+
+
+def find_foreign(name: str) -> Found | None:
+    """Returns what ``name`` stands for in the loaded modules; None if there is nothing yet."""
+    for module_name, attributes in _splits(name):
+        owner: Any = sys.modules.get(module_name)
+        if not issubclass(type(owner), types.ModuleType):
+            continue
+        for attribute in attributes[:-1]:
+            owner = _own(owner, attribute)
+            if owner is not None and not isinstance(owner, (type, types.ModuleType)):
+                owner = None
+        value = None if owner is None else _own(owner, attributes[-1])
+        if value is not None:
+            return Found(value, owner, attributes[-1])
+    return None
+
+
+def _own(owner: Any, attribute: str) -> Any:
+    """Returns what a module or a class has under that name, without running any code of it."""
+    if owner is None:
+        return None
+    if not isinstance(owner, type):
+        return names_of(owner).get(attribute)
+    return next((vars(c)[attribute] for c in owner.__mro__ if attribute in vars(c)), None)
+
+
+def same(name: str, others: Iterable[str]) -> str | None:
+    """Returns which of ``others`` is the op ``name`` by another name; None if none is, yet."""
+    found = find_foreign(name)
+    if found is None:
+        return None
+    wanted = identity(found.value)
+    for other in others:
+        known = find_foreign(other) if is_foreign(other) else None
+        if known is not None and identity(known.value) == wanted:
+            return other
+    return None
+
+
+def identity(value: Any) -> int:
+    """Returns what tells the op of a value from others: an operator is one, however it is called."""
+    operator = value if isinstance(value, OpOverload) else operator_of(value)
+    return id(value if operator is None else operator.overloadpacket)
+
+
+def why_not(name: str, found: Found) -> str:
+    """Returns why what ``name`` stands for can't be cast; ``""`` if it can."""
+    value = found.value
+    if isinstance(value, (OpOverload, OpOverloadPacket)) or operator_of(value) is not None:
+        return ""
+    if isinstance(value, types.ClassMethodDescriptorType):
+        return ""
+    if isinstance(value, (classmethod, staticmethod)):
+        value = value.__func__
+    if isinstance(value, type):
+        return f"{shown(name)} is a class; list a function of it, such as {name + '.forward'!r}"
+    if not isinstance(value, _FUNCTIONS):
+        return f"{shown(name)} is no function, but a {type(value).__name__}"
+    top = name.partition(".")[0]
+    origins = {_top(found.owner)}
+    if not isinstance(found.owner, type):  # what a class inherits may be anybody's
+        origins.add(_top(value))
+    for origin in sorted(origins - {top, ""}):
+        if origin in _REFUSED:
+            return f"{shown(name)} is a function of {origin}, not of {top}"
+        if origin == "torch":
+            return f"{shown(name)} is torch's own function; list it by the name that it has there"
+    return ""
+
+
+def _top(value: Any) -> str:
+    """Returns the library that a module, a class or a function is of; ``""`` where that is not told.
+
+    Bound methods and scripted functions are their owner's, whoever has made them.
+    """
+    if isinstance(value, types.ModuleType):
+        module = names_of(value).get("__name__")
+    elif isinstance(value, (type, types.FunctionType, types.BuiltinFunctionType)):
+        module = value.__module__
+    else:
+        module = None
+    return module.partition(".")[0] if isinstance(module, str) else ""
+
+
+def operator_of(value: Any) -> OpOverload | None:
+    """Returns the operator that ``value`` calls, if `torch.library.custom_op` has made it."""
+    found = getattr(value, "_opoverload", None) if _is_custom_op(value) else None
+    return found if isinstance(found, OpOverload) else None
+
+
+def _is_custom_op(value: Any) -> bool:
+    return isinstance(value, CustomOpDef)
+
+
+def lacking(name: str, executed: object = None) -> str:
+    """Returns what to say of a name that its module, which is loaded, does not have; ``""`` if it may.
+
+    A module that makes its names when they are asked for may have any, and so may one that is not
+    executed to its end, but for the module ``executed``.
+    """
+    if name.startswith(f"{OPERATORS}."):
+        return ""
+    found = find_foreign(name)
+    if found is not None:
+        return why_not(name, found)
+    for module_name, attributes in _splits(name):
+        owner: Any = sys.modules.get(module_name)
+        if owner is None:
+            continue
+        is_finished = owner is executed or not _is_unfinished(owner)
+        if type(owner) is not types.ModuleType or not is_finished:
+            return ""
+        for index, attribute in enumerate(attributes):
+            names = names_of(owner) if not isinstance(owner, type) else vars(owner)
+            if "__getattr__" in names:
+                return ""
+            value = _own(owner, attribute)
+            if value is None:
+                if index < len(attributes) - 1 and _may_be_submodule(owner):
+                    return ""
+                where = ".".join([module_name, *attributes[:index]])
+                hint = suggestion(attribute, [n for n in names if not n.startswith("__")])
+                return f"{where} has no {shown(attribute)}{hint}"
+            if not isinstance(value, (type, types.ModuleType)):
+                return f"{shown(name)}: {attribute} holds no functions"
+            owner = value
+    return ""
+
+
+def _is_unfinished(module: types.ModuleType) -> bool:
+    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
+
+
+def _may_be_submodule(owner: Any) -> bool:
+    """Whether what ``owner`` lacks may be a module of it that is not imported yet."""
+    return isinstance(owner, types.ModuleType) and "__path__" in names_of(owner)
+
+
+def missing(name: str) -> str:
+    """Returns what to say of a name whose library isn't installed; ``""`` if it may be."""
+    top = name.partition(".")[0]
+    if name.startswith(f"{OPERATORS}.") or top in sys.modules:
+        return ""
+    try:
+        spec = importlib.util.find_spec(top)
+    except (ImportError, ValueError):
+        spec = None
+    return "" if spec is not None else f"no library {shown(top)} is installed, for {shown(name)}"

@@ -1,0 +1,295 @@
+"""What regions of torch.autocast say to a conversion.
+
+A region with ``enabled=False`` means fp32 here, to everybody who writes one: it switches the casts of
+its device type off; an enabled one inside of it switches them on again. Knows neither ops nor policies.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+import torch.amp.autocast_mode
+
+from ..patching import Draft, Patch
+from ..torch_internals import (
+    AUTOCAST_OPENERS,
+    CUSTOM_FORWARD,
+    TRACER,
+    enter_autocast,
+    exit_autocast,
+    is_any_autocast_enabled,
+    is_dynamo_frame,
+    run_when_traced,
+)
+from ..torch_state import (
+    ON,
+    Region,
+    close_region,
+    count_autocast,
+    has_casts,
+    is_covered,
+    is_enabled,
+    last_region,
+    open_region,
+)
+
+
+def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
+    """Yields the patches of torch.autocast, and of what asks whether it is on.
+
+    Args:
+        draft: Where torch is as it would be without a conversion.
+        low_dtype: What who asks for autocast's dtype is told; None where it is no dtype of torch.
+    """
+    yield from _region_patches(draft)
+    is_enabled = draft.attribute(torch, "is_autocast_enabled")
+    yield Patch(torch, "is_autocast_enabled", _answering(is_enabled, low_dtype is not None))
+    for name in ("get_autocast_dtype", "get_autocast_gpu_dtype"):
+        dtype_of = draft.attribute(torch, name)
+        yield Patch(torch, name, _telling(dtype_of, is_enabled, low_dtype))
+
+
+def _region_patches(draft: Draft) -> Iterator[Patch]:
+    """Notes regions, and counts them: calls outside of any need not ask whether autocast is on."""
+    enter = draft.attribute(torch.autocast, "__enter__")
+    leave = draft.attribute(torch.autocast, "__exit__")
+    is_any_enabled = is_any_autocast_enabled
+
+    def earlier() -> str:
+        """Stands for those regions of this thread that no wrapper has counted."""
+        return f"autocast before convert in {threading.get_ident()}"
+
+    if is_any_enabled():
+        count_autocast(earlier(), +1)
+
+    @functools.wraps(enter)
+    def noted_enter(self: torch.autocast) -> Any:
+        region = None
+        try:
+            if is_covered(self.device):
+                region = _region(self, sys._getframe(1))
+                open_region(region)
+            else:
+                count_autocast(id(self), +1)
+            return enter(self)
+        except BaseException:  # a signal's, or torch's own: there will be no exit
+            if region is None:
+                count_autocast(id(self), -1)
+            close_region(region)
+            raise
+
+    @functools.wraps(leave)
+    def noted_exit(self: torch.autocast, *exc_info: Any) -> Any:
+        region = None
+        try:
+            try:
+                return leave(self, *exc_info)
+            finally:
+                region = last_region(self)
+                close_region(region)
+                if region is None:
+                    count_autocast(id(self), -1)
+                if not is_any_enabled():
+                    count_autocast(earlier(), -1)
+        except BaseException:  # a signal's, which must not keep casts off
+            close_region(region or last_region(self))
+            raise
+
+    yield Patch(torch.autocast, "__enter__", noted_enter)
+    yield Patch(torch.autocast, "__exit__", noted_exit)
+
+
+def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:
+    """Returns the region that ``autocast`` opens, entered from ``frame``."""
+    device = frozenset([autocast.device])
+    if autocast._enabled:
+        return Region(autocast, less=device)
+    if autocast.fast_dtype is _AS_AROUND:
+        autocast.fast_dtype = torch.get_autocast_dtype(autocast.device)
+        return Region(autocast)
+    while frame is not None and _module(frame) in _BETWEEN:
+        frame = frame.f_back
+    return Region(autocast, more=ON if _restores(frame) else device)
+
+
+#: Modules through which a region is entered on behalf of others.
+_BETWEEN: Final = {"contextlib", "torch.cuda.amp.autocast_mode", "torch.cpu.amp.autocast_mode"}
+
+
+def _restores(frame: types.FrameType | None) -> bool:
+    """Whether torch itself enters a region there, to restore a state that it has asked for before.
+
+    Which says nothing of casts: in DataParallel's replicas, recomputation, traced backwards.
+    """
+    module = "" if frame is None else _module(frame)
+    return module.startswith("torch.") and module not in AUTOCAST_OPENERS
+
+
+def _module(frame: Any) -> str:
+    return str(frame.f_globals.get("__name__"))
+
+
+# --- graphs that are exported -----------------------------------------------------------------
+
+
+def tracing_patch(draft: Draft) -> Patch:
+    """Returns the patch by which torch.export sees regions where it traces a graph that has them.
+
+    It notes them in the new graph there, and does not enter them.
+    """
+    mode = sys.modules[TRACER].PreDispatchTorchFunctionMode
+    handle = draft.attribute(mode, "__torch_function__")
+
+    @functools.wraps(handle)
+    def noting(self: Any, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        is_replayed = _module(sys._getframe(1)) != "torch.amp.autocast_mode"
+        if is_replayed and func is enter_autocast:
+            region = None
+            autocast = torch.autocast(*args)
+            if is_covered(autocast.device):
+                region = _region(autocast, None)
+                open_region(region)
+            vars(self).setdefault(_REPLAYED, []).append(region)
+        elif is_replayed and func is exit_autocast:
+            close_region(vars(self)[_REPLAYED].pop())
+        return handle(self, func, types, args, kwargs)
+
+    return Patch(mode, "__torch_function__", noting)
+
+
+#: Attribute of that mode: the regions that it has noted, and not yet left.
+_REPLAYED: Final = "_hmpx_regions"
+
+
+# --- custom_fwd and custom_bwd ----------------------------------------------------------------
+
+
+# Libraries have decorated their functions before there is a conversion; the code is always the same.
+_FORWARD: Final = CUSTOM_FORWARD
+
+#: What a backward's region has for its dtype if the forward ran outside of autocast, with casts on:
+#: torch then opens one that is off, which is to change nothing. Autocast takes no such dtype.
+_AS_AROUND: Final = torch.float64
+
+
+def _telling(
+    dtype_of: Callable[..., torch.dtype],
+    is_autocast_enabled: Callable[..., bool],
+    low_dtype: torch.dtype | None,
+) -> Callable[..., torch.dtype]:
+    """Returns ``dtype_of``, which tells autocast's dtype, such that it knows of casts.
+
+    `custom_bwd` learns from it of casts in the forward; who casts by hand to what it tells gets the
+    conversion's own dtype.
+    """
+    name = dtype_of.__name__
+
+    @functools.wraps(dtype_of)
+    def telling(*args: Any, **kwargs: Any) -> torch.dtype:
+        dtype = dtype_of(*args, **kwargs)
+        asker = _asker(sys._getframe(1), name)
+        if asker is None:
+            return dtype
+        device_type = args[0] if args else kwargs.get("device_type", "cuda")
+        if asker.f_code is _FORWARD:
+            is_plain = not _casts_inputs(asker) and not is_enabled(device_type)
+            return _AS_AROUND if is_plain and has_casts(device_type) else dtype
+        if low_dtype is None or not _acts_on_casts(asker) or is_autocast_enabled(device_type):
+            return dtype
+        return low_dtype if has_casts(device_type) else dtype
+
+    run_when_traced(telling)
+    return telling
+
+
+def _casts_inputs(asker: Any) -> bool:
+    """Whether a forward that `custom_fwd` has decorated has ``cast_inputs``."""
+    name = "cast_inputs"
+    if name in asker.f_locals:
+        return asker.f_locals[name] is not None
+    function = asker.funcvar.get_function()  # where torch.compile traces
+    cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
+    return cells[name].cell_contents is not None
+
+
+# --- who asks ---------------------------------------------------------------------------------
+
+
+def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., bool]:
+    """Returns `torch.is_autocast_enabled` such that it knows of casts, where code acts on the answer.
+
+    Much code opens a region with ``enabled=False`` only where it finds autocast on; other code casts
+    the inputs of kernels that torch knows nothing of, FlashAttention's above all, to autocast's dtype.
+
+    Args:
+        asked: The function.
+        tells_dtype: Whether there is a dtype that such code can cast to.
+    """
+
+    @functools.wraps(asked)
+    def answering(*args: Any, **kwargs: Any) -> bool:
+        answer = asked(*args, **kwargs)
+        device_type = args[0] if args else kwargs.get("device_type", "cuda")
+        asker = _asker(sys._getframe(1), "is_autocast_enabled")
+        if asker is None or answer or not has_casts(device_type):
+            return answer
+        if asker.f_code is _FORWARD:
+            return _casts_inputs(asker)
+        if tells_dtype:
+            return _acts_on_casts(asker)
+        return not _module(asker).startswith("torch.") and _opens_regions(asker.f_code)
+
+    run_when_traced(answering)
+    return answering
+
+
+def _asker(frame: Any, name: str) -> Any:
+    """Returns the frame that calls ``name``: where torch.compile does for what it traces, the traced one.
+
+    None where torch.compile asks for itself: then the code spells the name, which no code does that
+    evaluates whatever function is traced. It saves the state of autocast so, and restores it.
+    """
+    if not is_dynamo_frame(frame):
+        return frame
+    if name in frame.f_code.co_names:
+        return None
+    while frame is not None:
+        if frame.f_code.co_name == "step" and hasattr(frame.f_locals.get("self"), "f_code"):
+            return frame.f_locals["self"]
+        frame = frame.f_back
+    return None
+
+
+@functools.lru_cache(maxsize=256)
+def _opens_regions(code: types.CodeType) -> bool:
+    """Whether ``code`` asks whether autocast is on, and opens a region by ``autocast(enabled=...)``."""
+    if not {"is_autocast_enabled", "autocast"} <= set(code.co_names):
+        return False
+    return any(isinstance(names, tuple) and "enabled" in names for names in code.co_consts)
+
+
+def _acts_on_casts(asker: Any) -> bool:
+    """Whether code outside of torch does something, here and now, where it finds autocast on.
+
+    It opens a region, or casts by hand: then it asks for autocast's dtype, too, and that is all. Who
+    asks for its cache, too, or names a region, keeps the state to restore it.
+    """
+    if _module(asker).startswith("torch."):
+        return False
+    return _opens_regions(asker.f_code) or _asks_for_dtype(asker.f_code)
+
+
+@functools.lru_cache(maxsize=256)
+def _asks_for_dtype(code: types.CodeType) -> bool:
+    names = set(code.co_names)
+    asks = "is_autocast_enabled" in names and names & _DTYPE_QUESTIONS
+    return bool(asks) and not names & {"autocast", "is_autocast_cache_enabled"}
+
+
+_DTYPE_QUESTIONS: Final = {"get_autocast_dtype", "get_autocast_gpu_dtype"}

@@ -1,0 +1,223 @@
+"""What torch.compile keeps of a conversion: traced code, kernels, artefacts on the disk.
+
+None of them knows of hmpx: a graph is traced with the wrappers in it, and cached under a key made
+before their casts are; compiled code calls ``torch.mm`` as it was when inductor was imported, and
+leaves out casts to low precision and back. So they are told.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+import uuid
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from .. import torch_state
+from ..compute import reported
+from ..patching import Draft, EntryPatch, Patch
+from ..policy import Policy
+from ..tensors import LOW_PRECISION
+from ..torch_internals import (
+    CODE_CACHE,
+    DYNAMO_FUNCTIONS,
+    INDUCTOR_CONFIG,
+    INDUCTOR_CPP,
+    SELECT_ALGORITHM,
+    TRACER,
+    disable_inductor_caches,
+    forget_traced,
+    of_later,
+)
+from ..torch_state import AUTOCAST_STATE
+from ..version import __version__
+from .autocast_regions import tracing_patch
+
+
+def forget_compiled() -> None:
+    """Makes torch.compile trace again, and learn anew what the functions of torch are.
+
+    It sets no guard on the wrappers of methods and operators. What it finds under the names of
+    torch's functions, wrappers now, it puts into the graph as they are; they cast when that runs.
+    """
+    forget_traced()
+
+
+def compile_patches(  # noqa: PLR0917  # all that a conversion is
+    draft: Draft,
+    policy: Policy,
+    device_types: frozenset[str],
+    options: object,
+    rules: tuple[object, ...],
+    legalize: str,
+    add: Callable[[Patch], None],
+) -> Iterator[Patch | EntryPatch]:
+    """Yields what makes inductor's kernels, caches and settings fit a conversion.
+
+    Args:
+        draft: Where torch is as it would be without a conversion.
+        policy: That of the conversion; so are ``device_types``, ``options`` and ``rules``.
+        device_types: Types of devices whose tensors are cast.
+        options: How ops compute.
+        rules: Functions that decide.
+        legalize: One of `legalize.MODES`.
+        add: Applies one more patch while these are in force: for what is imported later.
+    """
+    yield Patch(sys.modules[__name__], "_tag", _digest(policy, device_types, options, rules))
+    actions = {
+        SELECT_ALGORITHM: _unwrap_kernels,
+        CODE_CACHE: _tag_keys,
+        DYNAMO_FUNCTIONS: _fold_originals,
+    }
+    if TRACER in sys.modules:
+        yield tracing_patch(draft)
+    else:
+        actions[TRACER] = lambda module: add(tracing_patch(Draft()))
+    if _rounds_in_graphs(policy, device_types, legalize):
+
+        def keep_casts(module: Any) -> None:
+            for patch in _keeping_casts(sys.modules[INDUCTOR_CONFIG], Draft()):
+                add(patch)
+
+        if INDUCTOR_CPP in sys.modules:
+            yield from _keeping_casts(sys.modules[INDUCTOR_CONFIG], draft)
+        else:
+            actions[INDUCTOR_CPP] = keep_casts
+    for name, action in actions.items():
+        if (module := sys.modules.get(name)) is not None:
+            action(module)
+        else:
+            yield EntryPatch(sys.meta_path, _Finder(name, action))
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Finds a module, and sees to it once it is executed."""
+
+    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the spec of that module; None for any other."""
+        if fullname != self._name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                self._action(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
+
+# --- constants ---------------------------------------------------------------------------------
+
+
+def _fold_originals(module: Any) -> None:
+    """Has torch.compile call torch's own functions while tracing, if it is imported amid a conversion.
+
+    It would find wrappers in their places.
+    """
+    update = of_later(module.__name__, "constant_fold_functions.update")
+    if update is not None:
+        update(dict.fromkeys(AUTOCAST_STATE))
+
+
+# --- kernels -----------------------------------------------------------------------------------
+
+
+def _unwrap_kernels(module: Any) -> None:
+    """Has compiled code call torch's own kernels, where inductor notes ``torch.mm``.
+
+    Its calls are below the dispatcher: a wrapper would cost time, and cast outside of
+    `disable_casts` what was traced inside.
+    """
+    choice = of_later(module.__name__, "ExternKernelChoice")
+    called = of_later(module.__name__, "extern_kernels")
+    if choice is None or called is None or hasattr(choice.__init__, "__hmpx_kernels__"):
+        return
+    kernels = vars(called)
+    kernels |= {name: _unwrapped(kernel) for name, kernel in kernels.items()}
+    initialize = choice.__init__
+
+    @functools.wraps(initialize)
+    def unwrapping(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, _unwrapped(kernel), *args, **kwargs)
+
+    unwrapping.__hmpx_kernels__ = True  # type: ignore[attr-defined]
+    choice.__init__ = unwrapping
+
+
+def _unwrapped(kernel: Any) -> Any:
+    return kernel.__wrapped__ if hasattr(kernel, "__hmpx_site__") else kernel
+
+
+# --- caches ------------------------------------------------------------------------------------
+
+_tag = ""  # what keeps the disk caches of the conversion that is in force apart; none: torch's own
+
+
+def _tag_keys(module: Any) -> None:
+    """Puts `_tag` and the places of a graph's ops into the keys of the caches.
+
+    torch has a setting for such tags, which is each thread's own.
+    """
+    details = of_later(module.__name__, "FxGraphHashDetails")
+    if details is None:  # what cannot be told apart is not kept
+        disable_inductor_caches()
+        return
+    if hasattr(details.__init__, "__hmpx_tagged__"):
+        return
+    initialize = details.__init__
+
+    @functools.wraps(initialize)
+    def tagging(self: Any, *args: Any, **kwargs: Any) -> None:
+        initialize(self, *args, **kwargs)
+        if _tag:
+            self.hmpx_tag = (_tag, torch_state.traced_places())
+
+    tagging.__hmpx_tagged__ = True  # type: ignore[attr-defined]
+    details.__init__ = tagging
+
+
+def _digest(
+    policy: Policy, device_types: frozenset[str], options: object, rules: tuple[object, ...]
+) -> str:
+    """Returns what stands for a conversion; nothing else does for one with functions that decide."""
+    unique = uuid.uuid4().hex if rules else ""
+    # Another version may round otherwise.
+    state = repr((__version__, policy.fingerprint(), sorted(device_types), options, unique))
+    return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+# --- settings ----------------------------------------------------------------------------------
+
+
+def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: str) -> bool:
+    """Whether products in graphs are legalized, as far as is known unmeasured, and all on a CPU."""
+    dtype = policy.low_precision_type
+    if device_types != {"cpu"} or dtype not in LOW_PRECISION:
+        return False
+    return legalize == "always" or (legalize == "auto" and reported("cpu", dtype) is False)
+
+
+def _keeping_casts(config: Any, draft: Draft) -> Iterator[Patch]:
+    """Yields what has inductor round where eager mode does, in all threads.
+
+    Left to itself it elides round trips of casts; the arithmetic on bits that `graph_rounding` has
+    instead takes longer.
+    """
+    entry: Any = of_later(config.__name__, "_config.emulate_precision_casts")
+    keeping = Patch(entry, "default", True)
+    if (
+        entry is not None and draft.read(keeping) is False
+    ):  # what a thread has set itself goes before
+        yield keeping

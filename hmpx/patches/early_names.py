@@ -1,0 +1,249 @@
+"""Names taken before `convert`: finds them in loaded modules, and says how to rebind them.
+
+``from torch.nn.functional import gelu`` above `convert` holds the builtin itself, which no patch of
+torch reaches. Looks at module globals, and one level into the dicts, lists and partials that they
+name; torch's own modules are left alone, and so are models: to find those in a process takes longer
+than the rest of a conversion, so they are listed where that is asked for. A table with a function of torch for a key, as classes with
+a ``__torch_function__`` have, gets the wrapper for a key beside it. Patches nothing itself.
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import functools
+import gc
+import os
+import sys
+import sysconfig
+import types
+from collections.abc import Collection, Iterator, Mapping
+from typing import Any
+
+import torch
+
+from ..patching import ItemPatch, Patch, names_of
+
+#: Their tables describe torch's functions, and must go on doing so.
+_LEFT_ALONE = ("torch", "hmpx", "functorch")
+
+#: What torch imports and knows nothing of torch: half of all names in a process, so half of the time.
+_WITHOUT_TORCH = ("mpmath", "numpy", "sympy")
+
+#: Not their subclasses, whose methods may do more than get and set; and no data.
+_CONTAINERS = frozenset({dict, list, collections.OrderedDict})
+_DATA = frozenset({str, bytes, int, float, bool, type(None)})
+_ATOMS = _DATA | {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, tuple, frozenset}
+_LONGEST = 1000
+
+
+def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
+    """Yields what rebinds each name to its wrapper.
+
+    Args:
+        replacements: ``id`` of a function of torch -> its wrapper.
+    """
+    seen: set[int] = set()
+    for module in _modules().values():
+        held = names_of(module)
+        names = list(held.items())
+        if not replacements.keys().isdisjoint(map(id, held.values())):
+            for key, value in names:
+                if id(value) in replacements:
+                    yield Patch(module, key, replacements[id(value)], is_foreign=True)
+        for key, value in names:
+            kind = type(value)
+            if kind in _ATOMS:  # most are
+                continue
+            if kind in _CONTAINERS:
+                if id(value) not in seen:
+                    seen.add(id(value))
+                    yield from _item_patches(value, replacements)
+            elif kind is functools.partial:
+                if id(value.func) in replacements:
+                    function = replacements[id(value.func)]
+                    partial = functools.partial(function, *value.args, **value.keywords)
+                    yield Patch(module, key, partial, is_foreign=True)
+            elif issubclass(kind, type) and "__torch_function__" in vars(value):
+                for table in list(vars(value).values()):
+                    yield from _table_patches(table, replacements)
+                    for inner in list(table.values()) if type(table) is dict else ():
+                        yield from _table_patches(inner, replacements)
+
+
+def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
+    """Yields where `patches` does not reach: class attributes, defaults, closures, deeper tables.
+
+    Args:
+        originals: The functions of torch to look for.
+        depth: How many steps from a module's globals to look.
+
+    Yields:
+        A dotted path such as ``package.module.Block.forward(activation=)``, and the function there.
+    """
+    seen: set[int] = set()
+    yield from _found(originals, list(_modules().items()), depth, seen)
+    yield from held_by_models(originals, seen)
+
+
+def held_by_models(
+    originals: Collection[Any], seen: Collection[int] = ()
+) -> Iterator[tuple[str, Any]]:
+    """Yields what instances of `torch.nn.Module` hold: as attributes, in partials, lists and dicts.
+
+    Args:
+        originals: The functions of torch to look for.
+        seen: Addresses of instances to leave aside.
+
+    Yields:
+        A path such as ``package.module.Block().activation``, once for all instances of a class, and
+        the function there.
+    """
+    said: set[str] = set()
+    for path, function in _found(originals, _models(seen), 5, set()):
+        if path not in said:
+            said.add(path)
+            yield path, function
+
+
+def _models(seen: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
+    """Returns the instances of `torch.nn.Module` that live in this process, named by their class."""
+    kinds: set[type] = {torch.nn.Module}
+    left = [torch.nn.Module]
+    while left:
+        new = set(type.__subclasses__(left.pop())) - kinds
+        kinds |= new
+        left.extend(new)
+    living = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in seen]
+    return [(f"{type(m).__module__}.{type(m).__qualname__}()", m) for m in living]
+
+
+def _found(
+    originals: Collection[Any], paths: list[tuple[str, Any]], depth: int, seen: set[int]
+) -> Iterator[tuple[str, Any]]:
+    """Yields the paths to functions among ``originals``, from ``paths`` on; adds what it sees to ``seen``."""
+    wanted = {id(original) for original in originals}
+    for _ in range(depth):
+        inner: list[tuple[str, Any]] = []
+        for path, value in paths:
+            if id(value) in wanted:
+                yield path, value
+            elif id(value) not in seen and type(value) not in _DATA:
+                seen.add(id(value))
+                inner.extend(_parts(path, value))
+        paths = inner
+
+
+def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    """Yields the paths and values that are one step from ``value``; runs no code of its class."""
+    kind = type(value)
+    if kind is types.FunctionType:
+        if "__hmpx_site__" not in vars(value):  # not a wrapper
+            yield from _function_parts(path, value)
+    elif kind in (types.MethodType, staticmethod, classmethod):
+        yield path, value.__func__
+    elif kind is functools.partial:
+        yield from ((f"{path}.func", value.func), (f"{path}.args", value.args))
+        yield f"{path}.keywords", value.keywords
+    elif kind in _CONTAINERS or kind is tuple:
+        if len(value) <= _LONGEST:
+            items = enumerate(value) if kind in (list, tuple) else value.items()
+            for key, item in list(items):
+                shown = repr(key) if type(key) in _DATA else f"<{type(key).__name__}>"
+                yield f"{path}[{shown}]", item
+    else:
+        yield from _attributes(path, value)
+
+
+def _function_parts(path: str, function: types.FunctionType) -> Iterator[tuple[str, Any]]:
+    code = function.__code__
+    names, defaults = code.co_varnames[: code.co_argcount], function.__defaults__ or ()
+    # Decorators may give a function more defaults than it has parameters.
+    for name, default in zip(reversed(names), reversed(defaults), strict=False):
+        yield f"{path}({name}=)", default
+    for name, default in (function.__kwdefaults__ or {}).items():
+        yield f"{path}({name}=)", default
+    for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
+        with contextlib.suppress(ValueError):  # an empty cell
+            yield f"{path}<{name}>", cell.cell_contents
+
+
+def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
+    if issubclass(type(value), type) and _is_left_alone(str(vars(value).get("__module__", ""))):
+        return
+    if issubclass(type(value), types.ModuleType) and value.__name__ != path:
+        return  # it is looked at under its own name
+    try:
+        attributes = object.__getattribute__(value, "__dict__")
+    except AttributeError:  # slots only
+        return
+    for name, attribute in list(attributes.items()):
+        yield f"{path}.{name}", attribute
+
+
+def _modules() -> dict[str, types.ModuleType]:
+    """Returns the loaded modules that may hold functions of torch, each once, by the names they go by.
+
+    Not torch's own and hmpx's, nor those of Python and of libraries that know nothing of torch.
+    """
+    found: dict[int, tuple[str, types.ModuleType]] = {}
+    for name, module in list(sys.modules.items()):
+        is_module = type(name) is str and issubclass(type(module), types.ModuleType)
+        if is_module and not (_is_left_alone(name) or _knows_no_torch(name, module)):
+            found.setdefault(id(module), (name, module))
+    return dict(found.values())
+
+
+def _is_left_alone(name: str) -> bool:
+    return name.partition(".")[0] in _LEFT_ALONE
+
+
+def _knows_no_torch(name: str, module: types.ModuleType) -> bool:
+    top = name.partition(".")[0]
+    if top in _WITHOUT_TORCH:
+        return True
+    if top not in sys.stdlib_module_names:
+        return False
+    file = vars(module).get("__file__")  # a script's own module may be called as one of Python's
+    return type(file) is str and file.startswith(_PYTHONS) and not file.startswith(_INSTALLED)
+
+
+def _folders(*kinds: str) -> tuple[str, ...]:
+    return tuple(sysconfig.get_path(kind) + os.sep for kind in kinds)
+
+
+_PYTHONS, _INSTALLED = _folders("stdlib", "platstdlib"), _folders("purelib", "platlib")
+
+
+def forget_overrides() -> None:
+    """Makes `torch.overrides` list torch's functions anew: by them classes tell what they are handed."""
+    for name in ("_get_overridable_functions", "_get_tensor_methods"):
+        cached: Any = getattr(torch.overrides, name, None)
+        if hasattr(cached, "cache_clear"):
+            cached.cache_clear()
+
+
+def _item_patches(
+    container: dict[Any, Any] | list[Any], replacements: Mapping[int, Any]
+) -> Iterator[ItemPatch]:
+    if len(container) > _LONGEST:
+        return
+    values = container.values() if isinstance(container, dict) else container
+    if not replacements.keys().isdisjoint(map(id, values)):
+        items = list(container.items() if isinstance(container, dict) else enumerate(container))
+        for key, value in items:
+            if id(value) in replacements:
+                yield ItemPatch(container, key, replacements[id(value)], is_foreign=True)
+    yield from _table_patches(container, replacements)
+
+
+def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[ItemPatch]:
+    """Yields what puts a wrapper beside each key that is a function of torch."""
+    if type(table) not in _CONTAINERS or isinstance(table, list) or len(table) > _LONGEST:
+        return
+    if replacements.keys().isdisjoint(map(id, table)):
+        return
+    for key, value in list(table.items()):
+        wrapper = replacements.get(id(key))
+        if wrapper is not None and wrapper not in table:
+            yield ItemPatch(table, wrapper, replacements.get(id(value), value), is_foreign=True)

@@ -1,0 +1,284 @@
+"""Where ops of other libraries are called: slots in loaded modules, and those in modules to come.
+
+A function is replaced in the module or class that holds it, an operator of `torch.library` where its
+object keeps what it calls, which no reference to it goes past. Modules that are imported later, and
+operators that are defined later, are told of. Knows neither policies nor casts.
+"""
+
+from __future__ import annotations
+
+import functools
+import importlib.abc
+import importlib.machinery
+import sys
+import types
+from collections.abc import Callable, Collection, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from .. import ops
+from ..ops import OPERATORS, Found
+from ..patching import ABSENT, Change, Draft, EntryPatch, Patch
+from ..torch_internals import (
+    OPERATORS_MODULE,
+    REFRESH_PACKET,
+    TOGGLE_DISPATCH,
+    OpNamespace,
+    OpOverload,
+    OpOverloadPacket,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One slot with a callable of an op.
+
+    Attributes:
+        qualified: Its dotted name.
+        owner: What has the slot: a module, a class, or an operator.
+        attribute: Name of the slot.
+        function: The callable.
+        parameters: What its arguments are.
+        writes: Those that it writes to.
+        in_place: It writes to its first argument.
+        binding: Class of what the slot holds around the callable: of methods, perhaps `classmethod`.
+    """
+
+    qualified: str
+    owner: Any
+    attribute: str
+    function: Callable[..., Any]
+    parameters: ops.Parameters
+    writes: tuple[str, ...] = ()
+    in_place: bool = False
+    binding: Callable[[Any], Any] | None = None
+    is_python = True
+
+    def holding(self, wrapper: Callable[..., Any]) -> Patch:
+        """Returns the patch that puts ``wrapper`` into the slot."""
+        value: Any = wrapper
+        if isinstance(self.owner, (OpOverload, OpOverloadPacket)):
+            value = _Call(wrapper, self.function)
+        elif self.binding is not None:
+            value = self.binding(wrapper)
+        # torch refreshes operators, and modules are reloaded: their slots are not ours alone.
+        return Patch(self.owner, self.attribute, value, stays_idle=True, is_foreign=True)
+
+
+class _Call:
+    """What an operator's object calls instead of the kernels: it is hashed by that."""
+
+    def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
+        self._wrapper, self._original = wrapper, original
+
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self._wrapper(*args, **kwargs)
+
+    def __hash__(self) -> int:
+        return hash(self._original)
+
+    def __eq__(self, other: object) -> bool:
+        return self is other or self._original == other
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._original, name)
+
+
+def foreign_sites_of(name: str, draft: Draft) -> Iterator[Site]:
+    """Yields the slots of the op ``name``; none while its module is not loaded.
+
+    Args:
+        name: Dotted name.
+        draft: Where modules are as they would be without a conversion.
+    """
+    found = ops.find_foreign(name)
+    if found is None or ops.why_not(name, found):
+        return
+    operator = ops.operator_of(found.value)
+    if operator is not None:
+        yield from _operator_sites(operator.overloadpacket, draft)
+    elif isinstance(found.value, OpOverloadPacket):
+        yield from _operator_sites(found.value, draft)
+    elif isinstance(found.value, OpOverload):
+        yield from _operator_sites(found.value.overloadpacket, draft)
+    else:
+        yield _function_site(name, found, draft)
+
+
+def _function_site(name: str, found: Found, draft: Draft) -> Site:
+    holders = found.owner.__mro__ if isinstance(found.owner, type) else (found.owner,)
+    values = (draft.read(Patch(holder, found.attribute, None)) for holder in holders)
+    value = next(value for value in values if value is not ABSENT)
+    binding = type(value) if isinstance(value, (classmethod, staticmethod)) else None
+    function = value if binding is None else value.__func__
+    if isinstance(value, types.ClassMethodDescriptorType):  # C's, which is called with the class
+        binding = classmethod
+    if isinstance(found.owner, type) and isinstance(value, types.BuiltinFunctionType):
+        binding = staticmethod
+    parameters = ops.python_parameters(function)
+    is_in_place = name.endswith("_") and not name.endswith("__")
+    target = parameters.names[:1] if is_in_place else ()
+    return Site(
+        name,
+        found.owner,
+        found.attribute,
+        function,
+        parameters,
+        writes=target,
+        in_place=is_in_place,
+        binding=binding,
+    )
+
+
+def is_renewed(patch: Change) -> bool:
+    """Whether torch itself has put another function where ``patch`` has put one: into an operator."""
+    is_of_operator = isinstance(getattr(patch, "owner", None), (OpOverload, OpOverloadPacket))
+    return is_of_operator and patch.read() is not patch.value
+
+
+def _operator_sites(packet: OpOverloadPacket[..., Any], draft: Draft) -> Iterator[Site]:
+    names = [each or "default" for each in packet._overload_names]
+    overloads: list[OpOverload] = [getattr(packet, each) for each in names]
+    schemas = [overload._schema for overload in overloads]
+    base = f"{OPERATORS}.{packet!s}"
+    yield _operator_site(base, packet, schemas, draft)
+    for overload, schema in zip(overloads, schemas, strict=True):
+        yield _operator_site(f"{base}.{overload._overloadname}", overload, [schema], draft)
+
+
+def _operator_site(qualified: str, owner: Any, schemas: list[Any], draft: Draft) -> Site:
+    longest = max(schemas, key=lambda schema: len(schema.arguments)).arguments
+    arguments = [argument for schema in schemas for argument in schema.arguments]
+    tensors = {a.name for a in arguments if "Tensor" in str(a.type)}
+    written = {a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write}
+    names = tuple([argument.name for argument in longest])
+    parameters = ops.Parameters(
+        names,
+        {position: "A" for position, name in enumerate(names) if name in tensors},
+        0,
+        frozenset({a.name for a in arguments} - tensors),
+    )
+    return Site(
+        qualified,
+        owner,
+        "_op",
+        draft.read(Patch(owner, "_op", None)),
+        parameters,
+        writes=tuple([name for name in names if name in written]),
+    )
+
+
+# --- what is yet to come -----------------------------------------------------------------------
+
+
+def following(
+    names: Collection[str], draft: Draft, follow: Callable[[Collection[str], object], None]
+) -> Iterator[Change]:
+    """Yields what has ``follow`` called when modules are imported, or operators made.
+
+    Args:
+        names: Dotted names of ops.
+        draft: Where torch is as it would be without a conversion.
+        follow: Takes the names that may be found now, and the module that was imported.
+    """
+    by_module: dict[str, list[str]] = {}
+    operators = {name for name in names if name.startswith(f"{OPERATORS}.")}
+    for name in names:
+        if name not in operators:
+            for module in ops.modules_of(name):
+                by_module.setdefault(module, []).append(name)
+    if by_module:
+        yield EntryPatch(sys.meta_path, _Finder(by_module, follow))
+    if operators:
+        yield from _following_operators(operators, draft, follow)
+
+
+def _following_operators(
+    names: set[str], draft: Draft, follow: Callable[[Collection[str], object], None]
+) -> Iterator[Change]:
+    namespace: Any = OpNamespace
+    make = draft.attribute(namespace, "__getattr__")
+
+    @functools.wraps(make)
+    def make_followed(self: Any, op_name: str) -> Any:
+        packet = make(self, op_name)
+        name = f"{OPERATORS}.{self.name}.{op_name}"
+        if name in names:
+            follow([name], None)
+        return packet
+
+    yield Patch(namespace, "__getattr__", make_followed)
+    if hasattr(OpOverload, TOGGLE_DISPATCH):
+        toggle = draft.attribute(OpOverload, TOGGLE_DISPATCH)
+
+        @functools.wraps(toggle)
+        def toggle_followed(self: Any, *args: Any, **kwargs: Any) -> None:
+            toggle(self, *args, **kwargs)
+            name = f"{OPERATORS}.{self.overloadpacket}"
+            if name in names:
+                follow([name], None)
+
+        yield Patch(OpOverload, TOGGLE_DISPATCH, toggle_followed)
+    if not hasattr(OPERATORS_MODULE, REFRESH_PACKET):  # another torch's
+        return
+    refresh = draft.attribute(OPERATORS_MODULE, REFRESH_PACKET)
+
+    @functools.wraps(refresh)
+    def refresh_followed(packet: Any) -> None:
+        refresh(packet)
+        name = f"{OPERATORS}.{packet}"
+        if name in names:
+            follow([name], None)
+
+    yield Patch(OPERATORS_MODULE, REFRESH_PACKET, refresh_followed)
+
+
+class _Finder(importlib.abc.MetaPathFinder):
+    """Has the other finders find modules, and sees to some of them once they are executed."""
+
+    def __init__(
+        self,
+        by_module: dict[str, list[str]],
+        follow: Callable[[Collection[str], object], None],
+    ) -> None:
+        self._by_module, self._follow = by_module, follow
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the spec of a module whose functions are waited for; None for any other."""
+        names = self._by_module.get(fullname)
+        if names is None:
+            return None
+        for finder in list(sys.meta_path):
+            find = None if finder is self else getattr(finder, "find_spec", None)
+            spec = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    spec.loader = _Loader(spec.loader, functools.partial(self._follow, names))
+                return spec  # type: ignore[no-any-return]
+        return None
+
+
+class _Loader(importlib.abc.Loader):
+    """Loads a module as another loader does, which the module will know of alone."""
+
+    def __init__(self, loader: Any, action: Callable[[object], None]) -> None:
+        self._loader, self._action = loader, action
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
+        """Returns what the other loader makes."""
+        return self._loader.create_module(spec)  # type: ignore[no-any-return]
+
+    def exec_module(self, module: types.ModuleType) -> None:
+        """Executes the module, and then does what is to be done."""
+        spec = module.__spec__
+        if spec is not None and spec.loader is self:
+            spec.loader = self._loader
+        if getattr(module, "__loader__", None) is self:
+            module.__loader__ = self._loader
+        self._loader.exec_module(module)
+        self._action(module)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._loader, name)

@@ -1,0 +1,71 @@
+"""Pickle stores a function by name, and refuses one that is not what it finds under that name.
+
+So are wrappers that models kept after `revert`, which get names here, and builtins of torch that
+models kept from before `convert`, which are stored by what is in their slot. Knows no dtypes.
+"""
+
+from __future__ import annotations
+
+import copyreg
+import dataclasses
+import itertools
+import pkgutil
+import types
+import weakref
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+from ..patching import ABSENT, Draft, ItemPatch
+
+_retired: Final[weakref.WeakValueDictionary[str, Callable[..., Any]]] = (
+    weakref.WeakValueDictionary()
+)
+_numbers: Final = itertools.count(1)
+
+
+def retired_name(wrapper: Callable[..., Any], site: str) -> tuple[str, str]:
+    """Returns this module and a name in it for ``wrapper``, once in the slot called ``site``.
+
+    Another process finds there what is in that slot.
+    """
+    name = f"{site.replace('.', ':')}#{next(_numbers)}"
+    _retired[name] = wrapper
+    return __name__, name
+
+
+def retired() -> list[Callable[..., Any]]:
+    """Returns the wrappers of earlier conversions that somebody kept."""
+    return list(_retired.values())
+
+
+def __getattr__(name: str) -> Any:
+    if name in _retired:
+        return _retired[name]
+    site, separator, _ = name.partition("#")
+    if not separator:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return pkgutil.resolve_name(site.replace(":", "."))
+
+
+def pickle_patch(originals: Iterable[Callable[..., Any]], draft: Draft) -> ItemPatch:
+    """Returns the patch that lets pickle store those ``originals`` that are builtins of a module.
+
+    Args:
+        originals: Functions of torch.
+        draft: Where `copyreg` is as it would be without a conversion.
+    """
+    names = {
+        id(original): f"{original.__module__}:{original.__qualname__}"
+        for original in originals
+        if isinstance(getattr(original, "__self__", None), types.ModuleType)
+    }
+    slot = ItemPatch(copyreg.dispatch_table, types.BuiltinFunctionType, None)
+    before = draft.read(slot)
+
+    def reduce(function: types.BuiltinFunctionType) -> Any:
+        if id(function) in names:
+            return pkgutil.resolve_name, (names[id(function)],)
+        return function.__reduce__() if before is ABSENT else before(function)
+
+    # Beneath somebody else's, the names that it gives go on being right.
+    return dataclasses.replace(slot, value=reduce, stays_idle=True)

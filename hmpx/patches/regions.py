@@ -1,0 +1,302 @@
+"""Places in torch that must know whether casts are on, or in which they are off without being asked.
+
+Printing shows values as they are, the arithmetic of optimizers, of loss scaling and of clipping
+gradients is not cast, a checkpointed forward is recomputed in the on/off state that it first ran in,
+and modules that look at dtypes before their ops run leave that to the ops. torch.jit.script sees torch
+as it was. Knows neither ops nor policies.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+import torch.backends.mha
+import torch.utils.checkpoint
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from ..errors import CheckpointError, HmpxWarning
+from ..patching import Draft, Patch
+from ..torch_internals import CHECKPOINT_GENERATOR, CLIPPING, PREPARE_STEP, has_hooked_step
+from ..torch_state import (
+    as_training,
+    conversion,
+    disable_casts,
+    is_off,
+    is_training,
+    keeps_kind,
+    keeps_place,
+    keeps_state,
+)
+from . import autocast_regions
+
+
+def region_patches(
+    draft: Draft,
+    add: Callable[[Patch], None],
+    run_suspended: Callable[..., Any],
+    low_dtype: torch.dtype | None,
+) -> Iterator[Patch]:
+    """Yields the patches that make these regions.
+
+    Args:
+        draft: Where torch is as it would be without a conversion.
+        add: Applies one more patch while these are in force: for classes of optimizers and of loss
+            scalers that are prepared only when the first of their instances is made.
+        run_suspended: Calls a function without any of the conversion's patches.
+        low_dtype: The conversion's low-precision type; None where that is no dtype of torch.
+    """
+    represent = draft.attribute(torch.Tensor, "__repr__")
+    yield Patch(torch.Tensor, "__repr__", disable_casts()(represent))
+    yield from _optimizer_patches(draft, add)
+    yield from _scaler_patches(draft, add)
+    for cell in CLIPPING:
+        clip = draft.read(Patch(cell, "cell_contents", None))
+        yield Patch(cell, "cell_contents", disable_casts()(clip), stays_idle=True)
+    yield from _checkpoint_patches(draft)
+    yield from _module_patches(draft)
+    yield from autocast_regions.patches(draft, low_dtype)
+    script = draft.attribute(torch.jit, "script")
+    yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
+
+
+# --- optimizers --------------------------------------------------------------------------------
+
+
+def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
+    for optimizer_class in _subclasses(Optimizer):
+        if has_hooked_step(optimizer_class):
+            yield _step_patch(optimizer_class, draft.attribute(optimizer_class, "step"))
+    patch_step_function = draft.attribute(Optimizer, PREPARE_STEP)
+
+    @functools.wraps(patch_step_function)
+    def prepare(self: Optimizer) -> None:
+        had_hooked_step = has_hooked_step(type(self))
+        patch_step_function(self)
+        if not had_hooked_step and has_hooked_step(type(self)):
+            add(_step_patch(type(self), vars(type(self))["step"]))
+
+    yield Patch(Optimizer, PREPARE_STEP, prepare)
+
+
+def _step_patch(optimizer_class: type[Optimizer], step: Callable[..., Any]) -> Patch:
+    # torch.compile patches the steps of some classes too, whenever it is first used.
+    return Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
+
+
+def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``step`` with casts off, but for the closure, which is the user's forward."""
+
+    @functools.wraps(step)
+    def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
+        args = tuple(keeps_state(a) if _is_closure(a) else a for a in args)
+        if callable(kwargs.get("closure")):
+            kwargs["closure"] = keeps_state(kwargs["closure"])
+        with disable_casts():
+            return step(self, *args, **kwargs)
+
+    return wrapper
+
+
+def _is_closure(argument: object) -> bool:
+    return callable(argument) and not isinstance(argument, Optimizer)
+
+
+def _subclasses(parent: type[Any]) -> Iterator[type[Any]]:
+    for child in type.__subclasses__(parent):
+        yield child
+        yield from _subclasses(child)
+
+
+# --- loss scaling ------------------------------------------------------------------------------
+
+#: What a program calls of a loss scaler.
+_SCALING: Final = tuple(
+    name
+    for name, value in vars(GradScaler).items()
+    if isinstance(value, types.FunctionType) and not name.startswith("_")
+)
+
+
+def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
+    """Patches torch's loss scaler and all classes derived from it, those to come as well.
+
+    A scale of 65,536 is infinite in float16.
+    """
+    patched: weakref.WeakSet[type[GradScaler]] = weakref.WeakSet(
+        [GradScaler, *_subclasses(GradScaler)]
+    )
+    for scaler_class in list(patched):
+        yield from _scaling_patches(scaler_class, draft)
+    init = draft.attribute(GradScaler, "__init__")
+
+    @functools.wraps(init)
+    def prepare(self: GradScaler, *args: Any, **kwargs: Any) -> None:
+        for scaler_class in type(self).__mro__:
+            if issubclass(scaler_class, GradScaler) and scaler_class not in patched:
+                patched.add(scaler_class)
+                for patch in _scaling_patches(scaler_class, Draft()):
+                    add(patch)
+        init(self, *args, **kwargs)
+
+    yield Patch(GradScaler, "__init__", prepare)
+
+
+def _scaling_patches(scaler_class: type[GradScaler], draft: Draft) -> Iterator[Patch]:
+    for name in _SCALING:
+        method = draft.read(Patch(scaler_class, name, None))
+        if isinstance(method, types.FunctionType):
+            wrapper = _scale_without_casts(method) if name == "scale" else _without_casts(method)
+            yield Patch(scaler_class, name, wrapper, stays_idle=True)
+
+
+def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns ``scale`` with casts off, but for losses that are computed only as it goes along."""
+
+    @functools.wraps(scale)
+    def wrapper(self: GradScaler, outputs: Any) -> Any:
+        if isinstance(outputs, Iterator):
+            outputs = iter(keeps_state(outputs.__next__), _NO_LOSS)
+        with disable_casts():
+            scaled = scale(self, outputs)
+        if isinstance(scaled, Iterator):
+            return iter(disable_casts()(scaled.__next__), _NO_LOSS)
+        return scaled
+
+    return wrapper
+
+
+_NO_LOSS: Final = object()
+
+
+# --- checkpoints -------------------------------------------------------------------------------
+
+
+def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
+    """Patches what `torch.utils.checkpoint.checkpoint` calls, so that early imports of it count."""
+    module = torch.utils.checkpoint
+    forward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "forward")
+    backward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "backward")
+    generator = draft.attribute(module, CHECKPOINT_GENERATOR)
+    apply = draft.read(Patch(torch.autograd.Function, "apply", None))
+
+    # A class method's descriptor: since torch 2.14 C's, which is called with the class.
+    apply_to = getattr(apply, "__func__", apply)
+    apply_as_training = as_training(apply_to)
+
+    @functools.wraps(forward)
+    def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
+        setattr(ctx, _NOTED, True)
+        return forward(ctx, _as_it_runs_here(run_function), *args)
+
+    @functools.wraps(backward)
+    def reentrant_backward(ctx: Any, *args: Any) -> Any:
+        if hasattr(ctx, _NOTED):
+            return backward(ctx, *args)
+        with disable_casts():  # its forward ran before convert
+            return backward(ctx, *args)
+
+    @functools.wraps(generator)
+    def non_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        return generator(_as_it_runs_here(fn), *args, **kwargs)
+
+    @functools.wraps(apply_to)
+    def counting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
+        # Its forward records no gradients; its backward may run the same again, recording.
+        run = apply_as_training if is_training() else apply_to
+        return run(cls, *args, **kwargs)
+
+    yield Patch(module.CheckpointFunction, "forward", staticmethod(reentrant))
+    yield Patch(module.CheckpointFunction, "backward", staticmethod(reentrant_backward))
+    yield Patch(module, CHECKPOINT_GENERATOR, non_reentrant)
+    yield Patch(torch.autograd.Function, "apply", classmethod(counting))
+
+
+#: Attribute of a reentrant checkpoint's context, if its forward ran under a conversion.
+_NOTED: Final = "_hmpx_noted"
+
+
+def _as_it_runs_here(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a checkpoint's ``function`` such that it runs again as in its forward, or not at all."""
+    again = keeps_place(keeps_state(keeps_kind(function)))
+    if is_off():
+        return again
+    its_own = conversion()
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if conversion() != its_own:
+            raise CheckpointError(
+                f"the checkpoint of {getattr(function, '__qualname__', type(function).__qualname__)} "
+                "can't be recomputed: the conversion that its forward ran under was reverted or "
+                "replaced, or its rules have changed, so the values would differ from those of the "
+                "forward. Call backward() before hmpx.revert(), another hmpx.convert() or a change "
+                "of rules"
+            )
+        return again(*args, **kwargs)
+
+    return wrapper
+
+
+# --- modules -----------------------------------------------------------------------------------
+
+
+def _module_patches(draft: Draft) -> Iterator[Patch]:
+    """Patches what decides by dtypes before any op is called."""
+    get_fastpath_enabled = draft.attribute(torch.backends.mha, "get_fastpath_enabled")
+
+    @functools.wraps(get_fastpath_enabled)
+    def only_where_casts_are_off() -> bool:
+        # The inference fast path of TransformerEncoder and MultiheadAttention is one fused kernel,
+        # which no list names.
+        return is_off() and get_fastpath_enabled()
+
+    yield Patch(torch.backends.mha, "get_fastpath_enabled", only_where_casts_are_off)
+    rnn_base = torch.nn.RNNBase
+    check_input = draft.attribute(rnn_base, "check_input")
+
+    @functools.wraps(check_input)
+    def check_but_for_casts(self: torch.nn.RNNBase, *args: Any, **kwargs: Any) -> None:
+        # An input of another dtype than the weights is an error there, unless autocast is on. The
+        # check calls no op, so that nothing is cast by autocast.
+        was_enabled = torch.is_autocast_enabled("cpu")
+        torch.set_autocast_enabled("cpu", was_enabled or not is_off())
+        try:
+            check_input(self, *args, **kwargs)
+        finally:
+            torch.set_autocast_enabled("cpu", was_enabled)
+
+    yield Patch(rnn_base, "check_input", check_but_for_casts)
+
+
+# --- TorchScript -------------------------------------------------------------------------------
+
+
+def _scripting_uncast(
+    script: Callable[..., Any], run_suspended: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `torch.jit.script` such that it sees torch's own functions: it takes no others."""
+    has_warned = False
+
+    @functools.wraps(script)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_warned
+        is_by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+        if not has_warned and not is_by_torch:
+            has_warned = True
+            warnings.warn(
+                "torch.jit.script takes torch's own functions only: what it scripts is not cast. "
+                "Use torch.jit.trace or torch.export to have the casts in the graph",
+                HmpxWarning,
+                stacklevel=2,
+            )
+        return run_suspended(script, *args, **kwargs)
+
+    return wrapper

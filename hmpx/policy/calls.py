@@ -1,0 +1,108 @@
+"""What a rule may know of a call, and what it answers: data, and the shape of the function.
+
+Knows neither where calls come from nor who asks.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, Final, Protocol
+
+import torch
+
+from ..places import Place
+from .decisions import CastPolicy, Decision
+
+Verdict = Decision | CastPolicy | None
+
+#: What a rule may look at, and so what its verdicts depend on.
+FIELDS: Final = ("shapes", "dtypes", "devices", "kwargs", "place")
+
+
+class Call:
+    """What a rule may know of a call: never the values in its tensors.
+
+    Tensors are listed in the order of the op's parameters, also those in lists.
+
+    Attributes:
+        op: Op name.
+    """
+
+    __slots__ = ("_read", "_values", "op")
+
+    def __init__(self, op: str, values: Mapping[str, Any], read: set[str]) -> None:
+        """Is called by hmpx only.
+
+        Args:
+            op: Op name.
+            values: Name in `FIELDS` -> value; for the place, a function that returns it.
+            read: Takes the names of the fields that are looked at.
+        """
+        self.op, self._values, self._read = op, values, read
+
+    def _get(self, field: str) -> Any:
+        self._read.add(field)
+        return self._values[field]
+
+    @property
+    def shapes(self) -> tuple[torch.Size, ...]:
+        """Shapes of the tensors."""
+        return self._get("shapes")  # type: ignore[no-any-return]
+
+    @property
+    def dtypes(self) -> tuple[torch.dtype, ...]:
+        """Dtypes of the tensors, before any cast."""
+        return self._get("dtypes")  # type: ignore[no-any-return]
+
+    @property
+    def devices(self) -> tuple[torch.device, ...]:
+        """Devices of the tensors."""
+        return self._get("devices")  # type: ignore[no-any-return]
+
+    @property
+    def device(self) -> str | None:
+        """Device type of the first tensor, such as ``"cuda"``; None if there is none."""
+        return self.devices[0].type if self.devices else None
+
+    @property
+    def kwargs(self) -> Mapping[str, Any]:
+        """The arguments that are no tensors, however they were given, by name: ``{"stride": 2}``.
+
+        Numbers, strings, dtypes, and tuples of these; lists are tuples here.
+        """
+        return self._get("kwargs")  # type: ignore[no-any-return]
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the innermost running module: ``"encoder.layer.3.attention"``.
+
+        As the outermost running module's ``named_modules`` gives it; ``""`` for that module itself,
+        and outside of any.
+        """
+        return self._place().path
+
+    @property
+    def module_class(self) -> str:
+        """Class name of that module; ``""`` outside of any."""
+        classes = self._place().classes
+        return classes[-1] if classes else ""
+
+    @property
+    def module_classes(self) -> tuple[str, ...]:
+        """Class names of all running modules, the outermost first."""
+        return self._place().classes
+
+    @property
+    def training(self) -> bool | None:
+        """Whether that module is in training mode; None outside of any."""
+        return self._place().training
+
+    def _place(self) -> Place:
+        return self._get("place")()  # type: ignore[no-any-return]
+
+
+class Rule(Protocol):
+    """Something that decides one op's calls."""
+
+    def __call__(self, call: Call, /) -> Verdict:
+        """Returns what is done; None leaves it to the next rule, and then to the lists."""

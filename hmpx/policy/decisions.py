@@ -1,0 +1,152 @@
+"""What can be decided for an op: the `CastPolicy`, and the types it computes and ends in.
+
+Knows neither ops nor where decisions come from.
+"""
+
+from __future__ import annotations
+
+import enum
+from dataclasses import dataclass, field, fields
+from typing import Final, Literal
+
+import torch
+
+from .. import arguments, number_formats, tensors
+from ..arguments import is_a
+from ..errors import OptionError, shown, suggestion
+from ..number_formats import FORMATS, Format
+
+#: What low precision may be: a dtype of torch, or a number format, which is emulated.
+LowType = torch.dtype | Format
+
+
+class CastPolicy(enum.Enum):
+    """What is done with the inputs of an op."""
+
+    LOW = "low"  #: every eligible input -> the low-precision dtype
+    FP32 = "fp32"  #: every bfloat16 or float16 input -> float32
+    WIDEST = "widest"  #: all floating inputs -> the widest dtype among them
+    FOLLOW = "follow"  #: nothing if all have one low-precision dtype; else all -> float32
+    FIRST = "first"  #: the other eligible inputs -> the dtype of the first floating one
+    PASS = "pass"  #: nothing
+
+
+#: An output dtype: that of the call's first floating input, as it was given.
+INPUT: Final = "input"
+
+OutputType = torch.dtype | Literal["input"]
+
+#: As TVM's mixed-precision pass calls them.
+ALLOW: Final = CastPolicy.LOW
+FOLLOW: Final = CastPolicy.FOLLOW
+DENY: Final = CastPolicy.FP32
+
+
+@dataclass(frozen=True, slots=True)
+class Decision:
+    """What is done with one op.
+
+    Attributes:
+        cast_policy: The rule for its inputs.
+        dtype: The dtype that `CastPolicy.LOW` and `CastPolicy.FP32` cast to, or the number format
+            that `CastPolicy.LOW` rounds to; None for the others, and for the low-precision type of
+            the policy.
+        accumulate_dtype: The op computes in it: inputs, rounded as ever, are raised to it first.
+            None: as its kernel for the inputs' dtype does.
+        output_dtype: Floating outputs are cast to it; ``"input"``: to the dtype that the first
+            floating input was given in. None: the inputs' dtype.
+        reason: Where it comes from: ``"my_bf16.txt:3"``. Not part of equality.
+
+    Raises:
+        OptionError: A value is none of these.
+    """
+
+    cast_policy: CastPolicy
+    dtype: LowType | None = None
+    accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
+    output_dtype: OutputType | None = field(default=None, kw_only=True)
+    reason: str = field(default="", compare=False, kw_only=True)
+
+    def __post_init__(self) -> None:
+        if not is_a(self.cast_policy, CastPolicy):
+            raise OptionError(
+                "a decision's policy must be hmpx.ALLOW, FOLLOW or DENY, or another "
+                f"hmpx.CastPolicy, not {shown(self.cast_policy)}"
+            )
+        if self.dtype is not None:
+            self._check_dtype()
+        for name in ("accumulate_dtype", "output_dtype"):
+            value = getattr(self, name)
+            if name == "output_dtype" and is_a(value, str) and value == INPUT:
+                if is_a(self.dtype, FORMATS):
+                    raise OptionError(
+                        "output_dtype 'input' is for dtypes; what a number format computes is "
+                        "rounded to it"
+                    )
+                continue
+            if value is not None and not (is_a(value, torch.dtype) and value in tensors.COMPUTED):
+                known = ", ".join(str(dtype) for dtype in tensors.COMPUTED)
+                raise OptionError(f"{name} must be one of {known}, not {shown(value)}")
+        if self.cast_policy is CastPolicy.PASS and self.is_composed:
+            raise OptionError("an op that is left alone has no accumulate_dtype or output_dtype")
+        object.__setattr__(self, "reason", arguments.text("reason", self.reason))
+
+    def _check_dtype(self) -> None:
+        if self.cast_policy is CastPolicy.LOW and is_a(self.dtype, FORMATS):
+            return
+        allowed: tuple[torch.dtype, ...] = {
+            CastPolicy.LOW: tensors.LOW_PRECISION,
+            CastPolicy.FP32: (torch.float32,),
+        }.get(self.cast_policy, ())
+        if not is_a(self.dtype, torch.dtype) or self.dtype not in allowed:
+            kinds = " or ".join(map(str, allowed)) or "left out"
+            if self.cast_policy is CastPolicy.LOW:
+                kinds += " or an hmpx.formats format"
+            raise OptionError(
+                f"dtype of {self.cast_policy.name} must be {kinds}, not {shown(self.dtype)}"
+            )
+
+    def __repr__(self) -> str:
+        shown = {field.name: getattr(self, field.name) for field in fields(self)}
+        for name in ("accumulate_dtype", "output_dtype"):
+            if shown[name] is None:
+                del shown[name]
+        return f"Decision({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def returns_input_dtype(self) -> bool:
+        """Whether floating outputs are cast to the dtype that the first input was given in."""
+        return self.output_dtype == INPUT
+
+    @property
+    def is_composed(self) -> bool:
+        """Whether more is done than casting inputs."""
+        return self.accumulate_dtype is not None or self.output_dtype is not None
+
+
+def parse_low_type(value: object) -> LowType:
+    """Returns the low-precision type that ``value`` is, or names.
+
+    Args:
+        value: ``torch.bfloat16``, ``torch.float16`` or one of their names; a number format, or the
+            name of a registered one.
+
+    Raises:
+        OptionError: It is none of these.
+    """
+    if is_a(value, FORMATS):
+        return value  # type: ignore[return-value]
+    native = {n: d for d in tensors.LOW_PRECISION for n in (str(d), tensors.short_name(d))}
+    native |= {name.removeprefix("torch."): dtype for name, dtype in native.items()}
+    name = str.__str__(value) if is_a(value, str) else ""
+    if name in native:
+        return native[name]
+    if name in number_formats.names() or name.startswith("custom["):
+        return number_formats.get(name)
+    if isinstance(value, torch.dtype) and value in tensors.LOW_PRECISION:
+        return value
+    known = " or ".join(str(dtype) for dtype in tensors.LOW_PRECISION)
+    hint = suggestion(name, [*native, *number_formats.names()]) if name else ""
+    raise OptionError(
+        f"low_precision_type must be {known}, or a number format, not {shown(value)}{hint}"
+    )

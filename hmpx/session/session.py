@@ -1,0 +1,574 @@
+"""`convert` and `revert`: wires lists, policy, patches and observers together, and owns undo."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import gc
+import os
+import sys
+import warnings
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, NoReturn
+
+import torch
+
+from .. import casting, compute, patching, torch_internals, torch_state
+from ..errors import HmpxWarning
+from ..frames import is_ours
+from ..observers import LOGGER, Observer, announce_conversion, announcing, log_observer, show_log
+from ..patches import (
+    compile_patches,
+    early_name_patches,
+    following,
+    forget_compiled,
+    forget_overrides,
+    held_by_models,
+    is_renewed,
+    missed,
+    numpy_patches,
+    pickle_patch,
+    region_patches,
+    retired,
+)
+from ..patching import Change, Draft, Patch
+from ..policy import LowType, Policy, PolicySource, policy_line
+from ..registry import exclusive
+from ..rules import RULES, Registered, all_rules
+from ..wrappers import in_force, retirement
+from . import policy_patches, request
+from .policy_patches import Conversion, Options
+
+_current: Session | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What a session has put into torch.
+
+    Attributes:
+        applied: The patches, in the order in which they were applied.
+        wrappers: The wrappers in them.
+        rules: The rules that the wrappers ask.
+        observers: What is told of calls.
+        notes_modules: Whether the running modules are noted.
+    """
+
+    applied: tuple[patching.Applied, ...] = ()
+    wrappers: tuple[Callable[..., Any], ...] = ()
+    rules: tuple[Registered, ...] = ()
+    notes_modules: bool = False
+    observers: tuple[Observer, ...] = ()
+
+
+class Session:
+    """One conversion of torch, in force until it is reverted or replaced.
+
+    As a context manager it restores on exit what was in force before its `convert`.
+
+    Attributes:
+        policy: The decision for every op.
+        device_types: The device types whose tensors are cast.
+        options: How ops compute.
+    """
+
+    def __init__(
+        self,
+        policy: Policy,
+        device_types: frozenset[str],
+        options: Options,
+        verbose: bool | str,
+        previous: Session | None,
+    ) -> None:
+        """Is called by `convert` only."""
+        self.policy = policy
+        self.device_types = device_types
+        self.options = options
+        self._verbose = verbose
+        self._installation = Installation(rules=all_rules())
+        self._has_warned = False
+        self._said: list[str] = []  # of ops of other libraries
+        self._previous = previous
+        self._is_entered = self._is_left = False
+        self._converts = 1  # `convert` calls that this session answers
+
+    @property
+    def rules(self) -> tuple[Registered, ...]:
+        """The rules that are asked, in the order of their registration."""
+        return self._installation.rules
+
+    @exclusive
+    def revert(self) -> None:
+        """Undoes the conversion; does nothing if it is no longer in force."""
+        self._leave_to(None)
+
+    def missed(self) -> Iterator[tuple[str, Callable[..., Any]]]:
+        """Yields where loaded modules keep functions of torch from before `convert`, uncast.
+
+        Yields:
+            A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
+        """
+        return missed(self._originals())
+
+    def _originals(self) -> list[Callable[..., Any]]:
+        return [vars(wrapper)["__wrapped__"] for wrapper in self._installation.wrappers]
+
+    def _log_what_models_keep(self) -> None:
+        if self._verbose:
+            for path, function in held_by_models(self._originals()):
+                LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
+
+    def __enter__(self) -> Session:
+        self._is_entered, self._is_left = True, False
+        return self
+
+    @exclusive
+    def __exit__(self, *exc_info: object) -> None:
+        if self._converts > 1:
+            self._converts -= 1
+            return
+        self._is_left = True
+        previous = self._previous
+        while (
+            previous is not None and previous._is_left
+        ):  # blocks may overlap, as those of tasks do
+            previous = previous._previous
+        self._leave_to(previous)
+
+    def _leave_to(self, session: Session | None) -> None:
+        """Puts ``session`` in force instead of this one; what interrupts that is raised afterwards."""
+        try:
+            if self is _current:
+                _switch_to(session)
+        except BaseException:
+            if self is _current:
+                _switch_to(session)
+            raise
+
+    def __repr__(self) -> str:
+        state = "in force" if self is _current else "not in force"
+        made = policy_line(
+            self.policy.decisions, self.policy.low_precision_type, self.policy.sections
+        )
+        devices = sorted(self.device_types)
+        more = f" and {len(devices) - 3} more" if len(devices) > 3 else ""
+        return f"<hmpx.Session {state}: {made} on {', '.join(devices[:3])}{more}>"
+
+    def _is_equal_to(self, other: Session) -> bool:
+        return self._settings() == other._settings()
+
+    def _settings(self) -> tuple[object, ...]:
+        return self.policy, self.device_types, self.options, self._verbose, self.rules
+
+    def arguments(self) -> dict[str, Any]:
+        """Returns the arguments of `restore` for a conversion like this one."""
+        return {
+            "policy": self.policy,
+            "device_types": self.device_types,
+            "options": self.options,
+            "verbose": self._verbose,
+        }
+
+    def _conversion(self, observers: tuple[Observer, ...]) -> Conversion:
+        return Conversion(self.policy, self.device_types, self.options, observers)
+
+    def _decides(self, installed: Installation) -> tuple[object, ...]:
+        """Returns what the results of calls depend on, where the session has put ``installed``."""
+        functions = installed.rules, compute.LOWERINGS.value
+        return self.policy, self.device_types, self.options, *functions
+
+    def _draft(self, draft: Draft, replaced: Installation) -> Installation:
+        """Drafts all patches of this session; changes nothing.
+
+        Args:
+            draft: Where torch is as it would be without a conversion.
+            replaced: What the session before has put into torch.
+        """
+        observers: tuple[Observer, ...] = ()
+        if self._verbose:
+            observers = (log_observer(self._verbose),)
+        asked = all_rules()
+        conversion = self._conversion(observers)
+        patches, made = policy_patches.patches(conversion, draft)
+        foreign = policy_patches.Foreign(conversion, draft)
+        foreign.take(policy_patches.foreign_names(self.policy))
+        patches += foreign.patches
+        made += foreign.made
+        self._said = foreign.said
+        applied = draft.apply(patches)
+        low = self.policy.low_precision_type
+        low_dtype = low if isinstance(low, torch.dtype) else None
+        applied += draft.apply(region_patches(draft, self._add, self._run_suspended, low_dtype))
+        applied += draft.apply(numpy_patches(draft))
+        if self._verbose == "hmp":
+            applied += draft.apply(announcing(draft))
+        if self.options.reuse_casts:
+            applied += draft.apply(casting.cache_patches(draft))
+        originals = [vars(wrapper)["__wrapped__"] for wrapper in made]
+        applied += draft.apply([pickle_patch(originals, draft)])
+        # Names may also have been taken during a conversion: this list keeps those wrappers' ids.
+        earlier = [*retired(), *replaced.wrappers]
+        replacements = policy_patches.replacements(made, earlier)
+        applied += draft.apply(early_name_patches(replacements))
+        applied += draft.apply(
+            following(policy_patches.foreign_names(self.policy), draft, self._follow)
+        )
+        applied += draft.apply([torch_state.asked_by(self._note_modules), in_force(made)])
+        notes_modules = bool(observers) or _asks_for_modules(self.policy, asked)
+        if notes_modules:  # on top of the patch of the same slot for reused casts
+            applied += draft.apply(torch_state.module_patches(draft, self._warn_of_unmatched))
+        applied += draft.apply(
+            compile_patches(
+                draft,
+                self.policy,
+                self.device_types,
+                self.options,
+                asked,
+                self.options.legalize,
+                self._add,
+            )
+        )
+        return Installation(tuple(applied), tuple(made), asked, notes_modules, observers)
+
+    def _extend(
+        self,
+        draft: Draft,
+        patches: Iterable[Change],
+        *,
+        notes_modules: bool,
+        made: Iterable[Callable[..., Any]] = (),
+    ) -> None:
+        """Applies more patches, with the wrappers ``made`` in them, while the session is in force."""
+        installed = self._installation
+        kept = [done for done in installed.applied if not is_renewed(done.patch)]
+        extended = dataclasses.replace(
+            installed,
+            applied=(*kept, *draft.apply(patches)),
+            wrappers=(*installed.wrappers, *made),
+            notes_modules=notes_modules,
+        )
+        draft.apply([Patch(self, "_installation", extended)])
+        draft.make()
+
+    @exclusive
+    def _add(self, patch: Patch) -> None:
+        if self is _current:
+            self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
+
+    @exclusive
+    def _follow(self, names: Collection[str], module: object) -> None:
+        """Wraps those ops of other libraries that have come with ``module``."""
+        if self is not _current:
+            return
+        draft, installed = Draft(), self._installation
+        conversion = self._conversion(installed.observers)
+        foreign = policy_patches.Foreign(conversion, draft, installed.wrappers)
+        foreign.take(names, module)
+        if foreign.made:
+            patches: list[Change] = [*foreign.patches]
+            earlier = [*retired(), *installed.wrappers]
+            patches += early_name_patches(policy_patches.replacements(foreign.made, earlier))
+            patches.append(in_force([*installed.wrappers, *foreign.made]))
+            made = foreign.made
+            self._extend(draft, patches, notes_modules=installed.notes_modules, made=made)
+        _say([each for each in foreign.said if each not in self._said])
+        self._said += foreign.said
+
+    @exclusive
+    def _note_modules(self) -> None:
+        if self is _current and not self._installation.notes_modules:
+            draft = Draft()
+            patches = torch_state.module_patches(draft, self._warn_of_unmatched)
+            self._extend(draft, patches, notes_modules=True)
+
+    @exclusive
+    def _run_suspended(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """Calls ``function`` while all patches are taken away, in the whole process."""
+        applied, draft = self._installation.applied, Draft()
+        covered = set(map(id, draft.undo(applied)))  # these stay beneath somebody else's
+        taken = [done.patch for done in applied if id(done.patch) not in covered]
+        kept = tuple(done for done in applied if id(done.patch) in covered)
+        emptied = dataclasses.replace(self._installation, applied=kept)
+        draft.apply([Patch(self, "_installation", emptied)])
+
+        def put_back() -> None:
+            if self._installation is emptied:
+                self._extend(Draft(), taken, notes_modules=emptied.notes_modules)
+
+        try:
+            try:
+                draft.make()
+                return function(*args, **kwargs)
+            finally:
+                put_back()
+        finally:  # in case that an exception came right before
+            put_back()
+
+    def _warn_of_unmatched(self, root: torch.nn.Module) -> None:
+        if self._has_warned:
+            return
+        self._has_warned = True
+        unmatched = self.policy.unmatched([name for name, _ in torch_state.named_modules(root)])
+        if unmatched:
+            warnings.warn(
+                f"no module of {type(root).__name__} is called so:\n  " + "\n  ".join(unmatched),
+                HmpxWarning,
+                stacklevel=4,
+            )
+
+
+def convert(
+    bf16_file_path: str | os.PathLike[str] = "",
+    fp32_file_path: str | os.PathLike[str] = "",
+    isVerbose: bool | str = False,  # noqa: N803  # HMP's name
+    *too_many: NoReturn,  # so that what is passed in HMP's old order is told its names
+    fp16_file_path: str | os.PathLike[str] = "",
+    opt_level: str = "O1",
+    low_precision_type: LowType | str = torch.bfloat16,
+    lists: str | os.PathLike[str] | None = None,
+    policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    device_types: Iterable[str] | None = None,
+    strict: bool = False,
+    legalize: str = "auto",
+    reuse_casts: bool = False,
+    rounding: str = "nearest",
+    round_gradients: bool = False,
+) -> Session:
+    """Patches torch so that every op casts its inputs as the op lists say.
+
+    Holds for the whole process. A second call with an equal policy does nothing, one with another
+    policy replaces the first.
+
+    Args:
+        bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
+        fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
+        isVerbose: True logs each call, ``"once"`` each distinct decision; both, which functions of
+            torch models have kept since before, uncast. ``"hmp"`` prints what HMP printed.
+        *too_many: Nothing: other arguments are passed by name.
+        fp16_file_path: Ops that run in float16, whatever ``low_precision_type`` is.
+        opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
+            ``low_precision_type`` and every other op in float32.
+        low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of
+            `hmpx.formats` or its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
+        lists: Name of a shipped set, or a directory that holds ``bf16.txt``, ``fp32.txt``,
+            ``widest.txt``. None: ``"hmpx"``, which is HMP's lists less ``mul`` and ``t``. Others:
+            ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``, ``"o2"``.
+        policy: Instead of all the lists above a ready `Policy`, or the path of a policy file (YAML, or
+            a ``gaudi_config.json``), or a dict like such a file.
+        device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
+            accelerator's if there is one, which the log says at level INFO, else ``{"cpu"}``. To look
+            for one starts no context on it.
+        strict: Makes an unknown name in a list an error instead of a warning.
+        legalize: Which low-precision ops compute in float32, with inputs and outputs rounded to the
+            low-precision type, as hardware does that has it: ``"auto"`` those that this machine
+            computes slowly in that type, ``"always"`` all, ``"never"`` none. ``"fast"`` is
+            ``"auto"`` without rounding inputs that are float32: faster and more accurate, but not
+            what such hardware gives.
+        reuse_casts: Whether a parameter that is used several times within one call of the outermost
+            module, by recurrent cells or under tied weights, is cast once. Writes to it past its
+            version counter end that, where they go through torch's Python methods.
+        rounding: How values are rounded to a number format, as `formats.quantize` takes it. Those
+            of torch's own dtypes are always rounded to nearest.
+        round_gradients: Whether gradients through a number format are rounded, too.
+
+    Returns:
+        The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
+
+    Raises:
+        OpListError: A list can't be read, or an op stands in two lists.
+        PolicyFileError: ``policy`` can't be read, or is no policy.
+        OptionError: An argument has a value that it can't have. Nothing is patched then.
+    """
+    torch_internals.check()
+    asked = request.checked(
+        bf16_file_path,
+        fp32_file_path,
+        isVerbose,
+        too_many,
+        fp16_file_path=fp16_file_path,
+        opt_level=opt_level,
+        low_precision_type=low_precision_type,
+        lists=lists,
+        policy=policy,
+        device_types=device_types,
+        strict=strict,
+        legalize=legalize,
+        reuse_casts=reuse_casts,
+        rounding=rounding,
+        round_gradients=round_gradients,
+    )
+    if asked.verbose == "hmp":
+        announce_conversion(opt_level)
+    options = Options(asked.legalize, asked.reuse_casts, asked.rounding, asked.round_gradients)
+    session = _put_in_force(asked.policy, asked.device_types, options, asked.verbose)
+    if device_types is None and "cpu" not in asked.device_types:
+        found = " and ".join(sorted(asked.device_types))
+        LOGGER.info(
+            'casting on %s: tensors on the CPU are not cast; convert(device_types={"cpu"}) casts those',
+            found,
+        )
+    return session
+
+
+def restore(
+    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
+) -> Session:
+    """Converts as a session does that has these `Session.arguments`, in another process, say."""
+    torch_internals.check()
+    return _put_in_force(policy, device_types, options, verbose)
+
+
+@exclusive
+def _put_in_force(
+    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
+) -> Session:
+    """Returns the session in force, a new one if there is none that is equal."""
+    session = Session(policy, device_types, options, verbose, _current)
+    if verbose:
+        show_log()
+    if _current is not None and _current._is_equal_to(session):
+        _current._converts += 1
+        return _current
+    _switch_to(session)
+    return session
+
+
+@exclusive
+def revert() -> None:
+    """Undoes `convert`: torch is as it was. Does nothing if torch is not converted."""
+    if _current is not None:
+        _current.revert()
+
+
+def is_converted() -> bool:
+    """Whether a `convert` is in force."""
+    return _current is not None
+
+
+def casts_enabled() -> bool:
+    """Whether ops cast here and now: torch is converted, and casts are not switched off.
+
+    By `disable_casts`, or by a region of torch.autocast that is off.
+    """
+    return _current is not None and not torch_state.is_off()
+
+
+def current() -> Session | None:
+    """Returns the session in force, or None."""
+    return _current
+
+
+def _switch_to(session: Session | None) -> None:
+    """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing.
+
+    All that changes is drafted first. Wrappers of the session before are retired last, so that calls
+    in other threads find the old ones or the new ones, and never torch without any.
+    """
+    old = _current
+    replaced = Installation() if old is None else old._installation
+    with _paused_gc():
+        draft = Draft()
+        covered = draft.undo(replaced.applied)
+        if session is not None:
+            installation = session._draft(draft, replaced)
+            draft.apply([Patch(session, "_installation", installation)])
+        if old is not None and old is not session:
+            draft.apply([Patch(old, "_installation", Installation(rules=replaced.rules))])
+            if not old._is_entered:  # nobody will go back to what was before it
+                draft.apply([Patch(old, "_previous", None)])
+        epoch = torch_state.in_force()
+        if (old is None) != (session is None):
+            torch_state.begin_to_end()
+            epoch = None if session is None else torch_state.begin_conversion()
+        decides = None if session is None else session._decides(installation)
+        device_types = frozenset() if session is None else session.device_types
+        torch_state.reserve_marks(device_types)
+        draft.apply(torch_state.switch_patches(epoch, decides, device_types))
+        draft.apply([Patch(sys.modules[__name__], "_current", session)])
+        draft.apply(map(retirement, replaced.wrappers))
+        said = _said_of(covered)
+
+        def finish() -> None:
+            _forget_what_is_cached()
+            if said and session is not None:  # an error that this is made into undoes the change
+                warnings.warn(said, HmpxWarning, stacklevel=6)
+            if session is not None and session is not old:
+                _say(session._said)
+                session._log_what_models_keep()
+
+        try:
+            draft.make(finish)
+        except BaseException:
+            _forget_what_is_cached()
+            raise
+    if session is None:
+        torch_state.end_conversion()
+        if said:  # last: the change holds, even if this is made into an error
+            warnings.warn(said, HmpxWarning, stacklevel=5)
+
+
+def _forget_what_is_cached() -> None:
+    """Makes torch look anew at its functions, which have changed."""
+    torch_state.forget_modules()
+    forget_compiled()
+    forget_overrides()
+
+
+def _said_of(covered: Iterable[Change]) -> str:
+    """Returns what to say of patches on top of which somebody else has patched; ``""`` if nothing."""
+    names = {patch.where for patch in covered if not (patch.is_foreign or patch.stays_idle)}
+    if not names:
+        return ""
+    return (
+        f"{', '.join(sorted(names))}: patched by somebody else after hmpx.convert(); their patch was "
+        "left in place, without hmpx's casts beneath it. Undo theirs first, then hmpx.revert()"
+    )
+
+
+@exclusive
+def _rules_changed() -> None:
+    if _current is not None:
+        _switch_to(_current)
+
+
+RULES.followed_by(_rules_changed)
+compute.LOWERINGS.followed_by(_rules_changed)
+
+
+def _asks_for_modules(policy: Policy, registered: tuple[Registered, ...]) -> bool:
+    """Whether to note running modules from the start; otherwise that begins when they are asked for."""
+    return any(section.is_placed for section in policy.sections) or any(
+        rule.names_modules() for rule in registered
+    )
+
+
+def _say(messages: list[str]) -> None:
+    """Warns of what is wrong with names in the lists, at the first line outside of hmpx."""
+    if messages:
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and _is_passing_on(frame.f_globals.get("__name__")):
+            level, frame = level + 1, frame.f_back
+        lines = "\n  ".join(messages)
+        warnings.warn(f"left out of the op lists:\n  {lines}", HmpxWarning, stacklevel=level)
+
+
+def _is_passing_on(module: object) -> bool:
+    return is_ours(module) or str(module).partition(".")[0] in ("importlib", "_frozen_importlib")
+
+
+@contextlib.contextmanager
+def _paused_gc() -> Iterator[None]:
+    """Keeps the thousands of small objects of a conversion from setting off full collections.
+
+    With torch loaded each takes as long as the whole conversion.
+    """
+    restore = gc.enable if gc.isenabled() else gc.disable
+    try:
+        try:
+            gc.disable()
+            yield
+        finally:
+            restore()
+    finally:  # in case that an exception came right before
+        restore()

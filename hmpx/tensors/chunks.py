@@ -1,0 +1,136 @@
+"""Tensors that lie in one chunk of memory, such as the weights of an RNN, cast as one.
+
+cuDNN reads an RNN's weights from one chunk, in which `torch.nn.RNNBase.flatten_parameters` puts them.
+Casts of their own would have memory of their own, which it copies into a chunk in each call, with a
+warning. Owns the cast of a chunk and its gradient; which ops are given chunks is decided elsewhere.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import (
+    FakeTensor,
+    data_of,
+    has_tangents,
+    is_batch,
+    is_graph_made,
+    is_jit_tracing,
+    is_noted_in_graph,
+    transforms,
+)
+from .dtypes import CAST
+
+# As they were before anything was patched: lists may hold any of them.
+_as_strided, _is_neg, _storage = Tensor.as_strided, Tensor.is_neg, Tensor.untyped_storage
+_offset, _stride, _numel = Tensor.storage_offset, Tensor.stride, Tensor.numel
+_is_contiguous = Tensor.is_contiguous
+
+_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+
+#: A chunk is cast as one if at most this part of it belongs to none of the tensors.
+_MOST_UNUSED: Final = 0.25
+
+
+@dataclass(frozen=True, slots=True)
+class Chunk:
+    """Which elements of a storage some tensors span, and where among them each lies.
+
+    Attributes:
+        start: The first element, in the storage.
+        length: How many there are.
+        layouts: Of each tensor, its size, its strides and the offset of its first element.
+    """
+
+    start: int
+    length: int
+    layouts: tuple[tuple[torch.Size, tuple[int, ...], int], ...]
+
+    def elements(self, tensor: Tensor) -> Tensor:
+        """Returns all elements, given one of the tensors."""
+        return _as_strided(tensor, (self.length,), (1,), self.start)
+
+    def parts(self, elements: Tensor) -> list[Tensor]:
+        """Returns tensors that lie in ``elements``, of another storage, as the others in the chunk.
+
+        Each counts versions of its own, as they do: autograd takes no write to one for one to others.
+        """
+        parts = [_as_strided(elements, *layout) for layout in self.layouts]
+        return parts if is_graph_made() else list(map(data_of, parts))
+
+
+def chunk_of(tensors: Sequence[Tensor]) -> Chunk | None:
+    """Returns the chunk that strided tensors of one dtype lie in; None if they lie in none together."""
+    if len(tensors) < 2:
+        return None
+    storage = _storage(tensors[0])._cdata
+    if any([_storage(tensor)._cdata != storage for tensor in tensors[1:]]):  # noqa: C419  # twice as fast
+        return None
+    dtype = tensors[0].dtype
+    if any([tensor.dtype is not dtype or _is_neg(tensor) for tensor in tensors]):  # noqa: C419
+        return None
+    starts, counts = [int(_offset(tensor)) for tensor in tensors], list(map(_numel, tensors))
+    ends = [
+        start + (count if _is_contiguous(tensor) else _span(tensor))
+        for tensor, start, count in zip(tensors, starts, counts, strict=True)
+    ]
+    first = min(starts)
+    length = max(ends) - first
+    if 0 in counts or length - sum(counts) > _MOST_UNUSED * length:
+        return None
+    layouts = [
+        (tensor.shape, _stride(tensor), start - first)
+        for tensor, start in zip(tensors, starts, strict=True)
+    ]
+    return Chunk(first, length, tuple(layouts))
+
+
+def _span(tensor: Tensor) -> int:
+    """Returns how many elements lie from the first of ``tensor`` to its last."""
+    return 1 + sum([(n - 1) * step for n, step in zip(tensor.shape, _stride(tensor), strict=True)])
+
+
+def cast_as_one(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | None:
+    """Returns ``tensors`` in ``dtype``, laid out in one chunk as they are; None if they are in none.
+
+    Values and gradients are those of casts one by one.
+    """
+    if torch.compiler.is_dynamo_compiling() or len(tensors) < 2:
+        return None
+    if any([type(t) not in _PLAIN or t.layout is not torch.strided for t in tensors]):  # noqa: C419
+        return None
+    if transforms() is not None or has_tangents() or is_jit_tracing() or is_noted_in_graph():
+        return None
+    if any([is_batch(t) for t in tensors]):  # noqa: C419
+        return None
+    chunk = chunk_of(tensors)
+    if chunk is None or tensors[0].dtype is dtype:
+        return None
+    if torch.is_grad_enabled() and any([t.requires_grad for t in tensors]):  # noqa: C419
+        return list(_CastAsOne.apply(chunk, dtype, *tensors))  # type: ignore[no-untyped-call]
+    return chunk.parts(CAST[dtype](chunk.elements(tensors[0])))
+
+
+class _CastAsOne(torch.autograd.Function):
+    """The cast of a chunk; gradients are cast as one, too, where they lie in one chunk."""
+
+    @staticmethod
+    def forward(ctx: Any, chunk: Chunk, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.set_materialize_grads(False)
+        ctx.dtype = tensors[0].dtype
+        cast = chunk.parts(CAST[dtype](chunk.elements(tensors[0])))
+        constant = [low for low, t in zip(cast, tensors, strict=True) if not t.requires_grad]
+        ctx.mark_non_differentiable(*constant)
+        return tuple(cast)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor | None) -> tuple[Tensor | None, ...]:
+        given = [gradient for gradient in gradients if gradient is not None]
+        cast = cast_as_one(given, ctx.dtype) or map(CAST[ctx.dtype], given)
+        found = iter(cast)
+        return None, None, *[None if each is None else next(found) for each in gradients]

@@ -1,0 +1,43 @@
+"""Tensors whose values are always the same, such as a table: made once for each device.
+
+Elsewhere than on the CPU, making one is a copy from the host, for which the host waits.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from ..torch_internals import dispatch_modes, is_graph_made, is_jit_tracing, transforms
+
+
+class Constant:
+    """A tensor of constants, on each device that asks for it."""
+
+    def __init__(self, make: Callable[[torch.device], Tensor]) -> None:
+        """Makes nothing yet.
+
+        Args:
+            make: Returns the tensor, new, on a device.
+        """
+        self._make = make
+        self._made: dict[torch.device, Tensor] = {}
+
+    def on(self, device: torch.device) -> Tensor:
+        """Returns the tensor on ``device``, which nobody must write to.
+
+        In a graph that is being made it is made anew, as part of that; so it is where modes and
+        transforms may wrap what they see made.
+        """
+        if torch.compiler.is_dynamo_compiling() or is_graph_made() or is_jit_tracing():
+            return self._make(device)
+        found = self._made.get(device)
+        if found is not None:
+            return found
+        if dispatch_modes() or transforms() is not None:
+            return self._make(device)
+        with torch.inference_mode(False):
+            made = self._make(device)
+        return self._made.setdefault(device, made)  # another thread may have been faster

@@ -1,0 +1,151 @@
+"""The dtypes that hmpx casts between, their short names, and the devices it casts on.
+
+Knows no op and no policy.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import sys
+from collections.abc import Callable, Mapping
+from types import MappingProxyType
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from .. import arguments
+from ..errors import OptionError, shown, suggestion
+
+#: Tensors of these dtypes may be cast; float64, complex, integer and bool never are.
+ELIGIBLE: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
+
+LOW_PRECISION: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+
+#: What an op may compute in, and its outputs be cast to.
+COMPUTED: tuple[torch.dtype, ...] = (*LOW_PRECISION, torch.float32, torch.float64)
+
+#: The cheapest differentiable cast to each dtype: ``Tensor.bfloat16`` takes half the time of
+#: ``Tensor.to``. Taken from torch before anything is patched.
+CAST: Mapping[torch.dtype, Callable[[Tensor], Tensor]] = MappingProxyType(
+    {
+        torch.float32: Tensor.float,
+        torch.bfloat16: Tensor.bfloat16,
+        torch.float16: Tensor.half,
+        torch.float64: Tensor.double,
+    }
+)
+
+_SHORT_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
+    {
+        torch.float32: "fp32",
+        torch.bfloat16: "bf16",
+        torch.float16: "fp16",
+        torch.float64: "fp64",
+    }
+)
+
+
+class Named(Protocol):
+    """Something that goes by a name, such as a number format."""
+
+    @property
+    def name(self) -> str:
+        """Its name."""
+
+
+def short_name(dtype: torch.dtype | Named | str) -> str:
+    """Returns ``"bf16"`` for ``torch.bfloat16``, ``"int64"`` for ``torch.int64``, and a format's name."""
+    if isinstance(dtype, str):
+        return dtype
+    if not isinstance(dtype, torch.dtype):
+        return dtype.name
+    return _SHORT_NAMES.get(dtype, long_name(dtype))
+
+
+def long_name(dtype: torch.dtype | Named | str) -> str:
+    """Returns ``"bfloat16"`` for ``torch.bfloat16``, and a format's name."""
+    if isinstance(dtype, str):
+        return dtype
+    return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype.name
+
+
+def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.dtype:
+    """Returns the dtype of ``allowed`` that ``name`` names: ``"float16"``, ``"fp16"``.
+
+    Raises:
+        OptionError: It names none of them.
+    """
+    names = {n: d for d in allowed for n in (str(d).removeprefix("torch."), short_name(d))}
+    found = names.get(name.removeprefix("torch."))
+    if found is None:
+        known = ", ".join(str(d).removeprefix("torch.") for d in allowed)
+        raise OptionError(f"unknown dtype {shown(name)} ({known}){suggestion(name, names)}")
+    return found
+
+
+def default_device_types() -> frozenset[str]:
+    """Returns the accelerator's device type when there is one, else ``{"cpu"}``.
+
+    An importable ``habana_frameworks`` means Gaudi, even before that package registers itself.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    if accelerator is not None and is_available(accelerator.type):
+        return frozenset({accelerator.type})
+    if _has_habana_frameworks():
+        return frozenset({"hpu"})
+    return frozenset({"cpu"})
+
+
+def is_available(device_type: str) -> bool:
+    """Whether there is an accelerator of this type, of those that this torch was built for.
+
+    Asking starts no context on it, which processes forked afterwards could not use: CUDA's devices are
+    counted by its management library, where `torch.cuda.is_available` initializes the driver.
+    """
+    module = torch.get_device_module(device_type)
+    if device_type == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        return torch.cuda.device_count() > 0
+    return bool(module.is_available())
+
+
+def parse_device_types(value: object) -> frozenset[str]:
+    """Returns ``value`` as a set of torch device types; ``None`` gives the default.
+
+    Raises:
+        OptionError: ``value`` is empty, no collection of strings, or holds a type unknown to torch.
+    """
+    if value is None:
+        return default_device_types()
+    names = arguments.texts("device_types", value, 'a set of names such as {"cuda"}')
+    if not names:
+        raise OptionError('device_types is empty; name at least one, such as {"cuda"}')
+    return frozenset([parse_device_type("device_types", name) for name in names])
+
+
+def parse_device_type(argument: str, value: object) -> str:
+    """Returns ``value`` as the name of a torch device type.
+
+    Raises:
+        OptionError: ``value`` is no string, or a type unknown to torch.
+    """
+    name = arguments.text(argument, value, 'a device type such as "cuda"')
+    try:
+        parsed = torch.device(name).type
+    except (RuntimeError, ValueError):  # of a name, and of a number after it
+        parsed = None
+    if parsed != name:
+        known = ("cpu", "cuda", "hpu", "xpu", "mps", "mtia", "xla")
+        hint = suggestion(name, known)
+        raise OptionError(
+            f"{argument}: torch has no device type {shown(name)}{hint or f' (known: {known})'}"
+        )
+    return name
+
+
+def _has_habana_frameworks() -> bool:
+    loaded = sys.modules.get("habana_frameworks")
+    if loaded is not None:
+        return not getattr(loaded, "__hmpx_shim__", False)
+    # Unlike importlib.util's it takes no lock, which Ctrl-C might leave locked for all other threads.
+    return importlib.machinery.PathFinder.find_spec("habana_frameworks") is not None

@@ -1,0 +1,327 @@
+"""What hmpx relies on of torch.compile that torch does not promise: private names and behaviours.
+
+Its import takes seconds: its parts are looked up where they are first needed, and all of them in
+`hmpx doctor`.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar
+
+import torch
+from torch import Tensor
+from torch.utils.checkpoint import checkpoint, noop_context_fn
+
+from ..errors import said_by
+from .eager import CHECKPOINT_GENERATOR, OFF_MARK, dispatch_modes, has_fake_tensors, is_graph_made
+from .torch_part import Part, refuse, rely_on, warn_once
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+TRACER: Final = "torch.fx.experimental.proxy_tensor"
+SELECT_ALGORITHM: Final = "torch._inductor.select_algorithm"
+CODE_CACHE: Final = "torch._inductor.codecache"
+INDUCTOR_CONFIG: Final = "torch._inductor.config"
+INDUCTOR_CPP: Final = "torch._inductor.codegen.cpp"
+DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
+DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
+DYNAMO_GUARDS: Final = "torch._dynamo.guards"
+DYNAMO_SOURCES: Final = "torch._dynamo.source"
+DYNAMO_VARIABLES: Final = "torch._dynamo.variables"
+#: Modules that note ``Module.__call__`` when they are imported, as `unpatched_nn_module_call`.
+DYNAMO_MODULE_CALLS: Final = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
+
+
+@dataclass(frozen=True, slots=True)
+class _Later:
+    """What a module that is imported later has; see `Part`."""
+
+    feature: str
+    names: tuple[str, ...]
+    without: str
+
+
+_later: Final[dict[str, _Later]] = {
+    TRACER: _Later(
+        "regions of torch.autocast in exported graphs",
+        ("PreDispatchTorchFunctionMode.__torch_function__",),
+        "exported graphs cast inside of regions that are off",
+    ),
+    SELECT_ALGORITHM: _Later(
+        "kernels in compiled graphs",
+        ("ExternKernelChoice.__init__", "extern_kernels"),
+        "compiled code takes longer, and may cast where casts were off",
+    ),
+    CODE_CACHE: _Later(
+        "caches of compiled graphs on the disk",
+        ("FxGraphHashDetails.__init__",),
+        "they are not used",
+    ),
+    INDUCTOR_CONFIG: _Later(
+        "casts in compiled graphs",
+        ("_config.emulate_precision_casts", "force_disable_caches"),
+        "rounding takes longer there",
+    ),
+    DYNAMO_FUNCTIONS: _Later(
+        "questions about torch.autocast while tracing",
+        ("constant_fold_functions.update",),
+        "graphs break where a model asks whether torch.autocast is on",
+    ),
+    DYNAMO_TRANSLATION: _Later(
+        "sections by module in compiled graphs",
+        ("InstructionTranslatorBase.step",),
+        "torch.compile is refused with them",
+    ),
+    DYNAMO_GUARDS: _Later(
+        "guards of compiled graphs",
+        ("install_guard", "GuardBuilder.EQUALS_MATCH"),
+        "torch.compile is refused with sections by module",
+    ),
+    DYNAMO_SOURCES: _Later(
+        "sources of guards",
+        ("AttrSource", "GlobalSource"),
+        "torch.compile is refused with sections by module",
+    ),
+    DYNAMO_VARIABLES: _Later(
+        "modules in compiled graphs",
+        ("LazyVariableTracker.realize", "UnspecializedNNModuleVariable"),
+        "torch.compile is refused with sections by module",
+    ),
+}
+
+
+def of_later(module: str, name: str) -> Any:
+    """Returns an attribute of a module that is loaded, None if it has none; warns then, once."""
+    try:
+        return _attribute_of(sys.modules.get(module), name)
+    except AttributeError:
+        warn_once([_part_of_later(module)])
+        return None
+
+
+def _attribute_of(owner: Any, dotted_name: str) -> Any:
+    for attribute in dotted_name.split("."):
+        is_item = isinstance(owner, dict) and attribute in owner
+        owner = owner[attribute] if is_item else getattr(owner, attribute)
+    return owner
+
+
+def needed_of_later(module: str, name: str) -> Any:
+    """Returns an attribute of a module that is loaded.
+
+    Raises:
+        TorchError: It has none.
+    """
+    try:
+        return _attribute_of(sys.modules.get(module), name)
+    except AttributeError:
+        return refuse([_part_of_later(module)])
+
+
+def _part_of_later(module_name: str) -> Part:
+    later, fault = _later[module_name], ""
+    module = sys.modules.get(module_name)  # another torch may have moved it
+    for name in later.names:
+        try:
+            _attribute_of(module, name)
+        except AttributeError:
+            fault = f"torch has no {module_name}.{name}"
+            break
+    names = tuple([f"{module_name}.{name}" for name in later.names])
+    return Part(later.feature, names, "2.13", later.without, False, fault)
+
+
+def later_parts() -> Iterator[Part]:
+    """Yields the parts of torch.compile, which are imported for that."""
+    for name in _later:
+        try:
+            importlib.import_module(name)
+        except ImportError as error:
+            later = _later[name]
+            yield Part(later.feature, (name,), "2.13", later.without, False, said_by(error))
+        else:
+            yield _part_of_later(name)
+
+
+def tries() -> Iterator[Part]:
+    """Yields what running torch.compile and checkpoints shows of the parts; takes seconds."""
+    for feature, behaves, without in _TRIES:
+        try:
+            fault = "" if behaves() else "it did not do what was expected"
+        except Exception as error:  # whatever another torch does there
+            fault = f"trying it raised {said_by(error)}"
+        yield Part(feature, (), "2.13", without, False, fault)
+
+
+def _runs_once() -> bool:
+    calls = []
+
+    @run_when_traced
+    def constant() -> int:
+        calls.append(1)
+        return 3
+
+    compiled = torch.compile(lambda x: x + constant(), backend="eager", fullgraph=True)
+    results = [compiled(torch.zeros(1)).item() for _ in range(2)]
+    return results == [3, 3] and len(calls) == 1
+
+
+def _guards_on_marks() -> bool:
+    marked = torch.is_autocast_enabled
+
+    def function(x: Tensor) -> Tensor:
+        return x + 1 if marked(OFF_MARK) else x
+
+    compiled = torch.compile(function, backend="eager", fullgraph=True)
+    results = []
+    for is_on in (False, True, False):
+        torch.set_autocast_enabled(OFF_MARK, is_on)
+        try:
+            results.append(compiled(torch.zeros(1)).item())
+        finally:
+            torch.set_autocast_enabled(OFF_MARK, False)
+    return results == [0, 1, 0]
+
+
+def _sees_fake_tensors() -> bool:
+    from torch._subclasses import FakeTensorMode
+
+    before = has_fake_tensors(), is_graph_made(), dispatch_modes()
+    with FakeTensorMode():
+        inside = has_fake_tensors(), is_graph_made(), dispatch_modes()
+    return before == (False, False, 0) and inside == (True, True, 1)
+
+
+def _goes_through_generators() -> bool:
+    seen = []
+
+    def contexts() -> Any:
+        seen.append(sys._getframe(1).f_code.co_name)
+        return noop_context_fn()  # type: ignore[no-untyped-call]
+
+    x = torch.ones(1, requires_grad=True)
+    checkpoint(torch.exp, x, use_reentrant=False, context_fn=contexts)
+    return seen == [CHECKPOINT_GENERATOR]
+
+
+_TRIES: Final = (
+    ("functions run at trace time", _runs_once, "graphs break, and hold stale decisions"),
+    ("disable_casts in graphs", _guards_on_marks, "graphs cast where casts are off"),
+    (
+        "calls that become part of a graph",
+        _sees_fake_tensors,
+        "graphs round otherwise than eager mode",
+    ),
+    ("checkpoints", _goes_through_generators, "they are recomputed under the casts of backward"),
+)
+
+
+def disable_inductor_caches() -> None:
+    """Has torch.compile's back end keep nothing on the disk, nor read what is there."""
+    config: Any = importlib.import_module(INDUCTOR_CONFIG)
+    config.force_disable_caches = True
+
+
+def run_when_traced(function: _F) -> _F:
+    """Makes torch.compile run ``function`` at trace time, once, instead of tracing into it."""
+    function._dynamo_marked_constant = True  # type: ignore[attr-defined]
+    return function
+
+
+def leave_to_callees(function: Any) -> None:
+    """Has torch.compile begin its graphs in what ``function`` calls, as with Module's own functions.
+
+    For code that all modules share: torch.compile compiles one code a few times only. Where it comes
+    upon ``function`` inside of a graph, it traces on.
+    """
+    code, eval_frame = function.__code__, _eval_frame
+    if hasattr(eval_frame, "skip_code"):
+        eval_frame.skip_code(code)
+    elif hasattr(eval_frame, "set_code_exec_strategy"):
+        action = eval_frame._FrameAction
+        strategy = eval_frame._FrameExecStrategy(action.SKIP, action.DEFAULT)
+        eval_frame.set_code_exec_strategy(code, strategy)
+
+
+_eval_frame = rely_on(
+    "torch._C._dynamo.eval_frame",
+    feature="torch.compile in the middle of calls",
+    since="2.13",
+    without="graphs begin in hmpx's own functions, and are compiled again more often",
+    behaves=lambda module: (
+        hasattr(module, "skip_code") or hasattr(module, "set_code_exec_strategy")
+    ),
+    instead=(None,),
+)
+
+
+def forget_traced() -> None:
+    """Makes torch.compile trace again, and learn anew what the functions of torch are."""
+    dynamo = sys.modules.get("torch._dynamo")
+    if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not to its end
+        return
+    with _counting_without_driver():
+        dynamo.reset()
+    if hasattr(dynamo.trace_rules, "clear_lru_cache"):
+        dynamo.trace_rules.clear_lru_cache()
+
+
+#: Has torch count CUDA's devices by their management library, which leaves the driver alone.
+_NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
+
+
+@contextlib.contextmanager
+def _counting_without_driver() -> Iterator[None]:
+    """Has `torch.cuda.is_available`, which ``reset`` asks before torch 2.14, initialize nothing.
+
+    Processes that are forked afterwards could not use the device.
+    """
+    if torch.cuda.is_initialized() or _NVML_CHECK in os.environ:  # type: ignore[no-untyped-call]
+        yield
+        return
+    try:
+        os.environ[_NVML_CHECK] = "1"
+        yield
+    finally:
+        os.environ.pop(_NVML_CHECK, None)
+
+
+def is_dynamo_loaded() -> bool:
+    """Whether torch.compile's front end is imported, which takes seconds."""
+    return "torch._dynamo" in sys.modules
+
+
+def is_dynamo_frame(frame: Any) -> bool:
+    """Whether a frame is of torch.compile's tracing."""
+    return str(frame.f_globals.get("__name__")).startswith("torch._dynamo.")
+
+
+def tracing_context() -> Any:
+    """Returns what stands for the graph that torch.compile is tracing; None if it traces none."""
+    return _tracing_context.try_get()
+
+
+_tracing_context = rely_on(
+    "torch._guards.TracingContext",
+    feature="graphs that torch.compile is tracing",
+    since="2.13",
+    without="sections by module would not hold in them",
+    behaves=lambda context: context.try_get() is None or is_dynamo_loaded(),
+)
+
+
+@functools.cache
+def casts_of_aten() -> frozenset[Any]:
+    """Returns the operators of ATen that do nothing but cast, private ones among them."""
+    names = ("_to_copy", "to", "_autocast_to_reduced_precision")  # `to` in inference mode
+    return frozenset(
+        [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]
+    )

@@ -1,0 +1,210 @@
+"""How hmpx relies on what torch does not promise: each part is looked up, tried, and stood in for.
+
+Knows no part: `torch_internals` has those that `import torch` brings, `compiler_internals` those of
+torch.compile. A part that is not as expected is replaced by something that is right and slower, or left
+out, and `convert` says so; where results would be wrong, `convert` refuses.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import re
+import sys
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from ..errors import HmpxWarning, TorchError, said_by
+from ..version import __version__
+
+
+def torch_version() -> tuple[int, int]:
+    """Returns the installed torch's version: (2, 14) for 2.14.1, its release candidates and nightlies."""
+    major, minor = re.match(r"(\d+)\.(\d+)", torch.__version__).groups()  # type: ignore[union-attr]
+    return int(major), int(minor)
+
+
+@dataclass(frozen=True, slots=True)
+class Part:
+    """A part of torch that hmpx relies on, as it is in the torch that is installed.
+
+    Attributes:
+        feature: What hmpx has it for.
+        names: Where torch has it.
+        since: The first version of torch with which it was tried.
+        without: What happens where it is not as expected.
+        is_needed: Whether `convert` refuses then.
+        fault: What is not as expected; ``""`` for nothing.
+    """
+
+    feature: str
+    names: tuple[str, ...]
+    since: str
+    without: str
+    is_needed: bool
+    fault: str
+
+
+_parts: list[Part] = []
+
+
+def parts() -> tuple[Part, ...]:
+    """Returns the parts that `import torch` brings, in the order in which they were tried."""
+    return tuple(_parts)
+
+
+def check() -> None:
+    """Warns, once a process, of what is left out with this torch.
+
+    Raises:
+        TorchError: Results would be wrong with it.
+    """
+    faults = [part for part in _parts if part.fault]
+    refuse([part for part in faults if part.is_needed])
+    warn_once(faults)
+
+
+_warned: set[str] = set()
+
+_REMEDY: Final = (
+    f"install a newer hmpx than {__version__}, or a version of torch that it was tested with: "
+    "see docs/versions.md"
+)
+
+
+def refuse(faults: Sequence[Part]) -> None:
+    """Raises TorchError if there are any ``faults``."""
+    if faults:
+        what = "\n  ".join(f"{part.feature}: {part.fault}" for part in faults)
+        raise TorchError(f"torch {torch.__version__} is not as hmpx needs it:\n  {what}\n{_REMEDY}")
+
+
+def warn_once(faults: Sequence[Part]) -> None:
+    """Warns of those ``faults`` that no warning of this process has named yet."""
+    faults = [part for part in faults if part.feature not in _warned]
+    if not faults:
+        return
+    _warned.update([part.feature for part in faults])
+    what = "\n  ".join(f"{part.feature}: {part.fault}; {part.without}" for part in faults)
+    warnings.warn(
+        f"torch {torch.__version__} is not as hmpx knows it:\n  {what}\n{_REMEDY}",
+        HmpxWarning,
+        stacklevel=2,
+    )
+
+
+# --- looking up, and trying ---------------------------------------------------------------------
+
+
+def _look_up(name: str) -> Any:
+    """Returns what torch has under a dotted name.
+
+    Raises:
+        AttributeError: Nothing.
+    """
+    parts = name.split(".")
+    count = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules)
+    found: Any = sys.modules[".".join(parts[:count])]
+    for position in range(count, len(parts)):
+        attribute = parts[position]
+        own = vars(found) if isinstance(found, type) else {}
+        if attribute not in own and not hasattr(found, attribute):
+            with contextlib.suppress(ImportError):  # a small module that is not imported yet
+                importlib.import_module(".".join(parts[: position + 1]))
+        found = own[attribute] if attribute in own else getattr(found, attribute)
+    return found
+
+
+def rely_on(
+    *names: str,
+    feature: str,
+    since: str,
+    without: str,
+    behaves: Callable[..., bool],
+    instead: tuple[Any, ...] | None = None,
+    is_needed: bool = False,
+) -> Any:
+    """Returns what torch has under ``names`` if it behaves as expected, else ``instead``.
+
+    Args:
+        names: Dotted names.
+        feature: See `Part`; so are ``since`` and ``without``.
+        since: A version of torch.
+        without: One clause.
+        behaves: Tries what was found, which it is given.
+        instead: As many stand-ins; None where there are none.
+        is_needed: `convert` refuses all the same: the stand-ins are for what comes before.
+    """
+    fault, found = "", []
+    for name in names:
+        try:
+            found.append(_look_up(name))
+        except (AttributeError, KeyError):
+            fault = f"torch has no {name}"
+            break
+    else:
+        error = _raised_by(lambda: _check(behaves(*found)))
+        if isinstance(error, _UnexpectedError):
+            fault = f"{' and '.join(names)} did not do what was expected"
+        elif error is not None:
+            fault = f"trying {' and '.join(names)} raised {said_by(error)}"
+    part = Part(feature, names, since, without, is_needed or instead is None, fault)
+    _parts.append(part)
+    if not fault:
+        return found[0] if len(found) == 1 else tuple(found)
+    if instead is None:
+        instead = tuple([_Refusing(part) for _ in names])
+    return instead[0] if len(instead) == 1 else instead
+
+
+class _UnexpectedError(Exception):
+    """A part of torch behaves otherwise."""
+
+
+def _check(is_as_expected: bool) -> None:
+    if not is_as_expected:
+        raise _UnexpectedError
+
+
+def _raised_by(run: Callable[[], None]) -> Exception | None:
+    """Returns what ``run`` raises, called in a thread of its own.
+
+    There torch is as it is when nothing has been set: hmpx may be imported inside of modes, of regions
+    and transforms, and where tensors are made on other devices.
+    """
+    raised: list[Exception] = []
+
+    def catch() -> None:
+        try:
+            run()
+        except Exception as error:  # whatever another torch does there
+            raised.append(error)
+
+    thread = threading.Thread(target=catch, name="hmpx tries torch")
+    try:
+        thread.start()
+    except RuntimeError:  # there can be no thread
+        catch()
+    else:
+        thread.join()
+    return raised[0] if raised else None
+
+
+class _Refusing:
+    """Stands for what torch does not have, where nothing else will do."""
+
+    def __init__(self, part: Part) -> None:
+        self._part = part
+
+    def __call__(self, *args: object, **kwargs: object) -> Any:
+        refuse([self._part])
+
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        return self

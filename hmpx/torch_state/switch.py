@@ -1,0 +1,597 @@
+"""The off switch: which casts are off, per thread and task, a state that follows a computation.
+
+`disable_casts` switches off all of them, a region of torch.autocast those of its device type.
+
+Every wrapper's globals are this module's, so that asking `_looks_closer` is one lookup. Knows
+neither ops nor dtypes.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextvars
+import functools
+import inspect
+import os
+import sys
+import threading
+import types
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any, Final, TypeVar
+
+import torch
+
+from ..frames import PACKAGE
+from ..patching import Patch
+from ..torch_internals import (
+    FUNCTION_MODULES,
+    KERNEL_MODULES,
+    OFF_MARK,
+    PYTHON,
+    SNAPSHOT,
+    is_excluded,
+    is_included,
+    run_when_traced,
+)
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+#: Whether casts may be off in some thread, or torch.autocast on. While False, calls don't ask.
+_looks_closer = False
+_has_traced_regions = False  # torch.compile has put one into a graph: it may run at any time
+#: Regions that are open in any thread: `Region`s, and those of torch.autocast with their counts.
+_open: dict[Any, int] = {}
+_gate_lock = threading.RLock()  # a signal's handler may come back here
+
+
+def _gated(function: _F) -> _F:
+    """Returns ``function`` such that one thread at a time runs it, or another one that is gated."""
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        # One line, so that no line comes between the call and the release.
+        with _gate_lock: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
+
+    return wrapper  # type: ignore[return-value]
+
+
+class Epoch:
+    """A conversion from `convert` to `revert`, as far as regions are concerned.
+
+    Attributes:
+        ended_by: The thread that reverts it, whose regions end with it, however they were lost. Those of
+            other threads are theirs to leave.
+    """
+
+    __slots__ = ("ended_by",)
+
+    def __init__(self) -> None:
+        """Begins in any thread."""
+        self.ended_by: int | None = None
+
+
+#: The conversion in force; None while there is none.
+_epoch: Epoch | None = None
+
+#: What the conversion in force makes of calls, to be compared with what another one does; None while
+#: there is none.
+_decides: object | None = None
+
+#: The device types whose tensors the conversion in force casts.
+_covered: frozenset[str] = frozenset()
+
+#: Stands for all device types among those whose casts are off.
+EVERY: Final = "*"
+#: No casts are off.
+ON: Final[frozenset[str]] = frozenset()
+
+# The state is marked in places that torch itself carries along as well: the autocast bits of device
+# types that nobody has. torch.compile guards on them and captures them, and autograd's backward
+# threads inherit them, as they do neither thread-locals nor context variables.
+_MARK = OFF_MARK
+#: What can be off -> the device type whose bit says so. It only grows, so that no mark changes meaning.
+_marks: dict[str, str] = {EVERY: _MARK}
+#: In the order in which they are taken: that of "mps" is not among those that autocast asks for.
+_SPARE: Final = ("mps", "mtia", "ipu", "xla", "hpu", "xpu", "privateuseone", "cuda")
+
+# A conversion replaces the first with one that answers others.
+is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+AUTOCAST_STATE: Final = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+
+
+def _mark(off: frozenset[str]) -> None:
+    for name, bit in list(_marks.items()):
+        set_enabled(bit, name in off)
+
+
+def _marked() -> frozenset[str]:
+    return frozenset([name for name, bit in list(_marks.items()) if is_enabled(bit)])
+
+
+def _mark_every(is_off: bool) -> None:
+    set_enabled(_MARK, is_off)
+
+
+def _is_every_marked() -> bool:
+    return is_enabled(_MARK)
+
+
+def reserve_marks(device_types: frozenset[str]) -> None:
+    """Finds places for marks: a bit for each of ``device_types``, those that are here first.
+
+    As far as there are any: autocast knows more device types than a machine has devices of.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    here = {"cpu", "" if accelerator is None else accelerator.type}
+    free = [
+        bit
+        for bit in _SPARE
+        if bit not in here and bit not in device_types and bit not in _marks.values()
+    ]
+    for name in sorted(device_types - _marks.keys(), key=lambda name: (name not in here, name)):
+        if free:
+            _marks[name] = free.pop(0)
+
+
+class Region:
+    """A block in which casts are off, or on again.
+
+    Attributes:
+        off: The device types whose casts are off in it; all, where `EVERY` is among them.
+        is_off: Whether `EVERY` is.
+        opener: What has opened it, and closes it.
+        outer: The region around it.
+        beneath: What was off around the outermost, by marks that no region of this thread has set.
+        thread: The thread that it was opened in.
+        epoch: The conversion under which it was opened.
+        is_closed: It was left, perhaps in another thread or task than this one.
+    """
+
+    off: frozenset[str]
+    beneath: frozenset[str]
+
+    __slots__ = ("beneath", "epoch", "is_closed", "is_off", "off", "opener", "outer", "thread")
+
+    def __init__(
+        self,
+        opener: object,
+        *,
+        off: frozenset[str] | None = None,
+        more: frozenset[str] = ON,
+        less: frozenset[str] = ON,
+    ) -> None:
+        """Is called where the region begins; `open_region` opens it.
+
+        Args:
+            opener: What opens it.
+            off: What is off in it. None: what is off around it, with ``more`` and without ``less``.
+            more: What is switched off.
+            less: What is switched on.
+        """
+        self.opener, self.is_closed = opener, False
+        self.outer = outer = _innermost()
+        self.beneath = _inherited() if outer is None else outer.beneath
+        if off is None:
+            off = ((self.beneath if outer is None else outer.off) | more) - less
+        self.off, self.is_off = off, EVERY in off
+        self.thread, self.epoch = threading.get_ident(), _epoch
+
+    def is_over(self) -> bool:
+        """Whether it was left, or its own thread has reverted the conversion that it belongs to."""
+        epoch = self.epoch
+        if self.is_closed or epoch is None or epoch is _epoch:
+            return self.is_closed
+        return epoch.ended_by == self.thread
+
+
+#: The innermost region of this thread, or asyncio task.
+_region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("hmpx_region", default=None)
+
+
+def _innermost() -> Region | None:
+    """Returns the innermost region that is open here, and drops those that are over."""
+    found = _region.get()
+    if found is not None and found.is_over():
+        _settle_on(found)
+        return _region.get()
+    return found
+
+
+def open_region(region: Region) -> None:
+    """Opens ``region`` in this thread or task; an exception, such as a signal's, leaves it closed."""
+    try:
+        _note(region, is_open=True)
+        _mark(region.off)
+        _region.set(region)
+    except BaseException:
+        close_region(region)
+        raise
+
+
+def close_region(region: Region | None) -> None:
+    """Closes ``region``, and those inside of it that were lost here; once more does nothing.
+
+    Other threads and tasks that it is open in see to it when they ask next.
+    """
+    if region is None:
+        return
+    region.is_closed = True
+    inner = _region.get()
+    while inner is not None and inner is not region:
+        inner = inner.outer
+    if inner is not None:
+        _settle_on(region.outer)
+    else:
+        _forget(region)
+        _settle_on(_region.get())
+
+
+def _settle_on(region: Region | None) -> None:
+    """Makes ``region`` the innermost one of this thread or task."""
+    inner = _region.get()
+    while region is not None and region.is_over():
+        region = region.outer
+    _region.set(region)
+    if region is not None:
+        _mark(region.off)
+    else:
+        is_own = inner is not None and inner.thread == threading.get_ident()
+        _mark(inner.beneath if inner is not None and is_own else ON)
+    while inner is not None and inner is not region:
+        _forget(inner)
+        inner = inner.outer
+
+
+def _forget(region: Region) -> None:
+    if region.thread != threading.get_ident():
+        return  # a copy of another thread's context: that one sees to it
+    _note(region, is_open=False)
+
+
+def _note(region: Region, *, is_open: bool) -> None:
+    # One line, so that no line comes between the call and the release.
+    with _gate_lock: _note_alone(region, is_open=is_open)  # fmt: skip  # noqa: E701
+
+
+def _note_alone(region: Region, *, is_open: bool) -> None:
+    if is_open:
+        _open[region] = 1
+    else:
+        _open.pop(region, None)
+    _set_gate()
+
+
+class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
+    """Switches casting off for a block, or for the calls of a decorated function.
+
+    Holds for the current thread or asyncio task, and for tasks made in the block while it is open;
+    nests, and restores the previous state however the block is left. As a decorator it takes
+    functions, generators and coroutines.
+
+    Example:
+        >>> with hmpx.disable_casts():
+        ...     optimizer.step()
+    """
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            # torch.compile runs wrappers, it does not trace into them: they see the mark, which
+            # becomes part of the graph.
+            _note_traced_region()
+            self._was_marked = _is_every_marked()
+            _mark_every(True)
+        else:
+            open_region(Region(self, more=_ALL))
+
+    def __exit__(self, *exc_info: object) -> None:
+        region = None
+        try:
+            if torch.compiler.is_dynamo_compiling():
+                _mark_every(self._was_marked)
+            else:
+                region = last_region(self)
+                close_region(region)
+        except BaseException:  # a signal's, which must not keep casts off
+            close_region(region or last_region(self))
+            raise
+
+    def __call__(self, function: _F) -> _F:
+        """Returns ``function`` with casts off while it runs."""
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"disable_casts can't decorate the async generator {function.__qualname__}; "
+                "use `with disable_casts():` inside it"
+            )
+        wrapper: Any
+        if asyncio.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with disable_casts():
+                    return await function(*args, **kwargs)
+
+        elif inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return (yield from _run_generator(function(*args, **kwargs)))
+
+        else:
+
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with disable_casts():
+                    return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[no-any-return]
+
+
+def is_off() -> bool:
+    """Whether all casts are off in this thread."""
+    if torch.compiler.is_dynamo_compiling():
+        return _is_off_where_traced()
+    region = _innermost()
+    if region is None:
+        return _covers_all(_inherited())
+    if region.is_off or not _has_traced_regions:
+        return region.is_off or (bool(region.off) and _covered <= region.off)
+    return _covers_all(off())
+
+
+def partly_off() -> frozenset[str]:
+    """Returns the device types whose casts are off while those of others, that are cast too, are on."""
+    found = off()
+    return ON if _covers_all(found) else found & _covered
+
+
+def is_covered(device_type: str) -> bool:
+    """Whether the conversion in force casts tensors on devices of this type."""
+    return device_type in _covered
+
+
+def has_casts(device_type: str) -> bool:
+    """Whether tensors on devices of this type are cast here and now."""
+    return device_type in _covered and not {EVERY, device_type} & off()
+
+
+def off() -> frozenset[str]:
+    """Returns what is off in this thread."""
+    region = _innermost()
+    if region is None:
+        return _inherited()
+    if _has_traced_regions and _is_every_marked() and not (region.is_off or _is_off_in_others()):
+        return region.off | _ALL  # inside of a graph
+    return region.off
+
+
+_ALL: Final = frozenset([EVERY])
+
+
+def _covers_all(off: frozenset[str]) -> bool:
+    return EVERY in off or (bool(off) and _covered <= off)
+
+
+def _is_off_where_traced() -> bool:
+    """Whether all casts are off where torch.compile traces, which guards on marks."""
+    return _covers_all(_marked())
+
+
+def _inherited() -> frozenset[str]:
+    """Returns what is off outside of all regions of this thread or task.
+
+    A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
+    backward thread. Otherwise it is that of another asyncio task.
+    """
+    found = _marked()
+    return ON if found and _has_opened_any() else found
+
+
+def _has_opened_any() -> bool:
+    """Whether a region is open that this thread has opened, in whatever task."""
+    thread = threading.get_ident()
+    return any(isinstance(r, Region) and r.thread == thread for r in list(_open))
+
+
+def _is_off_in_others() -> bool:
+    """Whether casts are off in a region that another task of this thread has opened."""
+    thread, own, region = threading.get_ident(), set(), _region.get()
+    while region is not None:
+        own.add(region)
+        region = region.outer
+    opened = [r for r in list(_open) if isinstance(r, Region) and r not in own]
+    return any(r.is_off and r.thread == thread for r in opened)
+
+
+def last_region(opener: object) -> Region | None:
+    """Returns the last region that ``opener`` has opened: here, or else in another thread or task."""
+    region = _region.get()
+    while region is not None and region.opener is not opener:
+        region = region.outer
+    if region is not None:
+        return region
+    opened = [r for r in list(_open) if isinstance(r, Region) and r.opener is opener]
+    return next((r for r in reversed(opened) if not r.is_closed), None)
+
+
+class _State:
+    """A context in which the casts of ``off`` are off, and no others."""
+
+    def __init__(self, off: frozenset[str]) -> None:
+        self._region = Region(self, off=off)
+
+    def __enter__(self) -> None:
+        open_region(self._region)
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            close_region(self._region)
+        except BaseException:
+            close_region(self._region)
+            raise
+
+
+def keeps_state(function: _F) -> _F:
+    """Returns ``function`` such that it runs with casts on or off as they are here and now.
+
+    What runs it later may have switched them: a checkpoint's recomputation, an optimizer.
+    """
+    state = off()
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _State(state):
+            return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]
+
+
+def in_force() -> object | None:
+    """Returns what stands for the conversion in force; None while there is none."""
+    return _epoch
+
+
+def conversion() -> tuple[object, object] | None:
+    """Returns what is equal as long as calls compute the same; None while there is no conversion.
+
+    One that replaces another need not do so, nor the same one when its rules have changed.
+    """
+    return None if _epoch is None else (_epoch, _decides)
+
+
+def switch_patches(
+    epoch: object | None, decides: object | None, device_types: frozenset[str]
+) -> Iterator[Patch]:
+    """Yields the patches of this module that put a conversion in force.
+
+    Args:
+        epoch: What `begin_conversion` has returned; None for no conversion.
+        decides: What the results of calls depend on.
+        device_types: The device types whose tensors are cast.
+    """
+    this = sys.modules[__name__]
+    yield Patch(this, "_epoch", epoch)
+    yield Patch(this, "_decides", decides)
+    yield Patch(this, "_covered", device_types)
+
+
+def begin_conversion() -> Epoch:
+    """Returns what stands for a new conversion; forgets what reverted ones have left open."""
+    _forget_regions_that_are_over()
+    _innermost()
+    return Epoch()
+
+
+def begin_to_end() -> None:
+    """Notes that this thread reverts the conversion in force: it may still fail to."""
+    if _epoch is not None:
+        _epoch.ended_by = threading.get_ident()
+
+
+@_gated
+def _forget_regions_that_are_over() -> None:
+    alive = sys._current_frames()
+    for region in [r for r in _open if isinstance(r, Region)]:
+        if region.thread not in alive and region.epoch not in (None, _epoch):
+            region.is_closed = True  # its thread can't leave it any more
+        if region.is_over():
+            del _open[region]
+    _set_gate()
+
+
+def _start_in_forked_child() -> None:
+    """Leaves behind the lock and the regions of threads that the child does not have."""
+    global _gate_lock
+    _gate_lock = threading.RLock()
+    for region in [r for r in _open if isinstance(r, Region) and r.thread != threading.get_ident()]:
+        del _open[region]
+    _set_gate()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_start_in_forked_child)
+
+
+def _set_gate() -> None:
+    global _looks_closer
+    _looks_closer = bool(_open) or _has_traced_regions
+
+
+@_gated
+def count_autocast(region: Hashable, entries: int) -> None:
+    """Notes that a region of torch.autocast is entered, +1, or left, -1; it may be both several times."""
+    count = _open.pop(region, 0) + entries
+    if count > 0:
+        _open[region] = count
+    _set_gate()
+
+
+def end_conversion() -> None:
+    """Notes that there is no conversion any more: nobody counts the regions of torch.autocast."""
+    _forget_autocast()
+    _innermost()
+
+
+@_gated
+def _forget_autocast() -> None:
+    for region in [region for region in _open if not isinstance(region, Region)]:
+        del _open[region]
+    _set_gate()
+
+
+@_gated
+def _note_traced_region() -> None:
+    global _has_traced_regions
+    _has_traced_regions = True
+    _set_gate()
+
+
+for _function in (_note_traced_region, _is_off_where_traced):
+    run_when_traced(_function)
+
+
+def _run_generator(generator: Any) -> Any:
+    """Runs ``generator`` with casts off inside it only, not in the code between its yields."""
+    resume, value = generator.send, None
+    while True:
+        try:
+            with disable_casts():
+                yielded = resume(value)
+        except StopIteration as stop:
+            return stop.value
+        try:
+            value, resume = (yield yielded), generator.send
+        except GeneratorExit:
+            with disable_casts():
+                generator.close()
+            raise
+        except BaseException as error:
+            value, resume = error, generator.throw
+
+
+# Below the dispatcher (a decomposition, a meta function, a kernel written in Python) the call's
+# dtypes were settled above it. This private test is exact; it is present since torch 2.0.
+_is_excluded, _SNAPSHOT = is_excluded, SNAPSHOT
+# But for the decompositions that stand in for composite kernels while AOTAutograd and torch.export
+# trace: their state is that of the user's own calls. Only where they are written tells them apart.
+_is_included, _PYTHON = is_included, PYTHON
+_BETWEEN = (PACKAGE, *FUNCTION_MODULES)
+
+
+def is_below_dispatcher() -> bool:
+    """Whether torch itself calls, where nothing is cast."""
+    return _is_excluded(_SNAPSHOT) or (_is_included(_PYTHON) and _is_called_by_kernel())
+
+
+def _is_called_by_kernel() -> bool:
+    frame: types.FrameType | None = sys._getframe(2)
+    while frame is not None:
+        module = str(frame.f_globals.get("__name__"))
+        if module.startswith(KERNEL_MODULES):
+            return True
+        if not module.startswith(_BETWEEN) and frame.f_globals is not globals():
+            return False
+        frame = frame.f_back
+    return False
+
+
+run_when_traced(is_below_dispatcher)
