@@ -1,6 +1,6 @@
 """Runs the tests that need a GPU, and prints one table: what is to run first on a machine with one.
 
-    python scripts/gpu.py                # all of tests/test_cuda.py
+    python scripts/gpu.py                # all of tests/integration/test_cuda.py
     python scripts/gpu.py -k memory      # with pytest's arguments
 
 Needs torch with a CUDA device, hmpx, pytest and transformers. Ends with 1 where a test failed or none ran.
@@ -52,7 +52,13 @@ def machine() -> str:
 def main() -> int:
     """Returns the exit status."""
     rows, output = Rows(), io.StringIO()
-    arguments = ["-p", "no:randomly", "-q", str(ROOT / "tests" / "test_cuda.py"), *sys.argv[1:]]
+    arguments = [
+        "-p",
+        "no:randomly",
+        "-q",
+        str(ROOT / "tests" / "integration" / "test_cuda.py"),
+        *sys.argv[1:],
+    ]
     with contextlib.redirect_stdout(output):
         status = pytest.main(arguments, plugins=[rows])
     print(f"{machine()}\n\n| test | outcome | s | figure |\n|---|---|---|---|")

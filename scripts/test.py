@@ -49,7 +49,7 @@ def test() -> None:
 
 def test_conformance() -> None:
     """Runs each sample of torch's OpInfo database."""
-    run([PYTHON, *PYTEST, "-m", "opinfo", "tests/test_opinfo.py"])
+    run([PYTHON, *PYTEST, "-m", "opinfo", "tests/integration/test_opinfo_conformance.py"])
 
 
 def test_wheel() -> None:

@@ -99,9 +99,7 @@ def outcomes(python: str, before: dict[str, Any] | None = None) -> dict[str, Any
         cases = list(ET.parse(report).iter("testcase"))
     failed = sorted({name_of(case) for case in cases if has_failed(case)})
     skipped = collections.Counter(
-        (case.attrib["classname"].rpartition(".")[2], reason_of(case))
-        for case in cases
-        if case.find("skipped") is not None
+        (file_of(case), reason_of(case)) for case in cases if case.find("skipped") is not None
     )
     passed = len({name_of(case) for case in cases}) - len(failed) - sum(skipped.values())
     if before is not None:
@@ -123,8 +121,13 @@ def has_failed(case: ET.Element) -> bool:
 
 
 def name_of(case: ET.Element) -> str:
-    """Returns a test's name as pytest shows it, without its directory."""
-    return f"{case.attrib['classname'].rpartition('.')[2]}::{case.attrib['name']}"
+    """Returns a test's name as pytest shows it, below ``tests/`` and without ``.py``."""
+    return f"{file_of(case)}::{case.attrib['name']}"
+
+
+def file_of(case: ET.Element) -> str:
+    """Returns the path of a test's file below ``tests/``, without ``.py``."""
+    return case.attrib["classname"].removeprefix("tests.").replace(".", "/")
 
 
 def reason_of(case: ET.Element) -> str:

@@ -35,9 +35,9 @@ SAMPLED = {
     "test_autocast_lists": 3,
     "test_buffers": 3,
     "test_kernel_library": 3,
-    "test_legalized": 3,
+    "test_legalized_ops": 3,
     "test_module_paths": 3,
-    "test_modules": 3,
+    "test_torch_nn": 3,
 }
 
 

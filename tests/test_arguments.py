@@ -15,7 +15,7 @@ import torch
 import hmpx
 from hmpx import HmpxError, OpListError, OptionError, Policy, PolicyFileError, errors, formats
 from tests import fuzzing
-from tests.test_hostile_files import taking
+from tests.policy.test_hostile_files import taking
 
 
 class NoRepr:

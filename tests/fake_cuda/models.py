@@ -10,7 +10,7 @@ import transformers
 from torch import Tensor, nn
 from transformers.initialization import no_init_weights
 
-from ..flattening import flatten
+from .flattening import flatten
 from .steps import Step
 
 VOCABULARY, CLASSES, BATCH, TOKENS, WIDTH = 1000, 10, 4, 128, 256

@@ -1,0 +1,391 @@
+"""What only a GPU can show; `python scripts/gpu.py` runs these first and prints one table.
+
+Tests note what they have measured as the property ``figure``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.testing._internal.common_methods_invocations import op_db
+
+import hmpx
+from hmpx.compute import missing_kernels
+from hmpx.compute.legalize import capability
+from hmpx.ops import op_table as ops
+from tests.integration.test_opinfo_conformance import LEFT_OUT, current
+
+pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+COUNTED = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels-fake_cuda.json"
+
+
+def network() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(16, 32), nn.LayerNorm(32), nn.GELU(), nn.Linear(32, 4)).cuda()
+
+
+def test_only_tensors_on_the_gpu_are_cast_by_default() -> None:
+    """The data pipeline on the CPU stays fp32."""
+    with hmpx.convert() as session:
+        assert session.device_types == {"cuda"}
+        assert network()(torch.randn(2, 16, device="cuda")).dtype is BF16
+        assert F.linear(torch.randn(2, 4), torch.randn(3, 4)).dtype is FP32
+
+
+@pytest.mark.parametrize(
+    "norm", [nn.LayerNorm(8), nn.GroupNorm(2, 8), nn.BatchNorm1d(8), nn.InstanceNorm1d(8)]
+)
+def test_norms_keep_the_low_type_of_their_input(norm: nn.Module) -> None:
+    """Whatever the kernel takes beside it."""
+    shape = (4, 8) if isinstance(norm, nn.LayerNorm) else (4, 8, 6)
+    x = torch.randn(shape, device="cuda", requires_grad=True)
+    norm.cuda()
+    expected = norm(x.detach().bfloat16().float())
+    with hmpx.convert():
+        actual = norm(x)
+        actual.float().sum().backward()
+    assert actual.dtype is BF16
+    torch.testing.assert_close(actual.float(), expected, rtol=2**-6, atol=2**-6)
+    assert x.grad is not None and x.grad.dtype is FP32
+
+
+@pytest.mark.filterwarnings("error:RNN module weights are not part of single contiguous chunk")
+@pytest.mark.parametrize("options", [{}, {"num_layers": 2, "bidirectional": True}, {"bias": False}])
+@pytest.mark.parametrize("cls", [nn.LSTM, nn.GRU, nn.RNN])
+def test_cudnn_takes_the_casts_of_weights_as_they_lie(
+    cls: type[nn.Module], options: dict[str, Any]
+) -> None:
+    """And frozen weights: it copies them into no other chunk, of which it warns."""
+    torch.manual_seed(0)
+    module, x = cls(16, 32, **options).cuda(), torch.randn(5, 3, 16, device="cuda")
+    expected = module(x)[0]
+    with hmpx.convert(lists="autocast-cuda"):
+        actual = module(x)[0]
+        assert actual.dtype is BF16
+        torch.testing.assert_close(actual.float(), expected, rtol=2**-5, atol=2**-5)
+        actual.float().sum().backward()
+        module.zero_grad()
+        with torch.no_grad():
+            converted = module.eval()(x)[0]
+            with hmpx.freeze(module, x, outputs="keep"):
+                torch.testing.assert_close(module(x)[0], converted, rtol=0, atol=0)
+        assert len({p.untyped_storage().data_ptr() for p in module.parameters()}) == 1
+
+
+def test_a_cuda_graph_replays_the_casts() -> None:
+    """Of the weights as they are at the time of the replay (pytorch #71631, #84289)."""
+    model, x = network(), torch.randn(8, 16, device="cuda")
+    with hmpx.convert(), torch.no_grad():
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(stream):
+            model(x)
+        torch.cuda.current_stream().wait_stream(stream)
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            output = model(x)
+        assert output.dtype is BF16
+        for _ in range(2):
+            x.normal_()
+            model[0].weight.mul_(1.5)
+            graph.replay()
+            torch.testing.assert_close(output, model(x), rtol=0, atol=0)
+
+
+def test_loss_scaling_in_fp16_trains_as_in_fp32() -> None:
+    """With torch's own GradScaler: gradients and parameters are fp32."""
+    x = torch.randn(64, 16, device="cuda")
+    y = torch.randint(4, (64,), device="cuda")
+
+    def losses() -> list[float]:
+        model, scaler = network(), torch.amp.GradScaler("cuda")
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+        found = []
+        for _ in range(10):
+            optimizer.zero_grad()
+            loss = F.cross_entropy(model(x), y)
+            scaler.scale(loss).backward()
+            assert {p.grad.dtype for p in model.parameters() if p.grad is not None} == {FP32}
+            scaler.step(optimizer)
+            scaler.update()
+            found.append(loss.item())
+        return found
+
+    expected = losses()
+    with hmpx.convert(low_precision_type=FP16):
+        actual = losses()
+    assert actual == pytest.approx(expected, rel=0.05)
+    assert actual[-1] < actual[0]
+
+
+@pytest.mark.parametrize("region", [BF16, FP16])
+def test_the_lists_win_inside_an_autocast_region(region: torch.dtype) -> None:
+    a = torch.randn(4, 4, device="cuda")
+
+    def outcome() -> list[Tensor]:
+        return [a @ a, F.linear(a, a), torch.softmax(a @ a, -1), F.layer_norm(a, (4,))]
+
+    with hmpx.convert():
+        expected = outcome()
+        with torch.autocast("cuda", region):
+            actual = outcome()
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+# --- what is counted on fake devices, here on real ones -------------------------------------------
+
+
+@pytest.mark.models
+@pytest.mark.parametrize("candidate", ["autocast", "hmpx", "hmpx autocast-cuda", "hmpx products"])
+@pytest.mark.parametrize("name", ["gpt2", "llama", "resnet"])
+def test_kernels_are_those_counted_on_fake_devices(
+    name: str, candidate: str, record_property: Callable[[str, object], None]
+) -> None:
+    """As docs/speed.md has them; a build for CUDA takes attention apart by itself."""
+    pytest.importorskip("transformers")
+    models = pytest.importorskip("tests.fake_cuda.models")
+    candidates = pytest.importorskip("tests.fake_cuda.candidates")
+    steps = pytest.importorskip("tests.fake_cuda.steps")
+    counted = json.loads(COUNTED.read_text("utf-8"))["figures"][name][candidate]
+    chosen = candidates.CANDIDATES[candidate]
+    region = torch.autocast("cuda", BF16) if candidate == "autocast" else contextlib.nullcontext()
+    with contextlib.ExitStack() as stack:
+        if chosen.options is not None:
+            stack.enter_context(hmpx.convert(**chosen.options))
+        with torch.device("cuda"):
+            step = models.make(name)
+        kernels = stack.enter_context(steps.Kernels("cuda", step.model.parameters()))
+        with region:
+            loss = step.loss(step.model(**step.inputs))
+        loss.backward()
+    actual = steps.summary(kernels.list)
+    record_property("figure", f"{actual['casts']} casts, counted {counted['casts']}")
+    assert actual["waits"] == 0
+    assert actual["casts"] == pytest.approx(counted["casts"], abs=4)  # of the loss, of masks
+
+
+@pytest.mark.parametrize("lists", ["hmpx", "autocast-cuda", "hmp"])
+def test_a_step_does_not_wait_for_the_device(lists: str) -> None:
+    """No value is read back, which a debug mode of torch's would raise for."""
+    model, x = network(), torch.randn(8, 16, device="cuda")
+    y = torch.randint(4, (8,), device="cuda")
+    optimizer = torch.optim.AdamW(model.parameters(), fused=True)
+    with hmpx.convert(lists=lists):
+        for step in range(3):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first one measures
+            try:
+                loss = F.cross_entropy(model(x), y)
+                optimizer.zero_grad()
+                loss.backward()
+                optimizer.step()
+            finally:
+                torch.cuda.set_sync_debug_mode("default")
+
+
+def test_peak_memory_is_at_most_that_of_autocast(
+    record_property: Callable[[str, object], None],
+) -> None:
+    def peak(region: contextlib.AbstractContextManager[Any]) -> int:
+        torch.manual_seed(0)
+        blocks = [nn.Sequential(nn.LayerNorm(512), nn.Linear(512, 512), nn.GELU())] * 8
+        model = nn.Sequential(*blocks).cuda()
+        x = torch.randn(4096, 512, device="cuda")
+        torch.cuda.synchronize()
+        torch.cuda.reset_peak_memory_stats()
+        with region:
+            loss = model(x).float().square().mean()
+        loss.backward()
+        return torch.cuda.max_memory_allocated()
+
+    expected = peak(torch.autocast("cuda", BF16))
+    with hmpx.convert():
+        actual = peak(contextlib.nullcontext())
+    record_property("figure", f"{actual / expected:.2f} of autocast's")
+    assert actual <= expected
+
+
+# --- kernels that are there, and those that are not -----------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_kernels_known_to_be_missing_are(
+    dtype: torch.dtype, record_property: Callable[[str, object], None]
+) -> None:
+    """What hmpx computes in fp32 on CUDA without trying; and what OpInfo says runs, runs."""
+    missing, present = [], []
+    for info in op_db:
+        name = ops.resolve(info.name)
+        lacking = missing_kernels.lacking_kernels().get(name) if name is not None else None
+        is_known = lacking is not None and ("cuda", dtype) in lacking.always
+        if dtype not in info.supported_dtypes("cuda") and not is_known:
+            continue
+        try:
+            samples = info.sample_inputs("cuda", dtype, requires_grad=False)
+            sample = next(iter(samples))
+        except (RuntimeError, NotImplementedError, StopIteration, TypeError):
+            continue
+        try:
+            info.op(sample.input, *sample.args, **sample.kwargs)
+        except (RuntimeError, NotImplementedError):
+            missing += [] if is_known else [info.name]
+        else:
+            present += [info.name] if is_known else []
+    record_property("figure", f"not known: {len(missing)}, there after all: {len(present)}")
+    assert (missing, present) == ([], [])
+
+
+#: Its OpInfo passes what a wrapped op returns to ATen's own overload, below every wrapper.
+POOL_BACKWARD = "max_pool2d_with_indices_backward"
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("lists", ["hmpx", "hmp", "o2", "autocast-cuda"])
+def test_nothing_that_runs_in_fp32_stops(lists: str) -> None:
+    """The first sample of each OpInfo, in fp32 and in bf16, under each of the shipped sets."""
+    stopped = []
+    for info in op_db:
+        if FP32 not in info.supported_dtypes("cuda") or info.name in {*LEFT_OUT, POOL_BACKWARD}:
+            continue
+        try:
+            sample = next(iter(info.sample_inputs("cuda", FP32, requires_grad=False)))
+            info.op(sample.input, *sample.args, **sample.kwargs)
+        except Exception:  # then it is torch's own
+            continue
+        call = current(info.op)
+        with hmpx.convert(lists=lists):
+            for dtype in (FP32, BF16):
+                low = sample.transform(
+                    lambda v, d=dtype: v.to(d) if isinstance(v, Tensor) and v.dtype is FP32 else v
+                )
+                try:
+                    call(low.input, low.args, low.kwargs)
+                except Exception as error:
+                    stopped.append(f"{info.name} on {dtype}: {error}"[:200])
+    assert not stopped
+
+
+# --- numbers on the CPU, forks ---------------------------------------------------
+
+
+def test_numbers_on_the_cpu_beside_low_tensors() -> None:
+    x = torch.ones(4, 4, device="cuda", dtype=BF16)
+    with hmpx.convert():
+        x[torch.tensor([0, 1], device="cuda")] = torch.tensor(0.3)
+        assert torch.heaviside(x, torch.tensor(0.5)).dtype is BF16
+        assert torch.lerp(x, x, torch.tensor(0.5)).dtype is BF16
+
+
+FORKS = """
+import torch, hmpx
+hmpx.convert()
+assert not torch.cuda.is_initialized()
+
+class Data(torch.utils.data.Dataset):
+    def __len__(self):
+        return 4
+    def __getitem__(self, i):
+        return torch.ones(4, device="cuda") * i
+
+loader = torch.utils.data.DataLoader(Data(), num_workers=2, multiprocessing_context="fork")
+print(sum(x.cpu().sum().item() for x in loader))
+"""
+
+
+def test_forked_workers_may_use_the_device() -> None:
+    """`convert` initializes nothing."""
+    result = subprocess.run(
+        [sys.executable, "-c", FORKS], capture_output=True, text=True, timeout=300, check=False
+    )
+    assert (result.returncode, result.stdout.strip()) == (0, "24.0"), result.stderr
+
+
+# --- compiled code, and what the card is said to do -------------------------------------------------------------------------------------
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_compiled_code_is_as_eager(record_property: Callable[[str, object], None]) -> None:
+    """By Inductor and Triton, forward and backward."""
+    x = torch.randn(64, 16, device="cuda")
+
+    def gradients(compile_it: bool) -> list[Tensor]:
+        model = network()
+        run = torch.compile(model, fullgraph=True) if compile_it else model
+        y = run(x)
+        y.float().square().mean().backward()
+        return [y, *[p.grad for p in model.parameters() if p.grad is not None]]
+
+    with hmpx.convert():
+        expected, actual = gradients(False), gradients(True)
+    errors = [
+        float((a.float() - e.float()).detach().norm() / e.float().detach().norm())
+        for a, e in zip(actual, expected, strict=True)
+    ]
+    record_property("figure", f"relative error {max(errors):.1e}")
+    assert max(errors) < 2**-6
+
+
+def test_the_card_is_measured_once_and_not_legalized(
+    record_property: Callable[[str, object], None],
+) -> None:
+    """A card with bf16 units runs products as they are."""
+    with hmpx.convert():
+        F.linear(torch.randn(64, 64, device="cuda"), torch.randn(64, 64, device="cuda"))
+    known = capability.capability("linear", "cuda:0", BF16)
+    record_property("figure", f"bf16 over fp32: {known.inference}, in training {known.training}")
+    if torch.cuda.is_bf16_supported(including_emulation=False):
+        assert known.reported
+        assert known.inference is not None
+        assert known.inference < 2
+
+
+# --- sums and statistics in fp32 --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_accumulating_products_are_nearer_to_fp64(dtype: torch.dtype) -> None:
+    """Outputs and gradients are those of float64, rounded once: no element is off by two units."""
+    if torch.cuda.get_device_capability() < (8, 0):
+        pytest.skip("needs bfloat16 products")
+    x = torch.randn(64, 4096, device="cuda")
+    weight, bias = torch.randn(32, 4096, device="cuda"), torch.randn(32, device="cuda")
+
+    def outcome(*inputs: Tensor) -> list[Tensor]:
+        inputs = tuple(t.detach().requires_grad_() for t in inputs)
+        result = F.linear(*inputs)
+        ones = torch.ones_like(result)
+        return [result.detach(), *torch.autograd.grad(result, inputs, ones)]
+
+    exact = outcome(*[t.to(dtype).double() for t in (x, weight, bias)])
+    policy = {"lists": "none", "low": ["linear accumulate=float32"], "low_precision_type": dtype}
+    with hmpx.convert(policy=policy):
+        actual = outcome(x, weight, bias)
+    assert [t.dtype for t in actual] == [dtype, FP32, FP32, FP32]
+    unit = torch.finfo(dtype).eps
+    for got, wanted in zip(actual, exact, strict=True):
+        # Near zero sums of fp32 cancel: 2**-24 of the terms' size, 4096 of them.
+        torch.testing.assert_close(got.double(), wanted, rtol=unit, atol=2**-12)
+
+
+def test_group_norms_keep_exact_statistics() -> None:
+    """A mean of a hundred deviations does not cost the deviation its digits."""
+    x = torch.randn(4, 8, 16, device="cuda") * 0.1 + 10
+    norm = nn.GroupNorm(2, 8).cuda()
+    exact = F.group_norm(x.bfloat16().double(), 2)
+    with hmpx.convert():
+        actual = norm(x)
+    assert actual.dtype is BF16
+    torch.testing.assert_close(actual.double(), exact, rtol=2**-7, atol=2**-7)

@@ -1,0 +1,129 @@
+"""The zoo: what it measures, and a sample of its models under `convert()`."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from zoo import catalogue, measuring, table
+from zoo.entry import Entry, normal
+from zoo.modes import MODES
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+class Net(nn.Module):
+    """A linear layer whose weights go through `arange`, `mul` and a buffer as they are built."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(8, 4)
+        self.register_buffer("scale", torch.arange(4).float() * 0.1, persistent=False)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.linear(x) * self.scale}
+
+
+def entry(**options: Any) -> Entry:
+    return Entry("net", "torch", "toys", Net, lambda model: {"x": normal(3, 8)}, **options)
+
+
+def test_fp32_is_at_no_distance_from_itself() -> None:
+    """Two runs in fp32 are bit-equal, in outputs, gradients and weights."""
+    first, second = (measuring.run(entry(), MODES["fp32"]) for _ in range(2))
+    line = measuring.measure(first, second)
+    assert line["errors"] == {}
+    assert (line["outputs"], line["gradients"], line["built_differently"]) == (0.0, 0.0, [])
+
+
+def test_distance_is_relative_to_fp32() -> None:
+    """Norm of the difference over the norm, of all tensors together; masks are left out."""
+    expected = [torch.tensor([3.0, float("-inf")]), torch.tensor([4.0])]
+    actual = [torch.tensor([3.0, 1.0]), torch.tensor([4.5])]
+    assert measuring.distance(actual, expected) == measuring.Distance(0.1, 0)
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf")])
+def test_numbers_that_are_not_finite_are_counted(value: float) -> None:
+    """NaNs and infinities beside finite numbers of fp32 are counted, and no distance is given."""
+    found = measuring.distance([torch.tensor([1.0, value])], [torch.ones(2)])
+    assert found == measuring.Distance(None, 1)
+
+
+def test_an_error_is_kept_with_its_stage() -> None:
+    """What fails in a stage ends what depends on it, and names the class and the first line."""
+
+    def fail(model: nn.Module, batch: Mapping[str, Any]) -> None:
+        raise ValueError("no such luck\nsecond line")
+
+    run = measuring.run(entry(forward=fail), MODES["fp32"])
+    assert run.errors == {
+        "forward": "ValueError: no such luck",
+        "train": "ValueError: no such luck",
+    }
+
+
+def test_stops_are_those_of_one_mode_alone() -> None:
+    """An error that fp32 or autocast has too is not hmpx's."""
+    base = {"library": "l", "model": "m", "family": "f"}
+    lines = [
+        {**base, "mode": "fp32", "errors": {"step": "E"}},
+        {**base, "mode": "autocast", "errors": {"long": "E"}},
+        {**base, "mode": "hmpx", "errors": {"step": "E", "long": "E", "forward": "F"}},
+    ]
+    assert table.stops(lines, "hmpx") == [("l", "m", "forward", "F")]
+
+
+def test_ratio_is_to_autocast_of_the_same_type() -> None:
+    """fp16 is compared with autocast's fp16."""
+    lines = {
+        name: {"outputs": value}
+        for name, value in {"autocast": 0.02, "autocast fp16": 0.002, "hmpx fp16": 0.003}.items()
+    }
+    assert table.ratio(lines, "hmpx fp16", "outputs") == pytest.approx(1.5)
+
+
+def test_a_sample_has_all_families() -> None:
+    """A sample takes from each family in turn, always the same models."""
+    toys = [Entry(f"{f}{i}", "torch", f, Net, dict) for f in "abc" for i in range(3)]
+    assert [e.name for e in catalogue.sample(toys, 5)] == ["a0", "b0", "c0", "a1", "b1"]
+
+
+@pytest.mark.models
+def test_a_sample_runs_as_in_fp32(tmp_path: Path) -> None:
+    """A dozen architectures run as in fp32, with the weights of fp32, and about autocast's errors."""
+    pytest.importorskip("transformers")
+    results = tmp_path / "results.jsonl"
+    command = [
+        sys.executable, "-m", "zoo", "--models", "transformers", "--sample", "12",
+        "--modes", "fp32", "autocast", "hmpx", "--results", str(results),
+    ]  # fmt: skip
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    assert done.returncode in {0, 1}, done.stdout + done.stderr
+    lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
+    assert len(lines) == 36
+    models = table.by_model(lines)
+    known = table.causes()
+    stops = table.stops(lines, "hmpx")
+    assert [stop for stop in stops if "/".join(stop[:2]) not in known] == []
+    assert {m: stop for m, modes in models.items() if (stop := modes["fp32"]["errors"])} == {}
+    built = {m: modes["hmpx"]["built_differently"] for m, modes in models.items()}
+    assert {m: names for m, names in built.items() if names} == {}
+    ratios = {
+        (*m, of): r
+        for m, modes in models.items()
+        for of in ("outputs", "long_outputs")
+        if (r := table.ratio(modes, "hmpx", of)) is not None
+    }
+    known = table.causes()
+    assert {
+        k: r for k, r in ratios.items() if r > table.ACCEPTED and "/".join(k[:2]) not in known
+    } == {}

@@ -1,0 +1,317 @@
+"""Each benchmark runs, at settings that say nothing about speed, and saves what draw.py reads."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import json
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+import torch
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
+HEADER = ["machine", "torch", "hmpx", "date", "command"]
+TIMES = {"ratio", "ratio_min", "ratio_max", "median_s", "min_s", "rounds", "steps"}
+
+QUICK = ["--sizes", "small", "--rounds", "1", "--turn", "0.01", "--threads", "1"]
+
+
+def run(script: str, *arguments: str, folder: Path) -> str:
+    """Returns what a benchmark prints that saves to ``folder``; nothing may go to stderr."""
+    result = subprocess.run(
+        [sys.executable, "-W", "error", str(BENCHMARKS / script), *arguments, "--save", "."],
+        cwd=folder,
+        env={**os.environ, "OMP_NUM_THREADS": "1"},
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
+    return result.stdout
+
+
+def saved(path: Path) -> dict[str, Any]:
+    """Returns the content of a result file, whose header must be complete."""
+    result = json.loads(path.read_text(encoding="utf-8"))
+    assert list(result)[: len(HEADER)] == HEADER
+    machine = {"processor", "architecture", "cores", "threads"}
+    assert result["machine"].keys() - {"gpu"} == machine
+    assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
+    assert result["command"].startswith(f"python benchmarks/{path.stem.split('-')[0]}.py")
+    return result
+
+
+@pytest.fixture
+def load(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Returns a function that imports a module of benchmarks/, for one test."""
+
+    def load_module(name: str) -> ModuleType:
+        monkeypatch.syspath_prepend(str(BENCHMARKS))
+        monkeypatch.delitem(sys.modules, name, raising=False)
+        module = importlib.import_module(name)
+        monkeypatch.setitem(sys.modules, name, module)
+        return module
+
+    return load_module
+
+
+def test_train(tmp_path: Path) -> None:
+    """Each candidate has its times, its memory, and its loss after as many steps as fp32's."""
+    options = ["--candidates", "hmpx", "--steps", "3"]
+    run("train.py", "--models", "gpt", *QUICK, *options, folder=tmp_path)
+    result = saved(tmp_path / "train-cpu.json")
+    figures = result["figures"]["gpt"]["small"]
+    assert list(figures) == ["fp32", "hmpx"]
+    for figure in figures.values():
+        assert figure.keys() == TIMES | {"peak_bytes", "loss", "loss_steps", "loss_minus_fp32"}
+        assert figure["loss_steps"] == 3
+        assert abs(figure["loss_minus_fp32"]) < 0.05 * figures["fp32"]["loss"]
+    assert figures["fp32"]["ratio"] == 1
+    assert figures["fp32"]["loss_minus_fp32"] == 0
+    assert figures["hmpx"]["loss_minus_fp32"] != 0
+
+
+def test_processes_find_the_same_hmpx(tmp_path: Path) -> None:
+    """The processes of the candidates don't look in the current directory, as the program doesn't."""
+    (tmp_path / "hmpx.py").write_text("raise RuntimeError('the wrong hmpx')", encoding="utf-8")
+    options = ["--candidates", "fp32", "--threads", "1"]
+    run("memory.py", "--models", "mlp", "--sizes", "small", *options, folder=tmp_path)
+
+
+@pytest.mark.slow
+def test_inference(tmp_path: Path) -> None:
+    """Frozen weights take about half the bytes; each candidate runs compiled, too."""
+    names = ["fp32", "hmpx frozen", "fp32, compiled", "hmpx frozen, compiled"]
+    options = ["--candidates", *names[:2], "--compile", "--backend", "eager"]
+    output = run("inference.py", "--cases", "decode", *QUICK, *options, folder=tmp_path)
+    assert all(name in output for name in names)
+    figures = saved(tmp_path / "inference-cpu.json")["figures"]["decode"]["small"]
+    assert list(figures) == names
+    for figure in figures.values():
+        assert figure.keys() == TIMES | {"weight_bytes", "weight_ratio", "process_bytes"}
+    assert figures["fp32"]["weight_ratio"] == 1
+    assert 0.5 <= figures["hmpx frozen"]["weight_ratio"] < 0.7
+
+
+def test_memory(tmp_path: Path) -> None:
+    """bf16 weights and inputs halve what is saved, and both ways to count agree."""
+    options = ["--candidates", "fp32", "bf16", "--threads", "1"]
+    run("memory.py", "--models", "gpt", "--sizes", "small", *options, folder=tmp_path)
+    figures = saved(tmp_path / "memory-cpu.json")["figures"]["gpt"]["small"]
+    for figure in figures.values():
+        assert figure["peak_bytes"] > 0
+        if figure["live_bytes"] is not None:  # only glibc tells
+            assert figure["live_bytes"] == pytest.approx(figure["saved_bytes"], rel=0.1)
+    assert figures["bf16"]["saved_ratio"] == pytest.approx(0.5, abs=0.05)
+
+
+def test_overhead(tmp_path: Path) -> None:
+    """All tables are there."""
+    run("overhead.py", "--repeats", "2", folder=tmp_path)
+    result = saved(tmp_path / "overhead-cpu.json")
+    assert list(result)[len(HEADER) :] == ["convert_ms", "ops_us", "models_us"]
+
+
+@pytest.mark.slow
+def test_compiled(tmp_path: Path) -> None:
+    """The results of hmpx and of casts by hand are bit-equal, or the program would fail."""
+    options = ["--rounds", "1", "--samples", "1", "--backend", "eager"]
+    run("compiled.py", *options, folder=tmp_path)
+    assert saved(tmp_path / "compiled-cpu.json")["bit_equal"] is True
+
+
+@pytest.mark.models
+@pytest.mark.slow
+def test_kernels(tmp_path: Path, on_fake_cuda: Any) -> None:
+    """Counts every candidate."""
+    run("kernels.py", "--models", "lstm", folder=tmp_path)
+    figures = saved(tmp_path / "kernels-fake_cuda.json")["figures"]["lstm"]
+    assert {"fp32", "autocast", "hmpx", "inference, hmpx frozen"} <= figures.keys()
+    assert figures["fp32"]["casts"] == 0 < figures["hmpx"]["casts"]
+
+
+def test_tables_of_kernels_are_those_saved(load: Any) -> None:
+    """In docs/speed.md."""
+    kernels = load("kernels")
+    figures = saved(BENCHMARKS / "results" / "kernels-fake_cuda.json")["figures"]
+    text = kernels.DOCUMENT.read_text("utf-8")
+    assert kernels.documented(text, figures) == text
+    with pytest.raises(SystemExit, match="has 0 tables marked 'training', not one"):
+        kernels.documented("", figures)
+
+
+@pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
+def test_saved_results(path: Path) -> None:
+    """Each file in the repository has a complete header and figures after it."""
+    assert len(saved(path)) > len(HEADER)
+
+
+def test_readme_names_each_benchmark() -> None:
+    """Every program has its command in benchmarks/README.md and in its own docstring."""
+    readme = (BENCHMARKS / "README.md").read_text(encoding="utf-8")
+    for path in BENCHMARKS.glob("*.py"):
+        text = path.read_text(encoding="utf-8")
+        if "__main__" in text:
+            assert f"`python benchmarks/{path.name}" in readme
+            assert f"    python benchmarks/{path.name} " in text
+
+
+@pytest.mark.parametrize("size", ["small", "medium"])
+@pytest.mark.parametrize("name", ["gpt", "decoder", "bert", "vit", "resnet", "mlp"])
+def test_shapes(load: Any, name: str, size: str) -> None:
+    """Logits fit the labels; the same seed gives the same loss."""
+    models = load("models")
+    losses = []
+    for _ in range(2):
+        batch = models.batch(name, size, rows=2)
+        with torch.no_grad():
+            logits = models.build(name, size)(batch.inputs)
+        assert logits.shape[:-1] == batch.labels.shape
+        losses.append(models.loss(logits, batch.labels).item())
+    assert losses[0] == losses[1] > 0
+
+
+def test_sizes_are_the_same_everywhere(load: Any) -> None:
+    """Each device has each model in both sizes."""
+    sizes = load("models").SIZES
+    assert sizes["cpu"].keys() == sizes["cuda"].keys()
+    for models in sizes.values():
+        assert all(list(model) == ["small", "medium"] for model in models.values())
+
+
+@pytest.mark.parametrize("is_explicit", [False, True])
+def test_decoding(load: Any, is_explicit: bool) -> None:
+    """A token at a time from the cache gives the logits of the whole text at once."""
+    models = load("models")
+    model = models.build("decoder", "small", is_attention_explicit=is_explicit)
+    tokens = models.batch("decoder", "small", rows=2).inputs[:, :8]
+    with torch.inference_mode():
+        expected = model(tokens)
+        cache = model.new_cache(2)
+        parts = [model(tokens[:, :5], torch.arange(5), cache)]
+        parts += [model(tokens[:, i : i + 1], torch.tensor([i]), cache) for i in range(5, 8)]
+    torch.testing.assert_close(torch.cat(parts, 1), expected)
+
+
+class Fake:
+    """Takes the given durations, one step a turn, and notes its turns."""
+
+    def __init__(self, name: str, durations: list[float], log: list[str]) -> None:
+        self.name, self.durations, self.log = name, iter(durations), log
+
+    def call(self, method: str, *arguments: Any) -> list[float]:
+        self.log.append(self.name)
+        return [next(self.durations)]
+
+
+def test_turns(load: Any) -> None:
+    """The order alternates, who is over the limit sits out, ratios are taken round by round."""
+    timing = load("timing")
+    log: list[str] = []
+    fakes = {
+        "fp32": Fake("fp32", [1.0, 2.0, 4.0], log),
+        "fast": Fake("fast", [0.5, 1.0, 1.0], log),
+        "slow": Fake("slow", [30.0], log),
+    }
+    turns = timing.take_turns(fakes, base="fp32", rounds=3, turn_s=0.1, limit_s=5.0)
+    assert log == ["fp32", "fast", "slow", "fast", "fp32", "fp32", "fast"]
+    summary = timing.summarize(turns, "fp32")
+    assert summary["fast"] == {
+        "ratio": 0.5,
+        "ratio_min": 0.25,
+        "ratio_max": 0.5,
+        "median_s": 1.0,
+        "min_s": 0.5,
+        "rounds": 3,
+        "steps": 3,
+    }
+    assert (summary["slow"]["ratio"], summary["slow"]["rounds"]) == (30.0, 1)
+
+
+def test_failing_worker(load: Any) -> None:
+    """What fails in a process ends the program, with the candidate's name and its traceback."""
+    timing = load("timing")
+    with (
+        pytest.raises(SystemExit, match=r"(?s)fp32 failed in its process.*'no_such_method'"),
+        timing.workers(["fp32"], str, threads=1) as workers,
+    ):
+        workers["fp32"].call("no_such_method")
+
+
+def test_draw(load: Any, tmp_path: Path) -> None:
+    """Draws every group, and writes the figure of a bar that is too long; or asks for matplotlib."""
+    draw = load("draw")
+    ratios = {"fp32": 1.0, "autocast": 41.0, "hmpx": 1.25, "hmpx fast": 1.5, "hmpx frozen": 0.75}
+    figures = {"medium": {name: {"ratio": ratio} for name, ratio in ratios.items()}}
+    for name, cases in (("train", draw.MODELS), ("inference", draw.CASES)):
+        content = {"figures": dict.fromkeys(cases, figures)}
+        (tmp_path / f"{name}-cpu.json").write_text(json.dumps(content), encoding="utf-8")
+    panels = draw.read_panels(tmp_path, "cpu")
+    assert [panel.title for panel in panels] == ["Training step", "Inference"]
+    picture = tmp_path / "cpu.svg"
+    if importlib.util.find_spec("matplotlib") is None:  # no dependency of the tests
+        with pytest.raises(SystemExit, match="pip install matplotlib"):
+            draw.draw(panels, picture)
+        return
+    draw.draw(panels, picture)
+    text = picture.read_text(encoding="utf-8")
+    for label in (*draw.MODELS.values(), *draw.CASES.values(), "hmpx frozen", "41", "0.75"):
+        assert f">{label}<" in text
+
+
+def test_nothing_to_draw(load: Any, tmp_path: Path) -> None:
+    """Without results, the error tells how to get them."""
+    with pytest.raises(SystemExit, match=r"run train\.py and inference\.py with --save"):
+        load("draw").read_panels(tmp_path, "cpu")
+
+
+def test_formats(tmp_path: Path) -> None:
+    """Each shipped format is rounded to, by kernels and by torch ops."""
+    options = ["--elements", "4096", "--rounds", "1", "--threads", "1"]
+    output = run("formats.py", *options, folder=tmp_path)
+    saved(tmp_path / "formats-cpu.json")
+    assert all(name in output for name in ("float8_e4m3fn", "posit16_1", "mxfp8_e4m3"))
+
+
+@pytest.mark.models
+def test_casts() -> None:
+    """With the default lists no activation is cast twice; with torch.autocast's some are."""
+    result = subprocess.run(
+        [sys.executable, str(BENCHMARKS / "casts.py")],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=True,
+    )
+    rows = {tuple(line.split()[:2]): line.split()[2:] for line in result.stdout.splitlines()[1:]}
+    assert rows["bert", "hmpx"] == ["1", "0", "50"]
+    assert rows["bert", "autocast-cuda"] == ["17", "8", "50"]
+    assert rows["resnet", "autocast-cpu"] == ["1", "0", "22"]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="would run all tests on the GPU")
+def test_table_of_what_a_gpu_shows() -> None:
+    """Without one it tells so, and does not end as if something had been tested."""
+    script = BENCHMARKS.parent / "scripts" / "gpu.py"
+    result = subprocess.run(
+        [sys.executable, str(script), "-k", "graph or wait"],
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert result.returncode == 1
+    head, _, *table = result.stdout.splitlines()
+    assert head.startswith(f"no CUDA device, torch {torch.__version__}, hmpx ")
+    assert table[0] == "| test | outcome | s | figure |"
+    assert len(table) == 6
+    assert all(row.endswith("| Skipped: needs a CUDA device |") for row in table[2:])

@@ -1,0 +1,222 @@
+"""Each example runs as its docstring says, and shows what it promises to show."""
+
+from __future__ import annotations
+
+import ast
+import os
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hmpx.policy import policy
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+SCRIPTS = sorted(EXAMPLES.rglob("*.py"))
+
+#: One thread, because tests run in parallel; any warning is an error but torchviz's own.
+ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1"}
+WARNINGS = ("-W", "error", "-W", "ignore:distutils Version classes:DeprecationWarning")
+
+
+def run(*command: str, cwd: Path) -> str:
+    """Returns what ``python COMMAND`` prints; nothing may go to stderr."""
+    result = subprocess.run(
+        [sys.executable, *WARNINGS, *command],
+        cwd=cwd,
+        env=ENVIRONMENT,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
+    return result.stdout
+
+
+def run_example(name: str, *arguments: str, cwd: Path) -> str:
+    return run(str(EXAMPLES / name), *arguments, cwd=cwd)
+
+
+def gpt_losses(output: str) -> list[tuple[float, float]]:
+    """Returns the (fp32, hmpx) losses that train_gpt.py printed."""
+    rows = re.findall(r"^ +\d+ +(\d+\.\d+) +(\d+\.\d+) +[+-]\d+\.\d+%$", output, re.MULTILINE)
+    return [(float(fp32), float(mixed)) for fp32, mixed in rows]
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_docstring_names_the_command(script: Path) -> None:
+    """The docstring of every example holds the command that runs it from the repository."""
+    documentation = ast.get_docstring(ast.parse(script.read_text(encoding="utf-8"))) or ""
+    relative = script.relative_to(EXAMPLES.parent).as_posix()
+    assert re.search(
+        rf"^    (python|hmpx run|torchrun) (.* )?{re.escape(relative)}", documentation, re.M
+    )
+
+
+@pytest.mark.parametrize("script", SCRIPTS, ids=lambda path: path.name)
+def test_every_example_is_run(script: Path) -> None:
+    """No example is left out: this file or another one of the tests runs it."""
+    tests = "".join(
+        path.read_text("utf-8") for path in Path(__file__).parents[1].glob("*/test_*.py")
+    )
+    assert f'{script.name}"' in tests
+
+
+def test_lists_have_no_faults() -> None:
+    """The list files beside the examples pass what `hmpx check` checks, pair by pair."""
+    pairs = sorted(
+        path.parent / path.name[: -len("bf16.txt")] for path in EXAMPLES.rglob("*bf16.txt")
+    )
+    assert len(pairs) == 2
+    for stem in pairs:
+        files = {"low": (f"{stem}bf16.txt",), "fp32": (f"{stem}fp32.txt",)}
+        assert policy.check_files(files) == []
+
+
+def test_hmp_linear(tmp_path: Path) -> None:
+    """The loss falls, the output is bf16, the weight stays fp32."""
+    output = run_example("hmp_linear.py", cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    assert len(losses) == 10
+    assert losses == sorted(losses, reverse=True)
+    assert losses[-1] < 0.7 * losses[0]
+    assert "output torch.bfloat16, weight torch.float32" in output
+    assert re.search(r"^linear: lists/hmp/bf16.txt:\d+$", output, re.M)
+    assert "after revert: output torch.float32" in output
+
+
+def test_train_gpt(tmp_path: Path) -> None:
+    """The mixed-precision losses follow those of fp32, but aren't the same; both fall."""
+    output = run_example("train_gpt.py", "--steps", "30", cwd=tmp_path)
+    losses = gpt_losses(output)
+    assert len(losses) == 11
+    assert any(fp32 != mixed for fp32, mixed in losses)
+    for fp32, mixed in losses:
+        assert mixed == pytest.approx(fp32, rel=0.02)  # bf16 has 8 bits, 2**-8 a rounding
+    assert losses[-1][0] < 0.8 * losses[0][0]
+
+
+def test_train_gpt_shows_decisions(tmp_path: Path) -> None:
+    """The sample has the op, its input dtypes, the outcome, and the line that says so."""
+    output = run_example("train_gpt.py", "--steps", "1", cwd=tmp_path)
+    for decision in (
+        r"embedding\(fp32\) +to_fp32 +FP32 by lists/hmp/fp32.txt:\d+ +in token",
+        r"layer_norm\(fp32, fp32, fp32\) +to_bf16 +LOW by lists/hmp/bf16.txt:\d+ ",
+        r"linear\(bf16, fp32, fp32\) +to_bf16 +LOW by lists/hmp/bf16.txt:\d+ +in blocks.0.atten",
+        r"matmul\(fp32, bf16\) +to_bf16 +LOW by lists/hmp/bf16.txt:\d+ +in blocks.0.attention ",
+        r"add\(fp32, bf16\) +to_fp32 +WIDEST by lists/hmp/widest.txt:\d+ +in blocks.0 ",
+        r"cross_entropy\(bf16\) +to_fp32 +FP32 by lists/hmp/fp32.txt:\d+ +at train_gpt.py:\d+",
+    ):
+        assert re.search(f"^  {decision}", output, re.MULTILINE), decision
+
+
+def test_train_gpt_follows_its_lists(tmp_path: Path) -> None:
+    """With an empty low-precision list the two runs are the same, bit for bit."""
+    (tmp_path / "none.txt").write_text("# nothing\n", encoding="utf-8")
+    (tmp_path / "more.txt").write_text("@hmp\nlayer_norm\n", encoding="utf-8")
+    output = run_example(
+        *("train_gpt.py", "--steps", "3", "--seed", "5", "--verbose"),
+        *("--bf16", "none.txt", "--fp32", "more.txt", "--device", "cpu"),
+        cwd=tmp_path,
+    )
+    losses = gpt_losses(output)
+    assert len(losses) == 3
+    assert all(fp32 == mixed for fp32, mixed in losses)
+    assert "bf16" not in output
+    assert re.search(r"^casting  layer_norm\(.*\)  to_fp32  FP32 by more.txt:2  in ", output, re.M)
+
+
+def test_custom_lists(tmp_path: Path) -> None:
+    """Each kind of list line does what its comment says, and the misspelt name is an error."""
+    output = run_example("custom_lists/custom_lists.py", cwd=tmp_path)
+    decisions = dict(re.findall(r"^(\w+) +([A-Z0-9]+ +\S.*)$", output, re.M))
+    assert decisions["linear"].startswith("LOW     lists/hmp/bf16.txt:")
+    assert decisions["gelu"] == "LOW     my_bf16.txt:3"
+    assert decisions["layer_norm"] == "FP32    my_fp32.txt:3"
+    assert decisions["mul"].startswith("WIDEST  lists/hmp/widest.txt:")
+    assert decisions["softmax"] == "FP32    my_fp32.txt:2"
+    assert decisions["truediv"] == "FP32    my_fp32.txt:5"
+    assert decisions["div"].startswith("WIDEST  lists/hmp/widest.txt:")
+    assert decisions["exp"] == "PASS    in no list"
+    dtypes = dict(re.findall(r"^(\w+) +(bfloat16|float32)$", output, re.M))
+    assert dtypes == {
+        "x": "float32",
+        "normed": "float32",
+        "hidden": "bfloat16",
+        "scores": "float32",
+        "weights": "float32",
+        "mixed": "float32",
+    }
+    assert "misspelt.txt:2: unknown op 'sofmax'; did you mean 'softmax'?" in output
+    assert output.endswith("torch is as it was\n")
+
+
+HMP_SCRIPT = "hmp_script/train_mnist.py"
+
+
+def run_hmp_script(*arguments: str, cwd: Path) -> str:
+    command = ("-m", "hmpx", "run", "--habana-shim", str(EXAMPLES / HMP_SCRIPT), *arguments)
+    return run(*command, cwd=cwd)
+
+
+def test_hmp_script_learns(tmp_path: Path) -> None:
+    """A script written for Gaudi and HMP trains to a good accuracy, as it stands."""
+    output = run_hmp_script(cwd=tmp_path)
+    losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", output)]
+    assert losses[-1] < 0.5 * losses[0]
+    accuracy = re.search(r"test accuracy (\d+\.\d)%", output)
+    assert accuracy is not None
+    assert float(accuracy[1]) > 90
+
+
+def test_hmp_script_casts_by_its_own_lists(tmp_path: Path) -> None:
+    """HMP's verbose log names each op, and follows the lists that the script gave."""
+    output = run_hmp_script("--steps", "1", "--hmp-verbose", cwd=tmp_path)
+    for op, outcome in {
+        "conv2d": "to_bf16",
+        "linear": "to_bf16",
+        "max_pool2d": "to_bf16",  # in the script's list, not in the shipped one
+        "log_softmax": "to_fp32",
+        "nll_loss_nd": "to_fp32",
+    }.items():
+        assert re.search(rf"^casting  <.*\b{op}\b.*> {outcome}$", output, re.M), op
+
+
+def test_hmp_script_knows_nothing_of_hmpx() -> None:
+    """The script imports torch and Habana's modules only."""
+    tree = ast.parse((EXAMPLES / HMP_SCRIPT).read_text(encoding="utf-8"))
+    imported = set()
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Import):
+            imported |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            imported.add(node.module)
+    assert "habana_frameworks.torch.hpex" in imported
+    assert not any(name and name.startswith("hmpx") for name in imported)
+
+
+def test_graph(tmp_path: Path) -> None:
+    """Five casts under hmpx, none in fp32, and a picture of each graph."""
+    output = run_example("graph.py", "--out", "pictures", cwd=tmp_path)
+    assert re.search(r"^fp32: 0 casts ", output, re.M)
+    assert re.search(r"^hmpx: 5 casts ", output, re.M)
+    assert re.findall(r"^  (.+ -> .+)$", output, re.M) == [
+        "0.bias -> AddmmBackward0",
+        "0.weight -> TBackward0",
+        "3.bias -> AddmmBackward0",
+        "3.weight -> TBackward0",
+        "output of AddmmBackward0 -> LogSoftmaxBackward0",
+    ]
+    has_dot = shutil.which("dot") is not None
+    files = [tmp_path / "pictures" / f"graph_{name}" for name in ("fp32", "hmpx")]
+    fp32, mixed = (
+        path.with_suffix(".svg" if has_dot else ".dot").read_text(encoding="utf-8")
+        for path in files
+    )
+    assert (fp32.count("ToCopyBackward0"), mixed.count("ToCopyBackward0")) == (0, 5)
+    assert (fp32.count("orange"), mixed.count("orange")) == (0, 5)
+    assert ("dot -Tsvg" in output) is not has_dot

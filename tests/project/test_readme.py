@@ -1,0 +1,45 @@
+"""What the README shows is what happens."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+
+
+def blocks(language: str) -> list[str]:
+    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+
+
+def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
+    """The 30-second example, run as a script."""
+    (tmp_path / "example.py").write_text(blocks("python")[0])
+    run = subprocess.run(
+        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.replace(f"{tmp_path.resolve()}/", "") == blocks("text")[0]
+
+
+def test_the_options_shown_exist() -> None:
+    """Each call of convert in the README is made of arguments that it has."""
+    import inspect
+
+    import hmpx
+
+    known = set(inspect.signature(hmpx.convert).parameters)
+    calls = re.findall(r"hmpx\.convert\((.*?)\)(?:;|\s|$)", "\n".join(blocks("python")))
+    used = {name for call in calls for name in re.findall(r"(\w+)=", call)}
+    assert used
+    assert used - known <= {"low", "fp32"}  # arguments of Policy.from_ops inside one of them
+
+
+def test_the_table_of_policies_has_each() -> None:
+    """In a row of its own."""
+    from hmpx import CastPolicy
+
+    (table,) = re.findall(r"^## The policies\n(.*?)^## ", README, flags=re.MULTILINE | re.DOTALL)
+    rows = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
+    assert sorted(rows) == sorted(policy.name for policy in CastPolicy)

@@ -1,0 +1,386 @@
+"""Weights of RNNs that lie in one chunk of memory, as cuDNN wants them: cast as one, the same numbers."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.func import functional_call
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx.tensors.chunks import cast_as_one
+from tests.fake_cuda import steps
+from tests.fake_cuda.flattening import flatten
+
+BF16 = torch.bfloat16
+TO_COPY = torch.ops.aten._to_copy.default
+
+RNNS = [
+    (nn.LSTM, {}),
+    (nn.LSTM, {"num_layers": 2, "bidirectional": True}),
+    (nn.LSTM, {"bias": False}),
+    pytest.param(
+        nn.LSTM,
+        {"num_layers": 2, "proj_size": 5},
+        marks=pytest.mark.filterwarnings("ignore:LSTM with projections"),
+    ),
+    (nn.GRU, {"num_layers": 2}),
+    (nn.GRU, {"bias": False, "bidirectional": True}),
+    (nn.RNN, {"num_layers": 2}),
+    (nn.RNN, {"nonlinearity": "relu"}),
+]
+
+
+class Casts(TorchDispatchMode):
+    """Notes the number of elements of each cast, and the ops."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.sizes: list[int] = []
+        self.ops: list[object] = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):  # type: ignore[no-untyped-def]
+        """Returns what ``func`` returns."""
+        self.ops.append(func)
+        if func is TO_COPY:
+            self.sizes.append(args[0].numel())
+        return func(*args, **(kwargs or {}))
+
+
+def rnn(cls: type[nn.Module] = nn.LSTM, *, is_flat: bool, **options: Any) -> Any:
+    torch.manual_seed(0)
+    module = cls(12, 16, **options)
+    if is_flat:
+        flatten(module)
+    return module
+
+
+def data() -> Tensor:
+    return torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
+
+
+def size(module: nn.Module) -> int:
+    return sum(p.numel() for p in module.parameters())
+
+
+def storages(tensors: Iterator[Tensor]) -> int:
+    return len({t.untyped_storage().data_ptr() for t in tensors})
+
+
+def same(actual: list[Tensor], expected: list[Tensor]) -> None:
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def step(module: Any, x: Tensor) -> list[Tensor]:
+    """Returns the output, and all gradients."""
+    output = module(x)[0]
+    output.float().pow(2).sum().backward()
+    return [output.detach(), x.grad, *[p.grad for p in module.parameters()]]
+
+
+@pytest.mark.sampled(8)
+@pytest.mark.parametrize(("cls", "options"), RNNS)
+@pytest.mark.parametrize("legalize", ["never", "auto", "always"])
+def test_a_chunk_of_weights_is_cast_as_one(
+    cls: type[nn.Module], options: dict[str, Any], legalize: str
+) -> None:
+    """Outputs and gradients are bit for bit those of casts one by one, with and without gradients."""
+    found = []
+    for is_flat in (False, True):
+        module = rnn(cls, is_flat=is_flat, **options)
+        with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}, legalize=legalize):
+            with Casts() as casts:
+                results = step(module, data())
+            with torch.no_grad(), Casts() as without_gradients:
+                results.append(module(data())[0])
+        assert results[0].dtype is results[-1].dtype is BF16
+        assert (size(module) in casts.sizes) is is_flat
+        # Where it is legalized, it is raised as one, too.
+        is_raised = legalize == "always"
+        assert without_gradients.sizes.count(size(module)) == is_flat * (1 + is_raised)
+        smallest = min(p.numel() for p in module.parameters())
+        assert (smallest in without_gradients.sizes) is not is_flat
+        found.append(results)
+    same(*found)
+
+
+def test_the_cast_is_a_chunk_as_well() -> None:
+    """Each weight lies in it where it lay; cuDNN wants it to begin with its storage."""
+    whole = torch.randn(40)
+    tensors = [whole[8:20].view(3, 4), whole[22:40].view(9, 2), whole[20:22]]
+    cast = cast_as_one(tensors, BF16)
+    assert cast is not None
+    same(cast, [t.bfloat16() for t in tensors])
+    assert [t.storage_offset() for t in cast] == [0, 14, 12]
+    assert storages(iter(cast)) == 1 and cast[0].untyped_storage().nbytes() == 2 * 32
+
+
+def test_gradients_in_a_chunk_are_cast_as_one() -> None:
+    """As cuDNN's are."""
+    weights = [p.requires_grad_() for p in torch.randn(40).detach().split([30, 10])]
+    with Casts() as casts:
+        cast = cast_as_one(weights, BF16)
+        assert cast is not None
+        gradients = torch.randn(40).bfloat16().split([30, 10])
+        found = torch.autograd.grad(cast, weights, gradients)
+    same(list(found), [g.float() for g in gradients])
+    assert casts.sizes.count(40) == 3  # with that of the test itself
+    assert 30 not in casts.sizes
+
+
+@pytest.mark.parametrize("create_graph", [False, True])
+def test_gradients_in_a_chunk_are_independent(create_graph: bool) -> None:
+    """Writing to one invalidates no graph that another is in."""
+    weights = [p.requires_grad_() for p in torch.randn(40).detach().split([30, 10])]
+    cast = cast_as_one(weights, BF16)
+    assert cast is not None
+    gradients = [g.detach() for g in torch.randn(40).bfloat16().split([30, 10])]
+    if create_graph:
+        gradients = [g.requires_grad_() for g in gradients]
+    first, second = torch.autograd.grad(cast, weights, gradients, create_graph=create_graph)
+    assert storages(iter([first, second])) == 1
+    factor, before = torch.ones((), requires_grad=True), first.detach().clone()
+    loss = (first * factor).sum()
+    second.mul_(2)
+    loss.backward()
+    same([factor.grad, second.detach()], [before.sum(), 2 * gradients[1].detach().float()])
+
+
+WHOLE = torch.randn(100)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        [WHOLE],
+        [torch.randn(3), torch.randn(3)],
+        [WHOLE[:3], WHOLE[90:]],
+        [WHOLE[:50], WHOLE[50:].view(torch.int32).view(torch.float32)._neg_view()],
+        [WHOLE[:50], WHOLE[50:].view(torch.bfloat16)],
+        [WHOLE[:50], WHOLE[50:50]],
+        [WHOLE[:50], WHOLE[50:].as_subclass(type("Own", (Tensor,), {}))],
+        [WHOLE[:50], torch.eye(2).to_sparse()],
+    ],
+)
+def test_what_is_no_chunk(tensors: list[Tensor]) -> None:
+    """One tensor, two memories, memory that mostly belongs to others, mixed dtypes, other layouts."""
+    assert cast_as_one(tensors, BF16) is None
+
+
+def test_padding_belongs_to_a_chunk() -> None:
+    """What lies between the weights is cast, and nobody sees it."""
+    found = []
+    for padding in (None, 3):
+        module = rnn(is_flat=False)
+        if padding is not None:
+            flatten(module, padding)
+        with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), Casts() as casts:
+            found.append(step(module, data()))
+        assert (size(module) + 9 in casts.sizes) is (padding is not None)
+    same(*found)
+
+
+def second_order(module: Any, x: Tensor) -> list[Tensor]:
+    loss = module(x)[0].float().pow(3).sum()
+    first = torch.autograd.grad(loss, list(module.parameters()), create_graph=True)
+    sum(g.pow(2).sum() for g in first).backward()
+    return [x.grad, *[p.grad for p in module.parameters()]]
+
+
+def half_frozen(module: Any, x: Tensor) -> list[Tensor]:
+    for p in list(module.parameters())[::2]:
+        p.requires_grad_(False)
+    module(x)[0].float().pow(2).sum().backward()
+    assert [p.grad is None for p in module.parameters()] == [
+        not p.requires_grad for p in module.parameters()
+    ]
+    return [x.grad, *[p.grad for p in module.parameters() if p.grad is not None]]
+
+
+def frozen(module: Any, x: Tensor) -> list[Tensor]:
+    module.requires_grad_(False)
+    output = module(x)[0]
+    output.float().sum().backward()
+    return [output.detach(), x.grad]
+
+
+def two_backwards(module: Any, x: Tensor) -> list[Tensor]:
+    loss = module(x)[0].float().pow(2).sum()
+    loss.backward(retain_graph=True)
+    loss.backward()
+    return [x.grad, *[p.grad for p in module.parameters()]]
+
+
+def batched_gradients(module: Any, x: Tensor) -> list[Tensor]:
+    output = module(x)[0].float().pow(3).sum((0, 1))
+    parameters = list(module.parameters())
+    return list(
+        torch.autograd.grad(output, parameters, torch.eye(len(output)), is_grads_batched=True)
+    )
+
+
+def func_grad(module: Any, x: Tensor) -> list[Tensor]:
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return functional_call(module, parameters, (x,))[0].float().pow(2).sum()
+
+    return list(
+        torch.func.grad(loss)({n: p.detach() for n, p in module.named_parameters()}).values()
+    )
+
+
+def tangents(module: Any, x: Tensor) -> list[Tensor]:
+    with torch.autograd.forward_ad.dual_level(), torch.backends.mkldnn.flags(enabled=False):
+        dual = torch.autograd.forward_ad.make_dual(x, torch.ones_like(x))
+        return [torch.autograd.forward_ad.unpack_dual(module(dual)[0]).tangent.detach()]
+
+
+def in_checkpoint(use_reentrant: bool) -> Callable[[Any, Tensor], list[Tensor]]:
+    def run(module: Any, x: Tensor) -> list[Tensor]:
+        output = checkpoint(lambda x: module(x)[0], x, use_reentrant=use_reentrant)
+        output.float().pow(2).sum().backward()
+        return [x.grad, *[p.grad for p in module.parameters()]]
+
+    return run
+
+
+def saved_on_cpu(module: Any, x: Tensor) -> list[Tensor]:
+    with torch.autograd.graph.save_on_cpu():
+        return step(module, x)
+
+
+def in_inference_mode(module: Any, x: Tensor) -> list[Tensor]:
+    with torch.inference_mode():
+        return [module(x)[0].clone()]
+
+
+def compiled(module: Any, x: Tensor) -> list[Tensor]:
+    return step(torch.compile(module, backend="aot_eager"), x)
+
+
+def exported(module: Any, x: Tensor) -> list[Tensor]:
+    program = torch.export.export(module, (x.detach(),))
+    return [program.module()(x.detach())[0].detach()]
+
+
+def graph_of_fx(module: Any, x: Tensor) -> list[Tensor]:
+    return [make_fx(lambda x: module(x)[0])(x.detach())(x.detach()).detach()]
+
+
+def jit_traced(module: Any, x: Tensor) -> list[Tensor]:
+    module.requires_grad_(False)
+    return [torch.jit.trace(module, (x.detach(),))(x.detach())[0]]
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize(
+    "run",
+    [
+        second_order,
+        half_frozen,
+        frozen,
+        two_backwards,
+        batched_gradients,
+        func_grad,
+        tangents,
+        in_checkpoint(True),
+        in_checkpoint(False),
+        saved_on_cpu,
+        in_inference_mode,
+        pytest.param(compiled, marks=pytest.mark.slow),
+        exported,
+        graph_of_fx,
+        jit_traced,
+    ],
+)
+def test_a_chunk_under_all_that_torch_does(run: Callable[[Any, Tensor], list[Tensor]]) -> None:
+    """The same numbers as from weights that lie apart."""
+    found = []
+    for is_flat in (False, True):
+        with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}, legalize="never"):
+            found.append(run(rnn(is_flat=is_flat), data()))
+    same(*found)
+
+
+def test_gradients_need_no_copies() -> None:
+    """What casts as one return is accumulated as it is."""
+    counts = []
+    for is_flat in (False, True):
+        module = rnn(is_flat=is_flat)
+        with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}, legalize="never"):
+            output = module(data())[0].float().sum()
+            with Casts() as casts:
+                output.backward()
+        counts.append(casts.ops.count(torch.ops.aten.clone.default))
+    assert counts[0] == counts[1]
+
+
+def test_packed_sequences() -> None:
+    """The other overloads take the weights in another place."""
+    found = []
+    for cls, is_flat in itertools.product([nn.LSTM, nn.GRU], [False, True]):
+        module = rnn(cls, is_flat=is_flat)
+        packed = nn.utils.rnn.pack_padded_sequence(data().detach(), torch.tensor([5, 4, 2]))
+        with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), Casts() as casts:
+            output = module(packed)[0].data
+        assert (size(module) in casts.sizes) is is_flat
+        found.append(output.detach())
+    same([found[0], found[2]], [found[1], found[3]])
+
+
+def casts_on_cuda() -> list[int]:
+    """Returns how many casts of weights a step takes: apart and in a chunk, under two lists."""
+    counts = []
+    with steps.fake("cuda"):
+        for lists, is_flat in itertools.product(["autocast-cuda", None], [False, True]):
+            module, x = rnn(is_flat=is_flat, num_layers=2), torch.randn(5, 3, 12, dtype=BF16)
+            kernels = steps.Kernels("cuda", module.parameters())
+            with hmpx.convert(lists=lists, device_types={"cuda"}), kernels:
+                module(x)[0].float().sum().backward()
+            counts.append(steps.summary(kernels.list)["casts_of_parameters"])
+    return counts
+
+
+def test_on_cuda_the_weights_take_one_cast(on_fake_cuda: Callable[..., Any]) -> None:
+    """Where ``flatten_parameters`` has put them into a chunk, rather than eight."""
+    assert on_fake_cuda(casts_on_cuda) == [8, 1, 8, 1]
+
+
+def test_a_frozen_rnn_has_one_chunk() -> None:
+    """In the low-precision type, each weight where it lay; undoing gives the chunk back that was."""
+    results = []
+    for is_flat in (False, True):
+        module, x = rnn(is_flat=is_flat, num_layers=2).eval(), data().detach()
+        places = [p.data_ptr() for p in module.parameters()]
+        before = [p.detach().clone() for p in module.parameters()]
+        with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), torch.no_grad():
+            results.append(module(x)[0])
+            with hmpx.freeze(module, x, outputs="keep"):
+                parameters = list(module.parameters())
+                assert {p.dtype for p in parameters} == {BF16}
+                assert storages(iter(parameters)) == (1 if is_flat else len(parameters))
+                results.append(module(x)[0])
+        same([p.detach() for p in module.parameters()], before)
+        assert [p.data_ptr() for p in module.parameters()] == places
+    same(results[1:], results[:1] * 3)
+
+
+def test_a_frozen_rnn_is_flattened() -> None:
+    """Only cuDNN knows how weights lie in a chunk of the new dtype; torch asks it."""
+
+    class Flattening(nn.LSTM):
+        def flatten_parameters(self) -> None:
+            flattened.append(self.weight_hh_l0.dtype)
+            super().flatten_parameters()
+
+    flattened: list[torch.dtype] = []
+    module, x = Flattening(12, 16).eval(), data().detach()
+    flattened.clear()
+    with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), hmpx.freeze(module, x):
+        assert flattened == [BF16]
