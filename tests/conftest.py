@@ -15,6 +15,7 @@ import torch._dynamo
 import torch._inductor  # both replace attributes of torch when they are first imported
 
 import hmpx
+from hmpx.compute.legalize import capability
 from hmpx.compute.legalize import legalizer as legalize
 from hmpx.compute.legalize.capability import Capability
 from hmpx.ops import op_table as ops
@@ -87,13 +88,13 @@ def differences(before: dict[str, dict[str, object]]) -> list[str]:
 
 @pytest.fixture(autouse=True)
 def native_where_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has `convert` leave every op to torch's kernels in tests marked ``native``.
+    """Has every device compute fast in low precision in tests marked ``native``.
 
-    What ``legalize="auto"``, the default that all others see, computes in fp32 depends on how fast
-    the machine is.
+    How fast this machine is decides what ``legalize="auto"``, the default, computes in fp32.
     """
     if request.node.get_closest_marker("native") is not None:
-        monkeypatch.setitem(hmpx.convert.__kwdefaults__, "legalize", "never")
+        fast = Capability(reported=True, inference=1.0, training=1.0)
+        monkeypatch.setattr(legalize, "known_capability", lambda *question: fast)
 
 
 @pytest.fixture(autouse=True)
@@ -115,6 +116,30 @@ def lacks_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute slowly in low precision, whatever this machine does."""
     slow = Capability(reported=False, inference=50.0, training=50.0)
     monkeypatch.setattr(legalize, "known_capability", lambda *question: slow)
+
+
+@pytest.fixture
+def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Has measurements find every op slow in low precision, so that the default legalizes all."""
+    slow = Capability(reported=None, inference=9.0, training=9.0)
+    capability.forget()
+    monkeypatch.setattr(capability, "_measured", lambda *question: slow)
+    yield
+    capability.forget()
+
+
+@pytest.fixture
+def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Speeds `convert` up where no call uses a function that was taken from torch before it."""
+    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
+
+
+@pytest.fixture
+def fresh_dynamo() -> Iterator[None]:
+    """Has a test compile anew, and leaves no compiled code."""
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
 
 
 @pytest.fixture(scope="session")

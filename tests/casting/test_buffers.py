@@ -8,7 +8,7 @@ from __future__ import annotations
 import copy
 import itertools
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -23,36 +23,12 @@ from hmpx import CastPolicy, Decision, Policy
 from hmpx.casting.casting import CallPlan
 from hmpx.ops import op_table as ops
 from hmpx.wrappers import wrappers
+from tests.values import mapped, tensors
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 FLOATS = (FP32, BF16, FP16)
 
 pytestmark = pytest.mark.filterwarnings("ignore")
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (list, tuple)):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-
-
-def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns ``value`` with ``function`` applied to each tensor in it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list):
-        return [mapped(item, function) for item in value]
-    if type(value) is tuple:
-        return tuple(mapped(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: mapped(item, function) for key, item in value.items()}
-    return value
 
 
 # --- every op of the table: what it writes to is the caller's ------------------------------------
@@ -316,12 +292,6 @@ def variants(info: OpInfo) -> list[tuple[Any, Any]]:
 
         found.append((late, late))
     return found
-
-
-@pytest.fixture
-def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes time, for nothing: calls look their functions up late."""
-    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
 
 
 @pytest.mark.opinfo

@@ -17,6 +17,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from tests.values import normal, same
 
 BF16 = torch.bfloat16
 
@@ -54,10 +55,6 @@ class Repeated(nn.Module):
         return x
 
 
-def data(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(1))
-
-
 def outcome(module: nn.Module, x: Tensor, *, reuse_casts: bool) -> list[Tensor]:
     """Returns the output and the gradients of a forward and backward."""
     module.zero_grad()
@@ -67,15 +64,11 @@ def outcome(module: nn.Module, x: Tensor, *, reuse_casts: bool) -> list[Tensor]:
     return [output.detach(), *[p.grad.clone() for p in module.parameters() if p.grad is not None]]
 
 
-def same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
 @pytest.mark.parametrize(("reuse_casts", "expected"), [(False, 5), (True, 1)])
 @pytest.mark.parametrize("grad", [False, True])
 def test_a_weight_is_cast_once_in_a_call(reuse_casts: bool, expected: int, grad: bool) -> None:
     """Once with the option, on each use without it."""
-    module, x = Repeated(), data(3, 24)
+    module, x = Repeated(), normal(3, 24)
     with hmpx.convert(reuse_casts=reuse_casts), torch.set_grad_enabled(grad):
         for _ in range(2):
             with Casts((24, 24)) as casts:
@@ -85,7 +78,7 @@ def test_a_weight_is_cast_once_in_a_call(reuse_casts: bool, expected: int, grad:
 
 def test_gradients_are_those_of_casts_of_their_own() -> None:
     """Rounded use by use and summed in fp32: bit for bit what they are without the option."""
-    same(*[outcome(Repeated(20), data(3, 24), reuse_casts=reuse) for reuse in (True, False)])
+    same(*[outcome(Repeated(20), normal(3, 24), reuse_casts=reuse) for reuse in (True, False)])
 
 
 class Cell(nn.Module):
@@ -108,11 +101,11 @@ class Cell(nn.Module):
 
 def test_cells_and_tied_weights() -> None:
     """Results are the same, with fewer casts."""
-    same(*[outcome(Cell(), data(6, 3, 24), reuse_casts=reuse) for reuse in (True, False)])
+    same(*[outcome(Cell(), normal(6, 3, 24), reuse_casts=reuse) for reuse in (True, False)])
     counts = []
     for reuse in (True, False):
         with hmpx.convert(reuse_casts=reuse), torch.no_grad(), Casts((24, 24)) as casts:
-            Cell()(data(6, 3, 24))
+            Cell()(normal(6, 3, 24))
         counts.append(casts.count)
     assert counts == [1, 7]
 
@@ -228,7 +221,7 @@ def test_no_stale_cast_is_used(
         if write is write_through_what_was_held and not HELD:
             HELD.append(module.weight.data)
         with hmpx.convert(reuse_casts=reuse), torch.no_grad():
-            outputs.append(module(data(3, 24)))
+            outputs.append(module(normal(3, 24)))
     HELD.clear()
     same([outputs[0]], [outputs[1]])
 
@@ -242,7 +235,7 @@ def test_pointers_to_other_memory_end_no_cast() -> None:
             other.data_ptr()
             other.data.untyped_storage().data_ptr()
 
-    module, x = Repeated(5, launch), data(3, 24)
+    module, x = Repeated(5, launch), normal(3, 24)
     with hmpx.convert(reuse_casts=True), torch.no_grad():
         with Casts((24, 24)) as casts:
             module(x)
@@ -271,13 +264,13 @@ def test_a_kernel_of_torchs_own_may_be_launched_so() -> None:
             return F.linear(x, self.weight)
 
     with hmpx.convert(reuse_casts=True), torch.no_grad(), Casts((24, 24)) as casts:
-        OfCasts()(data(3, 24))
+        OfCasts()(normal(3, 24))
     assert casts.count == 1
 
 
 def test_memory_that_two_storages_share() -> None:
     """A pointer into memory that is not torch's own is one to all that lies there."""
-    numbers = data(24, 24).numpy()
+    numbers = normal(24, 24).numpy()
     outputs = []
     for reuse in (True, False):
         values = numbers.copy() / 5
@@ -286,7 +279,7 @@ def test_memory_that_two_storages_share() -> None:
         part = torch.from_numpy(values[5:7])
         module.between = lambda weight, part=part: double(part.data_ptr(), part.numel())
         with hmpx.convert(reuse_casts=reuse), torch.no_grad():
-            outputs.append(module(data(3, 24)))
+            outputs.append(module(normal(3, 24)))
     same([outputs[0]], [outputs[1]])
 
 
@@ -329,7 +322,7 @@ def test_a_function_that_writes_to_its_cast(
     for reuse in (True, False):
         conversion = hmpx.convert(policy=policy, reuse_casts=reuse)
         with conversion, torch.inference_mode(inference), torch.no_grad():
-            outputs.append(Products()(data(3, 24)).clone())
+            outputs.append(Products()(normal(3, 24)).clone())
     same([outputs[0]], [outputs[1]])
 
 
@@ -347,7 +340,7 @@ def test_views_of_casts_may_be_written_to() -> None:
     outputs = []
     for reuse in (True, False):
         with hmpx.convert(lists="hmp", reuse_casts=reuse), torch.no_grad():
-            outputs.append(Transposed()(data(3, 24)))
+            outputs.append(Transposed()(normal(3, 24)))
     same([outputs[0]], [outputs[1]])
 
 
@@ -360,13 +353,13 @@ def test_a_fused_step_inside_a_call() -> None:
         optimizer = torch.optim.SGD(module.parameters(), lr=0.1, fused=True)
         module.between = lambda weight, step=optimizer.step: step()
         with hmpx.convert(reuse_casts=reuse), torch.no_grad():
-            outputs.append(module(data(3, 24)))
+            outputs.append(module(normal(3, 24)))
     same([outputs[0]], [outputs[1]])
 
 
 def test_nothing_lives_beyond_the_outermost_call() -> None:
     """Between two calls even a write that nothing notices is seen; nor is the cast kept alive."""
-    module, x = Repeated(), data(3, 24)
+    module, x = Repeated(), normal(3, 24)
     array = module.weight.detach().numpy()
     with hmpx.convert(reuse_casts=True), torch.no_grad():
         module(x)
@@ -387,7 +380,7 @@ def test_a_cast_under_no_grad_does_not_stop_gradients() -> None:
                 F.linear(x, self.weight)
             return F.linear(h, self.weight) + F.linear(x, self.weight)
 
-    same(*[outcome(Mixed(), data(3, 24), reuse_casts=reuse) for reuse in (True, False)])
+    same(*[outcome(Mixed(), normal(3, 24), reuse_casts=reuse) for reuse in (True, False)])
 
 
 def test_inference_mode() -> None:
@@ -395,7 +388,7 @@ def test_inference_mode() -> None:
     outputs = []
     for reuse in (True, False):
         with hmpx.convert(reuse_casts=reuse), torch.inference_mode():
-            outputs.append(Repeated()(data(3, 24)))
+            outputs.append(Repeated()(normal(3, 24)))
     same([outputs[0]], [outputs[1]])
 
 
@@ -414,7 +407,7 @@ def test_ids_used_again() -> None:
     outputs = []
     for reuse in (True, False):
         with hmpx.convert(reuse_casts=reuse), torch.no_grad():
-            outputs.append(Fresh()(data(3, 24)))
+            outputs.append(Fresh()(normal(3, 24)))
     same([outputs[0]], [outputs[1]])
 
 
@@ -427,7 +420,7 @@ def test_checkpoint(use_reentrant: bool) -> None:
             x = x.clone().requires_grad_()
             return checkpoint(super().forward, x, use_reentrant=use_reentrant)
 
-    same(*[outcome(Checkpointed(), data(3, 24), reuse_casts=reuse) for reuse in (True, False)])
+    same(*[outcome(Checkpointed(), normal(3, 24), reuse_casts=reuse) for reuse in (True, False)])
 
 
 @pytest.mark.parametrize("legalize", ["auto", "always", "fast"])
@@ -437,7 +430,7 @@ def test_legalized_ops(legalize: str) -> None:
     for reuse in (True, False):
         module = Repeated()
         with hmpx.convert(reuse_casts=reuse, legalize=legalize):
-            output = module(data(64, 24))
+            output = module(normal(64, 24))
             output.float().sum().backward()
         results.append([output.detach(), module.weight.grad])
     same(*results)
@@ -449,7 +442,7 @@ def test_an_exception_ends_the_call() -> None:
     def fail(weight: nn.Parameter) -> None:
         raise ValueError("stop")
 
-    module, x = Repeated(2, fail), data(3, 24)
+    module, x = Repeated(2, fail), normal(3, 24)
     with hmpx.convert(reuse_casts=True), torch.no_grad():
         with pytest.raises(ValueError, match="stop"):
             module(x)
@@ -462,7 +455,7 @@ def test_an_exception_ends_the_call() -> None:
 
 def test_threads_have_casts_of_their_own() -> None:
     """A write in one thread ends the casts of the other."""
-    module, x = Repeated(40), data(3, 24)
+    module, x = Repeated(40), normal(3, 24)
     with hmpx.convert(), torch.no_grad():
         expected = module(x)
     outputs: list[Tensor] = []
@@ -484,7 +477,7 @@ def test_threads_have_casts_of_their_own() -> None:
 @pytest.mark.filterwarnings("ignore:.torch.jit.script. is deprecated:DeprecationWarning")
 def test_torch_func_and_forward_mode_cast_as_ever() -> None:
     """Transforms see each cast."""
-    module, x = Repeated(), data(3, 24)
+    module, x = Repeated(), normal(3, 24)
     weights = dict(module.named_parameters())
 
     def loss(weights: dict[str, Tensor]) -> Tensor:
@@ -502,7 +495,7 @@ def test_torch_func_and_forward_mode_cast_as_ever() -> None:
 @pytest.mark.parametrize("backend", ["eager", "aot_eager"])
 def test_compiled_code_casts_as_ever(backend: str) -> None:
     """torch.compile traces the module without a graph break, ``.data`` and all."""
-    module, x = Repeated(), data(3, 24)
+    module, x = Repeated(), normal(3, 24)
     module.between = lambda weight: weight.data.shape
     results = []
     for reuse in (True, False):

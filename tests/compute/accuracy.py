@@ -22,8 +22,9 @@ from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
 from hmpx.policy.policy import Policy
-from tests.integration.test_opinfo_conformance import current, mapped, op_name, tensors, uncalled
+from tests.integration.test_opinfo_conformance import current, op_name, uncalled
 from tests.samples import sample_inputs
+from tests.values import mapped, tensors
 
 LOW = torch.bfloat16
 #: Sums near zero: elements of less than this share of the greatest are as exact as one of that size.

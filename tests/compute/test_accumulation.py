@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence
@@ -17,6 +18,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx import ALLOW, DENY, FOLLOW, CastPolicy, Decision, OptionError, Policy
 from hmpx.rules import rules
+from tests.values import normal
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 LOW_DTYPES, ELIGIBLE = (BF16, FP16), (BF16, FP16, FP32)
@@ -37,9 +39,7 @@ def rules_are_taken_back() -> Iterator[None]:
             hmpx.unregister_rule(rule.op, rule.function)
 
 
-def tensor(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=FP64).to(dtype)
+tensor = functools.partial(normal, drawn_in=FP64)
 
 
 #: Op -> shapes of its floating inputs, and the call.

@@ -2,13 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
 import torch
 
-from hmpx.compute.legalize import capability
-from hmpx.compute.legalize.capability import Capability
 from tests.compute import accuracy
 from tests.compute.accuracy import LOW, Outcome, Tally, compare, compared, ulps
 from tests.integration.test_opinfo_conformance import INFOS
@@ -16,17 +12,11 @@ from tests.integration.test_opinfo_conformance import INFOS
 MODES = ("always", "auto")
 FP32, FP64 = torch.float32, torch.float64
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.opinfo]
-
-
-@pytest.fixture(autouse=True)
-def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Every op is slow in low precision, and nobody looks for names imported early."""
-    capability.forget()
-    monkeypatch.setattr(capability, "_measured", lambda *args: Capability(None, 9.0, 9.0))
-    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
-    yield
-    capability.forget()
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.opinfo,
+    pytest.mark.usefixtures("slow_machine", "no_search_for_early_names"),
+]
 
 
 def tallies(*, few: bool) -> dict[str, Tally]:

@@ -19,6 +19,7 @@ import hmpx
 from hmpx import Policy
 from hmpx.compute.legalize import convolutions
 from hmpx.compute.legalize import scratch as temporaries
+from tests.values import normal, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -53,14 +54,6 @@ def low(legalize: str = "always", dtype: torch.dtype = BF16, **options: Any) -> 
     return hmpx.convert(policy=policy, legalize=legalize, **options)
 
 
-def x(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
-
-
-def same(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0, check_stride=True)
-
-
 def reround(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     return tensor.to(dtype).float()
 
@@ -80,7 +73,7 @@ CASES: dict[str, tuple[str, tuple[tuple[int, ...], ...], tuple[Any, ...]]] = {
 def leaves_of(
     shapes: Sequence[tuple[int, ...]], dtype: torch.dtype, memory_format: torch.memory_format | None
 ) -> list[Tensor]:
-    leaves = [x(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
+    leaves = [normal(*shape, seed=i).to(dtype) for i, shape in enumerate(shapes)]
     if memory_format is not None:
         leaves[0] = leaves[0].to(memory_format=memory_format)
     return [t.requires_grad_() for t in leaves]
@@ -109,7 +102,7 @@ def test_it_is_what_others_compute(
                 inputs[1:] = [nn.Parameter(t.detach()) for t in inputs[1:]]
             with low(legalize, dtype):
                 output = getattr(F, op)(*inputs, *[None] * (3 - len(inputs)), *arguments)
-                incoming = x(*output.shape, seed=9).to(dtype)
+                incoming = normal(*output.shape, seed=9).to(dtype)
             return output.detach(), torch.autograd.grad(output, inputs, incoming)
 
         computed.clear()
@@ -120,28 +113,28 @@ def test_it_is_what_others_compute(
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(convolutions, "_LEAST", 1 << 40)
             expected = results()
-        same(actual, expected)
+        same(actual, expected, check_stride=True)
 
 
 def test_it_is_the_composition_of_casts() -> None:
     """Gradients are rounded where they go out."""
-    data, layer = x(2, 4, 9, 8).requires_grad_(), nn.Conv2d(4, 6, 3)
+    data, layer = normal(2, 4, 9, 8).requires_grad_(), nn.Conv2d(4, 6, 3)
     inputs = (data, layer.weight, layer.bias)
     with low():
         output = layer(data)
-    incoming = x(*output.shape, seed=9).bfloat16()
+    incoming = normal(*output.shape, seed=9).bfloat16()
     actual = torch.autograd.grad(output, inputs, incoming)
     rounded = [reround(t, BF16).detach().requires_grad_() for t in inputs]
     wide = F.conv2d(*rounded)
     expected = torch.autograd.grad(wide, rounded, incoming.float())
-    same(output, wide.bfloat16())
-    same(list(actual), [reround(t, BF16) for t in expected])
+    same(output, wide.bfloat16(), check_stride=True)
+    same(list(actual), [reround(t, BF16) for t in expected], check_stride=True)
 
 
 @pytest.mark.parametrize("learning", ["input", "weight", "bias"])
 def test_only_what_is_asked_for_has_a_gradient(learning: str, computed: list[bool]) -> None:
     """As in a first layer, and with frozen weights."""
-    data, layer = x(2, 4, 9, 8), nn.Conv2d(4, 6, 3).requires_grad_(requires_grad=False)
+    data, layer = normal(2, 4, 9, 8), nn.Conv2d(4, 6, 3).requires_grad_(requires_grad=False)
     leaf = {"input": data, "weight": layer.weight, "bias": layer.bias}[learning].requires_grad_()
     with low():
         layer(data).sum().backward()
@@ -153,7 +146,7 @@ def test_only_what_is_asked_for_has_a_gradient(learning: str, computed: list[boo
 @pytest.mark.parametrize("legalize", ["always", "fast"])
 def test_what_is_kept_is_low_or_a_parameter(legalize: str, computed: list[bool]) -> None:
     """No fp32 copy outlives the forward."""
-    layer, data, packed = nn.Conv2d(4, 6, 3), x(2, 4, 9, 8).requires_grad_(), []
+    layer, data, packed = nn.Conv2d(4, 6, 3), normal(2, 4, 9, 8).requires_grad_(), []
     with low(legalize), saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
         layer(data * 1)
     assert [t.dtype for t in packed if t is not layer.weight] == [BF16]
@@ -164,7 +157,7 @@ def test_what_is_kept_is_low_or_a_parameter(legalize: str, computed: list[bool])
 def test_inference_gives_what_training_does(name: str) -> None:
     """In kept memory too, fp32 and low inputs, whatever is kept by whoever else."""
     op, shapes, arguments = CASES[name]
-    inputs = [x(*shape, seed=i) for i, shape in enumerate(shapes)]
+    inputs = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
     inputs += [None] * (3 - len(inputs))
     parameters = [None if t is None else nn.Parameter(t) for t in inputs]
     with low():
@@ -177,13 +170,13 @@ def test_inference_gives_what_training_does(name: str) -> None:
             if not arguments:
                 outputs.append(function(inputs[0], weight=inputs[1], bias=inputs[2]))
     for output in outputs:
-        same(output, expected)
+        same(output, expected, check_stride=True)
 
 
 def test_inference_in_forward_mode_and_under_modes() -> None:
     """Tangents are not lost, and nothing that a mode keeps is written to."""
-    weight, mode = x(6, 4, 3, 3, seed=1), Keeping()
-    data, tangent = x(2, 4, 9, 8), x(2, 4, 9, 8, seed=2)
+    weight, mode = normal(6, 4, 3, 3, seed=1), Keeping()
+    data, tangent = normal(2, 4, 9, 8), normal(2, 4, 9, 8, seed=2)
     with low(), torch.no_grad():
         plain = F.conv2d(data, weight)
         with mode:
@@ -192,10 +185,10 @@ def test_inference_in_forward_mode_and_under_modes() -> None:
         with torch.autograd.forward_ad.dual_level() as _:
             dual = torch.autograd.forward_ad.make_dual(data, tangent)
             found = torch.autograd.forward_ad.unpack_dual(F.conv2d(dual, weight))
-    same(found.primal, plain)
+    same(found.primal, plain, check_stride=True)
     expected = F.conv2d(reround(tangent, BF16), reround(weight, BF16)).bfloat16()
     assert found.tangent is not None
-    same(found.tangent, expected)
+    same(found.tangent, expected, check_stride=True)
     for tensor, before in mode.seen:
         assert torch.equal(tensor, before)
 
@@ -203,7 +196,7 @@ def test_inference_in_forward_mode_and_under_modes() -> None:
 def test_no_two_results_share_memory() -> None:
     """Later calls, smaller and larger ones, leave earlier results as they are."""
     layers = [nn.Conv2d(4, n, 3, padding=1) for n in (8, 2, 32)]
-    data = [x(2, 4, size, size, seed=size).requires_grad_() for size in (8, 16, 5)]
+    data = [normal(2, 4, size, size, seed=size).requires_grad_() for size in (8, 16, 5)]
 
     def gradients() -> list[list[Tensor]]:
         found = []
@@ -211,7 +204,7 @@ def test_no_two_results_share_memory() -> None:
             for _ in range(2):
                 outputs = [layer(t) for layer, t in zip(layers, data, strict=True)]
                 for layer, t, output in zip(layers, data, outputs, strict=True):
-                    incoming = x(*output.shape, seed=3).bfloat16()
+                    incoming = normal(*output.shape, seed=3).bfloat16()
                     wanted = (t, *layer.parameters())
                     found.append([output, *torch.autograd.grad(output, wanted, incoming)])
         return found
@@ -220,13 +213,13 @@ def test_no_two_results_share_memory() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(convolutions, "_LEAST", 1 << 40)
         expected = gradients()
-    same(actual, expected)
+    same(actual, expected, check_stride=True)
 
 
 @pytest.mark.parametrize("most", [0, 100, 500])
 def test_what_does_not_fit_is_new(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are those with memory for all."""
-    layer, data = nn.Conv2d(4, 6, 3), x(2, 4, 9, 8)
+    layer, data = nn.Conv2d(4, 6, 3), normal(2, 4, 9, 8)
 
     def gradients() -> list[Tensor]:
         with low():
@@ -238,7 +231,7 @@ def test_what_does_not_fit_is_new(most: int, monkeypatch: pytest.MonkeyPatch) ->
     expected = gradients()
     monkeypatch.setattr(temporaries, "_MOST", most)
     monkeypatch.setattr(temporaries._thread, "memory", None)
-    same(gradients(), expected)
+    same(gradients(), expected, check_stride=True)
     assert temporaries._thread.memory.numel() == most
 
 
@@ -250,13 +243,13 @@ def test_no_two_calls_share_memory() -> None:
         inner = temporaries.Temporaries(torch.device("cpu"))
         inner.widen(torch.zeros(64, dtype=BF16))
         inner.free()
-        same(kept, torch.ones(64))
+        same(kept, torch.ones(64), check_stride=True)
         outer.free()
 
 
 def test_calls_from_within() -> None:
     """A hook of a gradient that convolves, and a call that fails half-way."""
-    layer, data = nn.Conv2d(4, 6, 3), x(2, 4, 9, 8).requires_grad_()
+    layer, data = nn.Conv2d(4, 6, 3), normal(2, 4, 9, 8).requires_grad_()
 
     def train(gradient: Tensor) -> None:
         with torch.enable_grad():
@@ -271,10 +264,10 @@ def test_calls_from_within() -> None:
         return [output, *found]
 
     expected = gradients(has_hook=False)
-    same(gradients(has_hook=True), expected)
+    same(gradients(has_hook=True), expected, check_stride=True)
     with low(), pytest.raises(RuntimeError, match="to have 4 channels"):
-        layer(x(2, 5, 9, 8))
-    same(gradients(has_hook=False), expected)
+        layer(normal(2, 5, 9, 8))
+    same(gradients(has_hook=False), expected, check_stride=True)
 
 
 class Keeping(TorchDispatchMode):
@@ -295,10 +288,10 @@ def test_modes_may_keep_what_they_see() -> None:
     """Nothing that they are shown is written to later."""
     layer, mode = nn.Conv2d(4, 6, 3), Keeping()
     with low():
-        layer(x(2, 4, 9, 8)).sum().backward()  # now there is kept memory
+        layer(normal(2, 4, 9, 8)).sum().backward()  # now there is kept memory
         layer.zero_grad()
         with mode:
-            first, second = layer(x(2, 4, 9, 8)), layer(x(2, 4, 9, 8, seed=1))
+            first, second = layer(normal(2, 4, 9, 8)), layer(normal(2, 4, 9, 8, seed=1))
             (first.sum() + second.sum()).backward()
     assert len(mode.seen) > 10
     gradients = {p.grad.data_ptr() for p in layer.parameters() if p.grad is not None}
@@ -311,7 +304,7 @@ def test_modes_may_keep_what_they_see() -> None:
 def test_checkpoints(how: str) -> None:
     """Gradients are those without."""
     net = nn.Sequential(nn.Conv2d(4, 6, 3), nn.Tanh(), nn.Conv2d(6, 2, 3))
-    data = x(2, 4, 9, 8).requires_grad_()
+    data = normal(2, 4, 9, 8).requires_grad_()
 
     def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
         with low():
@@ -328,7 +321,7 @@ def test_checkpoints(how: str) -> None:
     if how == "selective":
         kept = [torch.ops.aten.convolution.default]
         options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
-    same(gradients(lambda t: checkpoint(net, t, **options)), gradients(net))
+    same(gradients(lambda t: checkpoint(net, t, **options)), gradients(net), check_stride=True)
 
 
 def test_modes_may_keep_what_they_see_of_the_backward_alone() -> None:
@@ -336,10 +329,10 @@ def test_modes_may_keep_what_they_see_of_the_backward_alone() -> None:
     layer, mode = nn.Conv2d(4, 6, 3), Keeping()
     with low():
         for _ in range(2):  # the second time there is kept memory
-            loss = layer(x(2, 4, 9, 8)).sum()
+            loss = layer(normal(2, 4, 9, 8)).sum()
             with mode:
                 torch.autograd.grad(loss, layer.parameters())
-            layer(x(2, 4, 9, 8, seed=1)).sum().backward()
+            layer(normal(2, 4, 9, 8, seed=1)).sum().backward()
     memory = temporaries._thread.memory
     own = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
     assert not any(tensor.data_ptr() in own for tensor, _ in mode.seen)
@@ -347,11 +340,11 @@ def test_modes_may_keep_what_they_see_of_the_backward_alone() -> None:
 
 def test_a_batch_of_gradients() -> None:
     """As for vectorized Jacobians."""
-    layer, data = nn.Conv2d(4, 6, 3), x(2, 4, 9, 8).requires_grad_()
+    layer, data = nn.Conv2d(4, 6, 3), normal(2, 4, 9, 8).requires_grad_()
     wanted = (data, *layer.parameters())
     with low():
         output = layer(data)
-        incoming = x(3, *output.shape, seed=9).bfloat16()
+        incoming = normal(3, *output.shape, seed=9).bfloat16()
         actual = torch.autograd.grad(
             output, wanted, incoming, is_grads_batched=True, retain_graph=True
         )
@@ -372,7 +365,8 @@ def test_second_order_gradients_are_as_near_to_exact_ones_as_native_kernels_are(
 
     def second(dtype: torch.dtype, legalize: str | None) -> list[Tensor]:
         leaves = [
-            reround(x(*s, seed=i), BF16).to(dtype).requires_grad_() for i, s in enumerate(shapes)
+            reround(normal(*s, seed=i), BF16).to(dtype).requires_grad_()
+            for i, s in enumerate(shapes)
         ]
         with contextlib.nullcontext() if legalize is None else low(legalize):
             output = F.conv2d(*leaves, 2, 1)
@@ -397,12 +391,12 @@ def test_second_order_gradients_are_as_near_to_exact_ones_as_native_kernels_are(
 @pytest.mark.parametrize(
     ("data", "arguments", "keywords"),
     [
-        (x(2, 4, 9, 8), (1, "same"), {}),
-        (x(2, 4, 9, 8), (1, "valid"), {}),
-        (x(4, 9, 8), (), {}),
-        (x(2, 4, 9, 8), (), {"stride": 2}),
-        (x(0, 4, 9, 8), (), {}),
-        (x(2, 4, 9, 8), ([1], [0]), {}),
+        (normal(2, 4, 9, 8), (1, "same"), {}),
+        (normal(2, 4, 9, 8), (1, "valid"), {}),
+        (normal(4, 9, 8), (), {}),
+        (normal(2, 4, 9, 8), (), {"stride": 2}),
+        (normal(0, 4, 9, 8), (), {}),
+        (normal(2, 4, 9, 8), ([1], [0]), {}),
     ],
 )
 def test_other_calls_are_left_to_others(
@@ -413,20 +407,20 @@ def test_other_calls_are_left_to_others(
     with low():
         output = F.conv2d(data, layer.weight, layer.bias, *arguments, **keywords)
     rounded = [reround(t, BF16) for t in (data, layer.weight, layer.bias)]
-    same(output, F.conv2d(*rounded, *arguments, **keywords).bfloat16())
+    same(output, F.conv2d(*rounded, *arguments, **keywords).bfloat16(), check_stride=True)
     assert True not in computed
 
 
 def test_tensors_of_two_devices_are_left_to_others(computed: list[bool]) -> None:
     """Not copied in silence."""
     with low():
-        F.conv2d(x(2, 4, 9, 8), nn.Parameter(torch.empty(6, 4, 3, 3, device="meta")))
+        F.conv2d(normal(2, 4, 9, 8), nn.Parameter(torch.empty(6, 4, 3, 3, device="meta")))
     assert computed == [False]
 
 
 def test_reused_casts_have_their_gradients() -> None:
     """One cast of the weight, which is kept, for two convolutions."""
-    layer, data = nn.Conv2d(4, 4, 3, padding=1), x(2, 4, 9, 8)
+    layer, data = nn.Conv2d(4, 4, 3, padding=1), normal(2, 4, 9, 8)
 
     class Twice(nn.Module):
         def __init__(self) -> None:
@@ -449,13 +443,13 @@ def test_reused_casts_have_their_gradients() -> None:
 
 def test_backward_twice_and_freed_graphs() -> None:
     """As of any op."""
-    layer, data = nn.Conv2d(4, 6, 3), x(2, 4, 9, 8)
+    layer, data = nn.Conv2d(4, 6, 3), normal(2, 4, 9, 8)
     with low():
         loss = layer(data).sum()
     loss.backward(retain_graph=True)
     once = layer.weight.grad.clone()
     loss.backward()
-    same(layer.weight.grad, once * 2)
+    same(layer.weight.grad, once * 2, check_stride=True)
     with pytest.raises(RuntimeError, match="second time"):
         loss.backward()
 
@@ -463,7 +457,7 @@ def test_backward_twice_and_freed_graphs() -> None:
 def test_threads() -> None:
     """Each has memory of its own."""
     layers = [nn.Conv2d(4, n, 3) for n in (2, 6, 16)]
-    data = [x(2, 4, size, size, seed=size) for size in (9, 12, 20)]
+    data = [normal(2, 4, size, size, seed=size) for size in (9, 12, 20)]
 
     def step(index: int) -> list[Tensor]:
         output = layers[index](data[index])
@@ -484,4 +478,4 @@ def test_threads() -> None:
             thread.join()
     for index in range(3):
         for actual in found[index]:
-            same(actual, expected[index])
+            same(actual, expected[index], check_stride=True)

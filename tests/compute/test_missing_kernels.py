@@ -24,6 +24,7 @@ from hmpx.policy import op_lists as oplists
 from hmpx.policy.policy import Policy
 from hmpx.torch_internals.torch_part import torch_version
 from tests.samples import sample_inputs
+from tests.values import mapped, tensors
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -35,25 +36,6 @@ NOT_COMPARED = {
     ),
     **dict.fromkeys(("linalg.eig", "linalg.svd", "svd"), "signs and order are free"),
 }
-
-
-def mapped(value: Any, function: Callable[[Tensor], Any]) -> Any:
-    """Returns ``value`` with ``function`` applied to each tensor in it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, (list, tuple)):
-        items = [mapped(item, function) for item in value]
-        return tuple(items) if isinstance(value, tuple) else items
-    if isinstance(value, dict):
-        return {key: mapped(item, function) for key, item in value.items()}
-    return value
-
-
-def tensors(value: Any) -> list[Tensor]:
-    """Returns the tensors in nested lists, tuples and dicts, in order."""
-    found: list[Tensor] = []
-    mapped(value, found.append)
-    return found
 
 
 def current(function: Any) -> Any:
@@ -234,14 +216,8 @@ def differences(actual: Any, expected: Any, call: Any) -> Iterator[str]:
             yield f"{got} instead of {want}"
 
 
-@pytest.fixture
-def quick(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Names taken early are not looked for: these calls look theirs up late."""
-    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
-
-
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_search_for_early_names")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 def test_ops_that_lack_kernels_compute_in_fp32(
     dtype: torch.dtype, pytestconfig: pytest.Config
@@ -257,7 +233,7 @@ def test_ops_that_lack_kernels_compute_in_fp32(
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-@pytest.mark.usefixtures("quick")
+@pytest.mark.usefixtures("no_search_for_early_names")
 @pytest.mark.parametrize("dtype", [BF16, FP16])
 @pytest.mark.parametrize("lists", [None, "hmp", "autocast-cuda", "*"])
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Iterator
 
 import pytest
@@ -13,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.compute import products
+from tests.values import normal
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -42,9 +44,7 @@ def kernels(monkeypatch: pytest.MonkeyPatch) -> Iterator[Kernels]:
     library._destroy()
 
 
-def tensor(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape, generator=generator, dtype=FP64).to(dtype)
+tensor = functools.partial(normal, drawn_in=FP64)
 
 
 #: Op, shapes of its inputs, and the call; each form that two matrices' product takes.

@@ -26,8 +26,9 @@ from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
 from hmpx.compute.legalize.legalizer import LEGALIZE_MODES
-from tests.integration.test_opinfo_conformance import current, mapped, tensors
+from tests.integration.test_opinfo_conformance import current
 from tests.samples import sample_inputs
+from tests.values import mapped, tensors
 
 #: Samples of each op, unless all are asked for; more of them take minutes.
 FEW = 1

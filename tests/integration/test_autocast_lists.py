@@ -29,6 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hmpx
 from hmpx.ops import op_table as ops
 from hmpx.policy import op_lists as oplists
+from tests.values import tensors
 
 LISTS = oplists.directory()
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"
@@ -228,15 +229,6 @@ LOW_DTYPES = (LOW, torch.float16)
 def policy(device_type: str, low: torch.dtype) -> hmpx.Policy:
     """Returns the policy that a set's lists make."""
     return hmpx.load_policy(lists=f"autocast-{device_type}", low_precision_type=low)
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists and tuples."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
 
 
 def outcome(function: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Tensor] | str:

@@ -7,7 +7,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -19,10 +19,14 @@ from torch import Tensor, nn
 import hmpx
 from hmpx import Policy
 from hmpx.compute.legalize.capability import reported
+from tests.values import uniform
 
 FP32, BF16 = torch.float32, torch.bfloat16
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
 
 POLICY = Policy.from_ops(
     low=["matmul", "linear", "layer_norm", "add", "scaled_dot_product_attention", "cat", "einsum"],
@@ -30,19 +34,6 @@ POLICY = Policy.from_ops(
     first=["addmm"],
     widest=["cross"],
 )
-
-
-@pytest.fixture(autouse=True)
-def fresh_dynamo() -> Iterator[None]:
-    """Each test compiles anew."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
-def x(*shape: int) -> Tensor:
-    torch.manual_seed(0)
-    return torch.rand(shape or (4, 4))
 
 
 FORMS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
@@ -70,8 +61,10 @@ def test_every_form_compiles_whole_and_equals_eager(form: str, backend: str) -> 
     """``fullgraph=True``: functions, methods, operators, in-place forms."""
     function = FORMS[form]
     with hmpx.convert(policy=POLICY):
-        expected = function(x(), x())
-        actual = torch.compile(function, backend=backend, fullgraph=True)(x(), x())
+        expected = function(uniform(4, 4), uniform(4, 4))
+        actual = torch.compile(function, backend=backend, fullgraph=True)(
+            uniform(4, 4), uniform(4, 4)
+        )
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
@@ -82,8 +75,10 @@ def test_every_form_under_inductor_has_the_dtypes_of_eager() -> None:
         return [function(a, b) for function in FORMS.values()]
 
     with hmpx.convert(policy=POLICY):
-        expected = every_form(x(), x())
-        actual = torch.compile(every_form, backend="inductor", fullgraph=True)(x(), x())
+        expected = every_form(uniform(4, 4), uniform(4, 4))
+        actual = torch.compile(every_form, backend="inductor", fullgraph=True)(
+            uniform(4, 4), uniform(4, 4)
+        )
     assert [a.dtype for a in actual] == [e.dtype for e in expected]
     # bfloat16's relative spacing is 2^-8; some forms round two or three times.
     torch.testing.assert_close(actual, expected, rtol=2**-6, atol=2**-8)
@@ -207,9 +202,9 @@ def test_an_autocast_region_in_a_compiled_function(backend: str) -> None:
     compiled = torch.compile(function, backend=backend, fullgraph=True)
     with hmpx.convert(policy=POLICY):
         for _ in range(2):
-            assert [t.dtype for t in compiled(x())] == [BF16, BF16, BF16, torch.float16]
+            assert [t.dtype for t in compiled(uniform(4, 4))] == [BF16, BF16, BF16, torch.float16]
         with torch.autocast("cpu", torch.float16):
-            assert [t.dtype for t in compiled(x())] == [BF16, BF16, BF16, torch.float16]
+            assert [t.dtype for t in compiled(uniform(4, 4))] == [BF16, BF16, BF16, torch.float16]
 
 
 class Small(nn.Module):
@@ -239,10 +234,10 @@ def test_disable_casts_inside_and_outside_a_compiled_function(backend: str) -> N
     compiled = torch.compile(model, backend=backend, fullgraph=True)
     with hmpx.convert(policy=POLICY):
         for _ in range(2):
-            assert [t.dtype for t in compiled(x())] == DTYPES_ON
+            assert [t.dtype for t in compiled(uniform(4, 4))] == DTYPES_ON
             with hmpx.disable_casts():
-                assert [t.dtype for t in compiled(x())] == DTYPES_OFF
-            assert [t.dtype for t in model(x())] == DTYPES_ON
+                assert [t.dtype for t in compiled(uniform(4, 4))] == DTYPES_OFF
+            assert [t.dtype for t in model(uniform(4, 4))] == DTYPES_ON
 
 
 @pytest.mark.parametrize("form", ["function", "operator", "linear", "softmax"])
@@ -251,11 +246,11 @@ def test_convert_before_and_after_compile(form: str) -> None:
     function = FORMS[form]
     compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
     for _ in range(2):
-        assert compiled(x(), x()).dtype is FP32
+        assert compiled(uniform(4, 4), uniform(4, 4)).dtype is FP32
         with hmpx.convert(policy=Policy.from_ops(low=["matmul", "linear", "softmax"])):
-            assert compiled(x(), x()).dtype is BF16
+            assert compiled(uniform(4, 4), uniform(4, 4)).dtype is BF16
         with hmpx.convert(policy=Policy.from_ops(fp32=["matmul", "linear", "softmax"])):
-            assert compiled(x(), x()).dtype is FP32
+            assert compiled(uniform(4, 4), uniform(4, 4)).dtype is FP32
 
 
 def test_toggling_does_not_recompile_without_end() -> None:
@@ -269,11 +264,11 @@ def test_toggling_does_not_recompile_without_end() -> None:
     compiled = torch.compile(lambda a: F.linear(a, a) @ a, backend=backend, fullgraph=True)
     with hmpx.convert(policy=POLICY):
         for _ in range(4):
-            compiled(x())
+            compiled(uniform(4, 4))
             with hmpx.disable_casts():
-                compiled(x())
+                compiled(uniform(4, 4))
                 with hmpx.disable_casts():
-                    compiled(x())
+                    compiled(uniform(4, 4))
     assert len(compiles) == 2
 
 
@@ -287,9 +282,9 @@ def test_logging_does_not_break_the_graph(
         compiled = torch.compile(
             lambda a: F.softmax(F.linear(a, a), -1), backend="aot_eager", fullgraph=True
         )
-        compiled(x())
+        compiled(uniform(4, 4))
         traced = [r.getMessage() for r in caplog.records if r.name == "hmpx"]
-        compiled(x())
+        compiled(uniform(4, 4))
         assert [r.getMessage() for r in caplog.records if r.name == "hmpx"] == traced
     assert any("to_bf16" in line for line in traced)
     assert any("to_fp32" in line for line in traced)
@@ -304,11 +299,11 @@ def test_a_training_step_compiles_whole() -> None:
         return F.cross_entropy(model(value), target)
 
     with hmpx.convert():
-        expected = loss(x())
+        expected = loss(uniform(4, 4))
         expected.backward()
         grads = [p.grad.clone() for p in model.parameters() if p.grad is not None]
         model.zero_grad()
-        actual = torch.compile(loss, fullgraph=True)(x())
+        actual = torch.compile(loss, fullgraph=True)(uniform(4, 4))
         actual.backward()
     # Inductor keeps bf16 intermediates in fp32 registers: 2^-8 is bf16's relative spacing.
     torch.testing.assert_close(actual, expected, rtol=2**-7, atol=0)
@@ -322,7 +317,7 @@ def test_a_function_mode_does_not_break_the_graph() -> None:
     """Under any TorchFunctionMode, such as a default device, compilation works as without hmpx."""
     with hmpx.convert(policy=POLICY), torch.device("cpu"):
         compiled = torch.compile(lambda a: torch.matmul(a, a), backend="eager", fullgraph=True)
-        assert compiled(x()).dtype is BF16
+        assert compiled(uniform(4, 4)).dtype is BF16
 
 
 CACHED = """

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -21,6 +21,7 @@ from hmpx.compute import missing_kernels
 from hmpx.ops import op_table as ops
 from hmpx.policy.policy import CastPolicy, Policy
 from tests.samples import sample_inputs
+from tests.values import mapped, tensors
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 LOW = torch.bfloat16
@@ -53,7 +54,11 @@ LEFT_OUT = {
     ),
 }
 
-pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.opinfo]
+pytestmark = [
+    pytest.mark.filterwarnings("ignore"),
+    pytest.mark.opinfo,
+    pytest.mark.usefixtures("no_search_for_early_names"),
+]
 
 
 def op_name(info: OpInfo) -> str | None:
@@ -78,38 +83,7 @@ def listed() -> list[OpInfo]:
 INFOS = listed()
 
 
-@pytest.fixture(autouse=True)
-def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """It takes most of a conversion's time here, for nothing: calls look their functions up late."""
-    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
-
-
 # --- the call by hand ---------------------------------------------------------------------------
-
-
-def tensors(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in nested lists, tuples and dicts, in order."""
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, list | tuple):
-        for item in value:
-            yield from tensors(item)
-    elif isinstance(value, dict):
-        for item in value.values():
-            yield from tensors(item)
-
-
-def mapped(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
-    """Returns ``value`` with ``function`` applied to each tensor in it."""
-    if isinstance(value, Tensor):
-        return function(value)
-    if isinstance(value, list):
-        return [mapped(item, function) for item in value]
-    if type(value) is tuple:
-        return tuple(mapped(item, function) for item in value)
-    if isinstance(value, dict):
-        return {key: mapped(item, function) for key, item in value.items()}
-    return value
 
 
 #: OpInfos whose op writes to (a clone of) its first input: that keeps its dtype.

@@ -24,21 +24,13 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
 from hmpx import Policy
+from tests.values import normal, same
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
 
 def low(*names: str) -> hmpx.Session:
     return hmpx.convert(policy=Policy.from_ops(low=names))
-
-
-def x(*shape: int, dtype: torch.dtype = FP32, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
-    return torch.randn(shape or (4, 4), generator=generator).to(dtype)
-
-
-def same(actual: Any, expected: Any) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def to(dtype: torch.dtype, value: Any) -> Any:
@@ -90,7 +82,10 @@ def first(output: Any) -> Tensor:
 @pytest.mark.parametrize("name", [*RECURRENT, *CELLS])
 def test_recurrent_modules_run_in_low_precision(name: str, hx_dtype: torch.dtype | None) -> None:
     """Listed, they give what their bfloat16 copy gives, in output, state and weight gradients."""
-    module, data = made((RECURRENT | CELLS)[name]), x(*((5, 2, 4) if name in RECURRENT else (2, 4)))
+    module, data = (
+        made((RECURRENT | CELLS)[name]),
+        normal(*((5, 2, 4) if name in RECURRENT else (2, 4))),
+    )
     reference = copy.deepcopy(module).bfloat16()
     state = module(data)[1] if name in RECURRENT else module(data)
     hx = None if hx_dtype is None else to(hx_dtype, to(FP32, state))
@@ -112,7 +107,7 @@ def test_packed_sequences_run_in_low_precision(name: str) -> None:
     """A packed sequence goes the same way, its lengths and order untouched."""
     module = made(RECURRENT[name])
     batch_first = bool(module.batch_first)
-    data = x(2, 5, 4) if batch_first else x(5, 2, 4)
+    data = normal(2, 5, 4) if batch_first else normal(5, 2, 4)
     packed = rnn.pack_padded_sequence(data, [3, 5], batch_first, enforce_sorted=False)
     reference = copy.deepcopy(module).bfloat16()
     expected, expected_state = reference(packed.to(BF16))
@@ -129,7 +124,7 @@ def test_packed_sequences_run_in_low_precision(name: str) -> None:
 def test_recurrent_modules_take_the_output_of_a_low_precision_layer(name: str, lists: str) -> None:
     """A bf16 input beside fp32 weights is nobody's mistake while torch is converted."""
     module, layer = made((RECURRENT | CELLS)[name]), made(lambda: nn.Linear(4, 4))
-    data = x(*((5, 2, 4) if name in RECURRENT else (2, 4)))
+    data = normal(*((5, 2, 4) if name in RECURRENT else (2, 4)))
     with hmpx.convert(lists=lists):
         hidden = layer(data)
         assert hidden.dtype is BF16
@@ -145,14 +140,14 @@ def test_a_recurrent_modules_dtype_check_is_back_where_casts_are_off() -> None:
     with hmpx.convert():
         pass
     with pytest.raises(ValueError, match="does not match weight dtype"):
-        module(x(5, 2, 4, dtype=BF16))
+        module(normal(5, 2, 4, dtype=BF16))
 
 
 @pytest.mark.parametrize("second", [FP32, BF16])
 @pytest.mark.parametrize("leading", [FP32, BF16])
 def test_rnn_utils_do_what_they_do_unconverted(leading: torch.dtype, second: torch.dtype) -> None:
     """pad_sequence takes the first sequence's dtype; packing and padding change no value."""
-    sequences = [x(3, 4, dtype=leading), x(2, 4, dtype=second)]
+    sequences = [normal(3, 4, dtype=leading), normal(2, 4, dtype=second)]
 
     def everything() -> list[Any]:
         padded = rnn.pad_sequence(sequences, batch_first=True)
@@ -188,10 +183,10 @@ def test_multihead_attention_takes_any_mix(kind: str, need_weights: bool) -> Non
     """Trained with bool and float masks of every dtype beside fp32 and bf16 inputs."""
     options = ATTENTION[kind]
     module = made(lambda: nn.MultiheadAttention(8, 2, batch_first=True, **options))
-    k, v = x(2, 3, options.get("kdim", 8)), x(2, 3, options.get("vdim", 8))
+    k, v = normal(2, 3, options.get("kdim", 8)), normal(2, 3, options.get("vdim", 8))
     with hmpx.convert():
         for mask, dtype in itertools.product(MASKS.values(), (FP32, BF16)):
-            q, mixed = x(2, 3, 8, dtype=dtype), k.to(dtype)
+            q, mixed = normal(2, 3, 8, dtype=dtype), k.to(dtype)
             output, weights = module(q, mixed, v, attn_mask=mask, need_weights=need_weights)
             output.sum().backward()
             assert output.dtype is BF16
@@ -206,7 +201,7 @@ def test_multihead_attention_takes_any_mix(kind: str, need_weights: bool) -> Non
 def test_attentions_fast_path_does_not_bypass_the_lists(need_weights: bool, lists: str) -> None:
     """In eval without gradients torch runs one fused kernel, which no list reaches: same result."""
     module = made(lambda: nn.MultiheadAttention(8, 2, batch_first=True)).eval()
-    data = x(2, 3, 8)
+    data = normal(2, 3, 8)
     with hmpx.convert(lists=lists):
         expected = module(data, data, data, need_weights=need_weights)
         for no_gradients in (torch.no_grad, torch.inference_mode):
@@ -228,7 +223,7 @@ def encoder() -> nn.TransformerEncoder:
 @pytest.mark.parametrize("mask", ["none", "padding", "causal"])
 def test_the_encoders_fast_path_does_not_bypass_the_lists(mask: str, lists: str) -> None:
     """Nor does its detour over nested tensors: eval gives what it gives while training."""
-    module, data = made(encoder).eval(), x(2, 3, 8)
+    module, data = made(encoder).eval(), normal(2, 3, 8)
     padding = torch.tensor([[False, False, True], [False, False, False]])
     arguments: dict[str, dict[str, Any]] = {
         "none": {},
@@ -247,7 +242,7 @@ def test_the_encoders_fast_path_does_not_bypass_the_lists(mask: str, lists: str)
 @pytest.mark.parametrize("user_setting", [True, False])
 def test_the_fast_path_is_as_before_where_casts_are_off(user_setting: bool) -> None:
     """Under disable_casts and after revert torch's result and the user's switch are untouched."""
-    module, data = made(encoder).eval(), x(2, 3, 8)
+    module, data = made(encoder).eval(), normal(2, 3, 8)
     switch, ask = torch.backends.mha.set_fastpath_enabled, torch.backends.mha.get_fastpath_enabled
     try:
         switch(user_setting)
@@ -270,7 +265,7 @@ def test_a_whole_transformer_trains(training: bool) -> None:
     """Encoder, decoder, cross-attention and float padding masks, backward included."""
     module = made(lambda: nn.Transformer(8, 2, 1, 1, 16, dropout=0.0, batch_first=True))
     module.train(training)
-    data, causal = x(2, 3, 8), nn.Transformer.generate_square_subsequent_mask(3)
+    data, causal = normal(2, 3, 8), nn.Transformer.generate_square_subsequent_mask(3)
     padding = torch.zeros(2, 3)
     padding[0, 2] = float("-inf")
     with hmpx.convert():
@@ -292,10 +287,10 @@ SDPA: dict[str, Callable[[Tensor], dict[str, Any]]] = {
     "no mask": lambda _: {},
     "is_causal": lambda _: {"is_causal": True},
     "bool mask": lambda _: {"attn_mask": torch.ones(5, 5).tril().bool()},
-    "fp32 mask": lambda _: {"attn_mask": x(5, 5)},
-    "bf16 mask": lambda _: {"attn_mask": x(5, 5).bfloat16()},
-    "fp16 mask": lambda _: {"attn_mask": x(5, 5).half()},
-    "mask over heads": lambda _: {"attn_mask": x(2, 1, 5, 5), "scale": 0.5},
+    "fp32 mask": lambda _: {"attn_mask": normal(5, 5)},
+    "bf16 mask": lambda _: {"attn_mask": normal(5, 5).bfloat16()},
+    "fp16 mask": lambda _: {"attn_mask": normal(5, 5).half()},
+    "mask over heads": lambda _: {"attn_mask": normal(2, 1, 5, 5), "scale": 0.5},
     "enable_gqa": lambda _: {"enable_gqa": True},
 }
 
@@ -310,8 +305,8 @@ def test_scaled_dot_product_attention_casts_its_mask_too(
     form: str, policy: str, positional: bool, query_dtype: torch.dtype
 ) -> None:
     """A float mask of another dtype follows q, k and v; a bool mask stays (pytorch #187265)."""
-    options = SDPA[form](x())
-    q, k = x(2, 4, 5, 8, dtype=query_dtype), x(2, 2 if form == "enable_gqa" else 4, 5, 8)
+    options = SDPA[form](normal(4, 4))
+    q, k = normal(2, 4, 5, 8, dtype=query_dtype), normal(2, 2 if form == "enable_gqa" else 4, 5, 8)
     v = k.half()
     want = {"low": BF16, "fp32": FP32, "first": query_dtype}[policy]
     mask = options.get("attn_mask")
@@ -330,7 +325,7 @@ def test_scaled_dot_product_attention_casts_its_mask_too(
 @pytest.mark.parametrize("lists", ["hmp", "o2", "autocast-cuda"])
 def test_a_causal_bias_is_no_tensor_to_cast(lists: str, dtype: torch.dtype) -> None:
     """Mask classes of torch itself hold no values: attention takes them in any policy."""
-    q, k, bias = x(1, 2, 4, 8, dtype=dtype), x(1, 2, 4, 8), causal_lower_right(4, 4)
+    q, k, bias = normal(1, 2, 4, 8, dtype=dtype), normal(1, 2, 4, 8), causal_lower_right(4, 4)
     with hmpx.convert(lists=lists):
         mask = torch.ones(4, 4).tril().bool()
         expected = F.scaled_dot_product_attention(q, k, k, attn_mask=mask)
@@ -368,7 +363,7 @@ def test_parametrized_layers_train(name: str, converted_first: bool, lists: str)
         "linear": lambda: PARAMETRIZED[name](nn.Linear(4, 4)),
         "conv2d": lambda: PARAMETRIZED[name](nn.Conv2d(3, 4, 2)),
     }
-    data = {"linear": x(2, 4), "conv2d": x(2, 3, 3, 3)}
+    data = {"linear": normal(2, 4), "conv2d": normal(2, 3, 3, 3)}
     for layer, factory in make.items():
         before = None if converted_first else made(factory)
         with hmpx.convert(lists=lists):
@@ -392,7 +387,7 @@ def test_lazy_modules_materialize_in_fp32() -> None:
         nn.LazyConv2d(3, 3), nn.LazyBatchNorm2d(), nn.ReLU(), nn.Flatten(), nn.LazyLinear(2)
     )
     with hmpx.convert():
-        output = model(x(2, 3, 4, 4))
+        output = model(normal(2, 3, 4, 4))
         output.sum().backward()
     assert output.dtype is BF16
     assert {p.dtype for p in model.parameters()} == {FP32}
@@ -425,7 +420,7 @@ def test_embedding_bags_per_sample_weights_follow_the_table(
     policy: str, weight_dtype: torch.dtype, sample_dtype: torch.dtype
 ) -> None:
     """Function and module, by keyword, with the table and its weights of different dtypes."""
-    table, weights = x(4, 3, dtype=weight_dtype), x(2, 2, dtype=sample_dtype)
+    table, weights = normal(4, 3, dtype=weight_dtype), normal(2, 2, dtype=sample_dtype)
     bags = torch.tensor([[0, 1], [2, 3]])
     want = {"low": BF16, "fp32": FP32, "first": weight_dtype}[policy]
     expected = F.embedding_bag(
@@ -473,17 +468,17 @@ SPARSE_CALLS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", LAYOUTS)
 def test_sparse_tensors_are_left_alone(layout: str, call: str) -> None:
     """A call with a sparse operand does what torch does with it, an error included."""
-    run, sparse = SPARSE_CALLS[call], LAYOUTS[layout](x())
+    run, sparse = SPARSE_CALLS[call], LAYOUTS[layout](normal(4, 4))
     try:
-        expected: Any = run(sparse, x())
+        expected: Any = run(sparse, normal(4, 4))
     except RuntimeError as error:
         expected = error
     with hmpx.convert():
         if isinstance(expected, Exception):
             with pytest.raises(type(expected)):
-                run(sparse, x())
+                run(sparse, normal(4, 4))
             return
-        actual = run(sparse, x())
+        actual = run(sparse, normal(4, 4))
     same(actual.to_dense(), expected.to_dense())
     assert actual.layout is expected.layout
 
@@ -491,7 +486,7 @@ def test_sparse_tensors_are_left_alone(layout: str, call: str) -> None:
 @pytest.mark.filterwarnings("ignore:.*quantize.*deprecated:UserWarning")
 def test_quantized_tensors_are_left_alone() -> None:
     """Listed ops take and give quantized tensors as ever; dequantized ones are plain again."""
-    quantized = torch.quantize_per_tensor(x(3, 4), 0.1, 0, torch.quint8)
+    quantized = torch.quantize_per_tensor(normal(3, 4), 0.1, 0, torch.quint8)
     calls: list[Callable[[], Tensor]] = [
         lambda: torch.relu(quantized),
         lambda: F.leaky_relu(quantized, 0.5),
@@ -517,7 +512,7 @@ COMPLEX_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
     "conv1d": lambda c: F.conv1d(c[None], c[None]),
     "fft": lambda c: torch.fft.ifft(torch.fft.fft(c)),
     "cat": lambda c: torch.cat([c, c]),
-    "stft": lambda c: torch.stft(x(64), 16, window=torch.hann_window(16), return_complex=True),
+    "stft": lambda c: torch.stft(normal(64), 16, window=torch.hann_window(16), return_complex=True),
     "svd": lambda c: torch.linalg.svdvals(c),
 }
 
@@ -525,17 +520,17 @@ COMPLEX_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("lists", ["hmp", "o2", "autocast-cuda"])
 def test_complex_tensors_are_left_alone(lists: str) -> None:
     """Complex inputs keep their dtype and every bit."""
-    value = torch.complex(x(), x(seed=1))
+    value = torch.complex(normal(4, 4), normal(4, 4, seed=1))
     expected = {name: call(value) for name, call in COMPLEX_CALLS.items()}
     with hmpx.convert(lists=lists):
         same({name: call(value) for name, call in COMPLEX_CALLS.items()}, expected)
 
 
 NESTED_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
-    "linear": lambda n: F.linear(n, x(5, 4), x(5)),
+    "linear": lambda n: F.linear(n, normal(5, 4), normal(5)),
     "relu": lambda n: torch.relu(n),
     "mul": lambda n: n * 0.3,
-    "layer_norm": lambda n: F.layer_norm(n, (4,), x(4), x(4)),
+    "layer_norm": lambda n: F.layer_norm(n, (4,), normal(4), normal(4)),
     "softmax": lambda n: torch.softmax(n, -1),
 }
 
@@ -545,7 +540,7 @@ NESTED_CALLS: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("layout", [torch.strided, torch.jagged])
 def test_nested_tensors_are_cast(layout: torch.layout, call: str) -> None:
     """Each part gives what a plain tensor of its values gives, and gradients come back."""
-    parts = [x(2, 4), x(3, 4, seed=1)]
+    parts = [normal(2, 4), normal(3, 4, seed=1)]
     nested = torch.nested.nested_tensor(parts, layout=layout, requires_grad=True)
     with low("linear", "matmul", "relu", "mul", "layer_norm", "softmax"):
         expected = [NESTED_CALLS[call](part) for part in parts]
@@ -563,7 +558,7 @@ def test_nested_tensors_are_cast(layout: torch.layout, call: str) -> None:
 @pytest.mark.parametrize("lists", ["hmp", "autocast-cuda"])
 def test_jagged_attention_runs(lists: str) -> None:
     """Attention on jagged tensors is recognized by the function's identity."""
-    parts = [x(2, 8), x(3, 8)]
+    parts = [normal(2, 8), normal(3, 8)]
     nested = torch.nested.nested_tensor(parts, layout=torch.jagged)
     nested = nested.unflatten(-1, [2, 4]).transpose(1, 2)
     with hmpx.convert(lists=lists):
@@ -583,7 +578,7 @@ ANY_OF = [FP32, BF16, FP16]
 @pytest.mark.parametrize("a", ANY_OF)
 def test_where_gives_the_result_type(a: torch.dtype, b: torch.dtype) -> None:
     """Function, method and numbers: what `torch.result_type` says, as unconverted."""
-    mask, left, right = x(4) > 0, x(4, dtype=a), x(4, dtype=b)
+    mask, left, right = normal(4) > 0, normal(4, dtype=a), normal(4, dtype=b)
     want = torch.promote_types(a, b)
     with hmpx.convert():
         same(torch.where(mask, left, right), torch.where(mask, left.to(want), right.to(want)))
@@ -614,7 +609,11 @@ def test_assignment_takes_mixed_types_under_the_default_lists(form: str) -> None
     """The target keeps its dtype and storage, and holds the values rounded to that dtype."""
     with hmpx.convert():
         for target, source in itertools.product(ANY_OF, ANY_OF):
-            actual, expected, y = x(dtype=target), x(dtype=target), x(seed=1, dtype=source)
+            actual, expected, y = (
+                normal(4, 4, dtype=target),
+                normal(4, 4, dtype=target),
+                normal(4, 4, seed=1, dtype=source),
+            )
             pointer = actual.data_ptr()
             ASSIGNMENTS[form](actual, y)
             with hmpx.disable_casts():
@@ -694,7 +693,7 @@ def test_custom_functions_are_cast_in_forward_and_backward(
     function: type[torch.autograd.Function], region: bool
 ) -> None:
     """Their products follow the lists, their gradients the inputs (pytorch #87979, #132388)."""
-    a, w = x().requires_grad_(), x(seed=1).requires_grad_()
+    a, w = normal(4, 4).requires_grad_(), normal(4, 4, seed=1).requires_grad_()
     expected = a.detach().bfloat16() @ w.detach().bfloat16()
     one = torch.ones_like(expected)
     autocast = torch.autocast("cpu", FP16) if region else contextlib.nullcontext()
@@ -727,7 +726,7 @@ def test_a_custom_function_keeps_its_casts_off() -> None:
             return output
 
     with low("matmul"):
-        ForwardOff.apply(x().requires_grad_()).sum().backward()
+        ForwardOff.apply(normal(4, 4).requires_grad_()).sum().backward()
     assert ForwardOff.seen == [FP32, BF16]
 
 
@@ -742,7 +741,7 @@ def test_a_pass_without_gradients_does_not_cost_the_next_one_its_own(
     without_gradients: Callable[[], contextlib.AbstractContextManager[Any]],
 ) -> None:
     """No cast outlives its call (pytorch #65766, #112583, #165068)."""
-    module, data = made(small_network).eval(), x(2, 3, 4, 4)
+    module, data = made(small_network).eval(), normal(2, 3, 4, 4)
     with hmpx.convert():
         with without_gradients():
             first_pass = module(data)
@@ -757,13 +756,13 @@ def test_a_pass_without_gradients_does_not_cost_the_next_one_its_own(
 
 def test_weights_changed_in_place_are_seen() -> None:
     """No stale cast: updates through .data, copy_ and views count (pytorch #48049)."""
-    layer, data = nn.Linear(4, 4, bias=False), x(2, 4)
+    layer, data = nn.Linear(4, 4, bias=False), normal(2, 4)
     with low("linear"):
         for change in (
             lambda: layer.weight.data.mul_(2.0),
             lambda: layer.weight.detach().numpy().__imul__(3.0),
-            lambda: setattr(layer.weight, "data", x(seed=3)),
-            lambda: layer.load_state_dict({"weight": x(seed=4)}),
+            lambda: setattr(layer.weight, "data", normal(4, 4, seed=3)),
+            lambda: layer.load_state_dict({"weight": normal(4, 4, seed=4)}),
         ):
             layer(data)
             change()
@@ -790,12 +789,12 @@ def test_grad_scaler_with_fp16_on_the_cpu() -> None:
         return gradients
 
     with hmpx.convert(low_precision_type="fp16"):
-        gradients = step(x(5, 4), 0.01)
+        gradients = step(normal(5, 4), 0.01)
         assert all(g.dtype is FP32 and g.isfinite().all() for g in gradients)
         assert scaler.get_scale() == 2.0**10
         after = copy.deepcopy(module.state_dict())
         assert not torch.equal(after["0.weight"], start["0.weight"])
-        gradients = step(1000 * x(5, 4), 1e4)
+        gradients = step(1000 * normal(5, 4), 1e4)
         assert not all(g.isfinite().all() for g in gradients)
         assert scaler.get_scale() == 2.0**9
     same(module.state_dict(), after)
@@ -805,15 +804,27 @@ def test_grad_scaler_with_fp16_on_the_cpu() -> None:
 # --- ops that autocast forgets or forbids ---------------------------------------------------------
 
 FORGOTTEN: dict[str, Callable[[], Tensor]] = {
-    "scatter_add": lambda: x().scatter_add(0, torch.zeros(4, 4, dtype=torch.long), x() @ x()),
-    "scatter_add_": lambda: x().scatter_add_(0, torch.zeros(4, 4, dtype=torch.long), x() @ x()),
-    "index_add": lambda: x().index_add(0, torch.tensor([0]), (x() @ x())[:1]),
-    "masked assignment": lambda: x().masked_scatter(x() > 0, x() @ x()),
-    "cat of three types": lambda: torch.cat([x() @ x(), x(), x(dtype=FP16)]),
-    "baddbmm": lambda: torch.baddbmm(x(1, 4, 4), (x() @ x())[None], x(1, 4, 4)),
-    "lerp": lambda: torch.lerp(x(), x() @ x(), 0.5),
+    "scatter_add": lambda: normal(4, 4).scatter_add(
+        0, torch.zeros(4, 4, dtype=torch.long), normal(4, 4) @ normal(4, 4)
+    ),
+    "scatter_add_": lambda: normal(4, 4).scatter_add_(
+        0, torch.zeros(4, 4, dtype=torch.long), normal(4, 4) @ normal(4, 4)
+    ),
+    "index_add": lambda: normal(4, 4).index_add(
+        0, torch.tensor([0]), (normal(4, 4) @ normal(4, 4))[:1]
+    ),
+    "masked assignment": lambda: normal(4, 4).masked_scatter(
+        normal(4, 4) > 0, normal(4, 4) @ normal(4, 4)
+    ),
+    "cat of three types": lambda: torch.cat(
+        [normal(4, 4) @ normal(4, 4), normal(4, 4), normal(4, 4, dtype=FP16)]
+    ),
+    "baddbmm": lambda: torch.baddbmm(
+        normal(1, 4, 4), (normal(4, 4) @ normal(4, 4))[None], normal(1, 4, 4)
+    ),
+    "lerp": lambda: torch.lerp(normal(4, 4), normal(4, 4) @ normal(4, 4), 0.5),
     "grid_sample": lambda: F.grid_sample(
-        (x() @ x())[None, None], x(1, 2, 2, 2), align_corners=False
+        (normal(4, 4) @ normal(4, 4))[None, None], normal(1, 2, 2, 2), align_corners=False
     ),
 }
 
@@ -830,7 +841,7 @@ def test_binary_cross_entropy_runs_in_fp32() -> None:
     """Under torch.autocast it is an error (pytorch #61098, YOLOX #336, apex #1017)."""
     layer, target = made(lambda: nn.Linear(4, 1)), torch.ones(4, 1)
     with hmpx.convert():
-        probability = torch.sigmoid(layer(x()))
+        probability = torch.sigmoid(layer(normal(4, 4)))
         assert probability.dtype is BF16
         loss = F.binary_cross_entropy(probability, target.bfloat16())
     assert loss.dtype is FP32
@@ -840,28 +851,42 @@ def test_binary_cross_entropy_runs_in_fp32() -> None:
 # --- torch.autocast regions ---------------------------------------------------------------------
 
 REGION_CALLS: dict[str, tuple[dict[str, list[str]], Callable[[], Tensor]]] = {
-    "LOW function": ({"low": ["linear"]}, lambda: F.linear(x(), x())),
-    "LOW method": ({"low": ["matmul"]}, lambda: x().matmul(x())),
-    "LOW operator": ({"low": ["matmul"]}, lambda: x() @ x()),
-    "LOW conv": ({"low": ["conv2d"]}, lambda: F.conv2d(x(1, 1, 4, 4), x(1, 1, 2, 2))),
-    "FP32 function": ({"fp32": ["linear"]}, lambda: F.linear(x(dtype=BF16), x())),
-    "FP32 operator": ({"fp32": ["matmul"]}, lambda: x() @ x(dtype=BF16)),
-    "FP32 list argument": ({"fp32": ["einsum"]}, lambda: torch.einsum("ij,jk", x(), x())),
-    "FP32 by keywords": ({"fp32": ["bmm"]}, lambda: torch.bmm(x(1, 4, 4), mat2=x(1, 4, 4))),
+    "LOW function": ({"low": ["linear"]}, lambda: F.linear(normal(4, 4), normal(4, 4))),
+    "LOW method": ({"low": ["matmul"]}, lambda: normal(4, 4).matmul(normal(4, 4))),
+    "LOW operator": ({"low": ["matmul"]}, lambda: normal(4, 4) @ normal(4, 4)),
+    "LOW conv": ({"low": ["conv2d"]}, lambda: F.conv2d(normal(1, 1, 4, 4), normal(1, 1, 2, 2))),
+    "FP32 function": (
+        {"fp32": ["linear"]},
+        lambda: F.linear(normal(4, 4, dtype=BF16), normal(4, 4)),
+    ),
+    "FP32 operator": ({"fp32": ["matmul"]}, lambda: normal(4, 4) @ normal(4, 4, dtype=BF16)),
+    "FP32 list argument": (
+        {"fp32": ["einsum"]},
+        lambda: torch.einsum("ij,jk", normal(4, 4), normal(4, 4)),
+    ),
+    "FP32 by keywords": (
+        {"fp32": ["bmm"]},
+        lambda: torch.bmm(normal(1, 4, 4), mat2=normal(1, 4, 4)),
+    ),
     "WIDEST": (
         {"widest": ["baddbmm"]},
-        lambda: torch.baddbmm(x(1, 4, 4), x(1, 4, 4), x(1, 4, 4, dtype=BF16)),
+        lambda: torch.baddbmm(normal(1, 4, 4), normal(1, 4, 4), normal(1, 4, 4, dtype=BF16)),
     ),
-    "FIRST": ({"first": ["linear"]}, lambda: F.linear(x(), x(dtype=BF16))),
-    "FIRST, nothing to cast": ({"first": ["linear"]}, lambda: F.linear(x(), x())),
-    "LOW, nothing to cast": ({"low": ["mm"]}, lambda: torch.mm(x(dtype=BF16), x(dtype=BF16))),
+    "FIRST": ({"first": ["linear"]}, lambda: F.linear(normal(4, 4), normal(4, 4, dtype=BF16))),
+    "FIRST, nothing to cast": ({"first": ["linear"]}, lambda: F.linear(normal(4, 4), normal(4, 4))),
+    "LOW, nothing to cast": (
+        {"low": ["mm"]},
+        lambda: torch.mm(normal(4, 4, dtype=BF16), normal(4, 4, dtype=BF16)),
+    ),
     "atomic Python op": (
         {"fp32": ["multi_head_attention_forward"]},
-        lambda: made(lambda: nn.MultiheadAttention(4, 2))(x(3, 1, 4), x(3, 1, 4), x(3, 1, 4))[0],
+        lambda: made(lambda: nn.MultiheadAttention(4, 2))(
+            normal(3, 1, 4), normal(3, 1, 4), normal(3, 1, 4)
+        )[0],
     ),
     "in place": (
         {"first": ["addmm"]},
-        lambda: x().addmm_(x(dtype=BF16), x(dtype=BF16)),
+        lambda: normal(4, 4).addmm_(normal(4, 4, dtype=BF16), normal(4, 4, dtype=BF16)),
     ),
 }
 
@@ -883,19 +908,19 @@ def test_the_lists_win_inside_an_autocast_region(name: str, region: torch.dtype)
 def test_an_autocast_region_holds_for_ops_in_no_list() -> None:
     """The region is not switched off: it decides for what hmpx leaves alone, and where it is off."""
     with low("relu"), torch.autocast("cpu", FP16):
-        assert torch.relu(x()).dtype is BF16
-        assert F.linear(x(), x()).dtype is FP16
+        assert torch.relu(normal(4, 4)).dtype is BF16
+        assert F.linear(normal(4, 4), normal(4, 4)).dtype is FP16
     with low("linear"), torch.autocast("cpu", FP16):
         with hmpx.disable_casts():
-            assert F.linear(x(), x()).dtype is FP16
+            assert F.linear(normal(4, 4), normal(4, 4)).dtype is FP16
         with torch.autocast("cpu", enabled=False):
-            assert F.linear(x(), x()).dtype is FP32
-        assert F.linear(x(), x()).dtype is BF16
+            assert F.linear(normal(4, 4), normal(4, 4)).dtype is FP32
+        assert F.linear(normal(4, 4), normal(4, 4)).dtype is BF16
 
 
 def test_the_lists_win_over_a_whole_model_in_a_region() -> None:
     """Forward in the region, backward outside of it: the model's outputs and gradients as without."""
-    module, data = made(small_network).eval(), x(2, 3, 4, 4)
+    module, data = made(small_network).eval(), normal(2, 3, 4, 4)
 
     def gradients(region: contextlib.AbstractContextManager[Any]) -> list[Tensor]:
         module.zero_grad()
@@ -913,7 +938,7 @@ def test_the_lists_win_over_a_whole_model_in_a_region() -> None:
 
 # --- __torch_function__ and __torch_dispatch__ ----------------------------------------------------
 
-a_matrix, b_matrix = x(), x(seed=1)
+a_matrix, b_matrix = normal(4, 4), normal(4, 4, seed=1)
 
 #: Calls of every kind of callable, and the function that torch hands over for them.
 OVERRIDABLE: dict[str, Callable[[Any], Any]] = {
@@ -1038,7 +1063,7 @@ class Unwrapping:
 @pytest.mark.parametrize("name", ["torch.matmul", "F.linear", "b.bmm", "torch.softmax"])
 def test_what_an_override_calls_is_cast(name: str) -> None:
     """On the tensors that it holds, which hmpx can't see."""
-    value = x(1, 4, 4) if name == "b.bmm" else x()
+    value = normal(1, 4, 4) if name == "b.bmm" else normal(4, 4)
     with hmpx.convert():
         same(OVERRIDABLE[name](Unwrapping(value)), OVERRIDABLE[name](value))
 
@@ -1071,7 +1096,7 @@ def test_a_tensor_subclass_sees_the_call_that_it_would_see(policy: str) -> None:
     """Each function once, and a result that is of the subclass and cast as a tensor is."""
 
     def functions(call: Callable[[Any], Any]) -> tuple[list[Any], Any]:
-        value = x().as_subclass(Recording)
+        value = normal(4, 4).as_subclass(Recording)
         Recording.functions.clear()
         result = call(value)
         return list(Recording.functions), result
@@ -1083,7 +1108,7 @@ def test_a_tensor_subclass_sees_the_call_that_it_would_see(policy: str) -> None:
             seen, result = functions(call)
             seen = [getattr(f, "__wrapped__", f) for f in seen]
             faults += [f"{name}: {f}" for f in expected[name] if seen.count(f) != 1]
-            if (plain := call(x())) is not None:
+            if (plain := call(normal(4, 4))) is not None:
                 assert type(result) is Recording, name
                 same(result.as_subclass(Tensor), plain)
     assert faults == []
@@ -1119,8 +1144,8 @@ def test_a_function_mode_sees_each_call_once(name: str) -> None:
 def test_dispatch_subclasses_are_cast(name: str) -> None:
     """A wrapper subclass stays one; both tensors inside it are cast."""
     with low("matmul", "linear", "softmax"):
-        expected = [OVERRIDABLE[name](x()), OVERRIDABLE[name](x(seed=2))]
-        actual = OVERRIDABLE[name](TwoTensor(x(), x(seed=2)))
+        expected = [OVERRIDABLE[name](normal(4, 4)), OVERRIDABLE[name](normal(4, 4, seed=2))]
+        actual = OVERRIDABLE[name](TwoTensor(normal(4, 4), normal(4, 4, seed=2)))
     assert type(actual) is TwoTensor
     assert actual.dtype is BF16
     same([actual.a, actual.b], expected)
@@ -1135,8 +1160,8 @@ def test_a_default_device_context_keeps_working() -> None:
 
 # --- torch.func ---------------------------------------------------------------------------------
 
-weight, layer4 = x(seed=5), made(lambda: nn.Linear(4, 4))
-norm_weight = x(4, seed=6)
+weight, layer4 = normal(4, 4, seed=5), made(lambda: nn.Linear(4, 4))
+norm_weight = normal(4, seed=6)
 VMAPPED: dict[str, Callable[[Tensor], Tensor]] = {
     "matmul": lambda t: weight @ t,
     "mul": lambda t: t * t,
@@ -1163,7 +1188,7 @@ VMAPPED: dict[str, Callable[[Tensor], Tensor]] = {
 @pytest.mark.parametrize("name", VMAPPED)
 def test_vmap_gives_what_a_loop_gives(name: str) -> None:
     """Same dtype, same values up to the order of summation (pytorch #105442, #192617)."""
-    data = x(3, 4, 4)
+    data = normal(3, 4, 4)
     for lists in ("hmp", "o2", "autocast-cuda"):
         with hmpx.convert(lists=lists):
             expected = [VMAPPED[name](t) for t in data]
@@ -1187,7 +1212,7 @@ def test_vmap_over_the_backward_of_a_norm(norm: Callable[[], nn.Module], dtype: 
 
     def jacobians(session: hmpx.Session) -> tuple[Any, Any]:
         with session:
-            output = model(x(8, 4)).squeeze()
+            output = model(normal(8, 4)).squeeze()
 
             def pullback(v: Tensor) -> tuple[Tensor, ...]:
                 return torch.autograd.grad(output, parameters, grad_outputs=v, retain_graph=True)
@@ -1209,7 +1234,7 @@ def test_vmap_over_the_backward_of_a_norm(norm: Callable[[], nn.Module], dtype: 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
 def test_the_transforms_of_torch_func() -> None:
     """Derivatives come in the dtype of what they are taken of, tangents in the output's."""
-    vector = x(4)
+    vector = normal(4)
 
     def scalar(v: Tensor) -> Tensor:
         return (weight @ v).float().square().sum()
@@ -1244,7 +1269,7 @@ def test_forward_mode_derivatives_work_when_first_used_under_convert() -> None:
 
 def test_per_sample_gradients_and_ensembles() -> None:
     """The two well-known uses of vmap with functional_call."""
-    module, data = made(lambda: nn.Linear(4, 2)), x(3, 4)
+    module, data = made(lambda: nn.Linear(4, 2)), normal(3, 4)
     parameters = {name: p.detach() for name, p in module.named_parameters()}
 
     def loss(p: dict[str, Tensor], sample: Tensor) -> Tensor:
@@ -1267,6 +1292,6 @@ def test_per_sample_gradients_and_ensembles() -> None:
 
 def test_vmap_and_disable_casts_inside_an_autocast_region() -> None:
     """The transform changes nothing about who decides."""
-    data = x(3, 4)
+    data = normal(3, 4)
     with low("matmul"), torch.autocast("cpu", FP16):
         assert vmap(lambda v: weight @ v)(data).dtype is BF16

@@ -12,7 +12,7 @@ import pickle
 import subprocess
 import sys
 from bisect import bisect_right
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 
 import ml_dtypes
@@ -782,14 +782,6 @@ def test_modes_of_dispatch(implementation: str) -> None:
 
 #: Of torch, in its own code.
 quiet = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
-
-
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """No compiled code is left over."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
 
 
 @quiet

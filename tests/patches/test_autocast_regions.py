@@ -684,14 +684,6 @@ def test_an_error_of_torch_in_enter_opens_nothing(monkeypatch: pytest.MonkeyPatc
 # --- compiled and exported ----------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """The test compiles anew."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def regions_inside(x: Tensor) -> list[Tensor]:
     with torch.autocast("cpu", enabled=False):
         results = [F.linear(x, x), x @ x]

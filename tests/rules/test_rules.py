@@ -36,6 +36,7 @@ from hmpx import (
 from hmpx.ops import op_table as ops
 from hmpx.rules import rules
 from hmpx.wrappers import by_rules as choosing
+from tests.values import uniform
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 NOTHING = {"lists": "none"}
@@ -48,11 +49,6 @@ def rules_are_taken_back() -> Iterator[None]:
     yield
     for name in {rule.op for rule in rules.all_rules()}:
         unregister_rule(name)
-
-
-def x(*shape: int, dtype: torch.dtype = FP32) -> Tensor:
-    generator = torch.Generator().manual_seed(0)
-    return torch.rand(shape or (4, 4), generator=generator, dtype=FP64).to(dtype)
 
 
 def none() -> hmpx.Session:
@@ -98,8 +94,12 @@ def test_as_a_decorator_and_as_a_call() -> None:
         ("mm", rule, 10),
     ]
     with none():
-        assert F.linear(x(), x()).dtype is torch.mm(x(), x()).dtype is BF16
-    assert F.linear(x(), x()).dtype is FP32
+        assert (
+            F.linear(uniform(4, 4), uniform(4, 4)).dtype
+            is torch.mm(uniform(4, 4), uniform(4, 4)).dtype
+            is BF16
+        )
+    assert F.linear(uniform(4, 4), uniform(4, 4)).dtype is FP32
 
 
 def test_for_several_ops_in_any_spelling() -> None:
@@ -113,18 +113,18 @@ def test_for_several_ops_in_any_spelling() -> None:
 def test_holds_for_conversions_in_force_and_to_come() -> None:
     """From the next call on, until it is taken back."""
     with none():
-        assert torch.relu(x()).dtype is FP32
+        assert torch.relu(uniform(4, 4)).dtype is FP32
         register_rule("relu", lambda call: ALLOW)
-        assert torch.relu(x()).dtype is BF16
+        assert torch.relu(uniform(4, 4)).dtype is BF16
         with hmpx.convert(policy=Policy.from_ops(fp32=["exp"])):
-            assert torch.relu(x()).dtype is BF16
-        assert torch.relu(x()).dtype is BF16
+            assert torch.relu(uniform(4, 4)).dtype is BF16
+        assert torch.relu(uniform(4, 4)).dtype is BF16
         unregister_rule("relu")
-        assert torch.relu(x()).dtype is FP32
+        assert torch.relu(uniform(4, 4)).dtype is FP32
     register_rule("relu", lambda call: ALLOW)
     with none():
-        assert torch.relu(x()).dtype is BF16
-    assert torch.relu(x()).dtype is FP32
+        assert torch.relu(uniform(4, 4)).dtype is BF16
+    assert torch.relu(uniform(4, 4)).dtype is FP32
 
 
 def test_a_second_convert_does_nothing_if_the_rules_are_the_same() -> None:
@@ -132,7 +132,7 @@ def test_a_second_convert_does_nothing_if_the_rules_are_the_same() -> None:
     session = none()
     register_rule("relu", lambda call: ALLOW)
     assert none() is session
-    assert torch.relu(x()).dtype is BF16
+    assert torch.relu(uniform(4, 4)).dtype is BF16
 
 
 def definition(answer: str, module: str = "__main__") -> Callable[..., Any]:
@@ -152,7 +152,7 @@ def test_a_definition_that_is_run_again_replaces_itself() -> None:
     register_rule("relu", lambda call: None)
     assert len(rules.all_rules()) == 4
     with none():
-        assert torch.relu(x()).dtype is BF16
+        assert torch.relu(uniform(4, 4)).dtype is BF16
 
 
 def test_functions_made_by_one_function_are_several_rules() -> None:
@@ -170,7 +170,7 @@ def test_functions_made_by_one_function_are_several_rules() -> None:
     register_rule("relu", three)
     assert len(rules.all_rules()) == 2
     with none():
-        assert [torch.relu(x(n)).dtype for n in (2, 3, 4)] == [FP32, BF16, BF16]
+        assert [torch.relu(uniform(n)).dtype for n in (2, 3, 4)] == [FP32, BF16, BF16]
 
 
 class Rule:
@@ -191,7 +191,7 @@ def test_any_callable_is_a_rule() -> None:
     register_rule("relu", Rule(ALLOW))
     register_rule("exp", Rule(ALLOW).method)
     with none():
-        assert torch.relu(x()).dtype is torch.exp(x()).dtype is BF16
+        assert torch.relu(uniform(4, 4)).dtype is torch.exp(uniform(4, 4)).dtype is BF16
 
 
 @pytest.mark.parametrize(
@@ -230,12 +230,12 @@ def test_taking_back_what_is_not_there_is_an_error() -> None:
             unregister_rule(["relu", "tanh"])
         assert str(error.value) == "'tanh' has no rule; register_rule adds one"
         with pytest.raises(OptionError) as error:
-            unregister_rule("relu", x)
-        assert str(error.value) == f"'relu' has no such rule: {x!r}; register_rule adds one"
+            unregister_rule("relu", uniform)
+        assert str(error.value) == f"'relu' has no such rule: {uniform!r}; register_rule adds one"
         assert [r.function for r in rules.all_rules()] == [rule]
-        assert torch.relu(x()).dtype is BF16
+        assert torch.relu(uniform(4, 4)).dtype is BF16
         unregister_rule("relu", rule)
-        assert torch.relu(x()).dtype is FP32
+        assert torch.relu(uniform(4, 4)).dtype is FP32
 
 
 # --- what a rule sees ---------------------------------------------------------------------------
@@ -272,7 +272,7 @@ def test_a_rule_sees_tensors_in_the_parameters_order() -> None:
         "module_classes": (),
         "training": None,
     }
-    a, w, b = x(2, 3, dtype=BF16), x(4, 3), x(4, dtype=FP16)
+    a, w, b = uniform(2, 3, dtype=BF16), uniform(4, 3), uniform(4, dtype=FP16)
 
     def tried(run: Callable[[], object]) -> None:
         with pytest.raises(RuntimeError):  # the dtypes differ
@@ -284,26 +284,29 @@ def test_a_rule_sees_tensors_in_the_parameters_order() -> None:
         lambda: F.linear(a, bias=b, weight=w),
     ):
         assert seen("linear", lambda: tried(run)) == expected  # noqa: B023
-    listed = seen("cat", lambda: torch.cat([x(2), x(3, dtype=BF16)], dim=0))
+    listed = seen("cat", lambda: torch.cat([uniform(2), uniform(3, dtype=BF16)], dim=0))
     assert listed["shapes"] == (torch.Size([2]), torch.Size([3]))
     assert listed["dtypes"] == (FP32, BF16)
-    assert seen("where", lambda: torch.where(x() > 0, x(), 0))["dtypes"] == (torch.bool, FP32)
+    assert seen("where", lambda: torch.where(uniform(4, 4) > 0, uniform(4, 4), 0))["dtypes"] == (
+        torch.bool,
+        FP32,
+    )
 
 
 @pytest.mark.parametrize(
     ("op", "run", "kwargs"),
     [
-        ("softmax", lambda: torch.softmax(x(), 1), {"dim": 1}),
-        ("softmax", lambda: x().softmax(dim=-1, dtype=FP64), {"dim": -1, "dtype": FP64}),
-        ("conv2d", lambda: F.conv2d(x(1, 1, 4, 4), x(1, 1, 2, 2), None, 2, padding=[1, 0]),
+        ("softmax", lambda: torch.softmax(uniform(4, 4), 1), {"dim": 1}),
+        ("softmax", lambda: uniform(4, 4).softmax(dim=-1, dtype=FP64), {"dim": -1, "dtype": FP64}),
+        ("conv2d", lambda: F.conv2d(uniform(1, 1, 4, 4), uniform(1, 1, 2, 2), None, 2, padding=[1, 0]),
          {"bias": None, "stride": 2, "padding": (1, 0)}),
-        ("conv2d", lambda: F.conv2d(x(1, 1, 4, 4), x(1, 1, 3, 3), padding="same", groups=1),
+        ("conv2d", lambda: F.conv2d(uniform(1, 1, 4, 4), uniform(1, 1, 3, 3), padding="same", groups=1),
          {"padding": "same", "groups": 1}),
-        ("sum", lambda: x().sum((0, 1), keepdim=True), {"dim": (0, 1), "keepdim": True}),
-        ("mul", lambda: x() * 2.5, {"other": 2.5}),
-        ("mul", lambda: x() * x(), {}),
-        ("dropout", lambda: F.dropout(x(), 0.1, training=False), {"p": 0.1, "train": False}),
-        ("div", lambda: torch.div(x(), 2, rounding_mode="floor"),
+        ("sum", lambda: uniform(4, 4).sum((0, 1), keepdim=True), {"dim": (0, 1), "keepdim": True}),
+        ("mul", lambda: uniform(4, 4) * 2.5, {"other": 2.5}),
+        ("mul", lambda: uniform(4, 4) * uniform(4, 4), {}),
+        ("dropout", lambda: F.dropout(uniform(4, 4), 0.1, training=False), {"p": 0.1, "train": False}),
+        ("div", lambda: torch.div(uniform(4, 4), 2, rounding_mode="floor"),
          {"other": 2, "rounding_mode": "floor"}),
     ],
 )  # fmt: skip
@@ -321,7 +324,7 @@ def test_a_rule_sees_the_module_that_runs() -> None:
     """Its name, class and mode, and the classes around it."""
     model = nn.Sequential(nn.Linear(4, 4), nn.Sequential(nn.Linear(4, 4), nn.ReLU()))
     model[1].eval()
-    found = seen("relu", lambda: model(x()))
+    found = seen("relu", lambda: model(uniform(4, 4)))
     names = ("module", "module_class", "module_classes", "training")
     assert {name: found[name] for name in names} == {
         "module": "1.1",
@@ -341,7 +344,7 @@ def test_a_rule_is_asked_with_casts_off_and_may_use_torch() -> None:
         return ALLOW if torch.tensor(call.shapes[0]).prod() > 3 else DENY
 
     with none():
-        assert torch.relu(x()).dtype is BF16
+        assert torch.relu(uniform(4, 4)).dtype is BF16
         assert hmpx.casts_enabled()
     assert asked == [FP32]
 
@@ -351,7 +354,7 @@ def test_a_call_holds_nothing_else() -> None:
     calls: list[Call] = []
     register_rule("relu", calls.append)
     with none():
-        torch.relu(x())
+        torch.relu(uniform(4, 4))
     for name in ("args", "tensors", "values", "__dict__"):
         assert not hasattr(calls[0], name)
     with pytest.raises(AttributeError):
@@ -373,11 +376,11 @@ def test_a_verdict_is_kept_for_calls_that_are_alike_in_what_was_looked_at() -> N
 
     with none():
         for _ in range(3):
-            assert torch.relu(x(2, 3)).dtype is BF16
-            assert torch.relu(x(2, 3, dtype=FP16)).dtype is BF16  # dtypes were not looked at
+            assert torch.relu(uniform(2, 3)).dtype is BF16
+            assert torch.relu(uniform(2, 3, dtype=FP16)).dtype is BF16  # dtypes were not looked at
         assert asked == 1
-        assert torch.relu(x(2)).dtype is FP32
-        assert x(2).relu().dtype is FP32  # another call site keeps its own
+        assert torch.relu(uniform(2)).dtype is FP32
+        assert uniform(2).relu().dtype is FP32  # another call site keeps its own
         assert asked == 3
 
 
@@ -443,7 +446,7 @@ def test_no_verdict_is_ever_stale(tree: Any, calls: list[Any]) -> None:
     try:
         with none():
             for shape, dtype, alpha, name, training in calls:
-                value = x(*shape, dtype=dtype)
+                value = uniform(*shape, dtype=dtype)
                 options = {} if alpha is None else {"alpha": alpha}
 
                 def run(value: Tensor = value, options: Any = options) -> Any:
@@ -476,17 +479,17 @@ def test_a_field_that_is_looked_at_late_is_taken_into_account(field: str) -> Non
         }[field]
 
     with none():
-        assert torch.add(x(3), x(3)).dtype is FP32
-        assert torch.add(x(5), x(5)).dtype is FP32  # kept: neither is asked again
+        assert torch.add(uniform(3), uniform(3)).dtype is FP32
+        assert torch.add(uniform(5), uniform(5)).dtype is FP32  # kept: neither is asked again
         is_late = True
         rules.RULES.change((*rules.RULES.value,))  # as they were; verdicts start anew
         for _ in range(2):
             low = [
-                torch.add(x(3), x(3)).dtype is BF16,
-                torch.add(x(3, 3), x(3, 3)).dtype is BF16,
-                torch.add(x(3, dtype=FP16), x(3, dtype=FP16)).dtype is BF16,
-                torch.add(x(3, 3), x(3, 3), alpha=2).dtype is BF16,
-                model("a", lambda: torch.add(x(3, 3), x(3, 3))).dtype is BF16,
+                torch.add(uniform(3), uniform(3)).dtype is BF16,
+                torch.add(uniform(3, 3), uniform(3, 3)).dtype is BF16,
+                torch.add(uniform(3, dtype=FP16), uniform(3, dtype=FP16)).dtype is BF16,
+                torch.add(uniform(3, 3), uniform(3, 3), alpha=2).dtype is BF16,
+                model("a", lambda: torch.add(uniform(3, 3), uniform(3, 3))).dtype is BF16,
             ]
             assert (
                 low
@@ -503,10 +506,10 @@ def test_a_field_that_is_looked_at_late_is_taken_into_account(field: str) -> Non
 @pytest.mark.parametrize(
     ("op", "run", "values"),
     [
-        ("add", lambda value: torch.add(x(), x(), alpha=value), [1, 1.0]),
-        ("mul", lambda value: x() * value, [1, 1.0, True]),
-        ("mul", lambda value: x() * value, [0.0, -0.0]),
-        ("sum", lambda value: torch.sum(x(), (0, value)), [1, True]),
+        ("add", lambda value: torch.add(uniform(4, 4), uniform(4, 4), alpha=value), [1, 1.0]),
+        ("mul", lambda value: uniform(4, 4) * value, [1, 1.0, True]),
+        ("mul", lambda value: uniform(4, 4) * value, [0.0, -0.0]),
+        ("sum", lambda value: torch.sum(uniform(4, 4), (0, value)), [1, True]),
     ],
 )
 def test_equal_arguments_of_other_types_are_told_apart(
@@ -584,10 +587,10 @@ def test_casts_are_off_for_the_thread_that_asks_only() -> None:
     register_rule("exp", lambda call: ALLOW)
     results: list[Tensor] = []
     with none():
-        thread = threading.Thread(target=lambda: results.append(torch.relu(x())))
+        thread = threading.Thread(target=lambda: results.append(torch.relu(uniform(4, 4))))
         thread.start()
         assert is_asked.wait(20)
-        assert torch.exp(x()).dtype is BF16
+        assert torch.exp(uniform(4, 4)).dtype is BF16
         may_answer.set()
         thread.join()
     assert results[0].dtype is BF16
@@ -614,7 +617,7 @@ def test_the_higher_level_is_asked_first_and_none_passes_on() -> None:
     register_rule("*", rule("all, fifteen", None), level=15)
     register_rule("relu", rule("minus", ALLOW), level=-1)
     with hmpx.convert(policy=Policy.from_ops(low=["relu"])):
-        assert torch.relu(x(dtype=FP16)).dtype is FP32
+        assert torch.relu(uniform(4, 4, dtype=FP16)).dtype is FP32
     assert asked == ["twenty", "all, fifteen", "ten, later", "ten"]
 
 
@@ -622,12 +625,12 @@ def test_rules_come_before_sections_and_sections_before_lists() -> None:
     """What one passes on is the next one's."""
     policy = {"lists": "none", "low": ["relu"], "sections": [{"ndim": 2, "fp32": ["relu"]}]}
     with hmpx.convert(policy=policy, legalize="never"):
-        low = x(3, 3, dtype=BF16)
-        assert torch.relu(x(3)).dtype is BF16
+        low = uniform(3, 3, dtype=BF16)
+        assert torch.relu(uniform(3)).dtype is BF16
         assert torch.relu(low).dtype is FP32
         register_rule("relu", lambda call: ALLOW if call.shapes[0][0] == 3 else None)
         assert torch.relu(low).dtype is BF16
-        assert torch.relu(x(4, 4, dtype=BF16)).dtype is FP32
+        assert torch.relu(uniform(4, 4, dtype=BF16)).dtype is FP32
         unregister_rule("relu")
         assert torch.relu(low).dtype is FP32
 
@@ -639,7 +642,7 @@ def test_what_is_written_to_keeps_its_dtype(answer: Any) -> None:
     for dtype in (FP32, BF16):
         for low in (True, False):
             with hmpx.convert(policy=Policy.from_ops(low=["add", "lerp"] if low else [])):
-                a, b = x(dtype=dtype), x()
+                a, b = uniform(4, 4, dtype=dtype), uniform(4, 4)
                 a += b
                 a.add_(b)
                 torch.add(b, b, out=a)
@@ -654,7 +657,7 @@ def test_in_place_calls_are_not_asked_about() -> None:
     asked: list[str] = []
     register_rule(["add", "lerp", "relu"], lambda call: asked.append(call.op) or ALLOW)
     with none():
-        a, b = x(), x()
+        a, b = uniform(4, 4), uniform(4, 4)
         a += b
         a.add_(b).lerp_(b, 0.5).relu_()
         torch.relu_(a)
@@ -668,14 +671,14 @@ def test_disable_casts_wins() -> None:
     register_rule(["relu", "mul", "addcdiv"], lambda call: asked.append(call.op) or ALLOW)
     with none():
         with hmpx.disable_casts():
-            assert torch.relu(x()).dtype is FP32
-        weight = nn.Parameter(x())
-        weight.grad = x()
+            assert torch.relu(uniform(4, 4)).dtype is FP32
+        weight = nn.Parameter(uniform(4, 4))
+        weight.grad = uniform(4, 4)
         torch.optim.Adam([weight]).step()
         assert asked == []
-        assert torch.relu(x()).dtype is BF16
+        assert torch.relu(uniform(4, 4)).dtype is BF16
         with hmpx.disable_casts():
-            assert torch.relu(x()).dtype is FP32
+            assert torch.relu(uniform(4, 4)).dtype is FP32
 
 
 def test_the_lists_win_over_autocast_and_so_do_rules() -> None:
@@ -683,20 +686,20 @@ def test_the_lists_win_over_autocast_and_so_do_rules() -> None:
     register_rule("mm", lambda call: {2: DENY, 3: ALLOW}.get(len(call.shapes[0]) + (
         call.shapes[0][0] - 4)))  # fmt: skip
     with none(), torch.autocast("cpu", FP16):
-        assert torch.mm(x(4, 4), x()).dtype is FP32
-        assert torch.mm(x(5, 4), x()).dtype is BF16
-        assert torch.mm(x(6, 4), x()).dtype is FP16
+        assert torch.mm(uniform(4, 4), uniform(4, 4)).dtype is FP32
+        assert torch.mm(uniform(5, 4), uniform(4, 4)).dtype is BF16
+        assert torch.mm(uniform(6, 4), uniform(4, 4)).dtype is FP16
 
 
 def test_an_op_in_no_list_can_have_a_rule() -> None:
     """Also one that torch promotes itself, where nothing was wrapped before."""
     ops_ = {
-        "tan": lambda: torch.tan(x()),
-        "add": lambda: x() + x(),
-        "cat": lambda: torch.cat([x(), x()]),
-        "where": lambda: torch.where(x() > 0.5, x(), x()),
-        "view": lambda: x().view(16),
-        "T": lambda: x().T,
+        "tan": lambda: torch.tan(uniform(4, 4)),
+        "add": lambda: uniform(4, 4) + uniform(4, 4),
+        "cat": lambda: torch.cat([uniform(4, 4), uniform(4, 4)]),
+        "where": lambda: torch.where(uniform(4, 4) > 0.5, uniform(4, 4), uniform(4, 4)),
+        "view": lambda: uniform(4, 4).view(16),
+        "T": lambda: uniform(4, 4).T,
     }
     for policy in (NOTHING, {"lists": "none", "widest": ["add", "cat", "where"]}, None):
         for op, call in ops_.items():
@@ -711,10 +714,21 @@ def test_star_is_every_op_that_computes() -> None:
     register_rule("*", lambda call: ALLOW, level=1)
     register_rule("exp", lambda call: DENY)
     with none():
-        for result in (x() @ x(), x() + x(), torch.tan(x()), x().sum(), F.softmax(x(), 1)):
+        for result in (
+            uniform(4, 4) @ uniform(4, 4),
+            uniform(4, 4) + uniform(4, 4),
+            torch.tan(uniform(4, 4)),
+            uniform(4, 4).sum(),
+            F.softmax(uniform(4, 4), 1),
+        ):
             assert result.dtype is BF16
-        assert torch.exp(x(dtype=BF16)).dtype is FP32
-        assert x().t().dtype is x().view(16).dtype is x().detach().dtype is FP32
+        assert torch.exp(uniform(4, 4, dtype=BF16)).dtype is FP32
+        assert (
+            uniform(4, 4).t().dtype
+            is uniform(4, 4).view(16).dtype
+            is uniform(4, 4).detach().dtype
+            is FP32
+        )
         assert (torch.arange(3) + 1).dtype is torch.int64
 
 
@@ -722,12 +736,17 @@ def test_operators_follow_unless_they_have_rules_of_their_own() -> None:
     """``div`` covers ``/`` and its reflection."""
     register_rule("div", lambda call: ALLOW)
     with none():
-        assert (x() / 2).dtype is (2 / x()).dtype is torch.div(x(), 2).dtype is BF16
+        assert (
+            (uniform(4, 4) / 2).dtype
+            is (2 / uniform(4, 4)).dtype
+            is torch.div(uniform(4, 4), 2).dtype
+            is BF16
+        )
         register_rule("truediv", lambda call: Decision(ALLOW, FP16))
-        assert torch.div(x(), 2).dtype is x().divide(2).dtype is BF16
-        assert (x() / 2).dtype is (2 / x()).dtype is FP16
+        assert torch.div(uniform(4, 4), 2).dtype is uniform(4, 4).divide(2).dtype is BF16
+        assert (uniform(4, 4) / 2).dtype is (2 / uniform(4, 4)).dtype is FP16
         unregister_rule("truediv")
-        assert (x() / 2).dtype is BF16
+        assert (uniform(4, 4) / 2).dtype is BF16
 
 
 @pytest.mark.parametrize("name", ["add", "cat"])
@@ -736,7 +755,7 @@ def test_rules_of_ops_that_torch_promotes(name: str) -> None:
     call: Callable[[Tensor, Tensor], Tensor] = (
         (lambda a, b: a + b) if name == "add" else (lambda a, b: torch.cat([a, b]))
     )
-    a, b = x(dtype=BF16), x()
+    a, b = uniform(4, 4, dtype=BF16), uniform(4, 4)
     answers: dict[Any, torch.dtype] = {
         ALLOW: BF16, DENY: FP32, FOLLOW: FP32, CastPolicy.WIDEST: FP32, CastPolicy.FIRST: BF16,
         CastPolicy.PASS: FP32, None: FP32, Decision(CastPolicy.WIDEST, output_dtype=FP16): FP16,
@@ -778,15 +797,15 @@ def test_a_rule_that_fails_is_an_error_that_names_it(
     with none():
         for _ in range(2):
             with pytest.raises(RuleError) as error:
-                torch.relu(x())
+                torch.relu(uniform(4, 4))
             assert str(error.value) == message.format(
                 file=code.co_filename, line=code.co_firstlineno
             )
             assert (error.value.__cause__ is None) == (rule is nonsense)
             assert hmpx.casts_enabled()
-        assert torch.exp(x()).dtype is FP32
+        assert torch.exp(uniform(4, 4)).dtype is FP32
         unregister_rule("relu")
-        assert torch.relu(x()).dtype is FP32
+        assert torch.relu(uniform(4, 4)).dtype is FP32
 
 
 def test_an_interrupt_is_not_held_back() -> None:
@@ -798,7 +817,7 @@ def test_an_interrupt_is_not_held_back() -> None:
     register_rule("relu", interrupted)
     with none():
         with pytest.raises(KeyboardInterrupt):
-            torch.relu(x())
+            torch.relu(uniform(4, 4))
         assert hmpx.casts_enabled()
 
 
@@ -819,10 +838,10 @@ def test_the_log_names_what_has_decided(caplog: pytest.LogCaptureFixture) -> Non
     }
     with hmpx.convert(policy=policy, isVerbose="once"), caplog.at_level(logging.INFO, "hmpx"):
         caplog.clear()
-        torch.relu(x(2))
-        torch.relu(x(2, 2))
-        torch.relu(x(2, 2, 2))
-        torch.relu(x(1))
+        torch.relu(uniform(2))
+        torch.relu(uniform(2, 2))
+        torch.relu(uniform(2, 2, 2))
+        torch.relu(uniform(1))
     reasons = [message.partition(" by ")[2].partition("  at ")[0] for message in caplog.messages]
     where = f"{small.__code__.co_filename}:{small.__code__.co_firstlineno}"
     assert reasons[:3] == ["<policy>:3", "<policy>:7", "<policy>:10"]
@@ -835,7 +854,7 @@ def test_a_decision_may_bring_its_own_reason(caplog: pytest.LogCaptureFixture) -
     register_rule("relu", lambda call: Decision(DENY, reason="my paper, table 3"))
     with hmpx.convert(policy=NOTHING, isVerbose="once"), caplog.at_level(logging.INFO, "hmpx"):
         caplog.clear()
-        torch.relu(x())
+        torch.relu(uniform(4, 4))
     assert "  to_fp32  FP32 by my paper, table 3  at " in caplog.messages[0]
 
 
@@ -868,7 +887,7 @@ def test_modes_and_overriding_classes_still_see_the_calls() -> None:
             return super().__torch_function__(func, types, args, kwargs or {})
 
     register_rule(["linear", "matmul"], deny)
-    a, b = x(), x()
+    a, b = uniform(4, 4), uniform(4, 4)
     expected = F.linear(a, b), a.matmul(b)
     with hmpx.convert(policy=Policy.from_ops(low=["linear", "matmul"]), legalize="never"):
         with Mode():
@@ -910,7 +929,7 @@ def test_a_tensor_that_computes_by_dispatch_is_not_rounded_before_the_rule_is_as
             result = func(*inner[0], **inner[1])
             return pytree.tree_map_only(Tensor, Held, result)
 
-    a, b = x(), x()
+    a, b = uniform(4, 4), uniform(4, 4)
     expected = F.linear(a, b), a @ b
     register_rule(["linear", "matmul"], lambda call: DENY)
     with hmpx.convert(policy=Policy.from_ops(low=["linear", "matmul"]), legalize="never"):
@@ -924,16 +943,16 @@ def test_functions_kept_over_a_change_follow_what_is_in_force() -> None:
     register_rule("relu", lambda call: ALLOW)
     with none():
         kept = torch.relu
-        assert kept(x()).dtype is BF16
+        assert kept(uniform(4, 4)).dtype is BF16
         register_rule("relu", lambda call: Decision(ALLOW, FP16))
         also_kept = torch.relu
-        assert kept(x()).dtype is also_kept(x()).dtype is FP16
+        assert kept(uniform(4, 4)).dtype is also_kept(uniform(4, 4)).dtype is FP16
         unregister_rule("relu")
-        assert kept(x()).dtype is also_kept(x()).dtype is FP32
-    assert kept(x()).dtype is also_kept(x()).dtype is FP32
+        assert kept(uniform(4, 4)).dtype is also_kept(uniform(4, 4)).dtype is FP32
+    assert kept(uniform(4, 4)).dtype is also_kept(uniform(4, 4)).dtype is FP32
     with hmpx.convert(policy=Policy.from_ops(low=["relu"])):
-        assert kept(x()).dtype is also_kept(x()).dtype is BF16
-    assert kept(x()).dtype is FP32
+        assert kept(uniform(4, 4)).dtype is also_kept(uniform(4, 4)).dtype is BF16
+    assert kept(uniform(4, 4)).dtype is FP32
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
@@ -949,22 +968,22 @@ def test_under_torch_compile(backend: str) -> None:
     compiled = torch.compile(run, backend=backend, fullgraph=True)
     with none():
         for size in (2, 4, 3, 5, 2):
-            value = x(size, size).mul(8).round()  # products are exact in bfloat16
+            value = uniform(size, size).mul(8).round()  # products are exact in bfloat16
             actual, expected = compiled(value, value), run(value, value)
             assert actual.dtype is (BF16 if size > 3 else FP32)
             torch.testing.assert_close(actual, expected, rtol=0, atol=0)
         register_rule("mul", lambda call: Decision(ALLOW, FP16))
-        assert compiled(x(2, 2), x(2, 2)).dtype is FP16
+        assert compiled(uniform(2, 2), uniform(2, 2)).dtype is FP16
         unregister_rule("mul")
-        assert compiled(x(5, 5), x(5, 5)).dtype is FP32
-    assert compiled(x(5, 5), x(5, 5)).dtype is FP32
+        assert compiled(uniform(5, 5), uniform(5, 5)).dtype is FP32
+    assert compiled(uniform(5, 5), uniform(5, 5)).dtype is FP32
 
 
 def test_under_vmap_grad_and_checkpoint() -> None:
     """A rule sees the shapes that the function sees; recomputation is decided alike."""
     shapes = []
     register_rule("mm", lambda call: shapes.append(tuple(call.shapes[0])) or ALLOW)
-    a = x(3, 4, 4)
+    a = uniform(3, 4, 4)
     expected = (a[0].bfloat16() @ a[0].bfloat16()).float()
     with none():
         mapped = torch.func.vmap(lambda t: torch.mm(t, t).float())(a)
@@ -990,7 +1009,7 @@ def test_accumulate_and_output_dtypes_from_a_rule() -> None:
             return Decision(ALLOW, accumulate_dtype=FP32, output_dtype=BF16)
         return FOLLOW
 
-    large, small, weight = x(1, 3, 8, 8), x(1, 3, 4, 4), x(2, 3, 3, 3)
+    large, small, weight = uniform(1, 3, 8, 8), uniform(1, 3, 4, 4), uniform(2, 3, 3, 3)
     expected = F.conv2d(large.bfloat16().float(), weight.bfloat16().float()).bfloat16()
     with hmpx.convert():
         actual = F.conv2d(large, weight)
@@ -1015,7 +1034,7 @@ def test_a_rule_that_speaks_of_itself_replaces_its_like() -> None:
     made()
     last = made()
     with none():
-        assert torch.relu(x(2)).dtype is BF16
+        assert torch.relu(uniform(2)).dtype is BF16
     assert asked == [last]
     assert len(rules.registered("relu")) == 1
     unregister_rule("relu")

@@ -18,6 +18,7 @@ import hmpx
 from hmpx.tensors.chunks import cast_as_one
 from tests.fake_cuda import steps
 from tests.fake_cuda.flattening import flatten
+from tests.values import normal, same
 
 BF16 = torch.bfloat16
 TO_COPY = torch.ops.aten._to_copy.default
@@ -62,20 +63,12 @@ def rnn(cls: type[nn.Module] = nn.LSTM, *, is_flat: bool, **options: Any) -> Any
     return module
 
 
-def data() -> Tensor:
-    return torch.randn(5, 3, 12, generator=torch.Generator().manual_seed(1)).requires_grad_()
-
-
 def size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
 def storages(tensors: Iterator[Tensor]) -> int:
     return len({t.untyped_storage().data_ptr() for t in tensors})
-
-
-def same(actual: list[Tensor], expected: list[Tensor]) -> None:
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 def step(module: Any, x: Tensor) -> list[Tensor]:
@@ -97,9 +90,9 @@ def test_a_chunk_of_weights_is_cast_as_one(
         module = rnn(cls, is_flat=is_flat, **options)
         with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}, legalize=legalize):
             with Casts() as casts:
-                results = step(module, data())
+                results = step(module, normal(5, 3, 12, seed=1, requires_grad=True))
             with torch.no_grad(), Casts() as without_gradients:
-                results.append(module(data())[0])
+                results.append(module(normal(5, 3, 12, seed=1, requires_grad=True))[0])
         assert results[0].dtype is results[-1].dtype is BF16
         assert (size(module) in casts.sizes) is is_flat
         # Where it is legalized, it is raised as one, too.
@@ -182,7 +175,7 @@ def test_padding_belongs_to_a_chunk() -> None:
         if padding is not None:
             flatten(module, padding)
         with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), Casts() as casts:
-            found.append(step(module, data()))
+            found.append(step(module, normal(5, 3, 12, seed=1, requires_grad=True)))
         assert (size(module) + 9 in casts.sizes) is (padding is not None)
     same(*found)
 
@@ -304,7 +297,7 @@ def test_a_chunk_under_all_that_torch_does(run: Callable[[Any, Tensor], list[Ten
     found = []
     for is_flat in (False, True):
         with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}, legalize="never"):
-            found.append(run(rnn(is_flat=is_flat), data()))
+            found.append(run(rnn(is_flat=is_flat), normal(5, 3, 12, seed=1, requires_grad=True)))
     same(*found)
 
 
@@ -314,7 +307,7 @@ def test_gradients_need_no_copies() -> None:
     for is_flat in (False, True):
         module = rnn(is_flat=is_flat)
         with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}, legalize="never"):
-            output = module(data())[0].float().sum()
+            output = module(normal(5, 3, 12, seed=1, requires_grad=True))[0].float().sum()
             with Casts() as casts:
                 output.backward()
         counts.append(casts.ops.count(torch.ops.aten.clone.default))
@@ -326,7 +319,9 @@ def test_packed_sequences() -> None:
     found = []
     for cls, is_flat in itertools.product([nn.LSTM, nn.GRU], [False, True]):
         module = rnn(cls, is_flat=is_flat)
-        packed = nn.utils.rnn.pack_padded_sequence(data().detach(), torch.tensor([5, 4, 2]))
+        packed = nn.utils.rnn.pack_padded_sequence(
+            normal(5, 3, 12, seed=1, requires_grad=True).detach(), torch.tensor([5, 4, 2])
+        )
         with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), Casts() as casts:
             output = module(packed)[0].data
         assert (size(module) in casts.sizes) is is_flat
@@ -356,7 +351,10 @@ def test_a_frozen_rnn_has_one_chunk() -> None:
     """In the low-precision type, each weight where it lay; undoing gives the chunk back that was."""
     results = []
     for is_flat in (False, True):
-        module, x = rnn(is_flat=is_flat, num_layers=2).eval(), data().detach()
+        module, x = (
+            rnn(is_flat=is_flat, num_layers=2).eval(),
+            normal(5, 3, 12, seed=1, requires_grad=True).detach(),
+        )
         places = [p.data_ptr() for p in module.parameters()]
         before = [p.detach().clone() for p in module.parameters()]
         with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), torch.no_grad():
@@ -380,7 +378,7 @@ def test_a_frozen_rnn_is_flattened() -> None:
             super().flatten_parameters()
 
     flattened: list[torch.dtype] = []
-    module, x = Flattening(12, 16).eval(), data().detach()
+    module, x = Flattening(12, 16).eval(), normal(5, 3, 12, seed=1, requires_grad=True).detach()
     flattened.clear()
     with hmpx.convert(lists="autocast-cuda", device_types={"cpu"}), hmpx.freeze(module, x):
         assert flattened == [BF16]

@@ -743,14 +743,6 @@ def test_a_checkpoint_recomputes_where_it_computed(
 # --- torch.compile ------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def fresh_dynamo() -> Iterator[None]:
-    """Compiles anew."""
-    torch._dynamo.reset()
-    yield
-    torch._dynamo.reset()
-
-
 def as_a_whole(net: Any, options: dict[str, Any]) -> Callable[[Tensor], Tensor]:
     return torch.compile(net, **options)
 
