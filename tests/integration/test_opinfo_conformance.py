@@ -310,6 +310,11 @@ def patterned(call: tuple[Any, ...], pattern: Callable[[int], torch.dtype]) -> t
     return mapped(call, cast)
 
 
+def is_mixed(call: tuple[Any, ...]) -> bool:
+    """Whether tensors of several floating dtypes meet in ``call``."""
+    return len({t.dtype for t in tensors(call)} & set(FLOATS)) > 1
+
+
 @pytest.mark.native
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
@@ -324,39 +329,40 @@ def test_each_sample_equals_the_call_with_inputs_cast_by_hand(info: OpInfo) -> N
             (s.input, tuple(s.args), s.kwargs)
             for s in sample_inputs(info, requires_grad=info.supports_autograd)
         ]
-    is_in_place = info.full_name in IN_PLACE
+    is_in_place, backward = info.full_name in IN_PLACE, info.supports_autograd
     patched, plain = current(info.op), uncalled(info.op)
+    given = {
+        pattern_name: [
+            call
+            for call in (patterned(sample, pattern) for sample in samples)
+            if not pattern_name.endswith("first") or is_mixed(call)
+        ]
+        for pattern_name, pattern in PATTERNS.items()
+    }
     for policy in (CastPolicy.LOW, CastPolicy.FP32, CastPolicy.WIDEST, CastPolicy.FIRST):
-        for pattern_name, pattern in PATTERNS.items():
+
+        def cast(*call: Any, policy: CastPolicy = policy) -> tuple[Any, ...]:
+            return cast_by_hand(name, policy, call, is_in_place=is_in_place)
+
+        def expect(call: tuple[Any, ...], policy: CastPolicy = policy) -> Any:
+            if is_in_place:
+                return outcome(lambda *parts: plain(*cast(*parts)), call, backward=backward)
+            is_low = policy is CastPolicy.LOW
+            return expected_outcome(name, plain, cast, call, is_low=is_low, backward=backward)
+
+        cases = []
+        for pattern_name, calls in given.items():
             if pattern_name.endswith("first") and policy in (CastPolicy.LOW, CastPolicy.FP32):
                 continue  # their casts do not depend on each other's dtypes
-            calls = [patterned(call, pattern) for call in samples]
-            if pattern_name.endswith("first"):
-                calls = [c for c in calls if len({t.dtype for t in tensors(c)} & set(FLOATS)) > 1]
-
-            def cast(*call: Any, policy: CastPolicy = policy) -> tuple[Any, ...]:
-                return cast_by_hand(name, policy, call, is_in_place=is_in_place)
-
-            expected = [
-                outcome(lambda *c: plain(*cast(*c)), call, backward=info.supports_autograd)
-                if is_in_place
-                else expected_outcome(
-                    name,
-                    plain,
-                    cast,
-                    call,
-                    is_low=policy is CastPolicy.LOW,
-                    backward=info.supports_autograd,
-                )
-                for call in calls
-            ]
-            with hmpx.convert(policy=Policy.from_ops(**{policy.value: [name]})):
-                actual = [outcome(patched, call, backward=info.supports_autograd) for call in calls]
-            for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
+            for index, call in enumerate(calls):
                 what = f"{name} sample {index} of {pattern_name} under {policy.name}"
-                assert_same(got, want, what)
-                if not is_in_place and name not in NORMS:  # these write to their input or buffers
-                    assert_not_mutated(got, what)
+                cases.append((what, call, expect(call)))
+        with hmpx.convert(policy=Policy.from_ops(**{policy.value: [name]})):
+            actual = [outcome(patched, call, backward=backward) for _, call, _ in cases]
+        for (what, _, want), got in zip(cases, actual, strict=True):
+            assert_same(got, want, what)
+            if not is_in_place and name not in NORMS:  # these write to their input or buffers
+                assert_not_mutated(got, what)
 
 
 VARIANTS = [
@@ -404,28 +410,32 @@ def test_methods_operators_and_in_place_forms_follow_the_same_rule(
     call_it = spelled(kind, variant, info)
     is_in_place = "in-place" in kind
     promotes = ops.root(name) in ops.facts("promotes")
+    given = {
+        pattern_name: [patterned(sample, pattern) for sample in samples]
+        for pattern_name, pattern in PATTERNS.items()
+    }
     for policy in (CastPolicy.LOW, CastPolicy.FIRST):
-        for pattern_name, pattern in PATTERNS.items():
-            calls = [patterned(call, pattern) for call in samples]
 
-            def cast(*call: Any, policy: CastPolicy = policy) -> tuple[Any, ...]:
-                if is_in_place and promotes:
-                    return call
-                return cast_by_hand(name, CastPolicy.FIRST if is_in_place else policy, call)
+        def cast(*call: Any, policy: CastPolicy = policy) -> tuple[Any, ...]:
+            if is_in_place and promotes:
+                return call
+            return cast_by_hand(name, CastPolicy.FIRST if is_in_place else policy, call)
 
-            expected = [
-                outcome(lambda *c: call_it(*cast(*c)), call, backward=False)
-                if is_in_place
-                else expected_outcome(
-                    name, call_it, cast, call, is_low=policy is CastPolicy.LOW, backward=False
-                )
-                for call in calls
-            ]
-            with hmpx.convert(policy=Policy.from_ops(**{policy.value: [name]})):
-                actual = [outcome(call_it, c, backward=False) for c in calls]
-            for index, (got, want) in enumerate(zip(actual, expected, strict=True)):
+        def expect(call: tuple[Any, ...], policy: CastPolicy = policy) -> Any:
+            if is_in_place:
+                return outcome(lambda *parts: call_it(*cast(*parts)), call, backward=False)
+            is_low = policy is CastPolicy.LOW
+            return expected_outcome(name, call_it, cast, call, is_low=is_low, backward=False)
+
+        cases = []
+        for pattern_name, calls in given.items():
+            for index, call in enumerate(calls):
                 what = f"{name} {kind} sample {index} of {pattern_name} under {policy.name}"
-                assert_same(got, want, what)
-                if is_in_place and not isinstance(got[0], type) and variant != "resize_as_":
-                    assert got[0][0].dtype is calls[index][0].dtype, what
-                    assert got[0][0].data_ptr() == got[2][0].data_ptr(), what
+                cases.append((what, call, expect(call)))
+        with hmpx.convert(policy=Policy.from_ops(**{policy.value: [name]})):
+            actual = [outcome(call_it, call, backward=False) for _, call, _ in cases]
+        for (what, call, want), got in zip(cases, actual, strict=True):
+            assert_same(got, want, what)
+            if is_in_place and not isinstance(got[0], type) and variant != "resize_as_":
+                assert got[0][0].dtype is call[0].dtype, what
+                assert got[0][0].data_ptr() == got[2][0].data_ptr(), what
