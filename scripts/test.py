@@ -3,13 +3,16 @@
     python3 scripts/test.py                  # all of it
     python3 scripts/test.py -k casting       # pytest alone, with these arguments
     python3 scripts/test.py --cov            # the lines and branches that no test reaches
+    HMPX_GATE_BUDGET_S=720 python3 scripts/test.py   # all of it, and fails if it takes longer
 
-Needs Python 3.10 or newer and pip; makes an environment in ``.venv`` or uses the one that is there.
+Prints the seconds of each step and the slowest tests, and writes them to ``.ci/durations.txt``. Needs
+Python 3.10 or newer and pip; makes an environment in ``.venv`` or uses the one that is there.
 """
 
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import tempfile
@@ -22,6 +25,12 @@ from environment import ROOT, program, run
 
 PYTHON = program("python")
 PYTEST = ["-m", "pytest", "-n", str(os.cpu_count() or 1), "--dist", "worksteal"]
+
+DURATIONS = ROOT / ".ci" / "durations.txt"
+SLOWEST = 30
+
+#: A line of pytest's: ``1.23s call     tests/casting/test_casting.py::test_it[case]``.
+DURATION = re.compile(r"^([\d.]+)s (call|setup|teardown) +(\S.*)$")
 
 #: Runs where only the wheel's hmpx can be found; the arguments are the lists that it must hold.
 SMOKE_TEST = """
@@ -42,17 +51,33 @@ print(f"hmpx {hmpx.__version__} from {package}")
 """
 
 
-def test() -> None:
+def test(slowest: list[str]) -> None:
     """Runs the tests but for conformance."""
-    run([PYTHON, *PYTEST, "-m", "not opinfo and not slow", "--durations", "20"])
+    slowest += run_timed([PYTHON, *PYTEST, "-m", "not opinfo and not slow"])
 
 
-def test_conformance() -> None:
+def test_conformance(slowest: list[str]) -> None:
     """Runs each sample of torch's OpInfo database."""
-    run([PYTHON, *PYTEST, "-m", "opinfo", "tests/integration/test_opinfo_conformance.py"])
+    conformance = "tests/integration/test_opinfo_conformance.py"
+    slowest += run_timed([PYTHON, *PYTEST, "-m", "opinfo", conformance])
 
 
-def test_wheel() -> None:
+def run_timed(pytest: list[str]) -> list[str]:
+    """Runs pytest and returns its lines of the slowest tests; ends this program if a test fails."""
+    command = [*pytest, "--durations", str(SLOWEST)]
+    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8") as process:
+        assert process.stdout is not None
+        found = []
+        for line in process.stdout:
+            print(line, end="", flush=True)
+            if DURATION.match(line):
+                found.append(line.rstrip("\n"))
+    if process.returncode:
+        sys.exit(process.returncode)
+    return found
+
+
+def test_wheel(slowest: list[str]) -> None:
     """Builds the wheel, installs it elsewhere and tries it there, outside the repository."""
     with tempfile.TemporaryDirectory() as directory:
         elsewhere = Path(directory)
@@ -88,12 +113,13 @@ def borrow_packages(venv: Path) -> None:
     (there / "borrowed.pth").write_text(f"{here}\n", encoding="utf-8")
 
 
-def command(*words: str) -> Callable[[], None]:
+def command(*words: str) -> Callable[[list[str]], None]:
     """Returns a step that runs a program of the environment."""
-    return lambda: run([program(words[0]), *words[1:]])
+    return lambda slowest: run([program(words[0]), *words[1:]])
 
 
-STEPS: dict[str, Callable[[], None]] = {
+#: Each is given the list that it adds its slowest tests to, as pytest prints them.
+STEPS: dict[str, Callable[[list[str]], None]] = {
     "format": command("ruff", "format", "--check", "."),
     "lint": command("ruff", "check", "."),
     "spelling": command("codespell"),
@@ -105,6 +131,26 @@ STEPS: dict[str, Callable[[], None]] = {
 }
 
 
+def durations(steps: dict[str, float], slowest: list[str]) -> str:
+    """Returns the seconds of each step and of the slowest tests, the longest first."""
+    by_length = sorted(slowest, key=lambda line: -float(line.partition("s ")[0]))
+    took = [f"{seconds:8.1f} s  {name}" for name, seconds in steps.items()]
+    return (
+        "\n".join([*took, f"{sum(steps.values()):8.1f} s  in all", "", *by_length[:SLOWEST]]) + "\n"
+    )
+
+
+def over_budget(took_s: float) -> str | None:
+    """Returns what to say if all took longer than ``HMPX_GATE_BUDGET_S``; without that, None."""
+    budget = os.environ.get("HMPX_GATE_BUDGET_S")
+    if budget is None or took_s <= float(budget):
+        return None
+    return (
+        f"All steps passed, but in {took_s:.0f} s, over the {float(budget):.0f} s that "
+        f"HMPX_GATE_BUDGET_S allows; {DURATIONS.relative_to(ROOT)} names what is slow"
+    )
+
+
 def main() -> None:
     """Runs all steps, or pytest with the arguments given."""
     os.environ.pop("PYTHONPATH", None)  # else it could supply another hmpx
@@ -112,13 +158,20 @@ def main() -> None:
     if sys.argv[1:]:
         run([PYTHON, *PYTEST, *sys.argv[1:]])
         return
-    start = time.perf_counter()
+    DURATIONS.parent.mkdir(exist_ok=True)
+    took_s: dict[str, float] = {}
+    slowest: list[str] = []
     for name, step in STEPS.items():
         print(f"== {name}", flush=True)
-        step_start = time.perf_counter()
-        step()
-        print(f"== {name}: passed in {time.perf_counter() - step_start:.1f} s\n", flush=True)
-    print(f"All {len(STEPS)} steps passed in {time.perf_counter() - start:.1f} s")
+        start = time.perf_counter()
+        step(slowest)
+        took_s[name] = time.perf_counter() - start
+        print(f"== {name}: passed in {took_s[name]:.1f} s\n", flush=True)
+        DURATIONS.write_text(durations(took_s, slowest), encoding="utf-8")
+    print(durations(took_s, slowest))
+    print(f"All {len(STEPS)} steps passed in {sum(took_s.values()):.1f} s")
+    if fault := over_budget(sum(took_s.values())):
+        sys.exit(fault)
 
 
 if __name__ == "__main__":
