@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import multiprocessing.spawn
+import os
 import types
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -55,13 +56,17 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         marker = item.get_closest_marker("sampled")
         family = item.nodeid.partition("[")[0]
         n = SAMPLED.get(item.path.stem, 1) if marker is None else marker.args[0]
-        is_kept = crc32(item.nodeid.encode()) % n == 0 or not seen[family]
+        is_kept = crc32(item.name.encode()) % n == 0 or not seen[family]
         seen[family] += 1
         (kept if is_kept else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 
 
+# Else each process that compiles tries the compiler on vector instructions, in processes of its own
+# that import torch: seconds each. The variable is for the processes that tests start.
+if os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1") == "1":
+    torch._inductor.config.cpp.vec_isa_ok = True
 torch.set_num_threads(1)  # tests run in parallel processes
 torch.set_warn_always(True)  # else a warning fails the test that happens to be first
 

@@ -7,6 +7,7 @@ import importlib.util
 import json
 import os
 import re
+import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -299,18 +300,16 @@ def test_casts() -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="would run all tests on the GPU")
-def test_table_of_what_a_gpu_shows() -> None:
+def test_table_of_what_a_gpu_shows(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Without one it tells so, and does not end as if something had been tested."""
     script = BENCHMARKS.parent / "scripts" / "gpu.py"
-    result = subprocess.run(
-        [sys.executable, str(script), "-k", "graph or wait"],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
-    assert result.returncode == 1
-    head, _, *table = result.stdout.splitlines()
+    monkeypatch.setattr(sys, "argv", [str(script), "-k", "graph or wait"])
+    with pytest.raises(SystemExit) as end:
+        runpy.run_path(str(script), run_name="__main__")
+    assert end.value.code == 1
+    head, _, *table = capsys.readouterr().out.splitlines()
     assert head.startswith(f"no CUDA device, torch {torch.__version__}, hmpx ")
     assert table[0] == "| test | outcome | s | figure |"
     assert len(table) == 6
