@@ -92,14 +92,10 @@ def differences(before: dict[str, dict[str, object]]) -> list[str]:
 
 
 @pytest.fixture(autouse=True)
-def native_where_marked(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Has every device compute fast in low precision in tests marked ``native``.
-
-    How fast this machine is decides what ``legalize="auto"``, the default, computes in fp32.
-    """
+def native_where_marked(request: pytest.FixtureRequest) -> None:
+    """Takes `has_low_precision` in tests marked ``native``."""
     if request.node.get_closest_marker("native") is not None:
-        fast = Capability(reported=True, inference=1.0, training=1.0)
-        monkeypatch.setattr(legalize, "known_capability", lambda *question: fast)
+        request.getfixturevalue("has_low_precision")
 
 
 @pytest.fixture(autouse=True)
@@ -114,6 +110,13 @@ def torch_is_left_untouched() -> Iterator[None]:
     assert not hmpx.torch_state.switch._open
     assert not torch.is_autocast_enabled("maia")
     assert not hasattr(multiprocessing.spawn.get_preparation_data, "__hmpx__")
+
+
+@pytest.fixture
+def has_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has every device compute fast in low precision, so that the default legalizes nothing."""
+    fast = Capability(reported=True, inference=1.0, training=1.0)
+    monkeypatch.setattr(legalize, "known_capability", lambda *question: fast)
 
 
 @pytest.fixture

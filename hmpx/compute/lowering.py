@@ -128,6 +128,17 @@ def register_op(
 
     Raises:
         OptionError: There is no such op, format or device type, or ``fn`` can't be called.
+
+    Example:
+        >>> hmpx.formats.register(hmpx.formats.Fixed("q4_4", integer_bits=4, fraction_bits=4))
+        >>> def mul(a, b):  # as hardware may have it, which truncates
+        ...     return hmpx.formats.quantize(a * b, "q4_4", rounding="toward_zero")
+        >>> hmpx.formats.register_op(mul, "mul", "q4_4")
+        >>> policy = hmpx.Policy.from_ops(low=["mul"], low_precision_type="q4_4")
+        >>> with hmpx.convert(policy=policy, device_types={"cpu"}):
+        ...     torch.tensor([0.3125]) * torch.tensor([0.875])
+        tensor([0.2500])
+        >>> hmpx.formats.unregister("q4_4")
     """
     spelling = arguments.text("op", op, "an op name")
     name = ops.resolve(spelling)
@@ -155,6 +166,16 @@ def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
 
     Raises:
         OptionError: There is no such function.
+
+    Example:
+        >>> hmpx.formats.register(hmpx.formats.Fixed("q4_4", integer_bits=4, fraction_bits=4))
+        >>> negated = hmpx.formats.create_lower_func(lambda codes: (256 - codes.int()).to(torch.uint8))
+        >>> hmpx.formats.register_op(negated, "neg", "q4_4")
+        >>> policy = hmpx.Policy.from_ops(low=["neg"], low_precision_type="q4_4")
+        >>> with hmpx.convert(policy=policy, device_types={"cpu"}):
+        ...     -torch.tensor([0.5, -2.0])
+        tensor([-0.5000,  2.0000])
+        >>> hmpx.formats.unregister("q4_4")
     """
     if isinstance(function, str):
         module, _, name = function.partition(":")
@@ -196,6 +217,12 @@ def unregister(name: str) -> None:
 
     Raises:
         OptionError: There is none of that name, or it comes with hmpx.
+
+    Example:
+        >>> hmpx.formats.register(hmpx.formats.Fixed("q4_4", integer_bits=4, fraction_bits=4))
+        >>> hmpx.formats.unregister("q4_4")
+        >>> "q4_4" in hmpx.formats.names()
+        False
     """
     change_together(
         (number_formats.FORMATS_BY_NAME, number_formats.without(name)), (LOWERINGS, _without(name))

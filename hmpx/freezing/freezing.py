@@ -42,6 +42,14 @@ class Weight:
         size_bytes: Its size before; 0 for what shares the memory of another of this list.
         stored_bytes: Its size in the frozen model.
         reason: Why it is stored so.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 3).eval()
+        >>> with hmpx.convert(device_types={"cpu"}), hmpx.freeze(model, torch.ones(1, 2)) as frozen:
+        ...     for weight in frozen.weights:
+        ...         print(weight.name, weight.size_bytes, weight.stored_bytes)
+        weight 24 12
+        bias 12 6
     """
 
     name: str
@@ -66,6 +74,15 @@ class Frozen:
 
     Attributes:
         weights: Every parameter and buffer, in the model's order.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 3).eval()
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     with hmpx.freeze(model, torch.ones(1, 2)):
+        ...         model.weight.dtype
+        ...     model.weight.dtype
+        torch.bfloat16
+        torch.float32
     """
 
     def __init__(
@@ -217,6 +234,16 @@ def freeze(
             training mode or frozen, its forward raised, or its values would be lost, under
             FakeTensorMode. The model is untouched then.
         OptionError: ``outputs``, ``store`` or ``keep_fp32`` has no such value.
+
+    Example:
+        >>> model = torch.nn.Linear(2, 3).eval()
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     frozen = hmpx.freeze(model, torch.ones(1, 2))
+        ...     model.weight.dtype, model(torch.ones(1, 2)).dtype
+        ...     frozen.undo()
+        (torch.bfloat16, torch.float32)
+        >>> model.weight.dtype
+        torch.float32
     """
     outputs = arguments.choice("outputs", outputs, _OUTPUTS)
     store = arguments.choice("store", store, _STORES)

@@ -64,6 +64,10 @@ def encode(
 
     Raises:
         OptionError: As for `quantize`; or the format is a `Custom` one, which has no codes.
+
+    Example:
+        >>> hmpx.formats.encode(torch.tensor([1.0, -2.0]), "float8_e4m3fn")
+        tensor([ 56, 192], dtype=torch.uint8)
     """
     format = _coded(get(format))
     if not isinstance(x, Tensor):
@@ -102,6 +106,10 @@ def decode(codes: Tensor | tuple[Tensor, Tensor], format: str | Format) -> Tenso
 
     Raises:
         OptionError: There is no such format, or it has no codes, or ``codes`` are none.
+
+    Example:
+        >>> hmpx.formats.decode(torch.tensor([56, 192], dtype=torch.uint8), "float8_e4m3fn")
+        tensor([ 1., -2.])
     """
     format = _coded(get(format))
     if isinstance(format, Block):

@@ -71,6 +71,11 @@ class Float(_Deriving):
             zero only.
         overflow: What becomes of values beyond the largest: ``"inf"``, ``"nan"`` or ``"saturate"``;
             None: the kind's own.
+
+    Example:
+        >>> e3m2 = hmpx.formats.Float("e3m2", exponent_bits=3, mantissa_bits=2, kind="finite")
+        >>> hmpx.formats.quantize(torch.tensor([1.1, 1.2, 100.0]), e3m2)
+        tensor([ 1.0000,  1.2500, 28.0000])
     """
 
     name: str
@@ -190,6 +195,11 @@ class Posit(_Deriving):
         name: An identifier.
         bits: Bits of a code.
         es: Bits of the exponent field.
+
+    Example:
+        >>> posit6 = hmpx.formats.Posit("posit6", bits=6, es=2)
+        >>> hmpx.formats.quantize(torch.tensor([1.1, 100.0, 1e9]), posit6)
+        tensor([1.0000e+00, 1.2800e+02, 6.5536e+04])
     """
 
     name: str
@@ -252,6 +262,11 @@ class Fixed(_Deriving):
         name: An identifier.
         integer_bits: Bits before the point, the sign's included.
         fraction_bits: Bits after it.
+
+    Example:
+        >>> q2_2 = hmpx.formats.Fixed("q2_2", integer_bits=2, fraction_bits=2)
+        >>> hmpx.formats.quantize(torch.tensor([0.3, -1.9, 5.0]), q2_2)
+        tensor([ 0.2500, -2.0000,  1.7500])
     """
 
     name: str
@@ -321,6 +336,12 @@ class Block(_Deriving):
         element: The format of the elements, divided by their block's scale.
         size: Elements of a block; the last block of a row may be shorter.
         axis: The axis along which elements form blocks.
+
+    Example:
+        >>> element = hmpx.formats.Float("e2m1", exponent_bits=2, mantissa_bits=1, kind="finite")
+        >>> pairs = hmpx.formats.Block("pairs", element, size=2)
+        >>> hmpx.formats.quantize(torch.tensor([1.1, 6.0, 100.0, 600.0]), pairs)
+        tensor([  1.,   6., 128., 512.])
     """
 
     name: str
@@ -387,6 +408,11 @@ class Table(_Deriving):
     Attributes:
         name: An identifier.
         values: Ascending, finite, distinct; any sequence of numbers, kept as a tuple.
+
+    Example:
+        >>> ternary = hmpx.formats.Table("ternary", (-1.0, 0.0, 1.0))
+        >>> hmpx.formats.quantize(torch.tensor([-0.7, 0.2, 3.0]), ternary)
+        tensor([-1.,  0.,  1.])
     """
 
     name: str
@@ -466,6 +492,11 @@ class Custom(_Deriving):
         name: An identifier.
         quantize: Takes a floating tensor and returns one of the same shape and dtype. Casting calls
             it without autograd.
+
+    Example:
+        >>> whole = hmpx.formats.Custom("whole", torch.round)
+        >>> hmpx.formats.quantize(torch.tensor([1.4, 2.6]), whole)
+        tensor([1., 3.])
     """
 
     name: str

@@ -89,6 +89,13 @@ def quantize(
     Raises:
         OptionError: There is no such format, or it can't be rounded to so, or ``x`` is no floating
             tensor of these dtypes; or ``HMPX_KERNELS`` is wrong.
+
+    Example:
+        >>> x = torch.tensor([1.1, 1000.0])
+        >>> hmpx.formats.quantize(x, "float8_e4m3fn")
+        tensor([1.1250,    nan])
+        >>> hmpx.formats.quantize(x, "float8_e4m3fn", rounding="up", overflow="saturate")
+        tensor([  1.1250, 448.0000])
     """
     if not isinstance(x, Tensor):
         raise OptionError(f"quantize takes a tensor, not {type(x).__name__}")

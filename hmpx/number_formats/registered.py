@@ -81,6 +81,12 @@ def register(format: Format, code: int | None = None) -> None:
 
     Raises:
         OptionError: ``format`` is none, or its name or code is another's.
+
+    Example:
+        >>> hmpx.formats.register(hmpx.formats.Posit("posit10", bits=10, es=2))
+        >>> hmpx.formats.quantize(torch.tensor([3.14159]), "posit10")
+        tensor([3.1250])
+        >>> hmpx.formats.unregister("posit10")
     """
     if not is_a(format, FORMATS):
         raise OptionError(
@@ -136,6 +142,10 @@ def get(name: str | Format) -> Format:
 
     Raises:
         OptionError: There is none of that name.
+
+    Example:
+        >>> hmpx.formats.get("posit16_1")
+        Posit(name='posit16_1', bits=16, es=1)
     """
     if is_a(name, FORMATS):
         return name  # type: ignore[return-value]
@@ -159,7 +169,12 @@ def get(name: str | Format) -> Format:
 
 
 def names() -> tuple[str, ...]:
-    """Returns the names of all formats: first those that come with hmpx."""
+    """Returns the names of all formats: first those that come with hmpx.
+
+    Example:
+        >>> "float8_e4m3fn" in hmpx.formats.names()
+        True
+    """
     return tuple(FORMATS_BY_NAME.value.formats)
 
 

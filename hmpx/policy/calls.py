@@ -26,6 +26,15 @@ class Call:
 
     Attributes:
         op: Op name.
+
+    Example:
+        >>> def look(call):
+        ...     print(call.op, call.dtypes, [tuple(shape) for shape in call.shapes])
+        >>> fn = hmpx.register_rule("mm", look)
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     y = torch.mm(torch.ones(2, 3), torch.ones(3, 4))
+        mm (torch.float32, torch.float32) [(2, 3), (3, 4)]
+        >>> hmpx.unregister_rule("mm")
     """
 
     __slots__ = ("_read", "_values", "op")

@@ -21,7 +21,14 @@ LowType = torch.dtype | Format
 
 
 class CastPolicy(enum.Enum):
-    """What is done with the inputs of an op."""
+    """What is done with the inputs of an op.
+
+    Example:
+        >>> hmpx.load_policy()["softmax"].cast_policy
+        <CastPolicy.FP32: 'fp32'>
+        >>> hmpx.ALLOW is hmpx.CastPolicy.LOW
+        True
+    """
 
     LOW = "low"  #: every eligible input -> the low-precision dtype
     FP32 = "fp32"  #: every bfloat16 or float16 input -> float32
@@ -59,6 +66,14 @@ class Decision:
 
     Raises:
         OptionError: A value is none of these.
+
+    Example:
+        >>> decision = hmpx.Decision(hmpx.ALLOW, torch.float16, output_dtype=torch.float32)
+        >>> fn = hmpx.register_rule("mm", lambda call: decision)
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     torch.mm(torch.ones(2, 2), torch.ones(2, 2)).dtype
+        torch.float32
+        >>> hmpx.unregister_rule("mm")
     """
 
     cast_policy: CastPolicy

@@ -55,6 +55,14 @@ class Policy:
         low_precision_type: The type of the low-precision list.
         sections: Decisions for parts of a model; of those that hold for a call and name its op, the
             first one counts, before ``decisions``.
+
+    Example:
+        >>> policy = hmpx.Policy.from_ops(low=["linear"], fp32=["softmax"])
+        >>> policy["linear"].cast_policy
+        <CastPolicy.LOW: 'low'>
+        >>> with hmpx.convert(policy=policy, device_types={"cpu"}):
+        ...     torch.softmax(torch.ones(2, dtype=torch.bfloat16), 0).dtype
+        torch.float32
     """
 
     decisions: Mapping[str, Decision]
@@ -219,6 +227,13 @@ def load_policy(
             name is unknown.
         PolicyFileError: ``policy`` can't be read, or is no policy.
         OptionError: ``opt_level``, ``low_precision_type`` or ``lists`` has no such value.
+
+    Example:
+        >>> policy = hmpx.load_policy(policy={"lists": "none", "low": ["mm"]})
+        >>> policy["mm"].cast_policy
+        <CastPolicy.LOW: 'low'>
+        >>> "softmax" in policy.decisions
+        False
     """
     given_paths = {
         name: arguments.path(name, path)

@@ -114,6 +114,17 @@ def register_rule(
 
     Raises:
         OptionError: An op is unknown, ``fn`` can't be called, or ``level`` is no integer.
+
+    Example:
+        >>> @hmpx.register_rule("linear")
+        ... def keep_small_layers(call):
+        ...     return hmpx.DENY if call.shapes[1].numel() < 100 else None
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     torch.nn.Linear(2, 3)(torch.ones(1, 2)).dtype
+        ...     torch.nn.Linear(20, 30)(torch.ones(1, 20)).dtype
+        torch.float32
+        torch.bfloat16
+        >>> hmpx.unregister_rule("linear", keep_small_layers)
     """
     names = _resolved(op)
     if type(level) is not int:
@@ -147,6 +158,11 @@ def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | Non
 
     Raises:
         OptionError: There is no such rule.
+
+    Example:
+        >>> fn = hmpx.register_rule(["mm", "bmm"], lambda call: hmpx.DENY)
+        >>> hmpx.unregister_rule("mm")
+        >>> hmpx.unregister_rule("bmm", fn)
     """
     if fn is not None and not callable(fn):
         raise OptionError(f"a rule must be a function of a call, not {shown(fn)}")

@@ -71,6 +71,12 @@ class Session:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
         options: How ops compute.
+
+    Example:
+        >>> session = hmpx.convert(device_types={"cpu"})
+        >>> session.policy["linear"].cast_policy
+        <CastPolicy.LOW: 'low'>
+        >>> session.revert()
     """
 
     def __init__(
@@ -379,6 +385,14 @@ def convert(
         OpListError: A list can't be read, or an op stands in two lists.
         PolicyFileError: ``policy`` can't be read, or is no policy.
         OptionError: An argument has a value that it can't have. Nothing is patched then.
+
+    Example:
+        >>> x, weight = torch.ones(1, 2), torch.ones(3, 2)
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     torch.nn.functional.linear(x, weight).dtype
+        torch.bfloat16
+        >>> torch.nn.functional.linear(x, weight).dtype
+        torch.float32
     """
     torch_internals.check()
     asked = request.checked(
@@ -436,13 +450,28 @@ def _put_in_force(
 
 @exclusive
 def revert() -> None:
-    """Undoes `convert`: torch is as it was. Does nothing if torch is not converted."""
+    """Undoes `convert`: torch is as it was. Does nothing if torch is not converted.
+
+    Example:
+        >>> session = hmpx.convert(device_types={"cpu"})
+        >>> hmpx.revert()
+        >>> torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype
+        torch.float32
+    """
     if _current is not None:
         _current.revert()
 
 
 def is_converted() -> bool:
-    """Whether a `convert` is in force."""
+    """Whether a `convert` is in force.
+
+    Example:
+        >>> hmpx.is_converted()
+        False
+        >>> with hmpx.convert():
+        ...     hmpx.is_converted()
+        True
+    """
     return _current is not None
 
 
@@ -450,6 +479,11 @@ def casts_enabled() -> bool:
     """Whether ops cast here and now: torch is converted, and casts are not switched off.
 
     By `disable_casts`, or by a region of torch.autocast that is off.
+
+    Example:
+        >>> with hmpx.convert(), hmpx.disable_casts():
+        ...     hmpx.casts_enabled()
+        False
     """
     return _current is not None and not torch_state.is_off()
 

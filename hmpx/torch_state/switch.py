@@ -269,8 +269,13 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
     functions, generators and coroutines.
 
     Example:
-        >>> with hmpx.disable_casts():
-        ...     optimizer.step()
+        >>> x = torch.ones(2, 2)
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     (x @ x).dtype
+        ...     with hmpx.disable_casts():
+        ...         (x @ x).dtype
+        torch.bfloat16
+        torch.float32
     """
 
     def __enter__(self) -> None:

@@ -1,0 +1,56 @@
+"""Each function and class of the public menu has an example in its docstring, which does what it shows."""
+
+from __future__ import annotations
+
+import doctest
+import inspect
+from typing import Any
+
+import pytest
+import torch
+
+import hmpx
+from hmpx import formats
+
+#: Errors and warnings are met, not used: an example would be one of what raises them.
+MENU: dict[str, Any] = {
+    f"{module.__name__}.{name}": vars(module)[name]
+    for module in (hmpx, formats)
+    for name in module.__all__
+    if inspect.isroutine(vars(module)[name])
+    or (inspect.isclass(vars(module)[name]) and not issubclass(vars(module)[name], Exception))
+}
+
+
+def examples(name: str) -> doctest.DocTest:
+    """Returns the examples in a docstring; they know ``hmpx`` and ``torch``."""
+    names = {"hmpx": hmpx, "torch": torch}
+    text = inspect.getdoc(MENU[name]) or ""
+    return doctest.DocTestParser().get_doctest(text, names, name, None, None)
+
+
+def test_each_entry_of_the_menu_has_an_example() -> None:
+    """In a section of its own."""
+    without = [
+        name
+        for name, entry in MENU.items()
+        if "\nExample:\n    >>> " not in (inspect.getdoc(entry) or "")
+    ]
+    assert without == []
+    assert len(MENU) > 30
+
+
+@pytest.mark.parametrize("name", MENU)
+@pytest.mark.parametrize("speed", ["native", "slow"])
+def test_examples_show_what_happens(
+    name: str, speed: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Whether or not this machine is fast in low precision; torch is as it was afterwards."""
+    request.getfixturevalue("has_low_precision" if speed == "native" else "lacks_low_precision")
+    before = (formats.names(), hmpx.rules.rules.all_rules())
+    runner = doctest.DocTestRunner(verbose=False)
+    failed, tried = runner.run(examples(name), clear_globs=False)
+    assert tried
+    assert not failed, capsys.readouterr().out
+    assert not hmpx.is_converted()
+    assert (formats.names(), hmpx.rules.rules.all_rules()) == before
