@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import importlib.util
 import json
 import os
 import sys
@@ -57,6 +58,10 @@ def break_part(name: str, how: str) -> None:
         setattr(owner, parts[-1], Strange())
 
 
+#: Where hmpx is; to look for it does not import it.
+PACKAGE = Path(str(importlib.util.find_spec("hmpx").origin)).parent
+
+
 def results() -> list[torch.Tensor]:
     """Returns what a few calls give under convert(): training, inference, regions, transforms."""
     hmpx = importlib.import_module("hmpx")
@@ -98,7 +103,7 @@ def outcome(name: str, how: str) -> dict[str, Any]:
         except Exception as error:  # whatever it is goes into the report
             where = traceback.format_exc() if type(error).__name__ != "TorchError" else ""
             frames = [frame.filename for frame in traceback.extract_tb(error.__traceback__)]
-            is_torchs_own = not any(Path(name).parent.name == "hmpx" for name in frames)
+            is_torchs_own = not any(Path(name).is_relative_to(PACKAGE) for name in frames)
             text = f"{type(error).__name__}: {error}\n{where}"
             return {"error": text, "is_torchs_own": is_torchs_own}
     parts = importlib.import_module("hmpx.torch_internals").parts()
