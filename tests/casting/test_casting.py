@@ -106,16 +106,15 @@ def test_float64_without_dimensions_counts_as_a_number(
     number = torch.tensor(1 / 3, dtype=FP64)
     decision = {"low": hmpx.ALLOW, "fp32": hmpx.DENY, "follow": hmpx.FOLLOW}[kind]
     policy = Policy({"mul": hmpx.Decision(decision)})
-    for dtype in (FP32, BF16, FP16):
-        given = torch.rand(3).to(dtype)
-        expected = {"low": BF16, "fp32": FP32, "follow": dtype}[kind]
-        for legalize in ("never", "always"):
-            with hmpx.convert(policy=policy, legalize=legalize):
-                actual = call(given, number)
-                alone = call(given[0], number)
+    for legalize in ("never", "always"):
+        calls = {dtype: torch.rand(3).to(dtype) for dtype in (FP32, BF16, FP16)}
+        with hmpx.convert(policy=policy, legalize=legalize):
+            found = {d: (call(x, number), call(x[0], number)) for d, x in calls.items()}
+        for dtype, (actual, alone) in found.items():
+            expected = {"low": BF16, "fp32": FP32, "follow": dtype}[kind]
             assert actual.dtype is expected
             computed_in = FP32 if legalize == "always" and kind == "low" else expected
-            wanted = call(given.to(expected).to(computed_in), number)
+            wanted = call(calls[dtype].to(expected).to(computed_in), number)
             assert torch.equal(actual, wanted.to(expected))
             assert alone.dtype is FP64
 

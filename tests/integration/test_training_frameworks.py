@@ -481,9 +481,9 @@ def assert_ran(output: str, layers: str, calls: int, dtype: torch.dtype = BF16) 
     assert f"parameters and optimizer state: {FP32}\n" in output
 
 
-def test_hf_trainer(hugging_face: HuggingFace, tmp_path: Path) -> None:
+def test_hf_trainer(hugging_face: HuggingFace, monkeypatch: Any, capsys: Any) -> None:
     """Twenty steps of two layers with seven linear layers each, and the head."""
-    output = run(str(EXAMPLES / "hf_trainer.py"), cwd=tmp_path)
+    output = run_here("hf_trainer.py", monkeypatch, capsys)
     assert_losses_agree(output)
     assert_ran(output, "linear layers", 20 * (2 * 7 + 1))
 
@@ -506,9 +506,9 @@ def test_accelerate_loop_in_two_processes(tmp_path: Path) -> None:
     assert output.count("epoch") == 1
 
 
-def test_lightning_module(lightning: Lightning, tmp_path: Path) -> None:
+def test_lightning_module(lightning: Lightning, monkeypatch: Any, capsys: Any) -> None:
     """Forty steps of two linear layers."""
-    output = run(str(EXAMPLES / "lightning_module.py"), cwd=tmp_path)
+    output = run_here("lightning_module.py", monkeypatch, capsys)
     assert_losses_agree(output)
     assert_ran(output, "linear layers", 40 * 2)
     assert "loss scale" not in output
