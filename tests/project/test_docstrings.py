@@ -47,10 +47,10 @@ def test_examples_show_what_happens(
 ) -> None:
     """Whether or not this machine is fast in low precision; torch is as it was afterwards."""
     request.getfixturevalue("has_low_precision" if speed == "native" else "lacks_low_precision")
-    before = (formats.names(), hmpx.rules.rules.all_rules())
+    before = (formats.names(), hmpx.rules.RULES.value)
     runner = doctest.DocTestRunner(verbose=False)
     failed, tried = runner.run(examples(name), clear_globs=False)
     assert tried
     assert not failed, capsys.readouterr().out
     assert not hmpx.is_converted()
-    assert (formats.names(), hmpx.rules.rules.all_rules()) == before
+    assert (formats.names(), hmpx.rules.RULES.value) == before
