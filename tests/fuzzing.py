@@ -32,8 +32,7 @@ import yaml
 from torch import nn
 
 import hmpx
-from hmpx import HmpxError, HmpxWarning, Policy, formats
-from hmpx.cli import program as cli
+from hmpx import HmpxError, HmpxWarning, Policy, cli, formats
 from hmpx.compute import lowering
 from hmpx.policy import op_lists as oplists
 from tests.conftest import differences, namespaces

@@ -16,8 +16,8 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hmpx import CastPolicy, compute
-from hmpx.cli import program as cli
+from hmpx import CastPolicy, cli, compute
+from hmpx.cli import doctor
 from hmpx.compute.legalize import capability
 from hmpx.ops import op_table as ops
 from hmpx.policy import op_lists as oplists
@@ -660,7 +660,7 @@ def test_doctor_speaks_of_every_state(
     found = capability.Capability(reported, *measured)
     monkeypatch.setattr(compute, "reported", lambda *_: reported)
     monkeypatch.setattr(compute, "capability", lambda *_: found)
-    first, *rest = cli._capability_lines("cpu", torch.bfloat16)
+    first, *rest = doctor._capability_lines("cpu", torch.bfloat16)
     assert first == f"bfloat16 on cpu: {says}"
     if cells is None:
         assert rest == ["  not measured: every op runs in its native kernel"]

@@ -16,7 +16,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
-from hmpx.cli import program as cli
+from hmpx import cli
 from hmpx.ops import op_table as ops
 from hmpx.policy.decisions import CastPolicy
 

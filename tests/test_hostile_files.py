@@ -14,8 +14,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import HmpxError, HmpxWarning, OpListError, PolicyFileError, load_policy
-from hmpx.cli import program as cli
+from hmpx import HmpxError, HmpxWarning, OpListError, PolicyFileError, cli, load_policy
 from hmpx.policy import op_lists as oplists
 from tests.conftest import differences, namespaces
 
