@@ -17,7 +17,7 @@ import torch._inductor  # both replace attributes of torch when they are first i
 import hmpx
 from hmpx.compute.legalize import legalizer as legalize
 from hmpx.compute.legalize.capability import Capability
-from hmpx.ops import op_table as ops
+from hmpx.ops.sites import NAMESPACES
 
 from . import fake_cuda
 
@@ -71,7 +71,7 @@ _CACHES = {"__warningregistry__", "__slotnames__"}
 
 def namespaces() -> dict[str, dict[str, object]]:
     """Returns a copy of ``vars()`` of every namespace that hmpx may patch."""
-    return {name: dict(vars(owner)) for name, owner in ops.NAMESPACES.items()}
+    return {name: dict(vars(owner)) for name, owner in NAMESPACES.items()}
 
 
 def differences(before: dict[str, dict[str, object]]) -> list[str]:

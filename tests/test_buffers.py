@@ -19,9 +19,10 @@ from torch.testing._internal.common_methods_invocations import foreach_unary_op_
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx import CastPolicy, Decision, Policy
+from hmpx import CastPolicy, Decision, Policy, ops
 from hmpx.casting.casting import CallPlan
-from hmpx.ops import op_table as ops
+from hmpx.ops import schemas as op_schemas
+from hmpx.ops.sites import NAMESPACES
 from hmpx.wrappers import wrappers
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -93,7 +94,7 @@ def writing_sites() -> list[tuple[str, ops.Site, set[str]]]:
                 continue
             names = set(UNDECLARED.get(name, ()))
             if not site.is_python:
-                names |= declared(ops._aten_name(site))
+                names |= declared(op_schemas.aten_name(site))
             if site.in_place and (known := ops.parameters(site).names):
                 names.add(known[0])
             names &= set(ops.parameters(site).names)
@@ -168,7 +169,7 @@ def test_what_a_function_writes_is_in_the_given_tensors(
 def arguments(site: ops.Site, written: set[str], target: Any, others: Any) -> tuple[Any, ...]:
     """Returns arguments for a call: what is written to in one dtype, other tensors in another."""
     known = ops.parameters(site)
-    schemas = [] if site.is_python else ops._schemas(site)
+    schemas = [] if site.is_python else op_schemas.schemas(site)
     schema = max(schemas, key=lambda s: len(s.arguments), default=None)
     kinds = {} if schema is None else {a.name: str(a.type) for a in schema.arguments}
     made: list[Any] = []
@@ -257,7 +258,7 @@ EVERYTHING = [name for name in ops.table() if ops.is_castable(name)]
 def current(function: Any) -> Callable[..., Any]:
     """Returns what looks ``function`` up in torch's namespaces at each call."""
     name = getattr(function, "__name__", None)
-    for owner in ops.NAMESPACES.values():
+    for owner in NAMESPACES.values():
         for slot in (name, *vars(owner)):
             if slot and getattr(owner, slot, None) is function:
                 return lambda *args, **kwargs: getattr(owner, slot)(*args, **kwargs)
@@ -387,8 +388,8 @@ def test_no_other_builtin_writes_without_a_word() -> None:
         for site in op.sites:
             if site.is_python or site.namespace not in ("torch", "torch._C._nn"):
                 continue
-            for schema, shape in itertools.product(ops._schemas(site), SHAPES):
-                if any(a.is_out for a in schema.arguments) or not ops._takes_tensor(schema):
+            for schema, shape in itertools.product(op_schemas.schemas(site), SHAPES):
+                if any(a.is_out for a in schema.arguments) or not op_schemas.takes_tensor(schema):
                     continue
                 written = written_of_schema(site.function(), schema, shape)
                 if written is None:

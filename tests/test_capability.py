@@ -24,7 +24,7 @@ from hmpx.compute.legalize import legalizer as legalize
 from hmpx.compute.legalize.capability import KINDS, SLOW, Capability
 from hmpx.compute.legalize.legalizer import LEGALIZE_MODES, is_slow, known_capability
 from hmpx.errors import OptionError
-from hmpx.ops.op_table import Parameters
+from hmpx.ops import Parameters
 from hmpx.policy.decisions import CastPolicy, Decision
 from hmpx.wrappers import wrappers
 

@@ -16,10 +16,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hmpx import CastPolicy, cli, compute
+from hmpx import CastPolicy, cli, compute, ops
 from hmpx.cli import doctor
 from hmpx.compute.legalize import capability
-from hmpx.ops import op_table as ops
 from hmpx.policy import op_lists as oplists
 from hmpx.torch_internals import torch_part as torch_parts
 

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hmpx
+from hmpx import ops
 from hmpx.compute import accumulation, composition, products
-from hmpx.ops import op_table as ops
 
 from .fake_cuda import steps
 

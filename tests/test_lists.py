@@ -12,7 +12,7 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.ops import op_table as ops
+from hmpx import ops
 from hmpx.policy import op_lists as oplists
 from hmpx.policy.policy import CastPolicy
 

@@ -12,8 +12,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hmpx
-from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError
-from hmpx.ops import op_table as ops
+from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError, ops
 from hmpx.policy import op_lists as oplists
 from hmpx.policy import policy
 from hmpx.policy.policy import CastPolicy, Policy

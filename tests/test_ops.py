@@ -11,8 +11,7 @@ from torch.overrides import get_overridable_functions, resolve_name
 from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
-from hmpx import Policy
-from hmpx.ops import op_table as ops
+from hmpx import Policy, ops
 
 
 def test_every_overridable_function_is_an_op() -> None:

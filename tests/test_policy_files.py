@@ -28,8 +28,8 @@ from hmpx import (
     Policy,
     PolicyFileError,
     load_policy,
+    ops,
 )
-from hmpx.ops import op_table as ops
 from hmpx.policy.sections import Section, _compiled, unmatched
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

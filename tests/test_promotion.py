@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.ops import op_table as ops
+from hmpx import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = (((3,), (3,)), ((3,), ()), ((), (3,)), ((), ()))

@@ -30,10 +30,10 @@ from hmpx import (
     OptionError,
     Policy,
     RuleError,
+    ops,
     register_rule,
     unregister_rule,
 )
-from hmpx.ops import op_table as ops
 from hmpx.rules import rules
 from hmpx.wrappers import by_rules as choosing
 
