@@ -26,8 +26,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import formats, registry
-from hmpx.rules import rules
+from hmpx import formats, registry, rules
 from hmpx.torch_state import module_path as modules
 from hmpx.torch_state import switch
 from hmpx.wrappers import wrappers

@@ -32,9 +32,10 @@ from hmpx import (
     RuleError,
     ops,
     register_rule,
+    rules,
     unregister_rule,
 )
-from hmpx.rules import rules
+from hmpx.rules import judging
 from hmpx.wrappers import by_rules as choosing
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -66,7 +67,7 @@ def test_reasons_without_end_leave_a_limited_number_of_wrappers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A decision that gives each shape a reason of its own is followed by a wrapper of its own."""
-    for module in (rules, choosing):
+    for module in (judging, choosing):
         monkeypatch.setattr(module, "MOST_VERDICTS", 20)
     register_rule("relu", lambda call: hmpx.Decision(ALLOW, reason=f"{call.shapes[0].numel()}"))
 

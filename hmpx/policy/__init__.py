@@ -3,7 +3,18 @@
 from __future__ import annotations
 
 from .calls import FIELDS, Call, Rule, Verdict
-from .decisions import ALLOW, DENY, FOLLOW, INPUT, CastPolicy, Decision, LowType
+from .decisions import (
+    ALLOW,
+    DENY,
+    FOLLOW,
+    INPUT,
+    RELATIVE,
+    UNLISTED,
+    CastPolicy,
+    Decision,
+    LowType,
+    settled_dtype,
+)
 from .files import PolicySource, is_policy_file, read_policy_file
 from .op_lists import FILE_NAMES, SHIPPED, read_list
 from .policy import Policy, check_files, load_policy, read_source
@@ -16,7 +27,9 @@ __all__ = [
     "FILE_NAMES",
     "FOLLOW",
     "INPUT",
+    "RELATIVE",
     "SHIPPED",
+    "UNLISTED",
     "Call",
     "CastPolicy",
     "Decision",
@@ -32,4 +45,5 @@ __all__ = [
     "read_list",
     "read_policy_file",
     "read_source",
+    "settled_dtype",
 ]

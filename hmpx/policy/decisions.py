@@ -36,6 +36,12 @@ INPUT: Final = "input"
 
 OutputType = torch.dtype | Literal["input"]
 
+#: These find the dtype to cast to among the dtypes of a call's inputs.
+RELATIVE: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOLLOW})
+
+#: Of these, lists that give way to all other lists. One of FOLLOW does not: it is always the user's own.
+YIELDING: Final = RELATIVE - {CastPolicy.FOLLOW}
+
 #: As TVM's mixed-precision pass calls them.
 ALLOW: Final = CastPolicy.LOW
 FOLLOW: Final = CastPolicy.FOLLOW
@@ -122,6 +128,24 @@ class Decision:
     def is_composed(self) -> bool:
         """Whether more is done than casting inputs."""
         return self.accumulate_dtype is not None or self.output_dtype is not None
+
+
+#: The decision for an op that no list names.
+UNLISTED: Final = Decision(CastPolicy.PASS, reason="in no list")
+
+
+def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:
+    """Returns the dtype that a decision casts to, also where it leaves that to the policy.
+
+    Args:
+        decision: The decision.
+        low_dtype: The policy's low-precision type.
+    """
+    if decision.dtype is None and decision.cast_policy is CastPolicy.LOW:
+        return low_dtype
+    if decision.dtype is None and decision.cast_policy is CastPolicy.FP32:
+        return torch.float32
+    return decision.dtype
 
 
 def parse_low_type(value: object) -> LowType:

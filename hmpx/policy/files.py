@@ -23,7 +23,7 @@ from ..errors import OpListError, OptionError, PolicyFileError, short, shown, su
 from ..number_formats import FORMATS
 from . import json_nodes, text_files, yaml_nodes
 from . import op_lists as oplists
-from .decisions import CastPolicy, Decision, LowType, parse_low_type
+from .decisions import YIELDING, CastPolicy, Decision, LowType, parse_low_type
 from .op_lists import OpList
 from .sections import PHASES, Section
 
@@ -515,8 +515,7 @@ def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, l
 
 def _gives_way(decision: Decision, other: Decision) -> bool:
     """Whether a list of ``decision`` gives way to one of ``other``."""
-    relative = (CastPolicy.WIDEST, CastPolicy.FIRST)
-    return decision.cast_policy in relative and other.cast_policy not in relative
+    return decision.cast_policy in YIELDING and other.cast_policy not in YIELDING
 
 
 def _operators(op: str) -> frozenset[str]:

@@ -36,12 +36,18 @@ from ..frames import is_ours
 from . import files as policy_files
 from . import op_lists as oplists
 from . import sections, tables
-from .decisions import CastPolicy, Decision, LowType, parse_low_type
+from .decisions import (
+    UNLISTED,
+    YIELDING,
+    CastPolicy,
+    Decision,
+    LowType,
+    parse_low_type,
+    settled_dtype,
+)
 from .files import PolicySource
 from .op_lists import OpList
 from .sections import Section, SectionRule
-
-_PASS = Decision(CastPolicy.PASS, reason="in no list")
 
 
 @dataclass(frozen=True, repr=False)
@@ -75,8 +81,8 @@ class Policy:
                 raise OptionError(
                     f"decisions must be {_DECISIONS}; it holds {shown(op)}: {shown(said)}"
                 )
-            dtype = said.dtype or _dtype_of(said, low_dtype)
-            settled[op] = said if dtype is None else dataclasses.replace(said, dtype=dtype)
+            dtype = settled_dtype(said, low_dtype)
+            settled[op] = said if dtype is said.dtype else dataclasses.replace(said, dtype=dtype)
         made = tuple(arguments.items("sections", self.sections, "sections of a policy"))
         for section in made:
             if not is_a(section, Section):
@@ -148,7 +154,7 @@ class Policy:
         if found is None and ops.is_foreign(name):  # perhaps listed by another name of it
             same = ops.same(name, self.decisions)
             found = None if same is None else self.decisions[same]
-        return _PASS if found is None else found
+        return UNLISTED if found is None else found
 
     @classmethod
     def from_ops(
@@ -429,10 +435,6 @@ def _faults_of(path: str) -> list[str]:
 _LEFT_OUT = "left out of the op lists:"
 
 
-def _dtype_of(decision: Decision, low_dtype: LowType) -> LowType | None:
-    return {CastPolicy.LOW: low_dtype, CastPolicy.FP32: torch.float32}.get(decision.cast_policy)
-
-
 def _decision(kind: str, low_dtype: LowType) -> Decision:
     return {
         "low": Decision(CastPolicy.LOW, low_dtype),
@@ -500,7 +502,7 @@ def _idle(lists: Iterable[tuple[OpList, Decision]]) -> list[str]:
         message
         for op_list, decision in lists
         if decision.cast_policy is not CastPolicy.PASS
-        for message in oplists.idle(op_list, is_relative=decision.cast_policy in _RELATIVE)
+        for message in oplists.idle(op_list, is_relative=decision.cast_policy in YIELDING)
     ]
 
 
@@ -508,7 +510,7 @@ def _conflicts(lists: list[tuple[OpList, Decision]]) -> Iterator[str]:
     """Yields a message for each op that two lists claim."""
     seen: dict[str, tuple[oplists.Entry, Decision]] = {}
     for op_list, decision in lists:
-        if decision.cast_policy in _RELATIVE:  # they give way to the other lists
+        if decision.cast_policy in YIELDING:  # they give way to the other lists
             continue
         for name, entry in op_list.ops.items():
             said = _of(entry, decision)
@@ -528,10 +530,6 @@ def _conflicts(lists: list[tuple[OpList, Decision]]) -> Iterator[str]:
                 )
 
 
-#: Of lists that give way to the others.
-_RELATIVE = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST})
-
-
 def _resolve(bands: list[list[tuple[OpList, Decision]]]) -> dict[str, Decision]:
     """Returns op -> decision.
 
@@ -539,10 +537,8 @@ def _resolve(bands: list[list[tuple[OpList, Decision]]]) -> dict[str, Decision]:
     op that covers it. ``*`` comes after every named line of a low-precision or fp32 list.
     """
     decisions: dict[str, Decision] = {}
-    fixed_bands = [
-        [pair for pair in band if pair[1].cast_policy not in _RELATIVE] for band in bands
-    ]
-    relative_bands = [[pair for pair in band if pair[1].cast_policy in _RELATIVE] for band in bands]
+    fixed_bands = [[pair for pair in band if pair[1].cast_policy not in YIELDING] for band in bands]
+    relative_bands = [[pair for pair in band if pair[1].cast_policy in YIELDING] for band in bands]
     for band in fixed_bands:
         _resolve_named(band, decisions)
     for band in fixed_bands:
