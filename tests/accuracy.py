@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx.policy.policy import Policy
+from hmpx import Policy
 from tests.samples import sample_inputs
 from tests.test_opinfo import current, mapped, op_name, tensors, uncalled
 

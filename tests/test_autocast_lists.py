@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hmpx
 from hmpx import ops
 from hmpx.ops.sites import NAMESPACES
-from hmpx.policy import op_lists as oplists
+from hmpx.policy.lists import sets as oplists
 
 LISTS = oplists.directory()
 HEADER = Path(torch.__file__).parent / "include" / "ATen" / "autocast_mode.h"

@@ -19,7 +19,7 @@ import torch
 from hmpx import CastPolicy, cli, compute, ops
 from hmpx.cli import doctor
 from hmpx.compute.legalize import capability
-from hmpx.policy import op_lists as oplists
+from hmpx.policy.lists import sets as oplists
 from hmpx.torch_internals import torch_part as torch_parts
 
 

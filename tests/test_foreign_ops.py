@@ -16,8 +16,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
-from hmpx import cli, ops
-from hmpx.policy.decisions import CastPolicy
+from hmpx import CastPolicy, cli, ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -17,13 +17,12 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import ops
+from hmpx import Policy, ops
 from hmpx.compute import missing_kernels
 from hmpx.compute.missing_kernels import Callee, Lacking
 from hmpx.ops import schemas as op_schemas
 from hmpx.ops.sites import NAMESPACES
-from hmpx.policy import op_lists as oplists
-from hmpx.policy.policy import Policy
+from hmpx.policy.lists import sets as oplists
 from hmpx.torch_internals.torch_part import torch_version
 from tests.samples import sample_inputs
 

@@ -17,10 +17,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx import ops
+from hmpx import CastPolicy, Policy, ops
 from hmpx.compute import missing_kernels
 from hmpx.ops.sites import NAMESPACES
-from hmpx.policy.policy import CastPolicy, Policy
 from tests.samples import sample_inputs
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)

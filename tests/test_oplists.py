@@ -12,10 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hmpx
-from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError, ops
-from hmpx.policy import op_lists as oplists
-from hmpx.policy import policy
-from hmpx.policy.policy import CastPolicy, Policy
+from hmpx import (
+    CastPolicy,
+    Decision,
+    HmpxError,
+    HmpxWarning,
+    OpListError,
+    OptionError,
+    Policy,
+    ops,
+    policy,
+)
+from hmpx.policy.lists import faults, op_list
+from hmpx.policy.lists import sets as oplists
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -207,7 +216,7 @@ def test_lines_may_be_for_versions_of_torch() -> None:
     assert parsed_with("3.1.0", text).everything is not None
 
 
-def parsed_with(version: str, text: str) -> oplists.OpList:
+def parsed_with(version: str, text: str) -> op_list.OpList:
     """Returns a list as it is with that torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "__version__", version)
@@ -437,7 +446,9 @@ def test_no_text_crashes_the_parser(text: str) -> None:
         assert str(error).startswith("fuzz.txt:")
     else:
         assert all(name in ops.table() for name in parsed.ops)
-        assert all(message for message in oplists.unknown([parsed]) + oplists.repeated([parsed]))
+        assert all(
+            message for message in faults.unknown_names([parsed]) + faults.repeated_lines([parsed])
+        )
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -471,7 +482,7 @@ def test_every_name_that_hmp_knew_resolves() -> None:
     read = oplists.parse(DICTIONARY.replace(" ", "\n"), "hmp.txt")
     assert not read.unknown
     gone = oplists.parse("embedding_bag_sum_fwd\nembedding_bag_sum_bwd", "dlrm.txt")
-    assert oplists.unknown([gone]) == [
+    assert faults.unknown_names([gone]) == [
         f"dlrm.txt:{line}: 'embedding_bag_sum_{name}' was an op of Gaudi's torch; torch's own is "
         "'embedding_bag'"
         for line, name in ((1, "fwd"), (2, "bwd"))

@@ -30,7 +30,8 @@ from hmpx import (
     load_policy,
     ops,
 )
-from hmpx.policy.sections import Section, _compiled, unmatched
+from hmpx.policy.conditions import _compiled
+from hmpx.policy.sections import Section, unmatched
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

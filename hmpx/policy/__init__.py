@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .calls import FIELDS, Call, Rule, Verdict
+from .checking import check_files
 from .decisions import (
     ALLOW,
     DENY,
@@ -15,9 +16,12 @@ from .decisions import (
     LowType,
     settled_dtype,
 )
-from .files import PolicySource, is_policy_file, read_policy_file
-from .op_lists import FILE_NAMES, SHIPPED, read_list
-from .policy import Policy, check_files, load_policy, read_source
+from .files.reading import is_policy_file, read_policy_file
+from .files.sources import PolicySource
+from .lists.kinds import FILE_NAMES
+from .lists.sets import SHIPPED, read_list
+from .loading import load_policy, read_source
+from .policy import Policy
 from .tables import policy_line
 
 __all__ = [

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import yaml
 
-from ..errors import PolicyFileError
+from ...errors import PolicyFileError
 
 _TAG: Final = "tag:yaml.org,2002:"
 _SPACE: Final = re.compile(r"[ \t\n\r,:]*")

@@ -11,7 +11,7 @@ from typing import Any, Final
 import yaml
 from yaml.resolver import Resolver
 
-from ..errors import PolicyFileError, cut
+from ...errors import PolicyFileError, cut
 
 #: PyYAML's own parser takes some 5 s for a megabyte; libyaml a tenth, but its messages say less.
 _LONG: Final = 1 << 16
