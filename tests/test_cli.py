@@ -97,7 +97,7 @@ def test_check_prints_every_fault_with_file_and_line(
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "absent.txt: no such file; give the path of an op list",
         "my_bf16.txt:2: unknown op 'matmull'; did you mean 'matmul'?",
-        "my_bf16.txt:3: 'matmul' stands in this list already, at my_bf16.txt:1; "
+        "my_bf16.txt:3: 'matmul' is already in this list, at my_bf16.txt:1; "
         "remove one of the lines",
         "my_fp32.txt:2: 'F.softmax' is in two lists: it is the op 'softmax', as 'softmax' at "
         "my_bf16.txt:4 is; keep one of the lines",
@@ -152,7 +152,7 @@ def test_check_reads_policy_files(directory: Path, capsys: pytest.CaptureFixture
         "bad.json:2: unknown key 'hmp_bf16_op' of a Gaudi configuration; did you mean 'hmp_bf16_ops'?",
         "bad.txt:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
         "not 'float31'; did you mean 'float32'?",
-        "bad.yml:1: 'mm' stands in this list already, at bad.yml:1; remove one of the lines",
+        "bad.yml:1: 'mm' is already in this list, at bad.yml:1; remove one of the lines",
         "bad.yml:1: unknown op 'matmull'; did you mean 'matmul'?",
         "bad.yml:3: unknown op 'soft_max'; did you mean 'softmax'?",
         "none.yaml: no such file; give the path of a policy file",

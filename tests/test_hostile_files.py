@@ -89,7 +89,7 @@ def test_special_files_are_refused_without_waiting_for_them(tmp_path: Path) -> N
 def test_special_files_in_a_directory_of_lists_are_no_lists(tmp_path: Path) -> None:
     """They are passed over there, as any file of another name is."""
     os.mkfifo(tmp_path / "bf16.txt")
-    with pytest.raises(HmpxError, match="is no shipped set"):
+    with pytest.raises(HmpxError, match="is neither a shipped set"):
         load_policy(lists=tmp_path)
 
 

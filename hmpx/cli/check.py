@@ -20,7 +20,7 @@ def add_parser(commands: Any) -> None:
         help="find the faults of op lists and policy files",
         usage="hmpx check [--bf16 FILE] [--fp16 FILE] [--fp32 FILE] [FILES...]",
         description="Prints every fault of op lists and policy files as FILE:LINE: MESSAGE: names that"
-        "\ntorch does not know, lines that stand there twice, ops that two lists claim, unknown keys.",
+        "\ntorch does not know, repeated lines, ops that are in two lists, unknown keys.",
         epilog="""\
 exit status:
   0 no fault; 1 faults; 2 wrong arguments

@@ -104,7 +104,7 @@ def _doctor_of_torch() -> int:
 
 
 def _capability_lines(device_type: str, dtype: torch.dtype) -> Iterator[str]:
-    """Yields what the device reports and was measured to do in ``dtype``, and what follows."""
+    """Yields lines on ``dtype`` on the device: whether the hardware has it, and how fast it was measured to be."""
     name = str(dtype).removeprefix("torch.")
     said = {
         True: "torch reports that the hardware has it",
@@ -124,7 +124,7 @@ def _capability_lines(device_type: str, dtype: torch.dtype) -> Iterator[str]:
 
 
 def _measured(known: compute.Capability, *, training: bool) -> str:
-    """Returns a cell; numbers are padded so that those with and without a remark line up."""
+    """Returns a cell, padded such that numbers with and without a remark line up."""
     ratio = known.training if training else known.inference
     if ratio is None:
         return f"{'-':6}"

@@ -1,8 +1,8 @@
 """Where the command line starts: ``hmpx run``, ``check``, ``ops``, ``doctor``, ``kernels``.
 
 A command is a module with two functions: ``add_parser(commands)`` adds its parser, and
-``run(options)`` runs it and returns the exit status. A new one needs only its place in
-`_COMMANDS` besides.
+``run(options)`` runs it and returns the exit status. Besides, a new command needs
+only its place in `_COMMANDS`.
 """
 
 from __future__ import annotations

@@ -47,7 +47,7 @@ examples:
     parser.add_argument(
         "--formats",
         action="store_true",
-        help="list the number formats that may stand for the low type instead",
+        help="list the number formats that may be the low type, instead of ops",
     )
     parser.add_argument(
         "pattern",

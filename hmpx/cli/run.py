@@ -25,7 +25,7 @@ def add_parser(commands: Any) -> None:
         help="convert torch, then run an unmodified script",
         usage="hmpx run [options] SCRIPT [ARGS...]\n       hmpx run [options] -m MODULE [ARGS...]",
         description="Converts torch, then runs SCRIPT as `python SCRIPT ARGS` would.\n"
-        "Options of hmpx stand before SCRIPT; all that follows it belongs to the script.",
+        "Options of hmpx go before SCRIPT; everything after it belongs to the script.",
         epilog="""\
 With --habana-shim nothing is cast before the script's own hmp.convert(): the options above are what
 that call uses where it does not say otherwise. Processes that the script starts are converted as it is.

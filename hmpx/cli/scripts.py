@@ -14,11 +14,11 @@ from ..errors import HmpxError
 
 
 class ScriptError(HmpxError):
-    """There is no program to run where the user says."""
+    """There is no such program to run."""
 
 
 def exists(path: str) -> bool:
-    """Whether there is a file or directory at ``path``, which may be no path at all."""
+    """Whether there is a file or directory at ``path``, which may be any string."""
     try:
         return Path(path).exists()
     except (OSError, ValueError):  # too long, or it holds a null byte
@@ -38,7 +38,7 @@ def execute(name: str, is_module: bool) -> None:
 
 
 def directory_of(name: str, is_module: bool) -> Path:
-    """Returns what python makes the first entry of `sys.path`."""
+    """Returns the directory that python would put first in `sys.path`."""
     if is_module:
         return Path.cwd()
     return Path(name).absolute() if _is_container(name) else Path(name).resolve().parent
@@ -46,7 +46,7 @@ def directory_of(name: str, is_module: bool) -> Path:
 
 def _is_container(name: str) -> bool:
     """Whether ``name`` is a directory or zip file, whose ``__main__.py`` is run."""
-    path = Path(name)  # a pipe or a device has no end to look for the zip file's directory at
+    path = Path(name)  # zipfile looks at the end, which pipes and devices don't have
     return path.is_dir() or (path.is_file() and zipfile.is_zipfile(path))
 
 
@@ -63,11 +63,13 @@ def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
     with Path(path).open("rb") as file:  # may be a pipe, as with python
         source = file.read(_MOST_SOURCE + 1)
     if len(source) > _MOST_SOURCE:
-        raise ScriptError(f"{path}: more than {_MOST_SOURCE >> 20} MB is no Python script")
+        raise ScriptError(
+            f"{path}: more than {_MOST_SOURCE >> 20} MB is too large for a Python script"
+        )
     return module, compile(source, path, "exec", dont_inherit=True)
 
 
-#: Bytes of a script: a device may have no end.
+#: Most bytes of a script: a device may have no end.
 _MOST_SOURCE: Final = 1 << 26
 
 

@@ -11,7 +11,7 @@ _PASSING_ON = {f"hmpx.{room}" for room in ("cli", "compute", "gaudi", "torch_sta
 
 
 def show_uncaught(error: BaseException) -> None:
-    """Does what python does with an uncaught exception, but hides hmpx's frames."""
+    """Reports an uncaught exception as python does, but without hmpx's frames."""
     _hide_frames(error)
     kind, trace = type(error), error.__traceback__
     sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace

@@ -30,8 +30,8 @@ class Op:
     Attributes:
         name: The name that reports use and that a list line may hold.
         covered_by: The op whose list line covers this one too (``truediv`` is covered by ``div``).
-        sites: The slots to patch so that every spelling of the op is caught.
-        followers: Python functions that end in one of ``sites`` and so need no patch.
+        sites: The slots to patch so that every spelling of the op is covered.
+        followers: Python functions that call one of ``sites``, and therefore need no patch.
     """
 
     name: str
@@ -41,7 +41,7 @@ class Op:
 
 
 class _Tables(NamedTuple):
-    """All that is known of names.
+    """The ops and their names.
 
     Attributes:
         ops: Op name -> op.
@@ -60,7 +60,7 @@ def table() -> Mapping[str, Op]:
 
 
 def is_known(name: str) -> bool:
-    """Whether ``name`` is the name of an op: of torch, or what one of another library may be called."""
+    """Whether ``name`` is the name of an op of torch, or may be that of another library's."""
     return name in table() or _foreign(name) == name
 
 

@@ -1,4 +1,4 @@
-"""What the arguments of an op's callables are: which may hold tensors, and which are written to."""
+"""The parameters of ops' callables: which may hold tensors, and which are written to."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ _READ_STATISTICS = ("_backward", "_no_training")
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """What a callable's arguments are.
+    """The parameters of a callable.
 
     Attributes:
         names: Parameter names by position; keyword-only ones follow.
@@ -43,7 +43,7 @@ class Parameters:
 
 
 def parameters(site: Site) -> Parameters:
-    """Returns what the arguments of the callable at ``site`` are."""
+    """Returns the parameters of the callable at ``site``."""
     if site.is_python:
         return python_parameters(site.function())
     return _schema_parameters(aten_name(site), site.namespace == "torch.Tensor")
@@ -52,9 +52,9 @@ def parameters(site: Site) -> Parameters:
 def written(op: str, site: Site) -> tuple[str, ...]:
     """Returns the parameters of the callable at ``site`` whose tensors it writes to, ``out`` aside.
 
-    They are what the schemas declare, with the first of an in-place callable; ``ops.ini`` has what
-    schemas can't say. Running statistics are declared for one op of their family only, and updated
-    by every op that takes them, but for those that say they don't.
+    They are those that the schemas declare, and the first one of an in-place callable; ``ops.ini`` adds
+    what schemas can't express. Running statistics are declared for one op of their family only, but
+    every op that takes them updates them, except those whose names say otherwise.
     """
     names = parameters(site).names
     found = set(facts("writes").get(op, ())) | set(names[:1] if site.in_place else ())
@@ -66,7 +66,7 @@ def written(op: str, site: Site) -> tuple[str, ...]:
 
 
 def statistics(op: str, site: Site) -> tuple[str, ...]:
-    """Returns the running statistics among what the callable at ``site`` writes to."""
+    """Returns the running statistics among the parameters that the callable at ``site`` writes to."""
     return tuple(name for name in written(op, site) if name in _statistics())
 
 
@@ -109,7 +109,7 @@ def python_parameters(function: Callable[..., Any]) -> Parameters:
     """Returns the parameters of a function without a schema: each may hold tensors, nested or not."""
     try:
         signature = inspect.signature(function)
-    except (TypeError, ValueError):  # no signature: cast by what the call holds
+    except (TypeError, ValueError):  # no signature: each call's own arguments decide
         return Parameters((), {}, 0, frozenset())
     names = tuple(
         p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
@@ -119,5 +119,5 @@ def python_parameters(function: Callable[..., Any]) -> Parameters:
 
 @functools.cache
 def _statistics() -> frozenset[str]:
-    """Returns what ATen calls the running statistics that a norm updates."""
+    """Returns ATen's names of the running statistics that a norm updates."""
     return declared_written("_native_batch_norm_legit")

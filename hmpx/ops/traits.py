@@ -1,4 +1,4 @@
-"""Traits of an op that follow from its sites and schemas: what casting it can mean and cost."""
+"""Traits of ops that follow from their sites and schemas: whether casting means anything, and its cost."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")
 def is_decisive(name: str, *, is_relative: bool) -> bool:
     """Whether a list's line may change what a call of op ``name`` does.
 
-    It can't where all callables write to their first argument, which decides then; nor, for lists
-    whose types are relative to the inputs', where there is one input.
+    It can't where every callable writes to its first argument, whose dtype then decides; nor, in lists
+    whose dtypes are relative to the inputs', where there is only one input.
     """
     if name not in table():
         return True  # another library's
@@ -54,9 +54,9 @@ def computing() -> frozenset[str]:
 
 
 def kind(name: str) -> tuple[str, int | None]:
-    """Returns what the speed of op ``name`` in low precision depends on: its kind.
+    """Returns the kind of op ``name``, on which its speed in low precision depends.
 
-    Of a product of two matrices also the position of the first.
+    For a product of two matrices, the position of the first one is returned, too.
     """
     words = facts("kinds").get(name)
     if words is None:
@@ -66,9 +66,9 @@ def kind(name: str) -> tuple[str, int | None]:
 
 @functools.cache
 def is_castable(name: str) -> bool:
-    """Whether op ``name`` takes tensors and gives tensors, so that casting it means something."""
+    """Whether op ``name`` takes and returns tensors, so that casting it means something."""
     if foreign.is_foreign(name):
-        return True  # as far as can be known
+        return True  # as far as is known
     for site in table()[name].sites:
         if site.is_property:
             return site.attribute in PROPERTIES
@@ -107,7 +107,7 @@ def _is_alias(schema: Any) -> bool:
 
 
 def _makes_new(schema: Any) -> bool:
-    """Whether the op takes a tensor and all that a new one is made with: ``zeros_like``."""
+    """Whether the op takes a tensor and all the options of a new one: ``zeros_like``."""
     names = {argument.name for argument in schema.arguments}
     return takes_tensor(schema) and {"dtype", "layout", "device", "pin_memory"} <= names
 
@@ -115,7 +115,7 @@ def _makes_new(schema: Any) -> bool:
 def _copies_view(schema: Any) -> bool:
     """Whether the op is the copy of a view: ``detach_copy``, ``slice_copy``."""
     name, overload = schema.name.partition("::")[2], schema.overload_name or "default"
-    if not name.endswith("_copy"):  # as all are called; slice_scatter is tagged so, too
+    if not name.endswith("_copy"):  # as all of them do; slice_scatter has the tag, too
         return False
     op = getattr(getattr(torch.ops.aten, name, None), overload, None)
     return op is not None and torch.Tag.view_copy in op.tags

@@ -1,7 +1,4 @@
-"""What can be decided for an op: the `CastPolicy`, and the types it computes and ends in.
-
-Knows neither ops nor where decisions come from.
-"""
+"""Decisions for ops: the `CastPolicy`, and the dtypes that an op computes in and returns."""
 
 from __future__ import annotations
 
@@ -57,14 +54,14 @@ class Decision:
         dtype: The dtype that `CastPolicy.LOW` and `CastPolicy.FP32` cast to, or the number format
             that `CastPolicy.LOW` rounds to; None for the others, and for the low-precision type of
             the policy.
-        accumulate_dtype: The op computes in it: inputs, rounded as ever, are raised to it first.
-            None: as its kernel for the inputs' dtype does.
+        accumulate_dtype: The op computes in it: inputs are rounded as usual, then upcast to it. None:
+            as its kernel for the inputs' dtype computes.
         output_dtype: Floating outputs are cast to it; ``"input"``: to the dtype that the first
             floating input was given in. None: the inputs' dtype.
         reason: Where it comes from: ``"my_bf16.txt:3"``. Not part of equality.
 
     Raises:
-        OptionError: A value is none of these.
+        OptionError: A value is not one of these.
     """
 
     cast_policy: CastPolicy
@@ -149,14 +146,14 @@ def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:
 
 
 def parse_low_type(value: object) -> LowType:
-    """Returns the low-precision type that ``value`` is, or names.
+    """Returns the low-precision type ``value``, or the one of that name.
 
     Args:
         value: ``torch.bfloat16``, ``torch.float16`` or one of their names; a number format, or the
             name of a registered one.
 
     Raises:
-        OptionError: It is none of these.
+        OptionError: It is not one of these.
     """
     if is_a(value, FORMATS):
         return value  # type: ignore[return-value]

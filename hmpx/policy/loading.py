@@ -41,10 +41,10 @@ def load_policy(
     A policy file may also be given alone, in the first place: ``load_policy("policy.yaml")``.
 
     Raises:
-        OpListError: A list can't be read, or an op stands in two lists; with ``strict``, also if a
+        OpListError: A list can't be read, or an op is in two lists; with ``strict``, also if a
             name is unknown.
-        PolicyFileError: ``policy`` can't be read, or is no policy.
-        OptionError: ``opt_level``, ``low_precision_type`` or ``lists`` has no such value.
+        PolicyFileError: ``policy`` can't be read, or is not a policy.
+        OptionError: ``opt_level``, ``low_precision_type`` or ``lists`` has an invalid value.
     """
     given_paths = {
         name: arguments.path(name, path)
@@ -87,7 +87,7 @@ def load_policy(
 def _from_lists(
     paths: Mapping[str, str], lists: str, low_dtype: LowType, *, strict: bool
 ) -> Policy:
-    """Returns the policy of the files at ``paths``, by kind, and of a set of lists beside them."""
+    """Returns the policy of the files at ``paths``, by kind, and of a set of lists for the other kinds."""
     given = [
         Listed(sets.read_list(path, kind), KINDS[kind].decision(low_dtype))
         for kind, path in paths.items()
@@ -106,11 +106,11 @@ def _from_lists(
 
 
 def read_source(policy: object) -> PolicySource:
-    """Returns what a policy file, or a mapping like one, holds.
+    """Returns the content of a policy file, or of a mapping like one.
 
     Raises:
         OptionError: ``policy`` is neither.
-        PolicyFileError: It can't be read, or is no policy.
+        PolicyFileError: It can't be read, or is not a policy.
     """
     if isinstance(policy, PolicySource):
         return policy
@@ -124,7 +124,7 @@ def read_source(policy: object) -> PolicySource:
 
 
 def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) -> Policy:
-    """Returns the policy of a file; raises and warns of its faults."""
+    """Returns the policy of a file; raises errors and warns about its faults."""
     for note in source.notes:
         warn(note)
     low_dtype = source.low_precision_type or default_dtype

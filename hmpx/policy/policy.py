@@ -37,8 +37,8 @@ class Policy:
     Attributes:
         decisions: Op name -> decision. Ops that are not in it are left alone.
         low_precision_type: The type of the low-precision list.
-        sections: Decisions for parts of a model; of those that hold for a call and name its op, the
-            first one counts, before ``decisions``.
+        sections: Decisions for parts of a model. The first section that holds for a call and names its
+            op outranks ``decisions``.
     """
 
     decisions: Mapping[str, Decision]
@@ -46,10 +46,10 @@ class Policy:
     sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
-        """Gives each decision the dtype that it leaves out.
+        """Gives each decision a dtype where it has none.
 
         Raises:
-            OptionError: A field holds what it can't hold.
+            OptionError: A field has an invalid value.
         """
         low_dtype = parse_low_type(self.low_precision_type)
         settled: dict[str, Decision] = {}
@@ -89,7 +89,7 @@ class Policy:
         return Policy, (dict(self.decisions), self.low_precision_type, self.sections)
 
     def section_rules(self) -> dict[str, list[SectionRule]]:
-        """Returns op -> what the sections say of it, in the order in which they are asked."""
+        """Returns op -> its decisions in sections, in the order in which they are asked."""
         found: dict[str, list[SectionRule]] = {}
         for section in self.sections:
             rules: dict[int, SectionRule] = {}  # a line of ``*`` is one decision for all its ops
@@ -104,18 +104,18 @@ class Policy:
         """Returns a message for each module pattern that matches none of these qualified names.
 
         Raises:
-            OptionError: ``paths`` are no strings.
+            OptionError: ``paths`` are not strings.
         """
         return sections.unmatched(self.sections, arguments.texts("paths", paths))
 
     def fingerprint(self) -> str:
-        """Returns what equal policies have in common, in any process."""
+        """Returns a string that equal policies share, in any process."""
         placed = [(each.conditions(), _bare(each.decisions)) for each in self.sections]
         state = repr((_bare(self.decisions), placed, self.low_precision_type))
         return hashlib.sha256(state.encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """Returns a policy file that makes an equal policy: all that is in force, spelled out."""
+        """Returns a policy file that makes an equal policy, with every decision spelled out."""
         return writing.to_yaml(self.decisions, self.low_precision_type, self.sections)
 
     def __getitem__(self, op: str) -> Decision:
@@ -146,11 +146,12 @@ class Policy:
     ) -> Policy:
         """Returns the policy that holds exactly these ops, without any shipped list.
 
-        Where an op stands in several, an earlier argument outranks a later one.
+        Where an op is in several, an earlier argument outranks a later one.
 
         Raises:
-            OpListError: A name is unknown, or stands in both ``low`` and ``fp32``.
-            OptionError: ``low_precision_type`` is none, or a list holds no strings.
+            OpListError: A name is unknown, or is in both ``low`` and ``fp32``.
+            OptionError: ``low_precision_type`` is not one, or a list holds something else than
+                strings.
         """
         low_dtype = parse_low_type(low_precision_type)
         given = {"low": low, "fp32": fp32, "widest": widest, "first": first}
@@ -166,7 +167,7 @@ class Policy:
 
 
 def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, list[str]]]:
-    """Returns the ops by what is decided for them, without reasons; equal for equal decisions."""
+    """Returns the ops by decision, without reasons; equal for equal decisions."""
     bare: dict[int, list[str]] = {}  # a line of ``*`` is one decision for all its ops
     found: dict[str, list[str]] = {}
     for name in sorted(decisions):

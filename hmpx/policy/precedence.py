@@ -13,7 +13,7 @@ from .lists.op_list import Listed
 def resolve(bands: list[list[Listed]]) -> dict[str, Decision]:
     """Returns op -> decision.
 
-    An earlier band outranks a later one. Within a band an operator's own line outranks that of the
+    A band is a list of op lists. An earlier band outranks a later one. Within a band an operator's own line outranks that of the
     op that covers it. ``*`` comes after every named line of a low-precision or fp32 list.
     """
     decisions: dict[str, Decision] = {}
@@ -43,7 +43,7 @@ def _computing() -> tuple[str, ...]:
 
 
 def _resolve_named(band: list[Listed], decisions: dict[str, Decision]) -> None:
-    """Adds to ``decisions`` what the named lines of ``band`` say of ops not in it yet."""
+    """Adds the decisions of the named lines of ``band`` for ops that have none yet."""
     named = {
         name: (listed.decided(entry), listed.op_list)
         for listed in band

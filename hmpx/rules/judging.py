@@ -56,7 +56,7 @@ class Judge(Generic[_T]):
         self._state: tuple[tuple[str, ...], dict[Any, _T]] = ((), {})
 
     def judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
-        """Returns what ``follow`` made of the decision for a call with these arguments."""
+        """Returns the result of ``follow`` for a call with these arguments."""
         fields, known = self._state
         try:
             return known[self._key(fields, args, kwargs)]
@@ -112,7 +112,7 @@ class Judge(Generic[_T]):
         before, known = self._state
         fields = tuple([name for name in FIELDS if name in read or name in before])
         if fields != before or len(known) >= MOST_VERDICTS:
-            known = {}  # what rules have said depends on more than was known
+            known = {}  # the verdicts depend on more than was known
             self._state = fields, known
         if all([type(size) is int for tensor in tensors for size in tensor.shape]):  # noqa: C419
             known[self._key(fields, args, kwargs)] = followed

@@ -31,7 +31,7 @@ class Registered:
     level: int
 
     def __call__(self, call: Call) -> Verdict:
-        """Returns what the user's function says.
+        """Returns the verdict of the user's function.
 
         Raises:
             RuleError: It raised an error.
@@ -103,7 +103,7 @@ def register_rule(
         ``fn``, or the decorator.
 
     Raises:
-        OptionError: An op is unknown, ``fn`` can't be called, or ``level`` is no integer.
+        OptionError: An op is unknown, ``fn`` can't be called, or ``level`` is not an integer.
     """
     names = _resolved(op)
     if type(level) is not int:
@@ -194,7 +194,7 @@ def _is_same(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
 
 
 def _bound(function: types.FunctionType) -> tuple[object, ...]:
-    """Returns the identities of what a function was made with."""
+    """Returns the identities of the values that a function was made with."""
     cells = [_content(cell) for cell in function.__closure__ or ()]
     cells = [None if content is function else content for content in cells]  # it calls itself
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]

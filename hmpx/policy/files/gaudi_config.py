@@ -1,4 +1,4 @@
-"""The ``gaudi_config.json`` of optimum-habana: what it says of casting, to HMP or to autocast."""
+"""Reads the ``gaudi_config.json`` of optimum-habana: the parts about casting, for HMP or autocast."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _EVERYTHING: Final = (Entry("*", ""),)
 
 
 def parse(text: str, source: str) -> PolicySource:
-    """Returns what the JSON ``text`` says of casting, to HMP or to Gaudi's autocast.
+    """Returns the lists in a Gaudi configuration, of HMP or of Gaudi's autocast.
 
     Raises:
         PolicyFileError: It is not a Gaudi configuration.

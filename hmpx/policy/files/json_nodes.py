@@ -1,7 +1,7 @@
-"""JSON text as the nodes that PyYAML makes of YAML: with a line for every key and value.
+"""Parses JSON text into PyYAML's nodes, which have a line for every key and value.
 
-Python's `json` decides what is JSON; its results have no lines, so the text, known to be good by then,
-is taken apart once more. Knows no policy.
+Python's `json` decides whether it is valid; its results have no lines, so the text, valid by then, is
+parsed once more.
 """
 
 from __future__ import annotations
@@ -26,29 +26,31 @@ def compose(text: str, source: str) -> yaml.Node:
     """Returns the node of the JSON in ``text``; ``source`` is what error messages call it.
 
     Raises:
-        PolicyFileError: It is no JSON, or nested deeper than Python's parser goes.
+        PolicyFileError: It is not valid JSON, or nested deeper than Python's parser goes.
     """
     try:
         json.loads(text, parse_int=_kept, parse_float=_kept, parse_constant=_refused)
     except json.JSONDecodeError as error:
-        raise PolicyFileError(f"{source}:{error.lineno}: no JSON: {error.msg}") from None
+        raise PolicyFileError(f"{source}:{error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
         raise PolicyFileError(f"{source}: nested too deep to be a policy") from None
     except _ConstantError as error:
         line = next(
             (text.count("\n", 0, m.start()) + 1 for m in _CONSTANTS.finditer(text) if m[1]), 1
         )
-        raise PolicyFileError(f"{source}:{line}: no JSON: {error} is no number of JSON") from None
+        raise PolicyFileError(
+            f"{source}:{line}: not valid JSON: {error} is not a number in JSON"
+        ) from None
     return _Composer(text).compose()
 
 
 def _kept(digits: str) -> str:
-    """Leaves numbers as they are written: Python refuses to convert very long ones."""
+    """Keeps numbers as they are written: Python refuses to convert very long ones."""
     return digits
 
 
 class _ConstantError(Exception):
-    """A number that Python's parser takes, and JSON does not have."""
+    """A number that Python's parser accepts, but JSON does not have."""
 
 
 def _refused(constant: str) -> Any:
@@ -56,7 +58,7 @@ def _refused(constant: str) -> Any:
 
 
 class _Composer:
-    """Takes good JSON apart; keeps its own stack, so that depth costs no recursion."""
+    """Parses valid JSON with a stack of its own, so that nesting needs no recursion."""
 
     def __init__(self, text: str) -> None:
         self._text = text

@@ -37,7 +37,7 @@ class NodeReader:
     def mapping(
         self, node: yaml.Node, readers: Mapping[str, Callable[[str, yaml.Node], Any]], what: str
     ) -> dict[str, Any]:
-        """Returns key -> what the key's reader makes of its name and its value."""
+        """Returns key -> the value that its reader makes of the key and the node."""
         self._check_tag(node)
         if not isinstance(node, yaml.MappingNode):
             raise self.error(node, f"{what} must be a mapping of keys to values")
@@ -73,7 +73,7 @@ class NodeReader:
         """Returns a scalar as it is written."""
         self._check_tag(node)
         if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
-            raise self.error(node, f"{key} must be a text")
+            raise self.error(node, f"{key} must be a string")
         return str(node.value)
 
     def texts(self, key: str, node: yaml.Node) -> tuple[str, ...]:
@@ -139,5 +139,5 @@ class NodeReader:
                     warnings.simplefilter("ignore", FutureWarning)
                     re.compile(self.text(key, item))
             except (re.error, OverflowError, RecursionError) as error:
-                raise self.error(item, f"{key}: no regular expression: {error}") from None
+                raise self.error(item, f"{key}: not a regular expression: {error}") from None
         return self.texts(key, node)

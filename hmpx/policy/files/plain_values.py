@@ -21,7 +21,7 @@ _MOST_LEVELS: Final = 16
 
 
 class PlainValues:
-    """Turns what users give into the values that YAML has; errors name the keys on the way."""
+    """Turns a user's dict into values that YAML has; errors name the keys that lead to a value."""
 
     def __init__(self) -> None:
         """Starts with no items counted."""

@@ -32,7 +32,7 @@ class PolicyReader(NodeReader):
             raise PolicyFileError(str(error)) from None
 
     def op_list(self, kind: str, node: yaml.Node) -> tuple[OpList, tuple[Entry, ...]]:
-        """Returns what is added to a list, and what is removed."""
+        """Returns the ops that are added to a list, and those that are removed."""
         if not isinstance(node, yaml.MappingNode):
             return self.lines(node, kind), ()
         readers = {
@@ -47,7 +47,7 @@ class PolicyReader(NodeReader):
         return tuple([Entry(self.text("an op", item), self.where(item)) for item in items])
 
     def section(self, node: yaml.Node) -> SectionSource:
-        """Returns what a section holds."""
+        """Returns the content of a section."""
         readers = {key: functools.partial(each.read, self) for key, each in CONDITIONS.items()}
         own: dict[str, Callable[[str, yaml.Node], Any]] = {
             "low_precision_type": self.low_type,
@@ -79,7 +79,8 @@ class PolicyReader(NodeReader):
             hint = suggestion(name, known)
             raise self.error(
                 each,
-                f"lists {shown(name)} is no shipped set ({', '.join(known)}), no directory and not none{hint}",
+                f"lists {shown(name)} is neither a shipped set ({', '.join(known)}), nor a directory, nor "
+                f"none{hint}",
             )
         return name if name in known else os.fspath(folder / name)
 

@@ -24,23 +24,23 @@ from .plain_values import SOURCE, PlainValues
 from .policy_reader import PolicyReader
 from .sources import PolicySource
 
-#: How the files' names end.
+#: Endings of the files' names.
 SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 _FILE: Final = text_files.TextKind("a policy file", 1 << 20, PolicyFileError)
 
 
 def is_policy_file(path: object) -> bool:
-    """Whether ``path`` is named as policy files are."""
+    """Whether ``path`` has the name of a policy file."""
     return is_a(path, str) and str.endswith(path, SUFFIXES)  # type: ignore[arg-type]
 
 
 def read_policy_file(path: str | os.PathLike[str]) -> PolicySource:
-    """Returns what the file holds.
+    """Returns the content of the file.
 
     Raises:
-        PolicyFileError: It can't be read, or is no policy.
-        OptionError: ``path`` is no path.
+        PolicyFileError: It can't be read, or is not a policy.
+        OptionError: ``path`` is not a path.
     """
     plain = arguments.path("policy", path)
     name = short(plain)
@@ -53,17 +53,17 @@ def read_policy_file(path: str | os.PathLike[str]) -> PolicySource:
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
-    """Returns what a policy file of these keys and values would hold.
+    """Returns the content of a policy file with these keys and values.
 
     Raises:
-        PolicyFileError: It is no policy.
+        PolicyFileError: It is not a policy.
     """
     content = PlainValues().mapping("", mapping, 0)
     return parse(yaml.safe_dump(content, sort_keys=False), SOURCE, Path())
 
 
 def parse(text: str, source: str, folder: Path) -> PolicySource:
-    """Returns what the YAML ``text`` holds.
+    """Returns the content of a policy file in YAML.
 
     Args:
         text: The whole file.
@@ -71,7 +71,7 @@ def parse(text: str, source: str, folder: Path) -> PolicySource:
         folder: The directory to which ``lists`` is relative, where that is a path.
 
     Raises:
-        PolicyFileError: It is no policy.
+        PolicyFileError: It is not a policy.
     """
     node = yaml_nodes.compose(text, source)
     if node is None:

@@ -17,7 +17,7 @@ class SectionSource:
 
     Attributes:
         lists: Name in `lists.kinds.KEYS` -> op list.
-        conditions: Key in `conditions.CONDITIONS` -> what it asks for.
+        conditions: Key in `conditions.CONDITIONS` -> value.
         low_precision_type: Of its lists; None for that of the file.
         where: ``"policy.yaml:12"``.
     """
@@ -38,8 +38,8 @@ class PolicySource:
         base: The shipped set, or a directory; None for none.
         low_precision_type: None if the file names none.
         sections: In their order.
-        is_verbose: What the file says of logging.
-        notes: What the user should hear of.
+        is_verbose: Whether the file asks for logging.
+        notes: Messages to the user.
         where: The file.
     """
 

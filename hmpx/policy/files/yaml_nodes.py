@@ -1,6 +1,6 @@
-"""YAML text as PyYAML's nodes, in bounded time: what is long goes through the parser written in C.
+"""Parses YAML text into PyYAML's nodes, in bounded time: long text goes through the parser in C.
 
-Knows no policy, and evaluates nothing.
+Nothing is evaluated.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ def compose(text: str, source: str) -> yaml.Node | None:
     """Returns the node of the one document in ``text``; None for an empty one.
 
     Raises:
-        PolicyFileError: It is no YAML, or nested too deep.
+        PolicyFileError: It is not valid YAML, or nested too deep.
     """
     try:
         if len(text) > _LONG and yaml.__with_libyaml__:
@@ -40,13 +40,13 @@ def compose(text: str, source: str) -> yaml.Node | None:
             else ""
         )
         problem = cut(str(error.problem or error.context))
-        raise PolicyFileError(f"{where}: no YAML: {problem}{hint}") from None
+        raise PolicyFileError(f"{where}: not valid YAML: {problem}{hint}") from None
     except yaml.YAMLError as error:
-        raise PolicyFileError(f"{source}: no YAML: {cut(str(error))}") from None
+        raise PolicyFileError(f"{source}: not valid YAML: {cut(str(error))}") from None
     except (RecursionError, _TooDeepError):
         raise PolicyFileError(f"{source}: nested too deep to be a policy") from None
     except (ValueError, OverflowError) as error:  # of \\U escapes, of a version's number
-        raise PolicyFileError(f"{source}: no YAML: {error}") from None
+        raise PolicyFileError(f"{source}: not valid YAML: {error}") from None
 
 
 def _mark(event: Any) -> yaml.Mark:
@@ -60,11 +60,11 @@ class _TooDeepError(Exception):
 
 
 def _composed(text: str) -> yaml.Node | None:
-    """Returns what ``yaml.compose`` does; on a stack of its own, since libyaml's recursion has no end.
+    """Returns what ``yaml.compose`` would, with a stack of its own: libyaml's recursion is unlimited.
 
     Raises:
         yaml.YAMLError: As there.
-        _TooDeepError: It is.
+        _TooDeepError: It is nested too deep.
     """
     resolver = Resolver()
     anchors: dict[str, yaml.Node] = {}

@@ -18,7 +18,7 @@ LEFT_OUT: Final = "left out of the op lists:"
 
 
 def unknown_names(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
-    """Returns messages for the lines that name nothing to cast."""
+    """Returns messages for the lines that do not name an op that can be cast."""
     faults = (
         f"{entry.where}: {_why_unknown(entry.text)}"
         for op_list in op_lists
@@ -28,10 +28,10 @@ def unknown_names(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[st
 
 
 def absent_names(op_lists: Iterable[OpList], most: int = MOST_SHOWN) -> list[str]:
-    """Returns messages for lines that name what other libraries, as far as can be told, don't have.
+    """Returns messages for lines that name functions which other libraries don't seem to have.
 
     Args:
-        op_lists: Lists; shipped ones name what need not be installed.
+        op_lists: Lists; shipped ones are passed over, since their libraries need not be installed.
         most: How many messages to return.
     """
     faults = [
@@ -47,9 +47,9 @@ def absent_names(op_lists: Iterable[OpList], most: int = MOST_SHOWN) -> list[str
 
 
 def repeated_lines(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
-    """Returns messages for the lines that stand in their list twice."""
+    """Returns messages for the lines that are in their list twice."""
     faults = (
-        f"{entry.where}: {shown(entry.text)} stands in this list already, at {earlier.where}; "
+        f"{entry.where}: {shown(entry.text)} is already in this list, at {earlier.where}; "
         "remove one of the lines"
         for op_list in op_lists
         for entry, earlier in op_list.repeated
@@ -60,11 +60,11 @@ def repeated_lines(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[s
 def _idle(op_list: OpList, *, is_relative: bool) -> list[str]:
     """Returns messages for the lines of a user's list that can never change anything.
 
-    ``iadd`` beside ``add``, which covers it, says nothing that is wrong.
+    ``iadd`` beside ``add``, which covers it, is fine.
     """
     return [
         f"{entry.where}: {shown(entry.text)} has no effect: "
-        + ("it has one input only" if is_relative else "the type of what it writes to decides")
+        + ("it has only one input" if is_relative else "the dtype of its output decides")
         + "; remove the line"
         for name, entry in op_list.ops.items()
         if not (op_list.is_shipped or entry.where.startswith(SHIPPED))
@@ -93,14 +93,14 @@ def report(
     strict: bool,
     is_from_files: bool = True,
 ) -> None:
-    """Raises or warns about the faults of lists that stand beside each other.
+    """Raises errors or warns about the faults of lists that are used together.
 
     Args:
         lists: The lists of a policy.
         *more: Those of each of its sections.
         strict: Whether unknown names are an error.
-        is_from_files: Whether those of libraries that are not installed are one, too, and lines that
-            have no effect are warned of.
+        is_from_files: Whether to warn of lines without effect and, with ``strict``, raise an error for
+            libraries that are not installed.
     """
     by_band: dict[bool, list[Listed]] = {}
     for each in lists:

@@ -21,7 +21,7 @@ _OPTIONS: Final[Mapping[str, str]] = {
     "output": "output_dtype",
 }
 
-#: There are three options; a line of more words is wrong however it goes on.
+#: There are three options, so a longer line is wrong however it goes on.
 _MOST_WORDS: Final = 8
 
 _CONDITION: Final = re.compile(
@@ -30,10 +30,10 @@ _CONDITION: Final = re.compile(
 
 
 def without_condition(line: str, where: str) -> str:
-    """Returns a line without ``; torch >= 2.14``; ``""`` if that does not hold.
+    """Returns a line without its ``; torch >= 2.14``; ``""`` if the condition does not hold.
 
     Raises:
-        OpListError: What stands after the semicolon is no condition.
+        OpListError: There is no valid condition after the semicolon.
     """
     content, _, condition = line.partition(";")
     found = _CONDITION.fullmatch(condition.strip())
@@ -47,13 +47,13 @@ def without_condition(line: str, where: str) -> str:
 
 
 def parse_line(content: str, where: str, kind: str = "low") -> Entry:
-    """Returns what one line says: ``"conv2d float16"``, ``"sum accumulate=float32"``.
+    """Returns the entry of a line: ``"conv2d float16"``, ``"sum accumulate=float32"``.
 
     Raises:
-        OpListError: What stands after the name is no option.
+        OpListError: A word after the name is not an option.
     """
     if not content.isprintable() and "\t" not in content:
-        raise OpListError(f"{where}: one op a line, please, not {shown(content)}")
+        raise OpListError(f"{where}: expected one op per line, found {shown(content)}")
     name, *words = content.split(maxsplit=_MOST_WORDS) or [""]
     if not name:
         raise OpListError(f"{where}: an op name is empty")
@@ -73,7 +73,9 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
             options[_OPTIONS[key]] = _option(key, value)
         except OptionError as error:
             if not is_option and len(words) == 1 and ops.resolve(word) in ops.table():
-                raise OpListError(f"{where}: one op a line, please, not {shown(content)}") from None
+                raise OpListError(
+                    f"{where}: expected one op per line, found {shown(content)}"
+                ) from None
             raise OpListError(f"{where}: {error}") from None
     if name[0] in "@-":
         raise OpListError(f"{where}: {shown(name)} takes no options; put them after an op's name")

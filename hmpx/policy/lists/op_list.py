@@ -11,7 +11,7 @@ import torch
 
 from ..decisions import Decision, LowType, OutputType
 
-#: Of lines with a fault so many are kept; the others are counted.
+#: How many lines with a fault of one kind are kept; the others are only counted.
 MOST_KEPT: Final = 100
 
 
@@ -20,7 +20,7 @@ class Entry:
     """One line of a list.
 
     Attributes:
-        text: The name as written, with what stands before it: ``"-mul"``.
+        text: The name as written, with its prefix: ``"-mul"``.
         where: ``"my_bf16.txt:3"``.
         dtype: The low-precision type of this op alone; None for that of the list.
         accumulate_dtype: See `decisions.Decision`, and
@@ -34,7 +34,7 @@ class Entry:
     output_dtype: OutputType | None = None
 
     def options(self) -> tuple[LowType | str | None, ...]:
-        """Returns what stands after the name."""
+        """Returns the options after the name."""
         return self.dtype, self.accumulate_dtype, self.output_dtype
 
 
@@ -44,11 +44,11 @@ class OpList:
 
     Attributes:
         ops: Op name -> the line that put it there.
-        unknown: Lines whose name is no op of the installed torch: the first of them.
+        unknown: The first lines whose name is not an op of the installed torch.
         unknown_count: How many there are.
-        repeated: (line, earlier line) pairs that hold the same text: the first of them.
+        repeated: The first pairs (line, earlier line) with the same text.
         repeated_count: How many there are.
-        removed: Ops removed by a ``-`` line, also operators of ops that are in the list.
+        removed: Ops removed by a ``-`` line, including operators of ops in the list.
         everything: The ``*`` line, if there is one.
         is_shipped: The list comes with hmpx.
     """
@@ -67,7 +67,7 @@ NOTHING: Final = OpList({})
 
 
 class Listed(NamedTuple):
-    """A list, and what is decided for the ops in it.
+    """A list, and the decision for the ops in it.
 
     Attributes:
         op_list: The list.

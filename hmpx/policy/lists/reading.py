@@ -50,9 +50,8 @@ def parse(
         is_shipped: The list comes with hmpx.
 
     Raises:
-        OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``; or what stands
-            after the name is no option, or after a semicolon no condition; or there are too many
-            lines.
+        OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``; its options or its
+            condition are not valid; or there are too many lines.
     """
     lines = text.removeprefix("\ufeff").splitlines()
     if len(lines) > _MOST_LINES:
@@ -96,12 +95,12 @@ def from_lines(
 
 
 class _Parts(NamedTuple):
-    """What a line says, wherever it stands.
+    """The parts of a line, apart from its place.
 
     Attributes:
-        content: The name as written, with what stands before it.
+        content: The name as written, with its prefix.
         start: Its first character.
-        name: The op that is meant; None for an unknown one, ``@`` lines and ``*``.
+        name: The op's name; None for an unknown one, ``@`` lines and ``*``.
         options: See `Entry.options`.
     """
 
@@ -122,7 +121,7 @@ class _Parts(NamedTuple):
 
 
 class _Reading:
-    """A list while it is read, line by line; no line takes longer for those before it."""
+    """A list while it is read, line by line; reading a line takes no longer after many others."""
 
     def __init__(self, kind: str, shipped: Shipped) -> None:
         self.found: dict[str, Entry] = {}
@@ -135,20 +134,20 @@ class _Reading:
         self._kind, self._shipped = kind, shipped
         self._own: dict[str, Entry] = {}
         self._where: dict[str, str] = {}  # name as written -> the last line with it
-        self._taken: dict[str, _Parts] = {}  # line -> what it says, of those with more than a name
-        self._options: dict[str, tuple[Any, ...]] = {}  # what follows a name -> what it says
+        self._taken: dict[str, _Parts] = {}  # line -> its parts, for lines of more than a name
+        self._options: dict[str, tuple[Any, ...]] = {}  # text after a name -> its options
         self._included: dict[str, OpList] = {}
         self._include_count = 0
 
     def add_all(self, lines: Iterable[tuple[str, str]]) -> None:
-        """Takes lines of which something is left without their comment.
+        """Adds lines, which are not empty without their comments.
 
         Raises:
             OpListError: As `parse`.
         """
         known, written, taken = ops.names(), self._where, self._taken
         for line, where in lines:
-            is_bare = line.isidentifier()  # as nearly all are: there is nothing to take apart
+            is_bare = line.isidentifier()  # as nearly all are: there is nothing to parse
             if is_bare or (line[:1] not in "@-*" and " " not in line and line.isprintable()):
                 earlier = written.get(line)
                 written[line] = where
@@ -206,8 +205,8 @@ class _Reading:
             self.removed.discard(name)
         elif own.options() != entry.options():
             raise OpListError(
-                f"{entry.where}: {shown(entry.text)} is the op {name!r}, which stands in this list "
-                f"already, at {own.where}, with other dtypes; keep one of the lines"
+                f"{entry.where}: {shown(entry.text)} is the op {name!r}, which is "
+                f"already in this list, at {own.where}, with other dtypes; keep one of the lines"
             )
 
     def _note_repeated(self, content: str, where: str, earlier: str) -> None:

@@ -1,4 +1,4 @@
-"""Where op lists are: files, directories of them, and the shipped sets."""
+"""Finds op lists: files, directories of them, and the shipped sets."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .op_list import OpList
 #: The shipped set that is used where none is named.
 DEFAULT_SET: Final = "hmpx"
 
-#: What the names of shipped lists begin with.
+#: Prefix of the names of shipped lists.
 SHIPPED: Final = "lists/"
 
 _FILE: Final = text_files.TextKind("an op list", 16 << 20, OpListError)
@@ -37,16 +37,16 @@ def directory() -> Path:
 
 
 def set_names() -> list[str]:
-    """Returns the names of the shipped sets: what ``lists=`` and ``@`` lines accept."""
+    """Returns the names of the shipped sets, which ``lists=`` and ``@`` lines accept."""
     return sorted(path.parent.name for path in directory().glob(f"*/{KINDS['low'].file_name}"))
 
 
 def read_list(path: str | os.PathLike[str], kind: str) -> OpList:
-    """Returns the list in the file ``path``; ``kind`` is what ``@`` lines include.
+    """Returns the list in the file ``path``, of the kind with that name.
 
     Raises:
-        OpListError: The file can't be read, is no text, or holds a line that is no op name.
-        OptionError: ``path`` is no path.
+        OpListError: The file can't be read, is not text, or holds a line that is not valid.
+        OptionError: ``path`` is not a path.
     """
     plain = arguments.path("an op list's path", path)
     return parse(_read_text(plain), short(plain), kind)
@@ -60,7 +60,7 @@ def read_shipped(name: str, kind: str = "low") -> OpList:
 
 @functools.cache
 def of_libraries() -> OpList:
-    """Returns the shipped list of other libraries' ops, which stands behind all other lists."""
+    """Returns the shipped list of other libraries' ops, which all other lists outrank."""
     return read_shipped("libraries", "fp32")
 
 
@@ -69,7 +69,7 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
 
     Args:
         lists: The name or directory.
-        low_dtype: What the low list is for: a shipped set may have another one for float16.
+        low_dtype: The low-precision type: a shipped set may have another list for float16.
 
     Raises:
         OptionError: There is no such set and no such directory.
@@ -91,7 +91,7 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
     }
     if not found:
         raise OptionError(
-            f"lists={shown(name)} is no shipped set ({', '.join(names)}) and no directory "
+            f"lists={shown(name)} is neither a shipped set ({', '.join(names)}) nor a directory "
             f"with {' or '.join(FILE_NAMES.values())}{suggestion(name, names)}"
         )
     missing = [kind for kind in KINDS.values() if kind.stand_in and kind.name not in found]
@@ -101,7 +101,7 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
 def _is_there(folder: Path, name: str) -> bool:
     try:
         return (folder / name).is_file()
-    except (OSError, ValueError):  # too long, or no path at all
+    except (OSError, ValueError):  # too long, or it holds a null byte
         return False
 
 
@@ -136,7 +136,7 @@ def _included(name: str, kind: str, where: str) -> OpList:
     names = set_names()
     if name not in names:
         raise OpListError(
-            f"{where}: no shipped set {shown(name)} ({', '.join(names)}){suggestion(name, names)}"
+            f"{where}: there is no shipped set {shown(name)} ({', '.join(names)}){suggestion(name, names)}"
         )
     included = read_set(name).get(KINDS[kind].included_as or kind)
     if included is None:
