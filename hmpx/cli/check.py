@@ -49,7 +49,7 @@ example:
 
 def run(options: argparse.Namespace) -> int:
     """Prints the faults of the files that the user named; status 1 if there are any."""
-    files: dict[str, list[str]] = {"low": [], "fp16": [], "fp32": [], "widest": [], "policy": []}
+    files: dict[str, list[str]] = {kind: [] for kind in (*policy.LIST_KINDS, "policy")}
     files["low"] += options.bf16
     files["fp16"] += options.fp16
     files["fp32"] += options.fp32

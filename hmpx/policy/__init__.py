@@ -18,7 +18,7 @@ from .decisions import (
 )
 from .files.reading import is_policy_file, read_policy_file
 from .files.sources import PolicySource
-from .lists.kinds import FILE_NAMES
+from .lists.kinds import FILE_NAMES, LIST_KINDS
 from .lists.sets import SHIPPED, read_list
 from .loading import load_policy, read_source
 from .policy import Policy
@@ -31,6 +31,7 @@ __all__ = [
     "FILE_NAMES",
     "FOLLOW",
     "INPUT",
+    "LIST_KINDS",
     "RELATIVE",
     "SHIPPED",
     "UNLISTED",

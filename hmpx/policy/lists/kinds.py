@@ -73,6 +73,9 @@ _ROWS: Final = (
 #: Name -> kind.
 KINDS: Final[Mapping[str, ListKind]] = {kind.name: kind for kind in _ROWS}
 
+#: Names of the kinds.
+LIST_KINDS: Final = tuple(KINDS)
+
 #: The lists that a policy file, and each section in it, may hold.
 KEYS: Final = tuple(kind.name for kind in _ROWS if kind.is_key)
 
