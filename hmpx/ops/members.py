@@ -105,7 +105,7 @@ class _Search:
 
 
 def _is_operator(member: _Member) -> bool:
-    # Tensor.__add__; torch.overrides of today lists all of them
+    # Tensor.__add__, though torch.overrides lists all operators today
     return member.is_method and operator_in(member.attribute) is not None
 
 

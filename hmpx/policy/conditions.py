@@ -10,8 +10,7 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import yaml
 
@@ -21,8 +20,7 @@ from .files.node_reader import NodeReader
 _PHASES: Final = ("train", "eval")
 
 
-@dataclass(frozen=True, slots=True)
-class Condition:
+class Condition(NamedTuple):
     """Something that a section may ask of a call.
 
     Attributes:
@@ -114,7 +112,7 @@ _ROWS: Final = (
         lambda phase, call: call.training is (phase == "train"),
         is_placed=True,
     ),
-    # Least number of elements, and the greatest.
+    # The least number of elements, and the greatest.
     Condition(
         "min_numel",
         NodeReader.count,

@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
 from ..decisions import CastPolicy, Decision, LowType
 
 
-@dataclass(frozen=True, slots=True)
-class ListKind:
+class ListKind(NamedTuple):
     """What is true of all op lists of a kind.
 
     Attributes:
