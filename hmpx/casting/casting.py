@@ -18,7 +18,7 @@ from .. import compute
 from ..compute import PRODUCTS, Emulation, Lacking, Lowering
 from ..number_formats import Format
 from ..ops import Parameters
-from ..policy import INPUT, RELATIVE, CastPolicy, Decision
+from ..policy import INPUT, CastPolicy, Decision
 from ..tensors import CAST, ELIGIBLE, cast_as_one, short_name, with_items
 from ..torch_internals import transforms
 from ..torch_state import is_below_dispatcher
@@ -45,6 +45,8 @@ _SPARSE = frozenset(
 #: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has
 #: brought their inputs there.
 _SLOW_KINDS = PRODUCTS | {"attention", "rnn"}
+
+_RELATIVE = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOLLOW})
 
 
 @dataclass(frozen=True)
@@ -176,7 +178,7 @@ class CallPlan:
     @property
     def is_retried(self) -> bool:
         """Whether a call that fails on cast inputs is tried in fp32; numbers are drawn only once."""
-        is_cast = self.is_low or self.decision.cast_policy in RELATIVE
+        is_cast = self.is_low or self.decision.cast_policy in _RELATIVE
         return is_cast and self.target is None and not self.is_random
 
     @property

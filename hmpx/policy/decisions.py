@@ -28,16 +28,16 @@ class CastPolicy(enum.Enum):
     PASS = "pass"  #: nothing
 
 
-#: An output dtype: that of the call's first floating input, as it was given.
-INPUT: Final = "input"
-
-OutputType = torch.dtype | Literal["input"]
-
-#: These find the dtype to cast to among the dtypes of a call's inputs.
+#: By these the dtype that inputs are cast to depends on the call.
 RELATIVE: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOLLOW})
 
 #: Of these, lists that give way to all other lists. One of FOLLOW does not: it is always the user's own.
 YIELDING: Final = RELATIVE - {CastPolicy.FOLLOW}
+
+#: An output dtype: that of the call's first floating input, as it was given.
+INPUT: Final = "input"
+
+OutputType = torch.dtype | Literal["input"]
 
 #: As TVM's mixed-precision pass calls them.
 ALLOW: Final = CastPolicy.LOW
@@ -127,8 +127,8 @@ class Decision:
         return self.accumulate_dtype is not None or self.output_dtype is not None
 
 
-#: The decision for an op that no list names.
-UNLISTED: Final = Decision(CastPolicy.PASS, reason="in no list")
+#: Of an op that no list names, and no rule decides.
+UNDECIDED: Final = Decision(CastPolicy.PASS, reason="in no list")
 
 
 def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:

@@ -15,7 +15,7 @@ from .. import arguments, ops
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
 from . import sections, tables
-from .decisions import UNLISTED, Decision, LowType, parse_low_type, settled_dtype
+from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
 from .files import writing
 from .lists.faults import report
 from .lists.kinds import KINDS
@@ -132,7 +132,7 @@ class Policy:
         if found is None and ops.is_foreign(name):  # perhaps listed by another name of it
             same = ops.same(name, self.decisions)
             found = None if same is None else self.decisions[same]
-        return UNLISTED if found is None else found
+        return UNDECIDED if found is None else found
 
     @classmethod
     def from_ops(

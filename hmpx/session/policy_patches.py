@@ -19,7 +19,7 @@ from ..number_formats import Format
 from ..observers import Observer
 from ..patches import Site, foreign_sites_of
 from ..patching import Draft, Patch
-from ..policy import SHIPPED, UNLISTED, CastPolicy, Decision, Policy, Rule
+from ..policy import SHIPPED, CastPolicy, Decision, Policy, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,7 +63,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     lacking = compute.lacking_kernels()
     completed = [name for name in lacking if name in ops.table()]  # of this version of torch
     for name in dict.fromkeys([*policy.decisions, *deciding, *completed]):
-        decision = policy.decisions.get(name, UNLISTED)
+        decision = policy.decisions.get(name, _PASS)
         op = ops.table().get(name)
         if op is None and ops.is_known(name):
             continue  # another library's
@@ -146,6 +146,9 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     return found, [wrapper for wrapper in made.values() if wrapper is not None]
 
 
+_PASS = Decision(CastPolicy.PASS, reason="in no list")
+
+
 def foreign_names(policy: Policy) -> list[str]:
     """Returns the ops of other libraries for which anything is decided."""
     return [
@@ -184,7 +187,7 @@ class Foreign:
     def take(self, names: Iterable[str], module: object = None) -> None:
         """Makes the wrappers of these ops; ``module`` is executed to its end, as others may not be."""
         for name in names:
-            decision = self._conversion.policy.decisions.get(name, UNLISTED)
+            decision = self._conversion.policy.decisions.get(name, _PASS)
             is_shipped = decision.reason.startswith(SHIPPED)
             sites = list(foreign_sites_of(name, self._draft))
             if not (sites or is_shipped) and (why := ops.lacking(name, module)):
