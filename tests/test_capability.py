@@ -17,7 +17,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.casting.casting import CallPlan
+from hmpx.casting import CallSite, OpFacts, Options, Recipe
 from hmpx.compute import missing_kernels
 from hmpx.compute.legalize import capability
 from hmpx.compute.legalize import legalizer as legalize
@@ -292,7 +292,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 import hmpx
-from hmpx import Policy, capability
+from hmpx import Policy
+from hmpx.compute.legalize import capability
 
 torch.set_num_threads(2)
 BF16 = torch.bfloat16
@@ -739,8 +740,10 @@ def listed(function: Callable[..., Any]) -> Any:
     """Returns the wrapper of a function that is in the low-precision list."""
     parameters = Parameters(("x",), {0: "T"}, 1, frozenset())
     decision = Decision(CastPolicy.LOW, BF16)
-    plan = CallPlan("gelu", "torch.gelu", decision, parameters, frozenset({"cpu"}))
-    return wrappers.make_wrapper(function, plan)
+    site = CallSite("gelu", "torch.gelu", parameters)
+    options = Options(legalize="never")
+    recipe = Recipe(site, OpFacts(), decision, frozenset({"cpu"}), options)
+    return wrappers.make_wrapper(function, recipe)
 
 
 def lacking(function: Callable[..., Any]) -> Any:

@@ -16,9 +16,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import Policy
-from hmpx.casting import casting
-from hmpx.compute import missing_kernels
+from hmpx import Policy, casting
 from hmpx.wrappers import wrappers
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -630,7 +628,7 @@ def test_the_retry_is_logged_once(
 ) -> None:
     """With torch's own words about the kernel, where it isn't known beforehand."""
     wrappers._retried.clear()
-    monkeypatch.setattr(missing_kernels, "lacking_kernels", dict)
+    monkeypatch.setattr("hmpx.compute.lacking_kernels", dict)
     with low("linalg_inv"):
         for _ in range(3):
             torch.linalg.inv(torch.eye(3))

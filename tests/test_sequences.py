@@ -15,7 +15,7 @@ from hmpx import formats
 from hmpx.compute import composition
 from hmpx.freezing import seal
 from hmpx.tensors.dtypes import CAST, ELIGIBLE
-from hmpx.tensors.sequences import with_items
+from hmpx.tensors.nested import with_items
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 

@@ -15,7 +15,7 @@ from .legalize.capability import (
     name_of,
     reported,
 )
-from .legalize.convolutions import DIMENSIONS, is_large
+from .legalize.convolutions import CONVOLUTIONS, is_large
 from .legalize.legalizer import (
     LEGALIZE_MODES,
     Legalizer,
@@ -32,7 +32,7 @@ from .missing_kernels import Callee, Lacking, completed, lacking_kernels
 from .norm_statistics import Statistics
 
 __all__ = [
-    "DIMENSIONS",
+    "CONVOLUTIONS",
     "KINDS",
     "LEGALIZE_MODES",
     "LOWERINGS",

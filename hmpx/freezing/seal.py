@@ -22,10 +22,9 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import session, torch_state
-from ..casting import LOW_DTYPES, SEQUENCES
 from ..errors import FreezeError
 from ..policy import LowType
-from ..tensors import long_name, short_name, with_items
+from ..tensors import LOW_DTYPES, SEQUENCES, long_name, short_name, with_items
 from ..torch_internals import behind_transform, has_tangents, is_of_transform, transforms
 from .slots import Slot
 

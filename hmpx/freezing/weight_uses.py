@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import compute, torch_state
-from ..casting import LOW_DTYPES, SEQUENCES
 from ..errors import FreezeError
 from ..number_formats import Format
 from ..policy import LowType
+from ..tensors import LOW_DTYPES, SEQUENCES
 from ..torch_internals import (
     FakeTensor,
     TorchDispatchMode,

@@ -3,7 +3,17 @@
 from __future__ import annotations
 
 from .calls import FIELDS, Call, Rule, Verdict
-from .decisions import ALLOW, DENY, FOLLOW, INPUT, CastPolicy, Decision, LowType
+from .decisions import (
+    ALLOW,
+    DENY,
+    FOLLOW,
+    INPUT,
+    RELATIVE,
+    UNDECIDED,
+    CastPolicy,
+    Decision,
+    LowType,
+)
 from .files import PolicySource, is_policy_file, read_policy_file
 from .op_lists import FILE_NAMES, SHIPPED, read_list
 from .policy import Policy, check_files, load_policy, read_source
@@ -16,7 +26,9 @@ __all__ = [
     "FILE_NAMES",
     "FOLLOW",
     "INPUT",
+    "RELATIVE",
     "SHIPPED",
+    "UNDECIDED",
     "Call",
     "CastPolicy",
     "Decision",

@@ -31,6 +31,9 @@ class CastPolicy(enum.Enum):
     PASS = "pass"  #: nothing
 
 
+#: By these the dtype that inputs are cast to depends on the call.
+RELATIVE: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOLLOW})
+
 #: An output dtype: that of the call's first floating input, as it was given.
 INPUT: Final = "input"
 
@@ -122,6 +125,10 @@ class Decision:
     def is_composed(self) -> bool:
         """Whether more is done than casting inputs."""
         return self.accumulate_dtype is not None or self.output_dtype is not None
+
+
+#: Of an op that no list names, and no rule decides.
+UNDECIDED: Final = Decision(CastPolicy.PASS, reason="in no list")
 
 
 def parse_low_type(value: object) -> LowType:

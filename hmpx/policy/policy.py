@@ -36,12 +36,10 @@ from ..frames import is_ours
 from . import files as policy_files
 from . import op_lists as oplists
 from . import sections, tables
-from .decisions import CastPolicy, Decision, LowType, parse_low_type
+from .decisions import UNDECIDED, CastPolicy, Decision, LowType, parse_low_type
 from .files import PolicySource
 from .op_lists import OpList
 from .sections import Section, SectionRule
-
-_PASS = Decision(CastPolicy.PASS, reason="in no list")
 
 
 @dataclass(frozen=True, repr=False)
@@ -148,7 +146,7 @@ class Policy:
         if found is None and ops.is_foreign(name):  # perhaps listed by another name of it
             same = ops.same(name, self.decisions)
             found = None if same is None else self.decisions[same]
-        return _PASS if found is None else found
+        return UNDECIDED if found is None else found
 
     @classmethod
     def from_ops(

@@ -15,6 +15,7 @@ from typing import Any, NoReturn
 import torch
 
 from .. import casting, compute, patching, torch_internals, torch_state
+from ..casting import Options
 from ..errors import HmpxWarning
 from ..frames import is_ours
 from ..observers import LOGGER, Observer, announce_conversion, announcing, log_observer, show_log
@@ -38,7 +39,7 @@ from ..registry import exclusive
 from ..rules import RULES, Registered, all_rules
 from ..wrappers import in_force, retirement
 from . import policy_patches, request
-from .policy_patches import Conversion, Options
+from .policy_patches import Conversion
 
 _current: Session | None = None
 

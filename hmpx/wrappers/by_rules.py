@@ -10,9 +10,10 @@ from typing import Any
 
 from torch.overrides import has_torch_function
 
-from ..casting import Args, CallPlan, Kwargs
+from ..casting import Recipe
 from ..policy import Decision, LowType, Rule
 from ..rules import MOST_VERDICTS, Judge
+from ..tensors import Args, Kwargs
 from ..torch_state import switch  # its gate, as it is at each call
 from . import source, wrappers
 
@@ -22,7 +23,7 @@ Maker = Callable[[Decision], Callable[..., Any] | None]
 
 def make_choosing_wrapper(
     original: Callable[..., Any],
-    plan: CallPlan,
+    recipe: Recipe,
     rules: tuple[Rule, ...],
     low_dtype: LowType,
     make: Maker,
@@ -31,17 +32,17 @@ def make_choosing_wrapper(
 
     Args:
         original: torch's function.
-        plan: That of the call site, with the decision of the lists.
+        recipe: That of the call site, with the decision of the lists.
         rules: In the order in which they are asked.
         low_dtype: That of decisions that name none.
         make: Makes the wrappers that calls go to.
     """
-    complete = wrappers.completed(original, plan)
+    complete = wrappers.completed(original, recipe)
     # By the reason too, which the log names and equality leaves out.
     followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
 
     def follow(decision: Decision | None) -> Callable[..., Any]:
-        decision = plan.decision if decision is None else decision
+        decision = recipe.decision if decision is None else decision
         key = decision, decision.reason
         found = followed.get(key)
         if found is None:
@@ -55,13 +56,13 @@ def make_choosing_wrapper(
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if choose(args, kwargs) is not by_lists:
             return args, kwargs  # cast once it was asked again, by the dtypes that there are
-        return wrappers.cast_where_on(plan, args, kwargs)
+        return wrappers.cast_where_on(recipe, args, kwargs)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (
             has_torch_function(args)
             or ((kwargs or may_be_nested) and source.is_overridden(args, kwargs))
-        ) and plan.is_overridable:
+        ) and recipe.site.is_overridable:
             return wrappers.override(original, cast, wrapper, args, kwargs)
         if switch._looks_closer and switch.is_off():
             return complete(*args, **kwargs)
@@ -69,6 +70,6 @@ def make_choosing_wrapper(
             return choose(args, kwargs)(*args, **kwargs)
         return choose(args, kwargs)(*args)
 
-    may_be_nested = "A" in plan.parameters.kinds.values()
-    choose = Judge(plan.op, plan.parameters, rules, low_dtype, follow).judge
-    return wrappers.named_after(original, wrapper, plan.site)
+    may_be_nested = "A" in recipe.site.parameters.kinds.values()
+    choose = Judge(recipe.site.op, recipe.site.parameters, rules, low_dtype, follow).judge
+    return wrappers.named_after(original, wrapper, recipe.site.name)

@@ -23,12 +23,8 @@ from torch.overrides import handle_torch_function
 
 from .. import compute, patches, torch_state
 from ..casting import (
-    LOW_DTYPES,
-    SEQUENCES,
     TARGET,
-    Args,
-    CallPlan,
-    Kwargs,
+    Recipe,
     cast_args,
     converter,
     decided_by,
@@ -56,7 +52,7 @@ from ..frames import is_ours
 from ..observers import Observer, OpCall, user_location
 from ..patching import Patch
 from ..policy import INPUT, CastPolicy
-from ..tensors import CAST, ELIGIBLE
+from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, SEQUENCES, Args, Kwargs
 from ..torch_internals import (
     DisableAutocast,
     DisableTorchFunctionSubclass,
@@ -74,22 +70,22 @@ Runner = Callable[[Callable[..., Any], Args, Kwargs, Args], Any]
 
 
 def make_wrapper(
-    original: Callable[..., Any], plan: CallPlan, public: Callable[..., Any] | None = None
+    original: Callable[..., Any], recipe: Recipe, public: Callable[..., Any] | None = None
 ) -> Callable[..., Any] | None:
-    """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast.
+    """Returns the wrapper of ``original`` at ``recipe.site.name``; None if no call would ever be cast.
 
     Args:
         original: torch's function.
-        plan: That of the call site.
+        recipe: That of the call site.
         public: What stands under the function's name, if that is another wrapper.
     """
-    is_single = not plan.is_python and not plan.parameters.has_several_tensors
-    if plan.is_relative and is_single and not plan.composes:
-        return make_wrapper_where_lacking(original, plan)
-    dtype = plan.decision.dtype if isinstance(plan.decision.dtype, torch.dtype) else None
+    is_single = not recipe.site.is_python and not recipe.site.parameters.has_several_tensors
+    if recipe.is_relative and is_single and not recipe.composes:
+        return make_wrapper_where_lacking(original, recipe)
+    dtype = recipe.decision.dtype if isinstance(recipe.decision.dtype, torch.dtype) else None
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return cast_args(plan, args, kwargs)
+        return cast_args(recipe, args, kwargs)
 
     settled: set[str] = set()
 
@@ -97,7 +93,7 @@ def make_wrapper(
         settled.add(device_type)
         cell = _cells(wrapper).get("legalizes")
         if (
-            cell is not None and settled >= plan.device_types
+            cell is not None and settled >= recipe.device_types
         ):  # elsewhere ``run`` is called in any case
             cell.cell_contents = False
 
@@ -108,34 +104,34 @@ def make_wrapper(
         return getattr(first, "dtype", None) not in ELIGIBLE or first.device.type not in settled
 
     def override_here(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        cast_here = functools.partial(cast_where_on, plan)
+        cast_here = functools.partial(cast_where_on, recipe)
         return override(original, cast_here, public or wrapper, args, kwargs)
 
-    wrapper = source.factory(plan)(
-        original=completed(original, plan),
+    wrapper = source.factory(recipe)(
+        original=completed(original, recipe),
         cast=cast,
-        run=_runner(plan, settle, settled),
-        is_large=_size_test(plan),
-        retry=functools.partial(_retry_in_fp32, plan, original),
+        run=_runner(recipe, settle, settled),
+        is_large=_size_test(recipe),
+        retry=functools.partial(_retry_in_fp32, recipe, original),
         override=override_here,
         dtype=dtype,
         other_dtypes=ELIGIBLE - {dtype},
-        convert=None if dtype is None else converter(plan, dtype),
-        device_types=plan.device_types,
+        convert=None if dtype is None else converter(recipe, dtype),
+        device_types=recipe.device_types,
         is_autocast_on=is_any_autocast_enabled,
         narrowed=_narrower(
-            original, plan, lambda others: make_wrapper(original, others, public=wrapper)
+            original, recipe, lambda others: make_wrapper(original, others, public=wrapper)
         ),
         is_open=is_open,
-        legalizes=plan.legalizes,
+        legalizes=recipe.legalizes,
     )
-    return named_after(original, wrapper, plan.site)
+    return named_after(original, wrapper, recipe.site.name)
 
 
 def _narrower(
     original: Callable[..., Any],
-    plan: CallPlan,
-    make: Callable[[CallPlan], Callable[..., Any] | None],
+    recipe: Recipe,
+    make: Callable[[Recipe], Callable[..., Any] | None],
 ) -> Callable[[], Callable[..., Any] | None]:
     """Returns what finds the wrapper for the device types whose casts are on; None where all are."""
     made: dict[frozenset[str], Callable[..., Any]] = {}
@@ -145,27 +141,27 @@ def _narrower(
         if not off:
             return None
         if off not in made:
-            made[off] = make(_without(plan, off)) or original
+            made[off] = make(_without(recipe, off)) or original
         return made[off]
 
     run_when_traced(narrowed)
     return narrowed
 
 
-def _without(plan: CallPlan, off: frozenset[str]) -> CallPlan:
-    return dataclasses.replace(plan, device_types=plan.device_types - off, is_narrowed=True)
+def _without(recipe: Recipe, off: frozenset[str]) -> Recipe:
+    return dataclasses.replace(recipe, device_types=recipe.device_types - off, is_narrowed=True)
 
 
-def cast_where_on(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def cast_where_on(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments cast as `cast_args` does, on device types whose casts are on.
 
     Where the result is to have the dtype that an input is given in they are left to the call that
     computes, which must still see it.
     """
-    if plan.returns_input_dtype:
+    if recipe.returns_input_dtype:
         return args, kwargs
-    off = partly_off() if plan.narrows else None
-    return cast_args(_without(plan, off) if off else plan, args, kwargs)
+    off = partly_off() if recipe.narrows else None
+    return cast_args(_without(recipe, off) if off else recipe, args, kwargs)
 
 
 def make_completed_wrapper(callee: Callee, lacking: Lacking, where: str) -> Callable[..., Any]:
@@ -181,30 +177,30 @@ def make_completed_wrapper(callee: Callee, lacking: Lacking, where: str) -> Call
 
 
 def make_wrapper_where_lacking(
-    original: Callable[..., Any], plan: CallPlan
+    original: Callable[..., Any], recipe: Recipe
 ) -> Callable[..., Any] | None:
     """Returns the wrapper of a function that nothing casts; None if it lacks no kernel either."""
-    if plan.lacking is None:
+    if recipe.site.lacking is None:
         return None
-    return make_completed_wrapper(_callee(original, plan), plan.lacking, plan.site)
+    return make_completed_wrapper(_callee(original, recipe), recipe.site.lacking, recipe.site.name)
 
 
-def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
+def completed(original: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
     """Returns ``original``, such that it computes in fp32 where its kernel is lacking."""
-    if plan.lacking is None:
+    if recipe.site.lacking is None:
         return original
-    return compute.completed(_callee(original, plan), plan.lacking)
+    return compute.completed(_callee(original, recipe), recipe.site.lacking)
 
 
-def _callee(original: Callable[..., Any], plan: CallPlan) -> Callee:
+def _callee(original: Callable[..., Any], recipe: Recipe) -> Callee:
     return Callee(
-        plan.op,
+        recipe.site.op,
         original,
-        plan.parameters.names,
-        frozenset(plan.writes),
-        plan.is_python,
-        plan.is_random,
-        plan.promotes,
+        recipe.site.parameters.names,
+        frozenset(recipe.site.writes),
+        recipe.site.is_python,
+        recipe.facts.is_random,
+        recipe.facts.promotes,
     )
 
 
@@ -271,7 +267,7 @@ _retried: set[tuple[str, torch.dtype | None]] = set()
 
 
 def _retry_in_fp32(
-    plan: CallPlan, original: Callable[..., Any], error: Exception, args: Args, kwargs: Kwargs
+    recipe: Recipe, original: Callable[..., Any], error: Exception, args: Args, kwargs: Kwargs
 ) -> Any:
     """Returns the call's result computed in fp32 from inputs rounded as ever, and rounded itself.
 
@@ -282,14 +278,14 @@ def _retry_in_fp32(
     """
     if isinstance(error, torch.OutOfMemoryError):
         raise error
-    if written(plan, args, kwargs) is not None or _is_from_hook(error):
+    if written(recipe, args, kwargs) is not None or _is_from_hook(error):
         raise error
-    given = floating_inputs(plan, args, kwargs)
-    args, kwargs = cast_args(plan, args, kwargs)
-    statistics = _statistics(plan)
+    given = floating_inputs(recipe, args, kwargs)
+    args, kwargs = cast_args(recipe, args, kwargs)
+    statistics = _statistics(recipe)
     if statistics is not None:
         original, args, kwargs = statistics.set_apart(original, args, kwargs)
-    inputs = floating_inputs(plan, args, kwargs)
+    inputs = floating_inputs(recipe, args, kwargs)
     if not any(t.dtype in LOW_DTYPES for t in inputs):
         raise error
     dtype = inputs[0].dtype
@@ -298,13 +294,13 @@ def _retry_in_fp32(
             result = computed_in_fp32(original, args, kwargs, dtype)
     except Exception as same:
         raise same from None
-    output = plan.decision.output_dtype
+    output = recipe.decision.output_dtype
     if output is not None:
         output = given[0].dtype if output == INPUT else output
         result = rounded(result, CAST[output], dtype)
-    if (plan.op, dtype) not in _retried:
-        _retried.add((plan.op, dtype))
-        LOGGER.warning("%s runs in fp32 and is rounded: %s", plan.op, error)
+    if (recipe.site.op, dtype) not in _retried:
+        _retried.add((recipe.site.op, dtype))
+        LOGGER.warning("%s runs in fp32 and is rounded: %s", recipe.site.op, error)
     return result
 
 
@@ -322,14 +318,14 @@ def _is_from_hook(error: Exception) -> bool:
 
 
 def make_observed_wrapper(
-    original: Callable[..., Any], plan: CallPlan, observers: tuple[Observer, ...]
+    original: Callable[..., Any], recipe: Recipe, observers: tuple[Observer, ...]
 ) -> Callable[..., Any]:
     """Returns a wrapper that casts as `make_wrapper`'s does and tells ``observers`` each call."""
-    complete = completed(original, plan)
+    complete = completed(original, recipe)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        if plan.is_overridable and source.is_overridden(args, kwargs):
-            cast_here = functools.partial(cast_where_on, plan)
+        if recipe.site.is_overridable and source.is_overridden(args, kwargs):
+            cast_here = functools.partial(cast_where_on, recipe)
             return override(original, cast_here, wrapper, args, kwargs)
         if is_off() or is_below_dispatcher():
             return complete(*args, **kwargs)
@@ -338,29 +334,29 @@ def make_observed_wrapper(
         if is_autocast_on():
             with DisableAutocast():
                 return wrapper(*args, **kwargs)
-        dtype = target_dtype(plan, args, kwargs)
+        dtype = target_dtype(recipe, args, kwargs)
         new_args, new_kwargs = cast(args, kwargs)
         try:
-            if plan.casts_late:
+            if recipe.casts_late:
                 result = run(complete, args, kwargs, args)
             else:
                 result = run(complete, new_args, new_kwargs, args)
         except Exception as error:
-            if not plan.is_retried:
+            if not recipe.is_retried:
                 raise
             result = retry(error, args, kwargs)
-        before = floating_inputs(plan, args, kwargs)
-        after = floating_inputs(plan, new_args, new_kwargs)
+        before = floating_inputs(recipe, args, kwargs)
+        after = floating_inputs(recipe, new_args, new_kwargs)
         outputs: list[Tensor] = []
         _collect_any(result, outputs)
         if not before:
             return result  # there was nothing to decide
         # What torch's kernel does by itself.
-        if plan.promotes and plan.target is not None:
+        if recipe.facts.promotes and recipe.target is not None:
             dtype = before[0].dtype
-        elif plan.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
+        elif recipe.facts.promotes and recipe.decision.cast_policy is CastPolicy.WIDEST:
             dtype = widest(before)
-        elif dtype is None and is_widened(plan, before):
+        elif dtype is None and is_widened(recipe, before):
             dtype = torch.float32
         cast_bytes = 0
         if not torch.compiler.is_dynamo_compiling():  # where sizes may be symbols
@@ -373,23 +369,23 @@ def make_observed_wrapper(
             tuple([t.dtype for t in outputs]),
             before[0].device.type,
             cast_bytes,
-            *decided_by(plan, args, kwargs),
+            *decided_by(recipe, args, kwargs),
         )
         return result
 
-    run = _runner(plan, settle=_tell_nobody)
+    run = _runner(recipe, settle=_tell_nobody)
     is_autocast_on = is_any_autocast_enabled
     narrowed = None
-    if plan.narrows:
+    if recipe.narrows:
         narrowed = _narrower(
-            original, plan, lambda others: make_observed_wrapper(original, others, observers)
+            original, recipe, lambda others: make_observed_wrapper(original, others, observers)
         )
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        return cast_args(plan, args, kwargs)
+        return cast_args(recipe, args, kwargs)
 
     def retry(error: Exception, args: Args, kwargs: Kwargs) -> Any:
-        return _retry_in_fp32(plan, original, error, args, kwargs)
+        return _retry_in_fp32(recipe, original, error, args, kwargs)
 
     def tell(  # noqa: PLR0917  # torch.compile passes constants by position
         dtype: torch.dtype | None,
@@ -402,14 +398,14 @@ def make_observed_wrapper(
         reason: str,
     ) -> None:
         call = OpCall(
-            op=plan.op,
-            site=plan.site,
+            op=recipe.site.op,
+            site=recipe.site.name,
             function=original,
             cast_policy=cast_policy,
             reason=reason,
             dtype=dtype
-            if plan.emulation is None or dtype is None or cast_policy == TARGET
-            else plan.emulation.format,
+            if recipe.emulation is None or dtype is None or cast_policy == TARGET
+            else recipe.emulation.format,
             input_dtypes=input_dtypes,
             cast_dtypes=cast_dtypes,
             output_dtypes=output_dtypes,
@@ -422,7 +418,7 @@ def make_observed_wrapper(
             observer(call)
 
     run_when_traced(tell)
-    return named_after(original, wrapper, plan.site)
+    return named_after(original, wrapper, recipe.site.name)
 
 
 #: Dotted name of a slot -> the wrapper that is in it.
@@ -510,12 +506,12 @@ def _cells(wrapper: Callable[..., Any]) -> dict[str, types.CellType]:
     return dict(zip(function.__code__.co_freevars, function.__closure__ or (), strict=True))
 
 
-def _size_test(plan: CallPlan) -> Callable[[Any, Any], bool]:
+def _size_test(recipe: Recipe) -> Callable[[Any, Any], bool]:
     """Returns what says whether the product of two matrices may have to be legalized."""
-    if plan.legalize == "always":
+    if recipe.options.legalize == "always":
         return _always
-    leaves_inference = _inference_test("gemv", plan)
-    is_fast = plan.legalize == "fast"
+    leaves_inference = _inference_test("gemv", recipe)
+    is_fast = recipe.options.legalize == "fast"
 
     def is_large(a: Any, b: Any) -> bool:
         if torch.compiler.is_dynamo_compiling():
@@ -533,15 +529,15 @@ def _size_test(plan: CallPlan) -> Callable[[Any, Any], bool]:
     return is_large
 
 
-def _inference_test(kind: str, plan: CallPlan) -> Callable[[Any], bool]:
+def _inference_test(kind: str, recipe: Recipe) -> Callable[[Any], bool]:
     """Returns what says whether a call is left to torch's kernels, since it does not count as training.
 
-    Of its first argument, where the plan has no dtype. What a device does is measured when asked for.
+    Of its first argument, where the recipe has no dtype. What a device does is measured when asked for.
     """
-    if plan.legalize == "always" or plan.device_types != {"cpu"}:
+    if recipe.options.legalize == "always" or recipe.device_types != {"cpu"}:
         return _never
-    known = plan.decision.dtype if plan.is_low else None
-    is_fast = plan.legalize == "fast"
+    known = recipe.decision.dtype if recipe.is_low else None
+    is_fast = recipe.options.legalize == "fast"
 
     def leaves_inference(first: Any) -> bool:
         if is_training() or (is_fast and compute.is_watched()):
@@ -563,50 +559,50 @@ def _always(*args: object) -> bool:
 
 
 def _runner(
-    plan: CallPlan, settle: Callable[[str], None], settled: AbstractSet[str] = frozenset()
+    recipe: Recipe, settle: Callable[[str], None], settled: AbstractSet[str] = frozenset()
 ) -> Runner:
     """Returns what runs the op: of torch's function, the arguments cast, and those as given.
 
     Args:
-        plan: That of the call site.
+        recipe: That of the call site.
         settle: Called with a device type on which nothing but the function need be called from now on.
         settled: The device types that it was called with.
     """
     run: Runner = _run
-    if plan.is_python:
+    if recipe.site.is_python:
         run = _run_atomically
-    elif plan.norm_parameters:
-        run = functools.partial(_run_norm, plan)
-    if plan.emulation is not None:
-        run = _emulated(plan, plan.emulation, run)
+    elif recipe.facts.norm_parameters:
+        run = functools.partial(_run_norm, recipe)
+    if recipe.emulation is not None:
+        run = _emulated(recipe, recipe.emulation, run)
     else:
-        if plan.legalizes:
-            run = _legalized(plan, run, settle, settled)
-        if plan.composes:
-            run = _composed(plan, run)
-    statistics = _statistics(plan)
-    return run if statistics is None else _beside(statistics, plan, run)
+        if recipe.legalizes:
+            run = _legalized(recipe, run, settle, settled)
+        if recipe.composes:
+            run = _composed(recipe, run)
+    statistics = _statistics(recipe)
+    return run if statistics is None else _beside(statistics, recipe, run)
 
 
-def _statistics(plan: CallPlan) -> Statistics | None:
+def _statistics(recipe: Recipe) -> Statistics | None:
     """Returns the running statistics of a norm, if it has any."""
-    if not plan.statistics:
+    if not recipe.site.statistics:
         return None
-    position = {name: position for position, name in enumerate(plan.parameters.names)}
-    updates_if = plan.updates_if
+    position = {name: position for position, name in enumerate(recipe.site.parameters.names)}
+    updates_if = recipe.facts.updates_if
     return Statistics(
-        positions={name: position[name] for name in plan.statistics},
-        parameters={name: position[name] for name in sorted(plan.norm_parameters)},
-        first=plan.parameters.names[0],
+        positions={name: position[name] for name in recipe.site.statistics},
+        parameters={name: position[name] for name in sorted(recipe.facts.norm_parameters)},
+        first=recipe.site.parameters.names[0],
         updates_if=None if updates_if is None else (updates_if, position[updates_if]),
-        mixed_device_types=plan.mixed_device_types,
+        mixed_device_types=recipe.facts.mixed_device_types,
     )
 
 
-def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
+def _beside(statistics: Statistics, recipe: Recipe, run: Runner) -> Runner:
     """Returns what does ``run`` without the running statistics, which its function gets all the same."""
     # They are not cast then, and kernels take them.
-    passes_fp32 = not plan.composes and plan.emulation is None and plan.takes_fp32_statistics
+    passes_fp32 = not recipe.composes and recipe.emulation is None and recipe.takes_fp32_statistics
 
     def run_beside(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if not (passes_fp32 and statistics.are_fp32(args, kwargs)):
@@ -617,72 +613,78 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
 
 
 def _legalized(
-    plan: CallPlan, run: Runner, settle: Callable[[str], None], settled: AbstractSet[str]
+    recipe: Recipe, run: Runner, settle: Callable[[str], None], settled: AbstractSet[str]
 ) -> Runner:
     """Returns what runs the op in fp32 with rounded inputs and outputs, where ``run`` is slow."""
-    legalizer = compute.Legalizer(plan.op, plan.kind, plan.first_matrix, plan.legalize)
-    casts_late, device_types = plan.casts_late, plan.device_types
-    may_write = plan.may_write
-    leaves_inference = _never if plan.first_matrix is not None else _inference_test(plan.kind, plan)
+    legalizer = compute.Legalizer(
+        recipe.site.op, recipe.facts.kind, recipe.facts.first_matrix, recipe.options.legalize
+    )
+    casts_late, device_types = recipe.casts_late, recipe.device_types
+    may_write = recipe.may_write
+    leaves_inference = (
+        _never
+        if recipe.facts.first_matrix is not None
+        else _inference_test(recipe.facts.kind, recipe)
+    )
 
     def run_legalized(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if (
             leaves_inference(args[0] if args else None)
             or is_below_dispatcher()
-            or ((may_write or kwargs) and written(plan, args, kwargs) is not None)
+            or ((may_write or kwargs) and written(recipe, args, kwargs) is not None)
         ):
-            return run(function, *_cast_late(plan, args, kwargs), given)
+            return run(function, *_cast_late(recipe, args, kwargs), given)
         is_cast = not casts_late or args is not given
         # Beside a sparse input the others have its dtype.
-        if not is_cast and target_dtype(plan, args, kwargs) not in LOW_DTYPES:
-            return run(function, *_cast_late(plan, args, kwargs), given)
+        if not is_cast and target_dtype(recipe, args, kwargs) not in LOW_DTYPES:
+            return run(function, *_cast_late(recipe, args, kwargs), given)
         inputs = inputs_of(args, kwargs)
         if inputs is None or inputs.first.device.type not in device_types:
-            return run(function, *_cast_late(plan, args, kwargs), given)
+            return run(function, *_cast_late(recipe, args, kwargs), given)
         device_type = inputs.first.device.type
         if not torch.compiler.is_dynamo_compiling() and device_type in settled:
-            return run(function, *_cast_late(plan, args, kwargs), given)
+            return run(function, *_cast_late(recipe, args, kwargs), given)
         dtype = None if inputs.low is None else inputs.low.dtype
-        if casts_late and isinstance(plan.decision.dtype, torch.dtype):
-            dtype = plan.decision.dtype
-        is_beside_sparse = is_cast and not inputs.is_plain and plan.is_low
+        if casts_late and isinstance(recipe.decision.dtype, torch.dtype):
+            dtype = recipe.decision.dtype
+        is_beside_sparse = is_cast and not inputs.is_plain and recipe.is_low
         if dtype is None or (
-            is_beside_sparse and target_dtype(plan, args, kwargs) not in LOW_DTYPES
+            is_beside_sparse and target_dtype(recipe, args, kwargs) not in LOW_DTYPES
         ):
-            return run(function, *_cast_late(plan, args, kwargs), given)
+            return run(function, *_cast_late(recipe, args, kwargs), given)
         if not legalizer.applies(inputs, args, kwargs, dtype):
             if (
-                plan.legalize != "always"
-                and plan.is_low
+                recipe.options.legalize != "always"
+                and recipe.is_low
                 and not compute.is_traced()
                 and not compute.is_exported()
-                and not compute.is_slow(plan.kind, name_of(inputs.first.device), dtype)
+                and not compute.is_slow(recipe.facts.kind, name_of(inputs.first.device), dtype)
                 and is_reported_of_all(device_type, dtype)
             ):
                 settle(device_type)
-            return run(function, *_cast_late(plan, args, kwargs), given)
+            return run(function, *_cast_late(recipe, args, kwargs), given)
         if run is not _run:
             function = functools.partial(_run_with, run, function, given)
         elif not kwargs:
             result = legalizer.compute_convolution(function, inputs, args, dtype)
             if result is not None:
                 return result
-        if not is_cast and plan.legalize != "fast":
-            args, kwargs = cast_args(plan, args, kwargs)
+        if not is_cast and recipe.options.legalize != "fast":
+            args, kwargs = cast_args(recipe, args, kwargs)
         elif not is_cast and compute.is_watched():
-            compute.note_unrounded(plan.op, _to_be_cast(plan, args, kwargs))
+            compute.note_unrounded(recipe.site.op, _to_be_cast(recipe, args, kwargs))
         return legalizer.compute(function, inputs, args, kwargs, given, dtype)
 
     return run_legalized
 
 
-def _emulated(plan: CallPlan, emulation: Emulation, run: Runner) -> Runner:
+def _emulated(recipe: Recipe, emulation: Emulation, run: Runner) -> Runner:
     """Returns what runs the op in a number format."""
 
     def run_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-        if target_dtype(plan, args, kwargs) is None or written(plan, args, kwargs) is not None:
+        if target_dtype(recipe, args, kwargs) is None or written(recipe, args, kwargs) is not None:
             return run(function, args, kwargs, given)
-        if not is_on_device(plan, args, kwargs):
+        if not is_on_device(recipe, args, kwargs):
             return run(function, args, kwargs, given)
         wrapped = functools.partial(_run_with, run, function, given)
         return emulation.compute(wrapped, args, kwargs)
@@ -690,34 +692,40 @@ def _emulated(plan: CallPlan, emulation: Emulation, run: Runner) -> Runner:
     return run_emulated
 
 
-def _composed(plan: CallPlan, run: Runner) -> Runner:
+def _composed(recipe: Recipe, run: Runner) -> Runner:
     """Returns what runs the op in its ``accumulate_dtype``, and casts what ``run`` returns."""
-    decision = plan.decision
+    decision = recipe.decision
 
     def ending_in(output: torch.dtype | None) -> Accumulation:
-        return Accumulation(plan.op, plan.kind, plan.casts_first, decision.accumulate_dtype, output)
+        return Accumulation(
+            recipe.site.op,
+            recipe.facts.kind,
+            recipe.facts.casts_first,
+            decision.accumulate_dtype,
+            output,
+        )
 
     output = decision.output_dtype
     accumulation = ending_in(None if output == INPUT else output)
-    by_input = {each: ending_in(each) for each in ELIGIBLE} if plan.returns_input_dtype else {}
+    by_input = {each: ending_in(each) for each in ELIGIBLE} if recipe.returns_input_dtype else {}
     is_widest = decision.cast_policy is CastPolicy.WIDEST
-    casts_here = plan.returns_input_dtype and not plan.legalizes
+    casts_here = recipe.returns_input_dtype and not recipe.legalizes
 
     def run_composed(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-        if is_below_dispatcher() or written(plan, args, kwargs) is not None:
-            cast, kwargs = cast_args(plan, args, kwargs) if casts_here else (args, kwargs)
+        if is_below_dispatcher() or written(recipe, args, kwargs) is not None:
+            cast, kwargs = cast_args(recipe, args, kwargs) if casts_here else (args, kwargs)
             return run(function, cast, kwargs, given)
         if kwargs.get("dtype") is not None or torch.dtype in map(type, args):
-            cast, kwargs = cast_args(plan, args, kwargs) if casts_here else (args, kwargs)
+            cast, kwargs = cast_args(recipe, args, kwargs) if casts_here else (args, kwargs)
             return run(function, cast, kwargs, given)  # its output is as asked for
         cast = args
-        first = floating_inputs(plan, args, kwargs)[:1] if by_input else []
-        if plan.casts_late:
-            cast, kwargs = cast_args(plan, args, kwargs)
-        inputs = floating_inputs(plan, cast, kwargs)
+        first = floating_inputs(recipe, args, kwargs)[:1] if by_input else []
+        if recipe.casts_late:
+            cast, kwargs = cast_args(recipe, args, kwargs)
+        inputs = floating_inputs(recipe, cast, kwargs)
         if not inputs or any([t.dtype not in ELIGIBLE for t in inputs]):  # noqa: C419
             return run(function, cast, kwargs, given)
-        if not is_on_device(plan, cast, kwargs):
+        if not is_on_device(recipe, cast, kwargs):
             return run(function, cast, kwargs, given)
         known = inputs_of(cast, kwargs)
         if known is None:  # all are in lists of lists, which are not raised
@@ -744,14 +752,14 @@ def _run_with(
     return run(function, args, kwargs, given)
 
 
-def _cast_late(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    return cast_args(plan, args, kwargs) if plan.casts_late else (args, kwargs)
+def _cast_late(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    return cast_args(recipe, args, kwargs) if recipe.casts_late else (args, kwargs)
 
 
-def _to_be_cast(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Returns the inputs that ``plan`` casts."""
-    given = floating_inputs(plan, args, kwargs)
-    cast = floating_inputs(plan, *cast_args(plan, args, kwargs))
+def _to_be_cast(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the inputs that ``recipe`` casts."""
+    given = floating_inputs(recipe, args, kwargs)
+    cast = floating_inputs(recipe, *cast_args(recipe, args, kwargs))
     return [a for a, b in zip(given, cast, strict=True) if a is not b]
 
 
@@ -762,7 +770,7 @@ def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs, gi
 
 
 def _run_norm(
-    plan: CallPlan, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
+    recipe: Recipe, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
 ) -> Any:
     """Runs a norm, in fp32 where ONNX is to hold it, which takes no fp32 weights beside bf16.
 
@@ -770,7 +778,7 @@ def _run_norm(
     """
     onnx = sys.modules.get("torch.onnx")
     if onnx is not None and onnx.is_in_onnx_export():
-        dtype = floating_inputs(plan, args, kwargs)[0].dtype
+        dtype = floating_inputs(recipe, args, kwargs)[0].dtype
         if dtype in LOW_DTYPES:
             return computed_in_fp32(function, args, kwargs, dtype)
     return function(*args, **kwargs)

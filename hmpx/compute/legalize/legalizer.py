@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 import torch
 from torch import Tensor
 
-from ...tensors import CAST
+from ...tensors import CAST, Args, Kwargs
 from ...torch_internals import (
     hooks_refused,
     is_graph_made,
@@ -28,9 +28,7 @@ from ...torch_internals import (
 )
 from ...torch_state import is_training
 from ..composition import (
-    Args,
     Inputs,
-    Kwargs,
     call_raised,
     computed_in_fp32,
     rounded,
@@ -107,7 +105,11 @@ class Legalizer:
             args: All arguments, as they were given or cast.
             dtype: The low-precision dtype.
         """
-        if not inputs.is_learning or not inputs.is_plain or self.op not in convolutions.DIMENSIONS:
+        if (
+            not inputs.is_learning
+            or not inputs.is_plain
+            or self.op not in convolutions.CONVOLUTIONS
+        ):
             return None
         if is_traced() or transforms() is not None or is_jit_tracing():
             return None
@@ -150,7 +152,7 @@ class Legalizer:
             result = in_blocks(self.op, args, dtype)
             if result is not None:
                 return result
-        elif self.op in convolutions.DIMENSIONS:
+        elif self.op in convolutions.CONVOLUTIONS:
             result = convolutions.without_gradients(function, args, kwargs, dtype)
             if result is not None:
                 return result
