@@ -19,10 +19,9 @@ from torch.testing._internal.common_methods_invocations import foreach_unary_op_
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx import CastPolicy, Decision, Policy
+from hmpx import CastPolicy, Decision, Policy, wrappers
 from hmpx.casting import Recipe
 from hmpx.ops import op_table as ops
-from hmpx.wrappers import wrappers
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 FLOATS = (FP32, BF16, FP16)

@@ -235,7 +235,7 @@ def test_a_signal_amid_disable_casts_is_no_worse_than_amid_no_grad() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
 @pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <function Weak:pytest.PytestUnraisableExceptionWarning"
+    "ignore:Exception ignored in. <function (Weak|gc_cumulative_time):pytest.PytestUnraisableExceptionWarning"
 )
 def test_a_signal_amid_convert_and_revert_leaves_one_state_or_the_other() -> None:
     """At random times of two conversions and the way back."""

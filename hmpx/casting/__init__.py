@@ -5,6 +5,7 @@ from __future__ import annotations
 from .arguments import (
     TARGET,
     cast_args,
+    cast_dtypes,
     converter,
     decided_by,
     floating_inputs,
@@ -27,6 +28,7 @@ __all__ = [
     "Recipe",
     "cache_patches",
     "cast_args",
+    "cast_dtypes",
     "converter",
     "decided_by",
     "facts_of",

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -26,6 +27,8 @@ from ..tensors import (
     Kwargs,
     cast_as_one,
     floating_in,
+    is_floating,
+    leaves,
     short_name,
     tensors_in,
     with_items,
@@ -152,6 +155,11 @@ def _counted(recipe: Recipe, inputs: list[Tensor]) -> list[Tensor]:
 
 def floating_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
     """Returns the floating and complex tensors among the inputs, in the parameters' order."""
+    return floating_in(_inputs(recipe, args, kwargs))
+
+
+def _inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Any]:
+    """Returns the arguments that are inputs, in the parameters' order."""
     names = recipe.site.parameters.names
     padded = _padded(names, len(args))
     inputs = [v for n, v in zip(padded, args, strict=False) if n not in recipe.never_cast]
@@ -159,7 +167,7 @@ def floating_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
         order = {name: position for position, name in enumerate(names)}
         by_position = sorted(kwargs, key=lambda name: order.get(name, len(order)))
         inputs += [kwargs[name] for name in by_position if name not in recipe.skipped]
-    return floating_in(inputs)
+    return inputs
 
 
 def widest(tensors: Iterable[Tensor]) -> torch.dtype:
@@ -170,6 +178,30 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
     tensors = list(tensors)
     dimensioned = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors]
     return functools.reduce(torch.promote_types, dimensioned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """Stands for a tensor that has been cast."""
+
+    dtype: torch.dtype
+
+
+def cast_dtypes(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[torch.dtype]:
+    """Returns the dtypes in which `floating_inputs` reach torch's function; casts nothing."""
+    dtype = target_dtype(recipe, args, kwargs)
+    if dtype is not None:
+        mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(recipe, args, kwargs)
+
+        def cast(tensor: Tensor) -> Any:
+            return tensor if tensor.dtype is dtype else _Cast(dtype)
+
+        args, kwargs = _with_inputs(cast, recipe, args, kwargs, mixes)
+    return [
+        value.dtype
+        for value in leaves(_inputs(recipe, args, kwargs))
+        if isinstance(value, _Cast) or (isinstance(value, Tensor) and is_floating(value))
+    ]
 
 
 def _cast_to(dtype: torch.dtype, recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -195,7 +227,7 @@ def _no_chunk(tensors: Sequence[Any]) -> None:
 
 
 def _with_inputs(  # noqa: PLR0917  # all there is to one call
-    convert: Callable[[Tensor], Tensor],
+    convert: Callable[[Tensor], Any],
     recipe: Recipe,
     args: Args,
     kwargs: Kwargs,

@@ -25,7 +25,7 @@ from . import products
 from .composition import Inputs, call_raised, rounded, widen, widen_matrices
 from .graph_rounding import in_graph
 from .legalize.capability import PRODUCTS
-from .legalize.legalizer import is_exported, is_traced
+from .legalize.graphs import is_exported, is_traced
 from .saved_tensors import Precision, keeping_low
 
 _REDUCED_REDUCTION: Final = {

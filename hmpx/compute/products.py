@@ -18,7 +18,7 @@ from ..torch_internals import run_when_traced, transforms
 from .composition import widen
 from .graph_rounding import are_casts_kept, round_fp32
 from .legalize import capability
-from .legalize.legalizer import is_traced
+from .legalize.graphs import is_traced
 
 # As they were before anything was patched: lists may hold any of them.
 _mm, _bmm, _matmul, _sum = torch.mm, torch.bmm, torch.matmul, torch.sum

@@ -16,7 +16,7 @@ from .. import compute, ops, rules, wrappers
 from ..casting import CallSite, OpFacts, Options, Recipe, facts_of, site_of
 from ..errors import OptionError
 from ..number_formats import Format
-from ..observers import Observer
+from ..observers import Attached
 from ..patches import ForeignSite, foreign_sites_of
 from ..patching import Draft, Patch
 from ..policy import SHIPPED, UNDECIDED, CastPolicy, Decision, Policy, Rule
@@ -36,7 +36,7 @@ class Conversion:
     policy: Policy
     device_types: frozenset[str]
     options: Options
-    observers: tuple[Observer, ...]
+    observers: tuple[Attached, ...]
 
 
 def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Callable[..., Any]]]:
@@ -216,7 +216,7 @@ def _maker(
     function: Callable[..., Any],
     site: ops.Site | ForeignSite,
     recipe: Recipe,
-    observers: tuple[Observer, ...],
+    observers: tuple[Attached, ...],
 ) -> wrappers.Maker:
     """Returns what makes the wrapper that follows a decision; None for one that does nothing."""
     rounds_statistics = not recipe.device_types.isdisjoint(

@@ -18,7 +18,15 @@ from .. import casting, compute, patching, torch_internals, torch_state
 from ..casting import Options
 from ..errors import HmpxWarning
 from ..frames import is_ours
-from ..observers import LOGGER, Observer, announce_conversion, announcing, log_observer, show_log
+from ..observers import (
+    ATTACHED,
+    LOGGER,
+    Attached,
+    announce_conversion,
+    announcing,
+    log_observer,
+    show_log,
+)
 from ..patches import (
     compile_patches,
     early_name_patches,
@@ -60,7 +68,7 @@ class Installation:
     wrappers: tuple[Callable[..., Any], ...] = ()
     rules: tuple[Registered, ...] = ()
     notes_modules: bool = False
-    observers: tuple[Observer, ...] = ()
+    observers: tuple[Attached, ...] = ()
 
 
 class Session:
@@ -89,6 +97,7 @@ class Session:
         self._verbose = verbose
         self._installation = Installation(rules=all_rules())
         self._has_warned = False
+        self._log: Attached | None = None
         self._said: list[str] = []  # of ops of other libraries
         self._previous = previous
         self._is_entered = self._is_left = False
@@ -171,7 +180,7 @@ class Session:
             "verbose": self._verbose,
         }
 
-    def _conversion(self, observers: tuple[Observer, ...]) -> Conversion:
+    def _conversion(self, observers: tuple[Attached, ...]) -> Conversion:
         return Conversion(self.policy, self.device_types, self.options, observers)
 
     def _decides(self, installed: Installation) -> tuple[object, ...]:
@@ -186,10 +195,13 @@ class Session:
             draft: Where torch is as it would be without a conversion.
             replaced: What the session before has put into torch.
         """
-        observers: tuple[Observer, ...] = ()
-        if self._verbose:
-            observers = (log_observer(self._verbose),)
+        observers: tuple[Attached, ...] = ()
         asked = all_rules()
+        if self._verbose:
+            if self._log is None or asked != self.rules:  # which may decide otherwise
+                self._log = Attached(log_observer(self._verbose))
+            observers = (self._log,)
+        observers += ATTACHED.value
         conversion = self._conversion(observers)
         patches, made = policy_patches.patches(conversion, draft)
         foreign = policy_patches.Foreign(conversion, draft)
@@ -535,6 +547,7 @@ def _rules_changed() -> None:
 
 RULES.followed_by(_rules_changed)
 compute.LOWERINGS.followed_by(_rules_changed)
+ATTACHED.followed_by(_rules_changed)
 
 
 def _asks_for_modules(policy: Policy, registered: tuple[Registered, ...]) -> bool:

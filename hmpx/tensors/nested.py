@@ -39,10 +39,14 @@ def tensors_in(values: Iterable[Any]) -> list[Tensor]:
     return [value for value in leaves(values) if isinstance(value, Tensor)]
 
 
+def is_floating(tensor: Tensor) -> bool:
+    """Whether ``tensor`` is floating or complex."""
+    return tensor.dtype.is_floating_point or tensor.dtype.is_complex
+
+
 def floating_in(values: Iterable[Any]) -> list[Tensor]:
     """Returns the floating and complex tensors among ``values``, also those in lists and tuples."""
-    found = tensors_in(values)
-    return [t for t in found if t.dtype.is_floating_point or t.dtype.is_complex]
+    return [value for value in leaves(values) if isinstance(value, Tensor) and is_floating(value)]
 
 
 def map_tensors(value: _T, function: Callable[[Tensor], Any]) -> _T:

@@ -15,7 +15,9 @@ from ..policy import Decision, LowType, Rule
 from ..rules import MOST_VERDICTS, Judge
 from ..tensors import Args, Kwargs
 from ..torch_state import switch  # its gate, as it is at each call
-from . import source, wrappers
+from .making import cast_where_on, completed
+from .overriding import is_overridden, override
+from .retiring import Variables, named_after
 
 #: Makes the wrapper that follows a decision; None where no call would be cast.
 Maker = Callable[[Decision], Callable[..., Any] | None]
@@ -37,7 +39,7 @@ def make_choosing_wrapper(
         low_dtype: That of decisions that name none.
         make: Makes the wrappers that calls go to.
     """
-    complete = wrappers.completed(original, recipe)
+    complete = completed(original, recipe)
     # By the reason too, which the log names and equality leaves out.
     followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
 
@@ -56,14 +58,13 @@ def make_choosing_wrapper(
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if choose(args, kwargs) is not by_lists:
             return args, kwargs  # cast once it was asked again, by the dtypes that there are
-        return wrappers.cast_where_on(recipe, args, kwargs)
+        return cast_where_on(recipe, args, kwargs)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (
-            has_torch_function(args)
-            or ((kwargs or may_be_nested) and source.is_overridden(args, kwargs))
+            has_torch_function(args) or ((kwargs or may_be_nested) and is_overridden(args, kwargs))
         ) and recipe.site.is_overridable:
-            return wrappers.override(original, cast, wrapper, args, kwargs)
+            return override(original, cast, wrapper, args, kwargs)
         if switch._looks_closer and switch.is_off():
             return complete(*args, **kwargs)
         if kwargs:
@@ -72,4 +73,13 @@ def make_choosing_wrapper(
 
     may_be_nested = "A" in recipe.site.parameters.kinds.values()
     choose = Judge(recipe.site.op, recipe.site.parameters, rules, low_dtype, follow).judge
-    return wrappers.named_after(original, wrapper, recipe.site.name)
+
+    def read() -> tuple[Any, ...]:
+        return original, complete, choose, cast
+
+    def write(values: tuple[Any, ...]) -> None:
+        nonlocal original, complete, choose, cast
+        original, complete, choose, cast = values
+
+    variables = Variables(("original", "complete", "choose", "cast"), read, write)
+    return named_after(original, wrapper, recipe.site.name, variables)

@@ -1,4 +1,4 @@
-"""The source of a wrapper: a few identity checks a call, generated for the op's signature.
+"""The source of a wrapper: a few identity checks a call, put together for the op's signature.
 
 Unrolled for the positions that hold tensors, it casts twice as fast as a loop. A call that is not of
 the usual shape goes to ``cast``, which is `casting.cast_args`. Knows neither torch's ops nor lists.
@@ -6,26 +6,29 @@ the usual shape goes to ``cast``, which is `casting.cast_args`. Knows neither to
 
 from __future__ import annotations
 
-import functools
 import textwrap
-from collections.abc import Callable
-from typing import Any, Final
+from typing import Final
 
-import torch
 from torch import Tensor
-from torch.overrides import (
-    handle_torch_function,
-    has_torch_function,
-    has_torch_function_variadic,
+
+from ..casting import Recipe
+from ..tensors import LOW_DTYPES
+from .templates import (
+    CAST,
+    MIXES,
+    NARROWS,
+    NUMBER,
+    RUN,
+    RUN_LATE,
+    SETTLED,
+    TRY,
+    UNROLLED,
+    UNROLLED_CAST,
+    WIDENED,
+    WRAPPER,
 )
 
-from .. import compute
-from ..casting import Recipe, is_settled
-from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, SEQUENCES
-from ..torch_internals import DisableAutocast, is_jit_tracing, transforms
-from ..torch_state import switch  # its gate, as it is at each call
-
-#: What the factory takes that `factory` returns; they become closure cells of the wrapper.
+#: What the factory of wrappers takes; those that the wrapper uses become cells of its closure.
 PARAMETERS: Final = (
     "original",  # torch's function
     "cast",  # casts the arguments of any call
@@ -38,145 +41,39 @@ PARAMETERS: Final = (
     "device_types",
     "is_autocast_on",
     "narrowed",  # where casts of some device types are off: the wrapper for the others, else None
-    "is_large",  # whether a product of two matrices is not left to its kernel for its size
+    "may_legalize",  # whether a product of two matrices is not left to its kernel for its size
     "is_open",  # whether the first input is not on a device type that is left to torch's kernels
     "legalizes",  # False where ``run`` would do nothing else than call the function
 )
 
-
-class missing:  # noqa: N801  # a value
-    """Stands for a positional argument that was not given."""
-
-    dtype = None
-
-
-def factory(recipe: Recipe) -> Callable[..., Callable[..., Any]]:
-    """Returns the function of `PARAMETERS` that makes the wrapper for ``recipe``."""
-    return _compiled(_source(recipe))
-
-
-# A call's arguments are a0, a1, ... up to the last that may be a tensor, and ``rest``; cast ones are
-# b0, b1, ...
-
-_WRAPPER = """
-def make({factory_parameters}):
-    def wrapper({parameters}*rest, **kwargs):
-        if {has_torch_function}:
-            return override(wrapper, given({names}rest), kwargs)
-        if _looks_closer:
-            if is_off():
-                return {plain_call}{narrows}
-            if is_autocast_on():  # the lists win
-                with DisableAutocast():
-                    return wrapper(*given({names}rest), **kwargs)
-{body}
-    return wrapper
-"""
-
-#: Where several device types are covered, and torch.autocast is off for some of them only.
-_NARROWS = """
-            if (others := narrowed()) is not None:
-                return others(*given({names}rest), **kwargs)"""
-
-#: A call that fails on inputs that were cast runs in fp32 instead, whatever it says of its failure.
-_TRY = """
-        try:
-{body}
-        except Exception as error:
-            return retry(error, given({names}rest), kwargs)
-"""
-
-#: Any call.
-_CAST = """
-        args = given({names}rest)
-        if {is_overridden}:
-            return override(wrapper, args, kwargs)
-        cast_args, kwargs = cast(args, kwargs)
-        return {call}
-"""
-
-#: As `_CAST`, where ``run`` casts.
-_RUN_LATE = """
-        args = given({names}rest)
-        if {is_overridden}:
-            return override(wrapper, args, kwargs)
-        return run(original, args, kwargs, args)
-"""
-
-#: As `_CAST`, where ``run`` casts.
-_RUN = """
-        if {legalizes}:
-            args = given({names}rest)
-            if is_overridden(args, kwargs):
-                return override(wrapper, args, kwargs)
-            return run(original, args, kwargs, args)
-"""
-
-#: Nothing is to be cast.
-_SETTLED = """
-        try:
-            settled = {test}
-        except AttributeError:
-            settled = False
-        if settled:
-            return {call}
-"""
-
-#: torch computes in fp32 by itself, where one of several inputs is.
-_WIDENED = """
-        try:
-            widened = {test}
-        except AttributeError:
-            widened = False
-        if widened:
-            return {call}
-"""
-
-#: Plain tensors, all given by position, to one fixed dtype.
-_UNROLLED = """
-        if {last} is not missing and {kwargs_are_plain}:
-            if is_below_dispatcher():
-                return original({names}*rest, **kwargs)
-            is_usual = True{mixes}
-{casts}
-            if is_usual:
-                return {call}
-"""
-
-_UNROLLED_CAST = """
-            b{position} = a{position}
-            if type(b{position}) in plain_tensors:
-                dtype_ = b{position}.dtype
-                if dtype_ in other_dtypes:
-                    if b{position}.layout is not strided:
-                        is_usual = False
-                    elif {is_to_be_cast}:
-                        b{position} = convert(b{position}){or_number}
-                elif dtype_ is not dtype and (dtype_.is_floating_point or dtype_.is_complex):
-                    {leave_alone}
-            elif b{position} is not None{and_no_number}:
-                is_usual = False
-"""
-
-#: A 0-dim tensor on the CPU is cast with those beside it, wherever they are.
-_NUMBER = """
-                    elif not b{position}.dim():
-                        is_usual = False"""
-
-#: Whether a norm's parameters may stay fp32, as `casting` has it.
-_MIXES = "type(a0) in plain_tensors and not a0.is_nested and transforms() is None"
+#: Those of them that change when the wrapper is retired. The others are not reached then: without
+#: ``other_dtypes`` there is nothing to convert, on whatever device, and without ``legalizes`` nobody
+#: asks whether a call may be; ``dtype`` is merely compared with.
+VARIABLES: Final = (
+    "original",
+    "cast",
+    "run",
+    "retry",
+    "override",
+    "other_dtypes",
+    "is_autocast_on",
+    "narrowed",
+    "legalizes",
+)
 
 
-def _source(recipe: Recipe) -> str:
+def source_of(recipe: Recipe) -> str:
+    """Returns the text of the factory of wrappers for ``recipe``."""
     count = 0 if recipe.site.is_python else _count(recipe)
     names = [f"a{position}" for position in range(count)]
     listed = _listed(names)
     body = _body(recipe, listed)
     if recipe.is_retried:
-        body = _TRY.format(body=textwrap.indent(body, "    "), names=listed)
+        body = TRY.format(body=textwrap.indent(body, "    "), names=listed)
     tensors = [names[position] for position in recipe.cast_kinds if position < count]
-    return _WRAPPER.format(
+    return WRAPPER.format(
         factory_parameters=", ".join(PARAMETERS),
+        variables=", ".join(VARIABLES),
         parameters=_listed([f"{name}=missing" for name in names]) + ("/, " if names else ""),
         has_torch_function=(
             "False"
@@ -187,7 +84,7 @@ def _source(recipe: Recipe) -> str:
         ),
         names=listed,
         plain_call=_plain_call(names),
-        narrows=_NARROWS.format(names=listed) if recipe.narrows else "",
+        narrows=NARROWS.format(names=listed) if recipe.narrows else "",
         body=body,
     )
 
@@ -214,7 +111,7 @@ def _legalizes(recipe: Recipe) -> str:
     first = recipe.facts.first_matrix
     if first is None or not {first, first + 1} <= recipe.cast_kinds.keys():
         return test
-    return f"{test} and is_large(a{first}, a{first + 1})"
+    return f"{test} and may_legalize(a{first}, a{first + 1})"
 
 
 def _listed(names: list[str]) -> str:
@@ -231,8 +128,8 @@ def _body(recipe: Recipe, names: str) -> str:
         call = f"{run} if legalizes else {native}" if recipe.legalizes else native
     is_overridden = "is_overridden(args, kwargs)" if recipe.site.is_overridable else "False"
     if recipe.returns_input_dtype:
-        return _RUN_LATE.format(names=names, is_overridden=is_overridden)
-    body = _CAST.format(names=names, call=call, is_overridden=is_overridden)
+        return RUN_LATE.format(names=names, is_overridden=is_overridden)
+    body = CAST.format(names=names, call=call, is_overridden=is_overridden)
     if not names or recipe.emulation is not None:
         return body
     if recipe.target is not None and not recipe.site.in_place:
@@ -257,7 +154,7 @@ def _body(recipe: Recipe, names: str) -> str:
     test = _legalizes(recipe)
     if recipe.options.legalize != "fast":
         test += " and has_own_gradients(a0, a1)"
-    return _RUN.format(names=names, legalizes=test) + body
+    return RUN.format(names=names, legalizes=test) + body
 
 
 def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
@@ -287,14 +184,14 @@ def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
     if recipe.site.statistics:
         tests.append(_fitting(recipe, dtype))
     if recipe.fp32_positions:
-        tests.append(_MIXES)
+        tests.append(MIXES)
     run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
     call = _short_call(names)
     if recipe.composes:
         call = run
     elif recipe.legalizes:
         call = f"{run} if {_legalizes(recipe)}{is_low} else {call}"
-    return _SETTLED.format(test=" and ".join([*tests, "not kwargs"]), call=call)
+    return SETTLED.format(test=" and ".join([*tests, "not kwargs"]), call=call)
 
 
 def _widened(recipe: Recipe, names: str) -> str:
@@ -303,7 +200,7 @@ def _widened(recipe: Recipe, names: str) -> str:
         f"(type(a{p}) in plain_tensors and a{p}.dtype is dtype and a{p}.dim() > 0)"
         for p in sorted(recipe.cast_kinds)
     ]
-    return _WIDENED.format(test=" or ".join(tests), call=f"original(*given({names}rest), **kwargs)")
+    return WIDENED.format(test=" or ".join(tests), call=f"original(*given({names}rest), **kwargs)")
 
 
 def _fitting(recipe: Recipe, dtype: str, cast: str = "a") -> str:
@@ -353,11 +250,11 @@ def _unrolled(recipe: Recipe, names: str) -> str:
             test = f"(dtype_ is not float32 or not mixes) and {test}"
         and_no_number = f" and type(b{position}) not in numbers" if kind == "N" else ""
         casts.append(
-            _UNROLLED_CAST.format(
+            UNROLLED_CAST.format(
                 position=position,
                 leave_alone=leave_alone,
                 is_to_be_cast=test,
-                or_number="" if "cpu" in device_types else _NUMBER.format(position=position),
+                or_number="" if "cpu" in device_types else NUMBER.format(position=position),
                 and_no_number=and_no_number,
             )
         )
@@ -373,75 +270,11 @@ def _unrolled(recipe: Recipe, names: str) -> str:
     elif recipe.legalizes:
         call = f"{run} if {_legalizes(recipe)} else {call}"
     has_keywords = recipe.site.parameters.has_keyword_tensors
-    return _UNROLLED.format(
+    return UNROLLED.format(
         last=f"a{_count(recipe) - 1}",
         kwargs_are_plain="not kwargs" if has_keywords else '"out" not in kwargs',
         names=names,
-        mixes=f"\n            mixes = {_MIXES}" if recipe.fp32_positions else "",
+        mixes=f"\n            mixes = {MIXES}" if recipe.fp32_positions else "",
         casts="".join(casts),
         call=call,
     )
-
-
-@functools.cache
-def _compiled(source: str) -> Callable[..., Callable[..., Any]]:
-    """Returns the wrapper factory that ``source`` defines: many ops share one."""
-    # Names are the switch's globals, its gate above all, or constants in closure cells.
-    parameters = ", ".join(_CONSTANTS)
-    source = f"def bind({parameters}):\n{textwrap.indent(source, '    ')}\n    return make\n"
-    namespace: dict[str, Any] = {}
-    exec(compile(source, f"<{__name__}>", "exec"), vars(switch), namespace)
-    return namespace["bind"](**_CONSTANTS)  # type: ignore[no-any-return]
-
-
-# --- what the source calls ---------------------------------------------------------------------
-
-
-def given(*values: Any) -> tuple[Any, ...]:
-    """Returns a call's arguments as they were given: those with names, then the tuple of the rest."""
-    *named, rest = values
-    return (*[value for value in named if value is not missing], *rest)
-
-
-def is_overridden(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    """Whether a mode, or the class of an argument or of one in a list, overrides torch functions."""
-    if has_torch_function(args):
-        return True
-    for value in args:
-        if isinstance(value, SEQUENCES) and has_torch_function(value):
-            return True
-    return bool(kwargs) and is_overridden(tuple(kwargs.values()), {})
-
-
-def hands_over(function: Callable[..., Any]) -> bool:
-    """Whether torch has modes and tensor subclasses override a function of its own.
-
-    One that is implemented in Python does that itself, or else leaves it to what it calls.
-    """
-    code = getattr(function, "__code__", None)
-    return code is None or handle_torch_function.__name__ in code.co_names
-
-
-def _has_own_gradients(x: Any, weight: Any) -> bool:
-    """Whether `convolutions` may have use for the inputs as they are given."""
-    if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
-        return False
-    return not is_jit_tracing() and compute.is_large(x, weight)
-
-
-_CONSTANTS: Final = {
-    "missing": missing,
-    "plain_tensors": PLAIN_TENSORS,
-    "low_dtypes": LOW_DTYPES,
-    "numbers": NUMBERS,
-    "float32": torch.float32,
-    "strided": torch.strided,
-    "has_own_gradients": _has_own_gradients,
-    "has_torch_function": has_torch_function,
-    "has_torch_function_variadic": has_torch_function_variadic,
-    "given": given,
-    "is_overridden": is_overridden,
-    "DisableAutocast": DisableAutocast,
-    "transforms": transforms,
-    "is_settled": is_settled,
-}
