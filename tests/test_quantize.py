@@ -28,11 +28,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hmpx import formats
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, get, quantize
-from hmpx.number_formats import quantization
+from hmpx.number_formats import ROUNDING_MODES, rounder
+from hmpx.number_formats import rounding as rounding_routes
 from hmpx.number_formats.kernels import calls as rounding_kernels
 from hmpx.number_formats.kernels import library as kernel_library
-from hmpx.number_formats.quantization import rounder
-from hmpx.number_formats.rounding import ROUNDING_MODES
 
 from .posit_reference import Reference
 
@@ -87,7 +86,11 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def forget_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has plans and kernels of all formats made anew: they are kept by the class that runs them."""
-    monkeypatch.setattr(quantization, "_Run", type("_Run", (quantization._Run,), {"__slots__": ()}))
+    monkeypatch.setattr(
+        rounding_routes,
+        "Rounding",
+        type("Rounding", (rounding_routes.Rounding,), {"__slots__": ()}),
+    )
 
 
 def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:

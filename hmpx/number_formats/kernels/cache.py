@@ -19,19 +19,13 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import KernelsError
+from ..families import PLANS
 from . import compiler, files
 from .files import PrivateFolder, Stamp
 
 _SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 
-_SYMBOLS: Final = (
-    *(
-        f"{kind}_{kept}"
-        for kind in ("float", "bits", "posit", "fixed", "block")
-        for kept in ("f32", "f64")
-    ),
-    "table_f32",
-)
+_SYMBOLS: Final = tuple(symbol for plan in PLANS.values() for symbol in plan.symbols())
 
 #: Instruction sets of every x86-64 processor since 2015 or so, as Linux names them.
 _X86_64_V3: Final = (
