@@ -593,6 +593,18 @@ def test_noise(implementation: str) -> None:
     assert not torch.equal(quantize(x, "posit16_1", "stochastic"), global_)
 
 
+@pytest.mark.parametrize("rounding", ROUNDING_MODES)
+@pytest.mark.usefixtures("implementation")
+def test_nan_beyond_the_largest_has_the_sign(rounding: str) -> None:
+    """Codes of NaN show it; so do bits of the values."""
+    x = torch.tensor([1e6, -1e6, torch.inf, -torch.inf])
+    signs = torch.tensor([False, True, False, True])
+    assert torch.equal(quantize(x, "float8_e4m3fn", rounding).signbit(), signs)
+    codes = formats.encode(x, "float8_e4m3fn", rounding)
+    assert torch.equal(codes > 127, signs)
+    assert codes[2:].tolist() == [127, 255]
+
+
 ALL = [*formats.names(), NF4, SQUARES, Q4_4, FLUSHED, WIDE_FLUSHED, Posit("posit32_2", 32, 2)]
 
 

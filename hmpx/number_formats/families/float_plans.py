@@ -121,9 +121,11 @@ class FloatPlan(Plan):
             # far longer where no compiler fuses them.
             huge = math.ldexp(1.0, self.binary.bias)
             excess = CLAMP(SUB(rounded, self.max), min=0.0).mul_(huge).mul_(huge)
-            if self.beyond != math.inf:
-                excess = SUB(excess, excess)  # NaN
-            return rounded.add_(excess)
+            if self.beyond == math.inf:
+                return rounded.add_(excess)
+            rounded = rounded.add_(SUB(excess, excess))  # NaN, which some processors make negative
+            bits = rounded.view(self.binary.integer)
+            return bits.bitwise_and_(self.binary.magnitude).view(self.binary.dtype)
         # What is rounded towards zero ends at the largest number; only infinity is beyond.
         is_inf = EQ(AND(bits, self.binary.magnitude), self.binary.infinity)
         goes_beyond = is_inf
