@@ -23,12 +23,12 @@ class Plan:
     bits, since compilers elide round-trip casts.
 
     Attributes:
-        kernel: The name of the compiled kernel in ``rounding_kernels.c``.
+        kernel: The name of the compiled kernel in ``rounding_kernels.c``; None if it has none.
         kernel_binaries: The types that it is compiled for.
         is_by_row: How a value is rounded depends on its neighbours in the last dimension.
     """
 
-    kernel: ClassVar[str]
+    kernel: ClassVar[str | None] = None
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32, FP64)
     is_by_row: ClassVar[bool] = False
 
@@ -59,7 +59,7 @@ class Plan:
     @property
     def has_kernel(self) -> bool:
         """Whether there is a kernel for this type and mode."""
-        return self.binary in self.kernel_binaries
+        return self.kernel is not None and self.binary in self.kernel_binaries
 
     @property
     def symbol(self) -> str:
@@ -69,6 +69,8 @@ class Plan:
     @classmethod
     def symbols(cls) -> tuple[str, ...]:
         """Returns the kernel's functions for all types."""
+        if cls.kernel is None:
+            return ()
         return tuple(f"{cls.kernel}_f{binary.width}" for binary in cls.kernel_binaries)
 
     def kernel_spec(self, length: int) -> Any:

@@ -105,10 +105,10 @@ def register(format: Format, code: int | None = None) -> None:
 
 
 def without(name: str) -> _Known:
-    """Returns what is known without a format that was registered.
+    """Returns the known formats without one that was registered.
 
     Raises:
-        OptionError: There is none of that name, or it comes with hmpx.
+        OptionError: No format has that name, or it comes with hmpx.
     """
     name = arguments.text("name", name, "the name of a format")
     if name in _SHIPPED:
@@ -129,7 +129,7 @@ def get(name: str | Format) -> Format:
         name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` as TVM spells it.
 
     Raises:
-        OptionError: There is none of that name.
+        OptionError: No format has that name.
     """
     if is_a(name, FORMATS):
         return name  # type: ignore[return-value]

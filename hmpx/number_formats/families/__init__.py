@@ -1,4 +1,8 @@
-"""The families of number formats, a module each."""
+"""The families of number formats, a module each.
+
+A module of a family has its data, which derive from `CodedFormat` or `NumberFormat`, and its plans,
+which derive from `Plan`; naming the class in `Format` makes it known everywhere.
+"""
 
 from __future__ import annotations
 
