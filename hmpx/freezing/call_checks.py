@@ -17,8 +17,8 @@ from torch.autograd import forward_ad
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import session, torch_state
-from ..casting import LOW_DTYPES
 from ..errors import FreezeError
+from ..tensors import LOW_DTYPES
 from ..torch_internals import behind_transform, has_tangents, is_of_transform, transforms
 from .refusals import REMEDY
 from .slots import Slot
