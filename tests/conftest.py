@@ -15,7 +15,7 @@ import torch._dynamo
 import torch._inductor  # both replace attributes of torch when they are first imported
 
 import hmpx
-from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize import legalization
 from hmpx.compute.legalize.capability import Capability
 from hmpx.ops.sites import NAMESPACES
 
@@ -114,7 +114,7 @@ def torch_is_left_untouched() -> Iterator[None]:
 def lacks_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute slowly in low precision, whatever this machine does."""
     slow = Capability(reported=False, inference=50.0, training=50.0)
-    monkeypatch.setattr(legalize, "known_capability", lambda *question: slow)
+    monkeypatch.setattr(legalization, "known_capability", lambda *question: slow)
 
 
 @pytest.fixture(scope="session")

@@ -19,11 +19,10 @@ from torch.testing._internal.common_methods_invocations import foreach_unary_op_
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx import CastPolicy, Decision, Policy, ops
-from hmpx.casting.casting import CallPlan
+from hmpx import CastPolicy, Decision, Policy, ops, wrappers
+from hmpx.casting import Recipe
 from hmpx.ops import schemas as op_schemas
 from hmpx.ops.sites import NAMESPACES
-from hmpx.wrappers import wrappers
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
 FLOATS = (FP32, BF16, FP16)
@@ -140,10 +139,10 @@ def test_what_a_function_writes_is_in_the_given_tensors(
     decision: Decision, legalize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call site in torch that writes, with a function in torch's place that does."""
-    plans: dict[str, CallPlan] = {}
+    recipes: dict[str, Recipe] = {}
 
-    def noting(original: Any, plan: CallPlan) -> None:
-        plans[plan.site] = plan
+    def noting(original: Any, recipe: Recipe) -> None:
+        recipes[recipe.site.name] = recipe
 
     monkeypatch.setattr("hmpx.wrappers.make_wrapper", noting)
     policy = Policy({name: decision for name, _, _ in WRITING})
@@ -152,18 +151,18 @@ def test_what_a_function_writes_is_in_the_given_tensors(
     monkeypatch.undo()
     faults = []
     for name, site, written in WRITING:
-        plan = plans.get(
+        recipe = recipes.get(
             site.qualified
         )  # none if nothing is ever cast, or the slot is another's too
-        if plan is None:
+        if recipe is None:
             continue
         for target, others in itertools.product(FLOATS, FLOATS):
             args = arguments(site, written, target, others)
-            fault = fault_of(plan, args, written)
+            fault = fault_of(recipe, args, written)
             if fault is not None:
                 faults.append(f"{name} at {site.qualified}, {target} and {others}: {fault}")
     assert not faults, "\n".join(faults[:20])
-    assert len(plans) > 100
+    assert len(recipes) > 100
 
 
 def arguments(site: ops.Site, written: set[str], target: Any, others: Any) -> tuple[Any, ...]:
@@ -191,9 +190,9 @@ def _is_keyword(schema: Any, name: str) -> bool:
     return any(a.name == name and a.kwarg_only for a in schema.arguments)
 
 
-def fault_of(plan: CallPlan, args: tuple[Any, ...], written: set[str]) -> str | None:
+def fault_of(recipe: Recipe, args: tuple[Any, ...], written: set[str]) -> str | None:
     """Returns what is wrong where a function writes 7 to what the op writes to; None if nothing is."""
-    names = plan.parameters.names
+    names = recipe.site.parameters.names
     positions = [p for p, name in enumerate(names[: len(args)]) if name in written]
     if not positions:
         return None  # keyword-only
@@ -205,7 +204,7 @@ def fault_of(plan: CallPlan, args: tuple[Any, ...], written: set[str]) -> str | 
         return torch.ones(3)
 
     before = [(t, t.dtype, t.data_ptr()) for t in tensors(args)]
-    wrapper = wrappers.make_wrapper(function, plan)
+    wrapper = wrappers.make_wrapper(function, recipe)
     if wrapper is None:
         return None
     wrapper(*args)

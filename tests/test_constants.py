@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmpx.formats import Table, decode, quantize
-from hmpx.number_formats.rounding import ROUNDING_MODES, plan
+from hmpx.number_formats import ROUNDING_MODES
 from hmpx.tensors.constants import Constant
 
 VALUES = (-2.0, -0.5, 0.0, 0.75, 1.0, 3.0)
@@ -51,7 +51,7 @@ def same(actual: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("mode", ROUNDING_MODES)
 def test_a_table_comes_from_the_host_once(mode: str) -> None:
     """A call on an accelerator copies nothing from the host, and so waits for nothing."""
-    rounding = plan(table(), torch.float32, mode, "saturate")
+    rounding = table().plan(torch.float32, mode, "saturate")
     assert rounding is not None
     noise = torch.zeros(len(X), dtype=torch.int32)
     first = rounding.round(X, noise)
@@ -72,7 +72,7 @@ def test_codes_are_decoded_without_the_host() -> None:
 
 def by_plan(format: Table, x: Tensor) -> Tensor:
     """Returns ``x`` rounded by torch ops, as on accelerators."""
-    kept = format.derived.setdefault("plan", plan(format, x.dtype, "nearest", "saturate"))
+    kept = format.derived.setdefault("plan", format.plan(x.dtype, "nearest", "saturate"))
     return kept.round(x, None)
 
 

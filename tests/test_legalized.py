@@ -30,7 +30,7 @@ import hmpx
 from hmpx import Policy
 from hmpx.compute.graph_rounding import round_fp32
 from hmpx.compute.legalize import capability
-from hmpx.compute.legalize.legalizer import LEGALIZE_MODES
+from hmpx.compute.legalize.legalization import LEGALIZE_MODES
 from hmpx.compute.saved_tensors import remainder
 from hmpx.errors import OptionError
 
