@@ -27,7 +27,7 @@ import torch
 from torch import Tensor
 
 from hmpx.formats import Fixed, Float, Table, get
-from hmpx.number_formats import quantization
+from hmpx.number_formats import rounder
 from hmpx.number_formats.kernels import library as kernel_library
 
 LARGE, SMALL = 2**24, 4096
@@ -92,8 +92,8 @@ def own(x: Tensor) -> dict[str, Step]:
         for format, rounding in CASES:
             own_format = copy.copy(get(format))  # with plans and kernels of its own
             name = own_format.name + ("" if rounding == "nearest" else f", {rounding}")
-            run = quantization.rounder(own_format, rounding)
-            quantization._step_of(run, x.dtype).has_no_kernel = not has_kernels
+            run = rounder(own_format, rounding)
+            run.for_dtype(x.dtype).has_no_kernel = not has_kernels
             steps[name if has_kernels else f"{name}, ops"] = lambda run=run: run(x)
     return steps
 

@@ -13,6 +13,7 @@ from .errors import (
     TorchError,
 )
 from .freezing import Frozen, Weight, freeze
+from .observers import Attached, CallTensors, OpCall, attach
 from .policy import ALLOW, DENY, FOLLOW, Call, CastPolicy, Decision, Policy, load_policy
 from .rules import register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
@@ -23,7 +24,9 @@ __all__ = [
     "ALLOW",
     "DENY",
     "FOLLOW",
+    "Attached",
     "Call",
+    "CallTensors",
     "CastPolicy",
     "CheckpointError",
     "Decision",
@@ -31,6 +34,7 @@ __all__ = [
     "Frozen",
     "HmpxError",
     "HmpxWarning",
+    "OpCall",
     "OpListError",
     "OptionError",
     "Policy",
@@ -39,6 +43,7 @@ __all__ = [
     "Session",
     "TorchError",
     "Weight",
+    "attach",
     "casts_enabled",
     "convert",
     "disable_casts",

@@ -1,7 +1,7 @@
-"""Checks of single arguments: what a public function takes, and what it says of anything else.
+"""Checks single arguments of public functions, and raises an `OptionError` for invalid ones.
 
-Each returns the value as hmpx goes on with it: text as plain `str`, collections as new lists. So
-what is behind them meets neither classes of the user's own, nor collections that change or never end.
+Each check returns a plain value: text as `str`, collections as new lists. The code behind it meets
+neither classes of the user's own, nor collections that change or never end.
 """
 
 from __future__ import annotations
@@ -12,12 +12,12 @@ from typing import Any, Final
 
 from .errors import OptionError, said_by, shown, suggestion
 
-#: More than there are ops, modules or devices; a generator may never end.
+#: More than there are ops, modules or devices: a generator may never end.
 _MOST_ITEMS: Final = 100_000
 
 
 def is_a(value: object, kinds: type | tuple[type, ...]) -> bool:
-    """Whether ``value`` is an instance by its type alone: asking `isinstance` may run its own code."""
+    """Whether ``value`` is an instance, by its type alone: `isinstance` may run the value's own code."""
     return issubclass(type(value), kinds)
 
 
@@ -25,7 +25,7 @@ def text(name: str, value: object, what: str = "a string") -> str:
     """Returns ``value`` as a plain string.
 
     Raises:
-        OptionError: It is none.
+        OptionError: It is not a string.
     """
     if not is_a(value, str):
         raise OptionError(f"{name} must be {what}, not {shown(value)}")
@@ -36,7 +36,7 @@ def choice(name: str, value: object, known: Iterable[str]) -> str:
     """Returns ``value``, which is one of ``known``.
 
     Raises:
-        OptionError: It is none of them.
+        OptionError: It is not among them.
     """
     known = tuple(known)
     plain = str.__str__(value) if is_a(value, str) else None
@@ -50,7 +50,7 @@ def choice(name: str, value: object, known: Iterable[str]) -> str:
 
 
 def truth(name: str, value: object) -> bool:
-    """Returns ``value`` as a bool; 0 and 1 are taken as such.
+    """Returns ``value`` as a bool; 0 and 1 are accepted.
 
     Raises:
         OptionError: It is neither.
@@ -63,10 +63,10 @@ def truth(name: str, value: object) -> bool:
 
 
 def path(name: str, value: object) -> str:
-    """Returns the path that ``value`` is, as a string; ``""`` for None.
+    """Returns the path ``value`` as a string; ``""`` for None.
 
     Raises:
-        OptionError: It is none.
+        OptionError: It is not a path.
     """
     if value is None:
         return ""
@@ -83,10 +83,10 @@ def path(name: str, value: object) -> str:
 
 
 def items(name: str, value: object, what: str) -> list[Any]:
-    """Returns what is in the collection ``value``.
+    """Returns the items of the collection ``value``.
 
     Raises:
-        OptionError: It is none, holds more than can be meant, or can't be iterated.
+        OptionError: It is not a collection, can't be iterated, or holds too many items.
     """
     found: list[Any] = []
     try:
@@ -106,10 +106,10 @@ def items(name: str, value: object, what: str) -> list[Any]:
 
 
 def texts(name: str, value: object, what: str = "a list of strings") -> list[str]:
-    """Returns the strings in ``value``; a single string is one.
+    """Returns the strings in ``value``; a single string counts as one of them.
 
     Raises:
-        OptionError: It is no collection of strings.
+        OptionError: It is not a collection of strings.
     """
     if is_a(value, str):
         return [text(name, value)]
@@ -117,10 +117,10 @@ def texts(name: str, value: object, what: str = "a list of strings") -> list[str
 
 
 def mapping(name: str, value: object, what: str = "a dict") -> dict[Any, Any]:
-    """Returns what is in the mapping ``value``.
+    """Returns the mapping ``value`` as a dict.
 
     Raises:
-        OptionError: It is none, or can't be read.
+        OptionError: It is not a mapping, or can't be read.
     """
     if not is_a(value, Mapping):
         raise OptionError(f"{name} must be {what}, not {shown(value)}")

@@ -1,7 +1,7 @@
-"""Everything that hmpx raises or warns with on a user's mistake, and how messages show values.
+"""The errors and warnings that users' mistakes raise, and how messages show values.
 
-Knows nothing of torch. Each message has three parts: what is wrong, where, and the remedy. Whatever
-a message shows is short, and showing it can't fail: values come from users, files and other programs.
+Each message has three parts: what is wrong, where, and the remedy. Values in messages are short, and
+showing one can't fail: they come from users, files and other programs.
 """
 
 from __future__ import annotations
@@ -17,23 +17,23 @@ class HmpxError(Exception):
 
 
 class OpListError(HmpxError):
-    """An op list can't be read, or says two things about one op."""
+    """An op list can't be read, or contradicts itself or another list."""
 
 
 class OptionError(HmpxError):
-    """An argument of a public function has a value that it can't have."""
+    """An argument of a public function has an invalid value."""
 
 
 class PolicyFileError(HmpxError):
-    """A policy file can't be read, or says what no policy can be."""
+    """A policy file can't be read, or is not a policy."""
 
 
 class RuleError(HmpxError):
-    """A rule raised an error, or returned what is no decision."""
+    """A rule raised an error, or returned something other than a decision."""
 
 
 class FreezeError(HmpxError):
-    """A model can't be frozen, or a frozen one can't do what was asked of it."""
+    """A model can't be frozen, or a frozen model can't do what it was asked to."""
 
 
 class KernelsError(HmpxError):
@@ -49,19 +49,19 @@ class CheckpointError(HmpxError):
 
 
 class HmpxWarning(UserWarning):
-    """Something in the user's input was left out, and hmpx went on without it."""
+    """Part of the user's input was ignored, and hmpx went on without it."""
 
 
 # --- what messages show ------------------------------------------------------------------------
 
-#: Of many faults of one kind so many are shown; the others are counted.
+#: How many faults of one kind are shown; the others are only counted.
 MOST_SHOWN: Final = 20
 
 _MOST_CHARACTERS: Final = 80
 _MOST_ITEMS: Final = 6
 _MOST_LEVELS: Final = 3
 
-#: Longer than every op's name; comparing takes time by the square of the length.
+#: Longer than every op's name; the time to compare grows with the square of the length.
 _MOST_COMPARED: Final = 100
 
 _BRACKETS: Final[dict[type, tuple[str, str]]] = {
@@ -73,7 +73,7 @@ _BRACKETS: Final[dict[type, tuple[str, str]]] = {
 
 
 def shown(value: object) -> str:
-    """Returns ``repr(value)`` on one short line, also where that would raise, or never end.
+    """Returns ``repr(value)`` on one short line, even where that would raise or never end.
 
     Long values are cut: ``"'xxxxx'... (1,000,000 characters)"``.
     """
@@ -96,7 +96,7 @@ def _shown(value: Any, levels: int) -> str:
         return f"{{{_shown_items(value.items(), len(value), levels)}}}"
     try:
         return cut(repr(value))
-    except Exception:  # the value's own: what it raises is none of the user's mistake
+    except Exception:  # raised by the value's own class, which is not the user's mistake
         return f"<{kind.__name__} object>"
 
 
@@ -123,7 +123,7 @@ def cut(text: str) -> str:
 
 
 def said_by(error: BaseException) -> str:
-    """Returns an error's kind and its message, on one short line: ``"ValueError: no such thing"``."""
+    """Returns an error's class and its message, on one short line: ``"ValueError: no such thing"``."""
     try:
         message = cut(str(error))
     except Exception:  # an error of the user's own class
@@ -132,7 +132,7 @@ def said_by(error: BaseException) -> str:
 
 
 def short(path: str) -> str:
-    """Returns a path as messages show it: as it is, unless it is longer than paths are."""
+    """Returns a path as messages show it: unchanged, unless it is longer than any real path."""
     most = 4 * _MOST_CHARACTERS
     return path if len(path) <= most else f"{path[:most]}... ({len(path):,} characters)"
 
@@ -141,7 +141,7 @@ def gathered(faults: Iterable[str], count: int, most: int = MOST_SHOWN) -> list[
     """Returns the first of ``faults``, and how many more there are.
 
     Args:
-        faults: Messages; of an iterator only those that are shown are made.
+        faults: Messages; an iterator is only run as far as messages are shown.
         count: How many there are in all.
         most: How many to show.
     """

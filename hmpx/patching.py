@@ -1,9 +1,9 @@
 """Replaces attributes and puts them back exactly as they were, all of them or none.
 
-Changes are drafted first: a `Draft` says what slots would hold, while torch is as it is. `Draft.make`
-then writes them, and takes everything back if anything raises meanwhile. Undo is the hard half: a slot
-that a patch created is deleted, one that it overwrote gets its old value, and one that somebody else
-has patched since is left to them.
+Changes are drafted first: a `Draft` knows what slots would hold, while torch stays unchanged. `Draft.make`
+then writes them, and takes everything back if anything raises meanwhile. Undoing is the hard half: a slot
+that a patch created is deleted, one that it overwrote gets its old value back, and one that somebody
+else has patched since is left alone.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ _NAMES: Final[Any] = vars(types.ModuleType)["__dict__"]
 
 
 def names_of(module: types.ModuleType) -> dict[str, Any]:
-    """Returns what the module's names stand for, whatever its class makes of ``__dict__``."""
+    """Returns the module's names and their values, even if its class overrides ``__dict__``."""
     names: dict[str, Any] = _NAMES.__get__(module)
     return names
 
 
-#: Stands for the value of a slot that holds nothing.
+#: The value of an empty slot.
 ABSENT: Final[Any] = type("absent", (), {"__repr__": lambda self: "ABSENT"})()
 
 
@@ -43,14 +43,14 @@ class Change(Protocol):
 
     @property
     def key(self) -> Hashable:
-        """What tells the slot from others."""
+        """Identifies the slot."""
 
     @property
     def where(self) -> str:
         """The slot's name, for messages."""
 
     def read(self) -> Any:
-        """Returns what the slot holds; `ABSENT` if nothing."""
+        """Returns the slot's value; `ABSENT` if it holds none."""
 
     def write(self, value: Any) -> None:
         """Makes the slot hold ``value``; `ABSENT` empties it."""
@@ -68,7 +68,7 @@ class Patch:
 
     @property
     def key(self) -> Hashable:
-        """What tells the slot from others."""
+        """Identifies the slot."""
         return id(self.owner), "attribute", self.attribute
 
     @property
@@ -79,7 +79,7 @@ class Patch:
         return f"{name}.{self.attribute}"
 
     def read(self) -> Any:
-        """Returns what the slot itself holds, inherited values left aside."""
+        """Returns the slot's own value, which is not inherited; `ABSENT` if it holds none."""
         owner, kind = self.owner, type(self.owner)
         if issubclass(kind, types.ModuleType):
             return names_of(owner).get(self.attribute, ABSENT)
@@ -108,7 +108,7 @@ class ItemPatch:
 
     @property
     def key(self) -> Hashable:
-        """What tells the slot from others."""
+        """Identifies the slot."""
         return id(self.owner), "item", self.attribute
 
     @property
@@ -119,7 +119,7 @@ class ItemPatch:
         )
 
     def read(self) -> Any:
-        """Returns what the slot holds; `ABSENT` if nothing."""
+        """Returns the slot's value; `ABSENT` if it holds none."""
         try:
             return self.owner[self.attribute]
         except (KeyError, IndexError):
@@ -144,7 +144,7 @@ class EntryPatch:
 
     @property
     def key(self) -> Hashable:
-        """What tells the slot from others."""
+        """Identifies the slot."""
         return id(self.owner), "entry", id(self.value)
 
     @property
@@ -157,7 +157,7 @@ class EntryPatch:
         return self.value if any(entry is self.value for entry in self.owner) else ABSENT
 
     def write(self, value: Any) -> None:
-        """Has the list hold the value, or with `ABSENT` no longer."""
+        """Puts the value in the list; with `ABSENT`, removes it."""
         is_there = self.read() is not ABSENT
         if value is ABSENT and is_there:
             self.owner.remove(self.value)
@@ -167,7 +167,7 @@ class EntryPatch:
 
 @dataclass(frozen=True, slots=True)
 class Applied:
-    """A patch in force, and what its slot held before; `ABSENT` if nothing."""
+    """A patch in force, and the slot's value before it; `ABSENT` if it held none."""
 
     patch: Change
     previous: Any
@@ -177,16 +177,16 @@ class Draft:
     """What slots would hold after changes that have not been made yet."""
 
     def __init__(self) -> None:
-        """Starts with everything as it is."""
+        """Starts without changes."""
         self._values: dict[Hashable, tuple[Change, Any]] = {}
 
     def read(self, patch: Change) -> Any:
-        """Returns what the slot of ``patch`` would hold; `ABSENT` if nothing."""
+        """Returns the value that the slot of ``patch`` would hold; `ABSENT` for none."""
         drafted = self._values.get(patch.key)
         return patch.read() if drafted is None else drafted[1]
 
     def attribute(self, owner: Any, name: str) -> Any:
-        """Returns what ``getattr(owner, name)`` would, of a module or a class."""
+        """Returns what ``getattr(owner, name)`` would, for a module or a class."""
         is_class = isinstance(owner, type)
         for holder in owner.__mro__ if is_class else (owner,):
             value = self.read(Patch(holder, name, None))
@@ -194,7 +194,7 @@ class Draft:
                 continue
             get = getattr(type(value), "__get__", None)
             return value if get is None or not is_class else get(value, None, owner)
-        fallback = getattr(type(owner), "__getattr__", None)  # what is asked where a slot is empty
+        fallback = getattr(type(owner), "__getattr__", None)  # asked where a slot is empty
         if fallback is None:
             raise AttributeError(f"{owner!r} has no attribute {name!r}")
         return fallback(owner, name)
@@ -246,7 +246,7 @@ class Draft:
 def _write(patch: Change, value: Any) -> None:
     try:
         patch.write(value)
-    except Exception:  # a module of the user's with a will of its own keeps what it has
+    except Exception:  # a module of the user's may refuse the value
         if not patch.is_foreign:
             raise
 

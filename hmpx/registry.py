@@ -1,8 +1,7 @@
-"""What is registered for the whole process, changed as a whole or not at all, by one thread at a time.
+"""Values that are registered for the whole process; one thread at a time changes them, atomically.
 
-A registry's value is immutable: whoever read it goes on with what he read. `LOCK` is also that of
-conversions, which follow each change. A fork waits for it, so that a child finds all of a change or
-nothing of it.
+A registry's value is immutable: code that has read it goes on with what it read. Conversions, which
+follow each change, hold `LOCK` too. A fork waits for it, so a child sees a change whole or not at all.
 """
 
 from __future__ import annotations
@@ -37,20 +36,20 @@ if hasattr(os, "register_at_fork"):
 
 
 def exclusive(function: _F) -> _F:
-    """Returns ``function`` such that it runs while its thread holds `LOCK`."""
+    """Wraps ``function`` so that its thread holds `LOCK` while it runs."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _a_fork_waits:
-            time.sleep(1e-3)  # locks are not fair: a thread that changes things in a loop gives way
-        # One line, so that no line comes between the call and the release.
+            time.sleep(1e-3)  # locks are not fair: a thread that makes changes in a loop gives way
+        # On one line, so that an interruption finds no line between the call and the release.
         with LOCK: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
 
     return wrapper  # type: ignore[return-value]
 
 
 class Registry(Generic[_T]):
-    """A value that users change, and what follows it.
+    """A value that users change, and the functions called after each change.
 
     Attributes:
         value: The value; never changed itself, only replaced.
@@ -62,7 +61,7 @@ class Registry(Generic[_T]):
         self._followers: tuple[Callable[[], None], ...] = ()
 
     def followed_by(self, follower: Callable[[], None]) -> None:
-        """Has ``follower`` called after each change; an error that it raises undoes the change."""
+        """Calls ``follower`` after each change from now on; an error that it raises undoes the change."""
         self._followers = (*self._followers, follower)
 
     def change(self, value: _T) -> None:
@@ -72,7 +71,7 @@ class Registry(Generic[_T]):
 
 @exclusive
 def change_together(*changes: tuple[Registry[Any], Any]) -> None:
-    """Replaces the values of registries together, and has what follows them do so, or changes nothing.
+    """Replaces the values of registries together and calls their followers, or changes nothing.
 
     Args:
         changes: Pairs of a registry and its new value.
@@ -88,6 +87,6 @@ def change_together(*changes: tuple[Registry[Any], Any]) -> None:
     except BaseException:
         for registry, value in before:
             registry.value = value
-        for follow in followers:  # one may have followed by the time that it raised
+        for follow in followers:  # one may have acted before it raised
             follow()
         raise

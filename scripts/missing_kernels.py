@@ -39,8 +39,8 @@ for _name in [name for name in dir(common_cuda) if re.fullmatch(r"SM\d+OrLater",
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.testing._internal.common_modules import module_db  # noqa: E402
 
-from hmpx import patching  # noqa: E402
-from hmpx.ops import op_table as ops  # noqa: E402
+from hmpx import ops, patching  # noqa: E402
+from hmpx.ops import schemas as op_schemas  # noqa: E402
 
 FILE = Path(__file__).resolve().parent.parent / "hmpx" / "compute" / "kernels.ini"
 LOW = (torch.bfloat16, torch.float16)
@@ -326,7 +326,7 @@ def made_up(name: str) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     for site in ops.table()[name].sites:
         if site.in_place or site.is_python or site.is_property:
             continue
-        for schema in ops._schemas(site):
+        for schema in op_schemas.schemas(site):
             for shape in SHAPES:
                 for integers in (False, True):
                     args, kwargs = [], {}

@@ -16,10 +16,9 @@ import torch._dynamo
 import torch._inductor  # both replace attributes of torch when they are first imported
 
 import hmpx
-from hmpx.compute.legalize import capability
-from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize import capability, legalization
 from hmpx.compute.legalize.capability import Capability
-from hmpx.ops import op_table as ops
+from hmpx.ops.sites import NAMESPACES
 
 from . import fake_cuda
 
@@ -77,7 +76,7 @@ _CACHES = {"__warningregistry__", "__slotnames__"}
 
 def namespaces() -> dict[str, dict[str, object]]:
     """Returns a copy of ``vars()`` of every namespace that hmpx may patch."""
-    return {name: dict(vars(owner)) for name, owner in ops.NAMESPACES.items()}
+    return {name: dict(vars(owner)) for name, owner in NAMESPACES.items()}
 
 
 def differences(before: dict[str, dict[str, object]]) -> list[str]:
@@ -116,14 +115,14 @@ def torch_is_left_untouched() -> Iterator[None]:
 def has_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute fast in low precision, so that the default legalizes nothing."""
     fast = Capability(reported=True, inference=1.0, training=1.0)
-    monkeypatch.setattr(legalize, "known_capability", lambda *question: fast)
+    monkeypatch.setattr(legalization, "known_capability", lambda *question: fast)
 
 
 @pytest.fixture
 def lacks_low_precision(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has every device compute slowly in low precision, whatever this machine does."""
     slow = Capability(reported=False, inference=50.0, training=50.0)
-    monkeypatch.setattr(legalize, "known_capability", lambda *question: slow)
+    monkeypatch.setattr(legalization, "known_capability", lambda *question: slow)
 
 
 @pytest.fixture

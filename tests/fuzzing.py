@@ -32,10 +32,9 @@ import yaml
 from torch import nn
 
 import hmpx
-from hmpx import HmpxError, HmpxWarning, Policy, formats
-from hmpx.cli import program as cli
+from hmpx import HmpxError, HmpxWarning, Policy, cli, formats
 from hmpx.compute import lowering
-from hmpx.policy import op_lists as oplists
+from hmpx.policy.lists import sets as oplists
 from tests.conftest import differences, namespaces
 
 PACKAGE = str(Path(hmpx.__file__).parent)

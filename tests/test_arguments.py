@@ -184,17 +184,17 @@ JSON_TEXTS: dict[str, tuple[str, str]] = {
     "escapes": ('{"hmp_bf16\\u005fops": ["\\u006dm"]}', ""),
     "lone surrogate": (
         '{"hmp_bf16_ops": ["mm",\n"\\ud800"]}',
-        "g.json:2: one op a line, please, not '\\ud800'",
+        "g.json:2: expected one op per line, found '\\ud800'",
     ),
     "NaN": ('{"_name_or_path": "NaN",\n "use_fused_adam": NaN}',
-            "g.json:2: no JSON: NaN is no number of JSON"),
-    "Infinity": ('{"use_fused_adam":\n\n-Infinity}', "g.json:3: no JSON: -Infinity is no number of JSON"),
-    "two marks": ('\ufeff\ufeff{}', "g.json:1: no JSON: Unexpected UTF-8 BOM (decode using utf-8-sig)"),
+            "g.json:2: not valid JSON: NaN is not a number in JSON"),
+    "Infinity": ('{"use_fused_adam":\n\n-Infinity}', "g.json:3: not valid JSON: -Infinity is not a number in JSON"),
+    "two marks": ('\ufeff\ufeff{}', "g.json:1: not valid JSON: Unexpected UTF-8 BOM (decode using utf-8-sig)"),
     "doubled key": ('{"hmp_bf16_ops": ["mm"],\n\n"hmp_bf16_ops": ["bmm"]}',
                     "g.json:3: 'hmp_bf16_ops' is given twice, at line 1 too"),
     "number for an op": ('{"hmp_bf16_ops":\n[1]}', "g.json:2: unknown op '1'; did you mean 'i1'?"),
-    "null for an op": ('{"hmp_bf16_ops":\n\n[null]}', "g.json:3: an op of low must be a text"),
-    "control character": ('{"hmp_bf16_ops": [\n"m\nm"]}', "g.json:2: no JSON: Invalid control character at"),
+    "null for an op": ('{"hmp_bf16_ops":\n\n[null]}', "g.json:3: an op of low must be a string"),
+    "control character": ('{"hmp_bf16_ops": [\n"m\nm"]}', "g.json:2: not valid JSON: Invalid control character at"),
     "scalar": ("1", "g.json:1: a Gaudi configuration must be a mapping of keys to values"),
 }  # fmt: skip
 

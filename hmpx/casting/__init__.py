@@ -2,17 +2,10 @@
 
 from __future__ import annotations
 
-from .cache import cache_patches
-from .casting import (
-    LOW_DTYPES,
-    NUMBERS,
-    PLAIN_TENSORS,
-    SEQUENCES,
+from .arguments import (
     TARGET,
-    Args,
-    CallPlan,
-    Kwargs,
     cast_args,
+    cast_dtypes,
     converter,
     decided_by,
     floating_inputs,
@@ -23,24 +16,27 @@ from .casting import (
     widest,
     written,
 )
+from .cache import cache_patches
+from .facts import facts_of, site_of
+from .recipe import CallSite, OpFacts, Options, Recipe
 
 __all__ = [
-    "LOW_DTYPES",
-    "NUMBERS",
-    "PLAIN_TENSORS",
-    "SEQUENCES",
     "TARGET",
-    "Args",
-    "CallPlan",
-    "Kwargs",
+    "CallSite",
+    "OpFacts",
+    "Options",
+    "Recipe",
     "cache_patches",
     "cast_args",
+    "cast_dtypes",
     "converter",
     "decided_by",
+    "facts_of",
     "floating_inputs",
     "is_on_device",
     "is_settled",
     "is_widened",
+    "site_of",
     "target_dtype",
     "widest",
     "written",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .program import main
+from .entry import main
 
 __all__ = [
     "main",

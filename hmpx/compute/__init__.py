@@ -3,46 +3,36 @@
 from __future__ import annotations
 
 from .accumulation import Accumulation
-from .composition import computed_in_fp32, inputs_of, rounded, widen
+from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
 from .emulation import Emulation, watched_emulation
 from .legalize.capability import (
     KINDS,
     PRODUCTS,
-    SMALL_PRODUCT,
     Capability,
     capability,
-    is_reported_of_all,
-    name_of,
     reported,
 )
-from .legalize.convolutions import DIMENSIONS, is_large
-from .legalize.legalizer import (
-    LEGALIZE_MODES,
-    Legalizer,
-    is_exported,
-    is_slow,
-    is_slow_in_inference,
-    is_traced,
-    is_watched,
-    note_unrounded,
-    watched_rounding,
-)
+from .legalize.convolutions import CONVOLUTIONS
+from .legalize.legalization import LEGALIZE_MODES, Legalization, has_own_gradients
+from .legalize.legalizer import Legalizer
+from .legalize.watching import is_watched, note_unrounded, watched_rounding
 from .lowering import LOWERINGS, Lowering, create_lower_func, lowerings, register_op, unregister
 from .missing_kernels import Callee, Lacking, completed, lacking_kernels
 from .norm_statistics import Statistics
 
 __all__ = [
-    "DIMENSIONS",
+    "CONVOLUTIONS",
     "KINDS",
     "LEGALIZE_MODES",
     "LOWERINGS",
     "PRODUCTS",
-    "SMALL_PRODUCT",
     "Accumulation",
     "Callee",
     "Capability",
     "Emulation",
+    "Inputs",
     "Lacking",
+    "Legalization",
     "Legalizer",
     "Lowering",
     "Statistics",
@@ -50,17 +40,11 @@ __all__ = [
     "completed",
     "computed_in_fp32",
     "create_lower_func",
+    "has_own_gradients",
     "inputs_of",
-    "is_exported",
-    "is_large",
-    "is_reported_of_all",
-    "is_slow",
-    "is_slow_in_inference",
-    "is_traced",
     "is_watched",
     "lacking_kernels",
     "lowerings",
-    "name_of",
     "note_unrounded",
     "register_op",
     "reported",

@@ -13,7 +13,7 @@ from typing import Any, Final
 
 import torch
 
-from ..tensors import CAST, ELIGIBLE, LOW_PRECISION
+from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import (
     has_fake_tensors,
     hooks_refused,
@@ -22,10 +22,10 @@ from ..torch_internals import (
     transforms,
 )
 from . import products
-from .composition import Args, Inputs, Kwargs, call_raised, rounded, widen, widen_matrices
+from .composition import Inputs, call_raised, rounded, widen, widen_matrices
 from .graph_rounding import in_graph
 from .legalize.capability import PRODUCTS
-from .legalize.legalizer import is_exported, is_traced
+from .legalize.graphs import is_exported, is_traced
 from .saved_tensors import Precision, keeping_low
 
 _REDUCED_REDUCTION: Final = {
@@ -133,7 +133,7 @@ class Accumulation:
         keeps_inputs = self.kind in PRODUCTS or (self.kind == "norm" and output is dtype)
         return (
             self.accumulate_dtype is torch.float32
-            and dtype in LOW_PRECISION
+            and dtype in LOW_DTYPES
             and keeps_inputs
             and inputs.is_learning
             and inputs.is_plain

@@ -12,13 +12,18 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, ELIGIBLE, LOW_PRECISION, cast_as_one, with_items
-
-Args = tuple[Any, ...]
-Kwargs = dict[str, Any]
-
-_LOW = frozenset(LOW_PRECISION)
-_PLAIN_TENSORS = frozenset({Tensor, torch.nn.Parameter})
+from ..tensors import (
+    CAST,
+    ELIGIBLE,
+    LOW_DTYPES,
+    PLAIN_TENSORS,
+    SEQUENCES,
+    Args,
+    Kwargs,
+    cast_as_one,
+    map_tensors,
+    with_items,
+)
 
 # As they were before anything was patched: lists may hold any of them.
 widen = CAST[torch.float32]
@@ -48,7 +53,7 @@ def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
     """Returns the floating inputs among the arguments, and in lists of them; None without any."""
     found: Inputs | None = None
     for value in (*args, *kwargs.values()) if kwargs else args:
-        for tensor in value if isinstance(value, (list, tuple)) else (value,):
+        for tensor in value if isinstance(value, SEQUENCES) else (value,):
             if not isinstance(tensor, Tensor):
                 continue
             dtype = tensor.dtype
@@ -56,11 +61,11 @@ def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
                 continue
             if found is None:
                 found = Inputs(tensor)
-            if found.low is None and dtype in _LOW:
+            if found.low is None and dtype in LOW_DTYPES:
                 found.low = tensor
             found.is_learning = found.is_learning or tensor.requires_grad
             is_dense = tensor.layout is _STRIDED and not tensor.is_nested
-            if not is_dense or type(tensor) not in _PLAIN_TENSORS:
+            if not is_dense or type(tensor) not in PLAIN_TENSORS:
                 found.is_plain = False
     if found is not None and found.is_learning:
         found.is_learning = torch.is_grad_enabled()
@@ -79,7 +84,7 @@ def call_raised(
     args: Args,
     kwargs: Kwargs,
     widen: Callable[[Tensor], Tensor],
-    dtypes: frozenset[torch.dtype] = _LOW,
+    dtypes: frozenset[torch.dtype] = LOW_DTYPES,
 ) -> Any:
     """Returns the result of ``function`` on tensors of ``dtypes`` raised by ``widen``."""
     new_args = [raised(value, widen, dtypes) for value in args]
@@ -90,12 +95,12 @@ def call_raised(
 
 
 def raised(
-    value: Any, widen: Callable[[Tensor], Tensor], dtypes: frozenset[torch.dtype] = _LOW
+    value: Any, widen: Callable[[Tensor], Tensor], dtypes: frozenset[torch.dtype] = LOW_DTYPES
 ) -> Any:
     """Returns ``value`` with the tensors of ``dtypes`` in it raised by ``widen``."""
     if isinstance(value, Tensor):
         return widen(value) if value.dtype in dtypes else value
-    if isinstance(value, (list, tuple)) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
+    if isinstance(value, SEQUENCES) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
         # What is noted by the addresses of single tensors is not to be one chunk.
         if widen is _widen and all([getattr(t, "dtype", None) in dtypes for t in value]):  # noqa: C419
             chunk = cast_as_one(value, torch.float32)
@@ -109,11 +114,7 @@ def rounded(
     value: Any, convert: Callable[[Tensor], Tensor], dtype: torch.dtype = torch.float32
 ) -> Any:
     """Returns ``value`` with the tensors of ``dtype`` in it rounded by ``convert``."""
-    if isinstance(value, Tensor):
-        return convert(value) if value.dtype is dtype else value
-    if isinstance(value, (list, tuple)):
-        return with_items(value, [rounded(item, convert, dtype) for item in value])
-    return value
+    return map_tensors(value, lambda tensor: convert(tensor) if tensor.dtype is dtype else tensor)
 
 
 def widen_matrices(tensor: Tensor) -> Tensor:

@@ -17,10 +17,10 @@ from torch import Tensor, nn
 
 from ..errors import OptionError
 from ..number_formats import Custom, Format, Rounder, decode, rounder
-from ..tensors import CAST, ELIGIBLE
+from ..tensors import CAST, ELIGIBLE, Args, Kwargs
 from ..torch_internals import FunctionalTensor, disable_modes, is_jit_tracing
 from ..torch_state import disable_casts
-from .composition import Args, Kwargs, call_raised, rounded
+from .composition import call_raised, rounded
 from .lowering import Lowering
 
 #: fp32's results may be rounded again to formats of so many significand bits: 2 * 11 + 2 <= 24.

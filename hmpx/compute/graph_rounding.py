@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, ELIGIBLE, LOW_PRECISION
+from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import INDUCTOR_CONFIG, run_when_traced
-from .composition import Args, Kwargs, call_raised, rounded, widen
+from .composition import call_raised, rounded, widen
 
 # As they were before anything was patched: lists may hold any of them.
 _add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
@@ -40,14 +40,14 @@ def in_graph(
     keeps_casts = are_casts_kept()
 
     def raise_one(tensor: Tensor) -> Tensor:
-        if tensor.dtype in LOW_PRECISION and not keeps_casts:
+        if tensor.dtype in LOW_DTYPES and not keeps_casts:
             tensor = _raised_in_graph(tensor)
         return CAST[accumulate_dtype](tensor)
 
     result = call_raised(function, args, kwargs, raise_one, ELIGIBLE)
 
     def convert(tensor: Tensor) -> Tensor:
-        if dtype not in LOW_PRECISION or keeps_casts:
+        if dtype not in LOW_DTYPES or keeps_casts:
             return CAST[dtype](tensor)
         tensor = widen(tensor)
         if tensor.requires_grad:

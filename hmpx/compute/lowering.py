@@ -17,8 +17,7 @@ from .. import arguments, number_formats, ops, tensors
 from ..errors import OptionError, said_by, shown, suggestion
 from ..number_formats import Custom, Format, decode, encode, get
 from ..registry import Registry, change_together, exclusive
-from ..tensors import with_items
-from .composition import Args, Kwargs
+from ..tensors import Args, Kwargs, map_tensors
 
 
 @dataclass(frozen=True)
@@ -87,11 +86,7 @@ class _InPlaceOf(torch.autograd.Function):
 
 
 def _detached(value: Any) -> Any:
-    if isinstance(value, Tensor):
-        return value.detach()
-    if isinstance(value, (list, tuple)):
-        return with_items(value, [_detached(item) for item in value])
-    return value
+    return map_tensors(value, Tensor.detach)
 
 
 #: Ops whose first argument is the right operand.
@@ -246,15 +241,13 @@ def _on_values(fn: OnCodes, format: Format) -> Callable[..., Tensor]:
             f"format {format.name} has no codes; give register_op a function of values"
         )
 
-    def coded(value: Any) -> Any:
-        if isinstance(value, Tensor):
-            return encode(value, format) if value.is_floating_point() else value
-        if isinstance(value, (list, tuple)) and any(isinstance(item, Tensor) for item in value):
-            return with_items(value, [coded(item) for item in value])
-        return value
+    def code(tensor: Tensor) -> Any:
+        return encode(tensor, format) if tensor.is_floating_point() else tensor
 
     def function(*args: Any, **kwargs: Any) -> Tensor:
-        codes = fn.function(*map(coded, args), **{name: coded(v) for name, v in kwargs.items()})
+        given = [map_tensors(value, code) for value in args]
+        named = {name: map_tensors(value, code) for name, value in kwargs.items()}
+        codes = fn.function(*given, **named)
         return decode(codes, format)
 
     return function

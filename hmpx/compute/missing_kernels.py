@@ -21,14 +21,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, LOW_PRECISION, short_name, with_items
+from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
 from ..torch_internals import run_when_traced
 from ..torch_state import disable_casts, is_below_dispatcher
-from .composition import Args, Kwargs, inputs_of, widen
+from .composition import inputs_of, widen
 
 LOGGER: Final = logging.getLogger("hmpx")
 
-_LOW: Final = frozenset(LOW_PRECISION)
 
 # As they were before anything was patched.
 _copy_, _resize_ = Tensor.copy_, Tensor.resize_
@@ -140,7 +139,7 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         if inputs is None or low is None or is_below_dispatcher():
             return original(*args, **kwargs)
         lacks = lacking.lacks(low, is_learning=inputs.is_learning)
-        if lacks is False or (callee.promotes and _widest(args, kwargs) not in _LOW):
+        if lacks is False or (callee.promotes and _widest(args, kwargs) not in LOW_DTYPES):
             return original(*args, **kwargs)
         # Nothing that is written to may be half-done, and graphs don't tell what they will lack.
         if lacks is None and not (
@@ -194,14 +193,13 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
     stand_ins: list[tuple[Tensor, Tensor]] = []  # what is written to, and what is instead of it
 
     def raised(value: Any, is_written: bool) -> Any:
-        if isinstance(value, Tensor):
-            wide = widen(value) if value.dtype in _LOW else value
+        def widened(tensor: Tensor) -> Tensor:
+            wide = widen(tensor) if tensor.dtype in LOW_DTYPES else tensor
             if is_written:
-                stand_ins.append((value, wide))
+                stand_ins.append((tensor, wide))
             return wide
-        if isinstance(value, (list, tuple)) and any([isinstance(v, Tensor) for v in value]):  # noqa: C419
-            return with_items(value, [raised(item, is_written) for item in value])
-        return value
+
+        return map_tensors(value, widened)
 
     names, writes = callee.names, callee.writes
     positional = [
@@ -221,7 +219,7 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
             _resize_(target, wide.shape)
         _copy_(target, wide)
     is_asked_for = kwargs.get("dtype") is not None or torch.dtype in map(type, args)
-    convert = CAST[dtype] if dtype in _LOW and not is_asked_for else None
+    convert = CAST[dtype] if dtype in LOW_DTYPES and not is_asked_for else None
     return _finished(result, stand_ins, convert)
 
 
@@ -231,16 +229,16 @@ def _finished(
     convert: Callable[[Tensor], Tensor] | None,
 ) -> Any:
     """Returns ``value`` with what was written to itself in it, and the rest converted from fp32."""
-    if isinstance(value, Tensor):
+
+    def finished(tensor: Tensor) -> Tensor:
         for target, wide in stand_ins:
-            if value is wide:
+            if tensor is wide:
                 return target
-        if convert is not None and value.dtype is torch.float32:
-            return convert(value)
-        return value
-    if isinstance(value, (list, tuple)):
-        return with_items(value, [_finished(item, stand_ins, convert) for item in value])
-    return value
+        if convert is not None and tensor.dtype is torch.float32:
+            return convert(tensor)
+        return tensor
+
+    return map_tensors(value, finished)
 
 
 _noted: set[tuple[str, str, str]] = set()

@@ -10,19 +10,18 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, LOW_PRECISION
+from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import data_of, transforms
 from ..torch_state import is_below_dispatcher
-from .composition import Args, Kwargs, rounded
+from .composition import rounded
 
 # As they were before anything was patched: lists may hold any of them.
 _copy_ = Tensor.copy_
-_LOW: Final = frozenset(LOW_PRECISION)
 
 
 @dataclass(frozen=True)
@@ -124,7 +123,7 @@ class Statistics:
         dtype = first.dtype
         if dtype not in CAST or found <= {dtype}:
             return None
-        if dtype not in _LOW:
+        if dtype not in LOW_DTYPES:
             return dtype
         if transforms() is not None:
             return torch.float32

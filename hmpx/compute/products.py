@@ -13,12 +13,12 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, LOW_PRECISION
+from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import run_when_traced, transforms
-from .composition import Args, Kwargs, widen
+from .composition import widen
 from .graph_rounding import are_casts_kept, round_fp32
 from .legalize import capability
-from .legalize.legalizer import is_traced
+from .legalize.graphs import is_traced
 
 # As they were before anything was patched: lists may hold any of them.
 _mm, _bmm, _matmul, _sum = torch.mm, torch.bmm, torch.matmul, torch.sum
@@ -31,12 +31,11 @@ _reshape, _squeeze, _transpose, _unsqueeze = (
 )
 
 _broadcast: Callable[..., torch.Size] = torch.broadcast_shapes
-_LOW: Final = frozenset(LOW_PRECISION)
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
     """Whether ``device`` multiplies matrices of ``dtype`` and gives out the sums in fp32."""
-    if device.type != "cuda" or torch.version.hip is not None or dtype not in _LOW:
+    if device.type != "cuda" or torch.version.hip is not None or dtype not in LOW_DTYPES:
         return False
     if dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
         return False  # these kernels refuse it
@@ -67,7 +66,8 @@ def compute(op: str, args: Args, kwargs: Kwargs, output: torch.dtype) -> Tensor 
         given.pop()
     if not all([isinstance(value, Tensor) for value in given]):  # noqa: C419  # Dynamo knows lists better
         return None
-    if given[0].dtype not in _LOW or any([value.dtype is not given[0].dtype for value in given]):  # noqa: C419
+    dtype = given[0].dtype
+    if dtype not in LOW_DTYPES or any([value.dtype is not dtype for value in given]):  # noqa: C419
         return None
     return form(output, *given)
 
@@ -142,7 +142,7 @@ def _product(
     is_transposed: bool = False,
 ) -> Tensor:
     """Returns a @ b + c of matrices, summed up in fp32 and rounded once; see `_Product`."""
-    if a.dtype is b.dtype and a.dtype in _LOW and transforms() is None:
+    if a.dtype is b.dtype and a.dtype in LOW_DTYPES and transforms() is None:
         return _Product.apply(a, b, c, output, is_transposed)  # type: ignore[no-any-return, no-untyped-call]
     result = _matmul(widen(a), widen(b))
     return _rounded(result if c is None else _add(result, widen(c)), output)
@@ -177,7 +177,7 @@ def _summed(gradient: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns fp32 cast to ``dtype``, whether or not a compiler leaves out casts there and back."""
-    if dtype in _LOW and is_traced() and not are_casts_kept():
+    if dtype in LOW_DTYPES and is_traced() and not are_casts_kept():
         tensor = round_fp32(tensor, dtype)
     return CAST[dtype](tensor)
 

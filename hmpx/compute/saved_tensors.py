@@ -14,9 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, LOW_PRECISION
+from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import TELLS_SAVED, hide_hook, pop_hooks, push_hooks, top_hooks
-from .composition import Args, Kwargs, raised, rounded, widen
+from .composition import raised, rounded, widen
 
 # As they were before anything was patched: lists may hold any of them.
 _as_strided, _copy_, _data_ptr = Tensor.as_strided, Tensor.copy_, Tensor.data_ptr
@@ -151,7 +151,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
         before = given[position]
         is_parameter = type(before) is torch.nn.Parameter
         if isinstance(value, Tensor):
-            if value.dtype in LOW_PRECISION:
+            if value.dtype in LOW_DTYPES:
                 source = before if is_parameter and before is not value else None
                 new_args[position] = noting(value, source)
             elif is_parameter:

@@ -1,8 +1,10 @@
-"""`freeze`: weights stored in the dtype that a model uses them in."""
+"""`freeze`: stores in low precision the weights that a model only ever uses in low precision."""
 
 from __future__ import annotations
 
-from .freezing import Frozen, Weight, freeze
+from .freezing import freeze
+from .frozen import Frozen
+from .weights import Weight
 
 __all__ = [
     "Frozen",

@@ -1,7 +1,7 @@
-"""What weights held before they were stored low, and how they get it back, bit for bit.
+"""The fp32 storages of weights that were stored low, which give them their values back, bit for bit.
 
-Owns the fp32 storages. A weight gets its storage back where the model still holds it; what became of
-the others is said in words.
+A weight gets its storage back where the model still holds it; of the others it is said what became
+of them.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 
 @dataclass(frozen=True, eq=False)
 class _Original:
-    """What a tensor held: its storage, perhaps a copy of that in host memory, and the geometry."""
+    """The former contents of a tensor: its storage, or a copy of that in host memory, and its geometry."""
 
     tensor: Tensor
     slots: tuple[Slot, ...]
@@ -37,10 +37,10 @@ class _Original:
 
 
 class Originals:
-    """The storages that some weights of a model have at first."""
+    """The storages that some weights of a model had before freezing."""
 
     def __init__(self, slots: Iterable[Slot], kept_alive: Container[int]) -> None:
-        """Takes note of what the tensors in ``slots`` hold now.
+        """Notes what the tensors in ``slots`` hold now.
 
         On an accelerator it is moved to host memory, but for storages that others keep alive anyway:
         those in ``kept_alive``.
@@ -81,11 +81,11 @@ class Originals:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every weight has been given what it had."""
+        """Whether every weight has its former contents again."""
         return not self._kept
 
     def misplaced(self, model: nn.Module) -> Iterator[tuple[Slot, str]]:
-        """Yields each slot in ``model`` that can't get back what it had, and why not.
+        """Yields each slot in ``model`` that can't be restored, and why not.
 
         A module that is no longer in the model needs no weights for it.
         """
@@ -141,7 +141,7 @@ def _fault(slot: Slot) -> str:
 
 
 def _is_copy(current: Tensor, tensor: Tensor) -> bool:
-    """Whether ``current`` is what ``Module.to`` makes of ``tensor``: no value of the user's own."""
+    """Whether ``current`` is a copy of ``tensor`` as ``Module.to`` makes it, not a value of the user's."""
     if type(current) not in _PLAIN or current.layout is not torch.strided:
         return False
     if current.shape != tensor.shape:
@@ -151,7 +151,7 @@ def _is_copy(current: Tensor, tensor: Tensor) -> bool:
 
 
 def _mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Returns what a tensor without values is made in; what does nothing for others."""
+    """Returns the mode in which a tensor without values is made; for others a context that does nothing."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
 
 

@@ -17,7 +17,7 @@ class Slot:
         path: Of the module, in the model; ``""`` for the model itself.
         module: The module.
         attribute: The name in the module.
-        is_buffer: Whether it is a buffer's.
+        is_buffer: Whether it is for a buffer.
         tensor: What was found.
     """
 

@@ -1,6 +1,6 @@
 """How one forward uses the parameters and buffers of a model: in which dtypes, and whether it writes.
 
-Sees only which tensors the dispatcher's ops read, convert and write. Knows no op by what it computes.
+Judged only by which tensors the dispatcher's ops read, convert and write, not by what they compute.
 """
 
 from __future__ import annotations
@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 
 from .. import compute, torch_state
-from ..casting import LOW_DTYPES, SEQUENCES
 from ..errors import FreezeError
 from ..number_formats import Format
 from ..policy import LowType
+from ..tensors import LOW_DTYPES, SEQUENCES
 from ..torch_internals import (
     FakeTensor,
     TorchDispatchMode,
@@ -138,13 +138,13 @@ class Uses:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
-    """Notes every use of the watched places; what a call writes there can be taken back."""
+    """Notes every use of the watched places; writes to them can be taken back."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while it watches; torch would import Dynamo, 70 MB, to say so."""
+        """Nothing is compiled while it watches; torch would import Dynamo, 70 MB, to tell it so."""
         return False
 
     def __init__(self, found: Sequence[FoundTensor]) -> None:
@@ -155,7 +155,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         for place in self._tensors:
             self._by_storage.setdefault(place.storage, []).append(place)
         self._before: dict[Place, tuple[Tensor, Tensor]] = {}
-        # Kernels for batch norm write to running statistics without a word in their schema.
+        # Kernels for batch norm write to running statistics, which their schema doesn't say.
         with torch.no_grad(), torch_state.disable_casts():
             self._remember(f.place for f in found if f.place is not None and f.kind == "buffer")
 
@@ -195,7 +195,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
                 self.uses[touched].unrounded_by.append(op)
 
     def take_back_writes(self) -> None:
-        """Gives every place that was written to what it held before."""
+        """Restores every place that was written to."""
         with torch.no_grad(), torch_state.disable_casts():
             for place, (tensor, before) in self._before.items():
                 if has_changed(tensor, before):
@@ -277,7 +277,7 @@ def watch_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Watch:
-    """Returns what one forward does with the tensors found, which hold what they held before."""
+    """Returns what one forward does with the tensors found; their values are restored."""
     watch = Watch(found)
     try:
         formats = compute.watched_emulation(watch.note_format)

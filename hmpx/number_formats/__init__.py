@@ -2,14 +2,26 @@
 
 from __future__ import annotations
 
-from .codes import code_dtype, decode, encode
-from .families import FORMATS, Block, Custom, Fixed, Float, Format, Posit, Table
+from .codes import decode, encode
+from .families import (
+    FORMATS,
+    Block,
+    CodedFormat,
+    Custom,
+    Fixed,
+    Float,
+    Format,
+    Posit,
+    Rounder,
+    Table,
+    code_dtype,
+)
 from .kernels.cache import build_kernels, build_portable, kernels_path
 from .kernels.compiler import find_compiler, shown_command
 from .kernels.library import kernels_state
-from .quantization import Rounder, quantize, rounder
+from .plans import ROUNDING_MODES
+from .quantization import quantize, rounder
 from .registered import FORMATS_BY_NAME, get, names, register, without
-from .rounding import ROUNDING_MODES
 from .uint16 import from_uint16, to_uint16
 
 __all__ = [
@@ -17,6 +29,7 @@ __all__ = [
     "FORMATS_BY_NAME",
     "ROUNDING_MODES",
     "Block",
+    "CodedFormat",
     "Custom",
     "Fixed",
     "Float",

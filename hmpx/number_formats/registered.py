@@ -1,7 +1,4 @@
-"""Formats by name: those that come with hmpx, and those that users register.
-
-Knows nothing of rounding.
-"""
+"""Formats by name: those that come with hmpx, and those that users register."""
 
 from __future__ import annotations
 
@@ -80,7 +77,7 @@ def register(format: Format, code: int | None = None) -> None:
         code: A type code, 129 to 255, as TVM's custom types have; hmpx only keeps it unique.
 
     Raises:
-        OptionError: ``format`` is none, or its name or code is another's.
+        OptionError: ``format`` is not a format, or its name or code is another's.
 
     Example:
         >>> hmpx.formats.register(hmpx.formats.Posit("posit10", bits=10, es=2))
@@ -89,10 +86,7 @@ def register(format: Format, code: int | None = None) -> None:
         >>> hmpx.formats.unregister("posit10")
     """
     if not is_a(format, FORMATS):
-        raise OptionError(
-            "register takes a Float, Posit, Fixed, Block, Table or Custom format, not "
-            f"{shown(format)}"
-        )
+        raise OptionError(f"register takes a {_families()} format, not {shown(format)}")
     name = format.name
     if code is not None and not (type(code) is int and _FIRST_CODE <= code <= _LAST_CODE):
         raise OptionError(
@@ -117,10 +111,10 @@ def register(format: Format, code: int | None = None) -> None:
 
 
 def without(name: str) -> _Known:
-    """Returns what is known without a format that was registered.
+    """Returns the known formats without one that was registered.
 
     Raises:
-        OptionError: There is none of that name, or it comes with hmpx.
+        OptionError: No format has that name, or it comes with hmpx.
     """
     name = arguments.text("name", name, "the name of a format")
     if name in _SHIPPED:
@@ -141,7 +135,7 @@ def get(name: str | Format) -> Format:
         name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` as TVM spells it.
 
     Raises:
-        OptionError: There is none of that name.
+        OptionError: No format has that name.
 
     Example:
         >>> hmpx.formats.get("posit16_1")
@@ -166,6 +160,11 @@ def get(name: str | Format) -> Format:
         hint = suggestion(name, formats) or "; names() lists the known ones"
         raise OptionError(f"no format {shown(name)} is known{hint}")
     raise OptionError(f"a format must be a name or a format, not {shown(name)}")
+
+
+def _families() -> str:
+    *others, last = [family.__name__ for family in FORMATS]
+    return f"{', '.join(others)} or {last}"
 
 
 def names() -> tuple[str, ...]:

@@ -43,7 +43,7 @@ def to_uint16(values: Tensor | npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.
 
 
 def from_uint16(encoded: npt.NDArray[np.uint16]) -> Tensor:
-    """Returns the bfloat16 tensor that `to_uint16` encodes so.
+    """Returns the bfloat16 tensor whose encoding by `to_uint16` this is.
 
     Args:
         encoded: uint16, of any shape.

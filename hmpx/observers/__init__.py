@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from .attached import ATTACHED, Attached, Observer, TensorObserver, attach
 from .log import LOGGER, announce_conversion, announcing, log_observer, show_log
-from .op_calls import Observer, OpCall, user_location
+from .op_calls import CallTensors, OpCall, user_location
 
 __all__ = [
+    "ATTACHED",
     "LOGGER",
+    "Attached",
+    "CallTensors",
     "Observer",
     "OpCall",
+    "TensorObserver",
     "announce_conversion",
     "announcing",
+    "attach",
     "log_observer",
     "show_log",
     "user_location",

@@ -18,7 +18,8 @@ from ..frames import is_ours
 from ..patching import Draft, Patch
 from ..tensors import short_name
 from ..torch_state import disable_casts
-from .op_calls import Observer, OpCall
+from .attached import Observer
+from .op_calls import OpCall
 
 LOGGER: Final = logging.getLogger("hmpx")
 

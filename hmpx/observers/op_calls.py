@@ -1,16 +1,16 @@
-"""What observers are told: one frozen `OpCall` per patched call, and where calls come from.
+"""What observers get: one frozen `OpCall` per patched call, its tensors, and where calls come from.
 
-Knows no policy. Nothing here runs unless an observer is installed.
+Knows no policy. Nothing here runs unless an observer is attached.
 """
 
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -42,6 +42,13 @@ class OpCall:
         module: Qualified name of the innermost `torch.nn.Module` whose forward made the call;
             ``""`` outside any module and in the outermost one.
         location: ``"train.py:12"``: the innermost line outside torch and hmpx.
+
+    Example:
+        >>> def show(call):
+        ...     print(call.op, call.cast_policy, call.input_dtypes, call.output_dtypes)
+        >>> with hmpx.convert(device_types={"cpu"}), hmpx.attach(show):
+        ...     y = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        mm LOW (torch.float32, torch.float32) (torch.bfloat16,)
     """
 
     op: str
@@ -59,11 +66,34 @@ class OpCall:
     location: str
 
 
-class Observer(Protocol):
-    """Something that is told each call of a patched op, after it ran."""
+@dataclass(frozen=True, slots=True, eq=False)
+class CallTensors:
+    """The tensors of one call, for observers that ask for them.
 
-    def __call__(self, call: OpCall, /) -> None:
-        """Takes one call; an exception propagates to the user's code."""
+    Attributes:
+        given: The positional arguments, as the program gave them. Where the call writes to any, copies
+            from before.
+        given_kwargs: Those given by name.
+        cast: The positional arguments as they were cast, without gradients.
+        cast_kwargs: Those given by name.
+        run: Torch's own function, to run again on any arguments: ``tensors.run(*tensors.given)``.
+            Nothing is cast in it.
+        result: What the call returned.
+
+    Example:
+        >>> def error(call, tensors):
+        ...     print(call.op, (tensors.result - tensors.run(*tensors.given)).abs().max().item())
+        >>> with hmpx.convert(device_types={"cpu"}), hmpx.attach(error, tensors=True):
+        ...     y = torch.mm(torch.full((1, 1), 1.01), torch.ones(1, 1))
+        mm 0.002187490463256836
+    """
+
+    given: tuple[Any, ...]
+    given_kwargs: Mapping[str, Any]
+    cast: tuple[Any, ...]
+    cast_kwargs: Mapping[str, Any]
+    run: Callable[..., Any]
+    result: Any = None
 
 
 def user_location(frame: FrameType | None = None) -> str:

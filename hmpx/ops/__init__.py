@@ -15,28 +15,11 @@ from .foreign import (
     same,
     why_not,
 )
-from .op_table import (
-    Op,
-    Parameters,
-    Site,
-    computing,
-    covered,
-    covering,
-    facts,
-    is_castable,
-    is_decisive,
-    is_known,
-    is_view,
-    kind,
-    names,
-    parameters,
-    python_parameters,
-    resolve,
-    root,
-    statistics,
-    table,
-    written,
-)
+from .known_facts import facts
+from .op_table import Op, covered, covering, is_known, names, resolve, root, table
+from .signatures import Parameters, parameters, python_parameters, statistics, written
+from .sites import Site
+from .traits import computing, is_castable, is_decisive, is_view, kind
 
 __all__ = [
     "OPERATORS",

@@ -1,7 +1,7 @@
 """Ops of other libraries, by dotted name: ``torchvision.ops.nms``, ``torch.ops.mylib.scaled_add``.
 
-Here is what such a name may be, and what it stands for in the modules that are loaded. Nothing is
-ever imported, and no code of a library run: names are looked up in the dicts of modules and classes.
+Decides which names are possible, and finds what they stand for in the modules that are loaded. It never
+imports anything or runs a library's code: names are looked up in the dicts of modules and classes.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from ..torch_internals import CustomOpDef, OpOverload, OpOverloadPacket
 #: Where torch binds the operators of `torch.library`.
 OPERATORS: Final = "torch.ops"
 
-#: Their functions are no ops, or hmpx's own.
+#: Libraries whose functions are not ops, or are hmpx's own.
 _REFUSED: Final = frozenset({"hmpx", "builtins", "habana_frameworks"}) | sys.stdlib_module_names
 
 #: Namespaces of torch's own operators.
 _TORCHS: Final = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d", "higher_order"})
 
-#: What may be called with tensors, and replaced by a function without anything being lost.
+#: Callables that may take tensors, and that a function can replace without losing anything.
 _FUNCTIONS: Final = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -47,7 +47,7 @@ class Found:
     """What a dotted name stands for.
 
     Attributes:
-        value: The value, as its slot holds it: of a class perhaps a classmethod.
+        value: The value, as its slot holds it; in a class it may be a classmethod.
         owner: The module or class whose slot that is.
         attribute: Name of the slot.
     """
@@ -61,11 +61,11 @@ class Found:
 
 
 def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str | None:
-    """Returns the name under which an op of another library is known; None if it can be none.
+    """Returns the canonical name of another library's op; None if it can't be one.
 
     Args:
-        name: What stands in a list.
-        prefixes: What may stand before the name of an op of torch's own.
+        name: As in a list.
+        prefixes: Those of the names of torch's own ops.
         names: The bare names of these ops.
     """
     namespace, separator, operator = name.partition("::")
@@ -85,28 +85,28 @@ def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str
 
 
 def is_foreign(name: str) -> bool:
-    """Whether the op ``name``, which is known, is one of another library."""
+    """Whether op ``name``, which is known, is another library's."""
     return "." in name
 
 
 def refusal(name: str) -> str:
-    """Returns why ``name``, which is no op, must not be listed at all; ``""`` if nothing is said."""
+    """Returns why ``name``, which is not an op, must not be listed; ``""`` if nothing speaks against it."""
     if len(name) > _LONGEST:
         return ""
     parts = name.split(".")
     if not all(part.isidentifier() for part in parts):
         return ""
     if parts[0] == "hmpx":
-        return f"{shown(name)} is of hmpx itself, which computes nothing to be cast"
+        return f"{shown(name)} is part of hmpx itself, which computes nothing to cast"
     if len(parts) > 1 and parts[0] in _REFUSED:
-        return f"{shown(name)} is of Python's standard library; list functions that compute with tensors"
+        return f"{shown(name)} is part of Python's standard library; list functions that compute with tensors"
     is_pythons = parts[0] in vars(builtins) if len(parts) == 1 else parts[0] != "torch"
     if is_pythons and any(part.startswith("__") for part in parts):
         return f"{shown(name)} has a name with leading underscores, which are Python's own"
     return ""
 
 
-#: Names of functions are no longer.
+#: Longer than any function's name.
 _LONGEST: Final = 1000
 
 
@@ -115,7 +115,7 @@ def _is_plain(part: str) -> bool:
 
 
 def _is_of_torch(name: str) -> bool:
-    """Whether torch has a function of that name, or may have, in a module that is not imported yet."""
+    """Whether torch has a function of that name, or may have one in a module that is not imported yet."""
     found = find_foreign(name)
     if found is not None:
         return not why_not(name, found)
@@ -131,14 +131,14 @@ _TORCH: Final = Path(torch.__file__).parent
 
 
 def _splits(name: str) -> Iterator[tuple[str, list[str]]]:
-    """Yields what may be the module in ``name`` and what the attributes, the longest module first."""
+    """Yields the ways to split ``name`` into a module and attributes, the longest module first."""
     parts = name.split(".")
     for count in range(len(parts) - 1, 0, -1):
         yield ".".join(parts[:count]), parts[count:]
 
 
 def modules_of(name: str) -> list[str]:
-    """Returns the names of modules whose import may bring what ``name`` stands for."""
+    """Returns the names of modules whose import may define ``name``."""
     return [module for module, _ in _splits(name)]
 
 
@@ -159,7 +159,7 @@ def find_foreign(name: str) -> Found | None:
 
 
 def _own(owner: Any, attribute: str) -> Any:
-    """Returns what a module or a class has under that name, without running any code of it."""
+    """Returns the value of that name in a module or a class, without running its code."""
     if owner is None:
         return None
     if not isinstance(owner, type):
@@ -168,7 +168,7 @@ def _own(owner: Any, attribute: str) -> Any:
 
 
 def same(name: str, others: Iterable[str]) -> str | None:
-    """Returns which of ``others`` is the op ``name`` by another name; None if none is, yet."""
+    """Returns another name of op ``name`` among ``others``; None if there is none yet."""
     found = find_foreign(name)
     if found is None:
         return None
@@ -181,7 +181,7 @@ def same(name: str, others: Iterable[str]) -> str | None:
 
 
 def identity(value: Any) -> int:
-    """Returns what tells the op of a value from others: an operator is one, however it is called."""
+    """Identifies the op of a value: an operator is the same op, however it is called."""
     operator = value if isinstance(value, OpOverload) else operator_of(value)
     return id(value if operator is None else operator.overloadpacket)
 
@@ -198,10 +198,10 @@ def why_not(name: str, found: Found) -> str:
     if isinstance(value, type):
         return f"{shown(name)} is a class; list a function of it, such as {name + '.forward'!r}"
     if not isinstance(value, _FUNCTIONS):
-        return f"{shown(name)} is no function, but a {type(value).__name__}"
+        return f"{shown(name)} is not a function but a {type(value).__name__}"
     top = name.partition(".")[0]
     origins = {_top(found.owner)}
-    if not isinstance(found.owner, type):  # what a class inherits may be anybody's
+    if not isinstance(found.owner, type):  # a class may inherit from any library
         origins.add(_top(value))
     for origin in sorted(origins - {top, ""}):
         if origin in _REFUSED:
@@ -212,9 +212,9 @@ def why_not(name: str, found: Found) -> str:
 
 
 def _top(value: Any) -> str:
-    """Returns the library that a module, a class or a function is of; ``""`` where that is not told.
+    """Returns the library of a module, a class or a function; ``""`` where that is unknown.
 
-    Bound methods and scripted functions are their owner's, whoever has made them.
+    Bound methods and scripted functions belong to their owner, whoever made them.
     """
     if isinstance(value, types.ModuleType):
         module = names_of(value).get("__name__")
@@ -226,7 +226,7 @@ def _top(value: Any) -> str:
 
 
 def operator_of(value: Any) -> OpOverload | None:
-    """Returns the operator that ``value`` calls, if `torch.library.custom_op` has made it."""
+    """Returns the operator that ``value`` calls, if `torch.library.custom_op` made it."""
     found = getattr(value, "_opoverload", None) if _is_custom_op(value) else None
     return found if isinstance(found, OpOverload) else None
 
@@ -236,10 +236,10 @@ def _is_custom_op(value: Any) -> bool:
 
 
 def lacking(name: str, executed: object = None) -> str:
-    """Returns what to say of a name that its module, which is loaded, does not have; ``""`` if it may.
+    """Returns a message if the module of ``name`` is loaded and lacks it; ``""`` if it may have it.
 
-    A module that makes its names when they are asked for may have any, and so may one that is not
-    executed to its end, but for the module ``executed``.
+    A module with a ``__getattr__`` may have any name, and so may one that has not run to its end,
+    except the module ``executed``.
     """
     if name.startswith(f"{OPERATORS}."):
         return ""
@@ -275,12 +275,12 @@ def _is_unfinished(module: types.ModuleType) -> bool:
 
 
 def _may_be_submodule(owner: Any) -> bool:
-    """Whether what ``owner`` lacks may be a module of it that is not imported yet."""
+    """Whether a name that ``owner`` lacks may be a submodule that is not imported yet."""
     return isinstance(owner, types.ModuleType) and "__path__" in names_of(owner)
 
 
 def missing(name: str) -> str:
-    """Returns what to say of a name whose library isn't installed; ``""`` if it may be."""
+    """Returns a message if the library of ``name`` is not installed; ``""`` if it may be."""
     top = name.partition(".")[0]
     if name.startswith(f"{OPERATORS}.") or top in sys.modules:
         return ""

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from .compiled import compile_patches, forget_compiled
 from .early_names import early_name_patches, forget_overrides, held_by_models, missed
-from .foreign_sites import Site, following, foreign_sites_of, is_renewed
+from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
 from .numpy_values import numpy_patches
 from .pickling import pickle_patch, retired, retired_name
 from .regions import region_patches
 
 __all__ = [
-    "Site",
+    "ForeignSite",
     "compile_patches",
     "early_name_patches",
     "following",

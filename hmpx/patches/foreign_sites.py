@@ -30,7 +30,7 @@ from ..torch_internals import (
 
 
 @dataclass(frozen=True, slots=True)
-class Site:
+class ForeignSite:
     """One slot with a callable of an op.
 
     Attributes:
@@ -84,7 +84,7 @@ class _Call:
         return getattr(self._original, name)
 
 
-def foreign_sites_of(name: str, draft: Draft) -> Iterator[Site]:
+def foreign_sites_of(name: str, draft: Draft) -> Iterator[ForeignSite]:
     """Yields the slots of the op ``name``; none while its module is not loaded.
 
     Args:
@@ -105,7 +105,7 @@ def foreign_sites_of(name: str, draft: Draft) -> Iterator[Site]:
         yield _function_site(name, found, draft)
 
 
-def _function_site(name: str, found: Found, draft: Draft) -> Site:
+def _function_site(name: str, found: Found, draft: Draft) -> ForeignSite:
     holders = found.owner.__mro__ if isinstance(found.owner, type) else (found.owner,)
     values = (draft.read(Patch(holder, found.attribute, None)) for holder in holders)
     value = next(value for value in values if value is not ABSENT)
@@ -118,7 +118,7 @@ def _function_site(name: str, found: Found, draft: Draft) -> Site:
     parameters = ops.python_parameters(function)
     is_in_place = name.endswith("_") and not name.endswith("__")
     target = parameters.names[:1] if is_in_place else ()
-    return Site(
+    return ForeignSite(
         name,
         found.owner,
         found.attribute,
@@ -136,7 +136,7 @@ def is_renewed(patch: Change) -> bool:
     return is_of_operator and patch.read() is not patch.value
 
 
-def _operator_sites(packet: OpOverloadPacket[..., Any], draft: Draft) -> Iterator[Site]:
+def _operator_sites(packet: OpOverloadPacket[..., Any], draft: Draft) -> Iterator[ForeignSite]:
     names = [each or "default" for each in packet._overload_names]
     overloads: list[OpOverload] = [getattr(packet, each) for each in names]
     schemas = [overload._schema for overload in overloads]
@@ -146,7 +146,7 @@ def _operator_sites(packet: OpOverloadPacket[..., Any], draft: Draft) -> Iterato
         yield _operator_site(f"{base}.{overload._overloadname}", overload, [schema], draft)
 
 
-def _operator_site(qualified: str, owner: Any, schemas: list[Any], draft: Draft) -> Site:
+def _operator_site(qualified: str, owner: Any, schemas: list[Any], draft: Draft) -> ForeignSite:
     longest = max(schemas, key=lambda schema: len(schema.arguments)).arguments
     arguments = [argument for schema in schemas for argument in schema.arguments]
     tensors = {a.name for a in arguments if "Tensor" in str(a.type)}
@@ -158,7 +158,7 @@ def _operator_site(qualified: str, owner: Any, schemas: list[Any], draft: Draft)
         0,
         frozenset({a.name for a in arguments} - tensors),
     )
-    return Site(
+    return ForeignSite(
         qualified,
         owner,
         "_op",

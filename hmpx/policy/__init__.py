@@ -3,10 +3,25 @@
 from __future__ import annotations
 
 from .calls import FIELDS, Call, Rule, Verdict
-from .decisions import ALLOW, DENY, FOLLOW, INPUT, CastPolicy, Decision, LowType
-from .files import PolicySource, is_policy_file, read_policy_file
-from .op_lists import FILE_NAMES, SHIPPED, read_list
-from .policy import Policy, check_files, load_policy, read_source
+from .checking import check_files
+from .decisions import (
+    ALLOW,
+    DENY,
+    FOLLOW,
+    INPUT,
+    RELATIVE,
+    UNDECIDED,
+    CastPolicy,
+    Decision,
+    LowType,
+    settled_dtype,
+)
+from .files.reading import is_policy_file, read_policy_file
+from .files.sources import PolicySource
+from .lists.kinds import FILE_NAMES, LIST_KINDS
+from .lists.sets import SHIPPED, read_list
+from .loading import load_policy, read_source
+from .policy import Policy
 from .tables import policy_line
 
 __all__ = [
@@ -16,7 +31,10 @@ __all__ = [
     "FILE_NAMES",
     "FOLLOW",
     "INPUT",
+    "LIST_KINDS",
+    "RELATIVE",
     "SHIPPED",
+    "UNDECIDED",
     "Call",
     "CastPolicy",
     "Decision",
@@ -32,4 +50,5 @@ __all__ = [
     "read_list",
     "read_policy_file",
     "read_source",
+    "settled_dtype",
 ]

@@ -1,7 +1,4 @@
-"""What a rule may know of a call, and what it answers: data, and the shape of the function.
-
-Knows neither where calls come from nor who asks.
-"""
+"""Calls as rules see them, and the verdicts that rules return."""
 
 from __future__ import annotations
 
@@ -15,12 +12,12 @@ from .decisions import CastPolicy, Decision
 
 Verdict = Decision | CastPolicy | None
 
-#: What a rule may look at, and so what its verdicts depend on.
+#: The parts of a call that a rule may look at, and that its verdicts may depend on.
 FIELDS: Final = ("shapes", "dtypes", "devices", "kwargs", "place")
 
 
 class Call:
-    """What a rule may know of a call: never the values in its tensors.
+    """A call as a rule sees it: never the values in its tensors.
 
     Tensors are listed in the order of the op's parameters, also those in lists.
 
@@ -40,7 +37,7 @@ class Call:
     __slots__ = ("_read", "_values", "op")
 
     def __init__(self, op: str, values: Mapping[str, Any], read: set[str]) -> None:
-        """Is called by hmpx only.
+        """Only hmpx makes calls.
 
         Args:
             op: Op name.
@@ -75,7 +72,7 @@ class Call:
 
     @property
     def kwargs(self) -> Mapping[str, Any]:
-        """The arguments that are no tensors, however they were given, by name: ``{"stride": 2}``.
+        """The arguments that are not tensors, by name, also those given by position: ``{"stride": 2}``.
 
         Numbers, strings, dtypes, and tuples of these; lists are tuples here.
         """
@@ -114,4 +111,4 @@ class Rule(Protocol):
     """Something that decides one op's calls."""
 
     def __call__(self, call: Call, /) -> Verdict:
-        """Returns what is done; None leaves it to the next rule, and then to the lists."""
+        """Returns the verdict; None leaves the call to the next rule, and then to the lists."""

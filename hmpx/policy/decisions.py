@@ -1,7 +1,4 @@
-"""What can be decided for an op: the `CastPolicy`, and the types it computes and ends in.
-
-Knows neither ops nor where decisions come from.
-"""
+"""Decisions for ops: the `CastPolicy`, and the dtypes that an op computes in and returns."""
 
 from __future__ import annotations
 
@@ -38,6 +35,12 @@ class CastPolicy(enum.Enum):
     PASS = "pass"  #: nothing
 
 
+#: By these the dtype that inputs are cast to depends on the call.
+RELATIVE: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOLLOW})
+
+#: Of these, lists that give way to all other lists. One of FOLLOW does not: it is always the user's own.
+YIELDING: Final = RELATIVE - {CastPolicy.FOLLOW}
+
 #: An output dtype: that of the call's first floating input, as it was given.
 INPUT: Final = "input"
 
@@ -58,14 +61,14 @@ class Decision:
         dtype: The dtype that `CastPolicy.LOW` and `CastPolicy.FP32` cast to, or the number format
             that `CastPolicy.LOW` rounds to; None for the others, and for the low-precision type of
             the policy.
-        accumulate_dtype: The op computes in it: inputs, rounded as ever, are raised to it first.
-            None: as its kernel for the inputs' dtype does.
+        accumulate_dtype: The op computes in it: inputs are rounded as usual, then upcast to it. None:
+            as its kernel for the inputs' dtype computes.
         output_dtype: Floating outputs are cast to it; ``"input"``: to the dtype that the first
             floating input was given in. None: the inputs' dtype.
         reason: Where it comes from: ``"my_bf16.txt:3"``. Not part of equality.
 
     Raises:
-        OptionError: A value is none of these.
+        OptionError: A value is not one of these.
 
     Example:
         >>> decision = hmpx.Decision(hmpx.ALLOW, torch.float16, output_dtype=torch.float32)
@@ -139,15 +142,33 @@ class Decision:
         return self.accumulate_dtype is not None or self.output_dtype is not None
 
 
+#: Of an op that no list names, and no rule decides.
+UNDECIDED: Final = Decision(CastPolicy.PASS, reason="in no list")
+
+
+def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:
+    """Returns the dtype that a decision casts to, also where it leaves that to the policy.
+
+    Args:
+        decision: The decision.
+        low_dtype: The policy's low-precision type.
+    """
+    if decision.dtype is None and decision.cast_policy is CastPolicy.LOW:
+        return low_dtype
+    if decision.dtype is None and decision.cast_policy is CastPolicy.FP32:
+        return torch.float32
+    return decision.dtype
+
+
 def parse_low_type(value: object) -> LowType:
-    """Returns the low-precision type that ``value`` is, or names.
+    """Returns the low-precision type ``value``, or the one of that name.
 
     Args:
         value: ``torch.bfloat16``, ``torch.float16`` or one of their names; a number format, or the
             name of a registered one.
 
     Raises:
-        OptionError: It is none of these.
+        OptionError: It is not one of these.
     """
     if is_a(value, FORMATS):
         return value  # type: ignore[return-value]

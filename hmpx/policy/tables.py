@@ -1,7 +1,4 @@
-"""Policies as people read them: a line, a table of text, a table of HTML.
-
-Knows no files, and nothing of how decisions came about.
-"""
+"""Policies as people read them: a line, a table of text, a table of HTML."""
 
 from __future__ import annotations
 

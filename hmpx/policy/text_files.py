@@ -1,7 +1,4 @@
-"""Users' text files: read whole, as text, and never more of them than is allowed.
-
-Knows nothing of what is in them.
-"""
+"""Reads users' text files: whole, as text, and up to a size limit."""
 
 from __future__ import annotations
 
@@ -14,7 +11,7 @@ from typing import Final
 
 from ..errors import HmpxError, short
 
-#: Test of a file's mode -> what it is.
+#: Test of a file's mode -> the name of such a file.
 _SPECIAL: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
     (stat.S_ISDIR, "a directory"),
     (stat.S_ISFIFO, "a pipe"),
@@ -35,11 +32,11 @@ _FLAGS: Final = (
 
 @dataclass(frozen=True)
 class TextKind:
-    """What files of a kind are like.
+    """A kind of text file.
 
     Attributes:
-        name: What messages call one: ``"an op list"``.
-        most_bytes: Of larger ones nothing is used.
+        name: The name in messages: ``"an op list"``.
+        most_bytes: Larger files are refused.
         error: The class of errors about them.
     """
 
@@ -51,12 +48,13 @@ class TextKind:
 def read(path: str, kind: TextKind) -> str:
     """Returns the text of the file, without a byte-order mark.
 
-    What kind of file it is, is asked of the opened file, so that nothing can take its place between
-    the question and the reading. No more than a byte beyond the limit is read, whatever size the
+    The opened file is asked for its type, so that no other file can take its place between the
+    check and the reading. No more than a byte beyond the limit is read, whatever size the
     file claims to have: those of ``/proc`` claim 0, and logs grow.
 
     Raises:
-        HmpxError: ``kind.error``: it can't be opened, is no regular file, is too large, or is no UTF-8.
+        HmpxError: ``kind.error``: it can't be opened, is not a regular file, is too large, or is not
+            UTF-8.
     """
     where = short(path)
     try:
@@ -72,7 +70,7 @@ def read(path: str, kind: TextKind) -> str:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise kind.error(
-            f"{where}: no UTF-8 text (byte {error.start}: {error.object[error.start]:#04x}); "
+            f"{where}: not UTF-8 text (byte {error.start}: {error.object[error.start]:#04x}); "
             "save it as UTF-8"
         ) from None
 
@@ -82,13 +80,13 @@ def _bytes(path: str, kind: TextKind, where: str) -> bytes:
     try:
         descriptor = os.open(path, _FLAGS)
     except OSError as error:
-        if error.errno == errno.ENXIO:  # what opening a socket, or a device that is gone, gives
+        if error.errno == errno.ENXIO:  # of opening a socket, or a device that is gone
             raise kind.error(_special(where, kind, "a socket or device")) from None
         raise
     try:
         status = os.fstat(descriptor)
-        for is_so, what in _SPECIAL:
-            if is_so(status.st_mode):
+        for is_special, what in _SPECIAL:
+            if is_special(status.st_mode):
                 raise kind.error(_special(where, kind, what))
         if status.st_size > kind.most_bytes:
             raise kind.error(_too_large(where, kind, status.st_size))

@@ -2,16 +2,8 @@
 
 from __future__ import annotations
 
-from .rules import (
-    MOST_VERDICTS,
-    RULES,
-    Judge,
-    Registered,
-    all_rules,
-    register_rule,
-    registered,
-    unregister_rule,
-)
+from .judging import MOST_VERDICTS, Judge
+from .registration import RULES, Registered, all_rules, register_rule, registered, unregister_rule
 
 __all__ = [
     "MOST_VERDICTS",

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .session import Session, casts_enabled, convert, current, is_converted, restore, revert
+from .converting import casts_enabled, convert, is_converted, restore, revert
+from .session import Session, current
 
 __all__ = [
     "Session",

@@ -13,23 +13,13 @@ from typing import Any
 import torch
 
 from .. import compute, ops, rules, wrappers
-from ..casting import CallPlan
+from ..casting import CallSite, OpFacts, Options, Recipe, facts_of, site_of
 from ..errors import OptionError
 from ..number_formats import Format
-from ..observers import Observer
-from ..patches import Site, foreign_sites_of
+from ..observers import Attached
+from ..patches import ForeignSite, foreign_sites_of
 from ..patching import Draft, Patch
-from ..policy import SHIPPED, CastPolicy, Decision, Policy, Rule
-
-
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How ops compute: see `convert`."""
-
-    legalize: str = "auto"
-    reuse_casts: bool = False
-    rounding: str = "nearest"
-    round_gradients: bool = False
+from ..policy import SHIPPED, UNDECIDED, CastPolicy, Decision, Policy, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +36,7 @@ class Conversion:
     policy: Policy
     device_types: frozenset[str]
     options: Options
-    observers: tuple[Observer, ...]
+    observers: tuple[Attached, ...]
 
 
 def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Callable[..., Any]]]:
@@ -58,85 +48,34 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     """
     found: list[Patch] = []
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
-    policy, options, observers = conversion.policy, conversion.options, conversion.observers
+    policy, observers = conversion.policy, conversion.observers
     deciding = _deciding(policy)
     lacking = compute.lacking_kernels()
     completed = [name for name in lacking if name in ops.table()]  # of this version of torch
     for name in dict.fromkeys([*policy.decisions, *deciding, *completed]):
-        decision = policy.decisions.get(name, _PASS)
+        decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)
         if op is None and ops.is_known(name):
             continue  # another library's
         if op is None:
-            raise OptionError(
-                f"the policy holds {name!r}, which is no op of torch {torch.__version__}"
-            )
-        promotes = ops.root(name) in ops.facts("promotes")
-        rounds_mixed = ops.root(name) in ops.facts("rounds_mixed")
-        kind, first_matrix = ops.kind(name)
-        asked = deciding.get(name, ())
+            version = torch.__version__
+            raise OptionError(f"the policy holds {name!r}, which is not an op of torch {version}")
+        facts, asked = facts_of(name), deciding.get(name, ())
         for site in op.sites:
             lacks = lacking.get(name) if _has_kernels(site, op) else None
-            is_settled = lacks is None and (site.in_place or not asked)
-            if (
-                not observers
-                and is_settled
-                and _is_settled_by_torch(site, decision, promotes, rounds_mixed)
-            ):
+            is_settled = lacks is None and (site.in_place or not asked) and not observers
+            if is_settled and _is_settled_by_torch(site, decision, facts):
                 continue
             slot = draft.attribute(site.owner, site.attribute)
             function = site.callable_of(slot)
             key = (id(slot), name)
-            if key in made:
-                pass
-            elif lacks is not None and name not in policy.decisions and not asked:
-                callee = compute.Callee(
-                    name,
-                    function,
-                    ops.parameters(site).names,
-                    frozenset(ops.written(name, site)),
-                    site.is_python,
-                    name in ops.facts("random"),
-                    promotes,
+            if key not in made:
+                is_overridable = wrappers.hands_over(function)
+                call_site = site_of(name, site, lacks, is_overridable=is_overridable)
+                recipe = Recipe(
+                    call_site, facts, decision, conversion.device_types, conversion.options
                 )
-                made[key] = wrappers.make_completed_wrapper(callee, lacks, site.qualified)
-            else:
-                plan = CallPlan(
-                    op=name,
-                    site=site.qualified,
-                    decision=decision,
-                    parameters=ops.parameters(site),
-                    device_types=conversion.device_types,
-                    in_place=site.in_place,
-                    promotes=promotes,
-                    rounds_mixed=rounds_mixed,
-                    rounds_terms=ops.root(name) in ops.facts("rounds_terms"),
-                    is_python=site.is_python,
-                    is_overridable=wrappers.hands_over(function),
-                    writes=ops.written(name, site),
-                    statistics=ops.statistics(name, site),
-                    updates_if=next(iter(ops.facts("writes_if").get(name, ())), None),
-                    norm_parameters=frozenset(ops.facts("parameters").get(name, ())),
-                    mixed_device_types=frozenset(ops.facts("mixed_parameters").get(name, ())),
-                    never_narrows=name in ops.facts("never_narrow"),
-                    kind=kind,
-                    first_matrix=first_matrix,
-                    legalize=options.legalize,
-                    reuses_casts=options.reuse_casts,
-                    rounding=options.rounding,
-                    rounds_gradients=options.round_gradients,
-                    is_view=ops.is_view(name),
-                    casts_first=name in ops.facts("casts_first"),
-                    lacking=lacks,
-                    is_random=name in ops.facts("random"),
-                )
-                make = _maker(function, site, plan, observers)
-                if asked and not site.in_place:
-                    made[key] = wrappers.make_choosing_wrapper(
-                        function, plan, asked, policy.low_precision_type, make
-                    )
-                else:
-                    made[key] = make(decision)
+                made[key] = _made(conversion, function, site, recipe, asked)
             wrapper = made[key]
             if wrapper is not None and site.is_property:
                 getter = property(wrapper, slot.__set__, slot.__delete__, slot.__doc__)
@@ -146,7 +85,19 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     return found, [wrapper for wrapper in made.values() if wrapper is not None]
 
 
-_PASS = Decision(CastPolicy.PASS, reason="in no list")
+def _made(
+    conversion: Conversion,
+    function: Callable[..., Any],
+    site: ops.Site | ForeignSite,
+    recipe: Recipe,
+    asked: tuple[Rule, ...],
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of ``function``; None if no call of it would be cast."""
+    make = _maker(function, site, recipe, conversion.observers)
+    if asked and not site.in_place:
+        low_type = conversion.policy.low_precision_type
+        return wrappers.make_choosing_wrapper(function, recipe, asked, low_type, make)
+    return make(recipe.decision)
 
 
 def foreign_names(policy: Policy) -> list[str]:
@@ -187,7 +138,7 @@ class Foreign:
     def take(self, names: Iterable[str], module: object = None) -> None:
         """Makes the wrappers of these ops; ``module`` is executed to its end, as others may not be."""
         for name in names:
-            decision = self._conversion.policy.decisions.get(name, _PASS)
+            decision = self._conversion.policy.decisions.get(name, UNDECIDED)
             is_shipped = decision.reason.startswith(SHIPPED)
             sites = list(foreign_sites_of(name, self._draft))
             if not (sites or is_shipped) and (why := ops.lacking(name, module)):
@@ -196,7 +147,7 @@ class Foreign:
                 if id(site.function) not in self._present and self._is_first(site, name, decision):
                     self._wrap(site, name, decision)
 
-    def _is_first(self, site: Site, name: str, decision: Decision) -> bool:
+    def _is_first(self, site: ForeignSite, name: str, decision: Decision) -> bool:
         key = (
             (id(site.owner), site.attribute)
             if isinstance(site.owner, type)
@@ -214,33 +165,24 @@ class Foreign:
             )
         return first == name
 
-    def _wrap(self, site: Site, name: str, decision: Decision) -> None:
+    def _wrap(self, site: ForeignSite, name: str, decision: Decision) -> None:
         conversion = self._conversion
-        # Nobody knows by what the speed of another library's function in low precision is told.
-        legalize = "always" if conversion.options.legalize == "always" else "never"
-        plan = CallPlan(
+        options = conversion.options
+        if options.legalize != "always":
+            # How fast another library's function is in low precision, nobody knows.
+            options = dataclasses.replace(options, legalize="never")
+        call_site = CallSite(
             op=name,
-            site=site.qualified,
-            decision=decision,
+            name=site.qualified,
             parameters=site.parameters,
-            device_types=conversion.device_types,
             in_place=site.in_place,
             is_python=True,
-            writes=site.writes,
-            legalize=legalize,
-            reuses_casts=conversion.options.reuse_casts,
-            rounding=conversion.options.rounding,
-            rounds_gradients=conversion.options.round_gradients,
             is_overridable=False,
+            writes=site.writes,
         )
-        make = _maker(site.function, site, plan, conversion.observers)
+        recipe = Recipe(call_site, OpFacts(), decision, conversion.device_types, options)
         asked = self._deciding.get(name, ())
-        low_type = conversion.policy.low_precision_type
-        wrapper = (
-            wrappers.make_choosing_wrapper(site.function, plan, asked, low_type, make)
-            if asked and not site.in_place
-            else make(decision)
-        )
+        wrapper = _made(conversion, site.function, site, recipe, asked)
         if wrapper is not None:
             self.made.append(wrapper)
             self.patches.append(site.holding(wrapper))
@@ -273,26 +215,26 @@ def _deciding(policy: Policy) -> dict[str, tuple[Rule, ...]]:
 
 def _maker(
     function: Callable[..., Any],
-    site: ops.Site | Site,
-    plan: CallPlan,
-    observers: tuple[Observer, ...],
+    site: ops.Site | ForeignSite,
+    recipe: Recipe,
+    observers: tuple[Attached, ...],
 ) -> wrappers.Maker:
     """Returns what makes the wrapper that follows a decision; None for one that does nothing."""
-    rounds_statistics = not plan.device_types.isdisjoint(
-        ops.facts("rounded_statistics").get(plan.op, ())
+    rounds_statistics = not recipe.device_types.isdisjoint(
+        ops.facts("rounded_statistics").get(recipe.site.op, ())
     )
 
     def make(decision: Decision) -> Callable[..., Any] | None:
         if rounds_statistics:
             decision = _with_exact_statistics(decision)
-        decided = dataclasses.replace(plan, decision=decision)
+        decided = dataclasses.replace(recipe, decision=decision)
         if isinstance(decision.dtype, Format):
-            lowerings = compute.lowerings(plan.op, decision.dtype)
+            lowerings = compute.lowerings(recipe.site.op, decision.dtype)
             decided = dataclasses.replace(decided, lowerings=lowerings)
         if observers and decision.cast_policy is not CastPolicy.PASS:
             return wrappers.make_observed_wrapper(function, decided, observers)
-        if _is_settled_by_torch(site, decision, plan.promotes, plan.rounds_mixed):
-            return wrappers.make_wrapper_where_lacking(function, plan)
+        if _is_settled_by_torch(site, decision, recipe.facts):
+            return wrappers.make_wrapper_where_lacking(function, recipe)
         return wrappers.make_wrapper(function, decided)
 
     return make
@@ -317,15 +259,13 @@ def _has_kernels(site: ops.Site, op: ops.Op) -> bool:
     return not site.is_python or all(each.is_python for each in op.sites)
 
 
-def _is_settled_by_torch(
-    site: ops.Site | Site, decision: Decision, promotes: bool, rounds_mixed: bool
-) -> bool:
+def _is_settled_by_torch(site: ops.Site | ForeignSite, decision: Decision, facts: OpFacts) -> bool:
     """Whether torch's own kernel does exactly what the decision says, so that none is wrapped."""
     if decision.cast_policy is CastPolicy.PASS:
         return True
     if site.in_place:
-        if isinstance(site, Site):
+        if isinstance(site, ForeignSite):
             return False
-        return promotes or not (site.is_python or ops.parameters(site).has_several_tensors)
+        return facts.promotes or not (site.is_python or ops.parameters(site).has_several_tensors)
     is_widest = decision.cast_policy is CastPolicy.WIDEST
-    return promotes and not rounds_mixed and is_widest and not decision.is_composed
+    return facts.promotes and not facts.rounds_mixed and is_widest and not decision.is_composed

@@ -1,23 +1,29 @@
-"""`convert` and `revert`: wires lists, policy, patches and observers together, and owns undo."""
+"""A session: one conversion of torch. Wires policy, patches and observers together, and owns undo."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import gc
-import os
 import sys
 import warnings
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 import torch
 
-from .. import casting, compute, patching, torch_internals, torch_state
+from .. import casting, compute, patching, torch_state
+from ..casting import Options
 from ..errors import HmpxWarning
 from ..frames import is_ours
-from ..observers import LOGGER, Observer, announce_conversion, announcing, log_observer, show_log
+from ..observers import (
+    ATTACHED,
+    LOGGER,
+    Attached,
+    announcing,
+    log_observer,
+)
 from ..patches import (
     compile_patches,
     early_name_patches,
@@ -33,12 +39,12 @@ from ..patches import (
     retired,
 )
 from ..patching import Change, Draft, Patch
-from ..policy import LowType, Policy, PolicySource, policy_line
+from ..policy import Policy, policy_line
 from ..registry import exclusive
 from ..rules import RULES, Registered, all_rules
 from ..wrappers import in_force, retirement
-from . import policy_patches, request
-from .policy_patches import Conversion, Options
+from . import policy_patches
+from .policy_patches import Conversion
 
 _current: Session | None = None
 
@@ -59,7 +65,7 @@ class Installation:
     wrappers: tuple[Callable[..., Any], ...] = ()
     rules: tuple[Registered, ...] = ()
     notes_modules: bool = False
-    observers: tuple[Observer, ...] = ()
+    observers: tuple[Attached, ...] = ()
 
 
 class Session:
@@ -94,6 +100,7 @@ class Session:
         self._verbose = verbose
         self._installation = Installation(rules=all_rules())
         self._has_warned = False
+        self._log: Attached | None = None
         self._said: list[str] = []  # of ops of other libraries
         self._previous = previous
         self._is_entered = self._is_left = False
@@ -146,10 +153,10 @@ class Session:
         """Puts ``session`` in force instead of this one; what interrupts that is raised afterwards."""
         try:
             if self is _current:
-                _switch_to(session)
+                switch_to(session)
         except BaseException:
             if self is _current:
-                _switch_to(session)
+                switch_to(session)
             raise
 
     def __repr__(self) -> str:
@@ -161,8 +168,11 @@ class Session:
         more = f" and {len(devices) - 3} more" if len(devices) > 3 else ""
         return f"<hmpx.Session {state}: {made} on {', '.join(devices[:3])}{more}>"
 
-    def _is_equal_to(self, other: Session) -> bool:
-        return self._settings() == other._settings()
+    def answers(self, other: Session) -> bool:
+        """Whether this session does what ``other`` would; if so it is left once more often."""
+        is_equal = self._settings() == other._settings()
+        self._converts += is_equal
+        return is_equal
 
     def _settings(self) -> tuple[object, ...]:
         return self.policy, self.device_types, self.options, self._verbose, self.rules
@@ -176,7 +186,7 @@ class Session:
             "verbose": self._verbose,
         }
 
-    def _conversion(self, observers: tuple[Observer, ...]) -> Conversion:
+    def _conversion(self, observers: tuple[Attached, ...]) -> Conversion:
         return Conversion(self.policy, self.device_types, self.options, observers)
 
     def _decides(self, installed: Installation) -> tuple[object, ...]:
@@ -191,10 +201,13 @@ class Session:
             draft: Where torch is as it would be without a conversion.
             replaced: What the session before has put into torch.
         """
-        observers: tuple[Observer, ...] = ()
-        if self._verbose:
-            observers = (log_observer(self._verbose),)
+        observers: tuple[Attached, ...] = ()
         asked = all_rules()
+        if self._verbose:
+            if self._log is None or asked != self.rules:  # which may decide otherwise
+                self._log = Attached(log_observer(self._verbose))
+            observers = (self._log,)
+        observers += ATTACHED.value
         conversion = self._conversion(observers)
         patches, made = policy_patches.patches(conversion, draft)
         foreign = policy_patches.Foreign(conversion, draft)
@@ -324,176 +337,12 @@ class Session:
             )
 
 
-def convert(
-    bf16_file_path: str | os.PathLike[str] = "",
-    fp32_file_path: str | os.PathLike[str] = "",
-    isVerbose: bool | str = False,  # noqa: N803  # HMP's name
-    *too_many: NoReturn,  # so that what is passed in HMP's old order is told its names
-    fp16_file_path: str | os.PathLike[str] = "",
-    opt_level: str = "O1",
-    low_precision_type: LowType | str = torch.bfloat16,
-    lists: str | os.PathLike[str] | None = None,
-    policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
-    device_types: Iterable[str] | None = None,
-    strict: bool = False,
-    legalize: str = "auto",
-    reuse_casts: bool = False,
-    rounding: str = "nearest",
-    round_gradients: bool = False,
-) -> Session:
-    """Patches torch so that every op casts its inputs as the op lists say.
-
-    Holds for the whole process. A second call with an equal policy does nothing, one with another
-    policy replaces the first.
-
-    Args:
-        bf16_file_path: Ops that run in ``low_precision_type``; ``""`` for the shipped list.
-        fp32_file_path: Ops that run in float32; ``""`` for the shipped list.
-        isVerbose: True logs each call, ``"once"`` each distinct decision; both, which functions of
-            torch models have kept since before, uncast. ``"hmp"`` prints what HMP printed.
-        *too_many: Nothing: other arguments are passed by name.
-        fp16_file_path: Ops that run in float16, whatever ``low_precision_type`` is.
-        opt_level: ``"O1"`` follows the lists; ``"O2"`` runs GEMMs and convolutions in
-            ``low_precision_type`` and every other op in float32.
-        low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of
-            `hmpx.formats` or its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
-        lists: Name of a shipped set, or a directory that holds ``bf16.txt``, ``fp32.txt``,
-            ``widest.txt``. None: ``"hmpx"``, which is HMP's lists less ``mul`` and ``t``. Others:
-            ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``, ``"o2"``.
-        policy: Instead of all the lists above a ready `Policy`, or the path of a policy file (YAML, or
-            a ``gaudi_config.json``), or a dict like such a file.
-        device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the
-            accelerator's if there is one, which the log says at level INFO, else ``{"cpu"}``. To look
-            for one starts no context on it.
-        strict: Makes an unknown name in a list an error instead of a warning.
-        legalize: Which low-precision ops compute in float32, with inputs and outputs rounded to the
-            low-precision type, as hardware does that has it: ``"auto"`` those that this machine
-            computes slowly in that type, ``"always"`` all, ``"never"`` none. ``"fast"`` is
-            ``"auto"`` without rounding inputs that are float32: faster and more accurate, but not
-            what such hardware gives.
-        reuse_casts: Whether a parameter that is used several times within one call of the outermost
-            module, by recurrent cells or under tied weights, is cast once. Writes to it past its
-            version counter end that, where they go through torch's Python methods.
-        rounding: How values are rounded to a number format, as `formats.quantize` takes it. Those
-            of torch's own dtypes are always rounded to nearest.
-        round_gradients: Whether gradients through a number format are rounded, too.
-
-    Returns:
-        The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
-
-    Raises:
-        OpListError: A list can't be read, or an op stands in two lists.
-        PolicyFileError: ``policy`` can't be read, or is no policy.
-        OptionError: An argument has a value that it can't have. Nothing is patched then.
-
-    Example:
-        >>> x, weight = torch.ones(1, 2), torch.ones(3, 2)
-        >>> with hmpx.convert(device_types={"cpu"}):
-        ...     torch.nn.functional.linear(x, weight).dtype
-        torch.bfloat16
-        >>> torch.nn.functional.linear(x, weight).dtype
-        torch.float32
-    """
-    torch_internals.check()
-    asked = request.checked(
-        bf16_file_path,
-        fp32_file_path,
-        isVerbose,
-        too_many,
-        fp16_file_path=fp16_file_path,
-        opt_level=opt_level,
-        low_precision_type=low_precision_type,
-        lists=lists,
-        policy=policy,
-        device_types=device_types,
-        strict=strict,
-        legalize=legalize,
-        reuse_casts=reuse_casts,
-        rounding=rounding,
-        round_gradients=round_gradients,
-    )
-    if asked.verbose == "hmp":
-        announce_conversion(opt_level)
-    options = Options(asked.legalize, asked.reuse_casts, asked.rounding, asked.round_gradients)
-    session = _put_in_force(asked.policy, asked.device_types, options, asked.verbose)
-    if device_types is None and "cpu" not in asked.device_types:
-        found = " and ".join(sorted(asked.device_types))
-        LOGGER.info(
-            'casting on %s: tensors on the CPU are not cast; convert(device_types={"cpu"}) casts those',
-            found,
-        )
-    return session
-
-
-def restore(
-    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
-) -> Session:
-    """Converts as a session does that has these `Session.arguments`, in another process, say."""
-    torch_internals.check()
-    return _put_in_force(policy, device_types, options, verbose)
-
-
-@exclusive
-def _put_in_force(
-    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
-) -> Session:
-    """Returns the session in force, a new one if there is none that is equal."""
-    session = Session(policy, device_types, options, verbose, _current)
-    if verbose:
-        show_log()
-    if _current is not None and _current._is_equal_to(session):
-        _current._converts += 1
-        return _current
-    _switch_to(session)
-    return session
-
-
-@exclusive
-def revert() -> None:
-    """Undoes `convert`: torch is as it was. Does nothing if torch is not converted.
-
-    Example:
-        >>> session = hmpx.convert(device_types={"cpu"})
-        >>> hmpx.revert()
-        >>> torch.nn.functional.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype
-        torch.float32
-    """
-    if _current is not None:
-        _current.revert()
-
-
-def is_converted() -> bool:
-    """Whether a `convert` is in force.
-
-    Example:
-        >>> hmpx.is_converted()
-        False
-        >>> with hmpx.convert():
-        ...     hmpx.is_converted()
-        True
-    """
-    return _current is not None
-
-
-def casts_enabled() -> bool:
-    """Whether ops cast here and now: torch is converted, and casts are not switched off.
-
-    By `disable_casts`, or by a region of torch.autocast that is off.
-
-    Example:
-        >>> with hmpx.convert(), hmpx.disable_casts():
-        ...     hmpx.casts_enabled()
-        False
-    """
-    return _current is not None and not torch_state.is_off()
-
-
 def current() -> Session | None:
     """Returns the session in force, or None."""
     return _current
 
 
-def _switch_to(session: Session | None) -> None:
+def switch_to(session: Session | None) -> None:
     """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing.
 
     All that changes is drafted first. Wrappers of the session before are retired last, so that calls
@@ -563,11 +412,12 @@ def _said_of(covered: Iterable[Change]) -> str:
 @exclusive
 def _rules_changed() -> None:
     if _current is not None:
-        _switch_to(_current)
+        switch_to(_current)
 
 
 RULES.followed_by(_rules_changed)
 compute.LOWERINGS.followed_by(_rules_changed)
+ATTACHED.followed_by(_rules_changed)
 
 
 def _asks_for_modules(policy: Policy, registered: tuple[Registered, ...]) -> bool:

@@ -9,7 +9,7 @@ import importlib.machinery
 import sys
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Protocol
+from typing import Final, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,7 @@ from ..errors import OptionError, shown, suggestion
 ELIGIBLE: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, torch.float16})
 
 LOW_PRECISION: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
+LOW_DTYPES: Final = frozenset(LOW_PRECISION)
 
 #: What an op may compute in, and its outputs be cast to.
 COMPUTED: tuple[torch.dtype, ...] = (*LOW_PRECISION, torch.float32, torch.float64)

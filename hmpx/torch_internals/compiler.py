@@ -20,8 +20,10 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..errors import said_by
-from .eager import CHECKPOINT_GENERATOR, OFF_MARK, dispatch_modes, has_fake_tensors, is_graph_made
+from .autocast import OFF_MARK
+from .autograd import CHECKPOINT_GENERATOR
 from .torch_part import Part, refuse, rely_on, warn_once
+from .tracing import dispatch_modes, has_fake_tensors, is_graph_made
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 

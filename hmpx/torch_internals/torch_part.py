@@ -1,8 +1,11 @@
 """How hmpx relies on what torch does not promise: each part is looked up, tried, and stood in for.
 
-Knows no part: `torch_internals` has those that `import torch` brings, `compiler_internals` those of
-torch.compile. A part that is not as expected is replaced by something that is right and slower, or left
-out, and `convert` says so; where results would be wrong, `convert` refuses.
+The parts themselves are in the other modules of this package: `compiler` has those of torch.compile,
+the others those that `import torch` brings. Each states what it is for, since when it is known, a try
+of its behaviour, and what happens without it; no module elsewhere names anything private of torch.
+Tries run once, when hmpx is imported, in about 3 ms. A part that is not as expected is replaced by
+something that is correct and slower, or left out, and `convert` says so; where results would be wrong,
+`convert` refuses.
 """
 
 from __future__ import annotations
@@ -18,6 +21,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
+from torch import Tensor
 
 from ..errors import HmpxWarning, TorchError, said_by
 from ..version import __version__
@@ -34,7 +38,7 @@ class Part:
     """A part of torch that hmpx relies on, as it is in the torch that is installed.
 
     Attributes:
-        feature: What hmpx has it for.
+        feature: What hmpx needs it for.
         names: Where torch has it.
         since: The first version of torch with which it was tried.
         without: What happens where it is not as expected.
@@ -59,7 +63,7 @@ def parts() -> tuple[Part, ...]:
 
 
 def check() -> None:
-    """Warns, once a process, of what is left out with this torch.
+    """Warns, once per process, about what is left out with this torch.
 
     Raises:
         TorchError: Results would be wrong with it.
@@ -85,7 +89,7 @@ def refuse(faults: Sequence[Part]) -> None:
 
 
 def warn_once(faults: Sequence[Part]) -> None:
-    """Warns of those ``faults`` that no warning of this process has named yet."""
+    """Warns about those ``faults`` that no warning of this process has named yet."""
     faults = [part for part in faults if part.feature not in _warned]
     if not faults:
         return
@@ -105,7 +109,7 @@ def _look_up(name: str) -> Any:
     """Returns what torch has under a dotted name.
 
     Raises:
-        AttributeError: Nothing.
+        AttributeError: It has nothing there.
     """
     parts = name.split(".")
     count = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules)
@@ -138,7 +142,7 @@ def rely_on(
         without: One clause.
         behaves: Tries what was found, which it is given.
         instead: As many stand-ins; None where there are none.
-        is_needed: `convert` refuses all the same: the stand-ins are for what comes before.
+        is_needed: `convert` refuses although there are stand-ins, which are for what comes before.
     """
     fault, found = "", []
     for name in names:
@@ -162,6 +166,20 @@ def rely_on(
     return instead[0] if len(instead) == 1 else instead
 
 
+def one() -> Tensor:
+    """Returns a tensor of one element, for tries."""
+    return torch.ones(1, dtype=torch.float32, device="cpu")
+
+
+def is_found(*found: object) -> bool:
+    """Returns True: a part that is there is not tried any further."""
+    return True
+
+
+def do_nothing(*args: object) -> None:
+    """Does nothing, in the place of a part that is missing."""
+
+
 class _UnexpectedError(Exception):
     """A part of torch behaves otherwise."""
 
@@ -172,7 +190,7 @@ def _check(is_as_expected: bool) -> None:
 
 
 def _raised_by(run: Callable[[], None]) -> Exception | None:
-    """Returns what ``run`` raises, called in a thread of its own.
+    """Returns the error that ``run`` raises, called in a thread of its own.
 
     There torch is as it is when nothing has been set: hmpx may be imported inside of modes, of regions
     and transforms, and where tensors are made on other devices.
@@ -196,7 +214,7 @@ def _raised_by(run: Callable[[], None]) -> Exception | None:
 
 
 class _Refusing:
-    """Stands for what torch does not have, where nothing else will do."""
+    """Takes the place of a part that torch does not have, where nothing else will do."""
 
     def __init__(self, part: Part) -> None:
         self._part = part

@@ -2,39 +2,29 @@
 
 from __future__ import annotations
 
-from .module_path import (
-    asked_by,
-    forget_modules,
-    keeps_place,
-    module_patches,
-    named_modules,
-    place,
-    traced_places,
-)
+from .disabling import disable_casts, keeps_state
+from .dispatcher import is_below_dispatcher
+from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
+from .module_names import named_modules
+from .module_path import asked_by, forget_modules, keeps_place, module_patches, place
 from .switch import (
-    AUTOCAST_STATE,
-    ON,
     Region,
     begin_conversion,
     begin_to_end,
     close_region,
     conversion,
     count_autocast,
-    disable_casts,
     end_conversion,
     has_casts,
     in_force,
-    is_below_dispatcher,
     is_covered,
-    is_enabled,
     is_off,
-    keeps_state,
     last_region,
     open_region,
     partly_off,
-    reserve_marks,
     switch_patches,
 )
+from .traced_modules import traced_places
 from .training import as_training, is_training, keeps_kind
 
 __all__ = [

@@ -8,31 +8,20 @@ neither ops nor dtypes.
 
 from __future__ import annotations
 
-import asyncio
 import contextvars
 import functools
-import inspect
 import os
 import sys
 import threading
-import types
 from collections.abc import Callable, Hashable, Iterator
 from typing import Any, Final, TypeVar
 
 import torch
 
-from ..frames import PACKAGE
 from ..patching import Patch
-from ..torch_internals import (
-    FUNCTION_MODULES,
-    KERNEL_MODULES,
-    OFF_MARK,
-    PYTHON,
-    SNAPSHOT,
-    is_excluded,
-    is_included,
-    run_when_traced,
-)
+from ..torch_internals import run_when_traced
+from .dispatcher import is_below_dispatcher  # noqa: F401  # wrappers ask it: these are their globals
+from .marks import EVERY, ON, is_every_marked, mark, marked
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -79,58 +68,6 @@ _decides: object | None = None
 
 #: The device types whose tensors the conversion in force casts.
 _covered: frozenset[str] = frozenset()
-
-#: Stands for all device types among those whose casts are off.
-EVERY: Final = "*"
-#: No casts are off.
-ON: Final[frozenset[str]] = frozenset()
-
-# The state is marked in places that torch itself carries along as well: the autocast bits of device
-# types that nobody has. torch.compile guards on them and captures them, and autograd's backward
-# threads inherit them, as they do neither thread-locals nor context variables.
-_MARK = OFF_MARK
-#: What can be off -> the device type whose bit says so. It only grows, so that no mark changes meaning.
-_marks: dict[str, str] = {EVERY: _MARK}
-#: In the order in which they are taken: that of "mps" is not among those that autocast asks for.
-_SPARE: Final = ("mps", "mtia", "ipu", "xla", "hpu", "xpu", "privateuseone", "cuda")
-
-# A conversion replaces the first with one that answers others.
-is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
-AUTOCAST_STATE: Final = (torch.is_autocast_enabled, torch.get_autocast_dtype)
-
-
-def _mark(off: frozenset[str]) -> None:
-    for name, bit in list(_marks.items()):
-        set_enabled(bit, name in off)
-
-
-def _marked() -> frozenset[str]:
-    return frozenset([name for name, bit in list(_marks.items()) if is_enabled(bit)])
-
-
-def _mark_every(is_off: bool) -> None:
-    set_enabled(_MARK, is_off)
-
-
-def _is_every_marked() -> bool:
-    return is_enabled(_MARK)
-
-
-def reserve_marks(device_types: frozenset[str]) -> None:
-    """Finds places for marks: a bit for each of ``device_types``, those that are here first.
-
-    As far as there are any: autocast knows more device types than a machine has devices of.
-    """
-    accelerator = torch.accelerator.current_accelerator()
-    here = {"cpu", "" if accelerator is None else accelerator.type}
-    free = [
-        bit
-        for bit in _SPARE
-        if bit not in here and bit not in device_types and bit not in _marks.values()
-    ]
-    for name in sorted(device_types - _marks.keys(), key=lambda name: (name not in here, name)):
-        if free:
-            _marks[name] = free.pop(0)
 
 
 class Region:
@@ -201,7 +138,7 @@ def open_region(region: Region) -> None:
     """Opens ``region`` in this thread or task; an exception, such as a signal's, leaves it closed."""
     try:
         _note(region, is_open=True)
-        _mark(region.off)
+        mark(region.off)
         _region.set(region)
     except BaseException:
         close_region(region)
@@ -233,10 +170,10 @@ def _settle_on(region: Region | None) -> None:
         region = region.outer
     _region.set(region)
     if region is not None:
-        _mark(region.off)
+        mark(region.off)
     else:
         is_own = inner is not None and inner.thread == threading.get_ident()
-        _mark(inner.beneath if inner is not None and is_own else ON)
+        mark(inner.beneath if inner is not None and is_own else ON)
     while inner is not None and inner is not region:
         _forget(inner)
         inner = inner.outer
@@ -259,76 +196,6 @@ def _note_alone(region: Region, *, is_open: bool) -> None:
     else:
         _open.pop(region, None)
     _set_gate()
-
-
-class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
-    """Switches casting off for a block, or for the calls of a decorated function.
-
-    Holds for the current thread or asyncio task, and for tasks made in the block while it is open;
-    nests, and restores the previous state however the block is left. As a decorator it takes
-    functions, generators and coroutines.
-
-    Example:
-        >>> x = torch.ones(2, 2)
-        >>> with hmpx.convert(device_types={"cpu"}):
-        ...     (x @ x).dtype
-        ...     with hmpx.disable_casts():
-        ...         (x @ x).dtype
-        torch.bfloat16
-        torch.float32
-    """
-
-    def __enter__(self) -> None:
-        if torch.compiler.is_dynamo_compiling():
-            # torch.compile runs wrappers, it does not trace into them: they see the mark, which
-            # becomes part of the graph.
-            _note_traced_region()
-            self._was_marked = _is_every_marked()
-            _mark_every(True)
-        else:
-            open_region(Region(self, more=_ALL))
-
-    def __exit__(self, *exc_info: object) -> None:
-        region = None
-        try:
-            if torch.compiler.is_dynamo_compiling():
-                _mark_every(self._was_marked)
-            else:
-                region = last_region(self)
-                close_region(region)
-        except BaseException:  # a signal's, which must not keep casts off
-            close_region(region or last_region(self))
-            raise
-
-    def __call__(self, function: _F) -> _F:
-        """Returns ``function`` with casts off while it runs."""
-        if inspect.isasyncgenfunction(function):
-            raise TypeError(
-                f"disable_casts can't decorate the async generator {function.__qualname__}; "
-                "use `with disable_casts():` inside it"
-            )
-        wrapper: Any
-        if asyncio.iscoroutinefunction(function):
-
-            @functools.wraps(function)
-            async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with disable_casts():
-                    return await function(*args, **kwargs)
-
-        elif inspect.isgeneratorfunction(function):
-
-            @functools.wraps(function)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return (yield from _run_generator(function(*args, **kwargs)))
-
-        else:
-
-            @functools.wraps(function)
-            def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with disable_casts():
-                    return function(*args, **kwargs)
-
-        return wrapper  # type: ignore[no-any-return]
 
 
 def is_off() -> bool:
@@ -364,12 +231,12 @@ def off() -> frozenset[str]:
     region = _innermost()
     if region is None:
         return _inherited()
-    if _has_traced_regions and _is_every_marked() and not (region.is_off or _is_off_in_others()):
-        return region.off | _ALL  # inside of a graph
+    if _has_traced_regions and is_every_marked() and not (region.is_off or _is_off_in_others()):
+        return region.off | ALL  # inside of a graph
     return region.off
 
 
-_ALL: Final = frozenset([EVERY])
+ALL: Final = frozenset([EVERY])
 
 
 def _covers_all(off: frozenset[str]) -> bool:
@@ -378,7 +245,7 @@ def _covers_all(off: frozenset[str]) -> bool:
 
 def _is_off_where_traced() -> bool:
     """Whether all casts are off where torch.compile traces, which guards on marks."""
-    return _covers_all(_marked())
+    return _covers_all(marked())
 
 
 def _inherited() -> frozenset[str]:
@@ -387,7 +254,7 @@ def _inherited() -> frozenset[str]:
     A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
     backward thread. Otherwise it is that of another asyncio task.
     """
-    found = _marked()
+    found = marked()
     return ON if found and _has_opened_any() else found
 
 
@@ -416,38 +283,6 @@ def last_region(opener: object) -> Region | None:
         return region
     opened = [r for r in list(_open) if isinstance(r, Region) and r.opener is opener]
     return next((r for r in reversed(opened) if not r.is_closed), None)
-
-
-class _State:
-    """A context in which the casts of ``off`` are off, and no others."""
-
-    def __init__(self, off: frozenset[str]) -> None:
-        self._region = Region(self, off=off)
-
-    def __enter__(self) -> None:
-        open_region(self._region)
-
-    def __exit__(self, *exc_info: object) -> None:
-        try:
-            close_region(self._region)
-        except BaseException:
-            close_region(self._region)
-            raise
-
-
-def keeps_state(function: _F) -> _F:
-    """Returns ``function`` such that it runs with casts on or off as they are here and now.
-
-    What runs it later may have switched them: a checkpoint's recomputation, an optimizer.
-    """
-    state = off()
-
-    @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        with _State(state):
-            return function(*args, **kwargs)
-
-    return wrapper  # type: ignore[return-value]
 
 
 def in_force() -> object | None:
@@ -544,59 +379,12 @@ def _forget_autocast() -> None:
 
 
 @_gated
-def _note_traced_region() -> None:
+def note_traced_region() -> None:
+    """Notes that torch.compile has put a region into a graph: it may run at any time."""
     global _has_traced_regions
     _has_traced_regions = True
     _set_gate()
 
 
-for _function in (_note_traced_region, _is_off_where_traced):
+for _function in (note_traced_region, _is_off_where_traced):
     run_when_traced(_function)
-
-
-def _run_generator(generator: Any) -> Any:
-    """Runs ``generator`` with casts off inside it only, not in the code between its yields."""
-    resume, value = generator.send, None
-    while True:
-        try:
-            with disable_casts():
-                yielded = resume(value)
-        except StopIteration as stop:
-            return stop.value
-        try:
-            value, resume = (yield yielded), generator.send
-        except GeneratorExit:
-            with disable_casts():
-                generator.close()
-            raise
-        except BaseException as error:
-            value, resume = error, generator.throw
-
-
-# Below the dispatcher (a decomposition, a meta function, a kernel written in Python) the call's
-# dtypes were settled above it. This private test is exact; it is present since torch 2.0.
-_is_excluded, _SNAPSHOT = is_excluded, SNAPSHOT
-# But for the decompositions that stand in for composite kernels while AOTAutograd and torch.export
-# trace: their state is that of the user's own calls. Only where they are written tells them apart.
-_is_included, _PYTHON = is_included, PYTHON
-_BETWEEN = (PACKAGE, *FUNCTION_MODULES)
-
-
-def is_below_dispatcher() -> bool:
-    """Whether torch itself calls, where nothing is cast."""
-    return _is_excluded(_SNAPSHOT) or (_is_included(_PYTHON) and _is_called_by_kernel())
-
-
-def _is_called_by_kernel() -> bool:
-    frame: types.FrameType | None = sys._getframe(2)
-    while frame is not None:
-        module = str(frame.f_globals.get("__name__"))
-        if module.startswith(KERNEL_MODULES):
-            return True
-        if not module.startswith(_BETWEEN) and frame.f_globals is not globals():
-            return False
-        frame = frame.f_back
-    return False
-
-
-run_when_traced(is_below_dispatcher)

@@ -1,24 +1,18 @@
-"""Wrappers of torch's functions: generated, observed, decided by rules."""
+"""Wrappers of torch's functions: generated, observed, decided by rules; and what becomes of them."""
 
 from __future__ import annotations
 
 from .by_rules import Maker, make_choosing_wrapper
-from .source import hands_over
-from .wrappers import (
-    in_force,
-    make_completed_wrapper,
-    make_observed_wrapper,
-    make_wrapper,
-    make_wrapper_where_lacking,
-    retirement,
-)
+from .making import make_wrapper, make_wrapper_where_lacking
+from .observed import make_observed_wrapper
+from .overriding import hands_over
+from .retiring import in_force, retirement
 
 __all__ = [
     "Maker",
     "hands_over",
     "in_force",
     "make_choosing_wrapper",
-    "make_completed_wrapper",
     "make_observed_wrapper",
     "make_wrapper",
     "make_wrapper_where_lacking",

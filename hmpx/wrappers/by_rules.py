@@ -10,11 +10,14 @@ from typing import Any
 
 from torch.overrides import has_torch_function
 
-from ..casting import Args, CallPlan, Kwargs
+from ..casting import Recipe
 from ..policy import Decision, LowType, Rule
 from ..rules import MOST_VERDICTS, Judge
+from ..tensors import Args, Kwargs
 from ..torch_state import switch  # its gate, as it is at each call
-from . import source, wrappers
+from .making import cast_where_on, completed
+from .overriding import is_overridden, override
+from .retiring import Variables, named_after
 
 #: Makes the wrapper that follows a decision; None where no call would be cast.
 Maker = Callable[[Decision], Callable[..., Any] | None]
@@ -22,7 +25,7 @@ Maker = Callable[[Decision], Callable[..., Any] | None]
 
 def make_choosing_wrapper(
     original: Callable[..., Any],
-    plan: CallPlan,
+    recipe: Recipe,
     rules: tuple[Rule, ...],
     low_dtype: LowType,
     make: Maker,
@@ -31,17 +34,17 @@ def make_choosing_wrapper(
 
     Args:
         original: torch's function.
-        plan: That of the call site, with the decision of the lists.
+        recipe: That of the call site, with the decision of the lists.
         rules: In the order in which they are asked.
         low_dtype: That of decisions that name none.
         make: Makes the wrappers that calls go to.
     """
-    complete = wrappers.completed(original, plan)
+    complete = completed(original, recipe)
     # By the reason too, which the log names and equality leaves out.
     followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
 
     def follow(decision: Decision | None) -> Callable[..., Any]:
-        decision = plan.decision if decision is None else decision
+        decision = recipe.decision if decision is None else decision
         key = decision, decision.reason
         found = followed.get(key)
         if found is None:
@@ -55,20 +58,28 @@ def make_choosing_wrapper(
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if choose(args, kwargs) is not by_lists:
             return args, kwargs  # cast once it was asked again, by the dtypes that there are
-        return wrappers.cast_where_on(plan, args, kwargs)
+        return cast_where_on(recipe, args, kwargs)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if (
-            has_torch_function(args)
-            or ((kwargs or may_be_nested) and source.is_overridden(args, kwargs))
-        ) and plan.is_overridable:
-            return wrappers.override(original, cast, wrapper, args, kwargs)
+            has_torch_function(args) or ((kwargs or may_be_nested) and is_overridden(args, kwargs))
+        ) and recipe.site.is_overridable:
+            return override(original, cast, wrapper, args, kwargs)
         if switch._looks_closer and switch.is_off():
             return complete(*args, **kwargs)
         if kwargs:
             return choose(args, kwargs)(*args, **kwargs)
         return choose(args, kwargs)(*args)
 
-    may_be_nested = "A" in plan.parameters.kinds.values()
-    choose = Judge(plan.op, plan.parameters, rules, low_dtype, follow).judge
-    return wrappers.named_after(original, wrapper, plan.site)
+    may_be_nested = "A" in recipe.site.parameters.kinds.values()
+    choose = Judge(recipe.site.op, recipe.site.parameters, rules, low_dtype, follow).judge
+
+    def read() -> tuple[Any, ...]:
+        return original, complete, choose, cast
+
+    def write(values: tuple[Any, ...]) -> None:
+        nonlocal original, complete, choose, cast
+        original, complete, choose, cast = values
+
+    variables = Variables(("original", "complete", "choose", "cast"), read, write)
+    return named_after(original, wrapper, recipe.site.name, variables)

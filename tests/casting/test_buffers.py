@@ -19,10 +19,10 @@ from torch.testing._internal.common_methods_invocations import foreach_unary_op_
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx import CastPolicy, Decision, Policy
-from hmpx.casting.casting import CallPlan
-from hmpx.ops import op_table as ops
-from hmpx.wrappers import wrappers
+from hmpx import CastPolicy, Decision, Policy, ops, wrappers
+from hmpx.casting import Recipe
+from hmpx.ops import schemas as op_schemas
+from hmpx.ops.sites import NAMESPACES
 from tests.values import mapped, tensors
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -69,7 +69,7 @@ def writing_sites() -> list[tuple[str, ops.Site, set[str]]]:
                 continue
             names = set(UNDECLARED.get(name, ()))
             if not site.is_python:
-                names |= declared(ops._aten_name(site))
+                names |= declared(op_schemas.aten_name(site))
             if site.in_place and (known := ops.parameters(site).names):
                 names.add(known[0])
             names &= set(ops.parameters(site).names)
@@ -115,10 +115,10 @@ def test_what_a_function_writes_is_in_the_given_tensors(
     decision: Decision, legalize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call site in torch that writes, with a function in torch's place that does."""
-    plans: dict[str, CallPlan] = {}
+    recipes: dict[str, Recipe] = {}
 
-    def noting(original: Any, plan: CallPlan) -> None:
-        plans[plan.site] = plan
+    def noting(original: Any, recipe: Recipe) -> None:
+        recipes[recipe.site.name] = recipe
 
     monkeypatch.setattr("hmpx.wrappers.make_wrapper", noting)
     policy = Policy({name: decision for name, _, _ in WRITING})
@@ -127,24 +127,24 @@ def test_what_a_function_writes_is_in_the_given_tensors(
     monkeypatch.undo()
     faults = []
     for name, site, written in WRITING:
-        plan = plans.get(
+        recipe = recipes.get(
             site.qualified
         )  # none if nothing is ever cast, or the slot is another's too
-        if plan is None:
+        if recipe is None:
             continue
         for target, others in itertools.product(FLOATS, FLOATS):
             args = arguments(site, written, target, others)
-            fault = fault_of(plan, args, written)
+            fault = fault_of(recipe, args, written)
             if fault is not None:
                 faults.append(f"{name} at {site.qualified}, {target} and {others}: {fault}")
     assert not faults, "\n".join(faults[:20])
-    assert len(plans) > 100
+    assert len(recipes) > 100
 
 
 def arguments(site: ops.Site, written: set[str], target: Any, others: Any) -> tuple[Any, ...]:
     """Returns arguments for a call: what is written to in one dtype, other tensors in another."""
     known = ops.parameters(site)
-    schemas = [] if site.is_python else ops._schemas(site)
+    schemas = [] if site.is_python else op_schemas.schemas(site)
     schema = max(schemas, key=lambda s: len(s.arguments), default=None)
     kinds = {} if schema is None else {a.name: str(a.type) for a in schema.arguments}
     made: list[Any] = []
@@ -166,9 +166,9 @@ def _is_keyword(schema: Any, name: str) -> bool:
     return any(a.name == name and a.kwarg_only for a in schema.arguments)
 
 
-def fault_of(plan: CallPlan, args: tuple[Any, ...], written: set[str]) -> str | None:
+def fault_of(recipe: Recipe, args: tuple[Any, ...], written: set[str]) -> str | None:
     """Returns what is wrong where a function writes 7 to what the op writes to; None if nothing is."""
-    names = plan.parameters.names
+    names = recipe.site.parameters.names
     positions = [p for p, name in enumerate(names[: len(args)]) if name in written]
     if not positions:
         return None  # keyword-only
@@ -180,7 +180,7 @@ def fault_of(plan: CallPlan, args: tuple[Any, ...], written: set[str]) -> str | 
         return torch.ones(3)
 
     before = [(t, t.dtype, t.data_ptr()) for t in tensors(args)]
-    wrapper = wrappers.make_wrapper(function, plan)
+    wrapper = wrappers.make_wrapper(function, recipe)
     if wrapper is None:
         return None
     wrapper(*args)
@@ -233,7 +233,7 @@ EVERYTHING = [name for name in ops.table() if ops.is_castable(name)]
 def current(function: Any) -> Callable[..., Any]:
     """Returns what looks ``function`` up in torch's namespaces at each call."""
     name = getattr(function, "__name__", None)
-    for owner in ops.NAMESPACES.values():
+    for owner in NAMESPACES.values():
         for slot in (name, *vars(owner)):
             if slot and getattr(owner, slot, None) is function:
                 return lambda *args, **kwargs: getattr(owner, slot)(*args, **kwargs)
@@ -357,8 +357,8 @@ def test_no_other_builtin_writes_without_a_word() -> None:
         for site in op.sites:
             if site.is_python or site.namespace not in ("torch", "torch._C._nn"):
                 continue
-            for schema, shape in itertools.product(ops._schemas(site), SHAPES):
-                if any(a.is_out for a in schema.arguments) or not ops._takes_tensor(schema):
+            for schema, shape in itertools.product(op_schemas.schemas(site), SHAPES):
+                if any(a.is_out for a in schema.arguments) or not op_schemas.takes_tensor(schema):
                     continue
                 written = written_of_schema(site.function(), schema, shape)
                 if written is None:

@@ -16,9 +16,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import Policy, compute
-from hmpx.casting import casting
-from hmpx.wrappers import wrappers
+from hmpx import Policy, casting
+from hmpx.wrappers import retrying
 from tests.values import uniform
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -623,8 +622,8 @@ def test_the_retry_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With torch's own words about the kernel, where it isn't known beforehand."""
-    wrappers._retried.clear()
-    monkeypatch.setattr(compute, "lacking_kernels", dict)
+    retrying._retried.clear()
+    monkeypatch.setattr("hmpx.compute.lacking_kernels", dict)
     with low("linalg_inv"):
         for _ in range(3):
             torch.linalg.inv(torch.eye(3))

@@ -16,11 +16,10 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hmpx import CastPolicy, compute
-from hmpx.cli import program as cli
+from hmpx import CastPolicy, cli, compute, ops
+from hmpx.cli import doctor
 from hmpx.compute.legalize import capability
-from hmpx.ops import op_table as ops
-from hmpx.policy import op_lists as oplists
+from hmpx.policy.lists import sets as oplists
 from hmpx.torch_internals import torch_part as torch_parts
 
 
@@ -98,7 +97,7 @@ def test_check_prints_every_fault_with_file_and_line(
     assert sorted(capsys.readouterr().out.splitlines()) == [
         "absent.txt: no such file; give the path of an op list",
         "my_bf16.txt:2: unknown op 'matmull'; did you mean 'matmul'?",
-        "my_bf16.txt:3: 'matmul' stands in this list already, at my_bf16.txt:1; "
+        "my_bf16.txt:3: 'matmul' is already in this list, at my_bf16.txt:1; "
         "remove one of the lines",
         "my_fp32.txt:2: 'F.softmax' is in two lists: it is the op 'softmax', as 'softmax' at "
         "my_bf16.txt:4 is; keep one of the lines",
@@ -153,7 +152,7 @@ def test_check_reads_policy_files(directory: Path, capsys: pytest.CaptureFixture
         "bad.json:2: unknown key 'hmp_bf16_op' of a Gaudi configuration; did you mean 'hmp_bf16_ops'?",
         "bad.txt:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
         "not 'float31'; did you mean 'float32'?",
-        "bad.yml:1: 'mm' stands in this list already, at bad.yml:1; remove one of the lines",
+        "bad.yml:1: 'mm' is already in this list, at bad.yml:1; remove one of the lines",
         "bad.yml:1: unknown op 'matmull'; did you mean 'matmul'?",
         "bad.yml:3: unknown op 'soft_max'; did you mean 'softmax'?",
         "none.yaml: no such file; give the path of a policy file",
@@ -660,7 +659,7 @@ def test_doctor_speaks_of_every_state(
     found = capability.Capability(reported, *measured)
     monkeypatch.setattr(compute, "reported", lambda *_: reported)
     monkeypatch.setattr(compute, "capability", lambda *_: found)
-    first, *rest = cli._capability_lines("cpu", torch.bfloat16)
+    first, *rest = doctor._capability_lines("cpu", torch.bfloat16)
     assert first == f"bfloat16 on cpu: {says}"
     if cells is None:
         assert rest == ["  not measured: every op runs in its native kernel"]

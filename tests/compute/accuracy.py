@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx.policy.policy import Policy
+from hmpx import Policy
 from tests.integration.test_opinfo_conformance import current, op_name, uncalled
 from tests.samples import sample_inputs
 from tests.values import mapped, tensors

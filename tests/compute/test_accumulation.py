@@ -16,8 +16,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import ALLOW, DENY, FOLLOW, CastPolicy, Decision, OptionError, Policy
-from hmpx.rules import rules
+from hmpx import ALLOW, DENY, FOLLOW, CastPolicy, Decision, OptionError, Policy, rules
 from tests.values import normal
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64

@@ -17,16 +17,15 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.casting.casting import CallPlan
+from hmpx import wrappers
+from hmpx.casting import CallSite, OpFacts, Options, Recipe
 from hmpx.compute import missing_kernels
-from hmpx.compute.legalize import capability
-from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize import capability, legalization
 from hmpx.compute.legalize.capability import KINDS, SLOW, Capability
-from hmpx.compute.legalize.legalizer import LEGALIZE_MODES, is_slow, known_capability
+from hmpx.compute.legalize.legalization import LEGALIZE_MODES, is_slow, known_capability
 from hmpx.errors import OptionError
-from hmpx.ops.op_table import Parameters
+from hmpx.ops import Parameters
 from hmpx.policy.decisions import CastPolicy, Decision
-from hmpx.wrappers import wrappers
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOW = (BF16, FP16)
@@ -292,7 +291,8 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 import hmpx
-from hmpx import Policy, capability
+from hmpx import Policy
+from hmpx.compute.legalize import capability, legalization
 
 torch.set_num_threads(2)
 BF16 = torch.bfloat16
@@ -739,8 +739,10 @@ def listed(function: Callable[..., Any]) -> Any:
     """Returns the wrapper of a function that is in the low-precision list."""
     parameters = Parameters(("x",), {0: "T"}, 1, frozenset())
     decision = Decision(CastPolicy.LOW, BF16)
-    plan = CallPlan("gelu", "torch.gelu", decision, parameters, frozenset({"cpu"}))
-    return wrappers.make_wrapper(function, plan)
+    site = CallSite("gelu", "torch.gelu", parameters)
+    options = Options(legalize="never")
+    recipe = Recipe(site, OpFacts(), decision, frozenset({"cpu"}), options)
+    return wrappers.make_wrapper(function, recipe)
 
 
 def lacking(function: Callable[..., Any]) -> Any:
@@ -808,13 +810,13 @@ def test_each_device_type_is_settled_for_itself(
     ratio = math.inf if cpu_is_slow else 1.0
     monkeypatch.setattr(capability, "_measured", lambda *args: Capability(None, ratio, ratio))
     asked = []
-    applies = legalize.Legalizer.applies
+    applies = legalization.Legalization.applies
 
-    def note(self: legalize.Legalizer, inputs: Any, *args: Any) -> bool:
+    def note(self: legalization.Legalization, inputs: Any, *args: Any) -> bool:
         asked.append(inputs.first.device.type)
         return applies(self, inputs, *args)
 
-    monkeypatch.setattr(legalize.Legalizer, "applies", note)
+    monkeypatch.setattr(legalization.Legalization, "applies", note)
     with hmpx.convert(device_types=device_types, lists="hmp"), Computed() as computed:
         for low in (False, True):
             for device in ("meta", "cpu") * 3:

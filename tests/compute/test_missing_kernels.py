@@ -18,11 +18,12 @@ from torch.testing._internal.opinfo.core import OpInfo
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from hmpx import Policy, ops
 from hmpx.compute import missing_kernels
 from hmpx.compute.missing_kernels import Callee, Lacking
-from hmpx.ops import op_table as ops
-from hmpx.policy import op_lists as oplists
-from hmpx.policy.policy import Policy
+from hmpx.ops import schemas as op_schemas
+from hmpx.ops.sites import NAMESPACES
+from hmpx.policy.lists import sets as oplists
 from hmpx.torch_internals.torch_part import torch_version
 from tests.samples import sample_inputs
 from tests.values import mapped, tensors
@@ -41,7 +42,7 @@ NOT_COMPARED = {
 
 def current(function: Any) -> Any:
     """Returns what is in the slot of a builtin now."""
-    for owner in ops.NAMESPACES.values():
+    for owner in NAMESPACES.values():
         for name, value in vars(owner).items():
             if getattr(value, "__wrapped__", value) is function:
                 return getattr(owner, name)
@@ -131,7 +132,7 @@ def test_the_random_ops_are_those_that_torch_tags() -> None:
     tagged = set()
     for name, op in ops.table().items():
         for site in op.sites:
-            for schema in () if site.is_python else ops._schemas(site):
+            for schema in () if site.is_python else op_schemas.schemas(site):
                 try:
                     tags = torch._C._get_operation_overload(schema.name, schema.overload_name)[2]
                 except RuntimeError:  # TorchScript's own

@@ -31,7 +31,7 @@ from torch.utils._pytree import tree_leaves
 
 import hmpx
 from hmpx import FreezeError, Frozen, OptionError, Policy
-from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize import legalization
 from hmpx.compute.legalize.capability import Capability
 from hmpx.freezing import originals
 
@@ -647,7 +647,7 @@ def test_results_are_equal_under_fast_whatever_the_size_of_a_call(
 ) -> None:
     """Whichever calls leave weights unrounded there; those weights stay fp32, and say why."""
     monkeypatch.setattr(
-        legalize, "known_capability", lambda kind, device_type, dtype: DEVICES[device](kind)
+        legalization, "known_capability", lambda kind, device_type, dtype: DEVICES[device](kind)
     )
     torch.manual_seed(0)
     model = Wide().eval()
@@ -682,7 +682,9 @@ def test_other_modes_store_low_what_is_rounded_on_each_use(
     mode: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Computed in fp32 or not."""
-    monkeypatch.setattr(legalize, "known_capability", lambda *key: Capability(False, SLOW, SLOW))
+    monkeypatch.setattr(
+        legalization, "known_capability", lambda *key: Capability(False, SLOW, SLOW)
+    )
     torch.manual_seed(0)
     model, x = Wide().eval(), torch.randn(2, 16, 8)
     with hmpx.convert(legalize=mode, device_types={"cpu"}), torch.no_grad():

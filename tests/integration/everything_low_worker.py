@@ -25,7 +25,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from hmpx.compute.legalize.legalizer import LEGALIZE_MODES
+from hmpx.compute.legalize.legalization import LEGALIZE_MODES
 from tests.integration.test_opinfo_conformance import current
 from tests.samples import sample_inputs
 from tests.values import mapped, tensors

@@ -27,8 +27,9 @@ from torch.testing._internal.autocast_test_lists import AutocastCPUTestLists, Au
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.ops import op_table as ops
-from hmpx.policy import op_lists as oplists
+from hmpx import ops
+from hmpx.ops.sites import NAMESPACES
+from hmpx.policy.lists import sets as oplists
 from tests.values import tensors
 
 LISTS = oplists.directory()
@@ -263,7 +264,7 @@ def cases(device_type: str) -> list[Any]:
             if not group.startswith("methods"):
                 namespaces += ["torch._C._nn" if group.startswith(("nn", "banned")) else "torch"]
             for namespace in namespaces:
-                if not hasattr(ops.NAMESPACES[namespace], op):
+                if not hasattr(NAMESPACES[namespace], op):
                     continue
 
                 def call(
@@ -275,7 +276,7 @@ def cases(device_type: str) -> list[Any]:
                 ) -> list[Tensor] | str:
                     # With two tuples of arguments the second is meant for float16.
                     args = calls[-1] if low is torch.float16 else calls[0]
-                    return outcome(getattr(ops.NAMESPACES[namespace], op), *args, **kwargs)
+                    return outcome(getattr(NAMESPACES[namespace], op), *args, **kwargs)
 
                 name = f"{group}-{index}-{namespace.removeprefix('torch.')}.{op}"
                 found.append(pytest.param(group, op, call, expected or kind, id=name))

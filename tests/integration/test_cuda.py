@@ -20,9 +20,9 @@ from torch import Tensor, nn
 from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
+from hmpx import ops
 from hmpx.compute import missing_kernels
 from hmpx.compute.legalize import capability
-from hmpx.ops import op_table as ops
 from tests.integration.test_opinfo_conformance import LEFT_OUT, current
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from torch._subclasses.fake_tensor import FakeTensor
 
 import hmpx
+from hmpx import ops
 from hmpx.compute import accumulation, composition, products
-from hmpx.ops import op_table as ops
 from tests.fake_cuda import steps
 
 BF16 = torch.bfloat16
@@ -24,9 +24,9 @@ BF16 = torch.bfloat16
 @contextlib.contextmanager
 def eager() -> Iterator[None]:
     """Has fake tensors be computed as others are, not as those of a graph."""
-    plain = composition._PLAIN_TENSORS | {FakeTensor}
+    plain = composition.PLAIN_TENSORS | {FakeTensor}
     with (
-        mock.patch.object(composition, "_PLAIN_TENSORS", plain),
+        mock.patch.object(composition, "PLAIN_TENSORS", plain),
         mock.patch.object(accumulation, "is_traced", bool),
         mock.patch.object(products, "is_traced", bool),
     ):

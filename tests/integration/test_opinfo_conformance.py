@@ -17,9 +17,9 @@ from torch.testing._internal.common_methods_invocations import op_db
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
+from hmpx import CastPolicy, Policy, ops
 from hmpx.compute import missing_kernels
-from hmpx.ops import op_table as ops
-from hmpx.policy.policy import CastPolicy, Policy
+from hmpx.ops.sites import NAMESPACES
 from tests.samples import sample_inputs
 from tests.values import mapped, tensors
 
@@ -276,11 +276,11 @@ def current(function: Any) -> Callable[..., Any]:
 
     OpInfo holds builtins from before `convert`; a user would spell their names.
     """
-    for namespace, owner in ops.NAMESPACES.items():
+    for namespace, owner in NAMESPACES.items():
         name = getattr(function, "__name__", None)
         if name and getattr(owner, name, None) is function and namespace != "torch._VF":
             return lambda input, args, kwargs: getattr(owner, name)(input, *args, **kwargs)
-    for owner in ops.NAMESPACES.values():
+    for owner in NAMESPACES.values():
         for name, value in vars(owner).items():
             if value is function:
                 return lambda i, a, k, o=owner, n=name: getattr(o, n)(i, *a, **k)

@@ -28,11 +28,10 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hmpx import formats
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, get, quantize
-from hmpx.number_formats import quantization
+from hmpx.number_formats import ROUNDING_MODES, rounder
+from hmpx.number_formats import rounding as rounding_routes
 from hmpx.number_formats.kernels import calls as rounding_kernels
 from hmpx.number_formats.kernels import library as kernel_library
-from hmpx.number_formats.quantization import rounder
-from hmpx.number_formats.rounding import ROUNDING_MODES
 
 from .posit_reference import Reference
 
@@ -87,7 +86,11 @@ def implementation(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPat
 
 def forget_runs(monkeypatch: pytest.MonkeyPatch) -> None:
     """Has plans and kernels of all formats made anew: they are kept by the class that runs them."""
-    monkeypatch.setattr(quantization, "_Run", type("_Run", (quantization._Run,), {"__slots__": ()}))
+    monkeypatch.setattr(
+        rounding_routes,
+        "Rounding",
+        type("Rounding", (rounding_routes.Rounding,), {"__slots__": ()}),
+    )
 
 
 def use(implementation: str, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -588,6 +591,18 @@ def test_noise(implementation: str) -> None:
     torch.manual_seed(5)
     assert torch.equal(quantize(x, "posit16_1", "stochastic"), global_)
     assert not torch.equal(quantize(x, "posit16_1", "stochastic"), global_)
+
+
+@pytest.mark.parametrize("rounding", ROUNDING_MODES)
+@pytest.mark.usefixtures("implementation")
+def test_nan_beyond_the_largest_has_the_sign(rounding: str) -> None:
+    """Codes of NaN show it; so do bits of the values."""
+    x = torch.tensor([1e6, -1e6, torch.inf, -torch.inf])
+    signs = torch.tensor([False, True, False, True])
+    assert torch.equal(quantize(x, "float8_e4m3fn", rounding).signbit(), signs)
+    codes = formats.encode(x, "float8_e4m3fn", rounding)
+    assert torch.equal(codes > 127, signs)
+    assert codes[2:].tolist() == [127, 255]
 
 
 ALL = [*formats.names(), NF4, SQUARES, Q4_4, FLUSHED, WIDE_FLUSHED, Posit("posit32_2", 32, 2)]

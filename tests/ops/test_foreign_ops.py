@@ -16,9 +16,7 @@ import torch
 from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
-from hmpx.cli import program as cli
-from hmpx.ops import op_table as ops
-from hmpx.policy.decisions import CastPolicy
+from hmpx import CastPolicy, cli, ops
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -500,7 +498,7 @@ def test_names_that_are_nobodys_ops_are_refused(name: str, tmp_path: Path) -> No
     """Python's own functions, and hmpx's, in any list."""
     path = tmp_path / "bf16.txt"
     path.write_text(f"linear\n{name}\n")
-    with pytest.raises(hmpx.OpListError, match=r"bf16\.txt:2: '.*' (is of|has a name)"):
+    with pytest.raises(hmpx.OpListError, match=r"bf16\.txt:2: '.*' (is part of|has a name)"):
         hmpx.convert(path)
     assert not hmpx.is_converted()
 
@@ -512,7 +510,7 @@ def test_names_that_are_nobodys_ops_are_refused(name: str, tmp_path: Path) -> No
         ("functions.F.gelu", "is torch's own function; list it by the name"),
         ("functions.functools.reduce", "is a function of"),
         ("functions.Block", "is a class; list a function of it"),
-        ("functions.TABLE", "is no function, but a dict"),
+        ("functions.TABLE", "is not a function but a dict"),
         ("functions.fused_nrom", "has no 'fused_nrom'; did you mean 'fused_norm'?"),
         ("functions.Block.methodx", "has no 'methodx'; did you mean 'method'?"),
     ],

@@ -11,8 +11,7 @@ from torch.overrides import get_overridable_functions, resolve_name
 from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
-from hmpx import Policy
-from hmpx.ops import op_table as ops
+from hmpx import Policy, ops
 
 
 def test_every_overridable_function_is_an_op() -> None:
@@ -153,6 +152,8 @@ def test_functions_that_end_in_a_patched_builtin_follow_it(call) -> None:
 def test_a_policy_for_an_op_of_another_torch_is_refused() -> None:
     """A Policy built by hand can't name what is not there."""
     policy = Policy({"no_such_op": hmpx.Decision(hmpx.CastPolicy.LOW, torch.bfloat16)})
-    with pytest.raises(hmpx.OptionError, match=r"the policy holds 'no_such_op', which is no op"):
+    with pytest.raises(
+        hmpx.OptionError, match=r"the policy holds 'no_such_op', which is not an op"
+    ):
         hmpx.convert(policy=policy)
     assert not hmpx.is_converted()

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.ops import op_table as ops
+from hmpx import ops
 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 SHAPES = (((3,), (3,)), ((3,), ()), ((), (3,)), ((), ()))
@@ -73,7 +73,7 @@ def test_torch_takes_mixed_types_in_place(name: str) -> None:
 
 def test_no_op_of_the_shipped_widest_list_that_promotes_is_missing() -> None:
     """Each promoting op that is nowhere else stands in HMP's widest list, or is an operator's."""
-    from hmpx.policy import op_lists as oplists
+    from hmpx.policy.lists import sets as oplists
 
     widest = set(oplists.read_shipped("hmp/widest", "widest").ops)
     assert set(ops.facts("promotes")) - widest == set()

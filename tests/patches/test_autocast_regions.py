@@ -21,8 +21,9 @@ from torch.amp import custom_bwd, custom_fwd
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx import Policy
+from hmpx import Policy, torch_state
 from hmpx.patches import autocast_regions
+from hmpx.torch_state import marks as torch_marks
 from hmpx.torch_state import switch
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -73,7 +74,7 @@ def dtypes() -> set[torch.dtype]:
 
 
 def is_clean() -> bool:
-    return not switch._open and not switch._marked() and not switch.off()
+    return not switch._open and not torch_marks.marked() and not switch.off()
 
 
 # --- spellings ----------------------------------------------------------------------------------
@@ -259,7 +260,7 @@ def test_casts_on_other_device_types_go_on(how: str) -> None:
                     assert (each(cpu), each(cuda)) == (CASTED, UNCAST)
             with hmpx.disable_casts():
                 assert (each(cpu), each(cuda)) == (UNCAST, UNCAST)
-            checked = switch.keeps_state(lambda: (each(cpu), each(cuda)))
+            checked = torch_state.keeps_state(lambda: (each(cpu), each(cuda)))
         with off("cpu"):
             assert (each(cpu), each(cuda)) == (UNCAST, CASTED)
             assert checked() == (CASTED, UNCAST)
@@ -496,7 +497,7 @@ def test_a_thread_that_inherits_marks_sees_the_state_and_gives_it_back() -> None
     found: list[Any] = []
 
     def backward(marks: frozenset[str]) -> None:
-        switch._mark(marks)
+        torch_marks.mark(marks)
         found.append(dtypes())
         with on():
             found.append(dtypes())
@@ -504,7 +505,7 @@ def test_a_thread_that_inherits_marks_sees_the_state_and_gives_it_back() -> None
         with hmpx.disable_casts(), off():
             pass
         found.append(dtypes())
-        found.append(switch._marked() == marks)
+        found.append(torch_marks.marked() == marks)
 
     def in_thread(marks: frozenset[str]) -> list[Any]:
         found.clear()

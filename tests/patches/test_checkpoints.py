@@ -19,7 +19,7 @@ from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import (
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hmpx
-from hmpx.compute.legalize import legalizer as legalize
+from hmpx.compute.legalize import legalization
 from hmpx.compute.legalize.capability import Capability
 from hmpx.torch_state import training
 from tests.values import same_or_nan
@@ -156,7 +156,7 @@ def step(run: Run) -> list[Tensor]:
 def mode(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """One mode of legalization on one kind of device."""
     name, speed = request.param
-    monkeypatch.setattr(legalize, "known_capability", lambda *question: SPEEDS[speed])
+    monkeypatch.setattr(legalization, "known_capability", lambda *question: SPEEDS[speed])
     yield name
 
 
@@ -176,7 +176,7 @@ def test_a_block_with_large_products_and_convolutions(
     monkeypatch: pytest.MonkeyPatch, use_reentrant: bool
 ) -> None:
     """Inference computes these by blocks, and in other memory; a checkpoint's forward as training does."""
-    monkeypatch.setattr(legalize, "known_capability", lambda *question: SPEEDS["slow"])
+    monkeypatch.setattr(legalization, "known_capability", lambda *question: SPEEDS["slow"])
 
     def results(run: Run) -> list[Tensor]:
         torch.manual_seed(0)
@@ -207,7 +207,7 @@ def test_evaluation_is_inference_with_and_without_checkpoints(
             asked.append(training)
             return False
 
-    monkeypatch.setattr(legalize, "known_capability", lambda *question: Asked(None, 1.0, 9.0))
+    monkeypatch.setattr(legalization, "known_capability", lambda *question: Asked(None, 1.0, 9.0))
     with hmpx.convert(device_types={"cpu"}), torch.no_grad():
         block, x = Block(), torch.randn(2, 24, 32, requires_grad=True)
         asked.clear()
@@ -354,7 +354,9 @@ def test_a_backward_after_revert_of_what_was_not_cast(use_reentrant: bool) -> No
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_a_compiled_block_in_a_reentrant_checkpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     """The forward's graph and the recomputation's are two: both have what training has."""
-    monkeypatch.setattr(legalize, "known_capability", lambda *question: SPEEDS["slow in training"])
+    monkeypatch.setattr(
+        legalization, "known_capability", lambda *question: SPEEDS["slow in training"]
+    )
     torch._dynamo.reset()
     block = torch.compile(double, backend="aot_eager", fullgraph=True)
     results = []

@@ -18,8 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx import Policy
-from hmpx.ops import op_table as ops
+from hmpx import Policy, ops
 from hmpx.patches import early_names as rebinding
 
 POLICY = Policy.from_ops(low=["gelu", "matmul", "linear", "normalize"])

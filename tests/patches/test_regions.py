@@ -15,8 +15,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint, checkpoint_sequential
 
 import hmpx
-from hmpx import Policy
-from hmpx.torch_internals import eager as torch_internals
+from hmpx import Policy, torch_internals
 
 FP32, BF16 = torch.float32, torch.bfloat16
 POLICY = Policy.from_ops(low=["mul", "matmul", "linear", "add", "sub", "div"])

@@ -14,9 +14,8 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import HmpxError, HmpxWarning, OpListError, PolicyFileError, load_policy
-from hmpx.cli import program as cli
-from hmpx.policy import op_lists as oplists
+from hmpx import HmpxError, HmpxWarning, OpListError, PolicyFileError, cli, load_policy
+from hmpx.policy.lists import sets as oplists
 from tests.conftest import differences, namespaces
 
 #: What the longest input may take, of an idle processor's time.
@@ -90,7 +89,7 @@ def test_special_files_are_refused_without_waiting_for_them(tmp_path: Path) -> N
 def test_special_files_in_a_directory_of_lists_are_no_lists(tmp_path: Path) -> None:
     """They are passed over there, as any file of another name is."""
     os.mkfifo(tmp_path / "bf16.txt")
-    with pytest.raises(HmpxError, match="is no shipped set"):
+    with pytest.raises(HmpxError, match="is neither a shipped set"):
         load_policy(lists=tmp_path)
 
 

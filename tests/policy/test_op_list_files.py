@@ -12,9 +12,9 @@ import pytest
 import torch
 
 import hmpx
-from hmpx.ops import op_table as ops
-from hmpx.policy import op_lists as oplists
-from hmpx.policy.policy import CastPolicy
+from hmpx import CastPolicy, ops
+from hmpx.policy.lists import kinds
+from hmpx.policy.lists import sets as oplists
 
 LISTS = oplists.directory()
 FILES = sorted(LISTS.rglob("*.txt"))
@@ -100,7 +100,7 @@ def collected(check: Callable[[Path], list[str]], paths: list[Path]) -> None:
 
 def test_each_set_holds_files_of_known_names_and_both_lists() -> None:
     """Whatever lies in the directory of the shipped lists can be loaded by name."""
-    allowed = {*oplists.FILE_NAMES.values(), "fp16.txt"}
+    allowed = {*kinds.FILE_NAMES.values(), "fp16.txt"}
     faults = [
         f"{name}: {sorted(found)}"
         for name in oplists.set_names()

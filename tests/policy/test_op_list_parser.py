@@ -12,11 +12,19 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 import hmpx
-from hmpx import Decision, HmpxError, HmpxWarning, OpListError, OptionError
-from hmpx.ops import op_table as ops
-from hmpx.policy import op_lists as oplists
-from hmpx.policy import policy
-from hmpx.policy.policy import CastPolicy, Policy
+from hmpx import (
+    CastPolicy,
+    Decision,
+    HmpxError,
+    HmpxWarning,
+    OpListError,
+    OptionError,
+    Policy,
+    ops,
+    policy,
+)
+from hmpx.policy.lists import faults, op_list
+from hmpx.policy.lists import sets as oplists
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -97,11 +105,11 @@ def test_include_and_remove() -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("matmul softmax", "a.txt:1: one op a line, please, not 'matmul softmax'"),
-        ("softmax\nmatmul, mm", "a.txt:2: one op a line, please, not 'matmul, mm'"),
-        ("@hpm", "a.txt:1: no shipped set 'hpm' (autocast-cpu, autocast-cuda, hmp, hmpx, o2)"
+        ("matmul softmax", "a.txt:1: expected one op per line, found 'matmul softmax'"),
+        ("softmax\nmatmul, mm", "a.txt:2: expected one op per line, found 'matmul, mm'"),
+        ("@hpm", "a.txt:1: there is no shipped set 'hpm' (autocast-cpu, autocast-cuda, hmp, hmpx, o2)"
                  "; did you mean 'hmp'?"),
-        ("mat\x01mul", "a.txt:1: one op a line, please, not 'mat\\x01mul'"),
+        ("mat\x01mul", "a.txt:1: expected one op per line, found 'mat\\x01mul'"),
     ],
 )  # fmt: skip
 def test_malformed_lines_are_errors(text: str, message: str) -> None:
@@ -153,7 +161,7 @@ def test_options_stand_after_the_name(line: str, kind: str, options: tuple[objec
         ("mm float16", "fp32",
          "a.txt:1: 'mm float16' names a dtype, but only low-precision lists have a choice"),
         ("mm\ntorch.mm output=fp32", "low",
-         "a.txt:2: 'torch.mm' is the op 'mm', which stands in this list already, at a.txt:1, with "
+         "a.txt:2: 'torch.mm' is the op 'mm', which is already in this list, at a.txt:1, with "
          "other dtypes; keep one of the lines"),
     ],
 )  # fmt: skip
@@ -182,7 +190,7 @@ def test_options_hold_for_their_own_line_only() -> None:
     assert read.everything is not None
     assert read.everything.options() == read.ops["mm"].options() == (None, None, None)
     assert read.ops["add"].options() == (None, None, None)
-    with pytest.raises(OpListError, match="a:2: one op a line, please, not 'sum mm'"):
+    with pytest.raises(OpListError, match="a:2: expected one op per line, found 'sum mm'"):
         oplists.from_lines([(" mm", "a:1"), ("sum mm", "a:2")])
     with pytest.raises(OpListError, match="a:2: an op name is empty"):
         oplists.from_lines([("*", "a:1"), ("", "a:2")])
@@ -208,7 +216,7 @@ def test_lines_may_be_for_versions_of_torch() -> None:
     assert parsed_with("3.1.0", text).everything is not None
 
 
-def parsed_with(version: str, text: str) -> oplists.OpList:
+def parsed_with(version: str, text: str) -> op_list.OpList:
     """Returns a list as it is with that torch."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(torch, "__version__", version)
@@ -240,8 +248,8 @@ def test_unreadable_files_are_errors_before_anything_is_patched(tmp_path: Path) 
     cases = {
         "missing.txt": "missing.txt: no such file; give the path of an op list",
         "": ": a directory, not an op list; give a file's path",
-        "latin.txt": "latin.txt: no UTF-8 text (byte 7: 0xe9); save it as UTF-8",
-        "utf16.txt": "utf16.txt: no UTF-8 text (byte 0: 0xff); save it as UTF-8",
+        "latin.txt": "latin.txt: not UTF-8 text (byte 7: 0xe9); save it as UTF-8",
+        "utf16.txt": "utf16.txt: not UTF-8 text (byte 0: 0xff); save it as UTF-8",
         "binary.txt": "binary.txt: a binary file, not an op list; give a text file's path",
     }
     for name, message in cases.items():
@@ -314,7 +322,7 @@ def test_everything_in_both_lists_is_an_error(tmp_path: Path) -> None:
 
 def test_the_same_name_twice_in_one_list_is_a_warning(tmp_path: Path) -> None:
     """It names both lines."""
-    with pytest.warns(HmpxWarning, match=r"bf16.txt:3: 'mm' stands in this list already, at .*:1"):
+    with pytest.warns(HmpxWarning, match=r"bf16.txt:3: 'mm' is already in this list, at .*:1"):
         hmpx.convert(**write(tmp_path, bf16="mm\nbmm\nmm"))
 
 
@@ -379,7 +387,9 @@ def test_lists_takes_a_set_or_a_directory(tmp_path: Path) -> None:
     assert policy["exp"].cast_policy is CastPolicy.LOW
     assert policy["softmax"].cast_policy is CastPolicy.PASS
     assert policy["add"].cast_policy is CastPolicy.WIDEST
-    with pytest.raises(OptionError, match=r"is no shipped set .* did you mean 'autocast-cuda'"):
+    with pytest.raises(
+        OptionError, match=r"is neither a shipped set .* did you mean 'autocast-cuda'"
+    ):
         hmpx.load_policy(lists="autocast_cuda")
 
 
@@ -438,7 +448,9 @@ def test_no_text_crashes_the_parser(text: str) -> None:
         assert str(error).startswith("fuzz.txt:")
     else:
         assert all(name in ops.table() for name in parsed.ops)
-        assert all(message for message in oplists.unknown([parsed]) + oplists.repeated([parsed]))
+        assert all(
+            message for message in faults.unknown_names([parsed]) + faults.repeated_lines([parsed])
+        )
 
 
 @settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
@@ -472,7 +484,7 @@ def test_every_name_that_hmp_knew_resolves() -> None:
     read = oplists.parse(DICTIONARY.replace(" ", "\n"), "hmp.txt")
     assert not read.unknown
     gone = oplists.parse("embedding_bag_sum_fwd\nembedding_bag_sum_bwd", "dlrm.txt")
-    assert oplists.unknown([gone]) == [
+    assert faults.unknown_names([gone]) == [
         f"dlrm.txt:{line}: 'embedding_bag_sum_{name}' was an op of Gaudi's torch; torch's own is "
         "'embedding_bag'"
         for line, name in ((1, "fwd"), (2, "bwd"))
@@ -502,15 +514,15 @@ def test_a_line_that_can_change_nothing_is_said(tmp_path: Path) -> None:
     with pytest.warns(hmpx.HmpxWarning) as caught:
         hmpx.load_policy(path)
     faults = [
-        f"{path}:1: 'iadd' has no effect: the type of what it writes to decides; remove the line",
-        f"{path}:3: 'zero_' has no effect: the type of what it writes to decides; remove the line",
+        f"{path}:1: 'iadd' has no effect: the dtype of its output decides; remove the line",
+        f"{path}:3: 'zero_' has no effect: the dtype of its output decides; remove the line",
     ]
     assert [str(w.message) for w in caught] == ["\n".join(faults)]
     assert policy.check_files({"low": (str(path),)}) == faults
     relative = tmp_path / "widest.txt"
     relative.write_text("cat\nexp\n")
     assert policy.check_files({"widest": (str(relative),)}) == [
-        f"{relative}:2: 'exp' has no effect: it has one input only; remove the line"
+        f"{relative}:2: 'exp' has no effect: it has only one input; remove the line"
     ]
     for name in oplists.set_names():
         hmpx.load_policy(lists=name)

@@ -28,9 +28,10 @@ from hmpx import (
     Policy,
     PolicyFileError,
     load_policy,
+    ops,
 )
-from hmpx.ops import op_table as ops
-from hmpx.policy.sections import Section, _compiled, unmatched
+from hmpx.policy.conditions import _compiled
+from hmpx.policy.sections import Section, unmatched
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -433,9 +434,9 @@ FAULTS: dict[str, tuple[str, str]] = {
     "list": ("- mm\n", "p.yaml:1: a policy must be a mapping of keys to values"),
     "text": ("mm\n", "p.yaml:1: a policy must be a mapping of keys to values"),
     "null": ("null\n", "p.yaml:1: a policy must be a mapping of keys to values"),
-    "null list": ("fp32:\n- exp\nlow:\n", "p.yaml:3: an op of low must be a text"),
-    "nested list": ("low: [mm, [bmm]]\n", "p.yaml:1: an op of low must be a text"),
-    "key that is a list": ("? [low]\n: [mm]\n", "p.yaml:1: a key must be a text"),
+    "null list": ("fp32:\n- exp\nlow:\n", "p.yaml:3: an op of low must be a string"),
+    "nested list": ("low: [mm, [bmm]]\n", "p.yaml:1: an op of low must be a string"),
+    "key that is a list": ("? [low]\n: [mm]\n", "p.yaml:1: a key must be a string"),
     "mapping for a list": ("sections:\n- ndim: {a: 1}\n  low: [mm]\n",
         "p.yaml:2: ndim must be a list"),
     "low type": ("low_precision_type: float23\n",
@@ -444,8 +445,8 @@ FAULTS: dict[str, tuple[str, str]] = {
     "low type that is not low": ("low_precision_type: int8\n",
         "p.yaml:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
         "not 'int8'"),
-    "base": ("lists: hpm\n", "p.yaml:1: lists 'hpm' is no shipped set (autocast-cpu, autocast-cuda, "
-        "hmp, hmpx, o2), no directory and not none; did you mean 'hmp'?"),
+    "base": ("lists: hpm\n", "p.yaml:1: lists 'hpm' is neither a shipped set (autocast-cpu, autocast-cuda, "
+        "hmp, hmpx, o2), nor a directory, nor none; did you mean 'hmp'?"),
     "option": ("low:\n- mm\n- sum accumulte=float32\n",
         "p.yaml:3: unknown option 'accumulte' of 'sum'; did you mean 'accumulate'?"),
     "option's dtype": ("low: [sum output=int8]\n",
@@ -456,11 +457,11 @@ FAULTS: dict[str, tuple[str, str]] = {
         "p.yaml:1: 'mm float16' names a dtype, but only low-precision lists have a choice"),
     "option of what is left alone": ("pass: [sum output=float32]\n",
         "p.yaml:1: 'sum output=float32' names a dtype, but is left alone"),
-    "two ops in a line": ("low: mm bmm\n", "p.yaml:1: one op a line, please, not 'mm bmm'"),
+    "two ops in a line": ("low: mm bmm\n", "p.yaml:1: expected one op per line, found 'mm bmm'"),
     "one op, two dtypes": ("low:\n- conv2d\n- torch.conv2d float16\n",
-        "p.yaml:3: 'torch.conv2d' is the op 'conv2d', which stands in this list already, at "
+        "p.yaml:3: 'torch.conv2d' is the op 'conv2d', which is already in this list, at "
         "p.yaml:2, with other dtypes; keep one of the lines"),
-    "include": ('low: ["@hpm"]\n', "p.yaml:1: no shipped set 'hpm' (autocast-cpu, autocast-cuda, "
+    "include": ('low: ["@hpm"]\n', "p.yaml:1: there is no shipped set 'hpm' (autocast-cpu, autocast-cuda, "
         "hmp, hmpx, o2); did you mean 'hmp'?"),
     "op in two lists": ("low: [mm]\nfp32:\n- torch.mm\n",
         "p.yaml:3: 'torch.mm' is in two lists: it is the op 'mm', as 'mm' at p.yaml:1 is; "
@@ -520,29 +521,29 @@ FAULTS: dict[str, tuple[str, str]] = {
     "dtype": ("sections:\n- dtype: int64\n  low: [mm]\n",
         "p.yaml:2: dtype: unknown dtype 'int64' (bfloat16, float16, float32, float64)"),
     "regex": ("sections:\n- module_regex: [a, '(']\n  low: [mm]\n",
-        "p.yaml:2: module_regex: no regular expression: missing ), unterminated subpattern at "
+        "p.yaml:2: module_regex: not a regular expression: missing ), unterminated subpattern at "
         "position 0"),
     "regex that counts too far": ("sections:\n- module_regex: 'a{99999999999}'\n  low: [mm]\n",
-        "p.yaml:2: module_regex: no regular expression: the repetition number is too large"),
+        "p.yaml:2: module_regex: not a regular expression: the repetition number is too large"),
     "tab": ("low:\n\t- mm\n",
-        "p.yaml:2: no YAML: found character '\\t' that cannot start any token"),
-    "unquoted star": ("fp32: [*]\n", "p.yaml:1: no YAML: expected alphabetic or numeric character, "
+        "p.yaml:2: not valid YAML: found character '\\t' that cannot start any token"),
+    "unquoted star": ("fp32: [*]\n", "p.yaml:1: not valid YAML: expected alphabetic or numeric character, "
         "but found ']'; put names that begin with * or @ in quotes"),
-    "unquoted at": ("low:\n- @hmp\n", "p.yaml:2: no YAML: found character '@' that cannot start any "
+    "unquoted at": ("low:\n- @hmp\n", "p.yaml:2: not valid YAML: found character '@' that cannot start any "
         "token; put names that begin with * or @ in quotes"),
-    "alias of nothing": ("low: *a\n", "p.yaml:1: no YAML: found undefined alias 'a'"),
-    "alias of itself": ("low: &a [mm, *a]\n", "p.yaml:1: an op of low must be a text"),
+    "alias of nothing": ("low: *a\n", "p.yaml:1: not valid YAML: found undefined alias 'a'"),
+    "alias of itself": ("low: &a [mm, *a]\n", "p.yaml:1: an op of low must be a string"),
     "section of itself": ("sections: &a\n- *a\n",
         "p.yaml:1: a section must be a mapping of keys to values"),
-    "two documents": ("low: [mm]\n---\nlow: [bmm]\n", "p.yaml:2: no YAML: but found another document"),
-    "unclosed": ("low: [mm\n", "p.yaml:2: no YAML: expected ',' or ']', but got '<stream end>'"),
-    "colon": ("low: mm: bmm\n", "p.yaml:1: no YAML: mapping values are not allowed here"),
-    "zero byte": ("low: [mm]\0\n", 'p.yaml: no YAML: unacceptable character #x0000: special '
+    "two documents": ("low: [mm]\n---\nlow: [bmm]\n", "p.yaml:2: not valid YAML: but found another document"),
+    "unclosed": ("low: [mm\n", "p.yaml:2: not valid YAML: expected ',' or ']', but got '<stream end>'"),
+    "colon": ("low: mm: bmm\n", "p.yaml:1: not valid YAML: mapping values are not allowed here"),
+    "zero byte": ("low: [mm]\0\n", 'p.yaml: not valid YAML: unacceptable character #x0000: special '
         'characters are not allowed in "p.yaml", position 9'),
     "escape beyond Unicode": ('low: ["\\U00110000"]\n',
-        "p.yaml: no YAML: chr() arg not in range(0x110000)"),
+        "p.yaml: not valid YAML: chr() arg not in range(0x110000)"),
     "escape beyond everything": ('low: ["\\UFFFFFFFF"]\n',
-        "p.yaml: no YAML: Python int too large to convert to C int"),
+        "p.yaml: not valid YAML: Python int too large to convert to C int"),
 }  # fmt: skip
 
 
@@ -580,15 +581,15 @@ JSON_FAULTS: dict[str, tuple[str, str]] = {
     "doubled key": ('{"use_fused_adam": true,\n "use_fused_adam": true}',
         "g.json:2: 'use_fused_adam' is given twice, at line 1 too"),
     "no JSON": ('{"hmp_opt_level": "O1",\n}',
-        "g.json:2: no JSON: Expecting property name enclosed in double quotes"),
-    "YAML": ("hmp_opt_level: O1\n", "g.json:1: no JSON: Expecting value"),
-    "empty": ("", "g.json:1: no JSON: Expecting value"),
+        "g.json:2: not valid JSON: Expecting property name enclosed in double quotes"),
+    "YAML": ("hmp_opt_level: O1\n", "g.json:1: not valid JSON: Expecting value"),
+    "empty": ("", "g.json:1: not valid JSON: Expecting value"),
     "list": ("[]", "g.json:1: a Gaudi configuration must be a mapping of keys to values"),
     "level": ('{"hmp_opt_level": "O3"}', "g.json:1: hmp_opt_level must be one of O1, O2, not 'O3'"),
     "truth": ('{"use_habana_mixed_precision": 1}',
         "g.json:1: use_habana_mixed_precision must be one of true, false, not '1'"),
     "op that is a number": ('{"hmp_bf16_ops": [["mm"]]}',
-        "g.json:1: an op of low must be a text"),
+        "g.json:1: an op of low must be a string"),
     "op in two lists": ('{"hmp_bf16_ops": ["mm"],\n "hmp_fp32_ops": ["mm"]}',
         "g.json:2: 'mm' is in two lists: it is the op 'mm', as 'mm' at g.json:1 is; "
         "keep one of the lines"),
@@ -620,8 +621,8 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
     cases = {
         "missing.yaml": "missing.yaml: no such file; give the path of a policy file",
         "folder.yaml": "folder.yaml: a directory, not a policy file; give a file's path",
-        "latin.yaml": "latin.yaml: no UTF-8 text (byte 12: 0xe9); save it as UTF-8",
-        "utf16.yml": "utf16.yml: no UTF-8 text (byte 0: 0xff); save it as UTF-8",
+        "latin.yaml": "latin.yaml: not UTF-8 text (byte 12: 0xe9); save it as UTF-8",
+        "utf16.yml": "utf16.yml: not UTF-8 text (byte 0: 0xff); save it as UTF-8",
         "large.json": "large.json: 10.0 MB is too large for a policy file; at most 1 MB",
         "policy.txt": "policy.txt: a policy file ends in .yaml, .yml, .json",
         "nul\0.yaml": "nul\0.yaml: can't be read: embedded null byte",
@@ -666,7 +667,7 @@ def test_dicts_that_are_no_policy() -> None:
     cases: list[tuple[dict[Any, Any], str]] = [
         ({"lowe": ["mm"]}, "<policy>:1: unknown key 'lowe' of a policy; did you mean 'low'?"),
         ({1: ["mm"]}, f"<policy>:1: unknown key '1' of a policy {KEYS}"),
-        ({"low": ["mm", None]}, "<policy>:3: an op of low must be a text"),
+        ({"low": ["mm", None]}, "<policy>:3: an op of low must be a string"),
         ({"low": [object]}, "<policy>['low'][0]: a policy holds strings, numbers, dtypes and "
          "lists, not <class 'object'>"),
         (itself, "<policy>: nested too deep to be a policy"),

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from hmpx.policy import policy
+from hmpx import policy
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.rglob("*.py"))

@@ -30,11 +30,12 @@ from hmpx import (
     OptionError,
     Policy,
     RuleError,
+    ops,
     register_rule,
+    rules,
     unregister_rule,
 )
-from hmpx.ops import op_table as ops
-from hmpx.rules import rules
+from hmpx.rules import judging
 from hmpx.wrappers import by_rules as choosing
 from tests.values import uniform
 
@@ -62,7 +63,7 @@ def test_reasons_without_end_leave_a_limited_number_of_wrappers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A decision that gives each shape a reason of its own is followed by a wrapper of its own."""
-    for module in (rules, choosing):
+    for module in (judging, choosing):
         monkeypatch.setattr(module, "MOST_VERDICTS", 20)
     register_rule("relu", lambda call: hmpx.Decision(ALLOW, reason=f"{call.shapes[0].numel()}"))
 

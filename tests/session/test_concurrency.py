@@ -20,7 +20,7 @@ from torch import Tensor
 
 import hmpx
 from hmpx import Policy
-from hmpx.torch_state import switch
+from hmpx.torch_state import marks, switch
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = ["linear", "mm", "matmul", "gelu", "layer_norm", "dropout2d"]
@@ -235,7 +235,7 @@ def test_a_signal_amid_disable_casts_is_no_worse_than_amid_no_grad() -> None:
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
 @pytest.mark.filterwarnings(
-    "ignore:Exception ignored in. <function Weak:pytest.PytestUnraisableExceptionWarning"
+    "ignore:Exception ignored in. <function (Weak|gc_cumulative_time):pytest.PytestUnraisableExceptionWarning"
 )
 def test_a_signal_amid_convert_and_revert_leaves_one_state_or_the_other() -> None:
     """At random times of two conversions and the way back."""
@@ -417,11 +417,11 @@ def test_an_interruption_at_any_line_of_disable_casts_leaves_compiled_regions_th
                 switch._settle_on(None)  # where the signal came before ``__exit__`` began
             finally:
                 sys.settrace(before)
-            switch._mark_every(True)
+            marks.mark_every(True)
             try:
                 assert switch.is_off()
             finally:
-                switch._mark_every(False)
+                marks.mark_every(False)
             if len(lines) < at:
                 break
             assert not switch._open

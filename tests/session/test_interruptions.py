@@ -30,11 +30,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import formats, registry
-from hmpx.rules import rules
+from hmpx import formats, registry, rules
 from hmpx.torch_state import module_path as modules
 from hmpx.torch_state import switch
-from hmpx.wrappers import wrappers
+from hmpx.wrappers import retiring
 from tests.conftest import differences, namespaces
 
 pytestmark = pytest.mark.filterwarnings(
@@ -199,7 +198,7 @@ def state() -> tuple[Any, ...]:
         tuple(vars(o).get(n) is not v for (o, n), v in zip(OTHER_SLOTS, OTHERS, strict=True)),
         copyreg.dispatch_table.get(types.BuiltinFunctionType) is not REDUCER,
         tuple((t.dtype, t.flatten()[0].item()) for t in computed),
-        frozenset(wrappers._in_force),
+        frozenset(retiring._in_force),
         bool(hmpx.patches.compiled._tag),
         config._config["emulate_precision_casts"].default,
         len(sys.meta_path) - len(META_PATH),

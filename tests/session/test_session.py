@@ -312,7 +312,7 @@ NOT_RETIRED = {
     "convert": "no dtype is among `other_dtypes` any more",
     "device_types": "asked of dtypes among `other_dtypes`",
     "dtype": "inputs that have it go to `original`, as others do",
-    "is_large": "asked where `legalizes`",
+    "may_legalize": "asked where `legalizes`",
     "is_open": "asked where `legalizes`",
     "wrapper": "the wrapper itself",
 }

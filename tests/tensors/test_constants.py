@@ -13,7 +13,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmpx.formats import Table, decode, quantize
-from hmpx.number_formats.rounding import ROUNDING_MODES, plan
+from hmpx.number_formats import ROUNDING_MODES
 from hmpx.tensors.constants import Constant
 from tests.values import same_or_nan
 
@@ -48,7 +48,7 @@ def table() -> Table:
 @pytest.mark.parametrize("mode", ROUNDING_MODES)
 def test_a_table_comes_from_the_host_once(mode: str) -> None:
     """A call on an accelerator copies nothing from the host, and so waits for nothing."""
-    rounding = plan(table(), torch.float32, mode, "saturate")
+    rounding = table().plan(torch.float32, mode, "saturate")
     assert rounding is not None
     noise = torch.zeros(len(X), dtype=torch.int32)
     first = rounding.round(X, noise)
@@ -69,7 +69,7 @@ def test_codes_are_decoded_without_the_host() -> None:
 
 def by_plan(format: Table, x: Tensor) -> Tensor:
     """Returns ``x`` rounded by torch ops, as on accelerators."""
-    kept = format.derived.setdefault("plan", plan(format, x.dtype, "nearest", "saturate"))
+    kept = format.derived.setdefault("plan", format.plan(x.dtype, "nearest", "saturate"))
     return kept.round(x, None)
 
 

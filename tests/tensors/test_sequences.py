@@ -13,9 +13,9 @@ from torch import Tensor, nn
 import hmpx
 from hmpx import formats
 from hmpx.compute import composition
-from hmpx.freezing import seal
+from hmpx.freezing import outputs
 from hmpx.tensors.dtypes import CAST, ELIGIBLE
-from hmpx.tensors.sequences import with_items
+from hmpx.tensors.nested import with_items
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
@@ -160,7 +160,7 @@ def test_frozen_models_return_the_class_that_they_returned(kind: str) -> None:
     """With fp32 in place of bf16."""
     low = [torch.ones(2, dtype=torch.bfloat16), torch.ones(2)]
     before = MAKERS[kind](*low)
-    found = seal.WidensOutputs()(nn.Identity(), (), before)
+    found = outputs.WidensOutputs()(nn.Identity(), (), before)
     assert type(found) is type(before)
     assert [item.dtype for item in found] == [torch.float32] * 2
     assert found[1] is low[1]

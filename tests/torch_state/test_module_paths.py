@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
+from hmpx.torch_state import module_names
 from hmpx.torch_state import module_path as modules
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -154,7 +155,7 @@ def test_the_names_are_those_of_named_modules(linears: Places) -> None:
     net = Net()
     assert linears.of(net, x()) == LINEARS
     assert linears.found[0] == modules.Place("layers.0.first", ("Net", "Block", "Linear"), True)
-    assert list(modules.named_modules(net)) == list(net.named_modules())
+    assert list(module_names.named_modules(net)) == list(net.named_modules())
     net.layers[1].eval()
     linears.of(net, x())
     assert [place.training for place in linears.found] == [True, True, False, False, *[True] * 4]
@@ -194,7 +195,7 @@ def test_modules_looked_for_in_vain_are_not_looked_for_again(
 ) -> None:
     """To walk through a large model for each call takes longer than the call."""
     walks = []
-    walk = modules._walk
+    walk = module_names._walk
 
     def counting(module: nn.Module, *args: Any) -> Any:
         walks.append(module)
@@ -202,7 +203,7 @@ def test_modules_looked_for_in_vain_are_not_looked_for_again(
 
     net = Unregistered()
     linears.of(net, x())
-    monkeypatch.setattr(modules, "_walk", counting)
+    monkeypatch.setattr(module_names, "_walk", counting)
     linears.of(net, x())
     assert walks == []
 

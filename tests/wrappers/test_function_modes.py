@@ -16,7 +16,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 import hmpx
-from hmpx.ops import op_table as ops
+from hmpx import ops
 
 BF16 = torch.bfloat16
 

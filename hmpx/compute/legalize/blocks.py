@@ -11,9 +11,9 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...tensors import CAST
+from ...tensors import CAST, Args
 from ...torch_internals import has_tangents
-from ..composition import Args, widen
+from ..composition import widen
 
 # As they were before anything was patched: lists may hold any of them.
 _add_, _as_strided, _contiguous, _copy_ = (

@@ -13,9 +13,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...tensors import CAST
+from ...tensors import CAST, Args, Kwargs
 from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
-from ..composition import Args, Kwargs, call_raised, widen
+from ..composition import call_raised, widen
 from .scratch import Temporaries
 
 # As they were before anything was patched: lists may hold any of them.
@@ -23,7 +23,7 @@ _numel = Tensor.numel
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 #: The ops that `compute` knows -> how many dimensions they are over.
-DIMENSIONS: Final = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
+CONVOLUTIONS: Final = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 
 #: Elements of an input; for fewer, memory costs less than what is done here.
 _LEAST: Final = 1 << 17
@@ -43,7 +43,7 @@ def compute(
     """Returns a convolution in ``dtype``; None if it is for others to compute.
 
     Args:
-        op: One of `DIMENSIONS`.
+        op: One of `CONVOLUTIONS`.
         function: torch's function.
         args: All its arguments; the tensors are of torch's own classes.
         dtype: The low-precision dtype.
@@ -51,7 +51,7 @@ def compute(
     """
     if has_tangents() or _is_watched():
         return None
-    dimensions = DIMENSIONS[op]
+    dimensions = CONVOLUTIONS[op]
     x, weight, bias = (*args[:3], None)[:3]
     settings = _settings(dimensions, args[3:])
     if settings is None or not is_large(x, weight):

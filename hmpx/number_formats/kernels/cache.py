@@ -1,6 +1,6 @@
-"""Where compiled kernels are kept, whether they can be used here, and how they come to be there.
+"""Where compiled kernels are kept, whether they can be used here, and how they are built.
 
-Asks for no compiler to find them: an image without one uses what was built before.
+No compiler is needed to find them: an image without one uses kernels that were built before.
 """
 
 from __future__ import annotations
@@ -19,19 +19,13 @@ from pathlib import Path
 from typing import Final
 
 from ...errors import KernelsError
+from ..families import PLANS
 from . import compiler, files
 from .files import PrivateFolder, Stamp
 
 _SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 
-_SYMBOLS: Final = (
-    *(
-        f"{kind}_{kept}"
-        for kind in ("float", "bits", "posit", "fixed", "block")
-        for kept in ("f32", "f64")
-    ),
-    "table_f32",
-)
+_SYMBOLS: Final = tuple(symbol for plan in PLANS.values() for symbol in plan.symbols())
 
 #: Instruction sets of every x86-64 processor since 2015 or so, as Linux names them.
 _X86_64_V3: Final = (
@@ -91,7 +85,7 @@ def kernels_path() -> Path:
 
 
 def _check_supported() -> None:
-    """Raises KernelsError where neither files nor processes are what this is written for."""
+    """Raises KernelsError on systems whose files and processes work in another way."""
     if sys.platform == "win32":
         raise KernelsError("kernels are compiled on Linux and macOS only")
 
@@ -121,7 +115,7 @@ def _with_symbols(library: ctypes.CDLL) -> ctypes.CDLL:
 
 @functools.cache
 def _source_digest() -> str:
-    """Returns what changes with how kernels are called, or with the values that they give."""
+    """Returns a digest that changes when kernels are called in another way, or give other values."""
     return hashlib.sha256(_SOURCE.read_bytes() + repr(compiler.FLAGS).encode()).hexdigest()
 
 

@@ -112,7 +112,7 @@ def libraries(
 
 
 def stop() -> None:
-    """Kills a running compiler, for good: this process is about to end."""
+    """Kills a running compiler; no other will start, since this process is about to end."""
     global _is_stopped
     with _lock:
         _is_stopped = True
@@ -121,7 +121,7 @@ def stop() -> None:
 
 
 def shown_command(text: str) -> str:
-    """Returns the text with nothing in it that a terminal or a log can't show."""
+    """Returns the text without characters that a terminal or a log can't show."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in text)[:_MOST_SHOWN]
 
 
@@ -204,7 +204,7 @@ def _available(pipe: IO[bytes], count: int) -> bytes:
 
 
 def _leave_to_parent() -> None:
-    """Has a forked process forget the compiler, which is the parent's."""
+    """Makes a forked process forget the compiler, which belongs to its parent."""
     global _lock, _running
     _lock = threading.RLock()
     if _running is not None and _running.stdin is not None:

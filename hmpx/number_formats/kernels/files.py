@@ -1,4 +1,4 @@
-"""Files that hold compiled kernels: whom they are trusted from, and whether they are whole.
+"""Files that hold compiled kernels: whose files are trusted, and whether they are complete.
 
 A library runs whatever it likes as soon as it is loaded, and ends the process if it was cut short.
 So it is sealed: a stamp that says what it was built from and for, and a digest of all of it, follow the
@@ -226,7 +226,7 @@ class PrivateFolder:
             raise KernelsError(str(error).replace(str(folder), str(self.path))) from error
 
     def load_once(self, content: bytes) -> ctypes.CDLL:
-        """Returns a library from its content, of which no file is left.
+        """Returns a library loaded from its content; its file is removed.
 
         Raises:
             KernelsError: It can't be written, or the system's loader refuses it.

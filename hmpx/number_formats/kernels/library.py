@@ -1,4 +1,4 @@
-"""The compiled kernels of this process: out of the user's cache, newly built, or named explicitly.
+"""The compiled kernels of this process: from the user's cache, newly built, or named explicitly.
 
 Built once for a kind of machine, in the background, and kept in the user's cache. Until they are
 there, and where they can't be had, torch ops do the same. ``HMPX_KERNELS`` can say otherwise:
@@ -76,7 +76,7 @@ def _setting() -> str | Path:
 
 
 def _begin() -> None:
-    """Finds the kernels; or else builds them, in the background unless that is to be waited for."""
+    """Finds the kernels, or else builds them: in the background, unless ``HMPX_KERNELS`` says to wait."""
     global _library, _builder, _is_settled
     setting = _setting()
     with _lock:
@@ -167,10 +167,10 @@ def _named(path: Path) -> ctypes.CDLL:
 
 @dataclass(frozen=True)
 class State:
-    """How things are with the kernels.
+    """The state of the kernels.
 
     Attributes:
-        path: Where they are, or would be; None if they are kept nowhere.
+        path: Where they are, or would be; None if there is no such place.
         fault: Why they can't be used; empty if they can.
     """
 
@@ -179,7 +179,7 @@ class State:
 
 
 def kernels_state() -> State:
-    """Returns what this process would use; builds nothing.
+    """Returns the state of the kernels that this process would use; builds nothing.
 
     Raises:
         OptionError: As `library` does.
@@ -204,14 +204,14 @@ def kernels_state() -> State:
 
 
 def _stop() -> None:
-    """Ends a build under way, and waits until it has removed its files."""
+    """Ends a running build, and waits until it has removed its files."""
     compiler.stop()
     if _builder is not None:
         _builder.join(timeout=5.0)
 
 
 def _begin_anew() -> None:
-    """Lets a forked process begin anew: the thread that built stayed behind."""
+    """Makes a forked process begin anew: the thread that was building exists only in its parent."""
     global _builder, _lock
     _lock = threading.RLock()
     if not _is_settled:

@@ -1,6 +1,6 @@
-/* Rounding to number formats on the CPU, as rounding.py does in torch ops, bit for bit.
+/* Rounding to number formats on the CPU, as the plans of their families do in torch ops, bit for bit.
  *
- * The specs mirror the plans there; integers that hold bits of a value hold them in their low half
+ * The specs mirror those plans; integers that hold bits of a value hold them in their low half
  * for float. Input and output may be the same. Compiled without any option that changes values.
  * This file includes itself, once for float and once for double.
  */
@@ -46,7 +46,7 @@ struct block_spec {
   int64_t max_exponent, size, length;
 };
 
-/* random_bits of rounding.py */
+/* random_bits of noise.py */
 INLINE uint32_t random_bits(uint32_t index, uint32_t key0, uint32_t key1) {
   uint32_t mixed = index ^ key0;
   mixed = (mixed ^ (mixed >> 16)) * 0x7FEB352Du;

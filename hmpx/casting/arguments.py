@@ -1,0 +1,366 @@
+"""Casting the inputs of one call: the rule in full, as pure functions of a recipe and arguments.
+
+`cast_args` is what every wrapper does, however it does it. Knows neither lists nor how wrappers are
+made and get into torch.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..number_formats import Format
+from ..policy import CastPolicy
+from ..tensors import (
+    CAST,
+    ELIGIBLE,
+    LOW_DTYPES,
+    NUMBERS,
+    PLAIN_TENSORS,
+    SEQUENCES,
+    Args,
+    Kwargs,
+    cast_as_one,
+    floating_in,
+    is_floating,
+    leaves,
+    short_name,
+    tensors_in,
+    with_items,
+)
+from ..torch_internals import transforms
+from ..torch_state import is_below_dispatcher
+from . import cache
+from .recipe import SLOW_KINDS, Recipe
+
+_DENSE = frozenset({torch.strided, torch.jagged})
+_SPARSE = frozenset(
+    {
+        torch.sparse_coo,
+        torch.sparse_csr,
+        torch.sparse_csc,
+        torch.sparse_bsr,
+        torch.sparse_bsc,
+    }
+)
+
+
+def cast_args(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments that ``recipe`` makes of ``args`` and ``kwargs``; changes neither."""
+    if recipe.emulation is not None:
+        args, kwargs = recipe.emulation.decoded(args, kwargs)
+    elif args:
+        same = getattr(args[0], "dtype", None) if recipe.is_relative else recipe.decision.dtype
+        if is_settled((*args, *kwargs.values()), same):
+            return args, kwargs
+    dtype = target_dtype(recipe, args, kwargs)
+    if dtype is None:
+        return args, kwargs
+    args, kwargs = _cast_to(dtype, recipe, args, kwargs)
+    if recipe.emulation is None or written(recipe, args, kwargs) is not None:
+        return args, kwargs
+    keeps_parameters = _takes_mixed_parameters(recipe, args, kwargs)
+    return _with_inputs(recipe.emulation.round, recipe, args, kwargs, keeps_parameters)
+
+
+def is_settled(value: Any, dtype: object) -> bool:
+    """Whether no tensor in ``value``, a tensor or a list of them, would be cast to ``dtype``.
+
+    False, too, where that takes a closer look.
+    """
+    if type(value) in PLAIN_TENSORS:
+        found = value.dtype
+        return found is dtype or not (found.is_floating_point or found.is_complex)
+    if isinstance(value, SEQUENCES):
+        return all([is_settled(item, dtype) for item in value])  # noqa: C419  # twice as fast
+    return type(value) in NUMBERS or type(value) is str
+
+
+def converter(recipe: Recipe, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Returns what casts one tensor to ``dtype``."""
+    if recipe.options.reuse_casts and dtype in LOW_DTYPES:
+        # Products of two tensors are new tensors; that of a list may be the one tensor in it.
+        is_product = recipe.facts.kind in SLOW_KINDS and "A" not in recipe.cast_kinds.values()
+        is_only_read = is_product and not (recipe.site.is_python or recipe.may_write)
+        return functools.partial(cache.cast, dtype, is_only_read)
+    return CAST[dtype]
+
+
+def target_dtype(recipe: Recipe, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """Returns the dtype that the eligible inputs are cast to; None to leave the call alone."""
+    if is_below_dispatcher():
+        return None
+    target = written(recipe, args, kwargs)
+    if target is not None:  # the tensor written to keeps its dtype, whatever the lists say
+        if recipe.facts.promotes or not isinstance(
+            target, Tensor
+        ):  # lists of tensors have many dtypes
+            return None
+        return target.dtype if target.dtype in CAST else None
+    inputs = floating_inputs(recipe, args, kwargs)
+    if not inputs:
+        return None
+    cast_policy = recipe.decision.cast_policy
+    if cast_policy is CastPolicy.PASS:
+        return None
+    sparse = next((t.dtype for t in inputs if t.layout in _SPARSE), None)
+    if sparse is not None:  # torch's sparse products take no other dtype beside it
+        is_eligible = all(t.dtype in ELIGIBLE for t in inputs)
+        return sparse if is_eligible and not recipe.facts.promotes else None
+    if cast_policy is CastPolicy.FIRST:
+        dtype = inputs[0].dtype
+    elif cast_policy is CastPolicy.WIDEST:
+        if recipe.widens_itself:
+            return None
+        dtype = widest(inputs)
+    else:
+        inputs = _counted(recipe, inputs)
+        if any(t.dtype not in ELIGIBLE or t.layout not in _DENSE for t in inputs):
+            return None  # float64, complex or sparse: casting the others would mix dtypes
+        if cast_policy is CastPolicy.FOLLOW:
+            first = inputs[0].dtype
+            is_low = first in LOW_DTYPES and all(t.dtype is first for t in inputs)
+            return first if is_low else torch.float32
+        if recipe.facts.never_narrows and _argument(recipe, "dtype", args, kwargs) in LOW_DTYPES:
+            return None
+        assert recipe.decision.dtype is not None
+        if recipe.emulation is not None or isinstance(recipe.decision.dtype, Format):
+            return torch.float32
+        dtype = recipe.decision.dtype
+        if is_widened(recipe, inputs):
+            return None
+    return dtype if dtype in CAST else None
+
+
+def is_widened(recipe: Recipe, inputs: Iterable[Tensor]) -> bool:
+    """Whether torch computes a call on these floating inputs in fp32 by itself, as the recipe says."""
+    fp32 = torch.float32
+    return recipe.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
+
+
+def _counted(recipe: Recipe, inputs: list[Tensor]) -> list[Tensor]:
+    """Returns ``inputs`` without float64 numbers in tensors of no dimension, where kernels promote.
+
+    Beside tensors with dimensions these count as Python's numbers do, which are float64, too.
+    """
+    if not recipe.facts.promotes or not any(t.dim() for t in inputs):
+        return inputs
+    return [t for t in inputs if t.dtype is not torch.float64 or t.dim()]
+
+
+def floating_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the floating and complex tensors among the inputs, in the parameters' order."""
+    return floating_in(_inputs(recipe, args, kwargs))
+
+
+def _inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Any]:
+    """Returns the arguments that are inputs, in the parameters' order."""
+    names = recipe.site.parameters.names
+    padded = _padded(names, len(args))
+    inputs = [v for n, v in zip(padded, args, strict=False) if n not in recipe.never_cast]
+    if kwargs:
+        order = {name: position for position, name in enumerate(names)}
+        by_position = sorted(kwargs, key=lambda name: order.get(name, len(order)))
+        inputs += [kwargs[name] for name in by_position if name not in recipe.skipped]
+    return inputs
+
+
+def widest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Returns the dtype that `torch.result_type` gives for these floating tensors together.
+
+    0-dim tensors count only where there are no others.
+    """
+    tensors = list(tensors)
+    dimensioned = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors]
+    return functools.reduce(torch.promote_types, dimensioned)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """Stands for a tensor that has been cast."""
+
+    dtype: torch.dtype
+
+
+def cast_dtypes(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[torch.dtype]:
+    """Returns the dtypes in which `floating_inputs` reach torch's function; casts nothing."""
+    dtype = target_dtype(recipe, args, kwargs)
+    if dtype is not None:
+        mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(recipe, args, kwargs)
+
+        def cast(tensor: Tensor) -> Any:
+            return tensor if tensor.dtype is dtype else _Cast(dtype)
+
+        args, kwargs = _with_inputs(cast, recipe, args, kwargs, mixes)
+    return [
+        value.dtype
+        for value in leaves(_inputs(recipe, args, kwargs))
+        if isinstance(value, _Cast) or (isinstance(value, Tensor) and is_floating(value))
+    ]
+
+
+def _cast_to(dtype: torch.dtype, recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    cast = converter(recipe, dtype)
+
+    def convert(tensor: Tensor) -> Tensor:
+        return tensor if tensor.dtype is dtype else cast(tensor)
+
+    def convert_list(tensors: Sequence[Any]) -> list[Tensor] | None:
+        if not all([_is_eligible_tensor(t, recipe) and t.dtype is not dtype for t in tensors]):  # noqa: C419
+            return None
+        return cast_as_one(tensors, dtype)
+
+    mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(recipe, args, kwargs)
+    may_be_chunk = recipe.facts.kind == "rnn"  # the weights
+    return _with_inputs(
+        convert, recipe, args, kwargs, mixes, convert_list if may_be_chunk else _no_chunk
+    )
+
+
+def _no_chunk(tensors: Sequence[Any]) -> None:
+    return None
+
+
+def _with_inputs(  # noqa: PLR0917  # all there is to one call
+    convert: Callable[[Tensor], Any],
+    recipe: Recipe,
+    args: Args,
+    kwargs: Kwargs,
+    mixes: bool,
+    convert_list: Callable[[Sequence[Any]], list[Tensor] | None] = _no_chunk,
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments with the eligible inputs converted.
+
+    With ``mixes``, a norm's parameters in fp32 stay as they are. Lists of inputs that ``convert_list``
+    returns None for are converted one by one.
+    """
+
+    def with_value(name: str, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            if not _is_eligible(value, recipe.device_types) and not (
+                _is_number_from_cpu(value) and is_on_device(recipe, args, kwargs)
+            ):
+                return value
+            keeps_fp32 = (
+                mixes
+                and name in recipe.facts.norm_parameters
+                and value.dtype is torch.float32
+                and value.device.type in recipe.facts.mixed_device_types
+            )
+            return value if keeps_fp32 else convert(value)
+        if isinstance(value, SEQUENCES):
+            new = convert_list(value) or [with_value(name, item) for item in value]
+            if all(a is b for a, b in zip(new, value, strict=True)):
+                return value
+            return with_items(value, new)
+        return value
+
+    names = _padded(recipe.site.parameters.names, len(args))
+    new_args = tuple(
+        value if name in recipe.never_cast else with_value(name, value)
+        for name, value in zip(names, args, strict=False)
+    )
+    new_kwargs = {
+        name: value if name in recipe.skipped else with_value(name, value)
+        for name, value in kwargs.items()
+    }
+    return new_args, new_kwargs
+
+
+def _takes_mixed_parameters(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a norm's weight and bias may stay fp32 in this call, if its device type takes that.
+
+    Neither the kernels for nested tensors take it, nor the formulas of torch.func.vmap.
+    """
+    if not recipe.facts.norm_parameters:
+        return False
+    first = args[0] if args else kwargs.get(recipe.site.parameters.names[0])
+    return not (isinstance(first, Tensor) and first.is_nested) and transforms() is None
+
+
+def written(recipe: Recipe, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:
+    """Returns what the call writes to and what so decides its dtype; None if it has no such argument.
+
+    That is ``out=``, or the argument that the recipe or ``inplace=True`` makes the target. The first
+    tensor stands for those of ``out=``.
+    """
+    out = _argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
+    if out is not None:
+        first = out[0] if isinstance(out, SEQUENCES) and out else out
+        return first if isinstance(first, Tensor) else None
+    target = recipe.target
+    if target is None:
+        if not (recipe.has_inplace_flag and _argument(recipe, "inplace", args, kwargs)):
+            return None
+        target = recipe.site.parameters.names[0]
+    if recipe.site.parameters.names:
+        value = _argument(recipe, target, args, kwargs)
+    else:  # nothing is known of the function's signature
+        value = args[0] if args else None
+    return value if isinstance(value, (Tensor, list, tuple)) else None
+
+
+def _argument(recipe: Recipe, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """Returns the argument of that name, however it was given; None if it was not."""
+    names = recipe.site.parameters.names
+    if name in kwargs or name not in names:
+        return kwargs.get(name)
+    position = names.index(name)
+    return args[position] if position < len(args) else None
+
+
+def _is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:
+    return (
+        tensor.dtype in ELIGIBLE and tensor.layout in _DENSE and tensor.device.type in device_types
+    )
+
+
+def _is_eligible_tensor(value: Any, recipe: Recipe) -> bool:
+    return isinstance(value, Tensor) and _is_eligible(value, recipe.device_types)
+
+
+def _is_number_from_cpu(tensor: Tensor) -> bool:
+    """Whether kernels take a tensor that may be cast beside those on any device."""
+    return (
+        tensor.dtype in ELIGIBLE
+        and tensor.layout in _DENSE
+        and tensor.device.type == "cpu"
+        and tensor.dim() == 0
+    )
+
+
+def is_on_device(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
+    """Whether any tensor among the arguments is on a device whose tensors are cast."""
+    found = tensors_in((*args, *kwargs.values()))
+    return any(tensor.device.type in recipe.device_types for tensor in found)
+
+
+def _padded(names: tuple[str, ...], length: int) -> tuple[str, ...]:
+    return names if len(names) >= length else names + ("",) * (length - len(names))
+
+
+#: What stands for a `CastPolicy` where the argument that a call writes to decides.
+TARGET: Final = "TARGET"
+
+
+def decided_by(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[str, str]:
+    """Returns what decides a call, for the log: the name of a `CastPolicy` or `TARGET`, and why."""
+    if written(recipe, args, kwargs) is not None:
+        out = _argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
+        return TARGET, "in-place rule" if out is None else "out= rule"
+    cast_policy = recipe.decision.cast_policy
+    for tensor in _counted(recipe, floating_inputs(recipe, args, kwargs)):
+        if tensor.layout in _SPARSE:
+            return CastPolicy.FIRST.name, "its sparse input"
+        if cast_policy in _ABSOLUTE and tensor.dtype not in ELIGIBLE:
+            return CastPolicy.PASS.name, f"its {short_name(tensor.dtype)} input"
+    return cast_policy.name, recipe.decision.reason
+
+
+#: Policies that leave alone a call with an input that is never cast.
+_ABSOLUTE: Final = frozenset({CastPolicy.LOW, CastPolicy.FP32, CastPolicy.FOLLOW})

@@ -1,0 +1,44 @@
+"""What recipes are made of, as the table of ops has it."""
+
+from __future__ import annotations
+
+import functools
+
+from .. import ops
+from ..compute import Lacking
+from .recipe import CallSite, OpFacts
+
+
+@functools.cache
+def facts_of(op: str) -> OpFacts:
+    """Returns what torch's kernels for ``op`` do."""
+    root, (kind, first_matrix) = ops.root(op), ops.kind(op)
+    return OpFacts(
+        kind=kind,
+        first_matrix=first_matrix,
+        promotes=root in ops.facts("promotes"),
+        rounds_mixed=root in ops.facts("rounds_mixed"),
+        rounds_terms=root in ops.facts("rounds_terms"),
+        updates_if=next(iter(ops.facts("writes_if").get(op, ())), None),
+        norm_parameters=frozenset(ops.facts("parameters").get(op, ())),
+        mixed_device_types=frozenset(ops.facts("mixed_parameters").get(op, ())),
+        never_narrows=op in ops.facts("never_narrow"),
+        is_view=ops.is_view(op),
+        casts_first=op in ops.facts("casts_first"),
+        is_random=op in ops.facts("random"),
+    )
+
+
+def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable: bool) -> CallSite:
+    """Returns one of torch's call sites of ``op``, as recipes have it."""
+    return CallSite(
+        op=op,
+        name=site.qualified,
+        parameters=ops.parameters(site),
+        in_place=site.in_place,
+        is_python=site.is_python,
+        is_overridable=is_overridable,
+        writes=ops.written(op, site),
+        statistics=ops.statistics(op, site),
+        lacking=lacking,
+    )

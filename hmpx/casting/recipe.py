@@ -1,0 +1,269 @@
+"""The recipe of a call site: everything that is known of its calls when its wrapper is made.
+
+What a call needs is worked out here, once. Knows neither lists nor how wrappers get into torch.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+
+from .. import compute
+from ..compute import PRODUCTS, Emulation, Lacking, Lowering
+from ..number_formats import Format
+from ..ops import Parameters
+from ..policy import INPUT, RELATIVE, Decision
+from ..tensors import LOW_DTYPES
+
+#: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has
+#: brought their inputs there.
+SLOW_KINDS: Final = PRODUCTS | {"attention", "rnn"}
+
+
+@dataclass(frozen=True)
+class CallSite:
+    """One callable of an op, and what it does with its arguments.
+
+    Attributes:
+        op: Op name.
+        name: Dotted name of the slot: ``torch.nn.functional.linear``.
+        parameters: What the callable's arguments are.
+        in_place: The callable writes to its first argument.
+        is_python: The callable is implemented in Python: nothing inside it is cast.
+        is_overridable: Modes and tensor subclasses override the callable, as they do most of torch's.
+            They don't another library's functions: those see what it calls in turn.
+        writes: Names of the arguments that the callable writes to, ``out`` aside.
+        statistics: Those of them that are running statistics of a norm.
+        lacking: Where the op's kernels lack a low-precision dtype; None if nowhere.
+    """
+
+    op: str
+    name: str
+    parameters: Parameters
+    in_place: bool = False
+    is_python: bool = False
+    is_overridable: bool = True
+    writes: tuple[str, ...] = ()
+    statistics: tuple[str, ...] = ()
+    lacking: Lacking | None = None
+
+
+@dataclass(frozen=True)
+class OpFacts:
+    """What torch's kernels for an op do; the defaults are those of another library's function.
+
+    Attributes:
+        kind: What the op's speed in low precision depends on: one of `compute.KINDS`.
+        first_matrix: Of a product of two matrices, the position of the first.
+        promotes: The kernel takes mixed dtypes and gives the widest, in place too.
+        rounds_mixed: Its gradients don't: of these it computes in the narrower dtype.
+        rounds_terms: Its second-order gradients don't: their terms are rounded.
+        updates_if: Name of the argument that says whether running statistics are updated; None if
+            they always are.
+        norm_parameters: Names of a norm's weight and bias, which stay fp32 beside a low-precision
+            input on ``mixed_device_types``.
+        never_narrows: The op refuses a ``dtype=`` narrower than its input.
+        is_view: The op computes nothing.
+        casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
+        is_random: The op draws random numbers.
+    """
+
+    kind: str = "elementwise"
+    first_matrix: int | None = None
+    promotes: bool = False
+    rounds_mixed: bool = False
+    rounds_terms: bool = False
+    updates_if: str | None = None
+    norm_parameters: frozenset[str] = frozenset()
+    mixed_device_types: frozenset[str] = frozenset()
+    never_narrows: bool = False
+    is_view: bool = False
+    casts_first: bool = False
+    is_random: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """How ops compute: see `convert`."""
+
+    legalize: str = "auto"
+    reuse_casts: bool = False
+    rounding: str = "nearest"
+    round_gradients: bool = False
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """How the calls of one site are cast and computed.
+
+    Attributes:
+        site: The callable.
+        facts: What torch's kernels for the op do.
+        decision: The policy's decision for the op.
+        device_types: Tensors elsewhere are not cast.
+        options: How ops compute.
+        lowerings: What computes the op in a number format, instead of torch.
+        is_narrowed: The wrapper stands in for one of more device types, where casts of some are off.
+
+        target: Name of the argument that decides, since it is written to, what the others are cast
+            to; None if there is none in every call.
+        never_cast: Names of the arguments that are not even cast to what they are.
+        skipped: Names whose values are not inputs to cast.
+        cast_kinds: ``site.parameters.kinds`` without the buffers.
+        has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
+        may_write: Some call of it writes to such an argument.
+        statistic_positions: Positions of the running statistics.
+        takes_fp32_statistics: Kernels take them in fp32 beside low-precision inputs.
+        fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
+            call's device.
+        emulation: What computes the op in a number format, if that is its low precision.
+        composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
+        legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
+    """
+
+    site: CallSite
+    facts: OpFacts
+    decision: Decision
+    device_types: frozenset[str]
+    options: Options
+    lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
+    is_narrowed: bool = False
+
+    target: str | None = field(init=False)
+    never_cast: frozenset[str] = field(init=False)
+    skipped: frozenset[str] = field(init=False)
+    cast_kinds: Mapping[int, str] = field(init=False)
+    has_inplace_flag: bool = field(init=False)
+    may_write: bool = field(init=False)
+    statistic_positions: tuple[int, ...] = field(init=False)
+    takes_fp32_statistics: bool = field(init=False)
+    fp32_positions: frozenset[int] | None = field(init=False)
+    emulation: Emulation | None = field(init=False)
+    composes: bool = field(init=False)
+    legalizes: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        """Works out what follows from the rest, here and not in each call."""
+        vars(self).update(_arguments(self.site))
+        vars(self).update(_norms(self))
+        vars(self).update(_computations(self))
+
+    @property
+    def narrows(self) -> bool:
+        """Whether casts may be off on some of the device types, and on elsewhere."""
+        return len(self.device_types) > 1 and not self.is_narrowed
+
+    @property
+    def is_low(self) -> bool:
+        """Whether the op runs in a low-precision dtype, whatever its inputs are."""
+        return self.decision.dtype in LOW_DTYPES and self.target is None
+
+    @property
+    def is_relative(self) -> bool:
+        """Whether the dtype that inputs are cast to depends on the call."""
+        return self.target is not None or self.decision.dtype is None
+
+    @property
+    def widens_itself(self) -> bool:
+        """Whether torch's kernel computes mixed dtypes, and their gradients, as if cast to the widest."""
+        return self.facts.promotes and not self.facts.rounds_mixed
+
+    @property
+    def widens_to_fp32(self) -> bool:
+        """Whether an fp32 input with dimensions is enough for torch to compute in fp32."""
+        is_fp32 = self.decision.dtype is torch.float32 and self.emulation is None
+        is_left_to_torch = not (
+            self.site.is_python
+            or self.composes
+            or self.facts.rounds_terms
+            or self.facts.never_narrows
+        )
+        return self.widens_itself and is_fp32 and is_left_to_torch and self.target is None
+
+    @property
+    def returns_input_dtype(self) -> bool:
+        """Whether floating outputs are cast to the dtype that the first input was given in."""
+        return self.composes and self.decision.returns_input_dtype
+
+    @property
+    def is_retried(self) -> bool:
+        """Whether a call that fails on cast inputs is tried in fp32; numbers are drawn only once."""
+        is_cast = self.is_low or self.decision.cast_policy in RELATIVE
+        return is_cast and self.target is None and not self.facts.is_random
+
+    @property
+    def casts_late(self) -> bool:
+        """Whether casts are left to what legalizes the op: it needs the inputs as they are given."""
+        if self.returns_input_dtype:
+            return True
+        if not (self.is_low and self.legalizes):
+            return False
+        is_convolution = self.site.op in compute.CONVOLUTIONS
+        return self.options.legalize == "fast" or (is_convolution and not self.options.reuse_casts)
+
+
+def _arguments(site: CallSite) -> dict[str, Any]:
+    """Returns which arguments of a call are cast, and which are written to."""
+    names = site.parameters.names
+    targets = [name for name in site.writes if name not in site.statistics]
+    if site.in_place:
+        targets = [names[0] if names else "self"]
+    # The target of an in-place op is cast to its own dtype, which is nothing; any other one need not
+    # be the first argument.
+    never_cast = frozenset(site.writes) - (set(targets) if site.in_place else set())
+    if site.is_python:
+        never_cast |= {"out"} & set(names)
+    kinds = {p: k for p, k in site.parameters.kinds.items() if names[p] not in never_cast}
+    has_flag = site.is_python and "inplace" in names
+    return {
+        "target": targets[0] if targets else None,
+        "never_cast": never_cast,
+        "skipped": never_cast | site.parameters.plain | {"out"},
+        "cast_kinds": kinds,
+        "has_inplace_flag": has_flag,
+        "may_write": has_flag or bool(targets) or "out" in never_cast,
+    }
+
+
+def _norms(recipe: Recipe) -> dict[str, Any]:
+    """Returns which arguments of a norm stay in fp32 beside a low-precision input."""
+    names, mixed = recipe.site.parameters.names, recipe.facts.mixed_device_types
+    takes_fp32 = recipe.device_types <= mixed
+    positions: frozenset[int] | None = frozenset()
+    if recipe.decision.dtype in LOW_DTYPES and recipe.facts.norm_parameters:
+        if takes_fp32:
+            positions = frozenset(map(names.index, recipe.facts.norm_parameters))
+        elif recipe.device_types & mixed:
+            positions = None
+    return {
+        "statistic_positions": tuple(map(names.index, recipe.site.statistics)),
+        "takes_fp32_statistics": takes_fp32,
+        "fp32_positions": positions,
+    }
+
+
+def _computations(recipe: Recipe) -> dict[str, Any]:
+    """Returns how calls are computed once their inputs are cast; asks for their target, if any."""
+    decision, facts, options = recipe.decision, recipe.facts, recipe.options
+    emulation = None
+    if isinstance(decision.dtype, Format) and recipe.target is None:
+        emulation = Emulation(
+            decision.dtype,
+            options.rounding,
+            options.round_gradients,
+            decision.accumulate_dtype,
+            None if decision.output_dtype == INPUT else decision.output_dtype,
+            facts.is_view,
+            recipe.lowerings,
+            takes_codes=facts.kind in PRODUCTS,
+        )
+    may_be_low = recipe.is_low or (decision.dtype is None and facts.kind in SLOW_KINDS)
+    may_be_low = may_be_low and decision.accumulate_dtype is None and not facts.is_view
+    return {
+        "emulation": emulation,
+        "composes": decision.is_composed and recipe.target is None and emulation is None,
+        "legalizes": options.legalize != "never" and may_be_low and recipe.target is None,
+    }

@@ -1,0 +1,52 @@
+"""Where the command line starts: ``hmpx run``, ``check``, ``ops``, ``doctor``, ``kernels``.
+
+A command is a module with two functions: ``add_parser(commands)`` adds its parser, and
+``run(options)`` runs it and returns the exit status. Besides, a new command needs
+only its place in `_COMMANDS`.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable, Sequence
+from typing import Final
+
+from .. import __version__
+from ..errors import HmpxError, HmpxWarning
+from . import check, doctor, kernels, ops, output, run
+
+#: In the order in which ``hmpx --help`` lists them.
+_COMMANDS: Final = (run, check, ops, doctor, kernels)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit status of the command that ``argv`` holds, ``sys.argv[1:]`` if None.
+
+    ``run`` takes over the process as ``python SCRIPT`` would: `sys.argv`, `sys.path` and
+    ``__main__`` stay those of the script.
+
+    Raises:
+        SystemExit: The arguments are wrong, ``--help`` was asked for, or the script raised it.
+        KeyboardInterrupt: The script was interrupted.
+    """
+    options = _parser().parse_args(argv)
+    command: Callable[[argparse.Namespace], int] = options.command
+    try:
+        return command(options)
+    except (HmpxError, HmpxWarning) as error:  # a warning is raised under `python -W error`
+        output.complain(str(error))
+        return 2
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="hmpx",
+        description="Mixed precision for PyTorch, op by op, from plain-text op lists.",
+        epilog="Each command explains itself: hmpx run --help",
+        allow_abbrev=False,
+    )
+    parser.add_argument("--version", action="version", version=f"hmpx {__version__}")
+    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    for command in _COMMANDS:
+        command.add_parser(commands)
+    return parser

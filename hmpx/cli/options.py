@@ -1,0 +1,76 @@
+"""Parsers of the command line: how a command is added, and the options that several commands have."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from typing import Any
+
+from .. import policy
+
+
+def add_command(
+    commands: Any, name: str, command: Callable[[argparse.Namespace], int], **texts: str
+) -> argparse.ArgumentParser:
+    """Adds a command, whose name is that of its module, and returns its parser.
+
+    Args:
+        commands: What `argparse.ArgumentParser.add_subparsers` returned.
+        name: What the user types.
+        command: Runs the command; returns the exit status.
+        **texts: ``help``, ``usage``, ``description`` and ``epilog``, as argparse has them.
+    """
+    parser: argparse.ArgumentParser = commands.add_parser(
+        name,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+        **texts,
+    )
+    parser.set_defaults(command=command, parser=parser)
+    return parser
+
+
+def add_list_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options that choose op lists, as the arguments of `hmpx.convert` do."""
+    group = parser.add_argument_group("list options, as in hmpx.convert")
+    group.add_argument("--policy", metavar="FILE", help="a policy file, instead of all lists")
+    group.add_argument("--bf16", default="", metavar="FILE", help="ops to run in the low type")
+    group.add_argument("--fp32", default="", metavar="FILE", help="ops to run in float32")
+    group.add_argument("--fp16", default="", metavar="FILE", help="ops to run in float16")
+    group.add_argument(
+        "--lists",
+        metavar="NAME_OR_DIR",
+        help="a set of lists: a shipped one, or a directory that holds "
+        + ", ".join(policy.FILE_NAMES.values()),
+    )
+    group.add_argument(
+        "--opt-level",
+        choices=("O1", "O2"),
+        help="O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, all "
+        "else in fp32",
+    )
+    group.add_argument(
+        "--low-precision-type",
+        metavar="TYPE",
+        help="bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
+    )
+    group.add_argument("--strict", action="store_true", help="an unknown name is an error")
+
+
+def list_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the list options that were given, as arguments of `hmpx.convert`."""
+    return only_given(
+        bf16_file_path=options.bf16,
+        fp32_file_path=options.fp32,
+        fp16_file_path=options.fp16,
+        lists=options.lists,
+        policy=options.policy,
+        opt_level=options.opt_level,
+        low_precision_type=options.low_precision_type,
+        strict=options.strict,
+    )
+
+
+def only_given(**arguments: Any) -> dict[str, Any]:
+    """Returns the arguments that the user gave: those that are neither empty nor False."""
+    return {name: value for name, value in arguments.items() if value}

@@ -1,0 +1,147 @@
+"""``hmpx run``: converts torch, then runs an unmodified program."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import warnings
+from typing import Any
+
+from .. import gaudi, policy, session
+from ..compute import LEGALIZE_MODES
+from ..errors import short
+from ..tensors import parse_device_types
+from . import output, scripts, tracebacks
+from .options import add_command, add_list_options, list_options, only_given
+from .scripts import ScriptError
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of ``hmpx run``."""
+    parser = add_command(
+        commands,
+        "run",
+        run,
+        help="convert torch, then run an unmodified script",
+        usage="hmpx run [options] SCRIPT [ARGS...]\n       hmpx run [options] -m MODULE [ARGS...]",
+        description="Converts torch, then runs SCRIPT as `python SCRIPT ARGS` would.\n"
+        "Options of hmpx go before SCRIPT; everything after it belongs to the script.",
+        epilog="""\
+With --habana-shim nothing is cast before the script's own hmp.convert(): the options above are what
+that call uses where it does not say otherwise. Processes that the script starts are converted as it is.
+
+exit status:
+  that of the script: 0, what it gives to sys.exit, 1 after an uncaught exception;
+  2 if the script is missing, or the op lists or options are wrong
+
+examples:
+  hmpx run train.py --epochs 3
+  hmpx run --bf16 my_bf16.txt --verbose-once train.py --epochs 3
+  hmpx run --policy policy.yaml train.py
+  hmpx run --habana-shim train_on_gaudi.py --device hpu
+  torchrun --nproc-per-node 2 -m hmpx run train.py""",
+    )
+    add_list_options(parser)
+    parser.add_argument(
+        "--device-types",
+        metavar="T[,T]",
+        help="cast tensors on these devices, such as cuda; default: the accelerator's, else cpu",
+    )
+    verbosity = parser.add_mutually_exclusive_group()
+    verbosity.add_argument("--verbose", action="store_true", help="log each call of a listed op")
+    verbosity.add_argument(
+        "--verbose-once",
+        action="store_true",
+        help="log each distinct decision once, with its reason and line",
+    )
+    verbosity.add_argument(
+        "--verbose-hmp", action="store_true", help="print the lines that HMP printed"
+    )
+    parser.add_argument(
+        "--legalize",
+        choices=LEGALIZE_MODES,
+        help="which low-precision ops compute in fp32 and round: those slow on this machine (auto, the "
+        "default), all, none, or auto without rounding fp32 inputs (fast)",
+    )
+    parser.add_argument(
+        "--habana-shim",
+        action="store_true",
+        help="stand in for habana_frameworks where it isn't installed: what the script places on "
+        '"hpu" lands on cuda, or else on the cpu, and is cast from its own hmp.convert(...) on',
+    )
+    parser.add_argument(
+        "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
+    )
+    parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Converts torch and runs the program; returns its exit status."""
+    program: list[str] = options.program
+    if program[:1] == ["--"]:
+        program = program[1:]
+    if not program:
+        options.parser.error("name a module after -m" if options.is_module else "name a SCRIPT")
+    name = program[0]
+    if not options.is_module and not scripts.exists(name):
+        raise ScriptError(f"{short(name)}: no such file; give the path of a Python script")
+    sys.argv = program
+    scripts.put_first_on_path(scripts.directory_of(name, options.is_module))
+    given = _run_options(options)
+    has_shim = options.habana_shim and _install_shim(options, given)
+    if not options.habana_shim:
+        output.with_warnings_shown(session.convert, **given)
+    end_following = gaudi.follow()
+    uncaught = None
+    try:
+        scripts.execute(name, options.is_module)
+    except ScriptError:
+        end_following()
+        raise
+    except SystemExit:
+        if has_shim:
+            _complain_of_unused(given)
+        raise
+    except BaseException as error:
+        uncaught = error
+    if uncaught is None:
+        if has_shim:
+            _complain_of_unused(given)
+        return 0
+    # Outside the handler, lest the script's excepthook see it as context.
+    tracebacks.show_uncaught(uncaught)
+    if isinstance(uncaught, KeyboardInterrupt):
+        sys.excepthook = lambda *_: None  # python sets the exit status, and has nothing to add
+        raise uncaught
+    return 1
+
+
+def _run_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns all options of ``run`` that were given, as arguments of `hmpx.convert`."""
+    verbose = "once" if options.verbose_once else "hmp" if options.verbose_hmp else options.verbose
+    types = options.device_types.split(",") if options.device_types else None
+    more = only_given(isVerbose=verbose, device_types=types, legalize=options.legalize)
+    return {**list_options(options), **more}
+
+
+def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:
+    with warnings.catch_warnings():  # given by the script's hmp.convert()
+        warnings.simplefilter("ignore")
+        policy.load_policy(**list_options(options))
+    parse_device_types(given.get("device_types"))
+    if gaudi.install(given):
+        return True
+    print(
+        "hmpx: the real habana_frameworks is installed; it is used instead of --habana-shim, and hmpx "
+        "casts nothing; leave out --habana-shim to have it cast by hmpx",
+        file=sys.stderr,
+    )
+    return False
+
+
+def _complain_of_unused(given: dict[str, Any]) -> None:
+    if given and not gaudi.has_converted():
+        output.complain(
+            "the script never called hmp.convert(): nothing was cast, and the options before its name "
+            "were not used; call it in the script, or leave out --habana-shim"
+        )

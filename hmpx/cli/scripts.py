@@ -1,0 +1,119 @@
+"""Runs a script, a module, a directory or a zip file as ``python`` would: as ``__main__``."""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import sys
+import types
+import zipfile
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import HmpxError
+
+
+class ScriptError(HmpxError):
+    """There is no such program to run."""
+
+
+def exists(path: str) -> bool:
+    """Whether there is a file or directory at ``path``, which may be any string."""
+    try:
+        return Path(path).exists()
+    except (OSError, ValueError):  # too long, or it holds a null byte
+        return False
+
+
+def execute(name: str, is_module: bool) -> None:
+    """Runs script or module ``name`` as ``__main__``, whose place in `sys.modules` it keeps."""
+    if is_module:
+        module, code = _load_module(name)
+    elif _is_container(name):
+        module, code = _load_container(name)
+    else:
+        module, code = _load_script(str(Path(name).absolute()))
+    sys.modules["__main__"] = module
+    exec(code, vars(module))
+
+
+def directory_of(name: str, is_module: bool) -> Path:
+    """Returns the directory that python would put first in `sys.path`."""
+    if is_module:
+        return Path.cwd()
+    return Path(name).absolute() if _is_container(name) else Path(name).resolve().parent
+
+
+def _is_container(name: str) -> bool:
+    """Whether ``name`` is a directory or zip file, whose ``__main__.py`` is run."""
+    path = Path(name)  # zipfile looks at the end, which pipes and devices don't have
+    return path.is_dir() or (path.is_file() and zipfile.is_zipfile(path))
+
+
+def put_first_on_path(directory: Path) -> None:
+    """Puts ``directory`` where the interpreter put that of hmpx."""
+    is_safe = getattr(sys.flags, "safe_path", False) or sys.flags.isolated
+    if not is_safe:  # else the interpreter put nothing there
+        sys.path[:1] = [str(directory)]
+
+
+def _load_script(path: str) -> tuple[types.ModuleType, types.CodeType]:
+    """Returns the module, as python makes it for a script, and its code."""
+    module = _main_module(path, importlib.machinery.SourceFileLoader("__main__", path))
+    with Path(path).open("rb") as file:  # may be a pipe, as with python
+        source = file.read(_MOST_SOURCE + 1)
+    if len(source) > _MOST_SOURCE:
+        raise ScriptError(
+            f"{path}: more than {_MOST_SOURCE >> 20} MB is too large for a Python script"
+        )
+    return module, compile(source, path, "exec", dont_inherit=True)
+
+
+#: Most bytes of a script: a device may have no end.
+_MOST_SOURCE: Final = 1 << 26
+
+
+def _load_module(name: str) -> tuple[types.ModuleType, types.CodeType]:
+    try:
+        spec = importlib.util.find_spec(name)
+        if spec is not None and spec.submodule_search_locations is not None:
+            name = f"{name}.__main__"
+            spec = importlib.util.find_spec(name)
+    except ModuleNotFoundError as error:
+        if error.name is None or not f"{name}.".startswith(f"{error.name}."):
+            raise
+        spec = None
+    if spec is None:
+        raise ScriptError(f"-m {name}: no such module; give a name that python -m can run")
+    sys.argv[0] = spec.origin or name
+    return _load_spec(spec)
+
+
+def _load_container(path: str) -> tuple[types.ModuleType, types.CodeType]:
+    """Loads the ``__main__`` module of a directory or zip file."""
+    spec = importlib.machinery.PathFinder.find_spec("__main__", [path])
+    if spec is None:
+        raise ScriptError(f"{path}: no __main__.py in it; give the path of a Python script")
+    return _load_spec(spec)
+
+
+def _load_spec(
+    spec: importlib.machinery.ModuleSpec,
+) -> tuple[types.ModuleType, types.CodeType]:
+    get_code = getattr(spec.loader, "get_code", None)
+    code = get_code(spec.name) if get_code is not None else None
+    if code is None:
+        raise ScriptError(f"{spec.name}: no Python code in it; give the name of a Python module")
+    module = _main_module(spec.origin, spec.loader)
+    module.__spec__ = spec
+    module.__package__ = spec.parent
+    module.__cached__ = spec.cached  # type: ignore[attr-defined]
+    return module, code
+
+
+def _main_module(path: str | None, loader: Any) -> types.ModuleType:
+    module = types.ModuleType("__main__")
+    module.__file__ = path
+    module.__loader__ = loader
+    vars(module).update(__builtins__=sys.modules["builtins"], __cached__=None)
+    return module

@@ -1,0 +1,26 @@
+"""Whether a call becomes part of a graph, or of an artefact."""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+
+from ...torch_internals import is_graph_made, is_jit_tracing
+
+
+def is_traced() -> bool:
+    """Whether the call becomes part of a graph, by Dynamo or by what it calls."""
+    if torch.compiler.is_dynamo_compiling():
+        return True
+    return is_graph_made()
+
+
+def is_exported() -> bool:
+    """Whether the call becomes part of an artefact, for whatever hardware it will come to."""
+    if torch.compiler.is_exporting() or is_jit_tracing():
+        return True
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    onnx = sys.modules.get("torch.onnx")
+    return onnx is not None and onnx.is_in_onnx_export()

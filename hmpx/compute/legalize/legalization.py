@@ -1,0 +1,209 @@
+"""Which calls are legalized: computed in fp32 and rounded. Every answer to that question is given here.
+
+A call site has one `Legalization`, which its generated code and what runs its calls ask. What a device
+does natively is measured in ``capability``; how a legalized call is computed is in ``legalizer``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ...tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
+from ...torch_internals import is_jit_tracing, run_when_traced
+from ...torch_state import is_training
+from ..composition import Inputs
+from . import capability, convolutions
+from .capability import SMALL_PRODUCT, Capability, Capturing
+from .graphs import is_exported, is_traced
+from .watching import is_watched
+
+#: What `hmpx.convert` takes as ``legalize``.
+LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
+
+
+class Legalization:
+    """Which calls of one site are legalized.
+
+    Attributes:
+        settled: Device types on which no call is legalized, as was found out once and for all.
+        may_apply: Whether the product of two matrices may be legalized, for all that their sizes say.
+        leaves_inference: Whether a call is left to torch's kernels since it does not count as training;
+            asked with the call's first argument.
+    """
+
+    def __init__(
+        self,
+        kind: str,
+        first_matrix: int | None,
+        mode: str,
+        dtype: torch.dtype | None,
+        device_types: frozenset[str],
+    ) -> None:
+        """Knows nothing of calls yet.
+
+        Args:
+            kind: One of `capability.KINDS`.
+            first_matrix: Of a product of two matrices, the position of the first.
+            mode: One of `LEGALIZE_MODES`.
+            dtype: The low-precision dtype of all calls; None if that of their inputs decides.
+            device_types: The device types whose tensors are cast.
+        """
+        self._kind, self._first_matrix, self._mode = kind, first_matrix, mode
+        self._dtype, self._device_types = dtype, device_types
+        self.settled: set[str] = set()
+        self.may_apply = self._size_test()
+        is_product = first_matrix is not None
+        self.leaves_inference = _never if is_product else self._inference_test(kind)
+
+    # --- before a call is looked at closely ------------------------------------------------------
+
+    def is_open(self, first: Any) -> bool:
+        """Whether a call with this first input may be legalized, for all that its device says."""
+        if torch.compiler.is_dynamo_compiling():  # which would guard on what is settled
+            return True
+        # Beside a tensor of another dtype, the next input decides.
+        return (
+            getattr(first, "dtype", None) not in ELIGIBLE or first.device.type not in self.settled
+        )
+
+    def _size_test(self) -> Callable[[Any, Any], bool]:
+        if self._mode == "always":
+            return _always
+        leaves_inference = self._inference_test("gemv")
+        is_fast = self._mode == "fast"
+
+        def may_apply(a: Any, b: Any) -> bool:
+            if torch.compiler.is_dynamo_compiling():
+                return True  # comparing sizes would set guards
+            try:
+                size, columns = a.numel(), a.shape[-1]
+                if type(size) is not int:
+                    return True  # torch.jit.trace has tensors for sizes, graphs have symbols
+                if size * b.numel() <= SMALL_PRODUCT * columns:
+                    return is_fast and is_watched()
+            except (AttributeError, IndexError, RuntimeError):
+                return True  # not matrices; nested tensors have no sizes
+            return size > 2 * columns or not leaves_inference(b) or is_traced()
+
+        return may_apply
+
+    def _inference_test(self, kind: str) -> Callable[[Any], bool]:
+        if self._mode == "always" or self._device_types != {"cpu"}:
+            return _never
+        known, is_fast = self._dtype, self._mode == "fast"
+
+        def leaves_inference(first: Any) -> bool:
+            if is_training() or (is_fast and is_watched()):
+                return False
+            dtype = getattr(first, "dtype", None) if known is None else known
+            if dtype not in LOW_DTYPES:
+                return False
+            return not known_capability(kind, "cpu", dtype).is_slow(training=False)
+
+        return leaves_inference
+
+    # --- of one call -----------------------------------------------------------------------------
+
+    def is_settled(self, device_type: str) -> bool:
+        """Whether no call on devices of this type is legalized."""
+        return not torch.compiler.is_dynamo_compiling() and device_type in self.settled
+
+    def applies(self, inputs: Inputs, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> bool:
+        """Whether a call that is low precision in ``dtype`` is legalized."""
+        if torch.dtype in map(type, args) or kwargs.get("dtype") is not None:
+            return False  # its output is as asked for
+        if self._mode == "always":
+            return True
+        if is_exported():
+            return False
+        device = capability.name_of(inputs.first.device)
+        if self._mode == "fast" and is_watched():
+            return is_slow(self._kind, device, dtype)
+        known = known_capability(self._kind, device, dtype)
+        training = is_training()
+        matrices = self._matrices(args)
+        if matrices is not None:
+            a, b = matrices
+            traced = is_traced()
+            if not traced and _work(a, b) <= SMALL_PRODUCT:
+                return False
+            if not training and _is_skinny(a, is_traced=traced):
+                known = known_capability("gemv", device, dtype)
+        return known.is_slow(training=training)
+
+    def settles(self, inputs: Inputs, dtype: torch.dtype) -> bool:
+        """Whether a call that is not legalized settles it for all calls on its device's type.
+
+        True once: for the call after which all device types are settled.
+        """
+        if self._mode == "always" or self._dtype is None or is_traced() or is_exported():
+            return False
+        device_type = inputs.first.device.type
+        if is_slow(self._kind, capability.name_of(inputs.first.device), dtype):
+            return False
+        if not capability.is_reported_of_all(device_type, dtype):
+            return False
+        self.settled.add(device_type)
+        return self.settled >= self._device_types
+
+    def _matrices(self, args: Args) -> tuple[Tensor, Tensor] | None:
+        if self._first_matrix is None:
+            return None
+        pair = args[self._first_matrix : self._first_matrix + 2]
+        if len(pair) < 2 or not all([isinstance(m, Tensor) and not m.is_nested for m in pair]):  # noqa: C419
+            return None
+        return pair
+
+
+def has_own_gradients(x: Any, weight: Any) -> bool:
+    """Whether a convolution may be computed with gradients of its own, from inputs as given."""
+    if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        return False
+    return not is_jit_tracing() and convolutions.is_large(x, weight)
+
+
+def _never(first: Any) -> bool:
+    return False
+
+
+def _always(*args: object) -> bool:
+    return True
+
+
+def is_slow(kind: str, device: str, dtype: torch.dtype) -> bool:
+    """Whether ``"auto"`` would legalize some op of this kind on this device."""
+    known = {known_capability(name, device, dtype) for name in (kind, _SKINNY.get(kind, kind))}
+    return any(each.is_slow(training=training) for each in known for training in (True, False))
+
+
+_SKINNY: Final = {"gemm": "gemv"}
+
+
+def known_capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
+    """Returns what the device does natively with ops of ``kind``, measured at the first question.
+
+    Where a CUDA graph is being captured, what was not asked before is left to torch's kernels.
+    """
+    try:
+        return capability.capability(kind, device, dtype)
+    except Capturing:
+        return Capability(None)
+
+
+run_when_traced(known_capability)
+
+
+def _is_skinny(a: Tensor, *, is_traced: bool) -> bool:
+    """Whether the product reads its second matrix for next to no rows of the first."""
+    if is_traced:  # a size of 1 is known, without a guard
+        return all([size == 1 for size in a.shape[:-1]])  # noqa: C419  # Dynamo knows lists better
+    return a.dim() > 0 and a.numel() <= 2 * a.shape[-1]
+
+
+def _work(a: Tensor, b: Tensor) -> int:
+    """Returns about how many multiplications a product has."""
+    return a.numel() * b.numel() // max(1, a.shape[-1] if a.dim() else 1)

@@ -1,0 +1,105 @@
+"""Which weights are stored low, judged by how the example used them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import nn
+
+from .. import session
+from ..number_formats import CodedFormat, Format, code_dtype
+from ..policy import LowType
+from ..tensors import short_name
+from .weight_uses import FoundTensor, Place, Watch
+from .weights import Weight, listed
+
+
+def rounds_in_one_way(in_force: session.Session) -> bool:
+    """Whether every use of a weight rounds it in the same way: codes don't say their format."""
+    policy = in_force.policy
+    decisions = [
+        *policy.decisions.values(),
+        *[decision for section in policy.sections for decision in section.decisions.values()],
+    ]
+    formats = {decision.dtype for decision in decisions if isinstance(decision.dtype, Format)}
+    is_random = in_force.options.rounding == "stochastic"
+    return len(formats) == 1 and not in_force.rules and not is_random
+
+
+def judged(
+    found: Sequence[FoundTensor], watch: Watch, replaced: set[Place], as_codes: bool
+) -> Iterator[Weight]:
+    """Yields for each tensor how it is to be stored, and why.
+
+    Args:
+        found: The tensors.
+        watch: How the example used them.
+        replaced: Places that tensors of the model have left since.
+        as_codes: Whether weights may be stored as the codes of a number format.
+    """
+    firsts: dict[object, FoundTensor] = {}
+    by_storage: dict[int, list[FoundTensor]] = {}
+    for f in found:
+        if f.place is not None:
+            by_storage.setdefault(f.place.storage, []).append(f)
+    for f in found:
+        key = f.place or id(f.tensor)
+        first = firsts.setdefault(key, f)
+        neighbours = by_storage[f.place.storage] if f.place is not None else []
+        dtype, reason = _judgement(f, neighbours, watch, replaced)
+        is_data = f.place is not None and watch.uses[f.place].is_first_input
+        is_coded = as_codes and isinstance(dtype, CodedFormat)
+        if isinstance(dtype, Format) and (is_data or not is_coded):
+            reason = f"used in {dtype.name} as a first input" if is_data else reason
+            dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
+        size_bytes = stored_bytes = 0
+        if first is not f:
+            reason = (
+                f"{'is' if first.tensor is f.tensor else 'shares its memory with'} {first.name}"
+            )
+        elif not nn.parameter.is_lazy(f.tensor):
+            size_bytes = f.tensor.numel() * f.tensor.element_size()
+            stored_bytes = f.tensor.numel() * _stored(dtype).itemsize
+        yield Weight(f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason)
+
+
+def _judgement(
+    f: FoundTensor, neighbours: Sequence[FoundTensor], watch: Watch, replaced: set[Place]
+) -> tuple[LowType, str]:
+    """Returns the type that a tensor is to be stored in, and why.
+
+    ``neighbours`` are the tensors in its storage.
+    """
+    kept = f.tensor.dtype
+    if f.place is None:
+        return kept, f.fault
+    if kept is not torch.float32:
+        return kept, f"is {short_name(kept)}"
+    if f.place in replaced:
+        return kept, "was replaced while the example ran"
+    for other in neighbours:
+        if other.place is not None and other.place != f.place and f.place.overlaps(other.place):
+            return kept, f"shares its storage with {other.name}"
+    uses = watch.uses[f.place]
+    if uses.written_by:
+        return kept, f"written by {listed(uses.written_by)}"
+    if uses.is_changed:
+        return kept, "changed while the example ran"
+    if uses.unrounded_by:
+        return kept, f'used in fp32 by {listed(uses.unrounded_by)} under legalize="fast"'
+    converted = [short_name(dtype) for dtype in sorted(uses.converted_to, key=str)]
+    read = [f"in {short_name(dtype)} by {listed(by)}" for dtype, by in uses.read_by.items()]
+    if read or len(converted) > 1:
+        used = ", ".join([*(f"in {name}" for name in converted), *read])
+        return kept, f"used {used}"
+    if not converted:
+        return kept, "not used by the example"
+    return next(iter(uses.converted_to)), f"used in {converted[0]} only"
+
+
+def _stored(low: LowType) -> torch.dtype:
+    """Returns the dtype of a tensor that holds values, or codes, of this type."""
+    if isinstance(low, torch.dtype):
+        return low
+    return code_dtype(low.bits) if isinstance(low, CodedFormat) else torch.float32

@@ -1,0 +1,44 @@
+"""The families of number formats, a module each.
+
+A module of a family has its data, which derive from `CodedFormat` or `NumberFormat`, and its plans,
+which derive from `Plan`; naming the class in `Format` makes it known everywhere.
+"""
+
+from __future__ import annotations
+
+from typing import Final, TypeAlias, get_args
+
+from ..plans import Plan
+from .blocks import Block
+from .customs import Custom
+from .fixed import Fixed
+from .floats import Float
+from .number_format import CodedFormat, NumberFormat, Rounder, code_dtype
+from .posits import Posit
+from .tables import Table
+
+__all__ = [
+    "FORMATS",
+    "PLANS",
+    "Block",
+    "CodedFormat",
+    "Custom",
+    "Fixed",
+    "Float",
+    "Format",
+    "Posit",
+    "Rounder",
+    "Table",
+    "code_dtype",
+]
+
+#: A format of any family: the one list of families.
+Format: TypeAlias = Float | Posit | Fixed | Block | Table | Custom
+
+#: The classes of formats.
+FORMATS: Final[tuple[type[NumberFormat], ...]] = get_args(Format)
+
+#: The classes of plans by their names.
+PLANS: Final[dict[str, type[Plan]]] = {
+    plan.__name__: plan for family in FORMATS for plan in family.plans
+}

@@ -1,0 +1,258 @@
+"""Blocks of elements that share a power of two."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...arguments import is_a
+from ...errors import OptionError, shown
+from ...tensors import CAST
+from ..bits import FP64, Binary
+from ..plans import Overflow, Plan
+from ..unpatched import (
+    ADD,
+    AMAX,
+    AND,
+    CLAMP,
+    EQ,
+    GE,
+    LEFT,
+    LT,
+    MOVEDIM,
+    MUL,
+    NE,
+    OR,
+    PAD,
+    RIGHT,
+    SUB,
+    WHERE,
+)
+from .float_plans import FloatPlan
+from .floats import Float
+from .number_format import NumberFormat, check_codes, check_int, check_name, code_dtype
+
+
+@dataclass(frozen=True)
+class BlockPlan(Plan):
+    """Blocks with a shared power of two.
+
+    Attributes:
+        binary: The type that it computes in.
+        mode: The rounding mode.
+        element: How the elements are rounded, divided by their scale.
+        size: Elements of a block.
+    """
+
+    binary: Binary
+    mode: str
+    element: FloatPlan
+    size: int
+
+    kernel = "block"
+    is_by_row = True
+
+    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the values of ``x`` rounded; blocks lie along its last dimension."""
+        # x: [..., k] -> blocks: [..., ceil(k / size), size]
+        length = x.shape[-1]
+        blocks = self.split(x)
+        if noise is not None:
+            noise = self.split(noise)
+        exponent, is_bad = self.exponents(blocks)
+        elements = self.scaled(blocks, exponent, noise)
+        result = MUL(elements, self._power(exponent).masked_fill_(is_bad, math.nan))
+        return result.reshape(*x.shape[:-1], -1)[..., :length]
+
+    def split(self, x: Tensor) -> Tensor:
+        """Returns ``x`` in blocks, the last one of each row padded with zeros."""
+        length = x.shape[-1]
+        if missing := -length % self.size:
+            x = PAD(x, (0, missing))
+        return x.reshape(*x.shape[:-1], (length + missing) // self.size, self.size)
+
+    def exponents(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the shared exponents, and whether a block holds infinity or NaN: [..., n, 1]."""
+        binary = self.binary
+        most = AMAX(AND(blocks.view(binary.integer), binary.magnitude), -1, True)
+        exponent = RIGHT(most, binary.mantissa).sub_(binary.bias + self.element.max_exponent)
+        return CLAMP(exponent, -127, 127), GE(most, binary.infinity)
+
+    def scaled(self, blocks: Tensor, exponent: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the elements: ``blocks`` divided by their scale, rounded."""
+        binary = self.binary
+        scaled = MUL(blocks, self._power(-exponent))
+        if self.mode in ("up", "down"):
+            # What the division has flushed to zero was not zero.
+            bits = blocks.view(binary.integer)
+            least = (binary.bias - 126) << binary.mantissa
+            tiny = OR(AND(bits, binary.sign), least).view(binary.dtype)
+            is_lost = LT(AND(scaled.view(binary.integer), binary.magnitude), least)
+            is_lost = AND(is_lost, NE(AND(bits, binary.magnitude), 0))
+            scaled = WHERE(is_lost, tiny, scaled)
+        return self.element.round(scaled, noise)
+
+    def _power(self, exponent: Tensor) -> Tensor:
+        """Returns 2**exponent."""
+        binary = self.binary
+        bits = LEFT(ADD(exponent, binary.bias), binary.mantissa)
+        if binary.mantissa == 23:
+            bits = bits.masked_fill_(EQ(bits, 0), 1 << 22)  # 2**-127 is subnormal
+        return bits.view(binary.dtype)
+
+    def kernel_spec(self, length: int) -> Any:
+        """Returns the kernel's ``block_spec`` for rows of ``length`` elements."""
+        numbers = (*self.element.kernel_numbers(), self.element.max_exponent, self.size)
+        return (ctypes.c_int64 * 11)(*numbers, length)
+
+    @classmethod
+    def from_constants(cls, binary: Binary, *rest: Any) -> Plan:
+        """Returns the plan whose `constants` these are, after its name and its binary's mantissa."""
+        mode, element, size = rest
+        return cls(binary, mode, FloatPlan(binary, *element[2:]), size)
+
+
+@dataclass(frozen=True)
+class Block(NumberFormat):
+    """Blocks of elements that share a power of two, as in the OCP Microscaling (MX) specification.
+
+    The shared exponent is that of the block's largest magnitude less the element's largest exponent,
+    from -127 to 127, stored in 8 bits (E8M0).
+
+    Attributes:
+        name: An identifier.
+        element: The format of the elements, divided by their block's scale.
+        size: Elements of a block; the last block of a row may be shorter.
+        axis: The axis along which elements form blocks.
+
+    Example:
+        >>> element = hmpx.formats.Float("e2m1", exponent_bits=2, mantissa_bits=1, kind="finite")
+        >>> pairs = hmpx.formats.Block("pairs", element, size=2)
+        >>> hmpx.formats.quantize(torch.tensor([1.1, 6.0, 100.0, 600.0]), pairs)
+        tensor([  1.,   6., 128., 512.])
+    """
+
+    name: str
+    element: Float
+    size: int = 32
+    axis: int = -1
+
+    plans = (BlockPlan,)
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            OptionError: A field has a value that it can't have.
+        """
+        check_name(self.name)
+        if not is_a(self.element, Float):
+            raise OptionError(
+                f"format {self.name}: element must be a Float, not {shown(self.element)}; "
+                "get(name) returns a registered one"
+            )
+        # Then elements are exact in float32, also divided by their scale and multiplied with it.
+        if not 1 <= self.element.max_exponent <= 16 or self.element.smallest_subnormal < 2.0**-22:
+            raise OptionError(
+                f"format {self.name}: element {self.element.name} must have a largest exponent from "
+                "1 to 16 and no numbers below 2**-22"
+            )
+        check_int(self.name, "size", self.size, 1, 65536)
+        check_int(self.name, "axis", self.axis, -64, 63)
+
+    @property
+    def bits(self) -> float:
+        """Bits a value, the shared scale's included; codes of elements are whole bytes."""
+        return self.element.bits + 8 / self.size
+
+    @property
+    def significand_bits(self) -> int:
+        """Bits of a normal element's significand, the leading 1 included."""
+        return self.element.significand_bits
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next larger number where the scale is 1."""
+        return self.element.epsilon
+
+    @property
+    def max(self) -> float:
+        """The largest number."""
+        return math.ldexp(self.element.max, 127 - self.element.max_exponent)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive normal element times the smallest scale."""
+        return math.ldexp(self.element.smallest_normal, -127)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive element times the smallest scale."""
+        return math.ldexp(self.element.smallest_subnormal, -127)
+
+    # --- rounding ------------------------------------------------------------------------------
+
+    @property
+    def block_axis(self) -> int:
+        """The axis along which elements form blocks."""
+        return self.axis
+
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+        """Returns how to round tensors of a binary type that the format fits in."""
+        element = self.element.plan_in(binary, mode, "saturate")
+        assert isinstance(element, FloatPlan)
+        return BlockPlan(binary, mode, element, self.size)
+
+    # --- codes ---------------------------------------------------------------------------------
+
+    def encoded(self, rounded: Tensor, binary: Binary) -> tuple[Tensor, Tensor]:
+        """Returns the codes of the elements, and those of their blocks' scales."""
+        # Rounding leaves the shared exponent as it is: the largest element keeps its exponent.
+        exact = self.plan(binary.dtype, "nearest", "saturate")
+        assert isinstance(exact, BlockPlan)
+        rows = MOVEDIM(rounded.view(1), 0, -1) if rounded.dim() == 0 else rounded
+        rows = MOVEDIM(rows, self.axis if rounded.dim() else -1, -1).contiguous()
+        blocks = exact.split(rows)
+        exponent, is_bad = exact.exponents(blocks)
+        codes = self.element.codes_of(exact.scaled(blocks, exponent, None), binary)
+        codes = codes.flatten(-2)[..., : rows.shape[-1]].to(code_dtype(self.element.bits))
+        scales = ADD(exponent, 127).masked_fill_(is_bad, 255).squeeze(-1).to(torch.uint8)
+        if rounded.dim() == 0:
+            return codes.view(()), scales
+        return MOVEDIM(codes, -1, self.axis), MOVEDIM(scales, -1, self.axis)
+
+    def decoded(self, codes: Any) -> Tensor:
+        """Returns the values that the pair (codes, scales) stands for, in float32.
+
+        Raises:
+            OptionError: ``codes`` are not as `encoded` returns them.
+        """
+        if not isinstance(codes, tuple | list) or len(codes) != 2:
+            raise OptionError(f"format {self.name}: decode takes the pair (codes, scales)")
+        for part in codes:
+            check_codes(part, self.name)
+        codes, scales = codes
+        elements = self.element.decoded(codes)
+        is_scalar = elements.dim() == 0
+        if is_scalar:
+            elements, scales = elements.view(1), scales.view(1)
+        axis = -1 if is_scalar else self.axis
+        length = elements.shape[axis]
+        expected = list(elements.shape)
+        expected[axis] = -(-length // self.size)
+        if list(scales.shape) != expected:
+            raise OptionError(
+                f"format {self.name}: codes of shape {tuple(codes.shape)} have scales of shape "
+                f"{tuple(expected)}, not {tuple(scales.shape)}"
+            )
+        exponent = SUB(scales.to(torch.int64), 127)
+        power = LEFT(ADD(exponent, FP64.bias), FP64.mantissa).view(torch.float64)
+        power = power.masked_fill_(EQ(scales, 255), math.nan)
+        power = power.repeat_interleave(self.size, axis).narrow(axis, 0, length)
+        values = CAST[torch.float32](MUL(CAST[torch.float64](elements), power))
+        return values.view(()) if is_scalar else values

@@ -1,0 +1,97 @@
+"""Custom formats: given by the function that rounds to them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import OptionError, shown
+from ..plans import Overflow
+from .number_format import NumberFormat, Rounder, check_name
+
+
+@dataclass(frozen=True)
+class Custom(NumberFormat):
+    """A format that is given by the function that rounds to it, and has nothing else.
+
+    Attributes:
+        name: An identifier.
+        quantize: Takes a floating tensor and returns one of the same shape and dtype. Casting calls
+            it without autograd.
+
+    Example:
+        >>> whole = hmpx.formats.Custom("whole", torch.round)
+        >>> hmpx.formats.quantize(torch.tensor([1.4, 2.6]), whole)
+        tensor([1., 3.])
+    """
+
+    name: str
+    quantize: Callable[[Tensor], Tensor]
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            OptionError: The name is not an identifier, or ``quantize`` can't be called.
+        """
+        check_name(self.name)
+        if not callable(self.quantize):
+            raise OptionError(
+                f"format {self.name}: quantize must be a function of a tensor, not {shown(self.quantize)}"
+            )
+
+    @property
+    def own_function(self) -> Rounder:
+        """The user's function, checked."""
+        return self._rounded
+
+    def _rounded(self, x: Tensor) -> Tensor:
+        """Returns the result of the user's function.
+
+        Raises:
+            OptionError: It is not a tensor of the same shape and dtype.
+        """
+        found = self.quantize(x)
+        if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
+            what = (
+                f"{found.dtype} of shape {tuple(found.shape)}"
+                if isinstance(found, Tensor)
+                else type(found).__name__
+            )
+            raise OptionError(
+                f"format {self.name}: its quantize must return {x.dtype} of shape {tuple(x.shape)}, "
+                f"as it was given, not {what}"
+            )
+        return found
+
+    def check_rounding(self, mode: object, overflow: object) -> None:
+        """Checks that neither a rounding mode nor an overflow behaviour is asked for.
+
+        Raises:
+            OptionError: One is.
+        """
+        super().check_rounding(mode, None)
+        if str.__str__(mode) != "nearest":
+            raise OptionError(
+                f"format {self.name}: rounding can't be chosen, its own function rounds to it"
+            )
+        if overflow is not None:
+            raise OptionError(
+                f"format {self.name}: overflow can't be chosen, its own function rounds to it"
+            )
+
+    def plan(self, dtype: torch.dtype, mode: str, overflow: Overflow | None) -> None:
+        """Returns None: the function rounds."""
+
+    def check_coded(self) -> None:
+        """Refuses to be coded.
+
+        Raises:
+            OptionError: Always.
+        """
+        raise OptionError(
+            f"format {self.name} is given by a function and has no codes; quantize rounds to it"
+        )

@@ -1,0 +1,183 @@
+"""Fixed point."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import OptionError
+from ..bits import Binary
+from ..noise import uniform
+from ..plans import Overflow, Plan
+from ..unpatched import ABS, ADD, AND, CLAMP, EQ, FLOOR, GE, LT, MUL, SUB, TRUNC, WHERE
+from .number_format import CodedFormat, check_int, check_name
+
+
+class _FixedSpec(ctypes.Structure):
+    """The kernel's ``fixed_spec``."""
+
+    _fields_ = (
+        ("mode", ctypes.c_int64),
+        ("scale", ctypes.c_double),
+        ("step", ctypes.c_double),
+        ("least", ctypes.c_double),
+        ("most", ctypes.c_double),
+    )
+
+
+@dataclass(frozen=True)
+class FixedPlan(Plan):
+    """Fixed point.
+
+    Attributes:
+        binary: The type that it computes in.
+        mode: The rounding mode.
+        bits: Bits of a code.
+        fraction: Bits after the point.
+    """
+
+    binary: Binary
+    mode: str
+    bits: int
+    fraction: int
+
+    kernel = "fixed"
+
+    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the values of ``x`` rounded."""
+        scaled = MUL(x, math.ldexp(1.0, self.fraction))
+        if self.mode == "nearest":
+            whole = scaled.round_()
+        elif self.mode == "toward_zero":
+            whole = scaled.trunc_()
+        elif self.mode == "up":
+            whole = scaled.ceil_()
+        elif self.mode == "down":
+            whole = scaled.floor_()
+        elif self.mode == "nearest_away":
+            whole = TRUNC(scaled)
+            is_half = GE(ABS(SUB(scaled, whole)), 0.5)
+            away = WHERE(LT(scaled, 0), SUB(whole, 1.0), ADD(whole, 1.0))
+            whole = WHERE(is_half, away, whole)
+        else:
+            assert noise is not None
+            whole = FLOOR(scaled)
+            is_drawn = GE(SUB(scaled, whole), uniform(noise, self.binary))
+            whole = WHERE(is_drawn, ADD(whole, 1.0), whole)
+        most = (1 << (self.bits - 1)) - 1
+        whole = CLAMP(whole, -most - 1, most).mul_(math.ldexp(1.0, -self.fraction))
+        bits = whole.view(self.binary.integer)  # compilers may take -0 for 0
+        return bits.masked_fill_(EQ(whole, 0), 0).view(self.binary.dtype)
+
+    def kernel_spec(self, length: int) -> Any:
+        """Returns the kernel's ``fixed_spec``."""
+        most = (1 << (self.bits - 1)) - 1
+        scale = 1 << self.fraction
+        return _FixedSpec(self.mode_number, scale, 1 / scale, -most - 1, most)
+
+
+@dataclass(frozen=True)
+class Fixed(CodedFormat):
+    """Fixed point in two's complement: multiples of ``2**-fraction_bits``.
+
+    Attributes:
+        name: An identifier.
+        integer_bits: Bits before the point, the sign's included.
+        fraction_bits: Bits after it.
+
+    Example:
+        >>> q2_2 = hmpx.formats.Fixed("q2_2", integer_bits=2, fraction_bits=2)
+        >>> hmpx.formats.quantize(torch.tensor([0.3, -1.9, 5.0]), q2_2)
+        tensor([ 0.2500, -2.0000,  1.7500])
+    """
+
+    name: str
+    integer_bits: int
+    fraction_bits: int
+
+    plans = (FixedPlan,)
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            OptionError: A field has a value that it can't have.
+        """
+        check_name(self.name)
+        check_int(self.name, "integer_bits", self.integer_bits, 1, 32)
+        check_int(self.name, "fraction_bits", self.fraction_bits, 0, 31)
+        if not 2 <= self.bits <= 32:
+            raise OptionError(
+                f"format {self.name}: integer_bits and fraction_bits must be 2 to 32 in all, "
+                f"not {self.bits}"
+            )
+
+    @property
+    def bits(self) -> int:
+        """Bits of a code."""
+        return self.integer_bits + self.fraction_bits
+
+    @property
+    def significand_bits(self) -> int:
+        """Bits of the largest number."""
+        return self.bits - 1
+
+    @property
+    def epsilon(self) -> float:
+        """The distance between neighbours."""
+        return math.ldexp(1.0, -self.fraction_bits)
+
+    @property
+    def max(self) -> float:
+        """The largest number."""
+        return math.ldexp((1 << (self.bits - 1)) - 1, -self.fraction_bits)
+
+    @property
+    def min(self) -> float:
+        """The least number, one step further from zero than the largest."""
+        return -math.ldexp(1.0, self.integer_bits - 1)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number."""
+        return self.epsilon
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number."""
+        return self.epsilon
+
+    # --- rounding ------------------------------------------------------------------------------
+
+    @property
+    def fits_in_float32(self) -> bool:
+        """Whether float32 has room for all values, and for what rounding adds to them."""
+        return self.bits <= 25
+
+    @property
+    def is_exact_in_float32(self) -> bool:
+        """Whether every value is one of float32."""
+        return self.bits <= 25
+
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+        """Returns how to round tensors of a binary type that the format fits in."""
+        return FixedPlan(binary, mode, self.bits, self.fraction_bits)
+
+    # --- codes ---------------------------------------------------------------------------------
+
+    def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
+        """Returns the codes of values of the format, as integers of any width."""
+        scaled = MUL(rounded, math.ldexp(1.0, self.fraction_bits))
+        codes = scaled.nan_to_num_(nan=0.0).to(torch.int64)
+        return codes.bitwise_and_((1 << self.bits) - 1)
+
+    def values_of(self, codes: Tensor) -> Tensor:
+        """Returns the values of int64 codes, in float64."""
+        half = 1 << (self.bits - 1)
+        signed = SUB(AND(ADD(codes, half), 2 * half - 1), half)
+        return MUL(signed.to(torch.float64), self.epsilon)

@@ -1,0 +1,277 @@
+"""What all families of number formats share: checks of their fields, of rounding and of codes.
+
+A family is one module: its data, its plans, its codes, and the specs of its kernels.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+
+import torch
+from torch import Tensor
+
+from ...arguments import is_a
+from ...errors import OptionError, shown, suggestion
+from ...tensors import CAST, Constant
+from ..bits import FP32, FP64, Binary
+from ..plans import ROUNDING_MODES, Overflow, Plan
+from ..unpatched import AND, ARANGE, TAKE
+
+Rounder: TypeAlias = Callable[[Tensor], Tensor]
+
+_MOST_NAME: Final = 100
+
+#: Formats of up to so many bits are decoded by a table of all their values.
+_TABLED: Final = 16
+
+#: Under which that is kept among what is derived from a format.
+_VALUES: Final = "values of all codes"
+
+_PLAIN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter})
+
+
+class NumberFormat:
+    """A number format of any family. Families are frozen dataclasses with a field ``name``.
+
+    Attributes:
+        plans: The classes of plans by which the family rounds.
+    """
+
+    plans: ClassVar[tuple[type[Plan], ...]] = ()
+
+    if TYPE_CHECKING:  # else the fields of the dataclasses would take this for their default
+
+        @property
+        def name(self) -> str:
+            """An identifier."""
+
+    @functools.cached_property
+    def derived(self) -> dict[Any, Any]:
+        """What others have worked out for this format: it is freed with it, and not copied."""
+        return {}
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {name: value for name, value in vars(self).items() if name != "derived"}
+
+    # --- rounding ------------------------------------------------------------------------------
+
+    @property
+    def own_function(self) -> Rounder | None:
+        """The function that rounds to it, where that is the user's own."""
+        return None
+
+    @property
+    def block_axis(self) -> int | None:
+        """The axis along which values are rounded together; None if each is rounded by itself."""
+        return None
+
+    @property
+    def allowed_overflow(self) -> tuple[Overflow, ...]:
+        """What values beyond the largest may become."""
+        return ("saturate",)
+
+    @property
+    def default_overflow(self) -> Overflow:
+        """What they become unless something else is asked for."""
+        return "saturate"
+
+    @property
+    def fits_in_float32(self) -> bool:
+        """Whether float32 has room for all values, and for what rounding adds to them."""
+        return True
+
+    @property
+    def is_exact_in_float32(self) -> bool:
+        """Whether every value is one of float32."""
+        return True
+
+    def includes(self, dtype: torch.dtype, overflow: Overflow) -> bool:
+        """Whether all values of ``dtype``, infinities and NaNs too, are values of this format."""
+        return False
+
+    def check_rounding(self, mode: object, overflow: object) -> None:
+        """Checks a rounding mode and an overflow behaviour.
+
+        Raises:
+            OptionError: The format can't be rounded to in this way.
+        """
+        if not is_a(mode, str) or str.__str__(mode) not in ROUNDING_MODES:
+            raise OptionError(
+                f"rounding must be one of {listed(ROUNDING_MODES)}, not {shown(mode)}"
+            )
+        self.check_overflow(overflow)
+
+    def check_overflow(self, overflow: object) -> None:
+        """Checks an overflow behaviour.
+
+        Raises:
+            OptionError: The format can't have it.
+        """
+        if overflow is None:
+            return
+        allowed = self.allowed_overflow
+        if not is_a(overflow, str) or str.__str__(overflow) not in allowed:
+            raise OptionError(
+                f"format {self.name}: overflow must be {listed(allowed)} or None, not {shown(overflow)}"
+                f"{hint(overflow, allowed)}"
+            )
+
+    def plan(self, dtype: torch.dtype, mode: str, overflow: Overflow | None) -> Plan | None:
+        """Returns how to round tensors of ``dtype``; None if nothing is to do.
+
+        Args:
+            dtype: A floating type.
+            mode: One of `ROUNDING_MODES`.
+            overflow: What becomes of values beyond the largest; None for the format's own.
+        """
+        overflow = overflow or self.default_overflow
+        if self.includes(dtype, overflow):
+            return None
+        binary = FP64 if dtype is torch.float64 or not self.fits_in_float32 else FP32
+        return self.plan_in(binary, mode, overflow)
+
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+        """Returns how to round tensors of a binary type that the format fits in."""
+        raise NotImplementedError
+
+    # --- codes ---------------------------------------------------------------------------------
+
+    def check_coded(self) -> None:
+        """Checks that the format has codes.
+
+        Raises:
+            OptionError: It has none.
+        """
+
+    def encoded(self, rounded: Tensor, binary: Binary) -> Tensor | tuple[Tensor, Tensor]:
+        """Returns the codes of values of the format, which are of the type ``binary``."""
+        raise NotImplementedError
+
+    def decoded(self, codes: Any) -> Tensor:
+        """Returns the values that codes stand for, float32 if that has all values, else float64.
+
+        Raises:
+            OptionError: ``codes`` are not as `encoded` returns them.
+        """
+        raise NotImplementedError
+
+
+class CodedFormat(NumberFormat):
+    """A number format whose values have one code each, an integer of ``bits`` bits."""
+
+    if TYPE_CHECKING:
+
+        @property
+        def bits(self) -> int:
+            """Bits of a code."""
+
+    def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
+        """Returns the codes of values of the format, as integers of any width."""
+        raise NotImplementedError
+
+    def values_of(self, codes: Tensor) -> Tensor:
+        """Returns the values of int64 codes, in float64."""
+        raise NotImplementedError
+
+    def encoded(self, rounded: Tensor, binary: Binary) -> Tensor:
+        """Returns the codes of values of the format, which are of the type ``binary``."""
+        return self.codes_of(rounded, binary).to(code_dtype(self.bits))
+
+    def decoded(self, codes: Any) -> Tensor:
+        """Returns the values that codes stand for.
+
+        Raises:
+            OptionError: ``codes`` are not integers.
+        """
+        check_codes(codes, self.name)
+        # A graph can't hold the table.
+        is_traced = torch.compiler.is_dynamo_compiling() or type(codes) not in _PLAIN_TYPES
+        if self.bits > _TABLED or is_traced:
+            return self._narrow_values(codes.to(torch.int64))
+        table = self._all_values().on(codes.device)
+        return TAKE(table, AND(codes.to(torch.int64), table.numel() - 1))
+
+    def _all_values(self) -> Constant:
+        """Returns the values of all codes."""
+        table: Constant | None = self.derived.get(_VALUES)
+        if table is None:
+            count = 1 << self.bits
+
+            def make(device: torch.device) -> Tensor:
+                codes = ARANGE(count, dtype=torch.int64, device="cpu")
+                return self._narrow_values(codes).to(device)
+
+            table = self.derived.setdefault(_VALUES, Constant(make))
+        return table
+
+    def _narrow_values(self, codes: Tensor) -> Tensor:
+        values = self.values_of(codes)
+        return CAST[torch.float32](values) if self.is_exact_in_float32 else values
+
+
+def code_dtype(bits: int) -> torch.dtype:
+    """Returns the dtype that holds codes of so many bits."""
+    if bits <= 8:
+        return torch.uint8
+    if bits <= 16:
+        return torch.uint16
+    return torch.int32 if bits <= 32 else torch.int64
+
+
+# --- checks of fields --------------------------------------------------------------------------
+
+
+def check_name(name: object) -> None:
+    """Checks the name of a format.
+
+    Raises:
+        OptionError: It is not an identifier, or too long.
+    """
+    if type(name) is not str or not name.isidentifier():
+        raise OptionError(
+            f"a format's name must be an identifier such as float10_e5m4, not {shown(name)}"
+        )
+    if len(name) > _MOST_NAME:
+        raise OptionError(
+            f"a format's name must have at most {_MOST_NAME} characters, not {shown(name)}"
+        )
+
+
+def check_int(name: str, field: str, value: object, least: int, most: int) -> None:
+    """Checks an integer field of the format ``name``.
+
+    Raises:
+        OptionError: It is not an integer from ``least`` to ``most``.
+    """
+    if not is_a(value, int) or is_a(value, bool) or not least <= value <= most:  # type: ignore[operator]
+        raise OptionError(
+            f"format {name}: {field} must be an integer from {least} to {most}, not {shown(value)}"
+        )
+
+
+def check_codes(codes: object, name: str) -> None:
+    """Checks codes of the format ``name``.
+
+    Raises:
+        OptionError: They are not a tensor of integers.
+    """
+    if (
+        not isinstance(codes, Tensor)
+        or codes.is_floating_point()
+        or codes.is_complex()
+        or codes.dtype is torch.bool
+    ):
+        what = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
+        raise OptionError(f"format {name}: codes must be integers, not {what}")
+
+
+def listed(names: Iterable[str]) -> str:
+    """Returns names in quotes, separated by commas."""
+    return ", ".join(repr(name) for name in names)
+
+
+def hint(value: object, candidates: Iterable[str]) -> str:
+    """Returns which of the candidates may have been meant, as the end of a message."""
+    return suggestion(str.__str__(value), candidates) if is_a(value, str) else ""

@@ -1,0 +1,261 @@
+"""Posits: floating point whose precision tapers off."""
+
+from __future__ import annotations
+
+import ctypes
+import math
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...errors import OptionError
+from ..bits import FP64, Binary, may_grow, ones_if_positive
+from ..noise import uniform
+from ..plans import Overflow, Plan
+from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
+from .number_format import CodedFormat, check_int, check_name
+
+
+@dataclass(frozen=True)
+class PositPlan(Plan):
+    """Posits: exponent and mantissa of a number are cut where the regime leaves no bits for them.
+
+    Attributes:
+        binary: The type that it computes in.
+        mode: The rounding mode.
+        bits: Bits of a code.
+        es: Bits of the exponent field.
+        keeps_inf: Whether infinities become NaR, thus NaN, or the largest number.
+    """
+
+    binary: Binary
+    mode: str
+    bits: int
+    es: int
+    keeps_inf: bool
+
+    kernel = "posit"
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest number; the negative of that of the smallest."""
+        return (self.bits - 2) << self.es
+
+    @property
+    def most(self) -> int:
+        """The bits of the largest number."""
+        return (self.binary.bias + self.max_exponent) << self.binary.mantissa
+
+    @property
+    def least(self) -> int:
+        """The bits of the smallest positive number."""
+        return (self.binary.bias - self.max_exponent) << self.binary.mantissa
+
+    @property
+    def last(self) -> int:
+        """The largest bits of a number that doesn't become NaN."""
+        return self.binary.infinity - self.keeps_inf
+
+    @property
+    def parity(self) -> int:
+        """What makes the place above the exponent field as odd as the end of the longest regimes.
+
+        Those of numbers above 1 end in 0, of others in 1; the largest regimes are ``bits - 3`` and
+        ``2 - bits``.
+        """
+        return 1 << (self.binary.mantissa + self.es) if self.bits % 2 == 0 else 0
+
+    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the values of ``x`` rounded."""
+        binary = self.binary
+        bits = x.view(binary.integer)
+        whole = AND(bits, binary.magnitude)
+        start = binary.bias << binary.mantissa
+        scaled = CLAMP(whole, self.least, self.most).sub_(start)
+        regime = RIGHT(scaled, binary.mantissa + self.es)
+        # Regimes k and -k - 1 take equally many bits.
+        length = CLAMP(XOR(regime, RIGHT(regime, 31)), max=self.bits - 3)
+        shift = length.add_(binary.mantissa + self.es + 3 - self.bits)
+        unit = LEFT(1, shift)
+        if self.mode == "nearest":
+            is_odd = RIGHT(ADD(scaled, self.parity), shift).bitwise_and_(1)
+            added = RIGHT(unit, 1).sub_(1).add_(is_odd).add_(scaled)
+        elif self.mode == "nearest_away":
+            added = RIGHT(unit, 1).add_(scaled)
+        elif self.mode in ("up", "down"):
+            grows = may_grow(bits, self.mode)
+            added = WHERE(grows, ADD(scaled, unit).sub_(1), scaled)
+        else:
+            added = scaled
+        rounded = CLAMP(AND(added, -unit).add_(start), max=self.most)
+        if self.mode not in ("nearest", "nearest_away"):
+            # Only these two never round to zero.
+            is_tiny = LT(whole, self.least)
+            if self.mode == "stochastic":
+                rounded = self._drawn(whole, rounded, unit, is_tiny, noise)
+            else:
+                if self.mode in ("up", "down"):
+                    is_tiny = AND(is_tiny, ~grows)
+                rounded = rounded.masked_fill_(is_tiny, 0)
+        rounded = AND(rounded, ones_if_positive(whole, binary))
+        is_nan = ones_if_positive(SUB(whole, self.last), binary)
+        rounded = rounded.bitwise_or_(is_nan.bitwise_and_(binary.nan))
+        sign = AND(bits, binary.sign).bitwise_and_(ones_if_positive(rounded, binary))
+        return rounded.bitwise_or_(sign).view(binary.dtype)
+
+    def _drawn(
+        self, whole: Tensor, rounded: Tensor, unit: Tensor, is_tiny: Tensor, noise: Tensor | None
+    ) -> Tensor:
+        """Returns the bits of one of the neighbours, by chance in proportion to how near they are."""
+        assert noise is not None
+        binary = self.binary
+        below = rounded.masked_fill(is_tiny, 0)
+        above = WHERE(is_tiny, self.least, ADD(rounded, unit))
+        low, high = below.view(binary.dtype), above.view(binary.dtype)
+        magnitude = CLAMP(whole, max=self.most).view(binary.dtype)
+        share = DIV(SUB(magnitude, low), SUB(high, low))
+        return WHERE(GE(share, uniform(noise, binary)), above, below)
+
+    def kernel_spec(self, length: int) -> Any:
+        """Returns the kernel's ``posit_spec``."""
+        return (ctypes.c_int64 * 7)(
+            self.mode_number, self.bits, self.es, self.least, self.most, self.parity, self.last
+        )
+
+
+@dataclass(frozen=True)
+class Posit(CodedFormat):
+    """A posit as the standard of 2022 has it, which fixes ``es`` at 2; others were in use before.
+
+    Attributes:
+        name: An identifier.
+        bits: Bits of a code.
+        es: Bits of the exponent field.
+
+    Example:
+        >>> posit6 = hmpx.formats.Posit("posit6", bits=6, es=2)
+        >>> hmpx.formats.quantize(torch.tensor([1.1, 100.0, 1e9]), posit6)
+        tensor([1.0000e+00, 1.2800e+02, 6.5536e+04])
+    """
+
+    name: str
+    bits: int
+    es: int
+
+    plans = (PositPlan,)
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            OptionError: A field has a value that it can't have, or the format has values beyond
+                those of float64.
+        """
+        check_name(self.name)
+        check_int(self.name, "bits", self.bits, 3, 32)
+        check_int(self.name, "es", self.es, 0, 8)
+        if self.max_exponent > 1000:
+            raise OptionError(
+                f"format {self.name}: its largest value, 2**{self.max_exponent}, is beyond float64, "
+                "in which formats are computed; take fewer bits or a smaller es"
+            )
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest number; that of the smallest is its negative."""
+        return (self.bits - 2) << self.es
+
+    @property
+    def significand_bits(self) -> int:
+        """Bits of the significand between 1 and 2, where most are left, the leading 1 included."""
+        return max(self.bits - 3 - self.es, 0) + 1
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next larger number."""
+        kept = self.bits - 3 - self.es
+        return math.ldexp(1.0, -kept) if kept >= 0 else math.ldexp(1.0, 1 << -kept) - 1.0
+
+    @property
+    def max(self) -> float:
+        """The largest number."""
+        return math.ldexp(1.0, self.max_exponent)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number: posits have no subnormals."""
+        return math.ldexp(1.0, -self.max_exponent)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number."""
+        return self.smallest_normal
+
+    # --- rounding ------------------------------------------------------------------------------
+
+    @property
+    def default_overflow(self) -> Overflow:
+        """What infinities become unless something else is asked for; numbers always saturate."""
+        return "nan"
+
+    @property
+    def fits_in_float32(self) -> bool:
+        """Whether float32 has room for all values, and for what rounding adds to them."""
+        return self.bits - 3 - self.es <= 22 and self.max_exponent <= 125
+
+    @property
+    def is_exact_in_float32(self) -> bool:
+        """Whether every value is one of float32."""
+        return self.significand_bits <= 24 and self.max_exponent <= 126
+
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+        """Returns how to round tensors of a binary type that the format fits in."""
+        return PositPlan(binary, mode, self.bits, self.es, overflow != "saturate")
+
+    # --- codes ---------------------------------------------------------------------------------
+
+    def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
+        """Returns the codes of values of the format, as integers of any width."""
+        places = binary.mantissa + self.es
+        bits = rounded.view(binary.integer)
+        whole = AND(bits, binary.magnitude)
+        scaled = SUB(whole, binary.bias << binary.mantissa)
+        scaled = scaled.clamp_(
+            *(e << binary.mantissa for e in (-self.max_exponent, self.max_exponent))
+        )
+        regime = RIGHT(scaled, places)
+        kept = SUB(self.bits - 3, XOR(regime, RIGHT(regime, 31))).clamp_(min=0)
+        # 1...10 above 1, 0...01 below
+        run = WHERE(LT(regime, 0), 1, SUB(LEFT(1, CLAMP(ADD(regime, 2), min=0)), 2))
+        rest = RIGHT(AND(scaled, (1 << places) - 1), SUB(places, kept))
+        codes = OR(LEFT(run, kept), rest)
+        codes = codes.masked_fill_(EQ(regime, self.bits - 2), (1 << (self.bits - 1)) - 1)
+        codes = WHERE(LT(bits, 0), -codes, codes).to(torch.int64)
+        codes = codes.bitwise_and_((1 << self.bits) - 1).masked_fill_(EQ(whole, 0), 0)
+        return codes.masked_fill_(GT(whole, binary.infinity), 1 << (self.bits - 1))
+
+    def values_of(self, codes: Tensor) -> Tensor:
+        """Returns the values of int64 codes, in float64."""
+        bits, es = self.bits, self.es
+        codes = AND(codes, (1 << bits) - 1)
+        sign = RIGHT(codes, bits - 1)
+        whole = AND(WHERE(EQ(sign, 1), -codes, codes), (1 << (bits - 1)) - 1)
+        lead = RIGHT(whole, bits - 2)
+        # The run of leading bits ends at the highest bit that differs from the first.
+        differing = WHERE(EQ(lead, 1), XOR(whole, (1 << (bits - 1)) - 1), whole)
+        highest = RIGHT(differing.to(torch.float64).view(torch.int64), FP64.mantissa)
+        highest = WHERE(EQ(differing, 0), -1, SUB(highest, FP64.bias))
+        run = SUB(bits - 2, highest)
+        regime = WHERE(EQ(lead, 1), SUB(run, 1), -run)
+        left = CLAMP(highest, min=0)
+        rest = AND(whole, SUB(LEFT(1, left), 1))
+        # Exponent bits that were cut off are zeros: fill up to 63 - es bits, all of which then count.
+        rest = LEFT(rest, SUB(FP64.mantissa + es, left))
+        exponent = ADD(LEFT(regime, es), RIGHT(rest, FP64.mantissa))
+        fraction = AND(rest, (1 << FP64.mantissa) - 1)
+        values = OR(LEFT(ADD(exponent, FP64.bias), FP64.mantissa), fraction).view(torch.float64)
+        values = WHERE(EQ(sign, 1), -values, values)
+        values = values.masked_fill_(EQ(codes, 0), 0.0)
+        return values.masked_fill_(EQ(codes, 1 << (bits - 1)), math.nan)

@@ -1,0 +1,114 @@
+"""Who observes: observers attached to whatever conversion is in force, now or later.
+
+Knows nothing of wrappers: these are made anew, by the session, when observers come or go.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+from .. import arguments
+from ..errors import OptionError, shown
+from ..registry import Registry, exclusive
+from .op_calls import CallTensors, OpCall
+
+
+class Observer(Protocol):
+    """Something that gets each call of a patched op, after it ran."""
+
+    def __call__(self, call: OpCall, /) -> None:
+        """Takes one call; an exception propagates to the user's code."""
+
+
+class TensorObserver(Protocol):
+    """Something that gets each call of a patched op, after it ran, with its tensors."""
+
+    def __call__(self, call: OpCall, tensors: CallTensors | None, /) -> None:
+        """Takes one call; ``tensors`` may be None while torch.compile traces it."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Attached:
+    """An observer that is attached.
+
+    As a context manager it is detached at the end of the block.
+
+    Attributes:
+        observer: What `attach` was given.
+        tensors: Whether it asked for tensors.
+
+    Example:
+        >>> attached = hmpx.attach(lambda call: print(call.op))
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     y = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        mm
+        >>> attached.detach()
+    """
+
+    observer: Callable[..., Any]
+    tensors: bool = False
+
+    def tell(self, call: OpCall, tensors: CallTensors | None) -> None:
+        """Passes a call on to the observer."""
+        if self.tensors:
+            self.observer(call, tensors)
+        else:
+            self.observer(call)
+
+    @exclusive
+    def detach(self) -> None:
+        """Ends the observation; does nothing if it has ended."""
+        ATTACHED.change(tuple(each for each in ATTACHED.value if each is not self))
+
+    def __enter__(self) -> Attached:
+        return self
+
+    def __exit__(self, *exc_info: object) -> None:
+        self.detach()
+
+    def __repr__(self) -> str:
+        state = "attached" if self in ATTACHED.value else "detached"
+        return f"<hmpx observer {shown(self.observer)}, {state}>"
+
+
+#: All that are attached, in the order in which they are told.
+ATTACHED: Final[Registry[tuple[Attached, ...]]] = Registry(())
+
+
+@exclusive
+def attach(observer: Observer | TensorObserver, tensors: bool = False) -> Attached:
+    """Has ``observer`` called after each call of a patched op, until it is detached.
+
+    Holds for the conversion in force, and for those to come. What the observer computes with torch is
+    not cast, and not observed in turn. An exception that it raises propagates to the program. Of a
+    compiled call it is told while torch.compile traces it, with tensors that hold no values or without
+    any, and not when it runs.
+
+    While nothing is attached, wrappers are what they would be without observers: there is no cost.
+
+    Args:
+        observer: Called as ``observer(call)`` with an `OpCall`.
+        tensors: Calls it as ``observer(call, tensors)``, with `CallTensors`: arguments as given and
+            as cast, results, and the call's own function to run again.
+
+    Returns:
+        What to detach; a context manager that does so at the end of its block.
+
+    Raises:
+        OptionError: ``observer`` can't be called, or ``tensors`` is not a bool.
+
+    Example:
+        >>> import torch, hmpx
+        >>> calls = []
+        >>> with hmpx.convert(device_types={"cpu"}), hmpx.attach(calls.append):
+        ...     _ = torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+        >>> calls[0].op, calls[0].cast_policy, calls[0].cast_dtypes
+        ('mm', 'LOW', (torch.bfloat16, torch.bfloat16))
+    """
+    if not callable(observer):
+        raise OptionError(f"an observer must be a function of a call, not {shown(observer)}")
+    attached = Attached(observer, arguments.truth("tensors", tensors))
+    ATTACHED.change((*ATTACHED.value, attached))
+    return attached

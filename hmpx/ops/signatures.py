@@ -1,0 +1,123 @@
+"""The parameters of ops' callables: which may hold tensors, and which are written to."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from .known_facts import facts
+from .schemas import argument_letter, aten_name, declared_written, schemas_named, takes_tensor
+from .sites import Site
+
+#: Ends of the names of ops that only read the running statistics they take.
+_READ_STATISTICS = ("_backward", "_no_training")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a callable.
+
+    Attributes:
+        names: Parameter names by position; keyword-only ones follow.
+        kinds: Position -> ``"T"`` (a tensor), ``"O"`` (a tensor or None), ``"N"`` (a tensor, a
+            number or None), ``"A"`` (anything that may hold tensors). Positions that never hold
+            a tensor are absent.
+        required: How many of the positions in ``kinds`` every call fills.
+        plain: Names that never hold a tensor to be cast (``alpha``, ``eps``, ``dim``).
+        has_keyword_tensors: A keyword-only argument may hold a tensor to be cast.
+    """
+
+    names: tuple[str, ...]
+    kinds: Mapping[int, str]
+    required: int
+    plain: frozenset[str]
+    has_keyword_tensors: bool = False
+
+    @property
+    def has_several_tensors(self) -> bool:
+        """Whether a call may hold more than one tensor to be cast."""
+        return len(self.kinds) > 1 or "A" in self.kinds.values() or self.has_keyword_tensors
+
+
+def parameters(site: Site) -> Parameters:
+    """Returns the parameters of the callable at ``site``."""
+    if site.is_python:
+        return python_parameters(site.function())
+    return _schema_parameters(aten_name(site), site.namespace == "torch.Tensor")
+
+
+def written(op: str, site: Site) -> tuple[str, ...]:
+    """Returns the parameters of the callable at ``site`` whose tensors it writes to, ``out`` aside.
+
+    They are those that the schemas declare, and the first one of an in-place callable; ``ops.ini`` adds
+    what schemas can't express. Running statistics are declared for one op of their family only, but
+    every op that takes them updates them, except those whose names say otherwise.
+    """
+    names = parameters(site).names
+    found = set(facts("writes").get(op, ())) | set(names[:1] if site.in_place else ())
+    if not site.is_python:
+        found |= declared_written(aten_name(site))
+    if not op.endswith(_READ_STATISTICS):
+        found |= _statistics()
+    return tuple(name for name in names if name in found)
+
+
+def statistics(op: str, site: Site) -> tuple[str, ...]:
+    """Returns the running statistics among the parameters that the callable at ``site`` writes to."""
+    return tuple(name for name in written(op, site) if name in _statistics())
+
+
+@functools.cache
+def _schema_parameters(name: str, is_method: bool) -> Parameters:
+    schemas = [
+        [(a.name, argument_letter(a), a.kwarg_only, a.has_default_value()) for a in s.arguments]
+        for s in schemas_named(name)
+        if takes_tensor(s)
+    ]
+    if is_method:  # x.polygamma(n) is polygamma(n, self), x.where(c, y) is where(c, self, y)
+        schemas = [sorted(s, key=lambda argument: argument[0] != "self") for s in schemas]
+    if not schemas:  # a property or a builtin of its own kind: its one input is self
+        return Parameters(("self",), {0: "T"}, 1, frozenset())
+    longest = max(schemas, key=len)
+    kinds: dict[int, str] = {}
+    for position in range(len(longest)):
+        seen = {s[position][1] for s in schemas if position < len(s) and not s[position][2]}
+        if seen - {""}:
+            kinds[position] = _merged_kind(seen)
+    arguments = [argument for s in schemas for argument in s]
+    tensors = {name for name, kind, *_ in arguments if kind}
+    return Parameters(
+        names=tuple(name for name, *_ in longest),
+        kinds=kinds,
+        required=min(sum(not kw and not default for *_, kw, default in s) for s in schemas),
+        plain=frozenset({name for name, *_ in arguments} - tensors),
+        has_keyword_tensors=any(kind and is_keyword for _, kind, is_keyword, _ in arguments),
+    )
+
+
+def _merged_kind(kinds: set[str]) -> str:
+    """Returns the kind of a position whose overloads have these kinds; ``""`` holds no tensor."""
+    if kinds <= {"T", "O"}:
+        return "O" if "O" in kinds else "T"
+    return "N" if kinds <= {"T", "O", ""} else "A"
+
+
+def python_parameters(function: Callable[..., Any]) -> Parameters:
+    """Returns the parameters of a function without a schema: each may hold tensors, nested or not."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # no signature: each call's own arguments decide
+        return Parameters((), {}, 0, frozenset())
+    names = tuple(
+        p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
+    )
+    return Parameters(names, dict.fromkeys(range(len(names)), "A"), 0, frozenset())
+
+
+@functools.cache
+def _statistics() -> frozenset[str]:
+    """Returns ATen's names of the running statistics that a norm updates."""
+    return declared_written("_native_batch_norm_legit")

@@ -1,0 +1,80 @@
+"""Where torch keeps ops: its namespaces, and the slots in them that hold callables."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional
+
+from ..torch_internals import NN, NN_NAMESPACE, VF, VF_NAMESPACE
+
+#: Where ops live, the innermost spelling of each prefix that users write. The order decides
+#: which op a bare name means: ``norm`` is ``torch.norm``, not ``torch.linalg.norm``.
+NAMESPACES: Mapping[str, Any] = types.MappingProxyType(
+    {
+        "torch": torch,
+        "torch.functional": torch.functional,
+        "torch.Tensor": torch.Tensor,
+        "torch.nn.functional": torch.nn.functional,
+        NN_NAMESPACE: NN,
+        VF_NAMESPACE: VF,
+        "torch.linalg": torch.linalg,
+        "torch.special": torch.special,
+        "torch.fft": torch.fft,
+        "torch.sparse": torch.sparse,
+    }
+)
+
+#: Their bare names give way to those of torch, Tensor and torch.nn.functional.
+QUALIFIED_ONLY = ("torch.linalg", "torch.special", "torch.fft", "torch.sparse")
+
+#: What users write before the dot -> namespace.
+PREFIXES = {
+    **{n: n for n in NAMESPACES},
+    **{n.removeprefix("torch."): n for n in NAMESPACES if n != "torch"},
+    "functional": "torch.nn.functional",
+    "F": "torch.nn.functional",
+}
+
+RESERVED = frozenset(PREFIXES) | {prefix.partition(".")[0] for prefix in PREFIXES} | {"aten"}
+
+
+@dataclass(frozen=True, slots=True)
+class Site:
+    """One slot that holds a callable of an op.
+
+    Attributes:
+        namespace: Key of `NAMESPACES`.
+        attribute: Name of the slot in it.
+        in_place: The callable writes to its first argument.
+        is_python: The callable is implemented in Python and may call other ops.
+        is_property: The slot holds a property; the callable is its getter.
+    """
+
+    namespace: str
+    attribute: str
+    in_place: bool = False
+    is_python: bool = False
+    is_property: bool = False
+
+    @property
+    def qualified(self) -> str:
+        """The dotted name: ``torch.nn.functional.linear``."""
+        return f"{self.namespace}.{self.attribute}"
+
+    @property
+    def owner(self) -> Any:
+        """The module or class whose slot this is."""
+        return NAMESPACES[self.namespace]
+
+    def function(self) -> Callable[..., Any]:
+        """Returns the callable that the slot holds now (for a property, its getter)."""
+        return self.callable_of(getattr(self.owner, self.attribute))
+
+    def callable_of(self, value: Any) -> Callable[..., Any]:
+        """Returns the callable of ``value``, which the slot holds (of a property, its getter)."""
+        return value.__get__ if self.is_property else value  # type: ignore[no-any-return]

@@ -1,0 +1,121 @@
+"""Traits of ops that follow from their sites and schemas: whether casting means anything, and its cost."""
+
+from __future__ import annotations
+
+import functools
+from typing import Any
+
+import torch
+
+from ..torch_internals import NN_NAMESPACE
+from . import foreign
+from .known_facts import facts
+from .op_table import covered, covering, table
+from .operators import operator_in
+from .schemas import argument_letter, schemas, takes_tensor
+from .signatures import parameters
+
+#: Tensor-valued properties, patched through their getters. The other properties describe a tensor.
+PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")
+
+
+def is_decisive(name: str, *, is_relative: bool) -> bool:
+    """Whether a list's line may change what a call of op ``name`` does.
+
+    It can't where every callable writes to its first argument, whose dtype then decides; nor, in lists
+    whose dtypes are relative to the inputs', where there is only one input.
+    """
+    if name not in table():
+        return True  # another library's
+    if _is_decisive(name, is_relative=is_relative):
+        return True
+    return any(_is_decisive(each, is_relative=is_relative) for each in covered(name))
+
+
+def _is_decisive(name: str, *, is_relative: bool) -> bool:
+    return any(
+        not site.in_place
+        and (not is_relative or site.is_python or parameters(site).has_several_tensors)
+        for site in table()[name].sites
+    )
+
+
+@functools.cache
+def computing() -> frozenset[str]:
+    """Returns the ops that ``*`` means: they compute with tensors, and casting can't lose a write."""
+    return frozenset(
+        name
+        for name in table()
+        if name[0] != "_"
+        and is_castable(name)
+        and not is_view(name)
+        and (covering(name) is not None or _is_decisive(name, is_relative=False))
+    )
+
+
+def kind(name: str) -> tuple[str, int | None]:
+    """Returns the kind of op ``name``, on which its speed in low precision depends.
+
+    For a product of two matrices, the position of the first one is returned, too.
+    """
+    words = facts("kinds").get(name)
+    if words is None:
+        return ("norm" if name in facts("parameters") else "elementwise"), None
+    return words[0], int(words[1]) if len(words) > 1 else None
+
+
+@functools.cache
+def is_castable(name: str) -> bool:
+    """Whether op ``name`` takes and returns tensors, so that casting it means something."""
+    if foreign.is_foreign(name):
+        return True  # as far as is known
+    for site in table()[name].sites:
+        if site.is_property:
+            return site.attribute in PROPERTIES
+        if operator_in(site.attribute) is not None:
+            return True
+        if site.is_python and site.namespace != "torch.Tensor":
+            return True
+        if site.namespace == NN_NAMESPACE and not schemas(site):
+            return site.attribute[0] != "_"
+        for schema in schemas(site):
+            tensors = sum(bool(argument_letter(a)) for a in schema.arguments)
+            if tensors and (tensors > 1 or any("Tensor" in str(r.type) for r in schema.returns)):
+                return True
+    return False
+
+
+@functools.cache
+def is_view(name: str) -> bool:
+    """Whether op ``name`` may return a view of its input, or only moves, copies or converts it."""
+    if name in facts("views"):
+        return True
+    sites = table()[name].sites
+    if any(s.is_property or s.attribute == "__getitem__" for s in sites):
+        return True
+    return any(
+        _is_alias(schema) or _makes_new(schema) or _copies_view(schema)
+        for site in sites
+        if not site.in_place
+        for schema in schemas(site)
+    )
+
+
+def _is_alias(schema: Any) -> bool:
+    infos = [argument.alias_info for argument in schema.arguments[:1]]
+    return any(info is not None and not info.is_write for info in infos)
+
+
+def _makes_new(schema: Any) -> bool:
+    """Whether the op takes a tensor and all the options of a new one: ``zeros_like``."""
+    names = {argument.name for argument in schema.arguments}
+    return takes_tensor(schema) and {"dtype", "layout", "device", "pin_memory"} <= names
+
+
+def _copies_view(schema: Any) -> bool:
+    """Whether the op is the copy of a view: ``detach_copy``, ``slice_copy``."""
+    name, overload = schema.name.partition("::")[2], schema.overload_name or "default"
+    if not name.endswith("_copy"):  # as all of them do; slice_scatter has the tag, too
+        return False
+    op = getattr(getattr(torch.ops.aten, name, None), overload, None)
+    return op is not None and torch.Tag.view_copy in op.tags

@@ -1,0 +1,1 @@
+"""Policy files: reading YAML, JSON and dicts, and writing YAML."""

@@ -1,0 +1,143 @@
+"""Values of the kinds that policy files hold, read from the nodes of YAML or JSON."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Final
+
+import torch
+import yaml
+
+from ... import tensors
+from ...errors import OptionError, PolicyFileError, shown, suggestion
+from ..decisions import LowType, parse_low_type
+
+#: Of all lists in a file together.
+MOST_ITEMS: Final = 100_000
+
+
+class NodeReader:
+    """Makes values of the nodes of one file; errors name its lines."""
+
+    def __init__(self, source: str) -> None:
+        """Starts with the name of the file, as messages show it."""
+        self._source = source
+        self._item_count = 0
+
+    def where(self, node: yaml.Node) -> str:
+        """Returns where a node begins: ``"policy.yaml:12"``."""
+        return f"{self._source}:{node.start_mark.line + 1}"
+
+    def error(self, node: yaml.Node, message: str) -> PolicyFileError:
+        """Returns an error about a node."""
+        return PolicyFileError(f"{self.where(node)}: {message}")
+
+    def mapping(
+        self, node: yaml.Node, readers: Mapping[str, Callable[[str, yaml.Node], Any]], what: str
+    ) -> dict[str, Any]:
+        """Returns key -> the value that its reader makes of the key and the node."""
+        self._check_tag(node)
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{what} must be a mapping of keys to values")
+        found: dict[str, Any] = {}
+        lines: dict[str, int] = {}
+        for key_node, value in node.value:
+            key = self.text("a key", key_node)
+            if key in found:
+                raise self.error(key_node, f"{shown(key)} is given twice, at line {lines[key]} too")
+            if key not in readers:
+                hint = suggestion(key, readers) or f" ({', '.join(readers)})"
+                raise self.error(key_node, f"unknown key {shown(key)} of {what}{hint}")
+            found[key] = readers[key](key, value)
+            lines[key] = key_node.start_mark.line + 1
+        return found
+
+    def _check_tag(self, node: yaml.Node) -> None:
+        if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
+            raise self.error(node, f"the tag {shown(node.tag)} has no meaning here; leave it out")
+
+    def items(self, key: str, node: yaml.Node) -> list[yaml.Node]:
+        """Returns the items of a list; a single value is one."""
+        self._check_tag(node)
+        if isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{key} must be a list")
+        nodes: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        self._item_count += len(nodes)
+        if self._item_count > MOST_ITEMS:
+            raise self.error(node, f"more than {MOST_ITEMS:,} items in one file")
+        return nodes
+
+    def text(self, key: str, node: yaml.Node) -> str:
+        """Returns a scalar as it is written."""
+        self._check_tag(node)
+        if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
+            raise self.error(node, f"{key} must be a string")
+        return str(node.value)
+
+    def texts(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        """Returns the strings of a list."""
+        return tuple([self.text(key, item) for item in self.items(key, node)])
+
+    def count(self, key: str, node: yaml.Node) -> int:
+        """Returns a whole number, 0 or greater."""
+        text = self.text(key, node)
+        if node.tag != "tag:yaml.org,2002:int" or not re.fullmatch(r"[0-9][0-9_]{0,30}", text):
+            shown = text if len(text) <= 40 else f"{text[:40]}..."
+            raise self.error(node, f"{key} must be a whole number, not {shown!r}")
+        return int(text.replace("_", ""))
+
+    def counts(self, key: str, node: yaml.Node) -> tuple[int, ...]:
+        """Returns the whole numbers of a list."""
+        return tuple([self.count(key, item) for item in self.items(key, node)])
+
+    def choice(self, key: str, node: yaml.Node, known: Iterable[str]) -> str:
+        """Returns a text that is one of ``known``."""
+        text, known = self.text(key, node), tuple(known)
+        if text not in known:
+            raise self.error(
+                node,
+                f"{key} must be one of {', '.join(known)}, not {shown(text)}{suggestion(text, known)}",
+            )
+        return text
+
+    def truth(self, key: str, node: yaml.Node) -> bool:
+        """Returns ``true`` or ``false`` as a bool."""
+        return self.choice(key, node, ("true", "false")) == "true"
+
+    def dtype(self, key: str, node: yaml.Node) -> torch.dtype:
+        """Returns the dtype of that name."""
+        try:
+            return tensors.parse_name(self.text(key, node))
+        except OptionError as error:
+            raise self.error(node, f"{key}: {error}") from None
+
+    def low_type(self, key: str, node: yaml.Node) -> LowType:
+        """Returns the low-precision type of that name: a dtype or a number format."""
+        try:
+            return parse_low_type(self.text(key, node))
+        except OptionError as error:
+            raise self.error(node, str(error)) from None
+
+    def dtypes(self, key: str, node: yaml.Node) -> tuple[torch.dtype, ...]:
+        """Returns the dtypes of a list."""
+        return tuple([self.dtype(key, item) for item in self.items(key, node)])
+
+    def devices(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        """Returns the device types of a list, sorted."""
+        try:
+            return tuple(sorted(tensors.parse_device_types(self.texts(key, node))))
+        except OptionError as error:
+            raise self.error(node, str(error).replace("device_types", key)) from None
+
+    def regexes(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        """Returns the regular expressions of a list."""
+        for item in self.items(key, node):
+            try:
+                with warnings.catch_warnings():
+                    warnings.simplefilter("ignore", FutureWarning)
+                    re.compile(self.text(key, item))
+            except (re.error, OverflowError, RecursionError) as error:
+                raise self.error(item, f"{key}: not a regular expression: {error}") from None
+        return self.texts(key, node)

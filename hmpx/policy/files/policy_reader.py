@@ -1,0 +1,92 @@
+"""The parts of a policy file, read from the nodes of YAML or JSON: op lists and sections."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from ...errors import OpListError, PolicyFileError, shown, suggestion
+from ..conditions import CONDITIONS, contradiction_of
+from ..lists.kinds import KEYS
+from ..lists.op_list import NOTHING, Entry, OpList
+from ..lists.sets import from_lines, set_names
+from .node_reader import NodeReader
+from .sources import SectionSource
+
+
+class PolicyReader(NodeReader):
+    """Makes lists and sections of the nodes of one file."""
+
+    def lines(self, node: yaml.Node, kind: str) -> OpList:
+        """Returns an op list; ``kind`` is a name in `lists.kinds.KINDS`."""
+        nodes = self.items(kind, node)
+        lines = [(self.text(f"an op of {kind}", item), self.where(item)) for item in nodes]
+        try:
+            return from_lines(lines, kind)
+        except OpListError as error:
+            raise PolicyFileError(str(error)) from None
+
+    def op_list(self, kind: str, node: yaml.Node) -> tuple[OpList, tuple[Entry, ...]]:
+        """Returns the ops that are added to a list, and those that are removed."""
+        if not isinstance(node, yaml.MappingNode):
+            return self.lines(node, kind), ()
+        readers = {
+            "add": lambda key, each: self.lines(each, kind),
+            "remove": lambda key, each: self._removed(each, kind),
+        }
+        found = self.mapping(node, readers, kind)
+        return found.get("add", NOTHING), found.get("remove", ())
+
+    def _removed(self, node: yaml.Node, kind: str) -> tuple[Entry, ...]:
+        items = self.items(kind, node)
+        return tuple([Entry(self.text("an op", item), self.where(item)) for item in items])
+
+    def section(self, node: yaml.Node) -> SectionSource:
+        """Returns the content of a section."""
+        readers = {key: functools.partial(each.read, self) for key, each in CONDITIONS.items()}
+        own: dict[str, Callable[[str, yaml.Node], Any]] = {
+            "low_precision_type": self.low_type,
+            **{kind: lambda key, each: self.lines(each, key) for kind in KEYS},
+        }
+        found = self.mapping(node, {**readers, **own}, "a section")
+        conditions = {key: value for key, value in found.items() if key in readers}
+        empty = [key for key, value in conditions.items() if value == ()]
+        if empty:
+            raise self.error(node, f"{empty[0]} is empty; name at least one, or leave it out")
+        lists = {key: value for key, value in found.items() if key in KEYS}
+        if not lists:
+            raise self.error(node, f"a section decides nothing; give it {' or '.join(KEYS)}")
+        if not conditions:
+            raise self.error(
+                node, f"a section holds for every call; give it {' or '.join(readers)}"
+            )
+        if contradiction := contradiction_of(conditions):
+            raise self.error(node, contradiction)
+        return SectionSource(lists, conditions, found.get("low_precision_type"), self.where(node))
+
+    def base(self, folder: Path, key: str, each: yaml.Node) -> str | None:
+        """Returns the shipped set or the directory of that name; None for ``none``."""
+        name = self.text(key, each)
+        if name == "none":
+            return None
+        known = set_names()
+        if name not in known and not _is_directory(folder / name):
+            hint = suggestion(name, known)
+            raise self.error(
+                each,
+                f"lists {shown(name)} is neither a shipped set ({', '.join(known)}), nor a directory, nor "
+                f"none{hint}",
+            )
+        return name if name in known else os.fspath(folder / name)
+
+
+def _is_directory(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):  # too long, or it holds a null byte
+        return False

@@ -1,0 +1,1 @@
+"""Op lists: their kinds, their files, the shipped ones, and their faults."""

@@ -1,0 +1,219 @@
+"""Makes policies of op lists and policy files: the arguments of `hmpx.convert`."""
+
+from __future__ import annotations
+
+import dataclasses
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .. import arguments, ops
+from ..arguments import is_a
+from ..errors import OptionError, PolicyFileError, shown, suggestion
+from .decisions import CastPolicy, Decision, LowType, parse_low_type
+from .files import reading
+from .files.sources import PolicySource
+from .lists import sets
+from .lists.faults import report
+from .lists.kinds import KINDS
+from .lists.op_list import Listed, OpList
+from .policy import Policy
+from .precedence import resolve
+from .sections import Section
+from .warning import warn
+
+
+def load_policy(
+    bf16_file_path: str | os.PathLike[str] = "",
+    fp32_file_path: str | os.PathLike[str] = "",
+    *,
+    fp16_file_path: str | os.PathLike[str] = "",
+    opt_level: str = "O1",
+    low_precision_type: LowType | str = torch.bfloat16,
+    lists: str | os.PathLike[str] | None = None,
+    policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+    strict: bool = False,
+) -> Policy:
+    """Returns the policy that these lists make; the arguments are those of `hmpx.convert`.
+
+    A policy file may also be given alone, in the first place: ``load_policy("policy.yaml")``.
+
+    Raises:
+        OpListError: A list can't be read, or an op is in two lists; with ``strict``, also if a
+            name is unknown.
+        PolicyFileError: ``policy`` can't be read, or is not a policy.
+        OptionError: ``opt_level``, ``low_precision_type`` or ``lists`` has an invalid value.
+
+    Example:
+        >>> policy = hmpx.load_policy(policy={"lists": "none", "low": ["mm"]})
+        >>> policy["mm"].cast_policy
+        <CastPolicy.LOW: 'low'>
+        >>> "softmax" in policy.decisions
+        False
+    """
+    given_paths = {
+        name: arguments.path(name, path)
+        for name, path in (
+            ("bf16_file_path", bf16_file_path),
+            ("fp32_file_path", fp32_file_path),
+            ("fp16_file_path", fp16_file_path),
+        )
+    }
+    level = arguments.choice("opt_level", opt_level, ("O1", "O2"))
+    set_or_folder = arguments.path("lists", lists)
+    strict = arguments.truth("strict", strict)
+    low_dtype = parse_low_type(low_precision_type)
+    if policy is None and reading.is_policy_file(given_paths["bf16_file_path"]):
+        policy, given_paths["bf16_file_path"] = given_paths["bf16_file_path"], ""
+    if policy is not None:
+        if any(given_paths.values()) or set_or_folder or level != "O1":
+            raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
+        if isinstance(policy, Policy):
+            return policy
+        return _from_source(read_source(policy), low_dtype, strict=strict)
+    for argument, path in given_paths.items():
+        if path in ("O1", "O2"):
+            raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
+        if reading.is_policy_file(path):
+            found = shown(path)
+            raise OptionError(f"{argument} is {found}; pass it by name: policy={found}")
+    if level == "O2":
+        if lists is not None:
+            raise OptionError("opt_level 'O2' has its own lists; leave out lists, or use 'O1'")
+        if any(given_paths.values()):
+            ignored = ", ".join(shown(path) for path in given_paths.values() if path)
+            warn(f"opt_level 'O2' ignores list files ({ignored}); use 'O1' to read them")
+        return _from_lists({}, "o2", low_dtype, strict=strict)
+    by_kind = dict(zip(("low", "fp32", "fp16"), given_paths.values(), strict=True))
+    chosen = sets.DEFAULT_SET if lists is None else set_or_folder
+    return _from_lists(by_kind, chosen, low_dtype, strict=strict)
+
+
+def _from_lists(
+    paths: Mapping[str, str], lists: str, low_dtype: LowType, *, strict: bool
+) -> Policy:
+    """Returns the policy of the files at ``paths``, by kind, and of a set of lists for the other kinds."""
+    given = [
+        Listed(sets.read_list(path, kind), KINDS[kind].decision(low_dtype))
+        for kind, path in paths.items()
+        if path
+    ]
+    has_low = paths.get("low") or (paths.get("fp16") and low_dtype is torch.float16)
+    shipped = [
+        Listed(op_list, KINDS[kind].decision(low_dtype))
+        for kind, op_list in sets.read_set(lists, low_dtype).items()
+        if not (kind == "fp32" and paths.get("fp32")) and not (kind == "low" and has_low)
+    ]
+    first = [Listed(sets.read_shipped("first"), KINDS["first"].decision(low_dtype))]
+    report([*given, *shipped], strict=strict)
+    libraries = [_of_libraries([*given, *shipped])]
+    return Policy(resolve([given, shipped, first, libraries]), low_dtype)
+
+
+def read_source(policy: object) -> PolicySource:
+    """Returns the content of a policy file, or of a mapping like one.
+
+    Raises:
+        OptionError: ``policy`` is neither.
+        PolicyFileError: It can't be read, or is not a policy.
+    """
+    if isinstance(policy, PolicySource):
+        return policy
+    if is_a(policy, Mapping):
+        return reading.from_mapping(policy)  # type: ignore[arg-type]
+    if is_a(policy, str) or hasattr(type(policy), "__fspath__"):
+        return reading.read_policy_file(arguments.path("policy", policy))
+    raise OptionError(
+        f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {shown(policy)}"
+    )
+
+
+def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) -> Policy:
+    """Returns the policy of a file; raises errors and warns about its faults."""
+    for note in source.notes:
+        warn(note)
+    low_dtype = source.low_precision_type or default_dtype
+    given = [
+        Listed(op_list, KINDS[kind].decision(low_dtype)) for kind, op_list in source.lists.items()
+    ]
+    shipped = []
+    first: list[Listed] = []
+    libraries: list[Listed] = []
+    if source.base is not None:
+        base = sets.read_set(source.base, low_dtype)
+        shipped = [
+            Listed(_without(op_list, kind, source), KINDS[kind].decision(low_dtype))
+            for kind, op_list in base.items()
+        ]
+        for kind in source.removed.keys() - base.keys() - {"first"}:
+            raise PolicyFileError(
+                f"{source.removed[kind][0].where}: the shipped set has no {kind} list to remove from"
+            )
+        first_list = _without(sets.read_shipped("first"), "first", source)
+        first = [Listed(first_list, KINDS["first"].decision(low_dtype))]
+        libraries = [_of_libraries([*given, *shipped])]
+    by_section = [
+        [
+            Listed(op_list, KINDS[kind].decision(section.low_precision_type or low_dtype))
+            for kind, op_list in section.lists.items()
+        ]
+        for section in source.sections
+    ]
+    report([*given, *shipped], *by_section, strict=strict)
+    decisions = {
+        op: decision
+        for op, decision in resolve([given, shipped, first, libraries]).items()
+        if decision.cast_policy is not CastPolicy.PASS
+    }
+    made = [
+        Section(resolve([lists]), **section.conditions, where=section.where)
+        for section, lists in zip(source.sections, by_section, strict=True)
+    ]
+    _check_sections(made)
+    return Policy(decisions, low_dtype, tuple(made))
+
+
+def _of_libraries(lists: Iterable[Listed]) -> Listed:
+    """Returns the shipped list of other libraries' ops, without those that ``lists`` remove."""
+    removed = frozenset().union(*[listed.op_list.removed for listed in lists])
+    op_list = sets.of_libraries()
+    kept = {name: entry for name, entry in op_list.ops.items() if name not in removed}
+    decision = Decision(CastPolicy.FP32, torch.float32)
+    return Listed(dataclasses.replace(op_list, ops=kept), decision)
+
+
+def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
+    """Returns ``op_list`` without the ops that the policy file removes from it."""
+    kept, removed = dict(op_list.ops), set(op_list.removed)
+    for entry in source.removed.get(kind, ()):
+        if entry.text == "*":
+            return dataclasses.replace(op_list, ops={}, everything=None)
+        name = ops.resolve(entry.text)
+        if name in op_list.removed:
+            continue  # the shipped list does without it already
+        if name is not None and name in sets.of_libraries().ops:
+            removed.add(name)
+        elif name is None or kept.pop(name, None) is None:
+            hint = suggestion(entry.text, kept)
+            raise PolicyFileError(
+                f"{entry.where}: no {shown(entry.text)} in the shipped {kind} list to remove{hint}"
+            )
+    removed |= op_list.ops.keys() - kept.keys()
+    return dataclasses.replace(op_list, ops=kept, removed=frozenset(removed))
+
+
+def _check_sections(made: list[Section]) -> None:
+    """Raises an error where two sections with equal conditions differ about an op."""
+    known: dict[object, dict[str, Decision]] = {}
+    for section in made:
+        decided = known.setdefault(section.conditions(), {})
+        for op in decided.keys() & section.decisions.keys():
+            said, decision = decided[op], section.decisions[op]
+            if said != decision:
+                raise PolicyFileError(
+                    f"{decision.reason}: {op!r} is decided at {said.reason} already, in a section "
+                    "with the same conditions; keep one of the lines"
+                )
+        decided.update(section.decisions)

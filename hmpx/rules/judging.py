@@ -1,0 +1,177 @@
+"""Decides calls by rules, and keeps each verdict for the calls that are alike.
+
+Calls are alike for a rule if they agree in everything that it has looked at.
+"""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import replace
+from typing import Any, Final, Generic, TypeVar
+
+import torch
+from torch import Tensor
+
+from .. import torch_state
+from ..errors import RuleError, shown
+from ..ops import Parameters
+from ..policy import FIELDS, Call, CastPolicy, Decision, LowType, Rule, settled_dtype
+from ..torch_state import disable_casts, is_below_dispatcher
+
+_T = TypeVar("_T")
+
+#: The most verdicts that are kept: shapes may vary without end.
+MOST_VERDICTS: Final = 4096
+_SEQUENCES: Final = (list, tuple)
+_SHAPES: Final = ("shapes",)
+_PLACE: Final = ("place",)
+_VALUES: Final = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
+
+
+class Judge(Generic[_T]):
+    """Decides the calls of one call site by rules, and keeps their verdicts."""
+
+    def __init__(
+        self,
+        op: str,
+        parameters: Parameters,
+        rules: tuple[Rule, ...],
+        low_dtype: LowType,
+        follow: Callable[[Decision | None], _T],
+    ) -> None:
+        """Starts without verdicts.
+
+        Args:
+            op: Op name.
+            parameters: Those of the callable.
+            rules: The one asked first comes first.
+            low_dtype: That of decisions that name none.
+            follow: Makes of a decision what is kept; of None, what the lists decide.
+        """
+        self._op, self._rules, self._low_dtype, self._follow = op, rules, low_dtype, follow
+        self._names = parameters.names
+        self._may_be_nested = "A" in parameters.kinds.values()
+        # What the verdicts depend on, and the verdicts; replaced together, since threads share them.
+        self._state: tuple[tuple[str, ...], dict[Any, _T]] = ((), {})
+
+    def judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
+        """Returns the result of ``follow`` for a call with these arguments."""
+        fields, known = self._state
+        try:
+            return known[self._key(fields, args, kwargs)]
+        except (KeyError, TypeError):  # sizes that are symbols have no hash
+            return self._ask(args, kwargs)
+
+    def _key(
+        self, fields: tuple[str, ...], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        if fields == _SHAPES and not kwargs:
+            if not self._may_be_nested:
+                return tuple([value.shape for value in args if isinstance(value, Tensor)])
+            return tuple([tensor.shape for tensor in _tensors(args, kwargs, self._names)])
+        if fields == _PLACE:
+            return torch_state.place()
+        if not fields:
+            return None
+        tensors = _tensors(args, kwargs, self._names)
+        return tuple([self._value(field, tensors, args, kwargs) for field in fields])
+
+    def _value(
+        self, field: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
+    ) -> Any:
+        match field:
+            case "shapes":
+                return tuple([tensor.shape for tensor in tensors])
+            case "dtypes":
+                return tuple([tensor.dtype for tensor in tensors])
+            case "devices":
+                return tuple([tensor.device for tensor in tensors])
+            case "place":
+                return torch_state.place()
+            case _:
+                plain = _plain_arguments(args, kwargs, self._names)
+                return tuple([(name, *_typed(value)) for name, value in plain.items()])
+
+    def _ask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
+        if is_below_dispatcher():  # nothing is cast there
+            return self._follow(None)
+        tensors = _tensors(args, kwargs, self._names)
+        # Sizes may be symbols of a compiler, or tensors under torch.jit.trace: a rule compares them.
+        shapes = tuple([torch.Size([int(size) for size in t.shape]) for t in tensors])
+        values = {
+            "shapes": shapes,
+            "dtypes": tuple([tensor.dtype for tensor in tensors]),
+            "devices": tuple([tensor.device for tensor in tensors]),
+            "kwargs": types.MappingProxyType(_plain_arguments(args, kwargs, self._names)),
+            "place": torch_state.place,
+        }
+        read: set[str] = set()
+        with disable_casts():
+            followed = self._follow(self._verdict(Call(self._op, values, read)))
+        before, known = self._state
+        fields = tuple([name for name in FIELDS if name in read or name in before])
+        if fields != before or len(known) >= MOST_VERDICTS:
+            known = {}  # the verdicts depend on more than was known
+            self._state = fields, known
+        if all([type(size) is int for tensor in tensors for size in tensor.shape]):  # noqa: C419
+            known[self._key(fields, args, kwargs)] = followed
+        return followed
+
+    def _verdict(self, call: Call) -> Decision | None:
+        for rule in self._rules:
+            verdict = rule(call)
+            if verdict is None:
+                continue
+            if isinstance(verdict, CastPolicy):
+                verdict = Decision(verdict)
+            if not isinstance(verdict, Decision):
+                raise RuleError(
+                    f"{rule} for {call.op} returned {shown(verdict)}; return hmpx.ALLOW, hmpx.FOLLOW, "
+                    "hmpx.DENY, an hmpx.Decision, or None"
+                )
+            return self._settled(verdict, rule)
+        return None
+
+    def _settled(self, decision: Decision, rule: Rule) -> Decision:
+        """Returns ``decision`` with a dtype and a reason, where it has none."""
+        dtype = settled_dtype(decision, self._low_dtype)
+        return replace(decision, dtype=dtype, reason=decision.reason or str(rule))
+
+
+def _tensors(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: tuple[str, ...]
+) -> list[Tensor]:
+    """Returns the tensors of a call, in the order of its parameters, also those in lists."""
+    values: Iterable[Any] = args
+    if kwargs:
+        order = {name: position for position, name in enumerate(parameters)}
+        named = sorted(kwargs, key=lambda name: order.get(name, len(order)))
+        values = (*args, *[kwargs[name] for name in named])
+    found: list[Tensor] = []
+    for value in values:
+        if isinstance(value, Tensor):
+            found.append(value)
+        elif isinstance(value, _SEQUENCES):
+            found.extend([item for item in value if isinstance(item, Tensor)])
+    return found
+
+
+def _typed(value: Any) -> tuple[Any, ...]:
+    """Returns ``value`` with its type, which tells 1, 1.0 and True apart."""
+    if isinstance(value, tuple):
+        return value, *map(type, value)
+    return value, type(value), str(value) if isinstance(value, float) else None  # -0.0
+
+
+def _plain_arguments(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], parameters: tuple[str, ...]
+) -> dict[str, Any]:
+    """Returns the arguments that are numbers, strings, dtypes and the like, by name."""
+    found: dict[str, Any] = {}
+    for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
+        plain = tuple(value) if isinstance(value, _SEQUENCES) else value
+        items = plain if isinstance(plain, tuple) else (plain,)
+        if all([isinstance(item, _VALUES) for item in items]):  # noqa: C419
+            found[name] = plain
+    return found

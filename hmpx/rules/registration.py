@@ -1,0 +1,225 @@
+"""Rules that users register: functions that decide the calls of an op."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any, Final, TypeVar, overload
+
+from .. import arguments, ops
+from ..arguments import is_a
+from ..errors import OptionError, RuleError, said_by, shown, suggestion
+from ..policy import Call, Verdict
+from ..registry import Registry, exclusive
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(frozen=True, slots=True)
+class Registered:
+    """A rule as it was registered.
+
+    Attributes:
+        op: Op name, or ``"*"``.
+        function: The user's function.
+        level: The rule of the highest level is asked first; of equal ones, the latest.
+    """
+
+    op: str
+    function: Callable[[Call], Verdict]
+    level: int
+
+    def __call__(self, call: Call) -> Verdict:
+        """Returns the verdict of the user's function.
+
+        Raises:
+            RuleError: It raised an error.
+        """
+        try:
+            return self.function(call)
+        except Exception as error:
+            raise RuleError(f"{self} for {call.op} raised {said_by(error)}") from error
+
+    def names_modules(self) -> bool:
+        """Whether the function's own code asks about modules; functions that it calls may ask, too."""
+        code = getattr(self.function, "__code__", None) or getattr(
+            type(self.function).__call__, "__code__", None
+        )
+        asked = {"module", "module_class", "module_classes", "training"}
+        return code is not None and not asked.isdisjoint(_names_in(code))
+
+    @property
+    def name(self) -> str:
+        """The qualified name of the function."""
+        return str(getattr(self.function, "__qualname__", None) or type(self.function).__qualname__)
+
+    def __str__(self) -> str:
+        name = getattr(self.function, "__qualname__", None) or shown(self.function)
+        code = getattr(self.function, "__code__", None)
+        where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
+        return f"rule {name}{where}"
+
+
+def _names_in(code: types.CodeType) -> Iterator[str]:
+    yield from code.co_names
+    for constant in code.co_consts:
+        if isinstance(constant, types.CodeType):
+            yield from _names_in(constant)
+
+
+# --- the registry ------------------------------------------------------------------------------
+
+#: All rules, in the order of their registration.
+RULES: Final[Registry[tuple[Registered, ...]]] = Registry(())
+
+
+@overload
+def register_rule(
+    op: str | Iterable[str], fn: None = None, level: int = 10
+) -> Callable[[_F], _F]: ...
+@overload
+def register_rule(op: str | Iterable[str], fn: _F, level: int = 10) -> _F: ...
+def register_rule(
+    op: str | Iterable[str], fn: Callable[[Call], Verdict] | None = None, level: int = 10
+) -> Any:
+    """Lets a function decide the calls of an op, before the op lists do.
+
+    It is called with a `Call` and returns a `Decision`, or a `CastPolicy` (`ALLOW`, `FOLLOW`,
+    `DENY`), or None to leave the call to the next rule and then to the lists. What it says is kept
+    for all calls that are alike in what it has looked at, so it must depend on nothing else. Tensors
+    that are written to keep their dtype, whatever it says.
+
+    Holds for conversions in force and for later ones, until `unregister_rule`. After
+    TVM's mixed-precision pass.
+
+    Args:
+        op: An op name as in the lists, several of them, or ``"*"`` for every op.
+        fn: The function; None makes a decorator.
+        level: Of several rules the one of the highest level is asked first; of equal ones, that
+            registered last.
+
+    Returns:
+        ``fn``, or the decorator.
+
+    Raises:
+        OptionError: An op is unknown, ``fn`` can't be called, or ``level`` is not an integer.
+
+    Example:
+        >>> @hmpx.register_rule("linear")
+        ... def keep_small_layers(call):
+        ...     return hmpx.DENY if call.shapes[1].numel() < 100 else None
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     torch.nn.Linear(2, 3)(torch.ones(1, 2)).dtype
+        ...     torch.nn.Linear(20, 30)(torch.ones(1, 20)).dtype
+        torch.float32
+        torch.bfloat16
+        >>> hmpx.unregister_rule("linear", keep_small_layers)
+    """
+    names = _resolved(op)
+    if type(level) is not int:
+        raise OptionError(f"level must be an integer, not {shown(level)}")
+
+    @exclusive
+    def register(function: _F) -> _F:
+        if not callable(function):
+            raise OptionError(f"a rule must be a function of a call, not {shown(function)}")
+        rules = RULES.value
+        for name in names:
+            rules = tuple(
+                rule  # except one that a notebook's cell defines again
+                for rule in rules
+                if rule.op != name or not _is_same(rule.function, function)
+            )
+            rules += (Registered(name, function, level),)
+        RULES.change(rules)
+        return function
+
+    return register if fn is None else register(fn)
+
+
+@exclusive
+def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | None = None) -> None:
+    """Removes rules that `register_rule` added.
+
+    Args:
+        op: What was given there.
+        fn: The function; None for all rules of ``op``.
+
+    Raises:
+        OptionError: There is no such rule.
+
+    Example:
+        >>> fn = hmpx.register_rule(["mm", "bmm"], lambda call: hmpx.DENY)
+        >>> hmpx.unregister_rule("mm")
+        >>> hmpx.unregister_rule("bmm", fn)
+    """
+    if fn is not None and not callable(fn):
+        raise OptionError(f"a rule must be a function of a call, not {shown(fn)}")
+    gone: list[Registered] = []
+    for name in _resolved(op):
+        found = [r for r in RULES.value if r.op == name and fn in (None, r.function)]
+        if not found:
+            which = "no rule" if fn is None else f"no such rule: {shown(fn)}"
+            raise OptionError(f"{name!r} has {which}; register_rule adds one")
+        gone += found
+    RULES.change(tuple(rule for rule in RULES.value if rule not in gone))
+
+
+def registered(op: str) -> tuple[Registered, ...]:
+    """Returns the rules of ``op``, in the order in which they are asked.
+
+    A rule of an op holds for its operators too, unless they have rules of their own.
+    """
+    rules = RULES.value
+    own: str | None = op
+    while own is not None and not any(rule.op == own for rule in rules):
+        own = ops.covering(own)
+    found = [rule for rule in rules if rule.op in (own, "*")]
+    found.reverse()
+    found.sort(key=lambda rule: -rule.level)
+    return tuple(found)
+
+
+def all_rules() -> tuple[Registered, ...]:
+    """Returns all rules, in the order of their registration."""
+    return RULES.value
+
+
+def _resolved(op: str | Iterable[str]) -> list[str]:
+    found: list[str] = []
+    named = [op] if is_a(op, str) else arguments.items("op", op, "an op name, or several")
+    if not named or not all(is_a(name, str) for name in named):
+        raise OptionError(f"op must be an op name, or several, not {shown(op)}")
+    for name in dict.fromkeys(map(str.__str__, named)):
+        resolved = "*" if name == "*" else ops.resolve(name)
+        if resolved is None or (resolved != "*" and not ops.is_castable(resolved)):
+            raise OptionError(f"unknown op {shown(name)}{suggestion(name, ops.names())}")
+        found.append(resolved)
+    return found
+
+
+def _is_same(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
+    """Whether two functions are one definition, run twice."""
+    if not (isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType)):
+        return a is b
+    if a.__code__ is b.__code__:  # made twice by one enclosing function
+        return _bound(a) == _bound(b)
+    both = [(f.__module__, f.__qualname__) for f in (a, b)]
+    return both[0] == both[1] and "<lambda>" not in a.__qualname__
+
+
+def _bound(function: types.FunctionType) -> tuple[object, ...]:
+    """Returns the identities of the values that a function was made with."""
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    cells = [None if content is function else content for content in cells]  # it calls itself
+    defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
+    return tuple(map(id, [*cells, *defaults]))
+
+
+def _content(cell: types.CellType) -> Any:
+    """Returns the content of ``cell``; None while it is empty, as a decorated function's own is."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return None

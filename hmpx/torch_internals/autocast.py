@@ -1,0 +1,121 @@
+"""The private side of torch.autocast: its state, its regions and its decorators."""
+
+from __future__ import annotations
+
+import contextlib
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from .torch_part import is_found, one, rely_on
+
+
+def _tells_autocast(is_any_enabled: Callable[[], bool], disable: Any) -> bool:
+    before = is_any_enabled()
+    was_enabled = torch.is_autocast_enabled("cpu")
+    torch.set_autocast_enabled("cpu", True)
+    try:
+        inside = is_any_enabled()
+        with disable():
+            x = one()[:, None]
+            dtype = torch.mm(x, x).dtype
+    finally:
+        torch.set_autocast_enabled("cpu", was_enabled)
+    return isinstance(before, bool) and inside is True and dtype is torch.float32
+
+
+_AUTOCAST_TYPES: Final = ("cpu", "cuda", "xpu", "hpu", "mps", "privateuseone")
+
+
+def _is_any_autocast_enabled() -> bool:
+    return any([torch.is_autocast_enabled(each) for each in _AUTOCAST_TYPES])  # noqa: C419
+
+
+@contextlib.contextmanager
+def _disabled_autocast() -> Iterator[None]:
+    enabled = [each for each in _AUTOCAST_TYPES if torch.is_autocast_enabled(each)]
+    for each in enabled:
+        torch.set_autocast_enabled(each, False)
+    try:
+        yield
+    finally:
+        for each in enabled:
+            torch.set_autocast_enabled(each, True)
+
+
+#: Whether torch.autocast is on for any device type here; inside of the other, it casts nothing.
+is_any_autocast_enabled, DisableAutocast = rely_on(
+    "torch._C._is_any_autocast_enabled",
+    "torch._C._DisableAutocast",
+    feature="calls inside of torch.autocast",
+    since="2.13",
+    without="calls there take longer",
+    behaves=_tells_autocast,
+    instead=(_is_any_autocast_enabled, _disabled_autocast),
+)
+
+
+def _keep_states(*device_types: str) -> Callable[..., bool]:
+    def behaves(
+        set_enabled: Callable[[str, bool], None], is_enabled: Callable[[str], bool]
+    ) -> bool:
+        for each in device_types:
+            before = is_enabled(each)
+            set_enabled(each, not before)
+            after = is_enabled(each)
+            set_enabled(each, before)
+            if after is before:
+                return False
+        return True
+
+    return behaves
+
+
+#: Modules of torch that open the regions that a user's code has asked for.
+AUTOCAST_OPENERS: Final = (
+    "torch.amp.autocast_mode",  # decorators, and graphs
+    "torch._higher_order_ops.wrap",
+    "torch._dynamo.variables.higher_order_ops",
+)
+
+#: Device types that torch knows and nobody has: torch.compile guards on their autocast states, and
+#: backward threads inherit them, so they carry states of hmpx.
+OFF_MARK, TRAINING_MARK = "maia", "ipu"
+rely_on(
+    "torch.set_autocast_enabled",
+    "torch.is_autocast_enabled",
+    feature="disable_casts in graphs and backward threads",
+    since="2.13",
+    without="casts that are off would be on there",
+    behaves=_keep_states(OFF_MARK, TRAINING_MARK),
+)
+
+enter_autocast, exit_autocast = rely_on(
+    "torch.amp.autocast_mode._enter_autocast",
+    "torch.amp.autocast_mode._exit_autocast",
+    feature="regions of torch.autocast in exported graphs",
+    since="2.13",
+    without="exported graphs cast inside of regions that are off",
+    behaves=is_found,
+    instead=(None, None),
+)
+
+
+def _code_in(function: Any, name: str) -> types.CodeType | None:
+    """Returns the code of the function ``name`` that is defined inside of ``function``."""
+    codes = [c for c in function.__code__.co_consts if isinstance(c, types.CodeType)]
+    return next((code for code in codes if code.co_name == name), None)
+
+
+_custom_fwd = rely_on(
+    "torch.amp.autocast_mode.custom_fwd",
+    feature="torch.amp.custom_fwd",
+    since="2.13",
+    without="functions that it decorates run with casts on, whatever their cast_inputs say",
+    behaves=lambda custom_fwd: _code_in(custom_fwd, "decorate_fwd") is not None,
+    instead=(lambda: None,),
+)
+#: Code of every function that `torch.amp.custom_fwd` has decorated.
+CUSTOM_FORWARD: Final = _code_in(_custom_fwd, "decorate_fwd")

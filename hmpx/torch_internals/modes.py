@@ -1,0 +1,99 @@
+"""Classes of tensors and modes that torch keeps private, and what disables them."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..errors import TorchError
+from .torch_part import one, rely_on
+
+#: The class of tensors without values.
+FakeTensor = rely_on(
+    "torch._subclasses.fake_tensor.FakeTensor",
+    feature="models of fake tensors",
+    since="2.13",
+    without="weights of RNNs are cast one by one there, and hmpx.freeze leaves all as they are",
+    behaves=lambda fake: isinstance(fake, type) and issubclass(fake, Tensor),
+    instead=(type("NoFakeTensor", (), {}),),
+)
+
+
+class _Tracker(Tensor):
+    """A tensor whose calls say that they were seen."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return "seen"
+
+
+def _disables_subclasses(disable: Any) -> bool:
+    tracker = one().as_subclass(_Tracker)
+    with disable():
+        inside: Any = torch.exp(tracker)
+    return isinstance(inside, Tensor) and torch.exp(tracker) == "seen"
+
+
+#: Inside, subclasses' ``__torch_function__`` is not called.
+DisableTorchFunctionSubclass = rely_on(
+    "torch._C.DisableTorchFunctionSubclass",
+    feature="tensor subclasses",
+    since="2.13",
+    without="casts inside of a subclass' own functions would not end",
+    behaves=_disables_subclasses,
+)
+
+
+class _NoDispatchMode:
+    """Stands for `TorchDispatchMode` where torch has none."""
+
+    def __init__(self) -> None:
+        raise TorchError(
+            f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode, which "
+            "hmpx.freeze needs; install another version of torch: see docs/versions.md"
+        )
+
+
+#: Inside, no dispatch mode sees a call; the class of modes; tensors of graphs being traced; whether a
+#: tensor has others in it.
+disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_on(
+    "torch.utils._python_dispatch._disable_current_modes",
+    "torch.utils._python_dispatch.TorchDispatchMode",
+    "torch._subclasses.functional_tensor.FunctionalTensor",
+    "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
+    feature="freezing",
+    since="2.13",
+    without="hmpx.freeze raises TorchError",
+    behaves=lambda disable, mode, tensor, has_others: (
+        isinstance(mode, type)
+        and isinstance(tensor, type)
+        and has_others(one()) is False
+        and hasattr(disable(), "__enter__")
+    ),
+    instead=(
+        contextlib.nullcontext,
+        _NoDispatchMode,
+        type("NoTensor", (), {}),
+        lambda tensor: False,
+    ),
+)
+
+
+def _current_function_modes() -> Sequence[Any]:
+    return ()
+
+
+#: The function modes that are active, and the class of that which `torch.device` enters.
+function_modes, DeviceContext = rely_on(
+    "torch.overrides._get_current_function_mode_stack",
+    "torch.utils._device.DeviceContext",
+    feature="scripts that place tensors on hpu",
+    since="2.13",
+    without="the stand-in for habana_frameworks would not see torch.device as a context",
+    behaves=lambda modes, context: isinstance(modes(), (list, tuple)),
+    instead=(_current_function_modes, type("NoContext", (), {"__init__": lambda self: None})),
+)

@@ -1,0 +1,112 @@
+"""The private side of optimizers and modules: their hooks, clipping of gradients, torch.fx."""
+
+from __future__ import annotations
+
+import inspect
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+import torch.fx._symbolic_trace
+import torch.nn.modules.module
+
+from .torch_part import do_nothing, is_found, rely_on
+
+
+class _TriedOptimizer(torch.optim.Optimizer):
+    """An optimizer that does nothing."""
+
+    def step(self, closure: Any = None) -> Any:
+        """Does nothing."""
+
+
+def has_hooked_step(optimizer_class: type[torch.optim.Optimizer]) -> bool:
+    """Whether torch has put its profiling and hooks around the class' own ``step`` already."""
+    return hasattr(vars(optimizer_class).get("step"), "hooked")
+
+
+def _prepares_steps(prepare: Callable[[Any], None]) -> bool:
+    # Without its decorator for torch.compile, which would be imported.
+    inspect.unwrap(prepare)(object.__new__(_TriedOptimizer))
+    return has_hooked_step(_TriedOptimizer)
+
+
+#: The method of an optimizer that puts torch's profiling and hooks around its class' ``step``.
+PREPARE_STEP: Final = "_patch_step_function"
+rely_on(
+    f"torch.optim.Optimizer.{PREPARE_STEP}",
+    feature="optimizers' steps",
+    since="2.13",
+    without="they would be cast",
+    behaves=_prepares_steps,
+)
+
+_step_hooks, _module_hooks = rely_on(
+    "torch.optim.optimizer._global_optimizer_post_hooks",
+    "torch.nn.modules.module._global_module_registration_hooks",
+    feature="hooks of optimizers and modules",
+    since="2.13",
+    without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
+    behaves=lambda *tables: all(isinstance(table, dict) for table in tables),
+)
+#: Hooks by key: after each optimizer's step, and at each module that is put into another.
+STEP_HOOKS: Final = _step_hooks
+MODULE_HOOKS: Final = _module_hooks
+
+
+def _clipping_cells(clip_grad: types.ModuleType) -> tuple[types.CellType, ...]:
+    """Returns where torch's functions that clip gradients hold what they run without gradients."""
+    functions = [
+        value
+        for value in vars(clip_grad).values()
+        if isinstance(value, types.FunctionType) and value.__module__ == clip_grad.__name__
+    ]
+    found = {
+        id(cell): cell
+        for function in functions
+        for cell in function.__closure__ or ()
+        if cell.cell_contents is getattr(function, "__wrapped__", clip_grad)
+    }
+    return tuple(found.values())
+
+
+def _clips_by_cells(clip_grad: types.ModuleType, *functions: Any) -> bool:
+    run = [cell.cell_contents for cell in _clipping_cells(clip_grad)]
+    return all(getattr(function, "__wrapped__", function) in run for function in functions)
+
+
+_clip_grad = rely_on(
+    "torch.nn.utils.clip_grad",
+    "torch.nn.utils.clip_grad_norm_",
+    "torch.nn.utils.clip_grad_value_",
+    "torch.nn.utils.clip_grads_with_norm_",
+    "torch.nn.utils.get_total_norm",
+    feature="clipping of gradients",
+    since="2.13",
+    without="norms of gradients would be cast",
+    behaves=_clips_by_cells,
+    instead=(types.ModuleType("clip_grad"), *[do_nothing] * 4),
+)[0]
+#: Closure cells of torch's functions that clip gradients: a function put there runs for everybody who
+#: holds them, however long they have.
+CLIPPING: Final = _clipping_cells(_clip_grad)
+
+#: The module, and the name in it of what calls a module that is traced by torch.fx.
+FX_TRACING, FX_MODULE_CALL = torch.fx._symbolic_trace, "_orig_module_call"
+rely_on(
+    "torch.fx._symbolic_trace._orig_module_call",
+    feature="sections by module in traced graphs",
+    since="2.13",
+    without="graphs of make_fx and torch.export would not know their modules",
+    behaves=is_found,
+)
+
+rely_on(
+    "torch.backends.mha.get_fastpath_enabled",
+    "torch.nn.RNNBase.check_input",
+    feature="fast paths and checks of modules",
+    since="2.13",
+    without="fused kernels would run uncast, and mixed dtypes be refused",
+    behaves=is_found,
+)

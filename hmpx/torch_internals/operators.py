@@ -1,0 +1,57 @@
+"""Where torch has its ops, their schemas and kernels, and the operators of torch.library."""
+
+from __future__ import annotations
+
+import sys
+from typing import Final
+
+import torch
+
+from .torch_part import rely_on
+
+schemas_of, _has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
+    "torch._C._jit_get_schemas_for_operator",
+    "torch._C._dispatch_has_kernel",
+    "torch._C._VariableFunctions",
+    "torch._C._nn",
+    "torch._VF",
+    feature="the table of torch's ops",
+    since="2.13",
+    without="no op could be found",
+    behaves=lambda schemas, has_kernel, functions, nn, vf: (
+        schemas("aten::linear")[0].name == "aten::linear"
+        and has_kernel("aten::add.Tensor") is True
+        and hasattr(functions, "mm")
+        and hasattr(nn, "gelu")
+        and hasattr(vf, "lstm")
+    ),
+)
+#: Where modules and their docs say that these namespaces are.
+NN_NAMESPACE, VF_NAMESPACE = "torch._C._nn", "torch._VF"
+
+
+def has_kernel(operator_name: str) -> bool:
+    """Whether the dispatcher has a kernel of an operator: ``"aten::add.Tensor"``."""
+    return bool(_has_kernel(operator_name))
+
+
+OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
+    "torch._ops.OpOverload",
+    "torch._ops.OpOverloadPacket",
+    "torch._ops._OpNamespace",
+    "torch._library.custom_ops.CustomOpDef",
+    feature="operators of torch.library",
+    since="2.13",
+    without="they would not be cast",
+    behaves=lambda overload, packet, namespace, custom: (
+        isinstance(torch.ops.aten, namespace)
+        and isinstance(torch.ops.aten.mm, packet)
+        and isinstance(torch.ops.aten.mm.default, overload)
+    ),
+    instead=(type("NoOperator", (), {}),) * 4,
+    is_needed=True,
+)
+#: The method of an operator that puts another function into it, since torch 2.14.
+TOGGLE_DISPATCH: Final = "_enable_pyobj_dispatch"
+#: The module, and the name in it of what is called when an operator gets another overload.
+OPERATORS_MODULE, REFRESH_PACKET = sys.modules[torch.ops.__class__.__module__], "_refresh_packet"

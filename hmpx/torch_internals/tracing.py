@@ -1,0 +1,154 @@
+"""Which transforms, traces and dispatch modes are active, as torch's private functions say."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .torch_part import one, rely_on
+
+
+def _tells_transforms(
+    current: Callable[[], Any], is_batch: Any, is_of_transform: Any, behind: Any
+) -> bool:
+    seen: list[Any] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(current())
+        return x
+
+    x = one()
+    torch.vmap(note)(x)
+    is_told = current() is None and len(seen) == 1 and seen[0] is not None
+    return is_told and not any([tells(x) is not False for tells in (is_batch, is_of_transform)])  # noqa: C419
+
+
+#: The transforms of torch.func that are running, None for none; whether a tensor is one of
+#: torch.autograd.grad(is_grads_batched=True); whether it is one that a transform has made, and of what.
+transforms, is_batch, is_of_transform, behind_transform = rely_on(
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.get_unwrapped",
+    feature="torch.func",
+    since="2.13",
+    without="every call is computed as inside of a transform, which takes longer",
+    behaves=_tells_transforms,
+    instead=(lambda: True, lambda tensor: True, lambda tensor: True, lambda tensor: tensor),
+)
+
+
+def _tells_dual_levels(module: Any) -> bool:
+    return isinstance(module._current_level, int)  # -1 for none, in the whole process
+
+
+_levels = rely_on(
+    "torch.autograd.forward_ad",
+    feature="forward-mode gradients",
+    since="2.13",
+    without="every call is computed as with forward-mode gradients, which takes longer",
+    behaves=_tells_dual_levels,
+    instead=(types.SimpleNamespace(_current_level=0),),
+)
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have forward-mode gradients here."""
+    return bool(_levels._current_level >= 0)
+
+
+#: The state of torch.jit.trace: None if it does not run.
+jit_tracing_state = rely_on(
+    "torch._C._get_tracing_state",
+    feature="torch.jit.trace",
+    since="2.13",
+    without="roundings of number formats would be lost in traced graphs",
+    behaves=lambda state: state() is None or isinstance(state(), torch._C.TracingState),
+)
+
+#: Whether torch.jit.trace runs.
+is_jit_tracing = rely_on(
+    "torch._C._is_tracing",
+    feature="torch.jit.trace, asked for",
+    since="2.13",
+    without="calls take longer",
+    behaves=lambda is_tracing: is_tracing() is (jit_tracing_state() is not None),
+    instead=(lambda: jit_tracing_state() is not None,),
+)
+
+#: The number of active dispatch modes.
+dispatch_modes = rely_on(
+    "torch._C._len_torch_dispatch_stack",
+    feature="dispatch modes",
+    since="2.13",
+    without="every call is computed as inside of one, which takes longer",
+    behaves=lambda count: count() == 0 or isinstance(count(), int),
+    instead=(lambda: 1,),
+)
+
+_mode_of, _mode_keys = rely_on(
+    "torch._C._get_dispatch_mode",
+    "torch._C._TorchDispatchModeKey",
+    feature="calls that become part of a graph",
+    since="2.13",
+    without="every call is computed with roundings for graphs, which takes longer",
+    behaves=lambda mode_of, keys: all(
+        mode is None or hasattr(type(mode), "__torch_dispatch__")
+        for mode in (mode_of(keys.PROXY), mode_of(keys.FAKE))
+    ),
+    instead=(lambda key: True, types.SimpleNamespace(PROXY=None, FAKE=None)),
+)
+_PROXY, _FAKE = _mode_keys.PROXY, _mode_keys.FAKE
+
+
+def has_fake_tensors() -> bool:
+    """Whether calls made here compute shapes and dtypes only."""
+    return _mode_of(_FAKE) is not None
+
+
+def is_noted_in_graph() -> bool:
+    """Whether calls made here are noted in a graph."""
+    return _mode_of(_PROXY) is not None
+
+
+def is_graph_made() -> bool:
+    """Whether calls made here are noted in a graph, or compute shapes and dtypes only."""
+    return _mode_of(_PROXY) is not None or _mode_of(_FAKE) is not None
+
+
+def _are_told_apart(excluded: Callable[[Any], bool], included: Any, keys: Any) -> bool:
+    from torch._dispatch.python import enable_python_dispatcher
+
+    before = included(keys.PythonDispatcher)
+    with enable_python_dispatcher():
+        inside = included(keys.PythonDispatcher)
+    return inside is True and isinstance(before, bool) and excluded(keys.PythonTLSSnapshot) is False
+
+
+is_excluded, is_included, _dispatch_keys = rely_on(
+    "torch._C._dispatch_tls_is_dispatch_key_excluded",
+    "torch._C._dispatch_tls_is_dispatch_key_included",
+    "torch._C.DispatchKey",
+    feature="calls below the dispatcher",
+    since="2.13",
+    without="torch's own calls would be cast",
+    behaves=_are_told_apart,
+)
+#: Excluded below the dispatcher: in decompositions, meta functions, kernels written in Python.
+SNAPSHOT: Final = getattr(_dispatch_keys, "PythonTLSSnapshot", None)
+#: Included while AOTAutograd and torch.export trace.
+PYTHON: Final = getattr(_dispatch_keys, "PythonDispatcher", None)
+
+
+#: Modules of kernels that are written in Python, and of functions that ops may be called by.
+KERNEL_MODULES: Final = ("torch._decomp", "torch._refs", "torch._prims")
+FUNCTION_MODULES: Final = (
+    "torch.functional",
+    "torch.nn.functional",
+    "torch._tensor",
+    "torch._jit",
+)

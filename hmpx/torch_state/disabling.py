@@ -1,0 +1,137 @@
+"""`disable_casts`, and other blocks in which casts are on or off."""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+from .marks import is_every_marked, mark_every
+from .switch import ALL, Region, close_region, last_region, note_traced_region, off, open_region
+
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
+    """Switches casting off for a block, or for the calls of a decorated function.
+
+    Holds for the current thread or asyncio task, and for tasks made in the block while it is open;
+    nests, and restores the previous state however the block is left. As a decorator it takes
+    functions, generators and coroutines.
+
+    Example:
+        >>> x = torch.ones(2, 2)
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     (x @ x).dtype
+        ...     with hmpx.disable_casts():
+        ...         (x @ x).dtype
+        torch.bfloat16
+        torch.float32
+    """
+
+    def __enter__(self) -> None:
+        if torch.compiler.is_dynamo_compiling():
+            # torch.compile runs wrappers, it does not trace into them: they see the mark, which
+            # becomes part of the graph.
+            note_traced_region()
+            self._was_marked = is_every_marked()
+            mark_every(True)
+        else:
+            open_region(Region(self, more=ALL))
+
+    def __exit__(self, *exc_info: object) -> None:
+        region = None
+        try:
+            if torch.compiler.is_dynamo_compiling():
+                mark_every(self._was_marked)
+            else:
+                region = last_region(self)
+                close_region(region)
+        except BaseException:  # a signal's, which must not keep casts off
+            close_region(region or last_region(self))
+            raise
+
+    def __call__(self, function: _F) -> _F:
+        """Returns ``function`` with casts off while it runs."""
+        if inspect.isasyncgenfunction(function):
+            raise TypeError(
+                f"disable_casts can't decorate the async generator {function.__qualname__}; "
+                "use `with disable_casts():` inside it"
+            )
+        wrapper: Any
+        if asyncio.iscoroutinefunction(function):
+
+            @functools.wraps(function)
+            async def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with disable_casts():
+                    return await function(*args, **kwargs)
+
+        elif inspect.isgeneratorfunction(function):
+
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                return (yield from _run_generator(function(*args, **kwargs)))
+
+        else:
+
+            @functools.wraps(function)
+            def wrapper(*args: Any, **kwargs: Any) -> Any:
+                with disable_casts():
+                    return function(*args, **kwargs)
+
+        return wrapper  # type: ignore[no-any-return]
+
+
+def _run_generator(generator: Any) -> Any:
+    """Runs ``generator`` with casts off inside it only, not in the code between its yields."""
+    resume, value = generator.send, None
+    while True:
+        try:
+            with disable_casts():
+                yielded = resume(value)
+        except StopIteration as stop:
+            return stop.value
+        try:
+            value, resume = (yield yielded), generator.send
+        except GeneratorExit:
+            with disable_casts():
+                generator.close()
+            raise
+        except BaseException as error:
+            value, resume = error, generator.throw
+
+
+class _State:
+    """A context in which the casts of ``off`` are off, and no others."""
+
+    def __init__(self, off: frozenset[str]) -> None:
+        self._region = Region(self, off=off)
+
+    def __enter__(self) -> None:
+        open_region(self._region)
+
+    def __exit__(self, *exc_info: object) -> None:
+        try:
+            close_region(self._region)
+        except BaseException:
+            close_region(self._region)
+            raise
+
+
+def keeps_state(function: _F) -> _F:
+    """Returns ``function`` such that it runs with casts on or off as they are here and now.
+
+    What runs it later may have switched them: a checkpoint's recomputation, an optimizer.
+    """
+    state = off()
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        with _State(state):
+            return function(*args, **kwargs)
+
+    return wrapper  # type: ignore[return-value]

@@ -1,0 +1,65 @@
+"""What is off, marked in places that torch itself carries along: autocast bits of absent device types."""
+
+from __future__ import annotations
+
+from typing import Final
+
+import torch
+
+from ..torch_internals import OFF_MARK
+
+#: Stands for all device types among those whose casts are off.
+EVERY: Final = "*"
+#: No casts are off.
+ON: Final[frozenset[str]] = frozenset()
+
+# The state is marked in places that torch itself carries along as well: the autocast bits of device
+# types that nobody has. torch.compile guards on them and captures them, and autograd's backward
+# threads inherit them, as they do neither thread-locals nor context variables.
+_MARK = OFF_MARK
+#: What can be off -> the device type whose bit says so. It only grows, so that no mark changes meaning.
+_marks: dict[str, str] = {EVERY: _MARK}
+#: In the order in which they are taken: that of "mps" is not among those that autocast asks for.
+_SPARE: Final = ("mps", "mtia", "ipu", "xla", "hpu", "xpu", "privateuseone", "cuda")
+
+# A conversion replaces the first with one that answers others.
+is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
+AUTOCAST_STATE: Final = (torch.is_autocast_enabled, torch.get_autocast_dtype)
+
+
+def mark(off: frozenset[str]) -> None:
+    """Marks what is off, and nothing else."""
+    for name, bit in list(_marks.items()):
+        set_enabled(bit, name in off)
+
+
+def marked() -> frozenset[str]:
+    """Returns what is marked."""
+    return frozenset([name for name, bit in list(_marks.items()) if is_enabled(bit)])
+
+
+def mark_every(is_off: bool) -> None:
+    """Marks that all casts are off, or that they are not."""
+    set_enabled(_MARK, is_off)
+
+
+def is_every_marked() -> bool:
+    """Whether it is marked that all casts are off."""
+    return is_enabled(_MARK)
+
+
+def reserve_marks(device_types: frozenset[str]) -> None:
+    """Finds places for marks: a bit for each of ``device_types``, those that are here first.
+
+    As far as there are any: autocast knows more device types than a machine has devices of.
+    """
+    accelerator = torch.accelerator.current_accelerator()
+    here = {"cpu", "" if accelerator is None else accelerator.type}
+    free = [
+        bit
+        for bit in _SPARE
+        if bit not in here and bit not in device_types and bit not in _marks.values()
+    ]
+    for name in sorted(device_types - _marks.keys(), key=lambda name: (name not in here, name)):
+        if free:
+            _marks[name] = free.pop(0)

@@ -1,0 +1,175 @@
+"""What modules are called: by the outermost one's ``named_modules``, without what wrappers add."""
+
+from __future__ import annotations
+
+import functools
+import weakref
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+from torch import nn
+
+from ..places import Place
+
+_OUTSIDE: Final = Place()
+
+
+@dataclass(frozen=True, slots=True)
+class _Known:
+    """A place that was found, and what shows that it still is that of the same modules."""
+
+    root: weakref.ref[nn.Module]
+    module: weakref.ref[nn.Module]
+    keys: _Keys
+    place: Place
+
+
+def place_in(running: Sequence[nn.Module]) -> Place:
+    """Returns the place of the innermost of these running modules, given outermost first."""
+    if not running:
+        return _OUTSIDE
+    root, module = running[0], running[-1]
+    ids = tuple(map(id, running))
+    known = _known.get(ids)
+    if (
+        known is not None
+        and known.module() is module
+        and known.root() is root
+        and known.place.training is module.training
+        and _is_at(root, known.keys, module)
+    ):
+        return known.place
+    classes = tuple([_class_name(type(each)) for each in running])
+    if _OPTIMIZED in classes and any(_optimized(each) is not None for each in running):
+        return place_in(without_optimized(running))
+    keys, path = _name(root, module)
+    found = Place(path, classes, module.training)
+    if keys is not None:
+        if len(_known) >= _MOST_KNOWN:
+            _known.clear()
+        _known[ids] = _Known(weakref.ref(root), weakref.ref(module), keys, found)
+    return found
+
+
+_OPTIMIZED: Final = "OptimizedModule"
+
+#: Names under which wrappers hold the module that is meant, whatever the wrappers are called.
+_INNER: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
+#: Class name of a wrapper -> the name under which it holds that module.
+_AROUND: Final = {"DistributedDataParallel": "module", "DataParallel": "module"}
+#: What torch puts in front of a class' name when it gives a module a class of its own making.
+_MADE: Final = ("FSDP", "Parametrized", "Replicate")
+
+#: Names of the modules from the outermost to this one, as it holds them.
+_Keys = tuple[str, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class _Named:
+    """A module as it was found in another."""
+
+    module: weakref.ref[nn.Module]
+    keys: _Keys
+    path: str
+
+
+#: Outermost module -> id of a module in it -> how it was found; None for one that is not in it.
+_found_in: weakref.WeakKeyDictionary[nn.Module, dict[int, _Named | weakref.ref[nn.Module]]]
+_found_in = weakref.WeakKeyDictionary()
+
+
+#: Ids of running modules -> their innermost one's place. For all roots; for modules that come and go.
+_known: dict[tuple[int, ...], _Known] = {}
+_MOST_KNOWN: Final = 1 << 14
+
+
+def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+    """Yields the modules in ``root``, each with the first of the names by which it goes."""
+    for _, path, module in _walk(root, (), "", set()):
+        yield path, module
+
+
+def _walk(
+    module: nn.Module, keys: _Keys, path: str, seen: set[int]
+) -> Iterator[tuple[_Keys, str, nn.Module]]:
+    if id(module) in seen:
+        return
+    seen.add(id(module))
+    yield keys, path, module
+    around = _AROUND.get(type(module).__name__)
+    for key, child in module._modules.items():
+        if child is not None:
+            is_inner = key in _INNER or key == around
+            inner = path if is_inner else f"{path}.{key}" if path else key
+            yield from _walk(child, (*keys, key), inner, seen)
+
+
+def _name(root: nn.Module, module: nn.Module) -> tuple[_Keys | None, str]:
+    """Returns how ``root`` holds ``module``, None if it does not, and its qualified name."""
+    for is_again in (False, True):
+        known = _found_in.get(root)
+        if known is None or is_again:
+            absent = {k: v for k, v in (known or {}).items() if type(v) is not _Named}
+            present = {
+                id(each): _Named(weakref.ref(each), keys, path)
+                for keys, path, each in _walk(root, (), "", set())
+            }
+            known = _found_in[root] = {**absent, **present}
+        found = known.get(id(module))
+        if isinstance(found, _Named):
+            if found.module() is module and _is_at(root, found.keys, module):
+                return found.keys, found.path
+        elif found is not None and found() is module:
+            break  # it was not in the outermost one, which has not changed since
+    else:
+        _found_in[root][id(module)] = weakref.ref(module)
+    return None, _class_name(type(module))
+
+
+def _is_at(root: nn.Module, keys: _Keys, module: nn.Module) -> bool:
+    """Whether ``module`` is still there: items of a ModuleList move without a word to anybody."""
+    at: Any = root
+    for key in keys:
+        at = at._modules.get(key)
+        if at is None:
+            return False
+    return at is module
+
+
+def names_change(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
+    """Forgets names: ``module`` is being given a submodule, by this name."""
+    _found_in.clear()
+    _known.clear()
+
+
+def _users_class_name(cls: type) -> str:
+    """Returns the name of the class that the user knows, where torch has made one from it."""
+    if cls.__module__.startswith("torch."):
+        for base in cls.__bases__:
+            if cls.__name__ in [f"{front}{base.__name__}" for front in _MADE]:
+                return _users_class_name(base)
+    return cls.__name__
+
+
+_class_name: Callable[[Any], str] = functools.lru_cache(maxsize=1 << 12)(_users_class_name)
+
+
+def without_optimized(running: Sequence[nn.Module]) -> list[nn.Module]:
+    """Returns ``running`` with the user's module in the place of what torch.compile put around it."""
+    found: list[nn.Module] = []
+    for module in running:
+        if found and _optimized(found[-1]) is module:
+            found[-1] = module
+        else:
+            found.append(module)
+    for position in range(len(found)):
+        while (inner := _optimized(found[position])) is not None:
+            found[position] = inner
+    return found
+
+
+def _optimized(module: nn.Module) -> nn.Module | None:
+    """Returns the user's module in ``module``, None if torch.compile has not put that around one."""
+    is_optimized = type(module).__name__ == _OPTIMIZED
+    return module._modules.get("_orig_mod") if is_optimized else None

@@ -1,0 +1,161 @@
+"""Wrappers of torch's functions: what `casting` says, with a few identity checks a call.
+
+`make_wrapper` makes, for one call site, the code that decides whether there is anything to cast;
+whatever a call does not need was settled when the wrapper was made. Knows neither lists nor how
+wrappers get into torch.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from .. import compute
+from ..casting import Recipe, cast_args, converter
+from ..compute import Callee, Legalization
+from ..tensors import ELIGIBLE, Args, Kwargs
+from ..torch_internals import is_any_autocast_enabled, run_when_traced
+from ..torch_state import partly_off
+from .factory import factory
+from .overriding import is_overridden, override
+from .retiring import Variables, cast_nothing, named_after
+from .retrying import retry_in_fp32
+from .running import runner
+
+
+def make_wrapper(
+    original: Callable[..., Any], recipe: Recipe, public: Callable[..., Any] | None = None
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of ``original`` at ``recipe.site``; None if no call would ever be cast.
+
+    Args:
+        original: torch's function.
+        recipe: That of the call site.
+        public: The wrapper that stands under the function's name, if that is another one.
+    """
+    is_single = not recipe.site.is_python and not recipe.site.parameters.has_several_tensors
+    if recipe.is_relative and is_single and not recipe.composes:
+        return make_wrapper_where_lacking(original, recipe)
+    dtype = recipe.decision.dtype if isinstance(recipe.decision.dtype, torch.dtype) else None
+    legalization = Legalization(
+        recipe.facts.kind,
+        recipe.facts.first_matrix,
+        recipe.options.legalize,
+        dtype if recipe.is_low else None,
+        recipe.device_types,
+    )
+
+    def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        return cast_args(recipe, args, kwargs)
+
+    def settle() -> None:
+        made.settle()
+
+    def narrowed_wrapper(others: Recipe) -> Callable[..., Any] | None:
+        return make_wrapper(original, others, public=public or made.wrapper)
+
+    def override_here(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        cast_here = functools.partial(cast_where_on, recipe)
+        return override(original, cast_here, public or wrapper, args, kwargs)
+
+    made = factory(recipe)(
+        original=completed(original, recipe),
+        cast=cast,
+        run=runner(recipe, legalization, settle),
+        may_legalize=legalization.may_apply,
+        retry=functools.partial(retry_in_fp32, recipe, original),
+        override=override_here,
+        dtype=dtype,
+        other_dtypes=ELIGIBLE - {dtype},
+        convert=None if dtype is None else converter(recipe, dtype),
+        device_types=recipe.device_types,
+        is_autocast_on=is_any_autocast_enabled,
+        narrowed=narrower(original, recipe, narrowed_wrapper),
+        is_open=legalization.is_open,
+        legalizes=recipe.legalizes,
+    )
+    return named_after(original, made.wrapper, recipe.site.name, made.variables)
+
+
+def narrower(
+    original: Callable[..., Any],
+    recipe: Recipe,
+    make: Callable[[Recipe], Callable[..., Any] | None],
+) -> Callable[[], Callable[..., Any] | None]:
+    """Returns what finds the wrapper for the device types whose casts are on; None where all are."""
+    made: dict[frozenset[str], Callable[..., Any]] = {}
+
+    def narrowed() -> Callable[..., Any] | None:
+        off = partly_off()
+        if not off:
+            return None
+        if off not in made:
+            made[off] = make(_without(recipe, off)) or original
+        return made[off]
+
+    run_when_traced(narrowed)
+    return narrowed
+
+
+def _without(recipe: Recipe, off: frozenset[str]) -> Recipe:
+    return dataclasses.replace(recipe, device_types=recipe.device_types - off, is_narrowed=True)
+
+
+def cast_where_on(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments cast as `cast_args` does, on device types whose casts are on.
+
+    Where the result is to have the dtype that an input is given in they are left to the call that
+    computes, which must still see it.
+    """
+    if recipe.returns_input_dtype:
+        return args, kwargs
+    off = partly_off() if recipe.narrows else None
+    return cast_args(_without(recipe, off) if off else recipe, args, kwargs)
+
+
+def make_wrapper_where_lacking(
+    original: Callable[..., Any], recipe: Recipe
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of a function that nothing casts: it computes in fp32 where a kernel is lacking.
+
+    None if it lacks none.
+    """
+    if recipe.site.lacking is None:
+        return None
+    complete = completed(original, recipe)
+
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        if is_overridden(args, kwargs):
+            return override(original, cast_nothing, wrapper, args, kwargs)
+        return complete(*args, **kwargs)
+
+    def read() -> tuple[Any, ...]:
+        return original, complete
+
+    def write(values: tuple[Any, ...]) -> None:
+        nonlocal original, complete
+        original, complete = values
+
+    variables = Variables(("original", "complete"), read, write)
+    return named_after(original, wrapper, recipe.site.name, variables)
+
+
+def completed(original: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
+    """Returns ``original``, such that it computes in fp32 where its kernel is lacking."""
+    site, facts = recipe.site, recipe.facts
+    if site.lacking is None:
+        return original
+    callee = Callee(
+        site.op,
+        original,
+        site.parameters.names,
+        frozenset(site.writes),
+        site.is_python,
+        facts.is_random,
+        facts.promotes,
+    )
+    return compute.completed(callee, site.lacking)

@@ -1,0 +1,85 @@
+"""Calls that a mode or a tensor subclass overrides by ``__torch_function__``."""
+
+from __future__ import annotations
+
+import types
+from collections.abc import Callable
+from typing import Any
+
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..tensors import SEQUENCES, Args, Kwargs, leaves
+from ..torch_internals import DisableTorchFunctionSubclass
+from ..torch_state import is_off
+
+
+def is_overridden(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a mode, or the class of an argument or of one in a list, overrides torch functions."""
+    if has_torch_function(args):
+        return True
+    for value in args:
+        if isinstance(value, SEQUENCES) and has_torch_function(value):
+            return True
+    return bool(kwargs) and is_overridden(tuple(kwargs.values()), {})
+
+
+def hands_over(function: Callable[..., Any]) -> bool:
+    """Whether torch has modes and tensor subclasses override a function of its own.
+
+    One that is implemented in Python does that itself, or else leaves it to what it calls.
+    """
+    code = getattr(function, "__code__", None)
+    return code is None or handle_torch_function.__name__ in code.co_names
+
+
+def override(
+    original: Callable[..., Any],
+    cast: Callable[[Args, Kwargs], tuple[Args, Kwargs]],
+    wrapper: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Returns what the ``__torch_function__`` of a mode or an argument makes of a call of ``wrapper``.
+
+    It is handed what stands under the function's name now, and the arguments as they came: what it
+    calls in turn is cast. But a class that says by ``__torch_dispatch__`` how it computes is a tensor
+    to be cast.
+    """
+    relevant = leaves((*args, *kwargs.values()))
+    if not is_off() and any(_is_tensor_by_dispatch(value) for value in relevant):
+        with DisableTorchFunctionSubclass():
+            args, kwargs = cast(args, kwargs)
+        relevant = leaves((*args, *kwargs.values()))
+    if isinstance(original, types.FunctionType):
+        return _override_python(original, wrapper, relevant, args, kwargs)
+    if not isinstance(original, types.BuiltinFunctionType):  # methods are looked up by torch too
+        return original(*args, **kwargs)
+    return handle_torch_function(wrapper, relevant, *args, **kwargs)
+
+
+def _override_python(
+    original: Callable[..., Any],
+    wrapper: Callable[..., Any],
+    relevant: list[Any],
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Returns what a mode or an argument makes of a call of ``wrapper``, whose function is Python's.
+
+    Called as it is, such a function may hand over itself, which casts nothing, rather than what stands
+    under its name; or go on to what it calls, which would be cast op by op.
+    """
+    if not hands_over(original):
+        return original(*args, **kwargs)
+    if "NotImplemented" not in original.__code__.co_names:
+        return handle_torch_function(wrapper, relevant, *args, **kwargs)
+    try:  # operators let the other operand try
+        return handle_torch_function(wrapper, relevant, *args, **kwargs)
+    except TypeError:
+        return NotImplemented
+
+
+def _is_tensor_by_dispatch(value: Any) -> bool:
+    own = Tensor.__torch_dispatch__
+    return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not own

@@ -1,0 +1,166 @@
+"""What becomes of a wrapper when its conversion is reverted: it acts as what is in its slot then.
+
+Models, tables and other programs may keep references to it. Every wrapper is made together with
+functions that read and write the variables it works with, and that are here given other values.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Hashable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+from .. import patches
+from ..patching import Patch
+from ..tensors import Args, Kwargs
+
+#: Dotted name of a slot -> the wrapper that is in it.
+_in_force: Mapping[str, Callable[..., Any]] = {}
+
+
+class Variables(NamedTuple):
+    """The variables of a wrapper that change when it is retired.
+
+    Attributes:
+        names: What they are called.
+        read: Returns their values.
+        write: Takes new ones.
+    """
+
+    names: tuple[str, ...]
+    read: Callable[[], tuple[Any, ...]]
+    write: Callable[[tuple[Any, ...]], None]
+
+
+def named_after(
+    original: Callable[..., Any], wrapper: Callable[..., Any], site: str, variables: Variables
+) -> Callable[..., Any]:
+    """Gives ``wrapper`` the name by which it can be imported, so that it can be pickled.
+
+    Args:
+        original: torch's function.
+        wrapper: What stands for it.
+        site: Dotted name of the slot.
+        variables: Those of the wrapper that change when it is retired.
+    """
+    module, _, name = site.rpartition(".")
+    if module == "torch.Tensor":
+        module, name = "torch", f"Tensor.{name}"
+    wrapper.__module__ = module
+    wrapper.__name__ = getattr(original, "__name__", name)
+    wrapper.__qualname__ = name
+    wrapper.__doc__ = original.__doc__
+    wrapper.__wrapped__ = original  # type: ignore[attr-defined]
+    wrapper.__hmpx_site__ = site  # type: ignore[attr-defined]
+    wrapper.__hmpx_variables__ = variables  # type: ignore[attr-defined]
+    return wrapper
+
+
+def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
+    """Returns the patch by which wrappers of earlier conversions pass their calls to ``wrappers``."""
+    sites = {vars(wrapper)["__hmpx_site__"]: wrapper for wrapper in wrappers}
+    return Patch(sys.modules[__name__], "_in_force", sites)
+
+
+@dataclass(frozen=True, slots=True)
+class Retirement:
+    """Has a wrapper act as what is in its slot from now on, wherever a reference to it was kept.
+
+    Attributes:
+        wrapper: The wrapper.
+        value: Its module and name, and the values of its variables, once it is retired.
+    """
+
+    wrapper: Callable[..., Any]
+    value: tuple[str, str, tuple[Any, ...]]
+    is_foreign = False
+    stays_idle = True
+
+    @property
+    def key(self) -> Hashable:
+        """What tells the wrapper from others."""
+        return id(self.wrapper), "retirement"
+
+    @property
+    def where(self) -> str:
+        """The slot's name."""
+        return str(vars(self.wrapper)["__hmpx_site__"])
+
+    def read(self) -> tuple[str, str, tuple[Any, ...]]:
+        """Returns the wrapper's module and name, and the values of its variables."""
+        wrapper = self.wrapper
+        return wrapper.__module__, wrapper.__qualname__, _variables(wrapper).read()
+
+    def write(self, value: tuple[str, str, tuple[Any, ...]]) -> None:
+        """Gives the wrapper this module and name, and its variables these values."""
+        wrapper = self.wrapper
+        wrapper.__module__, wrapper.__qualname__, values = value
+        _variables(wrapper).write(values)
+
+
+def retirement(wrapper: Callable[..., Any]) -> Retirement:
+    """Returns what retires ``wrapper``."""
+    site, original = vars(wrapper)["__hmpx_site__"], vars(wrapper)["__wrapped__"]
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current = _in_force.get(site)
+        # Not to a wrapper of what somebody else has put there since: that may call this one.
+        is_same = current is not None and vars(current)["__wrapped__"] is original
+        return (current if current is not None and is_same else original)(*args, **kwargs)
+
+    values = retired_values(forward)
+    retired = tuple([values[name] for name in _variables(wrapper).names])
+    return Retirement(wrapper, (*patches.retired_name(wrapper, site), retired))
+
+
+def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
+    """Returns what the variables of wrappers hold once these are retired, by name.
+
+    Args:
+        forward: Passes a call on to what is in the slot.
+    """
+
+    def override(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
+        return forward(*args, **kwargs)
+
+    def choose(args: Args, kwargs: Kwargs) -> Callable[..., Any]:
+        return forward
+
+    return {
+        "original": forward,
+        "complete": forward,
+        "inner": forward,
+        "override": override,
+        "choose": choose,
+        "cast": cast_nothing,
+        "run": run_plainly,
+        "retry": _raise,
+        "other_dtypes": frozenset(),
+        "legalizes": False,
+        "is_autocast_on": bool,
+        "narrowed": nothing,
+        "tell": nothing,
+    }
+
+
+def _variables(wrapper: Callable[..., Any]) -> Variables:
+    return vars(wrapper)["__hmpx_variables__"]  # type: ignore[no-any-return]
+
+
+def cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments as they are."""
+    return args, kwargs
+
+
+def run_plainly(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+    """Calls torch's function."""
+    return function(*args, **kwargs)
+
+
+def nothing(*args: object, **kwargs: object) -> None:
+    """Does nothing."""
+
+
+def _raise(error: Exception, args: Args, kwargs: Kwargs) -> Any:
+    raise error

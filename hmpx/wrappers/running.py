@@ -1,0 +1,269 @@
+"""What runs an op once its inputs are settled: layers around torch's function, made once a call site.
+
+From the inside out: the function itself, atomic or a norm's; legalized or emulated; composed; beside
+running statistics.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ..casting import (
+    Recipe,
+    cast_args,
+    floating_inputs,
+    is_on_device,
+    target_dtype,
+    widest,
+    written,
+)
+from ..compute import (
+    Accumulation,
+    Emulation,
+    Inputs,
+    Legalization,
+    Legalizer,
+    Statistics,
+    computed_in_fp32,
+    inputs_of,
+    is_watched,
+    note_unrounded,
+)
+from ..policy import INPUT, CastPolicy
+from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
+from ..torch_state import disable_casts, is_below_dispatcher
+from .retiring import run_plainly
+
+#: Runs torch's function, its first argument, on arguments that are cast; last come those given.
+Runner = Callable[[Callable[..., Any], Args, Kwargs, Args], Any]
+
+
+def runner(recipe: Recipe, legalization: Legalization, settle: Callable[[], None]) -> Runner:
+    """Returns what runs the op: of torch's function, the arguments cast, and those as given.
+
+    Args:
+        recipe: That of the call site.
+        legalization: Which calls are legalized.
+        settle: Called when no call is legalized from then on.
+    """
+    run: Runner = run_plainly
+    if recipe.site.is_python:
+        run = _run_atomically
+    elif recipe.facts.norm_parameters:
+        run = functools.partial(_run_norm, recipe)
+    if recipe.emulation is not None:
+        run = _emulated(recipe, recipe.emulation, run)
+    else:
+        if recipe.legalizes:
+            run = _legalized(recipe, run, legalization, settle)
+        if recipe.composes:
+            run = _composed(recipe, run)
+    statistics = statistics_of(recipe)
+    return run if statistics is None else _beside(statistics, recipe, run)
+
+
+def statistics_of(recipe: Recipe) -> Statistics | None:
+    """Returns the running statistics of a norm, if it has any."""
+    if not recipe.site.statistics:
+        return None
+    position = {name: position for position, name in enumerate(recipe.site.parameters.names)}
+    updates_if = recipe.facts.updates_if
+    return Statistics(
+        positions={name: position[name] for name in recipe.site.statistics},
+        parameters={name: position[name] for name in sorted(recipe.facts.norm_parameters)},
+        first=recipe.site.parameters.names[0],
+        updates_if=None if updates_if is None else (updates_if, position[updates_if]),
+        mixed_device_types=recipe.facts.mixed_device_types,
+    )
+
+
+def _beside(statistics: Statistics, recipe: Recipe, run: Runner) -> Runner:
+    """Returns what does ``run`` without the running statistics, which its function gets all the same."""
+    # They are not cast then, and kernels take them.
+    passes_fp32 = not recipe.composes and recipe.emulation is None and recipe.takes_fp32_statistics
+
+    def run_beside(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        if not (passes_fp32 and statistics.are_fp32(args, kwargs)):
+            function, args, kwargs = statistics.set_apart(function, args, kwargs)
+        return run(function, args, kwargs, given)
+
+    return run_beside
+
+
+def _legalized(
+    recipe: Recipe, run: Runner, legalization: Legalization, settle: Callable[[], None]
+) -> Runner:
+    """Returns what runs legalized calls in fp32 with rounded inputs and outputs, others by ``run``."""
+    options = recipe.options
+    legalizer = Legalizer(recipe.site.op, recipe.facts.kind, options.legalize)
+    casts_late, rounds_inputs = recipe.casts_late, legalizer.rounds_inputs
+
+    def run_legalized(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        is_cast = not casts_late or args is not given
+        found = _low_precision(recipe, legalization, args, kwargs, is_cast=is_cast)
+        if found is None:
+            return run(function, *_cast_late(recipe, args, kwargs), given)
+        inputs, dtype = found
+        if not legalization.applies(inputs, args, kwargs, dtype):
+            if legalization.settles(inputs, dtype):
+                settle()
+            return run(function, *_cast_late(recipe, args, kwargs), given)
+        if run is not run_plainly:
+            function = functools.partial(_run_with, run, function, given)
+        elif not kwargs:
+            result = legalizer.compute_convolution(function, inputs, args, dtype)
+            if result is not None:
+                return result
+        if not is_cast and rounds_inputs:
+            args, kwargs = cast_args(recipe, args, kwargs)
+        elif not is_cast and is_watched():
+            note_unrounded(recipe.site.op, _to_be_cast(recipe, args, kwargs))
+        return legalizer.compute(function, inputs, args, kwargs, given, dtype)
+
+    return run_legalized
+
+
+def _low_precision(
+    recipe: Recipe, legalization: Legalization, args: Args, kwargs: Kwargs, *, is_cast: bool
+) -> tuple[Inputs, torch.dtype] | None:
+    """Returns a call's floating inputs and the low-precision dtype it runs in.
+
+    None for a call that does not run in any, and for one that is left to torch's kernels anyway.
+
+    Args:
+        recipe: That of the call site.
+        legalization: Which calls are legalized.
+        args: Positional arguments, and
+        kwargs: those given by name.
+        is_cast: Whether they have been cast.
+    """
+    if legalization.leaves_inference(args[0] if args else None) or is_below_dispatcher():
+        return None
+    if (recipe.may_write or kwargs) and written(recipe, args, kwargs) is not None:
+        return None
+    # Beside a sparse input the others have its dtype.
+    if not is_cast and target_dtype(recipe, args, kwargs) not in LOW_DTYPES:
+        return None
+    inputs = inputs_of(args, kwargs)
+    if inputs is None:
+        return None
+    device_type = inputs.first.device.type
+    if device_type not in recipe.device_types or legalization.is_settled(device_type):
+        return None
+    dtype = None if inputs.low is None else inputs.low.dtype
+    if recipe.casts_late and isinstance(recipe.decision.dtype, torch.dtype):
+        dtype = recipe.decision.dtype
+    if dtype is None:
+        return None
+    may_be_beside_sparse = is_cast and not inputs.is_plain and recipe.is_low
+    if may_be_beside_sparse and target_dtype(recipe, args, kwargs) not in LOW_DTYPES:
+        return None
+    return inputs, dtype
+
+
+def _emulated(recipe: Recipe, emulation: Emulation, run: Runner) -> Runner:
+    """Returns what runs the op in a number format."""
+
+    def run_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        if target_dtype(recipe, args, kwargs) is None or written(recipe, args, kwargs) is not None:
+            return run(function, args, kwargs, given)
+        if not is_on_device(recipe, args, kwargs):
+            return run(function, args, kwargs, given)
+        wrapped = functools.partial(_run_with, run, function, given)
+        return emulation.compute(wrapped, args, kwargs)
+
+    return run_emulated
+
+
+def _composed(recipe: Recipe, run: Runner) -> Runner:
+    """Returns what runs the op in its ``accumulate_dtype``, and casts what ``run`` returns."""
+    decision = recipe.decision
+
+    def ending_in(output: torch.dtype | None) -> Accumulation:
+        return Accumulation(
+            recipe.site.op,
+            recipe.facts.kind,
+            recipe.facts.casts_first,
+            decision.accumulate_dtype,
+            output,
+        )
+
+    output = decision.output_dtype
+    accumulation = ending_in(None if output == INPUT else output)
+    by_input = {each: ending_in(each) for each in ELIGIBLE} if recipe.returns_input_dtype else {}
+    is_widest = decision.cast_policy is CastPolicy.WIDEST
+    casts_here = recipe.returns_input_dtype and not recipe.legalizes
+
+    def run_composed(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        if is_below_dispatcher() or written(recipe, args, kwargs) is not None:
+            cast, kwargs = cast_args(recipe, args, kwargs) if casts_here else (args, kwargs)
+            return run(function, cast, kwargs, given)
+        if kwargs.get("dtype") is not None or torch.dtype in map(type, args):
+            cast, kwargs = cast_args(recipe, args, kwargs) if casts_here else (args, kwargs)
+            return run(function, cast, kwargs, given)  # its output is as asked for
+        cast = args
+        first = floating_inputs(recipe, args, kwargs)[:1] if by_input else []
+        if recipe.casts_late:
+            cast, kwargs = cast_args(recipe, args, kwargs)
+        inputs = floating_inputs(recipe, cast, kwargs)
+        if not inputs or any([t.dtype not in ELIGIBLE for t in inputs]):  # noqa: C419
+            return run(function, cast, kwargs, given)
+        if not is_on_device(recipe, cast, kwargs):
+            return run(function, cast, kwargs, given)
+        known = inputs_of(cast, kwargs)
+        if known is None:  # all are in lists of lists, which are not raised
+            return run(function, cast, kwargs, given)
+        wrapped = functools.partial(_run_with, run, function, given)
+        dtype = widest(inputs) if is_widest else inputs[0].dtype
+        ending = by_input[first[0].dtype] if first else accumulation
+        return ending.compute(wrapped, known, cast, kwargs, given, dtype)
+
+    return run_composed
+
+
+def _run_with(
+    run: Runner,
+    function: Callable[..., Any],
+    given: Args,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    return run(function, args, kwargs, given)
+
+
+def _cast_late(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    return cast_args(recipe, args, kwargs) if recipe.casts_late else (args, kwargs)
+
+
+def _to_be_cast(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the inputs that ``recipe`` casts."""
+    given = floating_inputs(recipe, args, kwargs)
+    cast = floating_inputs(recipe, *cast_args(recipe, args, kwargs))
+    return [a for a, b in zip(given, cast, strict=True) if a is not b]
+
+
+def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+    """Runs a Python function: what it calls is not cast again."""
+    with disable_casts():
+        return function(*args, **kwargs)
+
+
+def _run_norm(
+    recipe: Recipe, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
+) -> Any:
+    """Runs a norm, in fp32 where ONNX is to hold it, which takes no fp32 weights beside bf16.
+
+    The kernels that do take them compute in fp32 too, and round the same result.
+    """
+    onnx = sys.modules.get("torch.onnx")
+    if onnx is not None and onnx.is_in_onnx_export():
+        dtype = floating_inputs(recipe, args, kwargs)[0].dtype
+        if dtype in LOW_DTYPES:
+            return computed_in_fp32(function, args, kwargs, dtype)
+    return function(*args, **kwargs)

@@ -1,0 +1,65 @@
+"""The text of generated wrappers, kept beside the tests so that it can be read and reviewed.
+
+After a change on purpose: ``HMPX_WRITE_GOLDEN=1 python -m pytest tests/wrappers/test_generated_source.py``.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hmpx
+from hmpx import Policy, ops
+from hmpx.casting import Options, Recipe, facts_of, site_of
+from hmpx.wrappers.retiring import retired_values
+from hmpx.wrappers.source import PARAMETERS, VARIABLES, source_of
+
+GOLDEN = Path(__file__).with_name("golden")
+
+#: Op -> the list it is in.
+LISTED = {
+    "linear": "low",
+    "conv2d": "low",
+    "layer_norm": "low",
+    "softmax": "fp32",
+    "cat": "widest",
+}
+
+
+def recipe(op: str, **options: Any) -> Recipe:
+    """Returns the recipe of an op's first call site that is not Python's."""
+    site = next(each for each in ops.table()[op].sites if not each.is_python)
+    decision = Policy.from_ops(**{LISTED[op]: [op]}).decisions[op]
+    call_site = site_of(op, site, None, is_overridable=True)
+    return Recipe(call_site, facts_of(op), decision, frozenset({"cpu"}), Options(**options))
+
+
+@pytest.mark.parametrize("op", LISTED)
+def test_the_source_is_as_kept(op: str) -> None:
+    path, actual = GOLDEN / f"{op}.py.txt", source_of(recipe(op)).lstrip()
+    if os.environ.get("HMPX_WRITE_GOLDEN"):
+        path.write_text(actual, encoding="utf-8")
+    assert actual == path.read_text(encoding="utf-8")
+
+
+@pytest.mark.native
+def test_the_source_is_shown_in_tracebacks() -> None:
+    """By `linecache`, as that of any function."""
+    with hmpx.convert(policy=Policy.from_ops(low=["softmax"])):
+        lines, _ = inspect.getsourcelines(torch.softmax.__code__)
+    assert lines[0].strip().startswith("def wrapper(a0=missing")
+    assert any("original(" in line for line in lines)
+
+
+def test_each_variable_has_a_value_once_it_is_retired() -> None:
+    values = retired_values(F.linear)
+    assert set(VARIABLES) <= set(PARAMETERS)
+    assert set(VARIABLES) <= set(values)
+    asked = {"dtype", "convert", "device_types", "may_legalize", "is_open"}
+    assert set(PARAMETERS) - set(VARIABLES) == asked  # the reasons stand beside `VARIABLES`
