@@ -2,21 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
-import gc
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
-from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from .. import casting, compute, patching, torch_state
+from .. import casting, compute, torch_state
 from ..casting import Options
 from ..errors import HmpxWarning
-from ..frames import is_ours
 from ..observers import (
     ATTACHED,
     LOGGER,
@@ -28,8 +24,6 @@ from ..patches import (
     compile_patches,
     early_name_patches,
     following,
-    forget_compiled,
-    forget_overrides,
     held_by_models,
     is_renewed,
     missed,
@@ -44,28 +38,11 @@ from ..registry import exclusive
 from ..rules import RULES, Registered, all_rules
 from ..wrappers import in_force, retirement
 from . import policy_patches
+from .changing import forget_what_is_cached, paused_gc, said_of, say
+from .installation import Installation, asks_for_modules
 from .policy_patches import Conversion
 
 _current: Session | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Installation:
-    """What a session has put into torch.
-
-    Attributes:
-        applied: The patches, in the order in which they were applied.
-        wrappers: The wrappers in them.
-        rules: The rules that the wrappers ask.
-        observers: What is told of calls.
-        notes_modules: Whether the running modules are noted.
-    """
-
-    applied: tuple[patching.Applied, ...] = ()
-    wrappers: tuple[Callable[..., Any], ...] = ()
-    rules: tuple[Registered, ...] = ()
-    notes_modules: bool = False
-    observers: tuple[Attached, ...] = ()
 
 
 class Session:
@@ -234,7 +211,7 @@ class Session:
             following(policy_patches.foreign_names(self.policy), draft, self._follow)
         )
         applied += draft.apply([torch_state.asked_by(self._note_modules), in_force(made)])
-        notes_modules = bool(observers) or _asks_for_modules(self.policy, asked)
+        notes_modules = bool(observers) or asks_for_modules(self.policy, asked)
         if notes_modules:  # on top of the patch of the same slot for reused casts
             applied += draft.apply(torch_state.module_patches(draft, self._warn_of_unmatched))
         applied += draft.apply(
@@ -291,7 +268,7 @@ class Session:
             patches.append(in_force([*installed.wrappers, *foreign.made]))
             made = foreign.made
             self._extend(draft, patches, notes_modules=installed.notes_modules, made=made)
-        _say([each for each in foreign.said if each not in self._said])
+        say([each for each in foreign.said if each not in self._said])
         self._said += foreign.said
 
     @exclusive
@@ -350,7 +327,7 @@ def switch_to(session: Session | None) -> None:
     """
     old = _current
     replaced = Installation() if old is None else old._installation
-    with _paused_gc():
+    with paused_gc():
         draft = Draft()
         covered = draft.undo(replaced.applied)
         if session is not None:
@@ -367,46 +344,28 @@ def switch_to(session: Session | None) -> None:
         decides = None if session is None else session._decides(installation)
         device_types = frozenset() if session is None else session.device_types
         torch_state.reserve_marks(device_types)
-        draft.apply(torch_state.switch_patches(epoch, decides, device_types))
+        draft.apply(torch_state.conversion_patches(epoch, decides, device_types))
         draft.apply([Patch(sys.modules[__name__], "_current", session)])
         draft.apply(map(retirement, replaced.wrappers))
-        said = _said_of(covered)
+        said = said_of(covered)
 
         def finish() -> None:
-            _forget_what_is_cached()
+            forget_what_is_cached()
             if said and session is not None:  # an error that this is made into undoes the change
                 warnings.warn(said, HmpxWarning, stacklevel=6)
             if session is not None and session is not old:
-                _say(session._said)
+                say(session._said)
                 session._log_what_models_keep()
 
         try:
             draft.make(finish)
         except BaseException:
-            _forget_what_is_cached()
+            forget_what_is_cached()
             raise
     if session is None:
         torch_state.end_conversion()
         if said:  # last: the change holds, even if this is made into an error
             warnings.warn(said, HmpxWarning, stacklevel=5)
-
-
-def _forget_what_is_cached() -> None:
-    """Makes torch look anew at its functions, which have changed."""
-    torch_state.forget_modules()
-    forget_compiled()
-    forget_overrides()
-
-
-def _said_of(covered: Iterable[Change]) -> str:
-    """Returns what to say of patches on top of which somebody else has patched; ``""`` if nothing."""
-    names = {patch.where for patch in covered if not (patch.is_foreign or patch.stays_idle)}
-    if not names:
-        return ""
-    return (
-        f"{', '.join(sorted(names))}: patched by somebody else after hmpx.convert(); their patch was "
-        "left in place, without hmpx's casts beneath it. Undo theirs first, then hmpx.revert()"
-    )
 
 
 @exclusive
@@ -418,41 +377,3 @@ def _rules_changed() -> None:
 RULES.followed_by(_rules_changed)
 compute.LOWERINGS.followed_by(_rules_changed)
 ATTACHED.followed_by(_rules_changed)
-
-
-def _asks_for_modules(policy: Policy, registered: tuple[Registered, ...]) -> bool:
-    """Whether to note running modules from the start; otherwise that begins when they are asked for."""
-    return any(section.is_placed for section in policy.sections) or any(
-        rule.names_modules() for rule in registered
-    )
-
-
-def _say(messages: list[str]) -> None:
-    """Warns of what is wrong with names in the lists, at the first line outside of hmpx."""
-    if messages:
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and _is_passing_on(frame.f_globals.get("__name__")):
-            level, frame = level + 1, frame.f_back
-        lines = "\n  ".join(messages)
-        warnings.warn(f"left out of the op lists:\n  {lines}", HmpxWarning, stacklevel=level)
-
-
-def _is_passing_on(module: object) -> bool:
-    return is_ours(module) or str(module).partition(".")[0] in ("importlib", "_frozen_importlib")
-
-
-@contextlib.contextmanager
-def _paused_gc() -> Iterator[None]:
-    """Keeps the thousands of small objects of a conversion from setting off full collections.
-
-    With torch loaded each takes as long as the whole conversion.
-    """
-    restore = gc.enable if gc.isenabled() else gc.disable
-    try:
-        try:
-            gc.disable()
-            yield
-        finally:
-            restore()
-    finally:  # in case that an exception came right before
-        restore()

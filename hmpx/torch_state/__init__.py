@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .conversions import begin_to_end, conversion, conversion_patches, in_force, is_covered
 from .disabling import disable_casts, keeps_state
 from .dispatcher import is_below_dispatcher
 from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
@@ -10,19 +11,14 @@ from .module_path import asked_by, forget_modules, keeps_place, module_patches, 
 from .switch import (
     Region,
     begin_conversion,
-    begin_to_end,
     close_region,
-    conversion,
     count_autocast,
     end_conversion,
     has_casts,
-    in_force,
-    is_covered,
     is_off,
     last_region,
     open_region,
     partly_off,
-    switch_patches,
 )
 from .traced_modules import traced_places
 from .training import as_training, is_training, keeps_kind
@@ -37,6 +33,7 @@ __all__ = [
     "begin_to_end",
     "close_region",
     "conversion",
+    "conversion_patches",
     "count_autocast",
     "disable_casts",
     "end_conversion",
@@ -58,6 +55,5 @@ __all__ = [
     "partly_off",
     "place",
     "reserve_marks",
-    "switch_patches",
     "traced_places",
 ]

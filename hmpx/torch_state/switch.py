@@ -13,13 +13,14 @@ import functools
 import os
 import sys
 import threading
-from collections.abc import Callable, Hashable, Iterator
+from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar
 
 import torch
 
-from ..patching import Patch
 from ..torch_internals import run_when_traced
+from . import conversions
+from .conversions import Epoch
 from .dispatcher import is_below_dispatcher  # noqa: F401  # wrappers ask it: these are their globals
 from .marks import EVERY, ON, is_every_marked, mark, marked
 
@@ -42,32 +43,6 @@ def _gated(function: _F) -> _F:
         with _gate_lock: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
 
     return wrapper  # type: ignore[return-value]
-
-
-class Epoch:
-    """A conversion from `convert` to `revert`, as far as regions are concerned.
-
-    Attributes:
-        ended_by: The thread that reverts it, whose regions end with it, however they were lost. Those of
-            other threads are theirs to leave.
-    """
-
-    __slots__ = ("ended_by",)
-
-    def __init__(self) -> None:
-        """Begins in any thread."""
-        self.ended_by: int | None = None
-
-
-#: The conversion in force; None while there is none.
-_epoch: Epoch | None = None
-
-#: What the conversion in force makes of calls, to be compared with what another one does; None while
-#: there is none.
-_decides: object | None = None
-
-#: The device types whose tensors the conversion in force casts.
-_covered: frozenset[str] = frozenset()
 
 
 class Region:
@@ -111,12 +86,12 @@ class Region:
         if off is None:
             off = ((self.beneath if outer is None else outer.off) | more) - less
         self.off, self.is_off = off, EVERY in off
-        self.thread, self.epoch = threading.get_ident(), _epoch
+        self.thread, self.epoch = threading.get_ident(), conversions.epoch
 
     def is_over(self) -> bool:
         """Whether it was left, or its own thread has reverted the conversion that it belongs to."""
         epoch = self.epoch
-        if self.is_closed or epoch is None or epoch is _epoch:
+        if self.is_closed or epoch is None or epoch is conversions.epoch:
             return self.is_closed
         return epoch.ended_by == self.thread
 
@@ -206,24 +181,19 @@ def is_off() -> bool:
     if region is None:
         return _covers_all(_inherited())
     if region.is_off or not _has_traced_regions:
-        return region.is_off or (bool(region.off) and _covered <= region.off)
+        return region.is_off or (bool(region.off) and conversions.covered <= region.off)
     return _covers_all(off())
 
 
 def partly_off() -> frozenset[str]:
     """Returns the device types whose casts are off while those of others, that are cast too, are on."""
     found = off()
-    return ON if _covers_all(found) else found & _covered
-
-
-def is_covered(device_type: str) -> bool:
-    """Whether the conversion in force casts tensors on devices of this type."""
-    return device_type in _covered
+    return ON if _covers_all(found) else found & conversions.covered
 
 
 def has_casts(device_type: str) -> bool:
     """Whether tensors on devices of this type are cast here and now."""
-    return device_type in _covered and not {EVERY, device_type} & off()
+    return device_type in conversions.covered and not {EVERY, device_type} & off()
 
 
 def off() -> frozenset[str]:
@@ -240,7 +210,7 @@ ALL: Final = frozenset([EVERY])
 
 
 def _covers_all(off: frozenset[str]) -> bool:
-    return EVERY in off or (bool(off) and _covered <= off)
+    return EVERY in off or (bool(off) and conversions.covered <= off)
 
 
 def _is_off_where_traced() -> bool:
@@ -285,35 +255,6 @@ def last_region(opener: object) -> Region | None:
     return next((r for r in reversed(opened) if not r.is_closed), None)
 
 
-def in_force() -> object | None:
-    """Returns what stands for the conversion in force; None while there is none."""
-    return _epoch
-
-
-def conversion() -> tuple[object, object] | None:
-    """Returns what is equal as long as calls compute the same; None while there is no conversion.
-
-    One that replaces another need not do so, nor the same one when its rules have changed.
-    """
-    return None if _epoch is None else (_epoch, _decides)
-
-
-def switch_patches(
-    epoch: object | None, decides: object | None, device_types: frozenset[str]
-) -> Iterator[Patch]:
-    """Yields the patches of this module that put a conversion in force.
-
-    Args:
-        epoch: What `begin_conversion` has returned; None for no conversion.
-        decides: What the results of calls depend on.
-        device_types: The device types whose tensors are cast.
-    """
-    this = sys.modules[__name__]
-    yield Patch(this, "_epoch", epoch)
-    yield Patch(this, "_decides", decides)
-    yield Patch(this, "_covered", device_types)
-
-
 def begin_conversion() -> Epoch:
     """Returns what stands for a new conversion; forgets what reverted ones have left open."""
     _forget_regions_that_are_over()
@@ -321,17 +262,11 @@ def begin_conversion() -> Epoch:
     return Epoch()
 
 
-def begin_to_end() -> None:
-    """Notes that this thread reverts the conversion in force: it may still fail to."""
-    if _epoch is not None:
-        _epoch.ended_by = threading.get_ident()
-
-
 @_gated
 def _forget_regions_that_are_over() -> None:
     alive = sys._current_frames()
     for region in [r for r in _open if isinstance(r, Region)]:
-        if region.thread not in alive and region.epoch not in (None, _epoch):
+        if region.thread not in alive and region.epoch not in (None, conversions.epoch):
             region.is_closed = True  # its thread can't leave it any more
         if region.is_over():
             del _open[region]

@@ -30,7 +30,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import hmpx
-from hmpx import formats, registry, rules
+from hmpx import formats, registry, rules, torch_state
 from hmpx.torch_state import module_path as modules
 from hmpx.torch_state import switch
 from hmpx.wrappers import retiring
@@ -204,7 +204,7 @@ def state() -> tuple[Any, ...]:
         len(sys.meta_path) - len(META_PATH),
         modules._noting is not None,
         modules._ask is not modules._nothing,
-        switch._epoch is not None,
+        torch_state.in_force() is not None,
         tuple((rule.op, rule.function) for rule in rules.all_rules()),
         formats.names(),
         tuple(hmpx.compute.lowering.LOWERINGS.value),
