@@ -1,8 +1,9 @@
 """Ops with an ``accumulate_dtype`` or ``output_dtype``: computed in a wider dtype, and cast once.
 
-The inputs come here rounded. They are raised to the accumulate dtype, the op runs, and its floating
-outputs are cast to the output dtype; gradients are those of these casts. Where torch has a kernel
-that does just that, it runs. Knows neither lists nor how wrappers get into torch.
+The inputs arrive here already rounded. They are upcast to the accumulate dtype, the op runs, and its
+floating-point outputs are cast to the output dtype; gradients are those of these casts. Where torch
+has a kernel that does exactly this, that kernel runs. Independent of op lists and of how wrappers are
+installed in torch.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ _REDUCED_REDUCTION: Final = {
 
 
 def _keeps_sums_fp32(dtype: torch.dtype) -> bool:
-    """Whether CUDA's products of ``dtype`` are summed up in fp32 to the end, by what torch is set to."""
+    """Whether CUDA's products of ``dtype`` accumulate in fp32 throughout, by torch's own settings."""
     flags = torch.backends.cuda.matmul
     if dtype is torch.float16 and flags.allow_fp16_accumulation:
         return False
@@ -47,12 +48,12 @@ run_when_traced(_keeps_sums_fp32)
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """Computes one op in a dtype of its own, and casts what it returns.
+    """Computes one op in a dtype of its own, and casts the result.
 
     Attributes:
         op: Op name.
         kind: One of `capability.KINDS`.
-        casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
+        casts_first: The op takes ``dtype=``, and its kernel casts the input to that before computing.
         accumulate_dtype: None leaves the computation to the op's kernel.
         output_dtype: None for the dtype of the inputs.
     """
@@ -76,11 +77,11 @@ class Accumulation:
 
         Args:
             function: torch's function.
-            inputs: Those of the arguments.
-            args: Positional arguments, and
-            kwargs: those given by name.
+            inputs: Facts about the floating-point inputs among the arguments.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
             given: The positional arguments before they were cast.
-            dtype: That of the inputs, fp32 parameters of a norm aside.
+            dtype: The dtype of the inputs, apart from a norm's fp32 parameters.
         """
         if self.accumulate_dtype is None:
             result = function(*args, **kwargs)
@@ -108,7 +109,7 @@ class Accumulation:
         return rounded(result, CAST[output], self.accumulate_dtype)
 
     def _has_native_kernel(self, inputs: Inputs, output: torch.dtype, dtype: torch.dtype) -> bool:
-        """Whether the op's kernel for ``dtype`` accumulates so, and rounds once."""
+        """Whether the op's kernel for ``dtype`` accumulates this way, and rounds once."""
         if self.accumulate_dtype is dtype:
             return output is dtype
         if inputs.first.device.type != "cuda" or self.kind != "gemm" or output is not dtype:
@@ -118,7 +119,7 @@ class Accumulation:
         return _keeps_sums_fp32(dtype)
 
     def _gives_fp32(self, inputs: Inputs, dtype: torch.dtype) -> bool:
-        """Whether products of ``dtype`` are given out in fp32 by the device's kernels."""
+        """Whether the device's kernels can return products of ``dtype`` in fp32."""
         return (
             self.accumulate_dtype is torch.float32
             and self.kind == "gemm"
@@ -129,7 +130,7 @@ class Accumulation:
         )
 
     def _keeps_low(self, inputs: Inputs, output: torch.dtype, dtype: torch.dtype) -> bool:
-        """Whether autograd need not keep the raised inputs."""
+        """Whether autograd can do without the upcast inputs."""
         keeps_inputs = self.kind in PRODUCTS or (self.kind == "norm" and output is dtype)
         return (
             self.accumulate_dtype is torch.float32

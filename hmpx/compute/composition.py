@@ -1,6 +1,6 @@
-"""The composition that low precision is made of: fp32 from rounded inputs, and the result rounded.
+"""The building block of low precision: upcast rounded inputs to fp32, compute, round the result.
 
-Knows neither which ops are computed so nor what autograd keeps.
+Independent of which ops are computed this way, and of what autograd saves.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from ..tensors import (
     with_items,
 )
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 widen = CAST[torch.float32]
 _to, _transpose = Tensor.to, Tensor.transpose
 _STRIDED = torch.strided
@@ -34,7 +34,7 @@ _widen = widen  # where an argument has the name
 
 @dataclass(slots=True)
 class Inputs:
-    """What is to be known of a call's floating inputs, gathered in one pass.
+    """Facts about a call's floating-point inputs, gathered in one pass.
 
     Attributes:
         first: The first of them.
@@ -50,7 +50,7 @@ class Inputs:
 
 
 def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
-    """Returns the floating inputs among the arguments, and in lists of them; None without any."""
+    """Returns facts about the floating-point inputs, also inside lists; None if there are none."""
     found: Inputs | None = None
     for value in (*args, *kwargs.values()) if kwargs else args:
         for tensor in value if isinstance(value, SEQUENCES) else (value,):
@@ -75,7 +75,7 @@ def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
 def computed_in_fp32(
     function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
 ) -> Any:
-    """Returns the result of ``function`` on inputs raised to fp32, rounded to ``dtype``."""
+    """Returns the result of ``function`` on inputs upcast to fp32, rounded to ``dtype``."""
     return rounded(call_raised(function, args, kwargs, widen), CAST[dtype])
 
 
@@ -86,7 +86,7 @@ def call_raised(
     widen: Callable[[Tensor], Tensor],
     dtypes: frozenset[torch.dtype] = LOW_DTYPES,
 ) -> Any:
-    """Returns the result of ``function`` on tensors of ``dtypes`` raised by ``widen``."""
+    """Returns the result of ``function`` with tensors of ``dtypes`` upcast by ``widen``."""
     new_args = [raised(value, widen, dtypes) for value in args]
     if not kwargs:
         return function(*new_args)
@@ -97,11 +97,11 @@ def call_raised(
 def raised(
     value: Any, widen: Callable[[Tensor], Tensor], dtypes: frozenset[torch.dtype] = LOW_DTYPES
 ) -> Any:
-    """Returns ``value`` with the tensors of ``dtypes`` in it raised by ``widen``."""
+    """Returns ``value`` with the tensors of ``dtypes`` in it upcast by ``widen``."""
     if isinstance(value, Tensor):
         return widen(value) if value.dtype in dtypes else value
     if isinstance(value, SEQUENCES) and any([isinstance(item, Tensor) for item in value]):  # noqa: C419
-        # What is noted by the addresses of single tensors is not to be one chunk.
+        # Tensors that are tracked by their own addresses must not be cast as one chunk.
         if widen is _widen and all([getattr(t, "dtype", None) in dtypes for t in value]):  # noqa: C419
             chunk = cast_as_one(value, torch.float32)
             if chunk is not None:
@@ -118,7 +118,7 @@ def rounded(
 
 
 def widen_matrices(tensor: Tensor) -> Tensor:
-    """Returns ``tensor`` in fp32, matrices laid out so that a product need not copy them again."""
+    """Returns ``tensor`` in fp32, with matrices laid out so that a product need not copy them again."""
     if tensor.dim() < 3 or tensor.is_contiguous():
         return widen(tensor)
     if tensor.stride(-1) <= tensor.stride(-2):

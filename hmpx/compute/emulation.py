@@ -1,8 +1,8 @@
 """Ops in a number format that no hardware has: rounded inputs, a wider kernel, rounded outputs.
 
 Values live in fp32 tensors and are always representable in the format. The kernel computes in fp32,
-or in fp64 where rounding fp32's results again would show. Gradients pass as if nothing had been
-rounded, or are rounded too. Knows neither lists nor how wrappers get into torch.
+or in fp64 where rounding the fp32 results a second time would show. Gradients pass as if nothing had
+been rounded, or are rounded too. Independent of op lists and of how wrappers are installed in torch.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from ..torch_state import disable_casts
 from .composition import call_raised, rounded
 from .lowering import Lowering
 
-#: fp32's results may be rounded again to formats of so many significand bits: 2 * 11 + 2 <= 24.
+#: fp32 results may be rounded again to formats with up to this many significand bits: 2 * 11 + 2 <= 24.
 _MOST_BITS: Final = 11
 _FP32_BITS: Final = 24
 
@@ -35,11 +35,12 @@ class Emulation:
     Attributes:
         format: The format.
         rounding: How values are rounded, as `formats.quantize` takes it.
-        rounds_gradients: Gradients are rounded as well, those that come in and those that go out.
-        accumulate_dtype: What the op computes in; None for fp32, or fp64 where the format is wide.
-        output_dtype: What outputs are cast to once they are rounded; None for fp32.
-        is_view: The op computes nothing, so that there is nothing to round in its outputs.
-        lowerings: Device type -> what computes the op instead of torch; None for every other type.
+        rounds_gradients: Gradients are rounded as well, both incoming and outgoing.
+        accumulate_dtype: The dtype the op computes in; None for fp32, or fp64 for a wide format.
+        output_dtype: The dtype outputs are cast to after rounding; None for fp32.
+        is_view: The op computes nothing, so its outputs need no rounding.
+        lowerings: Device type -> the function that computes the op instead of torch; None stands for
+            every other device type.
         takes_codes: Its weights may be frozen to codes.
     """
 
@@ -57,7 +58,7 @@ class Emulation:
 
     def __post_init__(self) -> None:
         round_ = rounder(self.format, self.rounding)
-        if isinstance(self.format, Custom):  # torch's functions in it are not to be cast
+        if isinstance(self.format, Custom):  # torch functions called inside it must not be cast
             round_ = disable_casts()(round_)
         object.__setattr__(self, "_round", round_)
         is_wide = (
@@ -71,7 +72,7 @@ class Emulation:
         """Returns ``tensor`` rounded to the format, in its own dtype.
 
         Raises:
-            OptionError: It is no dense tensor, or torch.jit.trace runs, which can't hold roundings.
+            OptionError: It is not a dense tensor, or torch.jit.trace runs, which can't hold roundings.
         """
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
@@ -93,7 +94,7 @@ class Emulation:
         return self._round(tensor)
 
     def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Returns the arguments with the values of weights that were frozen to codes."""
+        """Returns the arguments, with weights that were frozen to codes decoded to values."""
         if _watchers and args and isinstance(args[0], nn.Parameter):
             for note in _watchers:
                 note(args[0], self.format, True)
@@ -109,7 +110,7 @@ class Emulation:
         return new_args, {name: value(given) for name, given in kwargs.items()}
 
     def compute(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Returns the result of ``function`` on inputs that are rounded."""
+        """Returns the result of ``function`` on rounded inputs."""
         if self.is_view:
             return function(*args, **kwargs)
         dtype = self._computes_in
@@ -146,20 +147,20 @@ def _is_floating(value: Any) -> bool:
 
 
 def _is_frozen(value: Any) -> bool:
-    """Whether ``value`` is a weight that was frozen to codes: no other parameters are integers."""
+    """Whether ``value`` is a weight frozen to codes: no other parameters are integers."""
     return _is_integer(value) and isinstance(value, nn.Parameter)
 
 
 def _is_traced_code(value: Any) -> bool:
-    """The same, of a value beside floating tensors.
+    """The same, for a value beside floating-point tensors.
 
-    What AOTAutograd traces no longer says that it is a parameter. But it was traced before by tensors
-    that do, and any other integer beside floating tensors was torch's error there.
+    What AOTAutograd traces is no longer marked as a parameter. But it was traced before with tensors
+    that are, and any other integer beside floating-point tensors was an error of torch's there.
     """
     return _is_frozen(value) or (_is_integer(value) and isinstance(value, FunctionalTensor))
 
 
-#: Is called with each parameter that is rounded, its format, and whether it is an op's first input,
+#: Called with each parameter that is rounded, its format, and whether it is an op's first input,
 #: where integers are never codes.
 Note = Callable[[Tensor, Format, bool], None]
 
@@ -168,7 +169,7 @@ _watchers: Final[list[Note]] = []
 
 @contextlib.contextmanager
 def watched_emulation(note: Note) -> Iterator[None]:
-    """Calls ``note`` for each parameter rounded in the block; dispatch modes don't see that."""
+    """Calls ``note`` for each parameter rounded in the block; dispatch modes don't see this rounding."""
     _watchers.append(note)
     try:
         yield
@@ -177,7 +178,7 @@ def watched_emulation(note: Note) -> Iterator[None]:
 
 
 class _Rounded(torch.autograd.Function):
-    """Rounds values, and gradients if asked."""
+    """Rounds values, and gradients if requested."""
 
     generate_vmap_rule = True
 

@@ -1,7 +1,7 @@
-"""Rounding in graphs: compilers leave out casts there and back, unless they are told not to.
+"""Rounding in graphs: compilers elide round-trip casts unless they are configured not to.
 
-Where they may, rounding is arithmetic on the bits of fp32, fused with what is around it. Knows
-neither which ops are computed so nor why.
+Where a compiler may elide them, rounding is arithmetic on the bits of fp32, fused with its
+surroundings. Independent of which ops are computed this way, and why.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import INDUCTOR_CONFIG, run_when_traced
 from .composition import call_raised, rounded, widen
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 _add, _sub, _gt, _ne, _where = torch.add, torch.sub, torch.gt, torch.ne, torch.where
 
 
@@ -28,14 +28,14 @@ def in_graph(
     dtype: torch.dtype,
     accumulate_dtype: torch.dtype = torch.float32,
 ) -> Any:
-    """Returns what the composition of casts would, whether or not casts there and back are left out.
+    """Computes the op with rounding that survives a compiler's removal of round-trip casts.
 
     Args:
         function: torch's function.
-        args: Positional arguments, in low precision, and
-        kwargs: those given by name.
-        dtype: That of the result.
-        accumulate_dtype: That which the function computes in.
+        args: Positional arguments, in low precision.
+        kwargs: Keyword arguments, likewise.
+        dtype: The dtype of the result.
+        accumulate_dtype: The dtype the function computes in.
     """
     keeps_casts = are_casts_kept()
 
@@ -58,7 +58,7 @@ def in_graph(
 
 
 def are_casts_kept() -> bool:
-    """Whether inductor is told to round where eager mode does."""
+    """Whether inductor is set to round where eager mode does."""
     config = sys.modules.get(INDUCTOR_CONFIG)
     return config is not None and config.emulate_precision_casts is True
 
@@ -73,7 +73,7 @@ def _raised_in_graph(tensor: Tensor) -> Tensor:
 
 
 class _RoundInput(torch.autograd.Function):
-    """Low precision -> fp32, rounded both ways."""
+    """Low precision -> fp32, rounding in forward and backward."""
 
     generate_vmap_rule = True
 
@@ -91,7 +91,7 @@ class _RoundInput(torch.autograd.Function):
 
 
 class _RoundOutput(torch.autograd.Function):
-    """fp32 -> low precision, rounded both ways."""
+    """fp32 -> low precision, rounding in forward and backward."""
 
     generate_vmap_rule = True
 
@@ -111,20 +111,20 @@ class _RoundOutput(torch.autograd.Function):
 def round_fp32(tensor: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns ``tensor`` rounded to ``dtype`` but kept in float32, without a cast to ``dtype``.
 
-    To nearest, ties to even, as the cast would, NaN staying NaN. Has no gradient.
+    Rounds to nearest, ties to even, as the cast would; NaN stays NaN. Has no gradient.
 
     Args:
         tensor: float32, of any shape.
         dtype: ``torch.bfloat16`` or ``torch.float16``.
     """
     bits = tensor.view(torch.int32)
-    is_nan = _ne(tensor, tensor)  # inductor's C++ asks `isnan` of one element at a time
+    is_nan = _ne(tensor, tensor)  # inductor's C++ evaluates `isnan` one element at a time
     if dtype is torch.bfloat16:
-        # Half a unit in the last place less one, and one more if that place is odd.
+        # Add half a unit in the last place minus one, plus one if the last place is odd.
         whole = (bits + 0x7FFF + ((bits >> 16) & 1)) & -0x10000
         return _where(is_nan, tensor, whole.view(torch.float32))
-    # Adding 2**13 times the power of two at or below it leaves float16's ten mantissa bits; below
-    # its least normal number the power stays that of 2**-14.
+    # Adding 2**13 times the largest power of two not above it leaves float16's ten mantissa bits;
+    # below float16's smallest normal number the power stays that of 2**-14.
     exponent = (bits & 0x7F800000).clamp(113 << 23, 143 << 23)
     power = (exponent + (13 << 23)).view(torch.float32)
     magnitude = (bits & 0x7FFFFFFF).view(torch.float32)

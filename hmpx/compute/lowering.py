@@ -1,6 +1,6 @@
 """Functions that compute one op in one number format their own way: a library, or integers.
 
-Knows neither how ops are rounded otherwise, nor how wrappers get into torch.
+Independent of how ops are rounded otherwise, and of how wrappers are installed in torch.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..tensors import Args, Kwargs, map_tensors
 
 @dataclass(frozen=True)
 class OnCodes:
-    """A function of integer codes, as `create_lower_func` makes it ready for `register_op`.
+    """A function of integer codes, prepared by `create_lower_func` for `register_op`.
 
     Attributes:
         function: Takes and returns tensors of codes.
@@ -33,21 +33,21 @@ class OnCodes:
 
 @dataclass(frozen=True)
 class Lowering:
-    """What computes an op.
+    """A function that computes an op.
 
     Attributes:
-        function: Takes what the op takes, tensors rounded to the format, and returns what it returns.
-        name: Of the op and the format, for errors.
+        function: Takes the op's arguments, with tensors rounded to the format, and returns the result.
+        name: The names of the op and the format, for error messages.
     """
 
     function: Callable[..., Any]
     name: str
 
     def in_place_of(self, result: Any, args: Args, kwargs: Kwargs) -> Any:
-        """Returns what the function gives instead of torch's ``result``, with the gradient of that.
+        """Returns the function's result instead of torch's ``result``, with the latter's gradient.
 
         Raises:
-            OptionError: It gives another shape.
+            OptionError: The function returns another shape.
         """
         with torch.no_grad():
             found = self.function(
@@ -74,7 +74,7 @@ class _InPlaceOf(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps nothing."""
+        """Saves nothing."""
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None]:
@@ -89,14 +89,14 @@ def _detached(value: Any) -> Any:
     return map_tensors(value, Tensor.detach)
 
 
-#: Ops whose first argument is the right operand.
+#: Ops whose first argument is the right-hand operand.
 _REFLECTED: Final = frozenset(
     {"radd", "rdiv", "rfloordiv", "rmatmul", "rmod", "rmul", "rpow", "rsub", "rtruediv"}
 )
 
 # --- the registry ------------------------------------------------------------------------------
 
-#: Op and name of the format -> device type -> what computes the op.
+#: Op and name of the format -> device type -> the function that computes the op.
 _Lowerings = Mapping[tuple[str, str], Mapping[str | None, Lowering]]
 LOWERINGS: Final[Registry[_Lowerings]] = Registry({})
 
@@ -108,18 +108,19 @@ def register_op(
     format: str | Format,
     device_type: str | None = None,
 ) -> None:
-    """Has ``fn`` compute an op wherever that runs in a number format.
+    """Makes ``fn`` compute an op wherever it runs in a number format.
 
     The op must be in the low-precision list (or a rule's `ALLOW`) with that format to run in it.
     What ``fn`` returns is rounded to the format; gradients are those of torch's own op at the same
     inputs. Registering again replaces the function.
 
     Args:
-        fn: Takes what the op takes, its tensors rounded to the format, and returns one tensor. Or
-            what `create_lower_func` makes.
+        fn: Takes the op's arguments, its tensors rounded to the format, and returns one tensor. Or
+            a function prepared by `create_lower_func`.
         op: Op name, as in the lists.
         format: The format, or its name.
-        device_type: Only for tensors there; None for all that have no function of their own.
+        device_type: Limits this to tensors on such devices; None for all device types that have no
+            function of their own.
 
     Raises:
         OptionError: There is no such op, format or device type, or ``fn`` can't be called.
@@ -151,13 +152,14 @@ def register_op(
 
 
 def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
-    """Returns, ready for `register_op`, a function that works on integer codes.
+    """Prepares a function that works on integer codes for `register_op`.
 
-    It is called with what the op is called with, each floating tensor encoded as `formats.encode` does
-    (uint8 or uint16), and returns codes, which are decoded. After TVM's function of this name.
+    The function is called with the op's arguments, each floating-point tensor encoded as
+    `formats.encode` does (uint8 or uint16), and returns codes, which are decoded. Named after TVM's
+    function.
 
     Args:
-        function: The function, or where it is: ``"package.module:function"``.
+        function: The function, or where to import it from: ``"package.module:function"``.
 
     Raises:
         OptionError: There is no such function.
@@ -176,7 +178,7 @@ def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
         module, _, name = function.partition(":")
         try:
             found = getattr(importlib.import_module(module), name)
-        except Exception as error:  # of importing: whatever the module raises
+        except Exception as error:  # importing runs the module, which may raise anything
             raise OptionError(
                 f"no function {shown(function)} (package.module:function): {said_by(error)}"
             ) from error
@@ -187,9 +189,10 @@ def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
 
 
 def lowerings(op: str, format: Format) -> Mapping[str | None, Lowering]:
-    """Returns device type -> what computes ``op`` in ``format``.
+    """Returns device type -> the function that computes ``op`` in ``format``.
 
-    Operators that have none of their own take that of their op, reflected ones with swapped operands.
+    Operators without a function of their own take that of their op, reflected ones with operands
+    swapped.
     """
     own = LOWERINGS.value.get((op, format.name))
     if own is not None:
@@ -206,12 +209,12 @@ def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
 
 @exclusive
 def unregister(name: str) -> None:
-    """Forgets a format that was registered, and the functions that compute ops in it.
+    """Removes a registered format, and the functions that compute ops in it.
 
     A conversion in force goes on rounding to the format; torch computes the ops from then on.
 
     Raises:
-        OptionError: There is none of that name, or it comes with hmpx.
+        OptionError: No format has that name, or it is built into hmpx.
 
     Example:
         >>> hmpx.formats.register(hmpx.formats.Fixed("q4_4", integer_bits=4, fraction_bits=4))
@@ -225,7 +228,7 @@ def unregister(name: str) -> None:
 
 
 def forget(format: str) -> None:
-    """Takes back all that `register_op` was told for a format; conversions in force follow."""
+    """Drops everything that `register_op` registered for a format; conversions in force follow."""
     LOWERINGS.change(_without(format))
 
 

@@ -1,10 +1,10 @@
-"""Ops whose kernels lack a low-precision dtype: they compute in fp32, in whatever list they are.
+"""Ops whose kernels lack a low-precision dtype: they compute in fp32, whichever list they are in.
 
-A program that runs in fp32 does not stop because an op before has made its tensors low-precision.
-Which ops lack a kernel where is data, ``kernels.ini``, made by ``scripts/missing_kernels.py``; here
-is how a call of one is computed. This completes torch's functions and is no cast: it holds inside
-`disable_casts`, too, and for tensors of any device. Knows neither lists nor how wrappers get into
-torch.
+A program that runs in fp32 must not stop because an earlier op has made its tensors low-precision.
+Which ops lack a kernel, and where, is data: ``kernels.ini``, made by ``scripts/missing_kernels.py``.
+How a call of one is computed is here. This completes torch's functions and is not a cast: it also
+holds inside `disable_casts`, and for tensors on any device. Independent of op lists and of how
+wrappers are installed in torch.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from .composition import inputs_of, widen
 LOGGER: Final = logging.getLogger("hmpx")
 
 
-# As they were before anything was patched.
+# Taken before anything is patched.
 _copy_, _resize_ = Tensor.copy_, Tensor.resize_
 
-#: Where a kernel is lacking: the device's type, and the dtype.
+#: Where a kernel is missing: the device type, and the dtype.
 Place = tuple[str, torch.dtype]
 
 
@@ -41,9 +41,9 @@ class Lacking:
     """Where the kernels of one op lack a low-precision dtype.
 
     Attributes:
-        always: There no call runs.
-        sometimes: There some calls run, and others don't.
-        backward: There the gradients have no kernel.
+        always: Where no call runs.
+        sometimes: Where some calls run, and others don't.
+        backward: Where the gradients have no kernel.
     """
 
     always: frozenset[Place] = frozenset()
@@ -52,12 +52,12 @@ class Lacking:
     dtypes: frozenset[torch.dtype] = field(init=False)
 
     def __post_init__(self) -> None:
-        """Gathers the dtypes that a kernel is lacking for somewhere."""
+        """Collects the dtypes for which a kernel is missing on some device type."""
         places = self.always | self.sometimes | self.backward
         object.__setattr__(self, "dtypes", frozenset(dtype for _, dtype in places))
 
     def lacks(self, first: Tensor, *, is_learning: bool) -> bool | None:
-        """Whether a call on such a tensor has no kernel; None if that shows when it is tried.
+        """Whether a call on such a tensor has no kernel; None if only trying it can tell.
 
         Args:
             first: The first low-precision input.
@@ -71,13 +71,13 @@ class Lacking:
         return None if first.dtype in self.dtypes else False
 
 
-#: The device types that ``kernels.ini`` tells of; on others ops are tried that lack a kernel anywhere.
+#: The device types that ``kernels.ini`` covers; on others, ops that lack a kernel anywhere are tried.
 KNOWN_DEVICES: Final = frozenset({"cpu", "cuda"})
 
 
 @functools.cache
 def lacking_kernels() -> Mapping[str, Lacking]:
-    """Returns op name -> where it lacks kernels, for ops that do."""
+    """Returns op name -> where it lacks kernels, for the ops that do."""
     found: dict[str, dict[str, set[Place]]] = {}
     for section, names in _facts().items():
         if section in ("DEFAULT", "untried"):
@@ -105,13 +105,13 @@ def _facts() -> Mapping[str, Mapping[str, str | None]]:
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """One of torch's functions, as far as computing it in fp32 goes.
+    """One of torch's functions, described as far as computing it in fp32 requires.
 
     Attributes:
         op: Op name.
         function: torch's function.
         names: Its parameters by position.
-        writes: Those of them that it writes to, ``out`` aside.
+        writes: The parameters it writes to, apart from ``out``.
         is_python: It is implemented in Python: nothing inside it is cast.
         is_random: It draws random numbers.
         promotes: Its kernel takes mixed dtypes, and computes in the widest.
@@ -127,9 +127,10 @@ class Callee:
 
 
 def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
-    """Returns torch's function such that it computes in fp32 where its kernel is lacking.
+    """Wraps torch's function to compute in fp32 where its kernel is missing.
 
-    Floating results have the dtype of the first floating input; complex ones stay complex64.
+    Floating-point results have the dtype of the first floating-point input; complex ones stay
+    complex64.
     """
     original, has_writes = callee.function, bool(callee.writes)
 
@@ -141,7 +142,7 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         lacks = lacking.lacks(low, is_learning=inputs.is_learning)
         if lacks is False or (callee.promotes and _widest(args, kwargs) not in LOW_DTYPES):
             return original(*args, **kwargs)
-        # Nothing that is written to may be half-done, and graphs don't tell what they will lack.
+        # A failed try may leave what it writes to half-done, and while tracing, kernels don't fail yet.
         if lacks is None and not (
             has_writes or kwargs.get("out") is not None or torch.compiler.is_dynamo_compiling()
         ):
@@ -153,7 +154,7 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
 
 
 def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:
-    """Returns the dtype that a kernel computes in which promotes its inputs; 0-dim ones count last."""
+    """Returns the dtype that a type-promoting kernel computes in; 0-dim tensors count last."""
     named = [value for name, value in kwargs.items() if name != "out"]
     floating = [v for v in (*args, *named) if isinstance(v, Tensor) and v.is_floating_point()]
     dtypes = [t.dtype for t in floating if t.dim()] or [t.dtype for t in floating]
@@ -161,14 +162,14 @@ def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:
 
 
 def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch.dtype) -> Any:
-    """Returns what torch's function does, or what it does in fp32 if it raises."""
+    """Returns the result of torch's function, computed in fp32 if the function raises."""
     generator = _generator(kwargs, low) if callee.is_random else None
     state = None if generator is None else generator.get_state()
     try:
         return callee.function(*args, **kwargs)
     except torch.OutOfMemoryError:  # fp32 takes more
         raise
-    except Exception:  # whatever its class: kernels say in many ways that they lack a dtype
+    except Exception:  # of any class: kernels report a missing dtype in many ways
         if generator is not None:
             generator.set_state(state)
     result = in_fp32(callee, args, kwargs, dtype)
@@ -177,7 +178,7 @@ def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch
 
 
 def _generator(kwargs: Kwargs, low: Tensor) -> Any:
-    """Returns the generator that a random op draws from; None if there is none to be found."""
+    """Returns the generator that a random op draws from; None if there is none."""
     if kwargs.get("generator") is not None:
         return kwargs["generator"]
     if low.device.type == "cuda":
@@ -186,11 +187,11 @@ def _generator(kwargs: Kwargs, low: Tensor) -> Any:
 
 
 def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Any:
-    """Returns the result of a call on low-precision inputs in fp32, rounded to ``dtype`` if that is low.
+    """Computes a call on low-precision inputs in fp32, and rounds to ``dtype`` if that is low.
 
-    What the call writes to is written once it has succeeded.
+    Tensors that the call writes to are written once it has succeeded.
     """
-    stand_ins: list[tuple[Tensor, Tensor]] = []  # what is written to, and what is instead of it
+    stand_ins: list[tuple[Tensor, Tensor]] = []  # a tensor to write to, and its fp32 substitute
 
     def raised(value: Any, is_written: bool) -> Any:
         def widened(tensor: Tensor) -> Tensor:
@@ -228,7 +229,7 @@ def _finished(
     stand_ins: list[tuple[Tensor, Tensor]],
     convert: Callable[[Tensor], Tensor] | None,
 ) -> Any:
-    """Returns ``value`` with what was written to itself in it, and the rest converted from fp32."""
+    """Returns ``value`` with the written tensors themselves in it, and the rest converted from fp32."""
 
     def finished(tensor: Tensor) -> Tensor:
         for target, wide in stand_ins:
@@ -245,7 +246,7 @@ _noted: set[tuple[str, str, str]] = set()
 
 
 def _note(op: str, dtype: str, device_type: str) -> None:
-    """Logs once that an op runs in fp32."""
+    """Logs, once, that an op runs in fp32."""
     if (op, dtype, device_type) not in _noted:
         _noted.add((op, dtype, device_type))
         LOGGER.info("%s computes in fp32: %s has no %s kernel for it", op, device_type, dtype)
@@ -255,5 +256,5 @@ run_when_traced(_note)
 
 
 def untried() -> Iterator[tuple[str, str]]:
-    """Yields the ops of which it isn't known whether they lack kernels, and why."""
+    """Yields the ops for which missing kernels are undetermined, and why."""
     yield from ((name, reason or "") for name, reason in _facts()["untried"].items())

@@ -1,8 +1,9 @@
-"""Running statistics: what a norm writes to beside its result, whatever its inputs are cast to.
+"""Running statistics, which a norm updates as a side effect, whatever its inputs are cast to.
 
-They go round everything that casts, upcasts or rounds arguments, straight to torch's function. Where
-its kernel doesn't take them beside the inputs as they arrive there, it gets copies in a dtype that it
-does take, and what it has written to these is copied back. Knows neither lists nor plans.
+They bypass everything that casts, upcasts or rounds arguments, and go straight to torch's function.
+If its kernel doesn't accept them together with the inputs as these arrive, it gets copies in a dtype
+that it does accept, and the updated copies are copied back. Independent of op lists and of wrapper
+plans.
 """
 
 from __future__ import annotations
@@ -20,22 +21,22 @@ from ..torch_internals import data_of, transforms
 from ..torch_state import is_below_dispatcher
 from .composition import rounded
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 _copy_ = Tensor.copy_
 
 
 @dataclass(frozen=True)
 class Statistics:
-    """Where a norm has its running statistics, and what its kernels take.
+    """Where a norm takes its running statistics, and which dtypes its kernels accept.
 
     Attributes:
         positions: Name of each statistic -> its position among the arguments.
-        parameters: The same of weight and bias, which must have the dtype of the statistics.
+        parameters: The same for weight and bias, which must have the dtype of the statistics.
         first: Name of the input.
         updates_if: Name and position of the argument that says whether the statistics are updated;
             None if they always are.
         mixed_device_types: Device types whose kernels take fp32 parameters and statistics beside a
-            low-precision input. Elsewhere all have the input's dtype.
+            low-precision input. On others all have the input's dtype.
     """
 
     positions: Mapping[str, int]
@@ -45,9 +46,9 @@ class Statistics:
     mixed_device_types: frozenset[str]
 
     def are_fp32(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether statistics and parameters are fp32 or absent, and taken so.
+        """Whether statistics and parameters are fp32 or absent, and the kernel accepts them that way.
 
-        False where that takes a closer look.
+        Returns False where a closer look is needed.
         """
         if kwargs or transforms() is not None:
             return False
@@ -63,7 +64,7 @@ class Statistics:
     def set_apart(
         self, function: Callable[..., Any], args: Args, kwargs: Kwargs
     ) -> tuple[Callable[..., Any], Args, Kwargs]:
-        """Returns the call with None for the statistics, and with a function that has them."""
+        """Returns the call with None for the statistics, and a function that supplies them."""
         values, named = list(args), dict(kwargs)
         held = []
         for where, key in _places(self.positions, values, named):
@@ -80,7 +81,7 @@ class Statistics:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Returns the result of ``function`` on the arguments and the statistics."""
+        """Calls ``function`` with the arguments and the statistics."""
         values = list(args)
         for key, statistic in held:
             if isinstance(key, int):
@@ -111,14 +112,14 @@ class Statistics:
         if self._updates(values, kwargs):
             with torch.no_grad():
                 for statistic, copy in copied:
-                    # Past the version counter, as the kernels write, for gradients still to come.
+                    # Bypass the version counter, as the kernels do, for gradients still to come.
                     _copy_(statistic if is_transformed else data_of(statistic), copy)
         return rounded(result, CAST[first.dtype], dtype) if is_transformed else result
 
     def _dtype(self, first: Tensor, found: set[torch.dtype]) -> torch.dtype | None:
-        """Returns what statistics and parameters of these dtypes are brought to; None if taken so.
+        """Returns the dtype to cast statistics and parameters to; None if accepted as they are.
 
-        The formulas of torch.func.vmap take no mixed dtypes: there the input is brought to it, too.
+        The formulas of torch.func.vmap take no mixed dtypes: there the input is cast to it, too.
         """
         dtype = first.dtype
         if dtype not in CAST or found <= {dtype}:
@@ -142,7 +143,7 @@ class Statistics:
 def _places(
     positions: Mapping[str, int], args: list[Any], kwargs: Kwargs
 ) -> Iterator[tuple[Any, Any]]:
-    """Yields where each of these tensors is that the call has: in ``args`` or ``kwargs``, and its key."""
+    """Yields, for each of these tensors in the call, its container (``args`` or ``kwargs``) and key."""
     for name, position in positions.items():
         if position < len(args):
             if isinstance(args[position], Tensor):

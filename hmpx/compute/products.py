@@ -1,7 +1,7 @@
-"""Products of low-precision matrices summed up in fp32, by the kernels of CUDA that give fp32 out.
+"""Products of low-precision matrices accumulated in fp32, by the CUDA kernels that return fp32.
 
 torch has these kernels (``out_dtype=``) for `torch.mm` and `torch.bmm`, without gradients. Here they
-have those of the composition of casts, and stand for the other products that two matrices make.
+get the gradients of the composition of casts, and serve the other products of two matrices as well.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .graph_rounding import are_casts_kept, round_fp32
 from .legalize import capability
 from .legalize.graphs import is_traced
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 _mm, _bmm, _matmul, _sum = torch.mm, torch.bmm, torch.matmul, torch.sum
 _add, _add_, _expand, _flatten = torch.add, Tensor.add_, Tensor.expand, Tensor.flatten
 _reshape, _squeeze, _transpose, _unsqueeze = (
@@ -34,7 +34,7 @@ _broadcast: Callable[..., torch.Size] = torch.broadcast_shapes
 
 
 def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
-    """Whether ``device`` multiplies matrices of ``dtype`` and gives out the sums in fp32."""
+    """Whether ``device`` multiplies matrices of ``dtype`` and returns the sums in fp32."""
     if device.type != "cuda" or torch.version.hip is not None or dtype not in LOW_DTYPES:
         return False
     if dtype is torch.float16 and torch.backends.cuda.matmul.allow_fp16_accumulation:
@@ -46,14 +46,14 @@ run_when_traced(has_kernel)
 
 
 def compute(op: str, args: Args, kwargs: Kwargs, output: torch.dtype) -> Tensor | None:
-    """Returns the result of product ``op``, summed up in fp32 and rounded once; None if it is no such.
+    """Computes product ``op``, accumulated in fp32 and rounded once; None if the op is not supported.
 
     Its gradients are those of casts to fp32 and from there to ``output``.
 
     Args:
         op: Op name.
-        args: Positional arguments, tensors in one low-precision dtype, and
-        kwargs: those given by name.
+        args: Positional arguments, with tensors in one low-precision dtype.
+        kwargs: Keyword arguments, likewise.
         output: The result's dtype.
     """
     if op not in _FORMS:
@@ -61,10 +61,10 @@ def compute(op: str, args: Args, kwargs: Kwargs, output: torch.dtype) -> Tensor 
     names, form = _FORMS[op]
     given = [*args, *[kwargs[name] for name in names[len(args) :] if name in kwargs]]
     if len(given) != len(args) + len(kwargs):
-        return None  # a factor, say
+        return None  # such as a factor
     if len(given) == 3 and op == "linear" and given[2] is None:
         given.pop()
-    if not all([isinstance(value, Tensor) for value in given]):  # noqa: C419  # Dynamo knows lists better
+    if not all([isinstance(value, Tensor) for value in given]):  # noqa: C419  # Dynamo traces lists better
         return None
     dtype = given[0].dtype
     if dtype not in LOW_DTYPES or any([value.dtype is not dtype for value in given]):  # noqa: C419
@@ -89,7 +89,7 @@ def multiply(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _Product(torch.autograd.Function):
-    """a @ b + c of matrices in low precision, or stacks of them; summed up in fp32, rounded once.
+    """a @ b + c for matrices in low precision, or stacks of them; accumulated in fp32, rounded once.
 
     If ``is_transposed``, b is the transposed view of a matrix, and so is its gradient.
     """
@@ -141,7 +141,7 @@ def _product(
     output: torch.dtype,
     is_transposed: bool = False,
 ) -> Tensor:
-    """Returns a @ b + c of matrices, summed up in fp32 and rounded once; see `_Product`."""
+    """Returns a @ b + c for matrices, accumulated in fp32 and rounded once; see `_Product`."""
     if a.dtype is b.dtype and a.dtype in LOW_DTYPES and transforms() is None:
         return _Product.apply(a, b, c, output, is_transposed)  # type: ignore[no-any-return, no-untyped-call]
     result = _matmul(widen(a), widen(b))
@@ -149,7 +149,7 @@ def _product(
 
 
 def _second(a: Tensor, gradient: Tensor, b: Tensor, is_transposed: bool) -> Tensor:
-    """Returns the gradient of b in a @ b, laid out as b is."""
+    """Returns the gradient of b in a @ b, laid out like b."""
     if is_transposed:
         transposed = _factor(_transpose(gradient, -2, -1), a, _transpose(b, -2, -1))
         return _transpose(transposed, -2, -1)
@@ -157,14 +157,14 @@ def _second(a: Tensor, gradient: Tensor, b: Tensor, is_transposed: bool) -> Tens
 
 
 def _factor(a: Tensor, b: Tensor, factor: Tensor) -> Tensor:
-    """Returns a @ b in the dtype of ``factor``, summed up over what that was broadcast to."""
+    """Returns a @ b in the dtype of ``factor``, summed over the dimensions it was broadcast along."""
     if _broadcast(a.shape[:-2], b.shape[:-2]) == factor.shape[:-2]:
         return _product(a, b, None, factor.dtype)
     return _summed(_product(a, b, None, torch.float32), factor.dtype, factor.shape)
 
 
 def _summed(gradient: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
-    """Returns the gradient of what was broadcast from ``shape``, summed up in fp32."""
+    """Returns the gradient of a tensor that was broadcast from ``shape``, summed in fp32."""
     extra = gradient.dim() - len(shape)
     aligned = [1] * extra + list(shape)
     dims = [d for d, (n, m) in enumerate(zip(aligned, gradient.shape, strict=True)) if n != m]
@@ -176,7 +176,7 @@ def _summed(gradient: Tensor, dtype: torch.dtype, shape: torch.Size) -> Tensor:
 
 
 def _rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns fp32 cast to ``dtype``, whether or not a compiler leaves out casts there and back."""
+    """Casts fp32 to ``dtype``, in a way that survives a compiler's removal of round-trip casts."""
     if dtype in LOW_DTYPES and is_traced() and not are_casts_kept():
         tensor = round_fp32(tensor, dtype)
     return CAST[dtype](tensor)
@@ -244,8 +244,8 @@ def _linear(output: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None 
     return _reshape(result, (*x.shape[:-1], weight.shape[0])) if x.dim() != 2 else result
 
 
-#: Op -> the names of the tensors that it multiplies and adds, and what does that in fp32. Other
-#: arguments, such as factors, are left to torch.
+#: Op -> the names of the tensors that it multiplies and adds, and the function that does so in fp32.
+#: Calls with other arguments, such as factors, are left to torch.
 _FORMS: Final[Mapping[str, tuple[tuple[str, ...], Callable[..., Tensor | None]]]] = {
     "addmm": (("input", "mat1", "mat2"), _added_to(2)),
     "baddbmm": (("input", "batch1", "batch2"), _added_to(3)),

@@ -1,7 +1,7 @@
-"""What autograd keeps of an op that is computed in fp32: low-precision tensors.
+"""What autograd saves for an op that is computed in fp32: low-precision tensors.
 
-Saved-tensor hooks give it, instead of the fp32 copies that the op saw, what these are made from.
-Knows neither which ops are computed so nor why.
+Saved-tensor hooks store the low-precision sources instead of the fp32 copies that the op saw.
+Independent of which ops are computed this way, and why.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import TELLS_SAVED, hide_hook, pop_hooks, push_hooks, top_hooks
 from .composition import raised, rounded, widen
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 _as_strided, _copy_, _data_ptr = Tensor.as_strided, Tensor.copy_, Tensor.data_ptr
 _detach, _equal = Tensor.detach, torch.equal
 _add_, _clamp_, _masked_fill_ = Tensor.add_, Tensor.clamp_, Tensor.masked_fill_
@@ -31,11 +31,11 @@ class Precision:
 
     Attributes:
         dtype: The low-precision dtype.
-        widen: Raises its inputs.
-        is_product: What autograd keeps of it are inputs only, or copies of them.
+        widen: Upcasts its inputs.
+        is_product: Autograd saves only its inputs, or copies of them.
         rounds_inputs: Its fp32 inputs are rounded first.
-        splits_output: An output that autograd keeps beside other tensors is kept in two of 16 bits:
-            rounded, and what rounding takes away.
+        splits_output: An output that autograd saves beside other tensors is kept as two 16-bit
+            tensors: the rounded output, and the remainder that rounding takes away.
     """
 
     dtype: torch.dtype
@@ -46,16 +46,16 @@ class Precision:
 
 
 class _Kept:
-    """What autograd keeps instead of an fp32 tensor.
+    """What is kept for autograd instead of an fp32 tensor.
 
     Attributes:
-        tensor: The low-precision tensor, or parameter, that it is made from; with outer hooks, what
-            they made of that.
-        version: That of the tensor, so that writing to it meanwhile is noticed.
-        raise_again: Makes the fp32 tensor; None where ``tensor`` is it.
-        rest: What is to be added to its bits then, see `remainder`; None for nothing.
-        layout: Strides of the tensor that ``raise_again`` made first, then shape and strides of the
-            view of it to be given back; None for that tensor itself.
+        tensor: The low-precision tensor, or parameter, that the fp32 tensor is made from; with outer
+            hooks, whatever those packed it into.
+        version: The tensor's version, so that a write to it in the meantime is noticed.
+        raise_again: Makes the fp32 tensor again; None if ``tensor`` already is it.
+        rest: What to add to its bits afterwards, see `remainder`; None for nothing.
+        layout: The strides of the tensor that ``raise_again`` first made, then the shape and strides
+            of the view of it to return; None for the tensor itself.
     """
 
     __slots__ = ("layout", "raise_again", "rest", "tensor", "version")
@@ -79,15 +79,15 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     precision: Precision,
     finish: Callable[[Tensor], Tensor] | None = None,
 ) -> Any:
-    """Returns the result of ``function`` in fp32, rounded; autograd keeps low-precision tensors.
+    """Computes ``function`` in fp32 and rounds the result; autograd saves low-precision tensors.
 
-    With ``finish``, which must not be given but for products, that makes the result of what fp32 is.
+    ``finish``, if given, makes the result from the fp32 one; it must be given for products only.
     An fp32 copy of an input is made again from the input, or from the parameter behind it, which is
-    alive anyway; an output is kept as it was rounded, unless the backward formula reads other tensors
-    beside it; statistics of a norm stay as they are.
+    alive anyway. An output is kept as rounded, unless the backward formula reads other tensors
+    beside it. A norm's statistics stay as they are.
     """
     convert, raise_one = CAST[precision.dtype], precision.widen
-    # By address: what an fp32 input is made from, how, and its strides.
+    # By address: the source of an fp32 input, how to upcast it, and the strides.
     sources: dict[int, tuple[Tensor, Callable[[Tensor], Tensor], Any]] = {}
     alive: set[int] = set()  # addresses of fp32 parameters that are inputs themselves
     pending: list[tuple[int, _Kept]] = []
@@ -172,8 +172,8 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
         address = _data_ptr(result) if is_dense else 0
         outputs = [kept for pointer, kept in pending if pointer == address]
         for kept in outputs:
-            # Beside others, which are not rounded, it must not be either: formulas compare them, or
-            # take the small difference.
+            # If the formula also reads other tensors, which are not rounded, this must not be rounded
+            # either: formulas compare them, or take their small difference.
             if finish is None and (precision.splits_output or _is_read_alone(kept, result)):
                 _keep_output(kept, result, low_result, splits=precision.splits_output)
         if precision.is_product and not precision.rounds_inputs and not outputs:
@@ -186,7 +186,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
 
 
 def _is_read_alone(kept: _Kept, result: Tensor) -> bool:
-    """Whether the backward formula for which an output is kept reads no other tensor."""
+    """Whether the backward formula that an output is saved for reads no other tensor."""
     node = result.grad_fn
     while node is not None:
         saved = [tensor for name in _saved_names(type(node)) for tensor in _each(node, name)]
@@ -200,21 +200,21 @@ def _is_read_alone(kept: _Kept, result: Tensor) -> bool:
 
 @functools.cache
 def _saved_names(node: type) -> list[str]:
-    """Returns the attributes of autograd's nodes of this class that stand for saved tensors."""
+    """Returns the attributes of this class of autograd nodes that stand for saved tensors."""
     return [name for name in dir(node) if name.startswith("_raw_saved_")]
 
 
 def _each(node: Any, name: str) -> list[Any]:
-    """Returns the saved tensors behind one attribute, but those that are None."""
+    """Returns the saved tensors behind one attribute, without any that are None."""
     value = getattr(node, name)
     several = value if isinstance(value, (list, tuple)) else [value]
     return [each for each in several if not TELLS_SAVED or each.data is not None]
 
 
 def _keep_output(kept: _Kept, result: Tensor, low_result: Tensor, *, splits: bool) -> None:
-    """Has the rounded output kept instead of ``kept.tensor``, where that has the output's elements.
+    """Keeps the rounded output instead of ``kept.tensor``, if that holds the output's elements.
 
-    With ``splits``, what rounding takes away is kept, too.
+    With ``splits``, the remainder that rounding takes away is kept, too.
     """
     tensor = kept.tensor
     if tensor.shape != result.shape:
@@ -232,14 +232,14 @@ def _keep_output(kept: _Kept, result: Tensor, low_result: Tensor, *, splits: boo
 
 
 def remainder(exact: Tensor, low: Tensor) -> Tensor:
-    """Returns what is to be added to the bits of ``low`` in fp32 to give ``exact`` again, as int16.
+    """Returns the int16 to add to the fp32 bits of ``low`` to get ``exact`` again.
 
-    Halfway between two numbers of bfloat16 one unit in fp32's last place may be missing. Nothing is
-    added to float16 that is NaN, subnormal, or infinite, where that does not fit.
+    Halfway between two bfloat16 numbers, one unit in fp32's last place may be missing. Nothing is
+    added to float16 values that are NaN, subnormal or infinite, where the difference does not fit.
 
     Args:
         exact: float32.
-        low: The same, rounded to low precision.
+        low: The same values, rounded to low precision.
     """
     rest = _sub(_view(exact, torch.int32), _view(widen(low), torch.int32))
     if low.dtype is torch.bfloat16:
@@ -248,7 +248,7 @@ def remainder(exact: Tensor, low: Tensor) -> Tensor:
 
 
 def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Tensor:
-    """Returns the view of ``tensor``, which must have these strides, and had when it was packed."""
+    """Returns a view of ``tensor``, which must have these strides, as it had when it was packed."""
     if tensor.stride() != strides:  # outer hooks gave back another layout
         same = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = _copy_(same, tensor)

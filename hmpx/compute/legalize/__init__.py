@@ -1,1 +1,1 @@
-"""Low precision where a device lacks it, or has it only slowly: decided here, computed in fp32."""
+"""Low precision where a device lacks it or is slow at it: decided here, computed in fp32."""

@@ -1,6 +1,6 @@
-"""Products with weights in low precision, without gradients: raised to fp32 block by block.
+"""Products with weights in low precision, without gradients: upcast to fp32 block by block.
 
-Knows neither which products are computed so nor why.
+Independent of which products are computed this way, and why.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ...tensors import CAST, Args
 from ...torch_internals import has_tangents
 from ..composition import widen
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 _add_, _as_strided, _contiguous, _copy_ = (
     Tensor.add_,
     Tensor.as_strided,
@@ -30,19 +30,19 @@ _mm, _narrow, _reshape, _t, _unsqueeze = (
     Tensor.unsqueeze,
 )
 
-#: Ops that multiply by a matrix of weights, and how many arguments `in_blocks` takes.
+#: Ops that multiply by a weight matrix -> the numbers of arguments that `in_blocks` takes.
 BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
 _BLOCK_BYTES = 8 << 20
-_MOST_ROWS = 512  # beyond, arithmetic hides the casts
+_MOST_ROWS = 512  # beyond this, arithmetic hides the casts
 _LEAST_WEIGHTS = 1 << 14
 
 
 def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
-    """Returns a product whose weights are raised to fp32 block by block; None if it isn't apt.
+    """Returns a product whose weights are upcast to fp32 block by block; None if it does not qualify.
 
-    For few rows the time is that of reading the weights. Raised as a whole, they are written to
-    memory and read again, four bytes each; a block stays in the cache. The transposed product is the
-    faster one. That is so on CPUs: other devices are faster with few kernels on much memory.
+    With few rows, the time goes into reading the weights. Upcast as a whole, the weights are written
+    to memory and read again, four bytes each; a block stays in the cache. The transposed product is
+    the faster one. This holds for CPUs: other devices are faster with few kernels on much memory.
     """
     bias: Tensor | None = None
     if has_tangents() or len(args) not in BLOCKED[op]:
@@ -81,7 +81,7 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         _mm(block, columns, out=_narrow(product, 0, start, length))
     if bias is not None:
         _add_(product, _unsqueeze(widen(bias), 1))
-    # A copy to another layout is fast in one dtype only.
+    # A copy to another layout is fast only within one dtype.
     return _reshape(_contiguous(_t(CAST[dtype](product))), (*x.shape[:-1], n))
 
 
@@ -92,11 +92,11 @@ def _contiguous_strides(shape: torch.Size) -> list[int]:
     return strides[::-1]
 
 
-_thread: Final = threading.local()  # .memory: kept, since memory new from the system is slow
+_thread: Final = threading.local()  # .memory: kept, since fresh memory from the system is slow
 
 
 def _scratch(size: int) -> Tensor:
-    """Returns memory for so many elements that nothing else uses until this thread asks again."""
+    """Returns memory for ``size`` elements that nothing else uses until this thread asks again."""
     memory = getattr(_thread, "memory", None)
     if memory is None or memory.numel() < size:
         with torch.inference_mode(False):

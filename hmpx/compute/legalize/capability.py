@@ -1,9 +1,9 @@
-"""What a device does natively in low precision, op kind by op kind: as torch reports it, and measured.
+"""What a device does natively in low precision, per op kind: as torch reports it, and measured.
 
-A CPU without bfloat16 products computes them many times slower than fp32, and says nothing.
-Each question is measured once, in a thread of its own in which casts are off, on the device that it
-is asked of. A device is named ``"cpu"`` or, as cards may differ, ``"cuda:1"``. Knows neither policies
-nor wrappers.
+A CPU without bfloat16 products computes them many times slower than fp32, and does not report it.
+Each question is measured once, on the device in question, in a separate thread in which casts are
+off. A device is named ``"cpu"`` or, since cards may differ, ``"cuda:1"``. Independent of policies
+and wrappers.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ from ...torch_state import disable_casts
 
 LOGGER: Final = logging.getLogger("hmpx")
 
-#: Taken from torch before anything is patched. What these call in turn is not cast either: casts are
-#: off where they run.
+#: Taken from torch before anything is patched. Functions that these call in turn are not cast either:
+#: casts are off where they run.
 _MM, _CONV2D, _LINEAR = torch.mm, torch.conv2d, torch.nn.functional.linear
 _ATTENTION = torch.nn.functional.scaled_dot_product_attention
 _LAYER_NORM, _GELU, _LSTM = torch.layer_norm, torch.nn.functional.gelu, VF.lstm
 _LINSPACE, _ONES_LIKE, _VIEW, _ZEROS = torch.linspace, torch.ones_like, Tensor.view, torch.zeros
 
-#: A native kernel that takes this many times as long as the same result by way of fp32 is slow.
-#: The kinds are far from it on either side, so that noise does not decide.
+#: A native kernel is slow if it takes this many times as long as the same result via fp32. All kinds
+#: are far from this threshold on either side, so noise does not decide.
 SLOW: Final = 2.0
 
 _THREAD_TIME_IS_FINE: Final = time.get_clock_info("thread_time").resolution < 1e-6
 
-#: Products of up to so many multiplications take less time than the casts would. Not measured, so
-#: that results are the same in each process.
+#: Products of up to this many multiplications take less time than the casts would. Fixed rather than
+#: measured, so that results are the same in each process.
 SMALL_PRODUCT: Final = 8192
 
 
@@ -50,9 +50,9 @@ class Capability:
     """How one kind of op runs on one device in one dtype.
 
     Attributes:
-        reported: What torch says of the hardware; None if it says nothing.
-        inference: Time of the native forward, over that of fp32 with casts; None if not measured.
-        training: The same of forward and backward.
+        reported: What torch reports about the hardware; None if it reports nothing.
+        inference: Time of the native forward relative to fp32 with casts; None if not measured.
+        training: The same ratio for forward and backward together.
     """
 
     reported: bool | None
@@ -60,23 +60,23 @@ class Capability:
     training: float | None = None
 
     def is_slow(self, *, training: bool) -> bool:
-        """Whether fp32 and casts are clearly faster than the native kernels."""
+        """Whether fp32 with casts is clearly faster than the native kernels."""
         ratio = self.training if training else self.inference
         return ratio is not None and ratio > SLOW
 
 
-class Capturing(Exception):  # noqa: N818  # no fault
+class Capturing(Exception):  # noqa: N818  # not an error
     """A CUDA graph is being captured, which a measurement would disturb: ask again afterwards."""
 
 
 def name_of(device: torch.device) -> str:
-    """Returns the name by which to ask of ``device``: with its number where devices of a type differ."""
+    """Returns the name used to ask about ``device``, numbered where devices of one type may differ."""
     device_type = device.type
     return f"cuda:{device.index}" if device_type == "cuda" else device_type
 
 
 def is_reported_of_all(device_type: str, dtype: torch.dtype) -> bool:
-    """Whether no device of this type is said to lack ``dtype``, so that one's speed is that of all."""
+    """Whether no device of this type is reported to lack ``dtype``, so one's speed stands for all."""
     if device_type != "cuda":
         return True
     return all(
@@ -85,7 +85,7 @@ def is_reported_of_all(device_type: str, dtype: torch.dtype) -> bool:
 
 
 def reported(device: str, dtype: torch.dtype) -> bool | None:
-    """Returns whether torch says that the hardware computes in ``dtype``; None if it doesn't say."""
+    """Returns whether torch reports that the hardware computes in ``dtype``; None if it doesn't say."""
     device_type, _, index = device.partition(":")
     if device_type == "cpu":
         name = "bf16" if dtype is torch.bfloat16 else "fp16"
@@ -98,7 +98,7 @@ def reported(device: str, dtype: torch.dtype) -> bool | None:
             return True
         least = (8, 0) if dtype is torch.bfloat16 else (5, 3)
         if index and int(index) >= torch.cuda.device_count():
-            return None  # a fake tensor's
+            return None  # the device of a fake tensor
         get = torch.cuda.get_device_capability
         version = get(int(index)) if index else get()
         return version >= least
@@ -107,16 +107,15 @@ def reported(device: str, dtype: torch.dtype) -> bool | None:
 
 @functools.cache
 def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Returns what is known of ops of ``kind``; measures it at the first question.
+    """Returns what is known about ops of ``kind``, measuring it on first use.
 
-    Whoever else asks the same meanwhile waits for that one measurement. Where it fails, its ratios
-    are None, and ops are left to torch.
+    Other threads that ask the same meanwhile wait for that one measurement. Where it fails, its
+    ratios are None, and ops are left to torch.
 
-    An accelerator that is said to have the dtype is taken at its word: measuring would start its
-    context.
+    An accelerator that reports the dtype is trusted without measuring, which would start its context.
 
     Raises:
-        Capturing: This is to be measured, and must not be now.
+        Capturing: A measurement is needed, and must not run now.
     """
     if device != "cpu" and reported(device, dtype) is not False:
         return Capability(reported(device, dtype))
@@ -136,16 +135,16 @@ def _is_capturing() -> bool:
 
 
 def forget() -> None:
-    """Has everything measured anew."""
+    """Discards all measurements, so that each is made anew."""
     with _lock:
         _measurements.clear()
         capability.cache_clear()
 
 
 class _Measurement:
-    """One measurement, begun with the object.
+    """One measurement, started when the object is created.
 
-    In a thread of its own there are no modes, transforms, autocast regions and hooks.
+    It runs in a thread of its own, free of modes, transforms, autocast regions and hooks.
     """
 
     def __init__(self, kind: str, device: str, dtype: torch.dtype) -> None:
@@ -160,14 +159,14 @@ class _Measurement:
             self._note_failure(error)
 
     def wait(self) -> Capability:
-        """Returns what was found, as soon as it is."""
+        """Waits for the measurement, and returns its result."""
         if self._thread.ident is not None and self._thread is not threading.current_thread():
             self._thread.join()
         return self._found
 
     def _run(self) -> None:
         threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # of this thread: more of them make small times vary
+        torch.set_num_threads(1)  # for this thread: with more, small times vary
         try:
             with disable_casts():
                 self._found = Capability(reported(*self._question[1:]))
@@ -194,7 +193,7 @@ _lock: Final = threading.RLock()
 
 
 def _prepare_fork() -> None:
-    """Waits for measurements under way: a child has neither their threads nor the locks these hold."""
+    """Waits for running measurements: a child has neither their threads nor the locks these hold."""
     _lock.acquire()
     for measurement in _measurements.values():
         measurement.wait()
@@ -207,20 +206,20 @@ if hasattr(os, "register_at_fork"):
 
 
 def _chosen(device: str) -> contextlib.AbstractContextManager[object]:
-    """Returns a context with ``device`` for its type's current one, which in a new thread is the first."""
+    """Returns a context in which ``device`` is current: in a new thread, the first of its type is."""
     _, _, index = device.partition(":")
     return torch.cuda.device(int(index)) if index else contextlib.nullcontext()
 
 
 def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Returns how long ops of ``kind`` take.
+    """Returns how fast ops of ``kind`` run.
 
     Raises:
-        Exception: The op fails in fp32, too, or for want of memory.
+        Exception: The op fails in fp32 as well, or runs out of memory.
     """
     said = reported(device, dtype)
     function, shapes = _PROBES[kind]
-    # Not random: torch's generator is the user's. Nor is the default dtype this module's.
+    # Not random: torch's generator is the user's. Nor does it rely on the default dtype.
     low = [
         CAST[dtype](
             _VIEW(
@@ -250,10 +249,10 @@ def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
 
 
 def _backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
-    """Returns what computes the gradients, again and again.
+    """Returns a function that computes the gradients, and can be called repeatedly.
 
-    The graph is there already: how long it takes to record depends on modes that are the user's and
-    hold for all threads, such as anomaly detection.
+    The graph is recorded beforehand: how long that takes depends on the user's modes that hold for
+    all threads, such as anomaly detection.
     """
     result = function(*inputs)
     gradient = _ONES_LIKE(result)
@@ -261,10 +260,10 @@ def _backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable
 
 
 def _least_times(functions: list[Callable[[], Any]], device: str) -> list[float]:
-    """Returns the least time of a call of each, of calls that take turns.
+    """Returns the shortest time of a call of each function, with the functions taking turns.
 
-    On a CPU it is this thread's time of the processor: waiting for one that others use is no part of
-    it, and would decide where they are many.
+    On a CPU this is the thread's processor time: time spent waiting for a busy processor does not
+    count, as it would decide the result on a crowded machine.
     """
     synchronize = getattr(torch.get_device_module(device), "synchronize", None)
     clock = time.thread_time if device == "cpu" and _THREAD_TIME_IS_FINE else time.perf_counter

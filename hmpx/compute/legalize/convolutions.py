@@ -1,7 +1,7 @@
 """Convolutions and their gradients, in fp32 memory that is kept from call to call.
 
-The rounding points are those of `legalize`, and what autograd keeps is in low precision. Knows
-neither which convolutions are computed so nor why.
+The rounding points are those of `legalize`, and autograd saves low-precision tensors. Independent of
+which convolutions are computed this way, and why.
 """
 
 from __future__ import annotations
@@ -18,29 +18,29 @@ from ...torch_internals import dispatch_modes, has_tangents, is_batch, transform
 from ..composition import call_raised, widen
 from .scratch import Temporaries
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 _numel = Tensor.numel
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
-#: The ops that `compute` knows -> how many dimensions they are over.
+#: The ops that `compute` supports -> their number of spatial dimensions.
 CONVOLUTIONS: Final = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 
-#: Elements of an input; for fewer, memory costs less than what is done here.
+#: Elements of an input; below this, allocating memory costs less than the bookkeeping here.
 _LEAST: Final = 1 << 17
 
 
 def is_large(x: Any, weight: Any) -> bool:
-    """Whether `compute` gains on a convolution of ``x`` with ``weight``."""
+    """Whether `compute` is faster for a convolution of ``x`` with ``weight``."""
     try:
         return bool(_numel(x) >= _LEAST or _numel(weight) >= _LEAST)
-    except TypeError:  # one is no tensor
+    except TypeError:  # one is not a tensor
         return False
 
 
 def compute(
     op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype, *, rounds_inputs: bool
 ) -> Tensor | None:
-    """Returns a convolution in ``dtype``; None if it is for others to compute.
+    """Returns a convolution in ``dtype``; None if it must be computed elsewhere.
 
     Args:
         op: One of `CONVOLUTIONS`.
@@ -62,12 +62,12 @@ def compute(
         if tensor.layout is not torch.strided or tensor.device != x.device or not tensor.numel():
             return None
     if not x.dim() == weight.dim() == dimensions + 2:
-        return None  # torch knows what to make of it
+        return None  # torch decides what to do with it
     if weight.dtype is torch.float32 and type(weight) is not nn.Parameter:
         if not rounds_inputs:
             return None
         weight = CAST[dtype](weight)
-    kept = None  # instead of x
+    kept = None  # saved instead of x
     if x.dtype is torch.float32:
         low = CAST[dtype](x)
         x, kept = (low, None) if rounds_inputs else (x, low)
@@ -78,7 +78,7 @@ def compute(
 def without_gradients(
     function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
 ) -> Tensor | None:
-    """Returns a convolution in ``dtype`` that records nothing; None if it is for others to compute."""
+    """Returns a convolution in ``dtype`` without recording gradients; None if computed elsewhere."""
     if has_tangents() or _is_watched():
         return None
     if not args or not is_large(args[0], args[0]):  # large weights alone gain nothing
@@ -94,11 +94,11 @@ class _Settings:
     """The arguments of a convolution after its tensors.
 
     Attributes:
-        given: As they were given.
-        strides: Of each dimension,
-        padding: likewise,
-        dilation: likewise.
-        groups: How many.
+        given: The arguments as given.
+        strides: One per dimension.
+        padding: One per dimension.
+        dilation: One per dimension.
+        groups: The number of groups.
     """
 
     given: Args
@@ -109,7 +109,7 @@ class _Settings:
 
 
 def _settings(dimensions: int, given: Args) -> _Settings | None:
-    """Returns what a convolution's arguments are; None if they are names, or too short."""
+    """Returns a convolution's settings; None if they are given as names, or are too short."""
     if len(given) > 4:
         return None
     values = [*given, *(1, 0, 1, 1)[len(given) :]]
@@ -133,13 +133,13 @@ class _Rounding:
     rounds_inputs: bool
 
     def raised(self, tensor: Tensor, memory: Temporaries | _New) -> Tensor:
-        """Returns in fp32 what is computed with."""
+        """Returns the fp32 tensor to compute with."""
         if tensor.dtype is not torch.float32:
             return memory.widen(tensor)
         return memory.rounded(tensor, self.dtype) if self.rounds_inputs else tensor
 
     def gradient(self, gradient: Tensor, dtype: torch.dtype, memory: Temporaries | _New) -> Tensor:
-        """Returns the gradient of an input of ``dtype`` as it goes out; may write to the fp32 one."""
+        """Returns the outgoing gradient of an input of ``dtype``; may write to the fp32 one."""
         if dtype is not torch.float32:
             return CAST[dtype](gradient)
         return memory.round_(gradient, self.dtype) if self.rounds_inputs else gradient
@@ -199,12 +199,12 @@ class Convolution(torch.autograd.Function):
 
 
 def _is_watched() -> bool:
-    """Whether a mode may keep the tensors that it sees, or a transform has tensors of its own."""
+    """Whether a mode may keep the tensors it sees, or a transform has tensors of its own."""
     return bool(dispatch_modes()) or transforms() is not None
 
 
 class _New:
-    """Does what `Temporaries` does in new tensors, which others may see: autograd above all."""
+    """Does what `Temporaries` does, in new tensors, which others may see: autograd above all."""
 
     widen = staticmethod(widen)
 

@@ -1,4 +1,4 @@
-"""Whether a call becomes part of a graph, or of an artefact."""
+"""Whether a call becomes part of a graph or of an exported artefact."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from ...torch_internals import is_graph_made, is_jit_tracing
 
 
 def is_traced() -> bool:
-    """Whether the call becomes part of a graph, by Dynamo or by what it calls."""
+    """Whether the call becomes part of a graph, traced by Dynamo or by its back ends."""
     if torch.compiler.is_dynamo_compiling():
         return True
     return is_graph_made()
 
 
 def is_exported() -> bool:
-    """Whether the call becomes part of an artefact, for whatever hardware it will come to."""
+    """Whether the call becomes part of an artefact, which may run on any hardware."""
     if torch.compiler.is_exporting() or is_jit_tracing():
         return True
     if torch.compiler.is_dynamo_compiling():

@@ -1,7 +1,8 @@
-"""Which calls are legalized: computed in fp32 and rounded. Every answer to that question is given here.
+"""Decides which calls are legalized: computed in fp32 and rounded. Every such decision is made here.
 
-A call site has one `Legalization`, which its generated code and what runs its calls ask. What a device
-does natively is measured in ``capability``; how a legalized call is computed is in ``legalizer``.
+Each call site has one `Legalization`, which its generated code and whatever runs its calls consult.
+What a device does natively is measured in ``capability``; how a legalized call is computed is in
+``legalizer``.
 """
 
 from __future__ import annotations
@@ -29,10 +30,10 @@ class Legalization:
     """Which calls of one site are legalized.
 
     Attributes:
-        settled: Device types on which no call is legalized, as was found out once and for all.
-        may_apply: Whether the product of two matrices may be legalized, for all that their sizes say.
-        leaves_inference: Whether a call is left to torch's kernels since it does not count as training;
-            asked with the call's first argument.
+        settled: Device types known for good to need no legalization at this site.
+        may_apply: Whether the product of two matrices may be legalized, judged by their sizes alone.
+        leaves_inference: Whether a call is left to torch's kernels because it does not count as
+            training; called with the call's first argument.
     """
 
     def __init__(
@@ -43,13 +44,13 @@ class Legalization:
         dtype: torch.dtype | None,
         device_types: frozenset[str],
     ) -> None:
-        """Knows nothing of calls yet.
+        """Starts without having seen any call.
 
         Args:
             kind: One of `capability.KINDS`.
-            first_matrix: Of a product of two matrices, the position of the first.
+            first_matrix: For a product of two matrices, the position of the first.
             mode: One of `LEGALIZE_MODES`.
-            dtype: The low-precision dtype of all calls; None if that of their inputs decides.
+            dtype: The low-precision dtype of all calls; None if their inputs decide.
             device_types: The device types whose tensors are cast.
         """
         self._kind, self._first_matrix, self._mode = kind, first_matrix, mode
@@ -59,11 +60,11 @@ class Legalization:
         is_product = first_matrix is not None
         self.leaves_inference = _never if is_product else self._inference_test(kind)
 
-    # --- before a call is looked at closely ------------------------------------------------------
+    # --- before a call is examined closely ---------------------------------------------------------
 
     def is_open(self, first: Any) -> bool:
-        """Whether a call with this first input may be legalized, for all that its device says."""
-        if torch.compiler.is_dynamo_compiling():  # which would guard on what is settled
+        """Whether a call with this first input may be legalized, judged by its device alone."""
+        if torch.compiler.is_dynamo_compiling():  # it would guard on `settled`
             return True
         # Beside a tensor of another dtype, the next input decides.
         return (
@@ -82,7 +83,7 @@ class Legalization:
             try:
                 size, columns = a.numel(), a.shape[-1]
                 if type(size) is not int:
-                    return True  # torch.jit.trace has tensors for sizes, graphs have symbols
+                    return True  # torch.jit.trace has tensors as sizes, graphs have symbols
                 if size * b.numel() <= SMALL_PRODUCT * columns:
                     return is_fast and is_watched()
             except (AttributeError, IndexError, RuntimeError):
@@ -106,16 +107,16 @@ class Legalization:
 
         return leaves_inference
 
-    # --- of one call -----------------------------------------------------------------------------
+    # --- for one call ------------------------------------------------------------------------------
 
     def is_settled(self, device_type: str) -> bool:
         """Whether no call on devices of this type is legalized."""
         return not torch.compiler.is_dynamo_compiling() and device_type in self.settled
 
     def applies(self, inputs: Inputs, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> bool:
-        """Whether a call that is low precision in ``dtype`` is legalized."""
+        """Whether a low-precision call in ``dtype`` is legalized."""
         if torch.dtype in map(type, args) or kwargs.get("dtype") is not None:
-            return False  # its output is as asked for
+            return False  # the output dtype is the one asked for
         if self._mode == "always":
             return True
         if is_exported():
@@ -136,9 +137,9 @@ class Legalization:
         return known.is_slow(training=training)
 
     def settles(self, inputs: Inputs, dtype: torch.dtype) -> bool:
-        """Whether a call that is not legalized settles it for all calls on its device's type.
+        """Whether this unlegalized call settles the question for all calls on its device type.
 
-        True once: for the call after which all device types are settled.
+        Returns True only once: for the call after which all device types are settled.
         """
         if self._mode == "always" or self._dtype is None or is_traced() or is_exported():
             return False
@@ -160,7 +161,7 @@ class Legalization:
 
 
 def has_own_gradients(x: Any, weight: Any) -> bool:
-    """Whether a convolution may be computed with gradients of its own, from inputs as given."""
+    """Whether a convolution may be computed from inputs as given, with its own gradient formulas."""
     if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
         return False
     return not is_jit_tracing() and convolutions.is_large(x, weight)
@@ -184,9 +185,9 @@ _SKINNY: Final = {"gemm": "gemv"}
 
 
 def known_capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Returns what the device does natively with ops of ``kind``, measured at the first question.
+    """Returns what the device does natively with ops of ``kind``, measured on first use.
 
-    Where a CUDA graph is being captured, what was not asked before is left to torch's kernels.
+    While a CUDA graph is being captured, anything not measured before is left to torch's kernels.
     """
     try:
         return capability.capability(kind, device, dtype)
@@ -198,12 +199,12 @@ run_when_traced(known_capability)
 
 
 def _is_skinny(a: Tensor, *, is_traced: bool) -> bool:
-    """Whether the product reads its second matrix for next to no rows of the first."""
+    """Whether the first matrix has so few rows that reading the second one dominates the product."""
     if is_traced:  # a size of 1 is known, without a guard
-        return all([size == 1 for size in a.shape[:-1]])  # noqa: C419  # Dynamo knows lists better
+        return all([size == 1 for size in a.shape[:-1]])  # noqa: C419  # Dynamo traces lists better
     return a.dim() > 0 and a.numel() <= 2 * a.shape[-1]
 
 
 def _work(a: Tensor, b: Tensor) -> int:
-    """Returns about how many multiplications a product has."""
+    """Returns roughly how many multiplications a product takes."""
     return a.numel() * b.numel() // max(1, a.shape[-1] if a.dim() else 1)

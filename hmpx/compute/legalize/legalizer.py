@@ -1,9 +1,9 @@
-"""How a legalized call is computed: in fp32 from rounded inputs, and rounded.
+"""How a legalized call is computed: in fp32 from rounded inputs, then rounded.
 
-The numerics are those of hardware that multiplies in low precision and accumulates in fp32. Rounded
-are: every input (it comes here in the low-precision dtype), the output, the gradient that comes in
-and each gradient that goes out. What autograd keeps is held in the low-precision dtype. Knows neither
-lists nor how wrappers get into torch, nor which calls are legalized.
+The numerics are those of hardware that multiplies in low precision and accumulates in fp32. What gets
+rounded: every input (it arrives here in the low-precision dtype), the output, the incoming gradient,
+and each outgoing gradient. What autograd saves is held in the low-precision dtype. Independent of op
+lists, of how wrappers are installed in torch, and of which calls are legalized.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Legalizer:
     Attributes:
         op: Op name.
         kind: One of `capability.KINDS`.
-        mode: One of `LEGALIZE_MODES` but ``"never"``.
+        mode: One of `LEGALIZE_MODES` except ``"never"``.
     """
 
     op: str
@@ -50,23 +50,23 @@ class Legalizer:
 
     @property
     def rounds_inputs(self) -> bool:
-        """Whether inputs that are fp32 are rounded first."""
+        """Whether fp32 inputs are rounded first."""
         return self.mode != "fast"
 
     @property
     def upcast(self) -> Callable[[Tensor], Tensor]:
-        """What casts one input to fp32."""
+        """The function that casts one input to fp32."""
         return widen_matrices if self.kind == "gemm" else widen
 
     def compute_convolution(
         self, function: Callable[..., Any], inputs: Inputs, args: Args, dtype: torch.dtype
     ) -> Tensor | None:
-        """Returns the call's result in ``dtype`` where `convolutions` knows the call, else None.
+        """Returns the call's result in ``dtype`` if `convolutions` supports the call, else None.
 
         Args:
             function: torch's function.
-            inputs: Those of the arguments.
-            args: All arguments, as they were given or cast.
+            inputs: Facts about the floating-point inputs among the arguments.
+            args: All arguments, as given or as cast.
             dtype: The low-precision dtype.
         """
         is_convolution = self.op in convolutions.CONVOLUTIONS
@@ -87,13 +87,13 @@ class Legalizer:
         given: Args,
         dtype: torch.dtype,
     ) -> Any:
-        """Returns the call's result in ``dtype``: that of the first of `STRATEGIES` that has one.
+        """Returns the call's result in ``dtype``, from the first of `STRATEGIES` that gives one.
 
         Args:
             function: torch's function.
-            inputs: Those of the arguments.
-            args: Positional arguments, and
-            kwargs: those given by name.
+            inputs: Facts about the floating-point inputs among the arguments.
+            args: Positional arguments.
+            kwargs: Keyword arguments.
             given: The positional arguments before they were cast.
             dtype: The low-precision dtype.
         """
@@ -119,7 +119,7 @@ def _as_arithmetic_in_graphs(  # noqa: PLR0917  # all there is to one call
     given: Args,
     dtype: torch.dtype,
 ) -> Any:
-    """Compilers may drop round-trip casts, so that rounding is arithmetic there."""
+    """In graphs, rounding is arithmetic, since compilers may elide round-trip casts."""
     if is_traced() and legalizer.rounds_inputs and not is_exported():
         return in_graph(function, args, kwargs, dtype)
     return None
@@ -134,7 +134,7 @@ def _as_casts_for_transforms(  # noqa: PLR0917
     given: Args,
     dtype: torch.dtype,
 ) -> Any:
-    """Transforms, jit tracing and tensor subclasses see nothing but casts and the function."""
+    """Transforms, jit tracing and tensor subclasses see only casts and the function."""
     if not inputs.is_plain or transforms() is not None or is_jit_tracing():
         return computed_in_fp32(function, args, kwargs, dtype)
     return None
@@ -149,7 +149,7 @@ def _keeping_low_precision_for_backward(  # noqa: PLR0917
     given: Args,
     dtype: torch.dtype,
 ) -> Any:
-    """What autograd keeps is low precision, where hooks on saved tensors are allowed."""
+    """Autograd saves low-precision tensors, where hooks on saved tensors are allowed."""
     if not inputs.is_learning or hooks_refused() is not None:
         return None
     is_product, is_attention = legalizer.kind in PRODUCTS, legalizer.kind == "attention"
@@ -168,7 +168,7 @@ def _in_blocks_of_the_weight(  # noqa: PLR0917
     given: Args,
     dtype: torch.dtype,
 ) -> Any:
-    """A weight is upcast block by block; where it counts as training, sums are those with gradients."""
+    """A weight is upcast block by block; in training, results must equal those with gradients."""
     if inputs.is_learning or legalizer.op not in BLOCKED or kwargs or is_training():
         return None
     return in_blocks(legalizer.op, args, dtype)
@@ -189,7 +189,7 @@ def _as_convolution_without_gradients(  # noqa: PLR0917
     return convolutions.without_gradients(function, args, kwargs, dtype)
 
 
-#: Asked in this order.
+#: Tried in this order.
 STRATEGIES: Final[tuple[Strategy, ...]] = (
     _as_arithmetic_in_graphs,
     _as_casts_for_transforms,

@@ -1,6 +1,6 @@
-"""Memory for the fp32 tensors that live within one call: a thread keeps it for its next call.
+"""Memory for the fp32 tensors that live within one call; each thread keeps it for its next call.
 
-Memory new from the system costs more than what is done to it: on the CPU the first touch of a page
+Fresh memory from the system costs more than the work done in it: on the CPU the first touch of a page
 takes as long as casting a thousand values, and large blocks go back to the system when they are freed.
 """
 
@@ -15,21 +15,21 @@ from torch import Tensor
 
 from ...tensors import CAST
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 _as_strided, _copy_, _view = Tensor.as_strided, Tensor.copy_, Tensor.view
 _empty, _empty_strided = torch.empty, torch.empty_strided
 
 _MOST: Final = 1 << 26  # elements that a thread keeps: 256 MiB
-_LINE: Final = 16  # elements in a line of the cache
+_LINE: Final = 16  # elements in a cache line
 
-_thread: Final = threading.local()  # .memory; None while a call has it
+_thread: Final = threading.local()  # .memory; None while a call uses it
 
 
 class Temporaries:
     """The fp32 tensors of one call; none may be used after `free`.
 
-    Who is called meanwhile finds no kept memory, and what does not fit is new: so no two tensors in
-    use ever share any.
+    A nested call finds no kept memory, and tensors that do not fit get fresh memory, so no two tensors
+    in use ever share any.
     """
 
     __slots__ = ("_device", "_memory", "_used")
@@ -42,7 +42,7 @@ class Temporaries:
             _thread.memory = None
 
     def free(self) -> None:
-        """Gives the memory back to the thread; more, if this call had use for it."""
+        """Gives the memory back to the thread, enlarged if this call could have used more."""
         if self._device.type != "cpu":
             return
         size = min(self._used, _MOST)
@@ -52,7 +52,7 @@ class Temporaries:
         _thread.memory = self._memory
 
     def empty(self, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-        """Returns a new tensor; ``strides`` are those of dense values."""
+        """Returns a new tensor; ``strides`` must be those of a dense tensor."""
         size = 1
         for length in shape:
             size *= length
@@ -95,7 +95,7 @@ class Temporaries:
 
 
 def _dense_strides(tensor: Tensor) -> Sequence[int]:
-    """Returns the strides of a copy of ``tensor``: its own, if its values lie without gaps."""
+    """Returns the strides for a copy of ``tensor``: its own if its values lie without gaps."""
     strides = tensor.stride()
     expected = 1
     for stride, length in sorted(zip(strides, tensor.shape, strict=True)):

@@ -1,4 +1,4 @@
-"""Who is told which inputs the mode ``"fast"`` leaves unrounded."""
+"""Reports which inputs the mode ``"fast"`` leaves unrounded."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ...torch_internals import run_when_traced
 
-#: What is called with the name of an op and the inputs that it was not to round.
+#: Called with the name of an op and the inputs that it left unrounded.
 Note = Callable[[str, list[Tensor]], None]
 
 _watcher: Final = contextvars.ContextVar[Note | None]("hmpx_watcher", default=None)
@@ -21,8 +21,9 @@ _watcher: Final = contextvars.ContextVar[Note | None]("hmpx_watcher", default=No
 def watched_rounding(note: Note) -> Iterator[None]:
     """Calls ``note`` wherever the mode ``"fast"`` leaves inputs unrounded, inside the block.
 
-    Whether it does depends on a call's size, and on whether gradients are recorded. In the block
-    every call is computed as those that do: what is rounded there is rounded in all calls.
+    Whether it does depends on a call's size, and on whether gradients are recorded. Inside the block
+    every call is computed like those that leave inputs unrounded, so whatever is rounded there is
+    rounded in all calls.
     """
     token = _watcher.set(note)
     try:
@@ -32,15 +33,15 @@ def watched_rounding(note: Note) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether the call is made in a block of `watched`."""
+    """Whether the call is made in a block of `watched_rounding`."""
     return _watcher.get() is not None
 
 
 def note_unrounded(op: str, inputs: list[Tensor]) -> None:
-    """Passes on that ``op`` uses ``inputs`` unrounded, which otherwise would be rounded."""
+    """Reports that ``op`` uses ``inputs`` unrounded that other modes would round."""
     note = _watcher.get()
     if note is not None:
         note(op, inputs)
 
 
-run_when_traced(is_watched)  # no compiled code is watched
+run_when_traced(is_watched)  # compiled code is never watched
