@@ -1,4 +1,4 @@
-"""What changes torch beside the wrappers: regions, names taken early, pickling, compilers, numpy."""
+"""Changes to torch other than the wrappers: regions, early names, pickling, compilers, numpy."""
 
 from __future__ import annotations
 

@@ -1,7 +1,8 @@
-"""What regions of torch.autocast say to a conversion.
+"""What regions of torch.autocast mean to a conversion.
 
-A region with ``enabled=False`` means fp32 here, to everybody who writes one: it switches the casts of
-its device type off; an enabled one inside of it switches them on again. Knows neither ops nor policies.
+Everybody who writes a region with ``enabled=False`` means "fp32 here": it switches the casts of its
+device type off, and an enabled region inside it switches them on again. Independent of ops and
+policies.
 """
 
 from __future__ import annotations
@@ -41,11 +42,11 @@ from ..torch_state import (
 
 
 def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
-    """Yields the patches of torch.autocast, and of what asks whether it is on.
+    """Yields the patches of torch.autocast, and of the functions that report whether it is on.
 
     Args:
         draft: Where torch is as it would be without a conversion.
-        low_dtype: What who asks for autocast's dtype is told; None where it is no dtype of torch.
+        low_dtype: What code that asks for autocast's dtype gets; None where it is not a torch dtype.
     """
     yield from _region_patches(draft)
     is_enabled = draft.attribute(torch, "is_autocast_enabled")
@@ -56,13 +57,13 @@ def patches(draft: Draft, low_dtype: torch.dtype | None) -> Iterator[Patch]:
 
 
 def _region_patches(draft: Draft) -> Iterator[Patch]:
-    """Notes regions, and counts them: calls outside of any need not ask whether autocast is on."""
+    """Notes regions, and counts them: calls outside of any need not check whether autocast is on."""
     enter = draft.attribute(torch.autocast, "__enter__")
     leave = draft.attribute(torch.autocast, "__exit__")
     is_any_enabled = is_any_autocast_enabled
 
     def earlier() -> str:
-        """Stands for those regions of this thread that no wrapper has counted."""
+        """Stands for the regions of this thread that no wrapper has counted."""
         return f"autocast before convert in {threading.get_ident()}"
 
     if is_any_enabled():
@@ -78,7 +79,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
             else:
                 count_autocast(id(self), +1)
             return enter(self)
-        except BaseException:  # a signal's, or torch's own: there will be no exit
+        except BaseException:  # from a signal, or torch's own: there will be no exit
             if region is None:
                 count_autocast(id(self), -1)
             close_region(region)
@@ -97,7 +98,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
                     count_autocast(id(self), -1)
                 if not is_any_enabled():
                     count_autocast(earlier(), -1)
-        except BaseException:  # a signal's, which must not keep casts off
+        except BaseException:  # from a signal, which must not keep casts off
             close_region(region or last_region(self))
             raise
 
@@ -123,9 +124,10 @@ _BETWEEN: Final = {"contextlib", "torch.cuda.amp.autocast_mode", "torch.cpu.amp.
 
 
 def _restores(frame: types.FrameType | None) -> bool:
-    """Whether torch itself enters a region there, to restore a state that it has asked for before.
+    """Whether torch itself enters a region there, to restore a state that it asked for before.
 
-    Which says nothing of casts: in DataParallel's replicas, recomputation, traced backwards.
+    Such a region says nothing about casts. This happens in DataParallel's replicas, recomputation,
+    and traced backwards.
     """
     module = "" if frame is None else _module(frame)
     return module.startswith("torch.") and module not in AUTOCAST_OPENERS
@@ -139,9 +141,9 @@ def _module(frame: Any) -> str:
 
 
 def tracing_patch(draft: Draft) -> Patch:
-    """Returns the patch by which torch.export sees regions where it traces a graph that has them.
+    """Returns the patch that lets torch.export see regions when it traces a graph that has them.
 
-    It notes them in the new graph there, and does not enter them.
+    There it records them in the new graph, and does not enter them.
     """
     mode = sys.modules[TRACER].PreDispatchTorchFunctionMode
     handle = draft.attribute(mode, "__torch_function__")
@@ -163,18 +165,18 @@ def tracing_patch(draft: Draft) -> Patch:
     return Patch(mode, "__torch_function__", noting)
 
 
-#: Attribute of that mode: the regions that it has noted, and not yet left.
+#: Attribute of that mode: the regions that it has recorded but not yet left.
 _REPLAYED: Final = "_hmpx_regions"
 
 
 # --- custom_fwd and custom_bwd ----------------------------------------------------------------
 
 
-# Libraries have decorated their functions before there is a conversion; the code is always the same.
+# Libraries decorate their functions before there is a conversion; the code is always the same.
 _FORWARD: Final = CUSTOM_FORWARD
 
-#: What a backward's region has for its dtype if the forward ran outside of autocast, with casts on:
-#: torch then opens one that is off, which is to change nothing. Autocast takes no such dtype.
+#: The dtype of a backward's region if the forward ran outside of autocast, with casts on: torch then
+#: opens a disabled region, which must change nothing. Autocast itself never takes this dtype.
 _AS_AROUND: Final = torch.float64
 
 
@@ -183,10 +185,10 @@ def _telling(
     is_autocast_enabled: Callable[..., bool],
     low_dtype: torch.dtype | None,
 ) -> Callable[..., torch.dtype]:
-    """Returns ``dtype_of``, which tells autocast's dtype, such that it knows of casts.
+    """Makes ``dtype_of``, which returns autocast's dtype, account for casts.
 
-    `custom_bwd` learns from it of casts in the forward; who casts by hand to what it tells gets the
-    conversion's own dtype.
+    This is how `custom_bwd` learns of casts in the forward; code that casts by hand to the dtype it
+    gets is given the conversion's own.
     """
     name = dtype_of.__name__
 
@@ -209,23 +211,23 @@ def _telling(
 
 
 def _casts_inputs(asker: Any) -> bool:
-    """Whether a forward that `custom_fwd` has decorated has ``cast_inputs``."""
+    """Whether a forward decorated by `custom_fwd` has ``cast_inputs``."""
     name = "cast_inputs"
     if name in asker.f_locals:
         return asker.f_locals[name] is not None
-    function = asker.funcvar.get_function()  # where torch.compile traces
+    function = asker.funcvar.get_function()  # while torch.compile traces
     cells = dict(zip(function.__code__.co_freevars, function.__closure__, strict=True))
     return cells[name].cell_contents is not None
 
 
-# --- who asks ---------------------------------------------------------------------------------
+# --- the code that asks -----------------------------------------------------------------------
 
 
 def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., bool]:
-    """Returns `torch.is_autocast_enabled` such that it knows of casts, where code acts on the answer.
+    """Makes `torch.is_autocast_enabled` account for casts, for code that acts on the answer.
 
-    Much code opens a region with ``enabled=False`` only where it finds autocast on; other code casts
-    the inputs of kernels that torch knows nothing of, FlashAttention's above all, to autocast's dtype.
+    Much code opens a region with ``enabled=False`` only where it finds autocast on. Other code casts
+    the inputs of kernels that torch doesn't know, FlashAttention's above all, to autocast's dtype.
 
     Args:
         asked: The function.
@@ -250,10 +252,10 @@ def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., b
 
 
 def _asker(frame: Any, name: str) -> Any:
-    """Returns the frame that calls ``name``: where torch.compile does for what it traces, the traced one.
+    """Returns the frame that calls ``name``; if torch.compile evaluates the call, the traced frame.
 
-    None where torch.compile asks for itself: then the code spells the name, which no code does that
-    evaluates whatever function is traced. It saves the state of autocast so, and restores it.
+    None where torch.compile asks for itself, to save and restore the state of autocast. It then spells
+    the name in its own code, unlike its code that evaluates whatever function is traced.
     """
     if not is_dynamo_frame(frame):
         return frame
@@ -268,17 +270,18 @@ def _asker(frame: Any, name: str) -> Any:
 
 @functools.lru_cache(maxsize=256)
 def _opens_regions(code: types.CodeType) -> bool:
-    """Whether ``code`` asks whether autocast is on, and opens a region by ``autocast(enabled=...)``."""
+    """Whether ``code`` asks whether autocast is on, and opens a region with ``autocast(enabled=...)``."""
     if not {"is_autocast_enabled", "autocast"} <= set(code.co_names):
         return False
     return any(isinstance(names, tuple) and "enabled" in names for names in code.co_consts)
 
 
 def _acts_on_casts(asker: Any) -> bool:
-    """Whether code outside of torch does something, here and now, where it finds autocast on.
+    """Whether code outside of torch acts on the answer, here and now, if it finds autocast on.
 
-    It opens a region, or casts by hand: then it asks for autocast's dtype, too, and that is all. Who
-    asks for its cache, too, or names a region, keeps the state to restore it.
+    Either it opens a region, or it casts by hand: then it also asks for autocast's dtype, and for
+    nothing else. Code that also asks for autocast's cache, or names a region, saves the state to
+    restore it.
     """
     if _module(asker).startswith("torch."):
         return False

@@ -1,8 +1,8 @@
-"""What torch.compile keeps of a conversion: traced code, kernels, artefacts on the disk.
+"""What torch.compile caches across conversions: traced code, kernels, artefacts on disk.
 
-None of them knows of hmpx: a graph is traced with the wrappers in it, and cached under a key made
-before their casts are; compiled code calls ``torch.mm`` as it was when inductor was imported, and
-leaves out casts to low precision and back. So they are told.
+None of these caches accounts for hmpx, so each is invalidated or keyed here. A graph is traced with
+the wrappers in it, and cached under a key that is made before their casts are. Compiled code calls
+``torch.mm`` as it was when inductor was imported, and elides round-trip casts.
 """
 
 from __future__ import annotations
@@ -39,10 +39,10 @@ from .autocast_regions import tracing_patch
 
 
 def forget_compiled() -> None:
-    """Makes torch.compile trace again, and learn anew what the functions of torch are.
+    """Makes torch.compile trace again, and look up torch's functions anew.
 
-    It sets no guard on the wrappers of methods and operators. What it finds under the names of
-    torch's functions, wrappers now, it puts into the graph as they are; they cast when that runs.
+    It sets no guard on the wrappers of methods and operators. Whatever it finds under the names of
+    torch's functions, which are wrappers now, it puts into the graph as is; they cast when that runs.
     """
     forget_traced()
 
@@ -56,16 +56,16 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     legalize: str,
     add: Callable[[Patch], None],
 ) -> Iterator[Patch | EntryPatch]:
-    """Yields what makes inductor's kernels, caches and settings fit a conversion.
+    """Yields the patches that make inductor's kernels, caches and settings fit a conversion.
 
     Args:
         draft: Where torch is as it would be without a conversion.
-        policy: That of the conversion; so are ``device_types``, ``options`` and ``rules``.
+        policy: The conversion's policy; ``device_types``, ``options`` and ``rules`` are its as well.
         device_types: Types of devices whose tensors are cast.
         options: How ops compute.
-        rules: Functions that decide.
-        legalize: One of `legalize.MODES`.
-        add: Applies one more patch while these are in force: for what is imported later.
+        rules: Functions that decide per call.
+        legalize: One of `LEGALIZE_MODES`.
+        add: Applies one more patch while these are in force, for modules that are imported later.
     """
     yield Patch(sys.modules[__name__], "_tag", _digest(policy, device_types, options, rules))
     actions = {
@@ -95,7 +95,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a module, and sees to it once it is executed."""
+    """Finds a module, and runs an action once the module is executed."""
 
     def __init__(self, name: str, action: Callable[[Any], None]) -> None:
         self._name, self._action = name, action
@@ -122,9 +122,9 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 def _fold_originals(module: Any) -> None:
-    """Has torch.compile call torch's own functions while tracing, if it is imported amid a conversion.
+    """Makes torch.compile call torch's own functions while tracing, if imported during a conversion.
 
-    It would find wrappers in their places.
+    Otherwise it would find wrappers in their places.
     """
     update = of_later(module.__name__, "constant_fold_functions.update")
     if update is not None:
@@ -135,9 +135,9 @@ def _fold_originals(module: Any) -> None:
 
 
 def _unwrap_kernels(module: Any) -> None:
-    """Has compiled code call torch's own kernels, where inductor notes ``torch.mm``.
+    """Makes compiled code call torch's own kernels, where inductor records ``torch.mm``.
 
-    Its calls are below the dispatcher: a wrapper would cost time, and cast outside of
+    Its calls are below the dispatcher: a wrapper would cost time, and would cast outside of
     `disable_casts` what was traced inside.
     """
     choice = of_later(module.__name__, "ExternKernelChoice")
@@ -162,16 +162,16 @@ def _unwrapped(kernel: Any) -> Any:
 
 # --- caches ------------------------------------------------------------------------------------
 
-_tag = ""  # what keeps the disk caches of the conversion that is in force apart; none: torch's own
+_tag = ""  # separates the disk caches of the conversion in force from others; empty: torch's own
 
 
 def _tag_keys(module: Any) -> None:
-    """Puts `_tag` and the places of a graph's ops into the keys of the caches.
+    """Puts `_tag` and the places of a graph's ops into the cache keys.
 
-    torch has a setting for such tags, which is each thread's own.
+    torch has a setting for such tags, but each thread has its own value of it.
     """
     details = of_later(module.__name__, "FxGraphHashDetails")
-    if details is None:  # what cannot be told apart is not kept
+    if details is None:  # entries that can't be told apart must not be cached
         disable_inductor_caches()
         return
     if hasattr(details.__init__, "__hmpx_tagged__"):
@@ -191,9 +191,9 @@ def _tag_keys(module: Any) -> None:
 def _digest(
     policy: Policy, device_types: frozenset[str], options: object, rules: tuple[object, ...]
 ) -> str:
-    """Returns what stands for a conversion; nothing else does for one with functions that decide."""
+    """Returns a digest that identifies a conversion; one with deciding functions gets a unique one."""
     unique = uuid.uuid4().hex if rules else ""
-    # Another version may round otherwise.
+    # Another version may round differently.
     state = repr((__version__, policy.fingerprint(), sorted(device_types), options, unique))
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
@@ -202,7 +202,7 @@ def _digest(
 
 
 def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: str) -> bool:
-    """Whether products in graphs are legalized, as far as is known unmeasured, and all on a CPU."""
+    """Whether products in graphs are legalized, judged without measuring, and all run on a CPU."""
     dtype = policy.low_precision_type
     if device_types != {"cpu"} or dtype not in LOW_PRECISION:
         return False
@@ -210,14 +210,14 @@ def _rounds_in_graphs(policy: Policy, device_types: frozenset[str], legalize: st
 
 
 def _keeping_casts(config: Any, draft: Draft) -> Iterator[Patch]:
-    """Yields what has inductor round where eager mode does, in all threads.
+    """Yields the patch that makes inductor round where eager mode does, in all threads.
 
-    Left to itself it elides round trips of casts; the arithmetic on bits that `graph_rounding` has
-    instead takes longer.
+    Otherwise it elides round-trip casts; the arithmetic on bits that `graph_rounding` then uses
+    takes longer.
     """
     entry: Any = of_later(config.__name__, "_config.emulate_precision_casts")
     keeping = Patch(entry, "default", True)
     if (
         entry is not None and draft.read(keeping) is False
-    ):  # what a thread has set itself goes before
+    ):  # a value that a thread has set itself takes precedence
         yield keeping

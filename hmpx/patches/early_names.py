@@ -1,10 +1,11 @@
-"""Names taken before `convert`: finds them in loaded modules, and says how to rebind them.
+"""Names bound before `convert`: finds them in loaded modules, and yields patches to rebind them.
 
 ``from torch.nn.functional import gelu`` above `convert` holds the builtin itself, which no patch of
-torch reaches. Looks at module globals, and one level into the dicts, lists and partials that they
-name; torch's own modules are left alone, and so are models: to find those in a process takes longer
-than the rest of a conversion, so they are listed where that is asked for. A table with a function of torch for a key, as classes with
-a ``__torch_function__`` have, gets the wrapper for a key beside it. Patches nothing itself.
+torch reaches. This searches module globals, and one level into the dicts, lists and partials that
+they name. torch's own modules are left alone. So are models: finding those in a process takes longer
+than the rest of a conversion, so they are listed only on request. A table with a torch function as a
+key, as in classes with a ``__torch_function__``, gets the wrapper as a second key beside it. Patches
+nothing itself.
 """
 
 from __future__ import annotations
@@ -24,13 +25,13 @@ import torch
 
 from ..patching import ItemPatch, Patch, names_of
 
-#: Their tables describe torch's functions, and must go on doing so.
+#: Their tables describe torch's functions, and must continue to do so.
 _LEFT_ALONE = ("torch", "hmpx", "functorch")
 
-#: What torch imports and knows nothing of torch: half of all names in a process, so half of the time.
+#: torch imports these, and they don't use torch: half of all names in a process, so half of the time.
 _WITHOUT_TORCH = ("mpmath", "numpy", "sympy")
 
-#: Not their subclasses, whose methods may do more than get and set; and no data.
+#: Exactly these: the methods of subclasses may do more than get and set. Plain data is skipped.
 _CONTAINERS = frozenset({dict, list, collections.OrderedDict})
 _DATA = frozenset({str, bytes, int, float, bool, type(None)})
 _ATOMS = _DATA | {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, tuple, frozenset}
@@ -38,10 +39,10 @@ _LONGEST = 1000
 
 
 def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
-    """Yields what rebinds each name to its wrapper.
+    """Yields the patches that rebind each name to its wrapper.
 
     Args:
-        replacements: ``id`` of a function of torch -> its wrapper.
+        replacements: ``id`` of a torch function -> its wrapper.
     """
     seen: set[int] = set()
     for module in _modules().values():
@@ -72,10 +73,10 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | Item
 
 
 def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
-    """Yields where `patches` does not reach: class attributes, defaults, closures, deeper tables.
+    """Yields places that the patches don't reach: class attributes, defaults, closures, deeper tables.
 
     Args:
-        originals: The functions of torch to look for.
+        originals: The torch functions to look for.
         depth: How many steps from a module's globals to look.
 
     Yields:
@@ -89,11 +90,11 @@ def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, An
 def held_by_models(
     originals: Collection[Any], seen: Collection[int] = ()
 ) -> Iterator[tuple[str, Any]]:
-    """Yields what instances of `torch.nn.Module` hold: as attributes, in partials, lists and dicts.
+    """Yields torch functions that instances of `torch.nn.Module` hold, also in partials, lists, dicts.
 
     Args:
-        originals: The functions of torch to look for.
-        seen: Addresses of instances to leave aside.
+        originals: The torch functions to look for.
+        seen: Addresses of instances to skip.
 
     Yields:
         A path such as ``package.module.Block().activation``, once for all instances of a class, and
@@ -107,7 +108,7 @@ def held_by_models(
 
 
 def _models(seen: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
-    """Returns the instances of `torch.nn.Module` that live in this process, named by their class."""
+    """Returns the live instances of `torch.nn.Module` in this process, named by their class."""
     kinds: set[type] = {torch.nn.Module}
     left = [torch.nn.Module]
     while left:
@@ -121,7 +122,7 @@ def _models(seen: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
 def _found(
     originals: Collection[Any], paths: list[tuple[str, Any]], depth: int, seen: set[int]
 ) -> Iterator[tuple[str, Any]]:
-    """Yields the paths to functions among ``originals``, from ``paths`` on; adds what it sees to ``seen``."""
+    """Yields paths to functions among ``originals``, from ``paths`` on; adds visited ids to ``seen``."""
     wanted = {id(original) for original in originals}
     for _ in range(depth):
         inner: list[tuple[str, Any]] = []
@@ -135,7 +136,7 @@ def _found(
 
 
 def _parts(path: str, value: Any) -> Iterator[tuple[str, Any]]:
-    """Yields the paths and values that are one step from ``value``; runs no code of its class."""
+    """Yields the paths and values one step from ``value``, without running code of its class."""
     kind = type(value)
     if kind is types.FunctionType:
         if "__hmpx_site__" not in vars(value):  # not a wrapper
@@ -172,7 +173,7 @@ def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
     if issubclass(type(value), type) and _is_left_alone(str(vars(value).get("__module__", ""))):
         return
     if issubclass(type(value), types.ModuleType) and value.__name__ != path:
-        return  # it is looked at under its own name
+        return  # it is searched under its own name
     try:
         attributes = object.__getattribute__(value, "__dict__")
     except AttributeError:  # slots only
@@ -182,9 +183,9 @@ def _attributes(path: str, value: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _modules() -> dict[str, types.ModuleType]:
-    """Returns the loaded modules that may hold functions of torch, each once, by the names they go by.
+    """Returns the loaded modules that may hold torch functions, each once, by name.
 
-    Not torch's own and hmpx's, nor those of Python and of libraries that know nothing of torch.
+    Leaves out torch's own and hmpx's, and those of Python and of libraries that don't use torch.
     """
     found: dict[int, tuple[str, types.ModuleType]] = {}
     for name, module in list(sys.modules.items()):
@@ -204,7 +205,9 @@ def _knows_no_torch(name: str, module: types.ModuleType) -> bool:
         return True
     if top not in sys.stdlib_module_names:
         return False
-    file = vars(module).get("__file__")  # a script's own module may be called as one of Python's
+    file = vars(module).get(
+        "__file__"
+    )  # a script's own module may have the name of one of Python's
     return type(file) is str and file.startswith(_PYTHONS) and not file.startswith(_INSTALLED)
 
 
@@ -216,7 +219,7 @@ _PYTHONS, _INSTALLED = _folders("stdlib", "platstdlib"), _folders("purelib", "pl
 
 
 def forget_overrides() -> None:
-    """Makes `torch.overrides` list torch's functions anew: by them classes tell what they are handed."""
+    """Makes `torch.overrides` list torch's functions anew: classes look up there what they are passed."""
     for name in ("_get_overridable_functions", "_get_tensor_methods"):
         cached: Any = getattr(torch.overrides, name, None)
         if hasattr(cached, "cache_clear"):
@@ -238,7 +241,7 @@ def _item_patches(
 
 
 def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[ItemPatch]:
-    """Yields what puts a wrapper beside each key that is a function of torch."""
+    """Yields the patches that put a wrapper beside each key that is a torch function."""
     if type(table) not in _CONTAINERS or isinstance(table, list) or len(table) > _LONGEST:
         return
     if replacements.keys().isdisjoint(map(id, table)):

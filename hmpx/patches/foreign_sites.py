@@ -1,8 +1,9 @@
-"""Where ops of other libraries are called: slots in loaded modules, and those in modules to come.
+"""Where ops of other libraries are called: slots in loaded modules, and in modules yet to come.
 
-A function is replaced in the module or class that holds it, an operator of `torch.library` where its
-object keeps what it calls, which no reference to it goes past. Modules that are imported later, and
-operators that are defined later, are told of. Knows neither policies nor casts.
+A function is replaced in the module or class that holds it. An operator of `torch.library` is replaced
+where its object keeps the function it calls, which every reference to the operator goes through.
+Modules that are imported later, and operators that are defined later, trigger a notification.
+Independent of policies and casts.
 """
 
 from __future__ import annotations
@@ -35,13 +36,13 @@ class ForeignSite:
 
     Attributes:
         qualified: Its dotted name.
-        owner: What has the slot: a module, a class, or an operator.
+        owner: The module, class or operator that has the slot.
         attribute: Name of the slot.
         function: The callable.
-        parameters: What its arguments are.
-        writes: Those that it writes to.
+        parameters: The callable's parameters.
+        writes: The parameters that it writes to.
         in_place: It writes to its first argument.
-        binding: Class of what the slot holds around the callable: of methods, perhaps `classmethod`.
+        binding: Class of the object around the callable in the slot: for methods, e.g. `classmethod`.
     """
 
     qualified: str
@@ -61,12 +62,12 @@ class ForeignSite:
             value = _Call(wrapper, self.function)
         elif self.binding is not None:
             value = self.binding(wrapper)
-        # torch refreshes operators, and modules are reloaded: their slots are not ours alone.
+        # torch refreshes operators, and modules are reloaded, so others write to these slots, too.
         return Patch(self.owner, self.attribute, value, stays_idle=True, is_foreign=True)
 
 
 class _Call:
-    """What an operator's object calls instead of the kernels: it is hashed by that."""
+    """What an operator's object calls instead of the kernels; the object's hash depends on it."""
 
     def __init__(self, wrapper: Callable[..., Any], original: Callable[..., Any]) -> None:
         self._wrapper, self._original = wrapper, original
@@ -111,7 +112,7 @@ def _function_site(name: str, found: Found, draft: Draft) -> ForeignSite:
     value = next(value for value in values if value is not ABSENT)
     binding = type(value) if isinstance(value, (classmethod, staticmethod)) else None
     function = value if binding is None else value.__func__
-    if isinstance(value, types.ClassMethodDescriptorType):  # C's, which is called with the class
+    if isinstance(value, types.ClassMethodDescriptorType):  # from C, called with the class
         binding = classmethod
     if isinstance(found.owner, type) and isinstance(value, types.BuiltinFunctionType):
         binding = staticmethod
@@ -131,7 +132,7 @@ def _function_site(name: str, found: Found, draft: Draft) -> ForeignSite:
 
 
 def is_renewed(patch: Change) -> bool:
-    """Whether torch itself has put another function where ``patch`` has put one: into an operator."""
+    """Whether torch itself has replaced, in an operator, the function that ``patch`` put there."""
     is_of_operator = isinstance(getattr(patch, "owner", None), (OpOverload, OpOverloadPacket))
     return is_of_operator and patch.read() is not patch.value
 
@@ -168,13 +169,13 @@ def _operator_site(qualified: str, owner: Any, schemas: list[Any], draft: Draft)
     )
 
 
-# --- what is yet to come -----------------------------------------------------------------------
+# --- modules and operators yet to come ---------------------------------------------------------
 
 
 def following(
     names: Collection[str], draft: Draft, follow: Callable[[Collection[str], object], None]
 ) -> Iterator[Change]:
-    """Yields what has ``follow`` called when modules are imported, or operators made.
+    """Yields the patches that call ``follow`` when modules are imported or operators are made.
 
     Args:
         names: Dotted names of ops.
@@ -219,7 +220,7 @@ def _following_operators(
                 follow([name], None)
 
         yield Patch(OpOverload, TOGGLE_DISPATCH, toggle_followed)
-    if not hasattr(OPERATORS_MODULE, REFRESH_PACKET):  # another torch's
+    if not hasattr(OPERATORS_MODULE, REFRESH_PACKET):  # another version of torch
         return
     refresh = draft.attribute(OPERATORS_MODULE, REFRESH_PACKET)
 
@@ -234,7 +235,7 @@ def _following_operators(
 
 
 class _Finder(importlib.abc.MetaPathFinder):
-    """Has the other finders find modules, and sees to some of them once they are executed."""
+    """Lets the other finders find modules, and runs an action once some of those are executed."""
 
     def __init__(
         self,
@@ -246,7 +247,7 @@ class _Finder(importlib.abc.MetaPathFinder):
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of a module whose functions are waited for; None for any other."""
+        """Returns the spec of a module whose functions are awaited; None for any other."""
         names = self._by_module.get(fullname)
         if names is None:
             return None
@@ -261,7 +262,7 @@ class _Finder(importlib.abc.MetaPathFinder):
 
 
 class _Loader(importlib.abc.Loader):
-    """Loads a module as another loader does, which the module will know of alone."""
+    """Loads a module through another loader, which is the only one that the module will see."""
 
     def __init__(self, loader: Any, action: Callable[[object], None]) -> None:
         self._loader, self._action = loader, action
@@ -271,7 +272,7 @@ class _Loader(importlib.abc.Loader):
         return self._loader.create_module(spec)  # type: ignore[no-any-return]
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Executes the module, and then does what is to be done."""
+        """Executes the module, and then runs the action."""
         spec = module.__spec__
         if spec is not None and spec.loader is self:
             spec.loader = self._loader

@@ -1,7 +1,7 @@
-"""What numpy gets of bfloat16 tensors while torch is converted: their values in float32.
+"""What numpy gets for bfloat16 tensors while torch is converted: their values in float32.
 
-numpy has no bfloat16, and programs that run in fp32 hand it the results of any op. Owns the patches of
-`Tensor.numpy`, by which ``Tensor.__array__`` and ``numpy.asarray`` go, and of ``numpy.from_dlpack``.
+numpy has no bfloat16, and programs that run in fp32 pass it the results of any op. Owns the patches of
+`Tensor.numpy`, which ``Tensor.__array__`` and ``numpy.asarray`` use, and of ``numpy.from_dlpack``.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from ..patching import Draft, Patch
 
 
 def numpy_patches(draft: Draft) -> Iterator[Patch]:
-    """Yields what makes numpy's views of tensors copies in float32, where they are bfloat16."""
+    """Yields the patches that give numpy float32 copies of bfloat16 tensors instead of views."""
     yield Patch(Tensor, "numpy", _method(draft.attribute(Tensor, "numpy")))
     numpy = sys.modules.get("numpy")
     if numpy is not None and hasattr(numpy, "from_dlpack"):

@@ -1,7 +1,8 @@
-"""Pickle stores a function by name, and refuses one that is not what it finds under that name.
+"""Lets pickle store torch's functions and wrappers that models hold.
 
-So are wrappers that models kept after `revert`, which get names here, and builtins of torch that
-models kept from before `convert`, which are stored by what is in their slot. Knows no dtypes.
+Pickle stores a function by name, and refuses one that is not what it finds under that name. This
+concerns wrappers that models kept after `revert`, which get names here, and builtins of torch that
+models kept from before `convert`, which are stored by the slot they belong to. Independent of dtypes.
 """
 
 from __future__ import annotations
@@ -24,9 +25,9 @@ _numbers: Final = itertools.count(1)
 
 
 def retired_name(wrapper: Callable[..., Any], site: str) -> tuple[str, str]:
-    """Returns this module and a name in it for ``wrapper``, once in the slot called ``site``.
+    """Returns this module and a name in it for ``wrapper``, which used to be in the slot ``site``.
 
-    Another process finds there what is in that slot.
+    Under that name, another process finds whatever is in that slot.
     """
     name = f"{site.replace('.', ':')}#{next(_numbers)}"
     _retired[name] = wrapper
@@ -34,7 +35,7 @@ def retired_name(wrapper: Callable[..., Any], site: str) -> tuple[str, str]:
 
 
 def retired() -> list[Callable[..., Any]]:
-    """Returns the wrappers of earlier conversions that somebody kept."""
+    """Returns the wrappers of earlier conversions that are still referenced."""
     return list(_retired.values())
 
 
@@ -67,5 +68,5 @@ def pickle_patch(originals: Iterable[Callable[..., Any]], draft: Draft) -> ItemP
             return pkgutil.resolve_name, (names[id(function)],)
         return function.__reduce__() if before is ABSENT else before(function)
 
-    # Beneath somebody else's, the names that it gives go on being right.
+    # If somebody else patches on top of this, the names that it gives stay right.
     return dataclasses.replace(slot, value=reduce, stays_idle=True)

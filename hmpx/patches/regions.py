@@ -1,9 +1,9 @@
-"""Places in torch that must know whether casts are on, or in which they are off without being asked.
+"""Places in torch that must know whether casts are on, or where casts are off automatically.
 
-Printing shows values as they are, the arithmetic of optimizers, of loss scaling and of clipping
-gradients is not cast, a checkpointed forward is recomputed in the on/off state that it first ran in,
-and modules that look at dtypes before their ops run leave that to the ops. torch.jit.script sees torch
-as it was. Knows neither ops nor policies.
+Printing shows values as they are. The arithmetic of optimizers, of loss scaling and of gradient
+clipping is not cast. A checkpointed forward is recomputed in the on/off state that it first ran in.
+Modules that check dtypes before their ops run leave that to the ops. torch.jit.script sees torch as
+it was. Independent of ops and policies.
 """
 
 from __future__ import annotations
@@ -48,10 +48,10 @@ def region_patches(
 
     Args:
         draft: Where torch is as it would be without a conversion.
-        add: Applies one more patch while these are in force: for classes of optimizers and of loss
-            scalers that are prepared only when the first of their instances is made.
+        add: Applies one more patch while these are in force, for classes of optimizers and of loss
+            scalers that are prepared only when their first instance is made.
         run_suspended: Calls a function without any of the conversion's patches.
-        low_dtype: The conversion's low-precision type; None where that is no dtype of torch.
+        low_dtype: The conversion's low-precision type; None where that is not a torch dtype.
     """
     represent = draft.attribute(torch.Tensor, "__repr__")
     yield Patch(torch.Tensor, "__repr__", disable_casts()(represent))
@@ -87,12 +87,12 @@ def _optimizer_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[P
 
 
 def _step_patch(optimizer_class: type[Optimizer], step: Callable[..., Any]) -> Patch:
-    # torch.compile patches the steps of some classes too, whenever it is first used.
+    # torch.compile also patches the steps of some classes, when it is first used.
     return Patch(optimizer_class, "step", _without_casts(step), stays_idle=True)
 
 
 def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``step`` with casts off, but for the closure, which is the user's forward."""
+    """Returns ``step`` with casts off, except in the closure, which is the user's forward."""
 
     @functools.wraps(step)
     def wrapper(self: Any, *args: Any, **kwargs: Any) -> Any:
@@ -117,7 +117,7 @@ def _subclasses(parent: type[Any]) -> Iterator[type[Any]]:
 
 # --- loss scaling ------------------------------------------------------------------------------
 
-#: What a program calls of a loss scaler.
+#: The methods of a loss scaler that a program calls.
 _SCALING: Final = tuple(
     name
     for name, value in vars(GradScaler).items()
@@ -126,7 +126,7 @@ _SCALING: Final = tuple(
 
 
 def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
-    """Patches torch's loss scaler and all classes derived from it, those to come as well.
+    """Patches torch's loss scaler and all classes derived from it, including later ones.
 
     A scale of 65,536 is infinite in float16.
     """
@@ -158,7 +158,7 @@ def _scaling_patches(scaler_class: type[GradScaler], draft: Draft) -> Iterator[P
 
 
 def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``scale`` with casts off, but for losses that are computed only as it goes along."""
+    """Returns ``scale`` with casts off, except for losses that are computed lazily as it iterates."""
 
     @functools.wraps(scale)
     def wrapper(self: GradScaler, outputs: Any) -> Any:
@@ -180,14 +180,14 @@ _NO_LOSS: Final = object()
 
 
 def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
-    """Patches what `torch.utils.checkpoint.checkpoint` calls, so that early imports of it count."""
+    """Patches the functions behind `torch.utils.checkpoint.checkpoint`, so early imports of it work."""
     module = torch.utils.checkpoint
     forward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "forward")
     backward: Callable[..., Any] = draft.attribute(module.CheckpointFunction, "backward")
     generator = draft.attribute(module, CHECKPOINT_GENERATOR)
     apply = draft.read(Patch(torch.autograd.Function, "apply", None))
 
-    # A class method's descriptor: since torch 2.14 C's, which is called with the class.
+    # The descriptor of a class method: since torch 2.14 it is C's, which is called with the class.
     apply_to = getattr(apply, "__func__", apply)
     apply_as_training = as_training(apply_to)
 
@@ -209,7 +209,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
 
     @functools.wraps(apply_to)
     def counting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
-        # Its forward records no gradients; its backward may run the same again, recording.
+        # Its forward records no gradients; its backward may run the same calls again, recording them.
         run = apply_as_training if is_training() else apply_to
         return run(cls, *args, **kwargs)
 
@@ -219,12 +219,12 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     yield Patch(torch.autograd.Function, "apply", classmethod(counting))
 
 
-#: Attribute of a reentrant checkpoint's context, if its forward ran under a conversion.
+#: Attribute of a reentrant checkpoint's context, set if its forward ran under a conversion.
 _NOTED: Final = "_hmpx_noted"
 
 
 def _as_it_runs_here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a checkpoint's ``function`` such that it runs again as in its forward, or not at all."""
+    """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or not at all."""
     again = keeps_place(keeps_state(keeps_kind(function)))
     if is_off():
         return again
@@ -249,7 +249,7 @@ def _as_it_runs_here(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _module_patches(draft: Draft) -> Iterator[Patch]:
-    """Patches what decides by dtypes before any op is called."""
+    """Patches code that decides by dtypes before any op is called."""
     get_fastpath_enabled = draft.attribute(torch.backends.mha, "get_fastpath_enabled")
 
     @functools.wraps(get_fastpath_enabled)
@@ -264,8 +264,8 @@ def _module_patches(draft: Draft) -> Iterator[Patch]:
 
     @functools.wraps(check_input)
     def check_but_for_casts(self: torch.nn.RNNBase, *args: Any, **kwargs: Any) -> None:
-        # An input of another dtype than the weights is an error there, unless autocast is on. The
-        # check calls no op, so that nothing is cast by autocast.
+        # It is an error there if the input's dtype differs from the weights', unless autocast is on.
+        # The check calls no op, so autocast casts nothing.
         was_enabled = torch.is_autocast_enabled("cpu")
         torch.set_autocast_enabled("cpu", was_enabled or not is_off())
         try:
@@ -282,7 +282,7 @@ def _module_patches(draft: Draft) -> Iterator[Patch]:
 def _scripting_uncast(
     script: Callable[..., Any], run_suspended: Callable[..., Any]
 ) -> Callable[..., Any]:
-    """Returns `torch.jit.script` such that it sees torch's own functions: it takes no others."""
+    """Returns `torch.jit.script` made to see torch's own functions: it accepts no others."""
     has_warned = False
 
     @functools.wraps(script)

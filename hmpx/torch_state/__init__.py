@@ -1,4 +1,4 @@
-"""What is running here and now: whether casts are off, which modules run, whether a call is training."""
+"""What is running right now: whether casts are off, which modules run, whether a call is training."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The conversion in force, as far as the state of calls is concerned: what regions and caches compare."""
+"""The conversion in force, reduced to what regions and caches compare."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..patching import Patch
 
 
 class Epoch:
-    """A conversion from `convert` to `revert`, as far as regions are concerned.
+    """The time of a conversion from `convert` to `revert`, which regions belong to.
 
     Attributes:
-        ended_by: The thread that reverts it, whose regions end with it, however they were lost. Those of
-            other threads are theirs to leave.
+        ended_by: The thread that reverts the conversion; its regions end with it, even those that
+            were lost. Regions of other threads are left to those threads.
     """
 
     __slots__ = ("ended_by",)
@@ -27,8 +27,8 @@ class Epoch:
 #: The conversion in force; None while there is none.
 epoch: Epoch | None = None
 
-#: What the conversion in force makes of calls, to be compared with what another one does; None while
-#: there is none.
+#: Identifies how the conversion in force treats calls, for comparison with another conversion; None
+#: while there is none.
 decides: object | None = None
 
 #: The device types whose tensors the conversion in force casts.
@@ -41,14 +41,14 @@ def is_covered(device_type: str) -> bool:
 
 
 def in_force() -> object | None:
-    """Returns what stands for the conversion in force; None while there is none."""
+    """Returns an object that identifies the conversion in force; None while there is none."""
     return epoch
 
 
 def conversion() -> tuple[object, object] | None:
-    """Returns what is equal as long as calls compute the same; None while there is no conversion.
+    """Returns a value that stays equal while calls compute the same; None without a conversion.
 
-    One that replaces another need not do so, nor the same one when its rules have changed.
+    A conversion that replaces another may compute differently, as may the same one with new rules.
     """
     return None if epoch is None else (epoch, decides)
 
@@ -59,8 +59,8 @@ def conversion_patches(
     """Yields the patches of this module that put a conversion in force.
 
     Args:
-        new_epoch: What `begin_conversion` has returned; None for no conversion.
-        now_decides: What the results of calls depend on.
+        new_epoch: The result of `begin_conversion`; None for no conversion.
+        now_decides: A value that identifies what the results of calls depend on.
         device_types: The device types whose tensors are cast.
     """
     this = sys.modules[__name__]
@@ -70,6 +70,6 @@ def conversion_patches(
 
 
 def begin_to_end() -> None:
-    """Notes that this thread reverts the conversion in force: it may still fail to."""
+    """Notes that this thread is reverting the conversion in force, which may still fail."""
     if epoch is not None:
         epoch.ended_by = threading.get_ident()

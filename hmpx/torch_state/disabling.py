@@ -19,8 +19,8 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.no_grad
     """Switches casting off for a block, or for the calls of a decorated function.
 
-    Holds for the current thread or asyncio task, and for tasks made in the block while it is open;
-    nests, and restores the previous state however the block is left. As a decorator it takes
+    Holds for the current thread or asyncio task, and for tasks created inside the block while it is
+    open. Nests, and restores the previous state however the block is left. As a decorator it accepts
     functions, generators and coroutines.
 
     Example:
@@ -35,7 +35,7 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
     def __enter__(self) -> None:
         if torch.compiler.is_dynamo_compiling():
-            # torch.compile runs wrappers, it does not trace into them: they see the mark, which
+            # torch.compile runs wrappers instead of tracing into them: they see the mark, which
             # becomes part of the graph.
             note_traced_region()
             self._was_marked = is_every_marked()
@@ -51,7 +51,7 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             else:
                 region = last_region(self)
                 close_region(region)
-        except BaseException:  # a signal's, which must not keep casts off
+        except BaseException:  # from a signal, which must not keep casts off
             close_region(region or last_region(self))
             raise
 
@@ -87,7 +87,7 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
 
 def _run_generator(generator: Any) -> Any:
-    """Runs ``generator`` with casts off inside it only, not in the code between its yields."""
+    """Runs ``generator`` with casts off only inside it, not in the code between its yields."""
     resume, value = generator.send, None
     while True:
         try:
@@ -106,7 +106,7 @@ def _run_generator(generator: Any) -> Any:
 
 
 class _State:
-    """A context in which the casts of ``off`` are off, and no others."""
+    """A context in which exactly the casts of ``off`` are off."""
 
     def __init__(self, off: frozenset[str]) -> None:
         self._region = Region(self, off=off)
@@ -123,9 +123,10 @@ class _State:
 
 
 def keeps_state(function: _F) -> _F:
-    """Returns ``function`` such that it runs with casts on or off as they are here and now.
+    """Makes ``function`` run with casts on or off as they are here and now.
 
-    What runs it later may have switched them: a checkpoint's recomputation, an optimizer.
+    This is for functions that are called later, when casts may have been switched: by a checkpoint's
+    recomputation, or an optimizer.
     """
     state = off()
 

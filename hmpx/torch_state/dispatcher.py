@@ -1,4 +1,4 @@
-"""Whether torch itself calls, below its dispatcher."""
+"""Whether the call comes from torch itself, below its dispatcher."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ from ..torch_internals import (
     run_when_traced,
 )
 
-# Below the dispatcher (a decomposition, a meta function, a kernel written in Python) the call's
-# dtypes were settled above it. This private test is exact; it is present since torch 2.0.
+# Below the dispatcher (in a decomposition, a meta function, a kernel written in Python) the call's
+# dtypes were settled above it. This private test is exact, and has existed since torch 2.0.
 _is_excluded, _SNAPSHOT = is_excluded, SNAPSHOT
-# But for the decompositions that stand in for composite kernels while AOTAutograd and torch.export
-# trace: their state is that of the user's own calls. Only where they are written tells them apart.
+# The exception are decompositions that stand in for composite kernels while AOTAutograd and
+# torch.export trace: their state is that of the user's own calls. Only their module tells them apart.
 _is_included, _PYTHON = is_included, PYTHON
 _BETWEEN = (PACKAGE, *FUNCTION_MODULES)
 
 
 def is_below_dispatcher() -> bool:
-    """Whether torch itself calls, where nothing is cast."""
+    """Whether the call comes from torch itself, where nothing is cast."""
     return _is_excluded(_SNAPSHOT) or (_is_included(_PYTHON) and _is_called_by_kernel())
 
 

@@ -1,4 +1,4 @@
-"""What is off, marked in places that torch itself carries along: autocast bits of absent device types."""
+"""Marks what is off in state that torch itself carries along: autocast bits of absent device types."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ EVERY: Final = "*"
 #: No casts are off.
 ON: Final[frozenset[str]] = frozenset()
 
-# The state is marked in places that torch itself carries along as well: the autocast bits of device
-# types that nobody has. torch.compile guards on them and captures them, and autograd's backward
-# threads inherit them, as they do neither thread-locals nor context variables.
+# The state is also marked in places that torch itself carries along: the autocast bits of device types
+# that nobody has. torch.compile guards on these bits and captures them, and autograd's backward
+# threads inherit them. Neither is true of thread-locals and context variables.
 _MARK = OFF_MARK
-#: What can be off -> the device type whose bit says so. It only grows, so that no mark changes meaning.
+#: What can be off -> the device type whose bit marks it. It only grows, so no mark changes its meaning.
 _marks: dict[str, str] = {EVERY: _MARK}
-#: In the order in which they are taken: that of "mps" is not among those that autocast asks for.
+#: In the order of use; autocast does not check the bit of "mps" itself.
 _SPARE: Final = ("mps", "mtia", "ipu", "xla", "hpu", "xpu", "privateuseone", "cuda")
 
-# A conversion replaces the first with one that answers others.
+# Taken now: a conversion replaces the first with a function that answers others differently.
 is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled
 AUTOCAST_STATE: Final = (torch.is_autocast_enabled, torch.get_autocast_dtype)
 
@@ -49,9 +49,9 @@ def is_every_marked() -> bool:
 
 
 def reserve_marks(device_types: frozenset[str]) -> None:
-    """Finds places for marks: a bit for each of ``device_types``, those that are here first.
+    """Reserves a bit as a mark for each of ``device_types``, starting with those that are present.
 
-    As far as there are any: autocast knows more device types than a machine has devices of.
+    This goes as far as bits last: autocast knows more device types than a machine has devices of.
     """
     accelerator = torch.accelerator.current_accelerator()
     here = {"cpu", "" if accelerator is None else accelerator.type}

@@ -1,4 +1,4 @@
-"""What modules are called: by the outermost one's ``named_modules``, without what wrappers add."""
+"""Names of modules: those of the outermost one's ``named_modules``, without what wrappers add."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _OUTSIDE: Final = Place()
 
 @dataclass(frozen=True, slots=True)
 class _Known:
-    """A place that was found, and what shows that it still is that of the same modules."""
+    """A place that was found, with evidence that it still belongs to the same modules."""
 
     root: weakref.ref[nn.Module]
     module: weakref.ref[nn.Module]
@@ -54,38 +54,38 @@ def place_in(running: Sequence[nn.Module]) -> Place:
 
 _OPTIMIZED: Final = "OptimizedModule"
 
-#: Names under which wrappers hold the module that is meant, whatever the wrappers are called.
+#: Names under which wrappers hold the user's module, whatever the wrappers are called.
 _INNER: Final = frozenset({"_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"})
 #: Class name of a wrapper -> the name under which it holds that module.
 _AROUND: Final = {"DistributedDataParallel": "module", "DataParallel": "module"}
-#: What torch puts in front of a class' name when it gives a module a class of its own making.
+#: Prefixes that torch adds to a class name when it gives a module a class of its own making.
 _MADE: Final = ("FSDP", "Parametrized", "Replicate")
 
-#: Names of the modules from the outermost to this one, as it holds them.
+#: The attribute names that lead from the outermost module to this one.
 _Keys = tuple[str, ...]
 
 
 @dataclass(frozen=True, slots=True)
 class _Named:
-    """A module as it was found in another."""
+    """A module as found inside another one."""
 
     module: weakref.ref[nn.Module]
     keys: _Keys
     path: str
 
 
-#: Outermost module -> id of a module in it -> how it was found; None for one that is not in it.
+#: Outermost module -> id of a module -> how it was found; a weak reference if it is not inside.
 _found_in: weakref.WeakKeyDictionary[nn.Module, dict[int, _Named | weakref.ref[nn.Module]]]
 _found_in = weakref.WeakKeyDictionary()
 
 
-#: Ids of running modules -> their innermost one's place. For all roots; for modules that come and go.
+#: Ids of running modules -> the innermost one's place. Covers all roots, as modules come and go.
 _known: dict[tuple[int, ...], _Known] = {}
 _MOST_KNOWN: Final = 1 << 14
 
 
 def named_modules(root: nn.Module) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the modules in ``root``, each with the first of the names by which it goes."""
+    """Yields the modules in ``root``, each with the first of its names."""
     for _, path, module in _walk(root, (), "", set()):
         yield path, module
 
@@ -121,14 +121,14 @@ def _name(root: nn.Module, module: nn.Module) -> tuple[_Keys | None, str]:
             if found.module() is module and _is_at(root, found.keys, module):
                 return found.keys, found.path
         elif found is not None and found() is module:
-            break  # it was not in the outermost one, which has not changed since
+            break  # it was not in the outermost module, which has not changed since
     else:
         _found_in[root][id(module)] = weakref.ref(module)
     return None, _class_name(type(module))
 
 
 def _is_at(root: nn.Module, keys: _Keys, module: nn.Module) -> bool:
-    """Whether ``module`` is still there: items of a ModuleList move without a word to anybody."""
+    """Whether ``module`` is still there: items of a ModuleList can move without notification."""
     at: Any = root
     for key in keys:
         at = at._modules.get(key)
@@ -138,13 +138,13 @@ def _is_at(root: nn.Module, keys: _Keys, module: nn.Module) -> bool:
 
 
 def names_change(module: nn.Module, name: str, submodule: nn.Module | None) -> None:
-    """Forgets names: ``module`` is being given a submodule, by this name."""
+    """Forgets names, because ``module`` is being given a submodule of this name."""
     _found_in.clear()
     _known.clear()
 
 
 def _users_class_name(cls: type) -> str:
-    """Returns the name of the class that the user knows, where torch has made one from it."""
+    """Returns the name of the user's class if torch has derived ``cls`` from one."""
     if cls.__module__.startswith("torch."):
         for base in cls.__bases__:
             if cls.__name__ in [f"{front}{base.__name__}" for front in _MADE]:
@@ -156,7 +156,7 @@ _class_name: Callable[[Any], str] = functools.lru_cache(maxsize=1 << 12)(_users_
 
 
 def without_optimized(running: Sequence[nn.Module]) -> list[nn.Module]:
-    """Returns ``running`` with the user's module in the place of what torch.compile put around it."""
+    """Returns ``running`` with torch.compile's wrappers replaced by the user's modules in them."""
     found: list[nn.Module] = []
     for module in running:
         if found and _optimized(found[-1]) is module:
@@ -170,6 +170,6 @@ def without_optimized(running: Sequence[nn.Module]) -> list[nn.Module]:
 
 
 def _optimized(module: nn.Module) -> nn.Module | None:
-    """Returns the user's module in ``module``, None if torch.compile has not put that around one."""
+    """Returns the user's module if ``module`` is torch.compile's wrapper around one, else None."""
     is_optimized = type(module).__name__ == _OPTIMIZED
     return module._modules.get("_orig_mod") if is_optimized else None

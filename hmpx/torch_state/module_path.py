@@ -1,8 +1,8 @@
-"""Which modules are running, and what they are called: asked for by rules, the log and observers.
+"""Which modules are running, and their names: used by rules, the log and observers.
 
-Costs nothing until `patches` are in place. Names are those of the outermost module's
-``named_modules``, without what wrappers such as DDP and torch.compile add to them. Knows neither
-ops nor policies.
+Costs nothing until `module_patches` are installed. Names are those of the outermost module's
+``named_modules``, without what wrappers such as DDP and torch.compile add to them. Independent of ops
+and policies.
 """
 
 from __future__ import annotations
@@ -38,12 +38,12 @@ _MODULE_CALL: Final = nn.Module._call_impl.__code__
 
 
 class _Running(threading.local):
-    """What runs in a thread.
+    """What is running in a thread.
 
     Attributes:
-        modules: Those whose call is running, outermost first.
-        place: That of their innermost, once it was asked for.
-        since: The `_noting` of which it is known that all calls have gone through its patches.
+        modules: The modules whose call is running, outermost first.
+        place: The place of the innermost one, once it has been asked for.
+        since: The `_noting` for which all running calls are known to have gone through its patches.
     """
 
     def __init__(self) -> None:
@@ -53,14 +53,14 @@ class _Running(threading.local):
 
     @property
     def key(self) -> str:
-        """What graphs that are compiled here depend on: where they are called from."""
+        """What graphs compiled here depend on: the place they are called from."""
         return repr(place_in(_running_modules()))
 
 
 _running: Final = _Running()
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
-#: Stands for the patches that are in place, None without any. Calls may be running that began before.
+#: Identifies the installed patches; None without any. Calls may be running that began before them.
 _noting: object | None = None
 
 
@@ -68,14 +68,14 @@ def _nothing() -> None:
     pass
 
 
-#: Puts `patches` in place.
+#: Installs the patches.
 _ask: Callable[[], None] = _nothing
 
 
 def place() -> Place:
-    """Returns where the call that is being made comes from.
+    """Returns the place in the model that the current call comes from.
 
-    Has `patches` put in place, if they are not, by what `asked_by` was given.
+    Installs `module_patches` on first use, through the callback given to `asked_by`.
     """
     if _noting is None:
         _ask()
@@ -102,7 +102,7 @@ def module_patches(
 
     Args:
         draft: Where torch is as it would be without these patches.
-        first_call_ended: Is told the first outermost module with parameters whose call has ended.
+        first_call_ended: Called with the first outermost module with parameters whose call has ended.
     """
     has_ended = False
     without_parameters: weakref.WeakSet[nn.Module] = weakref.WeakSet()
@@ -128,7 +128,7 @@ def module_patches(
         nonlocal has_ended
         began = _noting
         if _running.since is not began:
-            running.extend(_running_frames())  # of calls that began before the patch
+            running.extend(_running_frames())  # for calls that began before the patch
             if not running:
                 _running.since = began
         running.append(module)
@@ -164,23 +164,23 @@ def module_patches(
     leave_to_callees(call_outermost)
     yield Patch(sys.modules[__name__], "_noting", object())
     yield Patch(nn.Module, "__call__", wrapper)
-    # make_fx and torch.export put theirs on top of that, which calls this; some of the modules
-    # that it is called with are their stand-ins for the model's.
+    # make_fx and torch.export put their own patch on top of that, which calls this one; some of the
+    # modules that it is called with are their stand-ins for the model's.
     yield Patch(FX_TRACING, FX_MODULE_CALL, traced)
     yield ItemPatch(MODULE_HOOKS, "hmpx", names_change)
 
 
 def asked_by(put_in_place: Callable[[], None]) -> Patch:
-    """Returns the patch that has ``put_in_place`` called where a place is asked for without `patches`."""
+    """Returns the patch that calls ``put_in_place`` when a place is requested without the patches."""
     return Patch(sys.modules[__name__], "_ask", put_in_place)
 
 
 def forget_modules() -> None:
-    """Lets go of what was noted: the patches have changed."""
+    """Drops what was noted, because the patches have changed."""
     _running.place = None
     for name in DYNAMO_MODULE_CALLS:
         dynamo = vars(sys.modules.get(name, types))
-        noted: Any = dynamo.get("unpatched_nn_module_call")  # when it was imported
+        noted: Any = dynamo.get("unpatched_nn_module_call")  # as of its import
         call = noted
         while is_ours(getattr(call, "__globals__", {}).get("__package__")):
             call = call.__wrapped__
@@ -189,9 +189,9 @@ def forget_modules() -> None:
 
 
 def keeps_place(function: _F) -> _F:
-    """Returns ``function`` such that it runs as if inside of the modules that are running now.
+    """Makes ``function`` run as if inside the modules that are running now.
 
-    For what runs it later: a checkpoint's recomputation.
+    This is for functions that are called later, such as by a checkpoint's recomputation.
     """
     kept = list(_running_modules())
     if not kept:

@@ -1,9 +1,9 @@
-"""The off switch: which casts are off, per thread and task, a state that follows a computation.
+"""The off switch: which casts are off, per thread and task, as a state that follows a computation.
 
-`disable_casts` switches off all of them, a region of torch.autocast those of its device type.
+`disable_casts` switches off all casts, a region of torch.autocast those of its device type.
 
-Every wrapper's globals are this module's, so that asking `_looks_closer` is one lookup. Knows
-neither ops nor dtypes.
+Every wrapper's globals are this module's, so that reading `_looks_closer` is one lookup. Independent
+of ops and dtypes.
 """
 
 from __future__ import annotations
@@ -21,25 +21,25 @@ import torch
 from ..torch_internals import run_when_traced
 from . import conversions
 from .conversions import Epoch
-from .dispatcher import is_below_dispatcher  # noqa: F401  # wrappers ask it: these are their globals
+from .dispatcher import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
 from .marks import EVERY, ON, is_every_marked, mark, marked
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
-#: Whether casts may be off in some thread, or torch.autocast on. While False, calls don't ask.
+#: Whether casts may be off in some thread, or torch.autocast on. While False, calls don't check.
 _looks_closer = False
-_has_traced_regions = False  # torch.compile has put one into a graph: it may run at any time
+_has_traced_regions = False  # torch.compile has put a region into a graph: it may run at any time
 #: Regions that are open in any thread: `Region`s, and those of torch.autocast with their counts.
 _open: dict[Any, int] = {}
-_gate_lock = threading.RLock()  # a signal's handler may come back here
+_gate_lock = threading.RLock()  # a signal handler may reenter
 
 
 def _gated(function: _F) -> _F:
-    """Returns ``function`` such that one thread at a time runs it, or another one that is gated."""
+    """Makes ``function`` and all other gated ones run in one thread at a time."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        # One line, so that no line comes between the call and the release.
+        # On one line, so that no signal arrives between the call and the release.
         with _gate_lock: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
 
     return wrapper  # type: ignore[return-value]
@@ -49,11 +49,11 @@ class Region:
     """A block in which casts are off, or on again.
 
     Attributes:
-        off: The device types whose casts are off in it; all, where `EVERY` is among them.
-        is_off: Whether `EVERY` is.
-        opener: What has opened it, and closes it.
+        off: The device types whose casts are off in it; all of them if it contains `EVERY`.
+        is_off: Whether `off` contains `EVERY`.
+        opener: The object that opens and closes it.
         outer: The region around it.
-        beneath: What was off around the outermost, by marks that no region of this thread has set.
+        beneath: What was off around the outermost region, by marks that no region of this thread set.
         thread: The thread that it was opened in.
         epoch: The conversion under which it was opened.
         is_closed: It was left, perhaps in another thread or task than this one.
@@ -72,11 +72,11 @@ class Region:
         more: frozenset[str] = ON,
         less: frozenset[str] = ON,
     ) -> None:
-        """Is called where the region begins; `open_region` opens it.
+        """Called where the region begins; `open_region` opens it.
 
         Args:
-            opener: What opens it.
-            off: What is off in it. None: what is off around it, with ``more`` and without ``less``.
+            opener: The object that opens it.
+            off: What is off in it. None: what is off around it, plus ``more``, minus ``less``.
             more: What is switched off.
             less: What is switched on.
         """
@@ -110,7 +110,7 @@ def _innermost() -> Region | None:
 
 
 def open_region(region: Region) -> None:
-    """Opens ``region`` in this thread or task; an exception, such as a signal's, leaves it closed."""
+    """Opens ``region`` in this thread or task; closes it again if an exception or signal interrupts."""
     try:
         _note(region, is_open=True)
         mark(region.off)
@@ -121,9 +121,9 @@ def open_region(region: Region) -> None:
 
 
 def close_region(region: Region | None) -> None:
-    """Closes ``region``, and those inside of it that were lost here; once more does nothing.
+    """Closes ``region``, and any regions inside it that were lost here; closing twice does nothing.
 
-    Other threads and tasks that it is open in see to it when they ask next.
+    Other threads and tasks that it is open in notice when they check next.
     """
     if region is None:
         return
@@ -156,12 +156,12 @@ def _settle_on(region: Region | None) -> None:
 
 def _forget(region: Region) -> None:
     if region.thread != threading.get_ident():
-        return  # a copy of another thread's context: that one sees to it
+        return  # this is a copy of another thread's context, and that thread takes care of it
     _note(region, is_open=False)
 
 
 def _note(region: Region, *, is_open: bool) -> None:
-    # One line, so that no line comes between the call and the release.
+    # On one line, so that no signal arrives between the call and the release.
     with _gate_lock: _note_alone(region, is_open=is_open)  # fmt: skip  # noqa: E701
 
 
@@ -186,7 +186,7 @@ def is_off() -> bool:
 
 
 def partly_off() -> frozenset[str]:
-    """Returns the device types whose casts are off while those of others, that are cast too, are on."""
+    """Returns the device types whose casts are off, if those of other converted types are on."""
     found = off()
     return ON if _covers_all(found) else found & conversions.covered
 
@@ -202,7 +202,7 @@ def off() -> frozenset[str]:
     if region is None:
         return _inherited()
     if _has_traced_regions and is_every_marked() and not (region.is_off or _is_off_in_others()):
-        return region.off | ALL  # inside of a graph
+        return region.off | ALL  # inside a graph
     return region.off
 
 
@@ -214,7 +214,7 @@ def _covers_all(off: frozenset[str]) -> bool:
 
 
 def _is_off_where_traced() -> bool:
-    """Whether all casts are off where torch.compile traces, which guards on marks."""
+    """Whether all casts are off where torch.compile traces; it guards on marks."""
     return _covers_all(marked())
 
 
@@ -222,14 +222,14 @@ def _inherited() -> frozenset[str]:
     """Returns what is off outside of all regions of this thread or task.
 
     A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
-    backward thread. Otherwise it is that of another asyncio task.
+    backward thread. Any other mark belongs to another asyncio task.
     """
     found = marked()
     return ON if found and _has_opened_any() else found
 
 
 def _has_opened_any() -> bool:
-    """Whether a region is open that this thread has opened, in whatever task."""
+    """Whether a region that this thread has opened is still open, in any task."""
     thread = threading.get_ident()
     return any(isinstance(r, Region) and r.thread == thread for r in list(_open))
 
@@ -245,7 +245,7 @@ def _is_off_in_others() -> bool:
 
 
 def last_region(opener: object) -> Region | None:
-    """Returns the last region that ``opener`` has opened: here, or else in another thread or task."""
+    """Returns the last region that ``opener`` opened: here, or else in another thread or task."""
     region = _region.get()
     while region is not None and region.opener is not opener:
         region = region.outer
@@ -256,7 +256,7 @@ def last_region(opener: object) -> Region | None:
 
 
 def begin_conversion() -> Epoch:
-    """Returns what stands for a new conversion; forgets what reverted ones have left open."""
+    """Returns the epoch of a new conversion; forgets regions that reverted ones have left open."""
     _forget_regions_that_are_over()
     _innermost()
     return Epoch()
@@ -267,14 +267,14 @@ def _forget_regions_that_are_over() -> None:
     alive = sys._current_frames()
     for region in [r for r in _open if isinstance(r, Region)]:
         if region.thread not in alive and region.epoch not in (None, conversions.epoch):
-            region.is_closed = True  # its thread can't leave it any more
+            region.is_closed = True  # its thread can no longer leave it
         if region.is_over():
             del _open[region]
     _set_gate()
 
 
 def _start_in_forked_child() -> None:
-    """Leaves behind the lock and the regions of threads that the child does not have."""
+    """Discards the lock, and the regions of threads that the forked child does not have."""
     global _gate_lock
     _gate_lock = threading.RLock()
     for region in [r for r in _open if isinstance(r, Region) and r.thread != threading.get_ident()]:
@@ -293,7 +293,7 @@ def _set_gate() -> None:
 
 @_gated
 def count_autocast(region: Hashable, entries: int) -> None:
-    """Notes that a region of torch.autocast is entered, +1, or left, -1; it may be both several times."""
+    """Notes that a region of torch.autocast is entered (+1) or left (-1); entries may nest."""
     count = _open.pop(region, 0) + entries
     if count > 0:
         _open[region] = count
@@ -301,7 +301,7 @@ def count_autocast(region: Hashable, entries: int) -> None:
 
 
 def end_conversion() -> None:
-    """Notes that there is no conversion any more: nobody counts the regions of torch.autocast."""
+    """Notes that there is no conversion any more, so nothing counts torch.autocast's regions."""
     _forget_autocast()
     _innermost()
 

@@ -1,6 +1,6 @@
 """Where ops are called in the graphs that torch.compile and torch.export trace.
 
-No module's call runs there: what traces it is asked, and the graph is made to depend on the answer.
+No module's call runs there, so the tracer is asked, and the graph is made to depend on the answer.
 """
 
 from __future__ import annotations
@@ -26,25 +26,25 @@ from ..torch_internals import (
 )
 from .module_names import place_in, without_optimized
 
-#: Under which name torch.export puts a model into a module of its own, and what its graphs call it.
+#: The name under which torch.export puts a model into its own module, and what its graphs call it.
 EXPORT_ROOT, _EXPORTED = "_export_root", "L__self__"
 
 
-#: Modules that torch.compile has traced into: its graphs know them by their ids.
+#: Modules that torch.compile has traced into: its graphs identify them by their ids.
 _traced: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
 
 
 def is_compiled() -> bool:
-    """Whether the fake tensors are those of torch.compile, in whose graphs no module's call runs."""
+    """Whether fake tensors here are torch.compile's, in whose graphs no module's call runs."""
     return DYNAMO_TRANSLATION in sys.modules and tracing_context() is not None
 
 
 def traced_place(around: Sequence[nn.Module], state: object) -> Place:
-    """Returns the place that torch.compile has noted: for this node of its graph, or as it traces.
+    """Returns the place that torch.compile has recorded, for this graph node or while it traces.
 
     Args:
         around: The modules that are running around the graph.
-        state: Has as its ``key`` what the graph depends on: where it is called from.
+        state: An object whose ``key`` is what the graph depends on: the place it is called from.
     """
     running = without_optimized(around)
     meta = torch.fx.traceback.get_current_meta()
@@ -65,12 +65,12 @@ def traced_place(around: Sequence[nn.Module], state: object) -> Place:
     return found
 
 
-#: Of what torch.compile is tracing -> the places that ops asked for.
+#: torch.compile's tracing context -> the places that ops asked for.
 _traced_places: weakref.WeakKeyDictionary[Any, list[Place]] = weakref.WeakKeyDictionary()
 
 
 def traced_places() -> str:
-    """Returns what stands for the places of the ops in the graph that is being compiled.
+    """Returns a string that identifies the places of the ops in the graph that is being compiled.
 
     Graphs may differ in nothing else.
     """
@@ -80,7 +80,7 @@ def traced_places() -> str:
 
 
 def _translators() -> list[Any]:
-    """Returns what translates the calls that torch.compile is tracing into, outermost first."""
+    """Returns the translators of the calls that torch.compile is tracing into, outermost first."""
     translator_class = needed_of_later(DYNAMO_TRANSLATION, "InstructionTranslatorBase")
     lazy = needed_of_later(DYNAMO_VARIABLES, "LazyVariableTracker")
     of_module = needed_of_later(DYNAMO_VARIABLES, "UnspecializedNNModuleVariable")
@@ -95,7 +95,7 @@ def _translators() -> list[Any]:
         )
         if isinstance(variable, lazy) and not variable.is_realized():
             module = variable.peek_value()
-        else:  # the values of others than modules may raise errors
+        else:  # values that are not modules may raise errors
             is_module = isinstance(variable, of_module)
             module = variable.value if is_module else None
         if isinstance(module, nn.Module):
@@ -108,7 +108,7 @@ def _translators() -> list[Any]:
 
 
 def _guard_on_surroundings(translator: Any, state: object) -> None:
-    """Has the graph that is being traced hold only where it is called from such a place as this."""
+    """Makes the graph that is being traced valid only where it is called from the same place."""
     if torch.compiler.is_exporting():
         return
     global_source = needed_of_later(DYNAMO_SOURCES, "GlobalSource")
@@ -117,10 +117,10 @@ def _guard_on_surroundings(translator: Any, state: object) -> None:
 
 
 def _guard_on(source: Any, attribute: str) -> None:
-    """Has the graph that is being traced hold only while an attribute has the value that it has now.
+    """Makes the graph that is being traced valid only while an attribute keeps its current value.
 
     Args:
-        source: Where Dynamo has the attribute's owner from; None if the graph makes it.
+        source: Where Dynamo gets the attribute's owner from; None if the graph makes it.
         attribute: Name of an attribute that is a bool or a string.
     """
     if source is None:
@@ -132,7 +132,7 @@ def _guard_on(source: Any, attribute: str) -> None:
 
 
 def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields ``frame`` and those that have called it."""
+    """Yields ``frame`` and its callers."""
     while frame is not None:
         yield frame
         frame = frame.f_back

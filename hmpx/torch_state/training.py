@@ -1,8 +1,8 @@
 """Whether a call counts as training, which decides the kernels that are compared.
 
-Recording gradients is not all there is to it: the forward of a `torch.autograd.Function` records none,
-and its backward may run the same calls again, recording. A reentrant checkpoint does. What is chosen for
-a call must be the same both times.
+Checking whether gradients are recorded is not enough. The forward of a `torch.autograd.Function`
+records none, and its backward may run the same calls again, recording them, as a reentrant checkpoint
+does. The choice for a call must be the same both times.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class _Here(threading.local):
-    """What runs in a thread.
+    """What is running in a thread.
 
     Attributes:
         is_training: Calls count as training, whether or not gradients are recorded.
@@ -30,20 +30,20 @@ class _Here(threading.local):
 
 
 _here: Final = _Here()
-_was_marked = False  # in any thread, ever: until then nobody asks
+_was_marked = False  # in any thread, ever: until then nothing checks
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 
-# Marked where torch.compile sees it as well, and guards on it: the autocast bit of a device type that
-# torch has no kernels for.
+# Marked where torch.compile sees it as well, and guards on it: in the autocast bit of a device type
+# that torch has no kernels for.
 _MARK: Final = TRAINING_MARK
 
 
 def is_training() -> bool:
     """Whether a call made here counts as training.
 
-    That is where gradients are recorded, and in what may run again to compute gradients. Whether an
-    input requires one does not matter: in a checkpoint's forward nothing shows that of intermediate
-    results.
+    It does where gradients are recorded, and in code that may run again to compute gradients. Whether
+    an input requires a gradient does not matter: in a checkpoint's forward, intermediate results
+    don't show that.
     """
     return torch.is_grad_enabled() or (_was_marked and _is_marked())
 
@@ -53,7 +53,7 @@ def _is_marked() -> bool:
 
 
 def as_training(function: _F) -> _F:
-    """Returns ``function`` such that all its calls count as training."""
+    """Makes all calls of ``function`` count as training."""
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -72,8 +72,8 @@ def as_training(function: _F) -> _F:
 
 
 def keeps_kind(function: _F) -> _F:
-    """Returns ``function`` such that it runs as training wherever it would here and now.
+    """Makes ``function`` run as training wherever it would here and now.
 
-    For what runs it later: a checkpoint's recomputation.
+    This is for functions that are called later, such as by a checkpoint's recomputation.
     """
     return as_training(function) if is_training() else function
