@@ -1,4 +1,4 @@
-"""``python -m hmpx``: the command line. Knows nothing but where it starts."""
+"""``python -m hmpx``: starts the command line, and nothing else."""
 
 from __future__ import annotations
 

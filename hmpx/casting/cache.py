@@ -1,9 +1,9 @@
-"""Casts of parameters used again within one call of the outermost module.
+"""Casts of parameters, reused within one call of the outermost module.
 
 A parameter that is used many times in one forward, by a recurrent cell, under tied weights or in
-Monte Carlo sampling, is then cast once. No key tells for sure that a tensor's values are what they
-were: so a cast lives no longer than that call, and whatever may write to the parameter, or to the
-cast, past the version counter ends it at once. Knows neither ops nor lists.
+Monte Carlo sampling, is then cast once. No key tells for sure that a tensor's values are unchanged,
+so a cast lives no longer than that call, and any possible write to the parameter or to the cast that
+bypasses the version counter ends it at once. Independent of ops and op lists.
 """
 
 from __future__ import annotations
@@ -28,23 +28,24 @@ _widen = CAST[torch.float32]
 
 _thread: Final = threading.local()  # .casts: those of the outermost module call that is running
 
-#: Changes whenever something may write to a tensor past its version counter.
+#: Changes whenever something may write to a tensor without its version counter noticing.
 _epoch = 0
-_epochs: Final = itertools.count(1)  # no number comes twice, whichever threads ask
+_epochs: Final = itertools.count(1)  # no number repeats, whichever threads draw them
 
 
 @dataclass(slots=True)
 class _Cast:
-    """A parameter's cast, and what shows that both hold what they held.
+    """A parameter's cast, and what shows that both still hold the same values.
 
     Attributes:
         parameter: The parameter.
         low: Its cast.
-        version: That of the parameter.
-        low_version: That of the cast; None where it counts none.
+        version: The parameter's version.
+        low_version: The cast's version; None where it has no version counter.
         pointer: To the parameter's values.
         span: The addresses of the parameter's memory.
-        low_span: Those of the cast's; None while all that was given it is known not to write to it.
+        low_span: The addresses of the cast's; None while everything it was passed to is known not to
+            write to it.
     """
 
     parameter: nn.Parameter
@@ -63,8 +64,8 @@ _Key: TypeAlias = tuple[int, torch.dtype, bool]
 class _Casts:
     """The casts of one module call, found by parameter and by the memory that they depend on.
 
-    Memory is divided into regions of equal size, most of which are far from all parameters: pointers
-    to them are told apart at once.
+    Memory is divided into regions of equal size. Most of them are far from all parameters, so pointers
+    into those are ruled out at once.
     """
 
     __slots__ = ("_by_region", "by_key")
@@ -81,7 +82,7 @@ class _Casts:
             self._note(key, cast.low_span)
 
     def watch(self, key: _Key, cast: _Cast) -> None:
-        """Has a cast end, too, where it may be written to itself."""
+        """Also ends a cast when there may be a write to the cast itself."""
         if cast.low_span is None:
             cast.low_span = _span(cast.low)
             self._note(key, cast.low_span)
@@ -91,7 +92,7 @@ class _Casts:
             self._by_region.setdefault(region, {})[key] = None
 
     def end_in(self, span: range) -> None:
-        """Ends the casts that what is written to these addresses may concern."""
+        """Ends the casts that a write to these addresses may affect."""
         for region in _regions(span):
             for key in list(self._by_region.get(region, ())):
                 cast = self.by_key.get(key)
@@ -116,9 +117,9 @@ def _overlap(a: range, b: range) -> bool:
 
 
 def _span(tensor: Tensor) -> range:
-    """Returns the addresses of all the memory that a pointer into ``tensor`` leads to.
+    """Returns the addresses of all the memory reachable from a pointer into ``tensor``.
 
-    By addresses, since storages that are not of torch's making may share memory.
+    Works by addresses, since storages that torch did not make may share memory.
     """
     storage = _storage(tensor)
     start = storage.data_ptr()
@@ -130,14 +131,14 @@ _running: Final[dict[int, _Casts]] = {}
 
 
 def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
-    """Returns ``tensor`` in ``dtype``; a parameter's cast of the running module call, if there is one.
+    """Returns ``tensor`` in ``dtype``; a parameter's cast is reused within the running module call.
 
     Gradients are those of casts made for each use: rounded one by one, and summed in the
     parameter's own dtype.
 
     Args:
         dtype: The low-precision dtype.
-        is_only_read: What the cast is for is known not to write to it, nor to return a view of it.
+        is_only_read: The user of the cast is known not to write to it, nor to return a view of it.
         tensor: The tensor.
     """
     convert = CAST[dtype]
@@ -146,7 +147,7 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
     casts: _Casts | None = getattr(_thread, "casts", None)
     if casts is None or transforms() is not None or has_tangents():
         return convert(tensor)
-    if tensor.is_inference():  # these count no versions
+    if tensor.is_inference():  # these have no version counter
         return convert(tensor)
     needs_gradient = tensor.requires_grad and torch.is_grad_enabled()
     key = (id(tensor), dtype, torch.is_inference_mode_enabled())
@@ -159,7 +160,7 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
         if needs_gradient:
             return _Reused.apply(tensor, known.low)  # type: ignore[no-any-return, no-untyped-call]
         return known.low
-    epoch = _epoch  # as it was before the values are read
+    epoch = _epoch  # taken before the values are read
     low = convert(tensor)
     low_version = None if low.is_inference() else low._version
     if _is_unshared(tensor) and (is_only_read or low_version is not None):
@@ -167,7 +168,7 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
         span, pointer = _span(tensor), _data_ptr(tensor)
         kept = _Cast(tensor, _detach(low), tensor._version, low_version, pointer, span, low_span)
         casts.keep(key, kept)
-        if epoch != _epoch:  # another thread has ended casts meanwhile, perhaps this one
+        if epoch != _epoch:  # another thread has ended casts in the meantime, perhaps this one
             casts.by_key.pop(key, None)
     return low
 
@@ -183,7 +184,7 @@ def _is_fresh(known: _Cast, tensor: Tensor) -> bool:
 
 
 def _is_unshared(tensor: Tensor) -> bool:
-    """Whether nothing else, such as what ``.data`` returned once, holds the tensor's memory."""
+    """Whether nothing else holds the tensor's memory, such as a tensor that ``.data`` once returned."""
     # This Python object holds it as well.
     return uses(tensor) <= _UNSHARED
 
@@ -193,7 +194,7 @@ _UNSHARED: Final = uses(_A_TENSOR)
 
 
 class _Reused(torch.autograd.Function):
-    """A cast made before, as a cast of its own."""
+    """Makes an earlier cast behave as a cast of its own."""
 
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, low: Tensor) -> Tensor:
@@ -217,12 +218,12 @@ def cache_patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
     yield Patch(Tensor, "set_", _ending_all(draft.attribute(Tensor, "set_")))
     for owner in (torch, torch.utils.dlpack):
         yield Patch(owner, "to_dlpack", _ending(draft.attribute(owner, "to_dlpack")))
-    yield ItemPatch(STEP_HOOKS, "hmpx", lambda *step: _end())  # fused ones write so
+    yield ItemPatch(STEP_HOOKS, "hmpx", lambda *step: _end())  # fused steps bypass version counters
 
 
-#: Methods through which a tensor's memory may be written to past its version counter. Launchers of
-#: kernels, such as Triton's, ask all tensors for their pointers: so that ends no cast but those that
-#: what is behind the pointer concerns.
+#: Methods through which a tensor's memory may be written to without its version counter noticing.
+#: Kernel launchers, such as Triton's, ask all tensors for their pointers, so this ends only the casts
+#: that the memory behind the pointer affects.
 _UNNOTICED: Final = (
     "__array__",
     "__dlpack__",
@@ -234,7 +235,7 @@ _UNNOTICED: Final = (
 
 
 def _outermost(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``Module.__call__`` such that casts live as long as the outermost call."""
+    """Makes casts live as long as the outermost call of ``Module.__call__``."""
 
     @functools.wraps(call)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -266,12 +267,12 @@ class _EndingProperty:
 
     def __set__(self, tensor: Tensor, value: Tensor) -> None:
         _end_in(tensor)
-        _end_in(value)  # whose memory they share from now on
+        _end_in(value)  # they share its memory from now on
         self._slot.__set__(tensor, value)
 
 
 def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``method`` such that it ends the casts that writing to its tensor's memory concerns."""
+    """Makes ``method`` end the casts that a write to its tensor's memory affects."""
 
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -282,7 +283,7 @@ def _ending(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _ending_all(method: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns ``method`` such that it ends all casts."""
+    """Makes ``method`` end all casts."""
 
     @functools.wraps(method)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -293,16 +294,16 @@ def _ending_all(method: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _end_in(tensor: object) -> None:
-    """Ends the casts, in all threads, that writing to the memory of ``tensor`` concerns."""
+    """Ends the casts, in all threads, that a write to the memory of ``tensor`` affects."""
     global _epoch
     if torch.compiler.is_dynamo_compiling() or not _running:
         return
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        _end()  # its memory is another's
+        _end()  # its memory belongs to another tensor
         return
     try:
         span = _span(tensor)
-    except RuntimeError:  # it has none: it is a transform's, or sparse
+    except RuntimeError:  # it has no memory of its own: it is a transform's, or sparse
         _end()
         return
     _epoch = next(_epochs)
@@ -311,7 +312,7 @@ def _end_in(tensor: object) -> None:
 
 
 def _end() -> None:
-    """Ends the casts that are kept now, in all threads."""
+    """Ends all casts that are currently kept, in all threads."""
     global _epoch
     if not torch.compiler.is_dynamo_compiling():
         _epoch = next(_epochs)

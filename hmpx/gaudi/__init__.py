@@ -1,4 +1,4 @@
-"""Scripts written for Gaudi: a stand-in for `habana_frameworks`, where `"hpu"` lands, spawned processes."""
+"""Runs scripts written for Gaudi: a stand-in for `habana_frameworks`, `"hpu"`, spawned processes."""
 
 from __future__ import annotations
 

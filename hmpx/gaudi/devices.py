@@ -1,14 +1,15 @@
-"""Where ``"hpu"`` lands: rewrites Habana's device and backend names for the device that is here.
+"""Where ``"hpu"`` lands: rewrites Habana's device and backend names for the device that is present.
 
-What lands there: factories and methods with a ``device`` argument, ``tensor.to``, ``module.to``,
+Covered: factories and methods with a ``device`` argument, ``tensor.to``, ``module.to``,
 ``tensor.hpu()``, ``torch.load``, ``torch.autocast``, ``with torch.device("hpu")``,
 ``torch.set_default_device``; process groups with the backend ``hccl``; ``torch.compile`` with the
-backend ``hpu_backend``. After `follow_cuda`, what the program places on ``"cuda"`` as well.
+backend ``hpu_backend``. After `follow_cuda`, also whatever the program places on ``"cuda"``.
 
-What does not: what threads do that were started before, or by C++, as the hooks of a backward on CUDA;
-``torch.Generator(device="hpu")``, the legacy constructors ``torch.Tensor(device="hpu")`` and ``.type("torch.hpu.FloatTensor")``; and
-``tensor.device.type`` is that of the device really used, so comparing it with ``"hpu"`` gives False.
-``torch.compile`` runs, but may break the graph where it traces through the rewriting of arguments.
+Not covered: threads that were started before, or by C++, such as hooks of a backward on CUDA;
+``torch.Generator(device="hpu")``, and the legacy constructors ``torch.Tensor(device="hpu")`` and
+``.type("torch.hpu.FloatTensor")``. ``tensor.device.type`` is that of the device really used, so
+comparing it with ``"hpu"`` gives False. ``torch.compile`` runs, but may break the graph where it
+traces through the rewriting of arguments.
 """
 
 from __future__ import annotations
@@ -40,13 +41,13 @@ def device_type() -> str:
 
 
 def follow_cuda(*, is_on: bool) -> None:
-    """Says whether ``"cuda"`` lands where ``"hpu"`` does, as under Habana's GPU migration tool."""
+    """Sets whether ``"cuda"`` lands where ``"hpu"`` does, as under Habana's GPU migration tool."""
     global _follows_cuda
     _follows_cuda = is_on and device_type() != "cuda"
 
 
 class DeviceMode(TorchFunctionMode):
-    """Rewrites ``"hpu"`` in the arguments of every torch function of this thread."""
+    """Rewrites ``"hpu"`` in the arguments of every torch function that this thread calls."""
 
     def __torch_function__(
         self,
@@ -77,7 +78,7 @@ def _is_hpu(value: object) -> bool:
 
 
 def on_device(value: Any) -> Any:
-    """Returns the device that stands in for ``value`` if that is an hpu, else ``value``."""
+    """Returns the device that stands in for ``value`` if that is an HPU, else ``value``."""
     if not _is_hpu(value):
         return value
     _, _, index = str(value).partition(":")
@@ -86,7 +87,7 @@ def on_device(value: Any) -> Any:
 
 
 def _substituted(value: Any) -> Any:
-    """Returns what stands in for ``value``: a device, a device type or a backend's name."""
+    """Returns the substitute for ``value``: a device, a device type or a backend's name."""
     if _is_hpu(value):
         device = on_device(value)
         return str(device) if isinstance(value, str) else device
@@ -112,7 +113,7 @@ def _substituting(function: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _loading_elsewhere(load: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns `torch.load` for checkpoints that were written on an hpu, or are to go to one."""
+    """Makes `torch.load` accept checkpoints that were written on an HPU, or are mapped to one."""
 
     @functools.wraps(load)
     def call(f: Any, map_location: Any = None, *args: Any, **kwargs: Any) -> Any:
@@ -134,7 +135,7 @@ def _loading_elsewhere(load: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _moving(move: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Returns what ``.hpu()`` does with a tensor or a module, or ``.cuda()``, which is ``move``."""
+    """Returns the method ``.hpu()`` of tensors and modules; or ``.cuda()``, if that is ``move``."""
 
     def call(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
         if move is not None and not _follows_cuda:
@@ -150,7 +151,7 @@ def _moving(move: Callable[..., Any] | None) -> Callable[..., Any]:
 
 
 def _in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns what a new thread runs, in a `DeviceMode` of its own."""
+    """Makes a new thread run in a `DeviceMode` of its own."""
 
     @functools.wraps(run)
     def call(self: threading.Thread) -> Any:
@@ -161,7 +162,7 @@ def _in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def patches(hpu: types.ModuleType) -> list[Patch]:
-    """Returns what makes torch take Habana's names; ``hpu`` becomes `torch.hpu`."""
+    """Returns the patches that make torch accept Habana's names; ``hpu`` becomes `torch.hpu`."""
     load = _loading_elsewhere(torch.load)
     found = [
         Patch(torch, "hpu", hpu),
@@ -176,7 +177,7 @@ def patches(hpu: types.ModuleType) -> list[Patch]:
             "__init__",
             _substituting(torch.utils.data.DataLoader.__init__),
         ),
-        # below ``run``, which subclasses override
+        # patched below ``run``, which subclasses override
         Patch(
             threading.Thread,
             "_bootstrap_inner",

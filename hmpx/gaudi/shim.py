@@ -1,8 +1,8 @@
 """Stands in for ``habana_frameworks``, so that a script written for Gaudi runs on CUDA or the CPU.
 
-Puts the modules of `hmpx.gaudi.habana_frameworks` into `sys.modules` under Habana's names, and sends whatever the
-script places on ``"hpu"`` to the device that is there. Nothing is cast before the script's own
-``hmp.convert()``.
+Puts the modules of `hmpx.gaudi.habana_frameworks` into `sys.modules` under Habana's names, and
+redirects whatever the script places on ``"hpu"`` to the device that is present. Nothing is cast
+before the script's own ``hmp.convert()``.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from .habana_frameworks.torch.hpex import hmp
 
 _ROOT: Final = "habana_frameworks"
 
-#: What this module does it does when a script imports it.
+#: A module that takes effect when a script imports it.
 _ON_IMPORT: Final = "torch.gpu_migration"
 
 _replaced_modules: dict[str, types.ModuleType | None] = {}
@@ -37,21 +37,21 @@ _finder: Final = AbsentFinder()
 
 
 def install(options: Mapping[str, Any] | None = None) -> bool:
-    """Puts the stand-in in place.
+    """Installs the stand-in.
 
     Args:
         options: Arguments of `hmpx.convert` that the script's ``hmp.convert()`` is to use where it
             does not give them itself.
 
     Returns:
-        Whether it is in place; False if the real ``habana_frameworks`` is importable, which then is
+        Whether it is installed; False if the real ``habana_frameworks`` is importable, which is then
         used.
     """
     global _mode
     if _mode is None:
         if _is_importable(f"{_ROOT}.torch"):
             return False
-        ops.table()  # read off torch before anything here changes it
+        ops.table()  # read from torch before anything here changes it
         for name, module in _modules().items():
             _replaced_modules[name] = sys.modules.get(name)
             sys.modules[name] = module
@@ -64,9 +64,9 @@ def install(options: Mapping[str, Any] | None = None) -> bool:
 
 
 def uninstall() -> None:
-    """Takes the stand-in away; does nothing if it is not in place.
+    """Removes the stand-in; does nothing if it is not installed.
 
-    To be called in the thread that called `install`, outside any torch function mode entered since.
+    Must be called in the thread that called `install`, outside any torch function mode entered since.
 
     Raises:
         HmpxError: It is called elsewhere.
@@ -100,7 +100,7 @@ def uninstall() -> None:
 
 
 def _forget(name: str) -> None:
-    """Takes back the import of a module that was not there when the stand-in came."""
+    """Undoes the import of a module that was not loaded when the stand-in was installed."""
     module = sys.modules.pop(name)
     parent, _, child = name.rpartition(".")
     if vars(sys.modules.get(parent, habana_frameworks)).get(child) is module:
@@ -108,7 +108,7 @@ def _forget(name: str) -> None:
 
 
 def options() -> Mapping[str, Any] | None:
-    """Returns what `install` was given; None where the stand-in is not in place."""
+    """Returns the options given to `install`; None where the stand-in is not installed."""
     return None if _mode is None else hmp.defaults()
 
 
@@ -144,7 +144,7 @@ def _modules() -> dict[str, types.ModuleType]:
 
 
 def _is_importable(name: str) -> bool:
-    """Whether module ``name`` is there: a regular one, no mere directory of that name."""
+    """Whether module ``name`` exists as a regular module, not just as a directory of that name."""
     loaded = sys.modules.get(name)
     if loaded is not None:
         return True

@@ -1,4 +1,4 @@
-"""Prepares a process that was started by spawn; `hmpx.gaudi.spawning` has it run there, by its path."""
+"""Prepares a process that was started by spawn; `hmpx.gaudi.spawning` runs it there, by its path."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
-"""Processes that a program starts by spawn or forkserver: they are prepared as their parent was.
+"""Processes that a program starts by spawn or forkserver: they are prepared like their parent.
 
-Such a process imports the program's main module before anything else, which may need the stand-in for
-``habana_frameworks``. So what prepares it comes with what `multiprocessing` sends it first. Forked
-processes need nothing: they are copies.
+Such a process imports the program's main module before anything else, and that may need the stand-in
+for ``habana_frameworks``. So the preparation travels with the first data that `multiprocessing` sends.
+Forked processes need nothing: they are copies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from . import shim
 
 _LOGGER: Final = logging.getLogger("hmpx")
 
-#: Run in the new process, by its path: nothing is known there yet of where hmpx can be imported from.
+#: Run in the new process, by its path: that process does not know yet where to import hmpx from.
 _PREPARING: Final = str(Path(__file__).with_name("spawned.py"))
 
 #: The name under which the state travels.
@@ -32,7 +32,7 @@ _KEY: Final = "hmpx"
 
 @dataclass(frozen=True)
 class State:
-    """What a new process is to be made to be.
+    """The state that a new process is put into.
 
     Attributes:
         stand_in: The options of the stand-in for ``habana_frameworks``; None where there is none.
@@ -54,9 +54,9 @@ class _Restored:
 
 
 def follow() -> Callable[[], None]:
-    """Has processes that are started from now on be as this one is then; returns what ends that.
+    """Makes processes started from now on resemble this one at that time; returns a function to stop.
 
-    Called again it does nothing.
+    Calling it again has no effect.
     """
     prepare = multiprocessing.spawn.get_preparation_data
     if hasattr(prepare, "__hmpx__"):
@@ -84,7 +84,7 @@ def _state() -> bytes | None:
     try:
         state = pickle.dumps(State(stand_in, conversion))
         why = "the policy holds a function of the main module" if _MAIN in state else ""
-    except Exception as error:  # whatever the functions of a format raise
+    except Exception as error:  # a format's functions may raise anything
         state, why = b"", str(error)
     if not why:
         return state
@@ -95,12 +95,12 @@ def _state() -> bytes | None:
     return pickle.dumps(State(stand_in, None))
 
 
-#: Where a new process, which has not imported the program's main module yet, finds nothing.
+#: A new process has not imported the program's main module yet, and finds nothing there.
 _MAIN: Final = b"__main__"
 
 
 def restore(state: bytes) -> None:
-    """Makes this process what ``state`` says."""
+    """Puts this process into the state that ``state`` describes."""
     wanted: State = pickle.loads(state)
     if wanted.stand_in is not None:
         shim.install(wanted.stand_in)

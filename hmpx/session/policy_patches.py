@@ -1,6 +1,6 @@
-"""What a policy puts into torch: the wrappers of its ops, and the patches that put them in place.
+"""The changes that a policy makes to torch: the wrappers of its ops, and the patches to install them.
 
-Patches nothing itself, and knows of no session.
+Patches nothing itself, and is independent of sessions.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from ..policy import SHIPPED, UNDECIDED, CastPolicy, Decision, Policy, Rule
 
 @dataclass(frozen=True, slots=True)
 class Conversion:
-    """What wrappers are to do.
+    """The settings that wrappers follow.
 
     Attributes:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
         options: How ops compute.
-        observers: What is told of calls.
+        observers: The observers that are notified of calls.
     """
 
     policy: Policy
@@ -42,21 +42,20 @@ class Conversion:
 def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Callable[..., Any]]]:
     """Returns the patches that make torch follow the policy, and the wrappers in them.
 
-    They wrap what ``draft`` holds.
-
-    One builtin in several slots (``torch.conv2d`` is ``F.conv2d``) gets one wrapper.
+    The wrappers wrap the functions that ``draft`` holds. One builtin in several slots
+    (``torch.conv2d`` is ``F.conv2d``) gets one wrapper.
     """
     found: list[Patch] = []
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
     policy, observers = conversion.policy, conversion.observers
     deciding = _deciding(policy)
     lacking = compute.lacking_kernels()
-    completed = [name for name in lacking if name in ops.table()]  # of this version of torch
+    completed = [name for name in lacking if name in ops.table()]  # those in this version of torch
     for name in dict.fromkeys([*policy.decisions, *deciding, *completed]):
         decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)
         if op is None and ops.is_known(name):
-            continue  # another library's
+            continue  # it belongs to another library
         if op is None:
             version = torch.__version__
             raise OptionError(f"the policy holds {name!r}, which is not an op of torch {version}")
@@ -101,7 +100,7 @@ def _made(
 
 
 def foreign_names(policy: Policy) -> list[str]:
-    """Returns the ops of other libraries for which anything is decided."""
+    """Returns the ops of other libraries that the policy makes decisions for."""
     return [
         name
         for name in dict.fromkeys([*policy.decisions, *_deciding(policy)])
@@ -110,12 +109,12 @@ def foreign_names(policy: Policy) -> list[str]:
 
 
 class Foreign:
-    """Wrappers of other libraries' functions, as far as these are loaded.
+    """Wrappers of other libraries' functions, as far as these libraries are loaded.
 
     Attributes:
-        patches: What puts them in place.
+        patches: The patches that install the wrappers.
         made: The wrappers.
-        said: What is wrong with names in the lists.
+        said: Problems with names in the lists.
     """
 
     def __init__(
@@ -124,7 +123,7 @@ class Foreign:
         draft: Draft,
         present: tuple[Callable[..., Any], ...] = (),
     ) -> None:
-        """Starts without any; ``present`` are those that are in place already."""
+        """Starts without wrappers; ``present`` are those that are already installed."""
         self.patches: list[Patch] = []
         self.made: list[Callable[..., Any]] = []
         self.said: list[str] = []
@@ -136,7 +135,7 @@ class Foreign:
         )
 
     def take(self, names: Iterable[str], module: object = None) -> None:
-        """Makes the wrappers of these ops; ``module`` is executed to its end, as others may not be."""
+        """Makes the wrappers of these ops; ``module`` has fully executed, others may not have."""
         for name in names:
             decision = self._conversion.policy.decisions.get(name, UNDECIDED)
             is_shipped = decision.reason.startswith(SHIPPED)
@@ -169,7 +168,7 @@ class Foreign:
         conversion = self._conversion
         options = conversion.options
         if options.legalize != "always":
-            # How fast another library's function is in low precision, nobody knows.
+            # How fast another library's function is in low precision is unknown.
             options = dataclasses.replace(options, legalize="never")
         call_site = CallSite(
             op=name,
@@ -200,7 +199,7 @@ def replacements(
 
 
 def _deciding(policy: Policy) -> dict[str, tuple[Rule, ...]]:
-    """Returns op -> what decides its calls before the lists do, for ops that have any."""
+    """Returns op -> the rules that decide its calls before the lists do, for ops that have any."""
     by_section = policy.section_rules()
     names = set(by_section)
     for rule in rules.all_rules():
@@ -219,7 +218,7 @@ def _maker(
     recipe: Recipe,
     observers: tuple[Attached, ...],
 ) -> wrappers.Maker:
-    """Returns what makes the wrapper that follows a decision; None for one that does nothing."""
+    """Returns a function from a decision to the wrapper that follows it; None if it would do nothing."""
     rounds_statistics = not recipe.device_types.isdisjoint(
         ops.facts("rounded_statistics").get(recipe.site.op, ())
     )
@@ -241,26 +240,26 @@ def _maker(
 
 
 def _with_exact_statistics(decision: Decision) -> Decision:
-    """Returns the decision for a norm whose kernels round its statistics with its input: in fp32."""
+    """Makes a norm accumulate in fp32 if its kernels round its statistics along with its input."""
     casts_low = decision.cast_policy in _LOW_POLICIES and not isinstance(decision.dtype, Format)
     if not casts_low or decision.accumulate_dtype is not None:
         return decision
     return dataclasses.replace(decision, accumulate_dtype=torch.float32)
 
 
-#: By these the inputs of an op may be of low precision.
+#: Under these policies the inputs of an op may be in low precision.
 _LOW_POLICIES = frozenset(CastPolicy) - {CastPolicy.FP32, CastPolicy.PASS}
 
 
 def _has_kernels(site: ops.Site, op: ops.Op) -> bool:
-    """Whether the callable at ``site`` is torch's own, or the op has none but those of Python."""
+    """Whether the callable at ``site`` is torch's own, or the op has only Python kernels."""
     if site.is_property:
         return False
     return not site.is_python or all(each.is_python for each in op.sites)
 
 
 def _is_settled_by_torch(site: ops.Site | ForeignSite, decision: Decision, facts: OpFacts) -> bool:
-    """Whether torch's own kernel does exactly what the decision says, so that none is wrapped."""
+    """Whether torch's own kernel does exactly what the decision says, so no wrapper is needed."""
     if decision.cast_policy is CastPolicy.PASS:
         return True
     if site.in_place:

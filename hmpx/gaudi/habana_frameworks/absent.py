@@ -19,12 +19,12 @@ class GaudiError(HmpxError, NotImplementedError):
 
 
 def habana_name(name: str) -> str:
-    """Returns the name that a module of `hmpx.habana` has on a Gaudi."""
+    """Returns the name that a module of the stand-in has on a Gaudi."""
     return f"habana_frameworks{name.removeprefix(_OURS)}" if name.startswith(_OURS) else name
 
 
 def unknown(module: str, name: str) -> AttributeError:
-    """Returns the error for an attribute that a module of `hmpx.habana` lacks."""
+    """Returns the error for an attribute that a module of the stand-in lacks."""
     known = habana_name(module)
     return AttributeError(
         f"hmpx's stand-in for {known!r} has no {name!r}; guard its use with "
@@ -32,11 +32,11 @@ def unknown(module: str, name: str) -> AttributeError:
     )
 
 
-# --- what raises -------------------------------------------------------------------------------
+# --- names that raise --------------------------------------------------------------------------
 
 
 class _AbsentType(type):
-    """A class that can be imported, taken attributes of and derived from, but not called."""
+    """A class that can be imported, subclassed and asked for attributes, but not called."""
 
     def __getattr__(cls, name: str) -> Any:
         if name.startswith("__"):
@@ -59,7 +59,7 @@ class _AbsentType(type):
 
 
 def _error(cls: Any) -> GaudiError:
-    # A class of the user's own, derived from one, is named by what it is derived from.
+    # A user's class that is derived from an absent one is reported under the absent one's name.
     known = next(c for c in cls.__mro__ if "_remedy" in vars(c))
     return GaudiError(
         f"{known.__module__}.{known.__qualname__} needs a Gaudi; {known._remedy}, or run where the "
@@ -68,10 +68,10 @@ def _error(cls: Any) -> GaudiError:
 
 
 def absent(module: str, name: str, remedy: str) -> Any:
-    """Returns what stands for ``name`` of ``module``: using it raises `GaudiError`.
+    """Returns a placeholder for ``name`` of ``module``: using it raises `GaudiError`.
 
     Args:
-        module: Name of a module of `hmpx.habana`, or of Habana's.
+        module: Name of a module of the stand-in, or of Habana's.
         name: The name in it.
         remedy: What to do instead, as an imperative.
     """
@@ -79,15 +79,15 @@ def absent(module: str, name: str, remedy: str) -> Any:
     return _AbsentType(name.rpartition(".")[2], (), contents)
 
 
-# --- what has no effect ------------------------------------------------------------------------
+# --- names without effect ----------------------------------------------------------------------
 
 _noted: set[str] = set()
 
 
 def without_effect(module: str, name: str) -> Callable[..., None]:
-    """Returns a function that does nothing: a setting of Gaudi's graph compiler, say.
+    """Returns a function that does nothing, such as for a setting of Gaudi's graph compiler.
 
-    It says so in the log, once, at level INFO. Results do not depend on such settings.
+    It logs this once, at level INFO. Results do not depend on such settings.
     """
     known = f"{habana_name(module)}.{name}"
 
@@ -104,7 +104,7 @@ def without_effect(module: str, name: str) -> Callable[..., None]:
 
 # --- modules -----------------------------------------------------------------------------------
 
-#: Packages all of whose modules are absent -> what to do without them.
+#: Packages in which all modules are absent -> what to use instead.
 PACKAGES: Final[Mapping[str, str]] = {
     "habana_frameworks.mediapipe": "load data with torch.utils.data.DataLoader",
     "habana_frameworks.torch.hpex.experimental": "compute in 8 bits with hmpx's formats, such as "
@@ -130,7 +130,7 @@ def _root(name: str) -> str | None:
 
 
 class AbsentFinder:
-    """Finds the modules of absent packages, whatever they are called."""
+    """Finds the modules of absent packages, under any name."""
 
     def find_spec(
         self, name: str, path: Sequence[str] | None = None, target: types.ModuleType | None = None
@@ -145,4 +145,4 @@ class AbsentFinder:
         return _AbsentModule(spec.name)
 
     def exec_module(self, module: types.ModuleType) -> None:
-        """Does nothing: attributes are made when they are asked for."""
+        """Does nothing: attributes are made when they are accessed."""

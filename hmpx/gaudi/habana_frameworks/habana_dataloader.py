@@ -10,7 +10,7 @@ from .absent import unknown
 
 
 class HabanaDataLoader(DataLoader[Any]):
-    """`torch.utils.data.DataLoader`: what Habana's falls back to where it can't use the device."""
+    """`torch.utils.data.DataLoader`, which Habana's falls back to where it can't use the device."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch``: the parts by which scripts use PyTorch on a Gaudi."""
+"""``habana_frameworks.torch``: the parts through which scripts use PyTorch on a Gaudi."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..absent import absent, unknown
 
 
 class _hpex_C:  # noqa: N801  # Habana's name
-    """The kernels of Habana's that scripts call by themselves."""
+    """Habana's kernels that scripts call directly."""
 
     @staticmethod
     def fused_lamb_norm(gradients: list[torch.Tensor], max_norm: float) -> torch.Tensor:
-        """Returns what to divide ``gradients`` by so that their norm is at most ``max_norm``."""
+        """Returns the divisor of ``gradients`` that makes their norm at most ``max_norm``."""
         norms = torch.stack([torch.linalg.vector_norm(each.float()) for each in gradients])
         norm: torch.Tensor = torch.linalg.vector_norm(norms)
         return (norm / max_norm).clamp(min=1.0).reshape(1)

@@ -27,12 +27,12 @@ def iter_mark_step(device_str: str = "") -> None:
 
 
 def add_step_closure(closure: Callable[..., object], args: tuple[Any, ...] = ()) -> None:
-    """Has the next `mark_step` call ``closure`` with ``args``."""
+    """Makes the next `mark_step` call ``closure`` with ``args``."""
     _closures.append(lambda: closure(*args))
 
 
 def hpu_initialize(model: Any = None, *args: object, **kwargs: object) -> None:
-    """Does nothing: no weights are to be quantized here."""
+    """Does nothing: there are no weights to quantize here."""
 
 
 hpu_inference_initialize = hpu_initialize
@@ -48,7 +48,7 @@ hpu_reset_env = hpu_teardown_inference_env = hpu_set_env
 
 
 def is_enabled_weight_permute_pass() -> bool:
-    """Returns True: convolutions take weights as torch has them, so scripts leave them alone."""
+    """Returns True: convolutions take weights in torch's layout, so scripts leave them alone."""
     return True
 
 

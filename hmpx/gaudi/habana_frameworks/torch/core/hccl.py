@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch.core.hccl``: importing it gives torch the backend ``hccl``, as it has."""
+"""``habana_frameworks.torch.core.hccl``: importing it gives torch the backend ``hccl``, as always."""
 
 from __future__ import annotations
 

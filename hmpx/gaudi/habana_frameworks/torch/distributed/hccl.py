@@ -10,7 +10,7 @@ from typing import Any, Final
 
 from ...absent import unknown
 
-#: What launchers call the same.
+#: The names that launchers use for the same settings.
 _LAUNCHERS: Final = {
     "WORLD_SIZE": "OMPI_COMM_WORLD_SIZE",
     "RANK": "OMPI_COMM_WORLD_RANK",
@@ -21,9 +21,9 @@ _LAUNCHERS: Final = {
 def initialize_distributed_hpu(
     world_size: int | None = None, rank: int | None = None, local_rank: int | None = None
 ) -> tuple[int, int, int]:
-    """Returns world size, rank and local rank as the launcher set them; local rank -1 if none.
+    """Returns world size, rank and local rank as the launcher set them; local rank -1 if unset.
 
-    Arguments given, and what mpirun says, go into the environment, where torch looks for them.
+    Arguments given here, and mpirun's settings, go into the environment, where torch reads them.
     """
     given = {"WORLD_SIZE": world_size, "RANK": rank, "LOCAL_RANK": local_rank}
     for name, value in given.items():

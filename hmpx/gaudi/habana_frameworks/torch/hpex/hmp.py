@@ -1,6 +1,6 @@
 """``habana_frameworks.torch.hpex.hmp``: HMP itself, `hmpx.convert` with HMP's positional order.
 
-The program was started with options, perhaps: these hold where the script does not give its own.
+The program may have been started with options: these apply where the script does not give its own.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ def convert(  # noqa: PLR0917  # HMP's positional order
 ) -> None:
     """Patches torch as `hmpx.convert` does, with HMP's positional order and its op lists.
 
-    What is left out, as well as an empty path and ``isVerbose=False``, is taken from the command
-    line, or else is HMP's default: opt_level ``"O1"``, HMP's own lists, bfloat16. True for
+    Omitted arguments, as well as an empty path and ``isVerbose=False``, are taken from the command
+    line, or else are HMP's defaults: opt_level ``"O1"``, HMP's own lists, bfloat16. True for
     ``isVerbose`` prints HMP's own lines. Casts on the device that stands in for ``"hpu"``; replaces a
     conversion that is in force.
 
     Raises:
-        OpListError: A list can't be read, or an op stands in two lists.
-        OptionError: An argument has a value that it can't have.
+        OpListError: A list can't be read, or an op is in two lists.
+        OptionError: An argument has an invalid value.
     """
     global _was_called
     given = {
@@ -75,15 +75,15 @@ def _says_nothing(value: object) -> bool:
 def merged(
     said: Mapping[str, Any], defaults: Mapping[str, Any]
 ) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Returns the ``defaults`` that hold beside what the script said, and those that don't.
+    """Returns the ``defaults`` that apply in addition to the script's arguments, and the others.
 
     Args:
-        said: Arguments that the script gave; each outranks the default for it.
+        said: The script's arguments; each takes precedence over the default for it.
         defaults: Arguments of `hmpx.convert`.
     """
     outranked = set(said)
     chooses_lists = said.get("opt_level") == "O2" or not outranked.isdisjoint(_PATHS)
-    if chooses_lists:  # a policy holds all decisions
+    if chooses_lists:  # a policy makes all decisions itself
         outranked.add("policy")
     if said.get("opt_level") == "O2":
         outranked |= {"lists", *_PATHS}
@@ -119,7 +119,7 @@ def set_defaults(options: Mapping[str, Any]) -> None:
 
 
 def defaults() -> Mapping[str, Any]:
-    """Returns what `set_defaults` set."""
+    """Returns the arguments set by `set_defaults`."""
     return _defaults
 
 

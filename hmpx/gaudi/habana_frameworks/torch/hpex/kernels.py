@@ -1,6 +1,6 @@
 """``habana_frameworks.torch.hpex.kernels``: fused kernels, as far as torch computes the same.
 
-They compute in the types that they are given, as on a Gaudi, where HMP knew nothing of them.
+They compute in the types that they are given, as on a Gaudi, where HMP does not cover them.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ class FusedSDPA:
     ) -> Tensor:
         """Returns the attention of ``q`` [b, h, s_q, d] to ``k`` and ``v`` [b, h_kv, s, d].
 
-        ``softmax_mode`` and ``recompute_mode`` choose between kernels of Habana's, and have no effect.
+        ``softmax_mode`` and ``recompute_mode`` choose between Habana's kernels, and have no effect.
 
         Raises:
-            GaudiError: An argument asks for what torch does not return.
+            GaudiError: An argument asks for a result that torch does not return.
         """
         for name, is_asked in (
             ("return_dropout_mask", return_dropout_mask),
@@ -77,7 +77,7 @@ class FusedSDPA:
 
 
 def _valid(k: Tensor, lengths: Tensor, padding: str) -> Tensor:
-    """Returns which keys are no padding: [b, 1, 1, s] for ``k`` [b, h, s, d]."""
+    """Returns which keys are not padding: [b, 1, 1, s] for ``k`` [b, h, s, d]."""
     size = k.shape[-2]
     positions = torch.arange(size, device=k.device)
     ends = lengths.to(k.device).reshape(-1, *[1] * (k.dim() - 1))
@@ -85,7 +85,7 @@ def _valid(k: Tensor, lengths: Tensor, padding: str) -> Tensor:
 
 
 def _both(mask: Tensor | None, allowed: Tensor) -> Tensor:
-    """Returns ``mask``, a boolean or an additive one, where ``allowed`` is true."""
+    """Returns ``mask``, a boolean or an additive one, restricted to where ``allowed`` is true."""
     if mask is None:
         return allowed
     if mask.dtype is torch.bool:
@@ -104,7 +104,7 @@ class RotaryPosEmbeddingMode(enum.Enum):
 
 
 def apply_rotary_pos_emb(p: Tensor, *args: Any) -> Tensor:
-    """Returns ``p`` rotated by its positions.
+    """Returns ``p`` rotated according to its positions.
 
     Args:
         p: Queries or keys: [b, h, s, d] or [s, b, h, d].
@@ -128,7 +128,7 @@ def apply_rotary_pos_emb(p: Tensor, *args: Any) -> Tensor:
 
 
 def _at(table: Tensor, p: Tensor, position_ids: Tensor | None, offset: int) -> Tensor:
-    """Returns the cosines or sines of ``p``'s positions."""
+    """Returns the cosines or sines for ``p``'s positions."""
     if position_ids is not None:
         rows = table.reshape(-1, table.shape[-1])  # [1, 1, s, d] -> [s, d]
         return rows[position_ids].unsqueeze(1)  # [b, 1, s, d]
@@ -138,7 +138,7 @@ def _at(table: Tensor, p: Tensor, position_ids: Tensor | None, offset: int) -> T
 
 
 def _turned(p: Tensor, mode: RotaryPosEmbeddingMode) -> Tensor:
-    """Returns ``p`` turned by a right angle."""
+    """Returns ``p`` rotated by a right angle."""
     if mode is RotaryPosEmbeddingMode.PAIRWISE:
         return torch.stack((-p[..., 1::2], p[..., ::2]), dim=-1).flatten(-2)
     first, second = p.chunk(2, dim=-1)
@@ -146,7 +146,7 @@ def _turned(p: Tensor, mode: RotaryPosEmbeddingMode) -> Tensor:
 
 
 def _rotated_by_cache(p: Tensor, cache: Tensor) -> Tensor:
-    """Returns ``p`` [s, b, h, d] with its first elements rotated; the cache says how many."""
+    """Returns ``p`` [s, b, h, d] with its first elements rotated; the cache's size says how many."""
     length, width = p.shape[0], 2 * cache.shape[-2]
     cos, sin = (
         cache[:length, ..., i].repeat_interleave(2, dim=-1).reshape(length, -1, 1, width)
@@ -167,7 +167,7 @@ class RotaryPosEmbeddingHelperV1:
         return apply_rotary_pos_emb(p, cos, sin, None, offset)
 
 
-RotaryPosEmbeddingHelper = RotaryPosEmbeddingHelperV1  # as it was called first
+RotaryPosEmbeddingHelper = RotaryPosEmbeddingHelperV1  # the original name
 
 
 class RotaryPosEmbeddingHelperV2:
@@ -215,12 +215,12 @@ class CustomSoftmax:
 
     @staticmethod
     def apply(input: Tensor, flavor: int = 0) -> Tensor:  # Habana's name
-        """Returns the softmax; ``flavor`` chooses between kernels of Habana's, and has no effect."""
+        """Returns the softmax; ``flavor`` chooses between Habana's kernels, and has no effect."""
         with disable_casts():
             return torch.softmax(input, -1)
 
 
-#: Kernels that torch has no function for -> what to do instead.
+#: Kernels that torch has no function for -> what to use instead.
 _ABSENT: Final = {
     "CustomNms": "call torchvision.ops.nms",
     "EmbeddingBag": "use torch.nn.EmbeddingBag",

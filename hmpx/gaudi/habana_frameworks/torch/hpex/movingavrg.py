@@ -20,9 +20,9 @@ class FusedEMA:
 
     Attributes:
         ema: The copy.
-        decay: Number of updates -> how much of the average stays at the next one. It starts at 0, so
-            that early weights are soon forgotten.
-        updates: How many there were.
+        decay: Number of updates -> the fraction of the average that the next one keeps. It starts at
+            0, so that early weights are soon forgotten.
+        updates: How many updates there were.
     """
 
     def __init__(self, model: nn.Module, decay: float = 0.9999, updates: float = 0) -> None:
@@ -56,7 +56,7 @@ class FusedEMA:
         include: Collection[str] = (),
         exclude: Collection[str] = ("process_group", "reducer"),
     ) -> None:
-        """Copies the model's attributes, only those in ``include`` if there are any."""
+        """Copies the model's attributes; only those in ``include`` if it is not empty."""
         for name, value in vars(model).items():
             if name.startswith("_") or name in exclude or (include and name not in include):
                 continue

@@ -14,10 +14,10 @@ from ...absent import unknown
 
 
 class FusedClipNorm:
-    """`torch.nn.utils.clip_grad_norm_`, with the largest norm said once."""
+    """`torch.nn.utils.clip_grad_norm_`, with the largest norm fixed in advance."""
 
     def __init__(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> None:
-        """Takes the parameters, used where `clip_norm` is given none, and the largest norm."""
+        """Takes the largest norm, and the parameters that `clip_norm` clips if it is given none."""
         self._parameters = _listed(parameters)
         self.max_norm = max_norm
 

@@ -46,7 +46,7 @@ class FusedLamb(Configured):
             lr: The learning rate.
             bias_correction: Whether the moments are corrected for their start at zero.
             betas: By how much the moments decay.
-            eps: Is added to the root of the second moment.
+            eps: Added to the root of the second moment.
             weight_decay: The weight decay.
             amsgrad: Must be False.
             adam_w_mode: Whether weight decay is decoupled; else it is added to the gradient.
@@ -59,7 +59,7 @@ class FusedLamb(Configured):
 
         Raises:
             ValueError: A value is out of its range.
-            RuntimeError: ``amsgrad`` is asked for, as on a Gaudi.
+            RuntimeError: ``amsgrad`` is True, as on a Gaudi.
         """
         if amsgrad:
             raise RuntimeError("FusedLamb has no AMSGrad variant; leave out amsgrad")

@@ -35,7 +35,7 @@ class FusedLars(Configured):
             skip_mask: For each parameter of a group, by position: true where it is scaled. False
                 leaves its gradient as it is, without weight decay.
             eeta: The trust coefficient.
-            eps: Is added to the norms in the denominator.
+            eps: Added to the norms in the denominator.
 
         Raises:
             ValueError: ``skip_mask`` is too short, or a value out of its range.

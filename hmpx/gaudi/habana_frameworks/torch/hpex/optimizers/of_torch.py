@@ -27,7 +27,7 @@ class FusedAdagrad(Adagrad):
         super().__init__(params, lr, lr_decay, weight_decay, initial_accumulator_value, eps)
 
 
-#: Of so many steps no decay rate leaves any bias to correct; one more is the same float32 number.
+#: After this many steps no decay rate leaves any bias to correct; one more is the same float32 number.
 _UNBIASED: Final = float(1 << 24)
 
 
