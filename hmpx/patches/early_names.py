@@ -205,9 +205,7 @@ def _knows_no_torch(name: str, module: types.ModuleType) -> bool:
         return True
     if top not in sys.stdlib_module_names:
         return False
-    file = vars(module).get(
-        "__file__"
-    )  # a script's own module may have the name of one of Python's
+    file = vars(module).get("__file__")  # a script's own module may be named like one of Python's
     return type(file) is str and file.startswith(_PYTHONS) and not file.startswith(_INSTALLED)
 
 

@@ -1,4 +1,4 @@
-"""Tensors as values: dtypes and devices, lists of them, tensors in one chunk of memory, constants."""
+"""Tensors as values: dtypes and devices, lists of tensors, chunks of memory, constants."""
 
 from __future__ import annotations
 

@@ -1,8 +1,9 @@
 """Tensors that lie in one chunk of memory, such as the weights of an RNN, cast as one.
 
-cuDNN reads an RNN's weights from one chunk, in which `torch.nn.RNNBase.flatten_parameters` puts them.
-Casts of their own would have memory of their own, which it copies into a chunk in each call, with a
-warning. Owns the cast of a chunk and its gradient; which ops are given chunks is decided elsewhere.
+cuDNN reads an RNN's weights from one chunk, where `torch.nn.RNNBase.flatten_parameters` puts them. If
+they were cast one by one, each would have memory of its own, and cuDNN would copy them into a chunk
+in each call, with a warning. Owns the cast of a chunk and its gradient; which ops get chunks is
+decided elsewhere.
 """
 
 from __future__ import annotations
@@ -26,14 +27,14 @@ from ..torch_internals import (
 )
 from .dtypes import CAST
 
-# As they were before anything was patched: lists may hold any of them.
+# Taken before anything is patched: op lists may name any of them.
 _as_strided, _is_neg, _storage = Tensor.as_strided, Tensor.is_neg, Tensor.untyped_storage
 _offset, _stride, _numel = Tensor.storage_offset, Tensor.stride, Tensor.numel
 _is_contiguous = Tensor.is_contiguous
 
 _PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
 
-#: A chunk is cast as one if at most this part of it belongs to none of the tensors.
+#: A chunk is cast as one only if at most this fraction of it belongs to none of the tensors.
 _MOST_UNUSED: Final = 0.25
 
 
@@ -42,9 +43,9 @@ class Chunk:
     """Which elements of a storage some tensors span, and where among them each lies.
 
     Attributes:
-        start: The first element, in the storage.
-        length: How many there are.
-        layouts: Of each tensor, its size, its strides and the offset of its first element.
+        start: The first element, as an offset in the storage.
+        length: The number of elements.
+        layouts: For each tensor, its size, its strides and the offset of its first element.
     """
 
     start: int
@@ -56,16 +57,17 @@ class Chunk:
         return _as_strided(tensor, (self.length,), (1,), self.start)
 
     def parts(self, elements: Tensor) -> list[Tensor]:
-        """Returns tensors that lie in ``elements``, of another storage, as the others in the chunk.
+        """Returns tensors that lie in ``elements``, another storage, as the originals do in the chunk.
 
-        Each counts versions of its own, as they do: autograd takes no write to one for one to others.
+        Each has its own version counter, like the originals: autograd then does not take a write to
+        one of them for a write to the others.
         """
         parts = [_as_strided(elements, *layout) for layout in self.layouts]
         return parts if is_graph_made() else list(map(data_of, parts))
 
 
 def chunk_of(tensors: Sequence[Tensor]) -> Chunk | None:
-    """Returns the chunk that strided tensors of one dtype lie in; None if they lie in none together."""
+    """Returns the chunk that strided tensors of one dtype lie in; None if they share none."""
     if len(tensors) < 2:
         return None
     storage = _storage(tensors[0])._cdata
@@ -91,14 +93,14 @@ def chunk_of(tensors: Sequence[Tensor]) -> Chunk | None:
 
 
 def _span(tensor: Tensor) -> int:
-    """Returns how many elements lie from the first of ``tensor`` to its last."""
+    """Returns how many elements lie between the first and the last of ``tensor``, inclusive."""
     return 1 + sum([(n - 1) * step for n, step in zip(tensor.shape, _stride(tensor), strict=True)])
 
 
 def cast_as_one(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] | None:
-    """Returns ``tensors`` in ``dtype``, laid out in one chunk as they are; None if they are in none.
+    """Returns ``tensors`` in ``dtype``, in a new chunk with the same layout; None if they share none.
 
-    Values and gradients are those of casts one by one.
+    Values and gradients are the same as if they were cast one by one.
     """
     if torch.compiler.is_dynamo_compiling() or len(tensors) < 2:
         return None

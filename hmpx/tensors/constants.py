@@ -1,6 +1,6 @@
 """Tensors whose values are always the same, such as a table: made once for each device.
 
-Elsewhere than on the CPU, making one is a copy from the host, for which the host waits.
+On devices other than the CPU, making one is a copy from the host, which the host waits for.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ class Constant:
         """Makes nothing yet.
 
         Args:
-            make: Returns the tensor, new, on a device.
+            make: Returns a new tensor on the given device.
         """
         self._make = make
         self._made: dict[torch.device, Tensor] = {}
 
     def on(self, device: torch.device) -> Tensor:
-        """Returns the tensor on ``device``, which nobody must write to.
+        """Returns the tensor on ``device``; it must not be written to.
 
-        In a graph that is being made it is made anew, as part of that; so it is where modes and
-        transforms may wrap what they see made.
+        While a graph is being traced, the tensor is made anew as part of the graph. It is also made
+        anew where modes and transforms may wrap what they see being made.
         """
         if torch.compiler.is_dynamo_compiling() or is_graph_made() or is_jit_tracing():
             return self._make(device)

@@ -1,6 +1,6 @@
 """The dtypes that hmpx casts between, their short names, and the devices it casts on.
 
-Knows no op and no policy.
+Independent of ops and policies.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ELIGIBLE: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, tor
 LOW_PRECISION: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 LOW_DTYPES: Final = frozenset(LOW_PRECISION)
 
-#: What an op may compute in, and its outputs be cast to.
+#: The dtypes that an op may compute in, and that its outputs may be cast to.
 COMPUTED: tuple[torch.dtype, ...] = (*LOW_PRECISION, torch.float32, torch.float64)
 
 #: The cheapest differentiable cast to each dtype: ``Tensor.bfloat16`` takes half the time of
@@ -48,7 +48,7 @@ _SHORT_NAMES: Mapping[torch.dtype, str] = MappingProxyType(
 
 
 class Named(Protocol):
-    """Something that goes by a name, such as a number format."""
+    """Something that has a name, such as a number format."""
 
     @property
     def name(self) -> str:
@@ -56,7 +56,7 @@ class Named(Protocol):
 
 
 def short_name(dtype: torch.dtype | Named | str) -> str:
-    """Returns ``"bf16"`` for ``torch.bfloat16``, ``"int64"`` for ``torch.int64``, and a format's name."""
+    """Returns ``"bf16"`` for ``torch.bfloat16``, ``"int64"`` for ``torch.int64``; a format's own name."""
     if isinstance(dtype, str):
         return dtype
     if not isinstance(dtype, torch.dtype):
@@ -65,17 +65,17 @@ def short_name(dtype: torch.dtype | Named | str) -> str:
 
 
 def long_name(dtype: torch.dtype | Named | str) -> str:
-    """Returns ``"bfloat16"`` for ``torch.bfloat16``, and a format's name."""
+    """Returns ``"bfloat16"`` for ``torch.bfloat16``; a format's own name."""
     if isinstance(dtype, str):
         return dtype
     return str(dtype).removeprefix("torch.") if isinstance(dtype, torch.dtype) else dtype.name
 
 
 def parse_name(name: str, allowed: tuple[torch.dtype, ...] = COMPUTED) -> torch.dtype:
-    """Returns the dtype of ``allowed`` that ``name`` names: ``"float16"``, ``"fp16"``.
+    """Returns the dtype among ``allowed`` with this name, such as ``"float16"`` or ``"fp16"``.
 
     Raises:
-        OptionError: It names none of them.
+        OptionError: None of them has this name.
     """
     names = {n: d for d in allowed for n in (str(d).removeprefix("torch."), short_name(d))}
     found = names.get(name.removeprefix("torch."))
@@ -99,10 +99,11 @@ def default_device_types() -> frozenset[str]:
 
 
 def is_available(device_type: str) -> bool:
-    """Whether there is an accelerator of this type, of those that this torch was built for.
+    """Whether there is an accelerator of this type that this build of torch supports.
 
-    Asking starts no context on it, which processes forked afterwards could not use: CUDA's devices are
-    counted by its management library, where `torch.cuda.is_available` initializes the driver.
+    This starts no context on the accelerator, which would make it unusable in processes forked
+    afterwards: CUDA devices are counted through the management library, whereas
+    `torch.cuda.is_available` initializes the driver.
     """
     module = torch.get_device_module(device_type)
     if device_type == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
@@ -114,7 +115,7 @@ def parse_device_types(value: object) -> frozenset[str]:
     """Returns ``value`` as a set of torch device types; ``None`` gives the default.
 
     Raises:
-        OptionError: ``value`` is empty, no collection of strings, or holds a type unknown to torch.
+        OptionError: ``value`` is empty, is not a collection of strings, or has a type unknown to torch.
     """
     if value is None:
         return default_device_types()
@@ -128,12 +129,12 @@ def parse_device_type(argument: str, value: object) -> str:
     """Returns ``value`` as the name of a torch device type.
 
     Raises:
-        OptionError: ``value`` is no string, or a type unknown to torch.
+        OptionError: ``value`` is not a string, or is a type unknown to torch.
     """
     name = arguments.text(argument, value, 'a device type such as "cuda"')
     try:
         parsed = torch.device(name).type
-    except (RuntimeError, ValueError):  # of a name, and of a number after it
+    except (RuntimeError, ValueError):  # for a bad name, and for a bad number after it
         parsed = None
     if parsed != name:
         known = ("cpu", "cuda", "hpu", "xpu", "mps", "mtia", "xla")
@@ -148,5 +149,5 @@ def _has_habana_frameworks() -> bool:
     loaded = sys.modules.get("habana_frameworks")
     if loaded is not None:
         return not getattr(loaded, "__hmpx_shim__", False)
-    # Unlike importlib.util's it takes no lock, which Ctrl-C might leave locked for all other threads.
+    # Unlike importlib.util's function, it takes no lock, which Ctrl-C might leave locked for all threads.
     return importlib.machinery.PathFinder.find_spec("habana_frameworks") is not None

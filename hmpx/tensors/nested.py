@@ -1,4 +1,4 @@
-"""Arguments and results as calls have them: tensors, and lists and tuples of them, however deep."""
+"""Arguments and results as calls have them: tensors, and lists and tuples of them at any depth."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ _T = TypeVar("_T")
 
 SEQUENCES: Final = (list, tuple)
 
-#: Classes of tensors that nothing but torch's own kernels computes with.
+#: Classes of tensors that only torch's own kernels compute with.
 PLAIN_TENSORS: Final = frozenset({Tensor, torch.nn.Parameter})
 
-#: Classes of what a call may hold beside tensors that says nothing of dtypes.
+#: Classes of non-tensor arguments that have no bearing on dtypes.
 NUMBERS: Final = frozenset({type(None), int, float, bool, complex})
 
 
 def leaves(values: Iterable[Any]) -> list[Any]:
-    """Returns ``values``, those in lists and tuples instead of the lists and tuples."""
+    """Returns ``values`` flattened: lists and tuples are replaced by their contents."""
     found: list[Any] = []
     for value in values:
         if isinstance(value, SEQUENCES):
@@ -35,24 +35,24 @@ def leaves(values: Iterable[Any]) -> list[Any]:
 
 
 def tensors_in(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the tensors among ``values``, also those in lists and tuples."""
+    """Returns the tensors among ``values``, also those inside lists and tuples."""
     return [value for value in leaves(values) if isinstance(value, Tensor)]
 
 
 def is_floating(tensor: Tensor) -> bool:
-    """Whether ``tensor`` is floating or complex."""
+    """Whether ``tensor`` is floating-point or complex."""
     return tensor.dtype.is_floating_point or tensor.dtype.is_complex
 
 
 def floating_in(values: Iterable[Any]) -> list[Tensor]:
-    """Returns the floating and complex tensors among ``values``, also those in lists and tuples."""
+    """Returns the floating-point and complex tensors among ``values``, also inside lists and tuples."""
     return [value for value in leaves(values) if isinstance(value, Tensor) and is_floating(value)]
 
 
 def map_tensors(value: _T, function: Callable[[Tensor], Any]) -> _T:
-    """Returns ``value`` with each tensor in it replaced by what ``function`` returns for it.
+    """Returns ``value`` with each tensor in it replaced by the result of ``function``.
 
-    A list or tuple in which nothing changes is returned itself.
+    A list or tuple in which nothing changes is returned as the same object.
     """
     if isinstance(value, Tensor):
         return function(value)  # type: ignore[no-any-return]
@@ -65,9 +65,9 @@ def map_tensors(value: _T, function: Callable[[Tensor], Any]) -> _T:
 
 
 def with_items(sequence: Any, items: list[Any]) -> Any:
-    """Returns a list or tuple like ``sequence``, of its class and attributes, that holds ``items``.
+    """Returns a list or tuple that holds ``items``, with the class and attributes of ``sequence``.
 
-    Constructors of classes written in Python may take anything, and are not called.
+    Classes written in Python may have constructors with any signature, so those are not called.
     """
     cls: Any = type(sequence)
     if cls is list:
@@ -76,7 +76,7 @@ def with_items(sequence: Any, items: list[Any]) -> Any:
         return tuple(items)
     if isinstance(sequence, list):
         made: Any = list.__new__(cls)
-        list.extend(made, items)  # torch.fx's lists refuse changes
+        list.extend(made, items)  # torch.fx's lists refuse modification
     elif hasattr(cls, "_make"):  # named tuples; torch.compile traces this
         made = cls._make(items)
     elif cls.__new__ is tuple.__new__ or isinstance(cls.__new__, types.FunctionType):

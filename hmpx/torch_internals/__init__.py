@@ -1,4 +1,4 @@
-"""What torch does not promise, and hmpx relies on: each part looked up, tried, and stood in for."""
+"""The private parts of torch that hmpx relies on: each is looked up, tried, and has a fallback."""
 
 from __future__ import annotations
 

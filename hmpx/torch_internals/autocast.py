@@ -45,7 +45,7 @@ def _disabled_autocast() -> Iterator[None]:
             torch.set_autocast_enabled(each, True)
 
 
-#: Whether torch.autocast is on for any device type here; inside of the other, it casts nothing.
+#: Whether torch.autocast is on for any device type here; and a context in which it casts nothing.
 is_any_autocast_enabled, DisableAutocast = rely_on(
     "torch._C._is_any_autocast_enabled",
     "torch._C._DisableAutocast",
@@ -73,15 +73,15 @@ def _keep_states(*device_types: str) -> Callable[..., bool]:
     return behaves
 
 
-#: Modules of torch that open the regions that a user's code has asked for.
+#: Modules of torch that open regions on behalf of the user's code.
 AUTOCAST_OPENERS: Final = (
     "torch.amp.autocast_mode",  # decorators, and graphs
     "torch._higher_order_ops.wrap",
     "torch._dynamo.variables.higher_order_ops",
 )
 
-#: Device types that torch knows and nobody has: torch.compile guards on their autocast states, and
-#: backward threads inherit them, so they carry states of hmpx.
+#: Device types that torch knows and nobody has. torch.compile guards on their autocast states, and
+#: backward threads inherit these, so they can carry states of hmpx.
 OFF_MARK, TRAINING_MARK = "maia", "ipu"
 rely_on(
     "torch.set_autocast_enabled",
@@ -104,7 +104,7 @@ enter_autocast, exit_autocast = rely_on(
 
 
 def _code_in(function: Any, name: str) -> types.CodeType | None:
-    """Returns the code of the function ``name`` that is defined inside of ``function``."""
+    """Returns the code of the function ``name`` that is defined inside ``function``."""
     codes = [c for c in function.__code__.co_consts if isinstance(c, types.CodeType)]
     return next((code for code in codes if code.co_name == name), None)
 

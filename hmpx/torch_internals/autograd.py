@@ -1,4 +1,4 @@
-"""The private side of autograd: hooks of saved tensors, memory of tensors, checkpoints."""
+"""The private side of autograd: saved-tensor hooks, memory of tensors, checkpoints."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def _same(tensor: Tensor) -> Tensor:
     return tensor
 
 
-#: Saved-tensor hooks: open and close a pair, the innermost pair or None, and why there can't be one.
+#: Saved-tensor hooks: open and close a pair, the innermost pair or None, and why none are allowed.
 push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
     "torch._C._autograd._push_saved_tensors_default_hooks",
     "torch._C._autograd._pop_saved_tensors_default_hooks",
@@ -50,7 +50,7 @@ push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
 
 
 def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns the innermost pair of saved-tensor hooks, tracing or not."""
+    """Returns the innermost pair of saved-tensor hooks, even while tracing."""
     return _top_hooks(True)  # type: ignore[no-any-return]
 
 
@@ -59,15 +59,15 @@ def user_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return _top_hooks(False)  # type: ignore[no-any-return]
 
 
-#: Whether torch tells which packed object a saved tensor is.
+#: Whether torch reports which packed object a saved tensor is.
 TELLS_SAVED: Final = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "data")
 
 _HIDES_HOOKS: Final = hasattr(torch.utils.checkpoint, "_current_user_saved_tensors_hooks")
 
 
 def hide_hook(pack: Any, outer: Any) -> None:
-    """Makes selective checkpoints look past a hook of hmpx, to what is around it."""
-    if _HIDES_HOOKS:  # since torch 2.14 they warn of hooks of the user's
+    """Makes selective checkpoints look past a hook of hmpx, to the hook around it."""
+    if _HIDES_HOOKS:  # since torch 2.14 they warn about the user's hooks
         pack._checkpoint_internal, pack._user_hooks = True, outer
 
 
@@ -84,7 +84,7 @@ _data = rely_on(
     behaves=_is_data,
     instead=(property(operator.attrgetter("data")),),
 )
-#: Returns a tensor's ``data``, as before anything was patched.
+#: Returns a tensor's ``data``, taken before anything is patched.
 data_of: Callable[[Tensor], Tensor] = _data.__get__
 
 
@@ -112,7 +112,7 @@ def uses(tensor: Tensor) -> int:
 
 
 def _runs_through(function: Any, name: str) -> bool:
-    """Whether a function of Python, or one that it calls in its module, names ``name``."""
+    """Whether a Python function, or one that it calls in its module, uses the name ``name``."""
     pending, seen = [function], set()
     while pending:
         found = pending.pop()
@@ -132,7 +132,7 @@ _GENERATORS: Final = (
     "_checkpoint_without_reentrant_generator_impl",
     "_checkpoint_without_reentrant_generator",
 )
-#: Name in `torch.utils.checkpoint` of what runs a non-reentrant one, given the function first.
+#: Name in `torch.utils.checkpoint` of what runs a non-reentrant one; the function is its first argument.
 CHECKPOINT_GENERATOR: Final = next(
     (name for name in _GENERATORS if hasattr(torch.utils.checkpoint, name)), _GENERATORS[0]
 )

@@ -1,7 +1,7 @@
-"""What hmpx relies on of torch.compile that torch does not promise: private names and behaviours.
+"""The private names and behaviours of torch.compile that hmpx relies on.
 
-Its import takes seconds: its parts are looked up where they are first needed, and all of them in
-`hmpx doctor`.
+torch.compile takes seconds to import, so its parts are looked up where they are first needed, and all
+of them in `hmpx doctor`.
 """
 
 from __future__ import annotations
@@ -38,13 +38,13 @@ DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
 DYNAMO_GUARDS: Final = "torch._dynamo.guards"
 DYNAMO_SOURCES: Final = "torch._dynamo.source"
 DYNAMO_VARIABLES: Final = "torch._dynamo.variables"
-#: Modules that note ``Module.__call__`` when they are imported, as `unpatched_nn_module_call`.
+#: Modules that store ``Module.__call__`` on import, as `unpatched_nn_module_call`.
 DYNAMO_MODULE_CALLS: Final = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
 
 
 @dataclass(frozen=True, slots=True)
 class _Later:
-    """What a module that is imported later has; see `Part`."""
+    """Names in a module that is imported later; see `Part`."""
 
     feature: str
     names: tuple[str, ...]
@@ -101,7 +101,7 @@ _later: Final[dict[str, _Later]] = {
 
 
 def of_later(module: str, name: str) -> Any:
-    """Returns an attribute of a module that is loaded, None if it has none; warns then, once."""
+    """Returns an attribute of a loaded module; warns once and returns None if it is missing."""
     try:
         return _attribute_of(sys.modules.get(module), name)
     except AttributeError:
@@ -117,10 +117,10 @@ def _attribute_of(owner: Any, dotted_name: str) -> Any:
 
 
 def needed_of_later(module: str, name: str) -> Any:
-    """Returns an attribute of a module that is loaded.
+    """Returns an attribute of a loaded module.
 
     Raises:
-        TorchError: It has none.
+        TorchError: The attribute is missing.
     """
     try:
         return _attribute_of(sys.modules.get(module), name)
@@ -130,7 +130,7 @@ def needed_of_later(module: str, name: str) -> Any:
 
 def _part_of_later(module_name: str) -> Part:
     later, fault = _later[module_name], ""
-    module = sys.modules.get(module_name)  # another torch may have moved it
+    module = sys.modules.get(module_name)  # another version of torch may have moved it
     for name in later.names:
         try:
             _attribute_of(module, name)
@@ -142,7 +142,7 @@ def _part_of_later(module_name: str) -> Part:
 
 
 def later_parts() -> Iterator[Part]:
-    """Yields the parts of torch.compile, which are imported for that."""
+    """Yields the parts of torch.compile, importing them for this."""
     for name in _later:
         try:
             importlib.import_module(name)
@@ -154,11 +154,11 @@ def later_parts() -> Iterator[Part]:
 
 
 def tries() -> Iterator[Part]:
-    """Yields what running torch.compile and checkpoints shows of the parts; takes seconds."""
+    """Yields parts that report how torch.compile and checkpoints behave when run; takes seconds."""
     for feature, behaves, without in _TRIES:
         try:
             fault = "" if behaves() else "it did not do what was expected"
-        except Exception as error:  # whatever another torch does there
+        except Exception as error:  # another version of torch may raise anything here
             fault = f"trying it raised {said_by(error)}"
         yield Part(feature, (), "2.13", without, False, fault)
 
@@ -227,22 +227,22 @@ _TRIES: Final = (
 
 
 def disable_inductor_caches() -> None:
-    """Has torch.compile's back end keep nothing on the disk, nor read what is there."""
+    """Stops torch.compile's back end from writing to the disk cache, and from reading it."""
     config: Any = importlib.import_module(INDUCTOR_CONFIG)
     config.force_disable_caches = True
 
 
 def run_when_traced(function: _F) -> _F:
-    """Makes torch.compile run ``function`` at trace time, once, instead of tracing into it."""
+    """Makes torch.compile run ``function`` once, at trace time, instead of tracing into it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
 
 
 def leave_to_callees(function: Any) -> None:
-    """Has torch.compile begin its graphs in what ``function`` calls, as with Module's own functions.
+    """Makes torch.compile start its graphs in the callees of ``function``, as for Module's own functions.
 
-    For code that all modules share: torch.compile compiles one code a few times only. Where it comes
-    upon ``function`` inside of a graph, it traces on.
+    This is for code that all modules share: torch.compile compiles one code object only a few times.
+    Where it meets ``function`` inside a graph, it traces through it.
     """
     code, eval_frame = function.__code__, _eval_frame
     if hasattr(eval_frame, "skip_code"):
@@ -266,9 +266,9 @@ _eval_frame = rely_on(
 
 
 def forget_traced() -> None:
-    """Makes torch.compile trace again, and learn anew what the functions of torch are."""
+    """Makes torch.compile trace again, and look up torch's functions anew."""
     dynamo = sys.modules.get("torch._dynamo")
-    if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not to its end
+    if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not completely
         return
     with _counting_without_driver():
         dynamo.reset()
@@ -276,13 +276,13 @@ def forget_traced() -> None:
         dynamo.trace_rules.clear_lru_cache()
 
 
-#: Has torch count CUDA's devices by their management library, which leaves the driver alone.
+#: Makes torch count CUDA devices through their management library, without touching the driver.
 _NVML_CHECK: Final = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 
 @contextlib.contextmanager
 def _counting_without_driver() -> Iterator[None]:
-    """Has `torch.cuda.is_available`, which ``reset`` asks before torch 2.14, initialize nothing.
+    """Keeps `torch.cuda.is_available`, which ``reset`` calls before torch 2.14, from initializing CUDA.
 
     Processes that are forked afterwards could not use the device.
     """
@@ -302,12 +302,12 @@ def is_dynamo_loaded() -> bool:
 
 
 def is_dynamo_frame(frame: Any) -> bool:
-    """Whether a frame is of torch.compile's tracing."""
+    """Whether a frame belongs to torch.compile's tracing."""
     return str(frame.f_globals.get("__name__")).startswith("torch._dynamo.")
 
 
 def tracing_context() -> Any:
-    """Returns what stands for the graph that torch.compile is tracing; None if it traces none."""
+    """Returns an object that identifies the graph being traced by torch.compile; None without one."""
     return _tracing_context.try_get()
 
 
@@ -322,7 +322,7 @@ _tracing_context = rely_on(
 
 @functools.cache
 def casts_of_aten() -> frozenset[Any]:
-    """Returns the operators of ATen that do nothing but cast, private ones among them."""
+    """Returns the ATen operators that only cast, including private ones."""
     names = ("_to_copy", "to", "_autocast_to_reduced_precision")  # `to` in inference mode
     return frozenset(
         [getattr(torch.ops.aten, name) for name in names if hasattr(torch.ops.aten, name)]

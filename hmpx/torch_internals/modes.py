@@ -1,4 +1,4 @@
-"""Classes of tensors and modes that torch keeps private, and what disables them."""
+"""Classes of tensors and modes that torch keeps private, and ways to disable them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ FakeTensor = rely_on(
 
 
 class _Tracker(Tensor):
-    """A tensor whose calls say that they were seen."""
+    """A tensor that reports whether its calls were seen."""
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -49,7 +49,7 @@ DisableTorchFunctionSubclass = rely_on(
 
 
 class _NoDispatchMode:
-    """Stands for `TorchDispatchMode` where torch has none."""
+    """Replaces `TorchDispatchMode` in a torch without it."""
 
     def __init__(self) -> None:
         raise TorchError(
@@ -58,8 +58,8 @@ class _NoDispatchMode:
         )
 
 
-#: Inside, no dispatch mode sees a call; the class of modes; tensors of graphs being traced; whether a
-#: tensor has others in it.
+#: A context in which no dispatch mode sees a call; the class of modes; tensors of graphs being traced;
+#: whether a tensor contains others.
 disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_on(
     "torch.utils._python_dispatch._disable_current_modes",
     "torch.utils._python_dispatch.TorchDispatchMode",
@@ -87,7 +87,7 @@ def _current_function_modes() -> Sequence[Any]:
     return ()
 
 
-#: The function modes that are active, and the class of that which `torch.device` enters.
+#: The active function modes, and the class of the one that `torch.device` enters.
 function_modes, DeviceContext = rely_on(
     "torch.overrides._get_current_function_mode_stack",
     "torch.utils._device.DeviceContext",

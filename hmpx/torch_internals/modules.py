@@ -1,4 +1,4 @@
-"""The private side of optimizers and modules: their hooks, clipping of gradients, torch.fx."""
+"""The private side of optimizers and modules: their hooks, gradient clipping, torch.fx."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class _TriedOptimizer(torch.optim.Optimizer):
 
 
 def has_hooked_step(optimizer_class: type[torch.optim.Optimizer]) -> bool:
-    """Whether torch has put its profiling and hooks around the class' own ``step`` already."""
+    """Whether torch has already put its profiling and hooks around the class' own ``step``."""
     return hasattr(vars(optimizer_class).get("step"), "hooked")
 
 
 def _prepares_steps(prepare: Callable[[Any], None]) -> bool:
-    # Without its decorator for torch.compile, which would be imported.
+    # Called without its decorator for torch.compile, which would be imported.
     inspect.unwrap(prepare)(object.__new__(_TriedOptimizer))
     return has_hooked_step(_TriedOptimizer)
 
@@ -50,13 +50,13 @@ _step_hooks, _module_hooks = rely_on(
     without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
     behaves=lambda *tables: all(isinstance(table, dict) for table in tables),
 )
-#: Hooks by key: after each optimizer's step, and at each module that is put into another.
+#: Hooks by key: after each optimizer's step, and for each module that is put into another.
 STEP_HOOKS: Final = _step_hooks
 MODULE_HOOKS: Final = _module_hooks
 
 
 def _clipping_cells(clip_grad: types.ModuleType) -> tuple[types.CellType, ...]:
-    """Returns where torch's functions that clip gradients hold what they run without gradients."""
+    """Returns the cells where torch's gradient-clipping functions hold what they run under no_grad."""
     functions = [
         value
         for value in vars(clip_grad).values()
@@ -88,11 +88,11 @@ _clip_grad = rely_on(
     behaves=_clips_by_cells,
     instead=(types.ModuleType("clip_grad"), *[do_nothing] * 4),
 )[0]
-#: Closure cells of torch's functions that clip gradients: a function put there runs for everybody who
-#: holds them, however long they have.
+#: Closure cells of torch's gradient-clipping functions: a function put there runs for every holder of
+#: these functions, however early it got hold of them.
 CLIPPING: Final = _clipping_cells(_clip_grad)
 
-#: The module, and the name in it of what calls a module that is traced by torch.fx.
+#: The module, and in it the name of the function that calls a module traced by torch.fx.
 FX_TRACING, FX_MODULE_CALL = torch.fx._symbolic_trace, "_orig_module_call"
 rely_on(
     "torch.fx._symbolic_trace._orig_module_call",

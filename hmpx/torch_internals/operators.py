@@ -1,4 +1,4 @@
-"""Where torch has its ops, their schemas and kernels, and the operators of torch.library."""
+"""Where torch keeps its ops, their schemas and kernels, and the operators of torch.library."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ schemas_of, _has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
         and hasattr(vf, "lstm")
     ),
 )
-#: Where modules and their docs say that these namespaces are.
+#: The names of these namespaces according to their modules and docs.
 NN_NAMESPACE, VF_NAMESPACE = "torch._C._nn", "torch._VF"
 
 
 def has_kernel(operator_name: str) -> bool:
-    """Whether the dispatcher has a kernel of an operator: ``"aten::add.Tensor"``."""
+    """Whether the dispatcher has a kernel for an operator such as ``"aten::add.Tensor"``."""
     return bool(_has_kernel(operator_name))
 
 
@@ -53,5 +53,5 @@ OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
 )
 #: The method of an operator that puts another function into it, since torch 2.14.
 TOGGLE_DISPATCH: Final = "_enable_pyobj_dispatch"
-#: The module, and the name in it of what is called when an operator gets another overload.
+#: The module, and in it the name of the function called when an operator gets another overload.
 OPERATORS_MODULE, REFRESH_PACKET = sys.modules[torch.ops.__class__.__module__], "_refresh_packet"

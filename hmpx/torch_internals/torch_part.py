@@ -1,11 +1,11 @@
-"""How hmpx relies on what torch does not promise: each part is looked up, tried, and stood in for.
+"""How hmpx relies on private parts of torch: each is looked up, tried, and has a fallback.
 
 The parts themselves are in the other modules of this package: `compiler` has those of torch.compile,
-the others those that `import torch` brings. Each states what it is for, since when it is known, a try
-of its behaviour, and what happens without it; no module elsewhere names anything private of torch.
-Tries run once, when hmpx is imported, in about 3 ms. A part that is not as expected is replaced by
-something that is correct and slower, or left out, and `convert` says so; where results would be wrong,
-`convert` refuses.
+the others those that `import torch` loads. Each states its purpose, the version since which it is
+known, a test of its behaviour, and what happens without it. No module elsewhere names anything private
+of torch. The tests run once, when hmpx is imported, in about 3 ms. A part that is not as expected is
+replaced by something that is correct but slower, or its feature is dropped, and `convert` says so;
+where results would be wrong, `convert` refuses.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ def torch_version() -> tuple[int, int]:
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A part of torch that hmpx relies on, as it is in the torch that is installed.
+    """A private part of torch that hmpx relies on, as found in the installed torch.
 
     Attributes:
         feature: What hmpx needs it for.
         names: Where torch has it.
         since: The first version of torch with which it was tried.
         without: What happens where it is not as expected.
-        is_needed: Whether `convert` refuses then.
+        is_needed: Whether `convert` refuses in that case.
         fault: What is not as expected; ``""`` for nothing.
     """
 
@@ -58,12 +58,12 @@ _parts: list[Part] = []
 
 
 def parts() -> tuple[Part, ...]:
-    """Returns the parts that `import torch` brings, in the order in which they were tried."""
+    """Returns the parts that `import torch` loads, in the order in which they were tried."""
     return tuple(_parts)
 
 
 def check() -> None:
-    """Warns, once per process, about what is left out with this torch.
+    """Warns, once per process, about features that don't work with this torch.
 
     Raises:
         TorchError: Results would be wrong with it.
@@ -89,7 +89,7 @@ def refuse(faults: Sequence[Part]) -> None:
 
 
 def warn_once(faults: Sequence[Part]) -> None:
-    """Warns about those ``faults`` that no warning of this process has named yet."""
+    """Warns about those ``faults`` that no warning in this process has named yet."""
     faults = [part for part in faults if part.feature not in _warned]
     if not faults:
         return
@@ -102,14 +102,14 @@ def warn_once(faults: Sequence[Part]) -> None:
     )
 
 
-# --- looking up, and trying ---------------------------------------------------------------------
+# --- looking up and trying ----------------------------------------------------------------------
 
 
 def _look_up(name: str) -> Any:
-    """Returns what torch has under a dotted name.
+    """Looks up a dotted name in torch.
 
     Raises:
-        AttributeError: It has nothing there.
+        AttributeError: torch has nothing there.
     """
     parts = name.split(".")
     count = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules)
@@ -133,16 +133,16 @@ def rely_on(
     instead: tuple[Any, ...] | None = None,
     is_needed: bool = False,
 ) -> Any:
-    """Returns what torch has under ``names`` if it behaves as expected, else ``instead``.
+    """Looks up ``names`` in torch, and returns them if they behave as expected, else ``instead``.
 
     Args:
         names: Dotted names.
-        feature: See `Part`; so are ``since`` and ``without``.
+        feature: See `Part`, also for ``since`` and ``without``.
         since: A version of torch.
         without: One clause.
-        behaves: Tries what was found, which it is given.
-        instead: As many stand-ins; None where there are none.
-        is_needed: `convert` refuses although there are stand-ins, which are for what comes before.
+        behaves: Called with what was found, to try it.
+        instead: One stand-in for each name; None where there are none.
+        is_needed: `convert` refuses even though there are stand-ins; those are for use before it.
     """
     fault, found = "", []
     for name in names:
@@ -172,16 +172,16 @@ def one() -> Tensor:
 
 
 def is_found(*found: object) -> bool:
-    """Returns True: a part that is there is not tried any further."""
+    """Returns True: if the part exists, it is not tried any further."""
     return True
 
 
 def do_nothing(*args: object) -> None:
-    """Does nothing, in the place of a part that is missing."""
+    """Does nothing, in place of a missing part."""
 
 
 class _UnexpectedError(Exception):
-    """A part of torch behaves otherwise."""
+    """A part of torch behaves differently."""
 
 
 def _check(is_as_expected: bool) -> None:
@@ -190,23 +190,23 @@ def _check(is_as_expected: bool) -> None:
 
 
 def _raised_by(run: Callable[[], None]) -> Exception | None:
-    """Returns the error that ``run`` raises, called in a thread of its own.
+    """Returns the error that ``run`` raises when called in a thread of its own.
 
-    There torch is as it is when nothing has been set: hmpx may be imported inside of modes, of regions
-    and transforms, and where tensors are made on other devices.
+    In a new thread, torch's state is the default. hmpx may be imported inside modes, regions and
+    transforms, and where tensors are made on other devices.
     """
     raised: list[Exception] = []
 
     def catch() -> None:
         try:
             run()
-        except Exception as error:  # whatever another torch does there
+        except Exception as error:  # another version of torch may raise anything here
             raised.append(error)
 
     thread = threading.Thread(target=catch, name="hmpx tries torch")
     try:
         thread.start()
-    except RuntimeError:  # there can be no thread
+    except RuntimeError:  # no thread can be started
         catch()
     else:
         thread.join()
@@ -214,7 +214,7 @@ def _raised_by(run: Callable[[], None]) -> Exception | None:
 
 
 class _Refusing:
-    """Takes the place of a part that torch does not have, where nothing else will do."""
+    """Replaces a part that torch does not have, where nothing else will do."""
 
     def __init__(self, part: Part) -> None:
         self._part = part

@@ -27,8 +27,8 @@ def _tells_transforms(
     return is_told and not any([tells(x) is not False for tells in (is_batch, is_of_transform)])  # noqa: C419
 
 
-#: The transforms of torch.func that are running, None for none; whether a tensor is one of
-#: torch.autograd.grad(is_grads_batched=True); whether it is one that a transform has made, and of what.
+#: The running transforms of torch.func, or None; whether a tensor belongs to
+#: torch.autograd.grad(is_grads_batched=True); whether a transform has made it, and from what.
 transforms, is_batch, is_of_transform, behind_transform = rely_on(
     "torch._C._functorch.peek_interpreter_stack",
     "torch._C._functorch.is_legacy_batchedtensor",
@@ -61,7 +61,7 @@ def has_tangents() -> bool:
     return bool(_levels._current_level >= 0)
 
 
-#: The state of torch.jit.trace: None if it does not run.
+#: The state of torch.jit.trace: None if it is not running.
 jit_tracing_state = rely_on(
     "torch._C._get_tracing_state",
     feature="torch.jit.trace",
@@ -70,7 +70,7 @@ jit_tracing_state = rely_on(
     behaves=lambda state: state() is None or isinstance(state(), torch._C.TracingState),
 )
 
-#: Whether torch.jit.trace runs.
+#: Whether torch.jit.trace is running.
 is_jit_tracing = rely_on(
     "torch._C._is_tracing",
     feature="torch.jit.trace, asked for",
@@ -106,17 +106,17 @@ _PROXY, _FAKE = _mode_keys.PROXY, _mode_keys.FAKE
 
 
 def has_fake_tensors() -> bool:
-    """Whether calls made here compute shapes and dtypes only."""
+    """Whether calls made here compute only shapes and dtypes."""
     return _mode_of(_FAKE) is not None
 
 
 def is_noted_in_graph() -> bool:
-    """Whether calls made here are noted in a graph."""
+    """Whether calls made here are recorded in a graph."""
     return _mode_of(_PROXY) is not None
 
 
 def is_graph_made() -> bool:
-    """Whether calls made here are noted in a graph, or compute shapes and dtypes only."""
+    """Whether calls made here are recorded in a graph, or compute only shapes and dtypes."""
     return _mode_of(_PROXY) is not None or _mode_of(_FAKE) is not None
 
 
@@ -144,7 +144,7 @@ SNAPSHOT: Final = getattr(_dispatch_keys, "PythonTLSSnapshot", None)
 PYTHON: Final = getattr(_dispatch_keys, "PythonDispatcher", None)
 
 
-#: Modules of kernels that are written in Python, and of functions that ops may be called by.
+#: Modules of kernels written in Python, and of functions that ops may be called through.
 KERNEL_MODULES: Final = ("torch._decomp", "torch._refs", "torch._prims")
 FUNCTION_MODULES: Final = (
     "torch.functional",
