@@ -1,6 +1,6 @@
 """Hooks that check the calls of a frozen model, and the steps of optimizers.
 
-They are copied and pickled with the model, and don't refer to the fp32 weights.
+The hooks are copied and pickled with the model, and don't refer to the fp32 weights.
 """
 
 from __future__ import annotations
@@ -25,13 +25,13 @@ from .slots import Slot
 
 
 class ChecksCalls:
-    """A forward pre-hook: the weights must be used in the way that they were stored for, and not be trained.
+    """A forward pre-hook: weights must be used in the way they were stored for, and not be trained.
 
     The conversion that they were stored for must be in force. Where gradients are recorded, no module
-    that holds some of them may be in training mode, and nothing in their places may ask for gradients
-    in low precision: `torch.func.functional_call` puts tensors there that no hook is on.
+    that holds some of them may be in training mode, and no tensor in their slots may require
+    gradients in low precision: `torch.func.functional_call` puts tensors there that have no hook.
 
-    It also refuses the steps of optimizers that would change the weights.
+    It also refuses optimizer steps that would change the weights.
     """
 
     def __init__(
@@ -47,11 +47,11 @@ class ChecksCalls:
         self._fingerprint = _fingerprint(in_force)
         self._rules = in_force.rules
         self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
-        # Without the model itself, which is to be freed without a search for cycles.
+        # Without the model itself, so that it is freed without a search for reference cycles.
         self._inner = {path: module for path, module in holders.items() if path}
         self._slots = [
             (slot.container, slot.attribute, slot.tensor, slot.path) for slot in slots
-            if isinstance(slot.container, dict)  # no module of TorchScript
+            if isinstance(slot.container, dict)  # not so for modules of TorchScript
         ]  # fmt: skip
         self._names = {slot.name: slot.tensor for slot in slots}
         self._refuse_steps()
@@ -60,7 +60,7 @@ class ChecksCalls:
         """Checks a call.
 
         Raises:
-            FreezeError: The weights can't be used in it.
+            FreezeError: The weights can't be used in this call.
         """
         if torch.compiler.is_compiling():
             return
@@ -127,7 +127,7 @@ class ChecksCalls:
                     )
 
     def release(self) -> None:
-        """Stops refusing steps."""
+        """Stops refusing optimizer steps."""
         self._finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
@@ -147,17 +147,17 @@ def _name(path: str, attribute: str) -> str:
 def _check_step(
     checks: Callable[[], ChecksCalls | None], optimizer: torch.optim.Optimizer, *rest: Any
 ) -> None:
-    """A hook before every optimizer's step: fused and foreach kernels write past all others."""
+    """A hook before every optimizer's step: fused and foreach kernels bypass all other hooks."""
     found = checks()
     if found is not None:
         found.check_step(optimizer)
 
 
 def _asks_for_gradients(now: Tensor, tensor: Tensor) -> bool:
-    """Whether gradients of ``now``, in low precision, are recorded, or carried along with it.
+    """Whether gradients of ``now``, in low precision, are recorded or carried along with it.
 
-    Looks at each tensor that transforms of torch.func have wrapped, down to ``tensor``, which is
-    watched by a hook of its own.
+    Looks through the wrappers of torch.func's transforms, down to ``tensor``, which has a hook of its
+    own.
     """
     if now.dtype not in LOW_DTYPES:
         return False

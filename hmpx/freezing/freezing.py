@@ -1,7 +1,7 @@
 """`freeze`: stores in low precision the weights that a model only ever uses in low precision.
 
-From how one forward uses the parameters and buffers it is judged which of them to store low; what
-they hold is replaced, and the model is sealed against training.
+One forward shows how the parameters and buffers are used, which decides what to store low. The
+contents of those are replaced, and the model is sealed against training.
 """
 
 from __future__ import annotations
@@ -35,32 +35,32 @@ def freeze(
     keep_fp32: bool = True,
     **kwargs: Any,
 ) -> Frozen:
-    """Stores, in place, the weights of ``model`` that it uses only in low precision in that type.
+    """Stores in low precision, in place, the weights that ``model`` only ever uses in low precision.
 
-    One forward on the example is watched. What it casts to bfloat16 or float16 on every use is
-    stored that way, once; a weight that is used in float32 too, or that the example does not use, stays
-    as it is. The model then gives the same results, bit for bit, without casting weights. It is for
-    inference: training it and loading weights into it are errors.
+    Watches one forward on the example. A weight that it casts to bfloat16 or float16 on every use is
+    stored in that type, once. A weight that is also used in float32, or that the example does not
+    use, stays as it is. The model then gives the same results, bit for bit, without casting weights.
+    This is for inference: training the model and loading weights into it are errors.
 
     Args:
         model: In evaluation mode. Its parameters stay the same objects.
         *example_inputs: Inputs of the forward to watch.
         outputs: ``"fp32"`` makes the model return float32 where it would return bfloat16 or
-            float16; ``"keep"`` leaves its outputs.
-        store: ``"codes"`` stores weights that are used only in one number format as its codes, in
-            uint8, uint16 or int32, which are decoded at each use, if the policy has one format and
+            float16; ``"keep"`` leaves its outputs unchanged.
+        store: ``"codes"`` stores weights that are used only in one number format as codes of that
+            format, in uint8, uint16 or int32, decoded at each use, if the policy has one format and
             no rules; ``"dtype"`` leaves them float32.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
 
     Returns:
-        What was done, and the way back.
+        A report of what was done, which can also undo it.
 
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
-            training mode or frozen, its forward raised, or its values would be lost, under
-            FakeTensorMode. The model is untouched then.
-        OptionError: ``outputs``, ``store`` or ``keep_fp32`` has a value that it can't have.
+            training mode or already frozen, its forward raised, or its values would be lost, under
+            FakeTensorMode. The model is then untouched.
+        OptionError: ``outputs``, ``store`` or ``keep_fp32`` has an invalid value.
 
     Example:
         >>> model = torch.nn.Linear(2, 3).eval()

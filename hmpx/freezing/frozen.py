@@ -1,4 +1,4 @@
-"""What `freeze` returns: the report, and the way back to the fp32 weights."""
+"""The result of `freeze`: a report, and the way back to the fp32 weights."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .weights import Weight, listed, table
 
 
 class Frozen:
-    """What `freeze` did to a model, and the way back.
+    """A report of what `freeze` did to a model, and the way to undo it.
 
-    It holds the fp32 weights; without a reference to it they are freed. As a context manager it
-    undoes the freezing on exit.
+    This object holds the fp32 weights; they are freed when nothing refers to it any more. As a context
+    manager it undoes the freezing on exit.
 
     Attributes:
         weights: Every parameter and buffer, in the model's order.
@@ -41,7 +41,7 @@ class Frozen:
         originals: Originals | None,
         attached: Attachments,
     ) -> None:
-        """Is called by `freeze` only."""
+        """Called by `freeze` only."""
         self.weights = weights
         self._model = model
         self._name = type(model).__name__
@@ -51,23 +51,23 @@ class Frozen:
         self._is_undone = False
 
     def summary(self) -> str:
-        """Returns a table: the bytes before and after, and for each weight its dtype and why."""
+        """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
         return table(self._name, self.weights, is_undone=self._is_undone)
 
     def undo(self, *, strict: bool = True) -> None:
         """Gives the model its fp32 weights back, bit for bit; does nothing the second time.
 
-        A weight is known by its place: the name in its module. What was written to it since is
-        dropped. Modules that are no longer part of the model are no obstacle.
+        A weight is identified by its place: the name in its module. Anything written to it since is
+        dropped. Modules that are no longer part of the model don't get in the way.
 
         Args:
-            strict: ``False`` leaves weights alone that are not where they were stored, and restores
-                the others. A later call restores those that are back in their places.
+            strict: ``False`` skips weights that are not where they were stored, and restores the
+                others. A later call restores those that are back in their places.
 
         Raises:
             FreezeError: The model was frozen with ``keep_fp32=False``; or some weights are not where
                 they were stored: replaced, deleted, parametrized, on the meta device, or in a copy
-                of their module. The model is as it was then.
+                of their module. The model is then left as it was.
             OptionError: ``strict`` is neither True nor False.
         """
         strict = arguments.truth("strict", strict)

@@ -1,4 +1,4 @@
-"""Which weights are stored low, judged by how the example used them."""
+"""Decides which weights are stored low, by how the example used them."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from .weights import Weight, listed
 
 
 def rounds_in_one_way(in_force: session.Session) -> bool:
-    """Whether every use of a weight rounds it in the same way: codes don't say their format."""
+    """Whether every use of a weight rounds it in the same way: codes don't state their format."""
     policy = in_force.policy
     decisions = [
         *policy.decisions.values(),
@@ -30,12 +30,12 @@ def rounds_in_one_way(in_force: session.Session) -> bool:
 def judged(
     found: Sequence[FoundTensor], watch: Watch, replaced: set[Place], as_codes: bool
 ) -> Iterator[Weight]:
-    """Yields for each tensor how it is to be stored, and why.
+    """Yields how each tensor is to be stored, and why.
 
     Args:
         found: The tensors.
         watch: How the example used them.
-        replaced: Places that tensors of the model have left since.
+        replaced: Places that tensors of the model have since left.
         as_codes: Whether weights may be stored as the codes of a number format.
     """
     firsts: dict[object, FoundTensor] = {}
@@ -67,7 +67,7 @@ def judged(
 def _judgement(
     f: FoundTensor, neighbours: Sequence[FoundTensor], watch: Watch, replaced: set[Place]
 ) -> tuple[LowType, str]:
-    """Returns the type that a tensor is to be stored in, and why.
+    """Returns the type to store a tensor in, and why.
 
     ``neighbours`` are the tensors in its storage.
     """

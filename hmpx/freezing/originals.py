@@ -1,6 +1,6 @@
-"""The fp32 storages of weights that were stored low, which give them their values back, bit for bit.
+"""The fp32 storages of weights that were stored low, from which they are restored bit for bit.
 
-A weight gets its storage back where the model still holds it; of the others it is said what became
+A weight gets its storage back if the model still holds it; for the others it is reported what became
 of them.
 """
 
@@ -24,7 +24,7 @@ _PLAIN: Final = frozenset({Tensor, nn.Parameter})
 
 @dataclass(frozen=True, eq=False)
 class _Original:
-    """The former contents of a tensor: its storage, or a copy of that in host memory, and its geometry."""
+    """A tensor's former contents: its storage, or a copy of that in host memory, and its geometry."""
 
     tensor: Tensor
     slots: tuple[Slot, ...]
@@ -40,12 +40,12 @@ class Originals:
     """The storages that some weights of a model had before freezing."""
 
     def __init__(self, slots: Iterable[Slot], kept_alive: Container[int]) -> None:
-        """Notes what the tensors in ``slots`` hold now.
+        """Keeps what the tensors in ``slots`` hold now.
 
-        On an accelerator it is moved to host memory, but for storages that others keep alive anyway:
-        those in ``kept_alive``.
+        Storages on an accelerator are copied to host memory, except those in ``kept_alive``, which
+        others keep alive anyway.
         """
-        #: Copies of storages, elsewhere than those; aliases stay aliases.
+        #: Copies of storages on other devices; aliases stay aliases.
         self._copies: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
         by_tensor: dict[int, list[Slot]] = {}
         for slot in slots:
@@ -81,13 +81,13 @@ class Originals:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every weight has its former contents again."""
+        """Whether every weight has its former contents back."""
         return not self._kept
 
     def misplaced(self, model: nn.Module) -> Iterator[tuple[Slot, str]]:
         """Yields each slot in ``model`` that can't be restored, and why not.
 
-        A module that is no longer in the model needs no weights for it.
+        A module that is no longer in the model does not need its weights.
         """
         here = set(map(id, model.modules()))
         for original in self._kept:
@@ -97,10 +97,10 @@ class Originals:
                     yield slot, fault
 
     def restore(self, left: Container[Slot] = ()) -> None:
-        """Gives each tensor what it held, on the device where it is now, and each slot its tensor.
+        """Gives each tensor its former contents, on its current device, and each slot its tensor.
 
-        A tensor with a slot among ``left`` is left as it is. Where an error comes, the rest can be
-        restored later.
+        A tensor with a slot among ``left`` is skipped. If an error occurs, the rest can be restored
+        later.
         """
         for original in list(self._kept):
             if any(slot in left for slot in original.slots):
@@ -141,7 +141,7 @@ def _fault(slot: Slot) -> str:
 
 
 def _is_copy(current: Tensor, tensor: Tensor) -> bool:
-    """Whether ``current`` is a copy of ``tensor`` as ``Module.to`` makes it, not a value of the user's."""
+    """Whether ``current`` is a copy of ``tensor`` made by ``Module.to``, not a value set by the user."""
     if type(current) not in _PLAIN or current.layout is not torch.strided:
         return False
     if current.shape != tensor.shape:
@@ -151,7 +151,7 @@ def _is_copy(current: Tensor, tensor: Tensor) -> bool:
 
 
 def _mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Returns the mode in which a tensor without values is made; for others a context that does nothing."""
+    """Returns the mode in which a tensor without values was made; otherwise a context without effect."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
 
 

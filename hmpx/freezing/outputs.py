@@ -12,7 +12,7 @@ from ..tensors import LOW_DTYPES, SEQUENCES, with_items
 
 
 class WidensOutputs:
-    """A forward hook: returns float32 where the model returns bfloat16 or float16."""
+    """A forward hook that returns float32 where the model returns bfloat16 or float16."""
 
     def __call__(self, module: nn.Module, args: Any, output: Any) -> Any:
         """Returns the module's output, upcast."""
@@ -20,7 +20,7 @@ class WidensOutputs:
 
 
 def _widened(value: Any) -> Any:
-    """Returns ``value`` with every low-precision tensor in it upcast; itself if there is none."""
+    """Returns ``value`` with every low-precision tensor in it upcast; the same object without any."""
     if isinstance(value, Tensor):
         return value.float() if value.dtype in LOW_DTYPES else value
     if isinstance(value, SEQUENCES):

@@ -1,6 +1,6 @@
 """Hooks on a frozen model that refuse training it and loading weights into it.
 
-They are copied and pickled with the model: objects of these classes, none of which refers to the
+They are copied and pickled with the model, so they are objects of classes, and none refers to the
 fp32 weights.
 """
 
@@ -19,10 +19,10 @@ REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model fr
 
 
 class RefusesLoading:
-    """A hook before weights are loaded: they would be rounded.
+    """A hook that refuses to load weights, because they would be rounded.
 
     Attributes:
-        key: That of the `Seal`.
+        key: The key of the `Seal`.
     """
 
     def __init__(self, key: str) -> None:
@@ -39,7 +39,7 @@ class RefusesLoading:
 
 
 class RefusesTraining:
-    """Stands in for a module's ``train``, and lets no gradient reach its weights that are stored low.
+    """Replaces a module's ``train``, and lets no gradient reach its weights that are stored low.
 
     Copies of a tensor lose its hooks, so this sets them again in a copy of the module.
     """
@@ -55,7 +55,7 @@ class RefusesTraining:
         """Returns the module, in evaluation mode.
 
         Raises:
-            FreezeError: It is to be in training mode.
+            FreezeError: ``mode`` asks for training mode.
         """
         module = self._module()
         assert module is not None
@@ -66,7 +66,7 @@ class RefusesTraining:
         return type(module).train(module, mode)
 
     def release(self, before: Any) -> None:
-        """Gives the module back what it had under ``train``, and the weights their gradients."""
+        """Restores what the module had under ``train``, and the weights' gradients."""
         self._is_released = True
         for handle in self._handles:
             handle.remove()
@@ -82,9 +82,9 @@ class RefusesTraining:
         with torch.inference_mode(False):
             for name, tensor in self._tensors.items():
                 if tensor.is_inference() or not tensor.is_leaf or not tensor.is_floating_point():
-                    continue  # autograd refuses these itself
+                    continue  # autograd itself refuses these
                 requires_grad = tensor.requires_grad
-                tensor.requires_grad_(True)  # no hook without; it may be set later
+                tensor.requires_grad_(True)  # needed for a hook; the user may set it later
                 handle = tensor.register_hook(_RefusesGradients(name))  # type: ignore[no-untyped-call]
                 self._handles.append(handle)
                 tensor.requires_grad_(requires_grad)
@@ -100,7 +100,7 @@ class RefusesTraining:
 
 
 class _RefusesGradients:
-    """A hook of a tensor."""
+    """A tensor hook that refuses gradients."""
 
     def __init__(self, name: str) -> None:
         self._name = name

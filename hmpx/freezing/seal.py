@@ -1,6 +1,6 @@
-"""Sealing a frozen model: hooks that check its calls, describe it, and refuse training and loading.
+"""Seals a frozen model: hooks that check its calls, describe it, and refuse training and loading.
 
-They are copied and pickled with the model, and don't refer to the fp32 weights.
+The hooks are copied and pickled with the model, and don't refer to the fp32 weights.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Seal:
     """The modules that were sealed together.
 
     Attributes:
-        key: Identifies them and their copies.
+        key: Identifies the modules and their copies.
         modules: The modules.
     """
 
@@ -44,18 +44,18 @@ class Seal:
 
 
 class Attachments:
-    """The undo functions of all that was attached to a model; `close` can be repeated if interrupted."""
+    """The undo functions for everything attached to a model; an interrupted `close` can be repeated."""
 
     def __init__(self) -> None:
         """Starts with nothing."""
         self._undo: list[Callable[[], object]] = []
 
     def callback(self, function: Callable[..., object], *args: object) -> None:
-        """Has ``function`` called by `close`; a second call of it must do nothing."""
+        """Makes `close` call ``function``; calling that a second time must have no effect."""
         self._undo.append(functools.partial(function, *args))
 
     def close(self) -> None:
-        """Takes everything away, the newest first."""
+        """Removes everything, newest first."""
         for undo in reversed(self._undo):
             undo()
         self._undo.clear()
@@ -71,11 +71,11 @@ def seal(
     """Makes ``model`` check its calls, describe its state dict, and refuse training and loading.
 
     Args:
-        model: With weights that are stored low.
-        slots: Where these are.
-        dtypes: Their names -> what they are stored in.
+        model: The model, with weights that are stored low.
+        slots: Where these weights are.
+        dtypes: Their names -> the type they are stored in.
         in_force: The conversion that they are stored for.
-        attached: Takes what undoes it all.
+        attached: Collects the functions that undo all this.
     """
     name = type(model).__name__
     holders = dict(_holders(model, slots))
@@ -102,7 +102,7 @@ def seal(
 
 
 def _holders(model: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the model, and each module in it that has some of the slots, itself or further in."""
+    """Yields the model, and each module in it that holds some of the slots, directly or deeper down."""
     owners = {id(slot.module) for slot in slots}
     for path, module in model.named_modules():
         if module is model or any(id(inner) in owners for inner in module.modules()):
@@ -110,7 +110,7 @@ def _holders(model: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[str, nn.
 
 
 def is_sealed(module: nn.Module) -> bool:
-    """Whether `seal` was called with this module, or with one that it is in."""
+    """Whether `seal` was called with this module, or with one that contains it."""
     return _key(module) is not None
 
 
@@ -123,7 +123,7 @@ def _key(module: nn.Module) -> str | None:
 
 
 class _DescribesWeights:
-    """A state dict hook: notes in the metadata which weights are stored low."""
+    """A state dict hook: records in the metadata which weights are stored low."""
 
     def __init__(self, low_type: str, dtypes: dict[str, str]) -> None:
         self._low_type = low_type

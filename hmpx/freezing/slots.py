@@ -1,4 +1,4 @@
-"""Where a model holds a tensor: in which module, under which name."""
+"""Where a model holds a tensor: in which module, and under which name."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ class Slot:
     """A place for a parameter or buffer, and the tensor that was found there.
 
     Attributes:
-        path: Of the module, in the model; ``""`` for the model itself.
+        path: The module's path in the model; ``""`` for the model itself.
         module: The module.
-        attribute: The name in the module.
-        is_buffer: Whether it is for a buffer.
-        tensor: What was found.
+        attribute: The tensor's name in the module.
+        is_buffer: Whether the slot is for a buffer.
+        tensor: The tensor that was found there.
     """
 
     path: str
@@ -29,19 +29,19 @@ class Slot:
 
     @property
     def name(self) -> str:
-        """Its name in the model."""
+        """The slot's name in the model."""
         return f"{self.path}.{self.attribute}" if self.path else self.attribute
 
     @property
     def container(self) -> MutableMapping[str, Any]:
-        """The module's parameters or buffers by name: a dict, but for modules of TorchScript."""
+        """The module's parameters or buffers by name: a dict, except for modules of TorchScript."""
         module = self.module
         return module._buffers if self.is_buffer else module._parameters
 
     def current(self) -> Tensor | None:
-        """Returns what is there now, if anything."""
+        """Returns the tensor that is there now, if any."""
         container = self.container
-        if self.attribute not in container:  # TorchScript's have no get
+        if self.attribute not in container:  # TorchScript's containers have no get
             return None
         found: Tensor | None = container[self.attribute]
         return found

@@ -1,4 +1,4 @@
-"""What weights hold once they are stored low."""
+"""The contents of weights once they are stored low."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .weight_uses import FoundTensor, Place
 def low_copies(
     lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType]
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns each tensor that is to be stored low, and what it is to hold; one copy a place.
+    """Returns each tensor to be stored low, with its new contents; one copy per place.
 
-    Tensors that lie in one chunk of memory do so afterwards, as cuDNN wants the weights of its RNNs.
+    Tensors that lie in one chunk of memory still do so afterwards, as cuDNN requires of RNN weights.
     """
     lows = list(lows)
     by_storage: dict[object, dict[Place, FoundTensor]] = {}
@@ -53,7 +53,7 @@ def check_values_last(
     """Checks that no values are lost, and that there are values to keep for `Frozen.undo`.
 
     Raises:
-        FreezeError: Some are, or there are none.
+        FreezeError: Some would be lost, or there are none.
     """
     for f, (tensor, low) in zip(lows, low_copies, strict=True):
         if isinstance(low, FakeTensor) and not isinstance(tensor, FakeTensor):
@@ -69,7 +69,7 @@ def check_values_last(
 
 
 def flatten_rnns(modules: Iterable[nn.Module]) -> None:
-    """Makes RNNs lay out their weights as cuDNN, if it runs, wants them in their present dtype."""
+    """Makes RNNs lay out their weights as cuDNN, where it is used, requires for their present dtype."""
     with torch.no_grad(), torch_state.disable_casts():
         for module in modules:
             if isinstance(module, nn.RNNBase):

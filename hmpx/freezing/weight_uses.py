@@ -1,4 +1,4 @@
-"""How one forward uses the parameters and buffers of a model: in which dtypes, and whether it writes.
+"""How one forward uses a model's parameters and buffers: in which dtypes, and whether it writes them.
 
 Judged only by which tensors the dispatcher's ops read, convert and write, not by what they compute.
 """
@@ -26,7 +26,7 @@ from ..torch_internals import (
     is_tensor_of_tensors,
 )
 
-#: Fake tensors have no values, but all else of theirs is true.
+#: Fake tensors have no values, but everything else about them is real.
 _PLAIN: Final = frozenset({Tensor, nn.Parameter, FakeTensor})
 
 
@@ -36,11 +36,11 @@ class Place:
 
     Attributes:
         storage: Identifies the storage while that is alive.
-        start: First byte in the storage, and
-        end: the one behind the last.
-        dtype: How the elements are read,
-        size: in which shape, and
-        stride: with which distances in elements.
+        start: The first byte in the storage.
+        end: The byte after the last one.
+        dtype: The dtype that the elements are read in.
+        size: The shape.
+        stride: The strides, in elements.
     """
 
     storage: int
@@ -57,7 +57,7 @@ class Place:
 
 @dataclass(frozen=True)
 class FoundTensor:
-    """A parameter or buffer under one of its names; its place, or why it can't be watched."""
+    """A parameter or buffer under one of its names, with its place or why it can't be watched."""
 
     name: str
     kind: str
@@ -88,7 +88,7 @@ def _place_or_fault(tensor: Tensor) -> tuple[Place | None, str]:
 
 
 def _place(tensor: Tensor) -> Place | None:
-    """Returns where the elements lie; None if there are none, or not in one strided memory."""
+    """Returns where the elements lie; None if there are none, or not in a single strided memory."""
     try:
         if tensor.layout is not torch.strided or tensor.numel() == 0:
             return None
@@ -109,7 +109,7 @@ def _place(tensor: Tensor) -> Place | None:
 
 
 def replaced(model: nn.Module, before: Sequence[FoundTensor]) -> set[Place]:
-    """Returns the places that some tensor of the model has left since."""
+    """Returns the places that tensors of the model have since left."""
     now = {(f.kind, f.name): (id(f.tensor), f.place) for f in found_tensors(model)}
     return {
         f.place
@@ -123,10 +123,10 @@ def replaced(model: nn.Module, before: Sequence[FoundTensor]) -> set[Place]:
 
 @dataclass
 class Uses:
-    """How the watched forward used one place: converted to which dtypes, and read or written by.
+    """How the watched forward used one place: the dtypes it was converted to, its readers and writers.
 
-    ``unrounded_by`` are the ops that are in the low-precision list and leave it in fp32;
-    ``is_first_input`` says that an op in a number format took it in the place of data.
+    ``unrounded_by`` are the ops in the low-precision list that leave it in fp32; ``is_first_input``
+    says that an op in a number format took it as its first input, where data is expected.
     """
 
     converted_to: set[LowType] = field(default_factory=set)
@@ -138,13 +138,13 @@ class Uses:
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
-    """Notes every use of the watched places; writes to them can be taken back."""
+    """Records every use of the watched places; writes to them can be taken back."""
 
     supports_higher_order_operators = True
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while it watches; torch would import Dynamo, 70 MB, to tell it so."""
+        """Nothing is compiled while it watches; torch would import Dynamo, 70 MB, just to notify it."""
         return False
 
     def __init__(self, found: Sequence[FoundTensor]) -> None:
@@ -155,14 +155,14 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         for place in self._tensors:
             self._by_storage.setdefault(place.storage, []).append(place)
         self._before: dict[Place, tuple[Tensor, Tensor]] = {}
-        # Kernels for batch norm write to running statistics, which their schema doesn't say.
+        # Batch norm kernels write to running statistics, which their schema doesn't say.
         with torch.no_grad(), torch_state.disable_casts():
             self._remember(f.place for f in found if f.place is not None and f.kind == "buffer")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Returns what ``func`` returns."""
+        """Calls ``func``, and records what it does to the watched places."""
         kwargs = kwargs or {}
         touched = [
             (tensor, alias, places)
@@ -179,7 +179,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def note_format(self, tensor: Tensor, format: Format, is_first: bool) -> None:
-        """Notes that a parameter is rounded to a number format, perhaps as an op's first input."""
+        """Records that a parameter is rounded to a number format, perhaps as an op's first input."""
         place = _place(tensor)
         for touched in self._touched(tensor):
             self.uses[touched].is_first_input |= is_first
@@ -189,7 +189,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
                 self.uses[touched].read_by.setdefault(tensor.dtype, []).append(format.name)
 
     def note_unrounded(self, op: str, inputs: list[Tensor]) -> None:
-        """Notes that ``op`` does not round some inputs that it would round in another mode."""
+        """Records that ``op`` leaves some inputs unrounded that it would round in another mode."""
         for tensor in inputs:
             for touched in self._touched(tensor):
                 self.uses[touched].unrounded_by.append(op)
@@ -219,7 +219,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         if alias is not None and alias.is_write:
             uses.written_by.append(_op_name(func))
         elif alias is not None and _shares_storage(result, tensor):
-            pass  # a view: what is done with it is seen when it is done
+            pass  # a view: its own uses will be seen
         elif (
             getattr(func, "overloadpacket", None) in casts_of_aten()
             and tensor.dtype is torch.float32
@@ -231,7 +231,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _tensor_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields each tensor among the arguments, and how the op's schema says that it is aliased."""
+    """Yields each tensor among the arguments, with its aliasing according to the op's schema."""
     schema = getattr(func, "_schema", None)
     aliases = {a.name: a.alias_info for a in schema.arguments} if schema is not None else {}
     names = [*aliases, *[""] * len(args)]
@@ -241,7 +241,7 @@ def _tensor_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterat
 
 
 def _tensors_in(value: Any) -> Iterator[Tensor]:
-    """Yields the tensors in a value, and those that tensors of a wrapper class are made of."""
+    """Yields the tensors in a value, including those inside tensors of a wrapper class."""
     if isinstance(value, Tensor):
         yield value
         if is_tensor_of_tensors(value):
@@ -259,7 +259,7 @@ def _shares_storage(result: Any, tensor: Tensor) -> bool:
 
 
 def has_changed(tensor: Tensor, before: Tensor) -> bool:
-    """Whether some bit differs."""
+    """Whether any bit differs."""
     if tensor.is_meta or isinstance(tensor, FakeTensor):
         return False
     as_bytes = [t.reshape(-1).view(torch.uint8) for t in (tensor, before)]
@@ -267,7 +267,7 @@ def has_changed(tensor: Tensor, before: Tensor) -> bool:
 
 
 def _op_name(func: Any) -> str:
-    """Returns ``"aten.embedding"``."""
+    """Returns the op's name, such as ``"aten.embedding"``."""
     return str(getattr(func, "overloadpacket", func))
 
 
@@ -277,7 +277,7 @@ def watch_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Watch:
-    """Returns what one forward does with the tensors found; their values are restored."""
+    """Runs one forward, and returns how it uses the tensors found; their values are restored."""
     watch = Watch(found)
     try:
         formats = compute.watched_emulation(watch.note_format)
@@ -295,7 +295,7 @@ def watch_forward(
 
 
 def _compiled_code_in_eager_mode() -> contextlib.AbstractContextManager[None]:
-    """Makes what torch.compile has compiled run op by op; a compiled graph is one opaque call."""
+    """Makes code compiled by torch.compile run op by op; a compiled graph is one opaque call."""
     if not is_dynamo_loaded():  # its import takes seconds, and nothing is compiled yet
         return contextlib.nullcontext()
     return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

@@ -18,12 +18,12 @@ class Weight:
     Attributes:
         name: Its name in the model.
         kind: ``"parameter"`` or ``"buffer"``.
-        dtype: The dtype that it had.
+        dtype: The dtype that it had before.
         stored_dtype: The dtype that it has in the frozen model, or the number format whose codes it
             holds.
-        size_bytes: Its size before; 0 for what shares the memory of another of this list.
+        size_bytes: Its size before; 0 if it shares the memory of another weight in this list.
         stored_bytes: Its size in the frozen model.
-        reason: Why it is stored so.
+        reason: Why it is stored this way.
 
     Example:
         >>> model = torch.nn.Linear(2, 3).eval()
@@ -49,12 +49,12 @@ class Weight:
 
 
 def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
-    """Returns the bytes before and after, and for each weight its dtype and why.
+    """Returns the bytes before and after, and for each weight its dtype and the reason.
 
     Args:
-        name: The model's.
+        name: The model's name.
         weights: The rows.
-        is_undone: Whether the model has its fp32 weights again.
+        is_undone: Whether the model has its fp32 weights back.
     """
     before = sum(weight.size_bytes for weight in weights)
     after = sum(weight.stored_bytes for weight in weights)
@@ -83,7 +83,7 @@ def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Returns the first names, each once, and how many more there are."""
+    """Returns the first few names, each once, and how many more there are."""
     distinct = list(dict.fromkeys(names))
     more = len(distinct) - most
     return ", ".join(distinct[:most]) + (f" and {more} more" if more > 0 else "")
