@@ -1,6 +1,6 @@
-"""``habana_frameworks.torch.hpu``, which is `torch.hpu`, too: the device that stands in for a Gaudi.
+"""``habana_frameworks.torch.hpu``, also `torch.hpu`: the device that stands in for a Gaudi.
 
-What is not here is looked up in `torch.cuda`, where that is the device.
+Names that are missing here are looked up in `torch.cuda`, if CUDA is the device.
 """
 
 from __future__ import annotations
@@ -116,7 +116,7 @@ def init() -> None:
 
 
 def is_available() -> bool:
-    """Returns True: the device is stood in for."""
+    """Returns True: another device stands in."""
     return True
 
 
@@ -159,12 +159,12 @@ def device(device: Any) -> Iterator[None]:
 
 
 def get_device_name(device: Any = None) -> str:
-    """Returns the device's name, which says that it stands in."""
+    """Returns the device's name, which says that it is a stand-in."""
     return f"{device_type()} (for hpu)"
 
 
 def synchronize(device: Any = None) -> None:
-    """Waits for all that was started on the device."""
+    """Waits for everything that was started on the device."""
     if device_type() == "cuda":
         torch.cuda.synchronize()
 

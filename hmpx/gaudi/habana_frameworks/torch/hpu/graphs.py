@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch.hpu.graphs``: what wraps models is left out, what is captured is replayed."""
+"""``habana_frameworks.torch.hpu.graphs``: wrapping a model does nothing, captured graphs are replayed."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class CachedModule(torch.nn.Module):
 
 
 class _Recorder(TorchDispatchMode):  # type: ignore[misc]
-    """Notes the operators that are called, and what the tensors held that they write to."""
+    """Records the operators that are called, and the former contents of tensors they write to."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -80,7 +80,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def _keep_written(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        """Copies what the call will write to and has not been made by an earlier one."""
+        """Copies the tensors that the call will write to, unless an earlier call made them."""
         for position, argument in enumerate(func._schema.arguments):
             if argument.alias_info is None or not argument.alias_info.is_write:
                 continue
@@ -94,7 +94,7 @@ class _Recorder(TorchDispatchMode):  # type: ignore[misc]
 
 
 class _CpuGraph:
-    """Operators of the CPU, recorded once and run again on the same tensors."""
+    """Operators on the CPU, recorded once and replayed on the same tensors."""
 
     def __init__(self) -> None:
         self._recorder: _Recorder | None = None

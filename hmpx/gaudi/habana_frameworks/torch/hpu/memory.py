@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch.hpu.memory``: memory of the device; on the CPU that of this process."""
+"""``habana_frameworks.torch.hpu.memory``: the device's memory; on the CPU, that of this process."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 from ....devices import device_type
 from ...absent import unknown
 
-#: How Habana's statistics call what torch's call so.
+#: Names in Habana's statistics for those in torch's.
 _NAMES = {
     "InUse": "allocated_bytes.all.current",
     "MaxInUse": "allocated_bytes.all.peak",
@@ -26,7 +26,7 @@ _NAMES = {
 
 
 def memory_stats(device: Any = None) -> dict[str, int]:
-    """Returns what Habana's statistics hold, in bytes and numbers: ``Limit``, ``InUse``, ..."""
+    """Returns Habana's statistics, in bytes and counts: ``Limit``, ``InUse``, ..."""
     if device_type() == "cuda":
         found = torch.cuda.memory_stats()
         limit = torch.cuda.mem_get_info()[1]
@@ -36,9 +36,9 @@ def memory_stats(device: Any = None) -> dict[str, int]:
 
 
 def _of_process() -> tuple[int, int, int]:
-    """Returns the bytes that this process uses, that it has used at most, and that there are.
+    """Returns this process's memory use, its peak, and the total memory, in bytes.
 
-    0 for what the system does not tell.
+    Values that the system does not report are 0.
     """
     try:
         import os
@@ -59,12 +59,12 @@ def memory_allocated(device: Any = None) -> int:
 
 
 def max_memory_allocated(device: Any = None) -> int:
-    """Returns the bytes that were in use at most."""
+    """Returns the peak number of bytes in use."""
     return memory_stats(device)["MaxInUse"]
 
 
 def memory_reserved(device: Any = None) -> int:
-    """Returns the bytes that there are: a Gaudi reserves them all."""
+    """Returns the total number of bytes: a Gaudi reserves them all."""
     return memory_stats(device)["Limit"]
 
 
@@ -73,7 +73,7 @@ memory_usage = memory_allocated
 
 
 def mem_get_info(device: Any = None) -> tuple[int, int]:
-    """Returns the bytes that are free, and that there are."""
+    """Returns the number of free bytes, and the total."""
     found = memory_stats(device)
     return found["Limit"] - found["InUse"], found["Limit"]
 
@@ -84,19 +84,19 @@ def memory_summary(device: Any = None) -> str:
 
 
 def reset_peak_memory_stats(device: Any = None) -> None:
-    """Starts the peaks anew, on CUDA."""
+    """Resets the peaks, on CUDA."""
     if device_type() == "cuda":
         torch.cuda.reset_peak_memory_stats()
 
 
 def reset_accumulated_memory_stats(device: Any = None) -> None:
-    """Starts the counts anew, on CUDA."""
+    """Resets the counts, on CUDA."""
     if device_type() == "cuda":
         torch.cuda.reset_accumulated_memory_stats()
 
 
 def empty_cache() -> None:
-    """Gives unused memory back, on CUDA."""
+    """Frees unused cached memory, on CUDA."""
     if device_type() == "cuda":
         torch.cuda.empty_cache()
 

@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch.hpu.random``: the random numbers of the device."""
+"""``habana_frameworks.torch.hpu.random``: the device's random number generator."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ __all__ = [
 
 
 def manual_seed(seed: int) -> None:
-    """Starts the device's random numbers at ``seed``."""
+    """Seeds the device's generator with ``seed``."""
     if device_type() == "cuda":
         torch.cuda.manual_seed(int(seed))
     else:
@@ -32,7 +32,7 @@ def manual_seed(seed: int) -> None:
 
 
 def manual_seed_all(seed: int) -> None:
-    """Starts the random numbers of all devices at ``seed``."""
+    """Seeds the generators of all devices with ``seed``."""
     if device_type() == "cuda":
         torch.cuda.manual_seed_all(int(seed))
     else:
@@ -40,7 +40,7 @@ def manual_seed_all(seed: int) -> None:
 
 
 def seed() -> int:
-    """Starts the device's random numbers anywhere; returns the seed."""
+    """Seeds the device's generator with a random number, and returns that."""
     if device_type() != "cuda":
         return torch.seed()
     torch.cuda.seed()
@@ -48,7 +48,7 @@ def seed() -> int:
 
 
 def seed_all() -> None:
-    """Starts the random numbers of all devices anywhere."""
+    """Seeds the generators of all devices with a random number."""
     if device_type() == "cuda":
         torch.cuda.seed_all()
     else:
@@ -56,17 +56,17 @@ def seed_all() -> None:
 
 
 def initial_seed() -> int:
-    """Returns the seed that the device's random numbers were started at."""
+    """Returns the seed of the device's generator."""
     return torch.cuda.initial_seed() if device_type() == "cuda" else torch.initial_seed()
 
 
 def get_rng_state(device: Any = "hpu") -> torch.Tensor:
-    """Returns the state of the device's random numbers."""
+    """Returns the state of the device's generator."""
     return torch.cuda.get_rng_state() if device_type() == "cuda" else torch.get_rng_state()
 
 
 def set_rng_state(new_state: torch.Tensor, device: Any = "hpu") -> None:
-    """Sets the state of the device's random numbers."""
+    """Sets the state of the device's generator."""
     if device_type() == "cuda":
         torch.cuda.set_rng_state(new_state)
     else:
@@ -74,14 +74,14 @@ def set_rng_state(new_state: torch.Tensor, device: Any = "hpu") -> None:
 
 
 def get_rng_state_all() -> list[torch.Tensor]:
-    """Returns the states of all devices' random numbers."""
+    """Returns the states of all devices' generators."""
     if device_type() == "cuda":
         return torch.cuda.get_rng_state_all()
     return [torch.get_rng_state()]
 
 
 def set_rng_state_all(new_states: Sequence[torch.Tensor]) -> None:
-    """Sets the states of all devices' random numbers."""
+    """Sets the states of all devices' generators."""
     if device_type() == "cuda":
         torch.cuda.set_rng_state_all(new_states)
     else:

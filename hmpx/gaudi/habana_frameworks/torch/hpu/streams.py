@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch.hpu.streams``: CUDA's streams and events; on the CPU all is done at once."""
+"""``habana_frameworks.torch.hpu.streams``: CUDA's streams and events; the CPU runs all synchronously."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ from ...absent import unknown
 
 
 class _CpuEvent:
-    """An event of the CPU, which has happened when it is recorded."""
+    """An event on the CPU, which is complete as soon as it is recorded."""
 
     def __init__(self) -> None:
         self._recorded_s: float | None = None
 
     def record(self, stream: Any = None) -> None:
-        """Notes the time."""
+        """Records the time."""
         self._recorded_s = time.perf_counter()
 
     def wait(self, stream: Any = None) -> None:
@@ -44,7 +44,7 @@ class _CpuEvent:
 
 
 class _CpuStream:
-    """The CPU's one stream, on which all that was started is done."""
+    """The CPU's only stream, on which all work is already complete."""
 
     def synchronize(self) -> None:
         """Does nothing."""
@@ -108,7 +108,7 @@ def current_stream(device: Any = None) -> Any:
 
 
 def default_stream(device: Any = None) -> Any:
-    """Returns the stream that is in use first."""
+    """Returns the stream that is current initially."""
     return torch.cuda.default_stream() if device_type() == "cuda" else _CpuStream()
 
 

@@ -1,6 +1,7 @@
 """``habana_frameworks.torch.utils.debug``: settings of Gaudi's graph compiler, and its reports.
 
-Settings have no effect, on results least of all; reports, of which there are none, raise an error.
+Settings have no effect, certainly not on results. There are no reports, and asking for one raises an
+error.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ def _is_enabled_weight_permute_pass() -> bool:
 
 
 def _is_enabled_synapse_layout_handling() -> bool:
-    """Returns True: torch sees to the layout of tensors."""
+    """Returns True: torch takes care of the layout of tensors."""
     return True
 
 
@@ -26,7 +27,7 @@ def _is_enabled_lazy_collectives() -> bool:
 
 
 def _get_fallback_op_count() -> dict[str, int]:
-    """Returns that no op fell back to the CPU."""
+    """Returns an empty count: no op fell back to the CPU."""
     return {}
 
 

@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch.utils.experimental``: addresses, and what device there is."""
+"""``habana_frameworks.torch.utils.experimental``: addresses, and the device type."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class synDeviceType(enum.Enum):  # noqa: N801  # Habana's name
 
 
 def _get_device_type() -> synDeviceType:
-    """Returns that there is no Gaudi."""
+    """Returns the value for "invalid": there is no Gaudi."""
     return synDeviceType.synDeviceTypeInvalid
 
 

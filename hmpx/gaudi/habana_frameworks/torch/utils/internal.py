@@ -9,7 +9,7 @@ from ...absent import unknown
 
 
 def is_lazy() -> bool:
-    """Whether the environment asks for the lazy mode; what it changes on a Gaudi is nothing here."""
+    """Whether the environment asks for the lazy mode, which changes nothing here."""
     return os.environ.get("PT_HPU_LAZY_MODE", "1") == "1"
 
 

@@ -1,4 +1,4 @@
-"""``habana_frameworks.torch.utils.library_loader``: loads Habana's libraries, of which none is needed."""
+"""``habana_frameworks.torch.utils.library_loader``: loads Habana's libraries; none is needed here."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ def load_habana_profiler(*args: object) -> None:
 
 
 def is_habana_available() -> bool:
-    """Returns True: the device is stood in for."""
+    """Returns True: another device stands in."""
     return True
 
 
-is_habana_avaialble = is_habana_available  # as it was spelled once
+is_habana_avaialble = is_habana_available  # an earlier spelling
 
 
 def __getattr__(name: str) -> Any:

@@ -47,7 +47,7 @@ class FusedAdamW(AdamW):
         """Takes Habana's arguments.
 
         Raises:
-            GaudiError: The moments are to be kept in a type of their own.
+            GaudiError: The moments are requested in a dtype of their own.
         """
         if moments_dtype is not None:
             raise GaudiError(
@@ -61,7 +61,7 @@ class FusedAdamW(AdamW):
         self.register_step_pre_hook(_start_unbiased)
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """Takes the state of a copy or a checkpoint; Habana's count steps for each group."""
+        """Restores a copy's or a checkpoint's state; Habana's optimizers count steps per group."""
         super().__setstate__(state)  # type: ignore[no-untyped-call]
         for group in self.param_groups:
             step = group.pop("step", None)
@@ -86,7 +86,7 @@ def _start_unbiased(optimizer: Optimizer, args: Any, kwargs: Any) -> None:
 
 
 class FusedSGD(SGD):
-    """`torch.optim.SGD`; weight decay stands before dampening."""
+    """`torch.optim.SGD`, with weight decay before dampening in the argument order."""
 
     def __init__(  # noqa: PLR0917  # Habana's positional order
         self,

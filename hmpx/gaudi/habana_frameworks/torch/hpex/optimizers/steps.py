@@ -1,4 +1,4 @@
-"""What the optimizers written here share: closures, gradients, settings and their ranges."""
+"""Code that the optimizers written here share: closures, gradients, settings and their ranges."""
 
 from __future__ import annotations
 
@@ -13,12 +13,12 @@ Closure: TypeAlias = Callable[[], Any] | None
 
 
 class Configured(Optimizer):
-    """An optimizer with settings of its own, which copies have, too."""
+    """An optimizer with settings of its own, which its copies keep."""
 
     _settings: ClassVar[tuple[str, ...]] = ()
 
     def __getstate__(self) -> dict[str, Any]:
-        """Returns all that the optimizer is made of, for pickle and copies."""
+        """Returns the complete state of the optimizer, for pickling and copying."""
         state = super().__getstate__()
         return {**state, **{name: getattr(self, name) for name in self._settings}}
 
