@@ -51,7 +51,7 @@ class ChecksCalls:
         self._inner = {path: module for path, module in holders.items() if path}
         self._slots = [
             (slot.container, slot.attribute, slot.tensor, slot.path) for slot in slots
-            if isinstance(slot.container, dict)  # not so for modules of TorchScript
+            if isinstance(slot.container, dict)  # excludes modules of TorchScript
         ]  # fmt: skip
         self._names = {slot.name: slot.tensor for slot in slots}
         self._refuse_steps()

@@ -168,7 +168,7 @@ def _in_blocks_of_the_weight(  # noqa: PLR0917
     given: Args,
     dtype: torch.dtype,
 ) -> Any:
-    """A weight is upcast block by block; in training, results must equal those with gradients."""
+    """Upcasts a weight block by block; not in training, where sums must match those with gradients."""
     if inputs.is_learning or legalizer.op not in BLOCKED or kwargs or is_training():
         return None
     return in_blocks(legalizer.op, args, dtype)
