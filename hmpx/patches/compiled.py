@@ -64,7 +64,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         device_types: Types of devices whose tensors are cast.
         options: How ops compute.
         rules: Functions that decide.
-        legalize: One of `legalize.MODES`.
+        legalize: One of `LEGALIZE_MODES`.
         add: Applies one more patch while these are in force: for what is imported later.
     """
     yield Patch(sys.modules[__name__], "_tag", _digest(policy, device_types, options, rules))

@@ -19,6 +19,17 @@ SEQUENCES: Final = (list, tuple)
 #: Classes of tensors that nothing but torch's own kernels computes with.
 PLAIN_TENSORS: Final = frozenset({Tensor, torch.nn.Parameter})
 
+#: Layouts of tensors that hold some of their elements only.
+SPARSE: Final = frozenset(
+    {
+        torch.sparse_coo,
+        torch.sparse_csr,
+        torch.sparse_csc,
+        torch.sparse_bsr,
+        torch.sparse_bsc,
+    }
+)
+
 #: Classes of what a call may hold beside tensors that says nothing of dtypes.
 NUMBERS: Final = frozenset({type(None), int, float, bool, complex})
 

@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from ..device_types import DEVICE_TYPES
 from ..torch_internals import OFF_MARK
 
 #: Stands for all device types among those whose casts are off.
@@ -19,8 +20,14 @@ ON: Final[frozenset[str]] = frozenset()
 _MARK = OFF_MARK
 #: What can be off -> the device type whose bit says so. It only grows, so that no mark changes meaning.
 _marks: dict[str, str] = {EVERY: _MARK}
-#: In the order in which they are taken: that of "mps" is not among those that autocast asks for.
-_SPARE: Final = ("mps", "mtia", "ipu", "xla", "hpu", "xpu", "privateuseone", "cuda")
+#: In the order in which they are taken.
+_SPARE: Final = tuple(
+    [
+        each.name
+        for each in sorted(DEVICE_TYPES, key=lambda each: each.spare or 0)
+        if each.spare is not None
+    ]
+)
 
 # A conversion replaces the first with one that answers others.
 is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled

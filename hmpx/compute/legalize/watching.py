@@ -32,7 +32,7 @@ def watched_rounding(note: Note) -> Iterator[None]:
 
 
 def is_watched() -> bool:
-    """Whether the call is made in a block of `watched`."""
+    """Whether the call is made in a block of `watched_rounding`."""
     return _watcher.get() is not None
 
 

@@ -1,8 +1,8 @@
 """What stands in for the package ``habana_frameworks``: one module here for each module there.
 
-``habana_frameworks.torch.hpex.optimizers`` is `hmpx.habana.torch.hpex.optimizers`, and so on. What
+``habana_frameworks.torch.hpex.optimizers`` is `hmpx.gaudi.habana_frameworks.torch.hpex.optimizers`, and so on. What
 torch can do is torch's; what only a Gaudi can do is there, too, and raises an error when it is used
-(`hmpx.habana.absent`). `hmpx.habana_shim` puts these modules in place.
+(`.absent`). `hmpx.gaudi.shim` puts these modules in place.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 from .absent import unknown
 
-#: `hmpx.dtypes` looks for it: the stand-in does not mean that there is a Gaudi.
+#: `hmpx.tensors.devices` looks for it: the stand-in does not mean that there is a Gaudi.
 __hmpx_shim__ = True
 
 

@@ -19,12 +19,12 @@ class GaudiError(HmpxError, NotImplementedError):
 
 
 def habana_name(name: str) -> str:
-    """Returns the name that a module of `hmpx.habana` has on a Gaudi."""
+    """Returns the name that a module of this package has on a Gaudi."""
     return f"habana_frameworks{name.removeprefix(_OURS)}" if name.startswith(_OURS) else name
 
 
 def unknown(module: str, name: str) -> AttributeError:
-    """Returns the error for an attribute that a module of `hmpx.habana` lacks."""
+    """Returns the error for an attribute that a module of this package lacks."""
     known = habana_name(module)
     return AttributeError(
         f"hmpx's stand-in for {known!r} has no {name!r}; guard its use with "
@@ -71,7 +71,7 @@ def absent(module: str, name: str, remedy: str) -> Any:
     """Returns what stands for ``name`` of ``module``: using it raises `GaudiError`.
 
     Args:
-        module: Name of a module of `hmpx.habana`, or of Habana's.
+        module: Name of a module of this package, or of Habana's.
         name: The name in it.
         remedy: What to do instead, as an imperative.
     """
