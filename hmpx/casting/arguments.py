@@ -14,6 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..compute import SLOW_KINDS
 from ..number_formats import Format
 from ..policy import CastPolicy
 from ..tensors import (
@@ -23,6 +24,7 @@ from ..tensors import (
     NUMBERS,
     PLAIN_TENSORS,
     SEQUENCES,
+    SPARSE,
     Args,
     Kwargs,
     cast_as_one,
@@ -36,18 +38,9 @@ from ..tensors import (
 from ..torch_internals import transforms
 from ..torch_state import is_below_dispatcher
 from . import cache
-from .recipe import SLOW_KINDS, Recipe
+from .recipe import Recipe
 
 _DENSE = frozenset({torch.strided, torch.jagged})
-_SPARSE = frozenset(
-    {
-        torch.sparse_coo,
-        torch.sparse_csr,
-        torch.sparse_csc,
-        torch.sparse_bsr,
-        torch.sparse_bsc,
-    }
-)
 
 
 def cast_args(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -108,7 +101,7 @@ def target_dtype(recipe: Recipe, args: Args, kwargs: Kwargs) -> torch.dtype | No
     cast_policy = recipe.decision.cast_policy
     if cast_policy is CastPolicy.PASS:
         return None
-    sparse = next((t.dtype for t in inputs if t.layout in _SPARSE), None)
+    sparse = next((t.dtype for t in inputs if t.layout in SPARSE), None)
     if sparse is not None:  # torch's sparse products take no other dtype beside it
         is_eligible = all(t.dtype in ELIGIBLE for t in inputs)
         return sparse if is_eligible and not recipe.facts.promotes else None
@@ -355,7 +348,7 @@ def decided_by(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[str, str]:
         return TARGET, "in-place rule" if out is None else "out= rule"
     cast_policy = recipe.decision.cast_policy
     for tensor in _counted(recipe, floating_inputs(recipe, args, kwargs)):
-        if tensor.layout in _SPARSE:
+        if tensor.layout in SPARSE:
             return CastPolicy.FIRST.name, "its sparse input"
         if cast_policy in _ABSOLUTE and tensor.dtype not in ELIGIBLE:
             return CastPolicy.PASS.name, f"its {short_name(tensor.dtype)} input"

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any
 
 import torch
 
@@ -17,10 +17,6 @@ from ..number_formats import Format
 from ..ops import Parameters
 from ..policy import INPUT, RELATIVE, Decision
 from ..tensors import LOW_DTYPES
-
-#: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has
-#: brought their inputs there.
-SLOW_KINDS: Final = PRODUCTS | {"attention", "rnn"}
 
 
 @dataclass(frozen=True)
@@ -260,10 +256,15 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
             recipe.lowerings,
             takes_codes=facts.kind in PRODUCTS,
         )
-    may_be_low = recipe.is_low or (decision.dtype is None and facts.kind in SLOW_KINDS)
-    may_be_low = may_be_low and decision.accumulate_dtype is None and not facts.is_view
+    may_be_legalized = compute.may_be_legalized(
+        options.legalize,
+        facts.kind,
+        is_low=recipe.is_low,
+        follows_inputs=decision.dtype is None,
+    )
+    computes_itself = decision.accumulate_dtype is not None or facts.is_view
     return {
         "emulation": emulation,
         "composes": decision.is_composed and recipe.target is None and emulation is None,
-        "legalizes": options.legalize != "never" and may_be_low and recipe.target is None,
+        "legalizes": may_be_legalized and not computes_itself and recipe.target is None,
     }

@@ -13,7 +13,13 @@ from .legalize.capability import (
     reported,
 )
 from .legalize.convolutions import CONVOLUTIONS
-from .legalize.legalization import LEGALIZE_MODES, Legalization, has_own_gradients
+from .legalize.legalization import (
+    LEGALIZE_MODES,
+    SLOW_KINDS,
+    Legalization,
+    has_own_gradients,
+    may_be_legalized,
+)
 from .legalize.legalizer import Legalizer
 from .legalize.watching import is_watched, note_unrounded, watched_rounding
 from .lowering import LOWERINGS, Lowering, create_lower_func, lowerings, register_op, unregister
@@ -26,6 +32,7 @@ __all__ = [
     "LEGALIZE_MODES",
     "LOWERINGS",
     "PRODUCTS",
+    "SLOW_KINDS",
     "Accumulation",
     "Callee",
     "Capability",
@@ -45,6 +52,7 @@ __all__ = [
     "is_watched",
     "lacking_kernels",
     "lowerings",
+    "may_be_legalized",
     "note_unrounded",
     "register_op",
     "reported",

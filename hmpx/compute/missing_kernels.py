@@ -21,6 +21,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..device_types import DEVICE_TYPES
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
 from ..torch_internals import run_when_traced
 from ..torch_state import disable_casts, is_below_dispatcher
@@ -72,7 +73,7 @@ class Lacking:
 
 
 #: The device types that ``kernels.ini`` covers; on others, ops that lack a kernel anywhere are tried.
-KNOWN_DEVICES: Final = frozenset({"cpu", "cuda"})
+KNOWN_DEVICES: Final = frozenset([each.name for each in DEVICE_TYPES if each.has_kernel_table])
 
 
 @functools.cache

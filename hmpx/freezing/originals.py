@@ -9,17 +9,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Container, Iterable, Iterator
 from dataclasses import dataclass
-from typing import Final
 
 import torch
 from torch import Tensor, nn
 
 from .. import torch_state
+from ..tensors import PLAIN_TENSORS
 from ..torch_internals import FakeTensor
 from .slots import Slot
 from .weight_uses import has_changed
-
-_PLAIN: Final = frozenset({Tensor, nn.Parameter})
 
 
 @dataclass(frozen=True, eq=False)
@@ -142,7 +140,7 @@ def _fault(slot: Slot) -> str:
 
 def _is_copy(current: Tensor, tensor: Tensor) -> bool:
     """Whether ``current`` is a copy of ``tensor`` made by ``Module.to``, not a value set by the user."""
-    if type(current) not in _PLAIN or current.layout is not torch.strided:
+    if type(current) not in PLAIN_TENSORS or current.layout is not torch.strided:
         return False
     if current.shape != tensor.shape:
         return False

@@ -17,7 +17,7 @@ from .. import compute, torch_state
 from ..errors import FreezeError
 from ..number_formats import Format
 from ..policy import LowType
-from ..tensors import LOW_DTYPES, SEQUENCES
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES
 from ..torch_internals import (
     FakeTensor,
     TorchDispatchMode,
@@ -27,7 +27,7 @@ from ..torch_internals import (
 )
 
 #: Fake tensors have no values, but everything else about them is real.
-_PLAIN: Final = frozenset({Tensor, nn.Parameter, FakeTensor})
+_PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 
 
 @dataclass(frozen=True)

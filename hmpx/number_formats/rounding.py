@@ -9,10 +9,10 @@ from __future__ import annotations
 from typing import Any, Final
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from ..errors import OptionError
-from ..tensors import CAST
+from ..tensors import CAST, PLAIN_TENSORS, SPARSE
 from ..torch_internals import dispatch_modes, jit_tracing_state, run_when_traced, transforms
 from .bits import FP32, FP64
 from .families import PLANS, Format, Rounder
@@ -28,17 +28,7 @@ _THREADED: Final = 32768
 #: Elements of a part: intermediate results stay in the cache, and calls take little of the time.
 _CACHED: Final = 131072
 
-_PLAIN_TYPES: Final = (Tensor, nn.Parameter)
-
 _NO_KEYS: Final = (0, 0)
-
-_SPARSE: Final = (
-    torch.sparse_coo,
-    torch.sparse_csr,
-    torch.sparse_csc,
-    torch.sparse_bsr,
-    torch.sparse_bsc,
-)
 
 
 class Rounding:
@@ -60,7 +50,7 @@ class Rounding:
         if step.plan is None:
             return x if step.function is None else step.function(x)
         if (
-            type(x) not in _PLAIN_TYPES
+            type(x) not in PLAIN_TENSORS
             or not x.is_cpu
             or dispatch_modes()
             or transforms() is not None
@@ -180,7 +170,7 @@ def check_dense(x: Tensor) -> None:
     Raises:
         OptionError: ``x`` is one.
     """
-    if x.layout in _SPARSE:
+    if x.layout in SPARSE:
         raise OptionError(
             f"number formats take dense tensors, not one of {x.layout}; its values() are dense"
         )

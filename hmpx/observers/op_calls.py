@@ -6,7 +6,7 @@ Knows no policy. Nothing here runs unless an observer is attached.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from types import FrameType
@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..frames import DIRECTORY
+from ..frames import DIRECTORY, with_callers
 from ..tensors import Named
 
 _TORCH_DIRECTORY = str(Path(torch.__file__).parent)
@@ -98,14 +98,8 @@ class CallTensors:
 
 def user_location(frame: FrameType | None = None) -> str:
     """Returns ``"path:line"`` of the innermost frame outside torch and hmpx; ``""`` if none."""
-    for candidate in _frames(frame or sys._getframe(1)):
+    for candidate in with_callers(frame or sys._getframe(1)):
         path = candidate.f_code.co_filename
         if not path.startswith((_TORCH_DIRECTORY, _HMPX_DIRECTORY, "<")):
             return f"{path}:{candidate.f_lineno}"
     return ""
-
-
-def _frames(frame: FrameType | None) -> Iterator[FrameType]:
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -17,13 +17,13 @@ from .. import torch_state
 from ..errors import RuleError, shown
 from ..ops import Parameters
 from ..policy import FIELDS, Call, CastPolicy, Decision, LowType, Rule, settled_dtype
+from ..tensors import SEQUENCES
 from ..torch_state import disable_casts, is_below_dispatcher
 
 _T = TypeVar("_T")
 
 #: The most verdicts that are kept: shapes may vary without end.
 MOST_VERDICTS: Final = 4096
-_SEQUENCES: Final = (list, tuple)
 _SHAPES: Final = ("shapes",)
 _PLACE: Final = ("place",)
 _VALUES: Final = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
@@ -152,7 +152,7 @@ def _tensors(
     for value in values:
         if isinstance(value, Tensor):
             found.append(value)
-        elif isinstance(value, _SEQUENCES):
+        elif isinstance(value, SEQUENCES):
             found.extend([item for item in value if isinstance(item, Tensor)])
     return found
 
@@ -170,7 +170,7 @@ def _plain_arguments(
     """Returns the arguments that are numbers, strings, dtypes and the like, by name."""
     found: dict[str, Any] = {}
     for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
-        plain = tuple(value) if isinstance(value, _SEQUENCES) else value
+        plain = tuple(value) if isinstance(value, SEQUENCES) else value
         items = plain if isinstance(plain, tuple) else (plain,)
         if all([isinstance(item, _VALUES) for item in items]):  # noqa: C419
             found[name] = plain

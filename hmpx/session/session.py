@@ -308,7 +308,8 @@ class Session:
         unmatched = self.policy.unmatched([name for name, _ in torch_state.named_modules(root)])
         if unmatched:
             warnings.warn(
-                f"no module of {type(root).__name__} is called so:\n  " + "\n  ".join(unmatched),
+                f"these patterns match no module of {type(root).__name__}:\n  "
+                + "\n  ".join(unmatched),
                 HmpxWarning,
                 stacklevel=4,
             )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .chunks import cast_as_one, chunk_of
 from .constants import Constant
+from .devices import is_available, parse_device_type, parse_device_types
 from .dtypes import (
     CAST,
     COMPUTED,
@@ -11,10 +12,7 @@ from .dtypes import (
     LOW_DTYPES,
     LOW_PRECISION,
     Named,
-    is_available,
     long_name,
-    parse_device_type,
-    parse_device_types,
     parse_name,
     short_name,
 )
@@ -22,6 +20,7 @@ from .nested import (
     NUMBERS,
     PLAIN_TENSORS,
     SEQUENCES,
+    SPARSE,
     Args,
     Kwargs,
     floating_in,
@@ -41,6 +40,7 @@ __all__ = [
     "NUMBERS",
     "PLAIN_TENSORS",
     "SEQUENCES",
+    "SPARSE",
     "Args",
     "Constant",
     "Kwargs",

@@ -26,13 +26,14 @@ from ..torch_internals import (
     transforms,
 )
 from .dtypes import CAST
+from .nested import PLAIN_TENSORS
 
 # Taken before anything is patched: op lists may name any of them.
 _as_strided, _is_neg, _storage = Tensor.as_strided, Tensor.is_neg, Tensor.untyped_storage
 _offset, _stride, _numel = Tensor.storage_offset, Tensor.stride, Tensor.numel
 _is_contiguous = Tensor.is_contiguous
 
-_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter, FakeTensor})
+_PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 
 #: A chunk is cast as one only if at most this fraction of it belongs to none of the tensors.
 _MOST_UNUSED: Final = 0.25

@@ -19,6 +19,17 @@ SEQUENCES: Final = (list, tuple)
 #: Classes of tensors that only torch's own kernels compute with.
 PLAIN_TENSORS: Final = frozenset({Tensor, torch.nn.Parameter})
 
+#: Layouts of tensors that store only some of their elements.
+SPARSE: Final = frozenset(
+    {
+        torch.sparse_coo,
+        torch.sparse_csr,
+        torch.sparse_csc,
+        torch.sparse_bsr,
+        torch.sparse_bsc,
+    }
+)
+
 #: Classes of non-tensor arguments that have no bearing on dtypes.
 NUMBERS: Final = frozenset({type(None), int, float, bool, complex})
 

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 import torch
 
+from ..device_types import DEVICE_TYPES
 from .torch_part import is_found, one, rely_on
 
 
@@ -26,7 +27,7 @@ def _tells_autocast(is_any_enabled: Callable[[], bool], disable: Any) -> bool:
     return isinstance(before, bool) and inside is True and dtype is torch.float32
 
 
-_AUTOCAST_TYPES: Final = ("cpu", "cuda", "xpu", "hpu", "mps", "privateuseone")
+_AUTOCAST_TYPES: Final = tuple([each.name for each in DEVICE_TYPES if each.has_autocast])
 
 
 def _is_any_autocast_enabled() -> bool:

@@ -6,6 +6,7 @@ from typing import Final
 
 import torch
 
+from ..device_types import DEVICE_TYPES
 from ..torch_internals import OFF_MARK
 
 #: Stands for all device types among those whose casts are off.
@@ -19,8 +20,14 @@ ON: Final[frozenset[str]] = frozenset()
 _MARK = OFF_MARK
 #: What can be off -> the device type whose bit marks it. It only grows, so no mark changes its meaning.
 _marks: dict[str, str] = {EVERY: _MARK}
-#: In the order of use; autocast does not check the bit of "mps" itself.
-_SPARE: Final = ("mps", "mtia", "ipu", "xla", "hpu", "xpu", "privateuseone", "cuda")
+#: In the order of use.
+_SPARE: Final = tuple(
+    [
+        each.name
+        for each in sorted(DEVICE_TYPES, key=lambda each: each.spare or 0)
+        if each.spare is not None
+    ]
+)
 
 # Taken now: a conversion replaces the first with a function that answers others differently.
 is_enabled, set_enabled = torch.is_autocast_enabled, torch.set_autocast_enabled

@@ -19,7 +19,7 @@ import torch
 import torch.fx.traceback
 from torch import nn
 
-from ..frames import is_ours
+from ..frames import is_ours, with_callers
 from ..patching import Draft, ItemPatch, Patch
 from ..places import Place
 from ..torch_internals import (
@@ -31,7 +31,7 @@ from ..torch_internals import (
     leave_to_callees,
 )
 from .module_names import names_change, place_in
-from .traced_modules import EXPORT_ROOT, frames, is_compiled, traced_place
+from .traced_modules import EXPORT_ROOT, is_compiled, traced_place
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
@@ -211,5 +211,5 @@ def keeps_place(function: _F) -> _F:
 
 def _running_frames() -> list[nn.Module]:
     """Returns the modules whose call is on the stack, outermost first."""
-    found = [f.f_locals["self"] for f in frames(sys._getframe(1)) if f.f_code is _MODULE_CALL]
+    found = [f.f_locals["self"] for f in with_callers(sys._getframe(1)) if f.f_code is _MODULE_CALL]
     return found[::-1]

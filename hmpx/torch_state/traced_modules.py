@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import sys
 import weakref
-from collections.abc import Iterator, Sequence
-from types import FrameType
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 import torch.fx.traceback
 from torch import nn
 
+from ..frames import with_callers
 from ..places import Place
 from ..torch_internals import (
     DYNAMO_GUARDS,
@@ -85,7 +85,7 @@ def _translators() -> list[Any]:
     lazy = needed_of_later(DYNAMO_VARIABLES, "LazyVariableTracker")
     of_module = needed_of_later(DYNAMO_VARIABLES, "UnspecializedNNModuleVariable")
     found = []
-    for frame in frames(sys._getframe(1)):
+    for frame in with_callers(sys._getframe(1)):
         translator = frame.f_locals.get("self") if frame.f_code.co_name == "step" else None
         if not isinstance(translator, translator_class):
             continue
@@ -129,10 +129,3 @@ def _guard_on(source: Any, attribute: str) -> None:
     install_guard = needed_of_later(DYNAMO_GUARDS, "install_guard")
     equals = needed_of_later(DYNAMO_GUARDS, "GuardBuilder.EQUALS_MATCH")
     install_guard(attribute_source(source, attribute).make_guard(equals))
-
-
-def frames(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields ``frame`` and its callers."""
-    while frame is not None:
-        yield frame
-        frame = frame.f_back

@@ -243,7 +243,7 @@ import json
 import sys
 
 import hmpx
-from hmpx.tensors.dtypes import default_device_types
+from hmpx.tensors.devices import default_device_types
 
 found = [sorted(default_device_types()), sorted(hmpx.convert().device_types)]
 print(json.dumps([*found, "habana_frameworks" in sys.modules]))

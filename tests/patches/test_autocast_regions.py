@@ -23,6 +23,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx import Policy, torch_state
 from hmpx.patches import autocast_regions
+from hmpx.torch_internals import TRAINING_MARK
 from hmpx.torch_state import marks as torch_marks
 from hmpx.torch_state import switch
 
@@ -295,6 +296,13 @@ def test_more_device_types_than_marks() -> None:
         with off("cpu"):
             assert dtypes() == {FP32}
     assert is_clean()
+
+
+def test_no_mark_is_that_of_training() -> None:
+    """With several device types a region that is off would otherwise count as training, or the reverse."""
+    torch_marks.reserve_marks(frozenset({"cpu", "cuda", "meta", "xpu", "hpu"}))
+    assert not {TRAINING_MARK} & set(torch_marks._marks.values())
+    assert len(set(torch_marks._marks.values())) == len(torch_marks._marks)
 
 
 # --- who asks first -----------------------------------------------------------------------------

@@ -298,7 +298,7 @@ sections:
         with pytest.warns(HmpxWarning) as caught:
             model(x())
         assert [str(warning.message) for warning in caught] == [
-            "no module of Sequential is called so:\n"
+            "these patterns match no module of Sequential:\n"
             "  p.yaml:2: module 'hed'\n"
             "  p.yaml:4: module_regex 'x+'"
         ]

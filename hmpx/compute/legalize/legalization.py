@@ -18,12 +18,29 @@ from ...torch_internals import is_jit_tracing, run_when_traced
 from ...torch_state import is_training
 from ..composition import Inputs
 from . import capability, convolutions
-from .capability import SMALL_PRODUCT, Capability, Capturing
+from .capability import PRODUCTS, SMALL_PRODUCT, Capability, Capturing
 from .graphs import is_exported, is_traced
 from .watching import is_watched
 
+#: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has brought
+#: their inputs there.
+SLOW_KINDS: Final = PRODUCTS | {"attention", "rnn"}
+
 #: What `hmpx.convert` takes as ``legalize``.
 LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
+
+
+def may_be_legalized(mode: str, kind: str, *, is_low: bool, follows_inputs: bool) -> bool:
+    """Whether some call of a site may be legalized.
+
+    Args:
+        mode: One of `LEGALIZE_MODES`.
+        kind: One of `capability.KINDS`.
+        is_low: All calls run in one low-precision dtype.
+        follows_inputs: The dtype depends on the call's inputs.
+    """
+    may_be_low = is_low or (follows_inputs and kind in SLOW_KINDS)
+    return mode != "never" and may_be_low
 
 
 class Legalization:

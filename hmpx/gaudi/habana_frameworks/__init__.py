@@ -11,7 +11,7 @@ from typing import Any
 
 from .absent import unknown
 
-#: `hmpx.tensors` looks for this name: the stand-in does not mean that there is a Gaudi.
+#: `hmpx.tensors.devices` looks for this name: the stand-in does not mean that there is a Gaudi.
 __hmpx_shim__ = True
 
 

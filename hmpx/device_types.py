@@ -1,0 +1,42 @@
+"""The types of devices that something is known about beforehand: one row each.
+
+Any other type that torch has works too, without a row. What a device computes natively is asked and
+measured in ``compute.legalize.capability``; facts about single ops stand in ``ops.ini`` and ``kernels.ini``.
+"""
+
+from __future__ import annotations
+
+from typing import Final, NamedTuple
+
+
+class DeviceType(NamedTuple):
+    """What is known about a type of devices.
+
+    Attributes:
+        name: As torch calls it.
+        is_suggested: Error texts name it among the types that there are.
+        has_autocast: torch.autocast may be on for it.
+        has_kernel_table: ``kernels.ini`` says which ops lack kernels there. On others, ops that lack a
+            kernel anywhere are tried.
+        spare: Its place in the order in which autocast bits of absent devices are taken for marks, see
+            ``torch_state.marks``; None for a type whose bit is not taken.
+    """
+
+    name: str
+    is_suggested: bool
+    has_autocast: bool
+    has_kernel_table: bool
+    spare: int | None
+
+
+DEVICE_TYPES: Final = (
+    DeviceType("cpu", True, True, True, None),
+    DeviceType("cuda", True, True, True, 6),
+    DeviceType("hpu", True, True, False, 3),
+    DeviceType("xpu", True, True, False, 4),
+    DeviceType("mps", True, True, False, 0),  # first: autocast itself never reads its bit
+    DeviceType("mtia", True, False, False, 1),
+    DeviceType("xla", True, False, False, 2),
+    DeviceType("ipu", False, False, False, None),  # its bit marks training
+    DeviceType("privateuseone", False, True, False, 5),
+)
