@@ -194,13 +194,15 @@ def fault_of(recipe: Recipe, args: tuple[Any, ...], written: set[str]) -> str | 
     return None
 
 
+@pytest.mark.parametrize("legalize", ["never", "always", "fast"])
 @pytest.mark.parametrize("kind", ["low", "fp32"])
-def test_positional_out_is_the_callers(kind: str) -> None:
+def test_positional_out_is_the_callers(kind: str, legalize: str) -> None:
     """Python functions take it by position."""
     a, b = torch.rand(3, 4), torch.rand(4, 5)
     for out_dtype in FLOATS:
         out, norm = torch.zeros(3, 5, dtype=out_dtype), torch.zeros((), dtype=out_dtype)
-        with hmpx.convert(policy=Policy.from_ops(**{kind: ["tensordot", "norm"]})):
+        policy = Policy.from_ops(**{kind: ["tensordot", "norm"]})
+        with hmpx.convert(policy=policy, legalize=legalize):
             torch.tensordot(a, b, 1, out)
             torch.norm(a, 2, None, False, norm)
         torch.testing.assert_close(out.float(), a @ b, rtol=0.02, atol=0.02)

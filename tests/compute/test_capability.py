@@ -836,6 +836,22 @@ def test_each_device_type_is_settled_for_itself(
     )
 
 
+@pytest.mark.usefixtures("forgotten")
+def test_small_products_settle_nothing_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are left to torch's kernels for their size, on hardware that is said to have the dtype."""
+    monkeypatch.setattr(capability, "reported", lambda *args: True)
+    monkeypatch.setattr(capability, "is_reported_of_all", lambda *args: True)
+    monkeypatch.setattr(capability, "_measured", lambda *args: Capability(True, 9.0, 9.0))
+    small, large = torch.ones(2, 2).requires_grad_(), torch.ones(64, 64).requires_grad_()
+    with hmpx.convert(lists="hmp", legalize="auto"):
+        for op in (F.linear, torch.mm, torch.bmm):
+            batch = (1,) if op is torch.bmm else ()
+            op(small.expand(*batch, 2, 2), small.expand(*batch, 2, 2))
+            with Computed() as computed:
+                op(large.expand(*batch, 64, 64), large.expand(*batch, 64, 64))
+            assert computed.dtypes == {FP32}, op
+
+
 class Computed(TorchDispatchMode):
     """Notes in which dtypes products and attention are computed."""
 
