@@ -233,36 +233,54 @@ def _with_inputs(  # noqa: PLR0917  # all there is to one call
     returns None for are converted one by one.
     """
 
-    def with_value(name: str, value: Any) -> Any:
-        if isinstance(value, Tensor):
-            if not _is_eligible(value, recipe.device_types) and not (
-                _is_number_from_cpu(value) and is_on_device(recipe, args, kwargs)
-            ):
-                return value
-            keeps_fp32 = (
-                mixes
-                and name in recipe.facts.norm_parameters
-                and value.dtype is torch.float32
-                and value.device.type in recipe.facts.mixed_device_types
-            )
-            return value if keeps_fp32 else convert(value)
-        if isinstance(value, SEQUENCES):
-            new = convert_list(value) or [with_value(name, item) for item in value]
-            if all(a is b for a, b in zip(new, value, strict=True)):
-                return value
-            return with_items(value, new)
-        return value
+    def converted(name: str, tensor: Tensor) -> Any:
+        if not _is_eligible(tensor, recipe.device_types) and not (
+            _is_number_from_cpu(tensor) and is_on_device(recipe, args, kwargs)
+        ):
+            return tensor
+        keeps_fp32 = (
+            mixes
+            and name in recipe.facts.norm_parameters
+            and tensor.dtype is torch.float32
+            and tensor.device.type in recipe.facts.mixed_device_types
+        )
+        return tensor if keeps_fp32 else convert(tensor)
 
     names = _padded(recipe.site.parameters.names, len(args))
     new_args = tuple(
-        value if name in recipe.never_cast else with_value(name, value)
+        value if name in recipe.never_cast else _with_tensors(name, value, converted, convert_list)
         for name, value in zip(names, args, strict=False)
     )
     new_kwargs = {
-        name: value if name in recipe.skipped else with_value(name, value)
+        name: value
+        if name in recipe.skipped
+        else _with_tensors(name, value, converted, convert_list)
         for name, value in kwargs.items()
     }
     return new_args, new_kwargs
+
+
+def _with_tensors(
+    name: str,
+    value: Any,
+    convert: Callable[[str, Tensor], Any],
+    convert_list: Callable[[Sequence[Any]], list[Tensor] | None],
+) -> Any:
+    """Returns the argument ``value``, called ``name``, with its tensors converted.
+
+    A function of its own: a nested one that calls itself would keep a call's tensors until the garbage
+    is collected.
+    """
+    if isinstance(value, Tensor):
+        return convert(name, value)
+    if isinstance(value, SEQUENCES):
+        new = convert_list(value) or [
+            _with_tensors(name, item, convert, convert_list) for item in value
+        ]
+        if all(a is b for a, b in zip(new, value, strict=True)):
+            return value
+        return with_items(value, new)
+    return value
 
 
 def _takes_mixed_parameters(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:

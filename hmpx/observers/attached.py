@@ -26,7 +26,7 @@ class TensorObserver(Protocol):
     """Something that gets each call of a patched op, after it ran, with its tensors."""
 
     def __call__(self, call: OpCall, tensors: CallTensors | None, /) -> None:
-        """Takes one call; ``tensors`` may be None while torch.compile traces it."""
+        """Takes one call; ``tensors`` is None in graphs that are being made."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -82,9 +82,10 @@ def attach(observer: Observer | TensorObserver, tensors: bool = False) -> Attach
     """Has ``observer`` called after each call of a patched op, until it is detached.
 
     Holds for the conversion in force, and for those to come. What the observer computes with torch is
-    not cast, and not observed in turn. An exception that it raises propagates to the program. Of a
-    compiled call it is told while torch.compile traces it, with tensors that hold no values or without
-    any, and not when it runs.
+    not cast, not observed in turn and not seen by the program's modes, and records no gradients unless it
+    asks for them. An exception that it raises propagates to the program. Of a
+    compiled call it is told while torch.compile traces it, and not when it runs. Wherever a graph is
+    made, and under a FakeTensorMode, it gets no tensors.
 
     While nothing is attached, wrappers are what they would be without observers: there is no cost.
 

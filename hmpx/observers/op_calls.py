@@ -13,9 +13,10 @@ from types import FrameType
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from ..frames import DIRECTORY, with_callers
-from ..tensors import Named
+from ..tensors import CAST, LOW_DTYPES, Named, map_tensors
 
 _TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 _HMPX_DIRECTORY = str(DIRECTORY)
@@ -74,15 +75,17 @@ class CallTensors:
         given: The positional arguments, as the program gave them. Where the call writes to any, copies
             from before.
         given_kwargs: Those given by name.
-        cast: The positional arguments as they were cast, without gradients.
+        cast: The positional arguments as they were cast, without gradients; running statistics as given.
         cast_kwargs: Those given by name.
         run: Torch's own function, to run again on any arguments: ``tensors.run(*tensors.given)``.
-            Nothing is cast in it.
+            Nothing is cast in it, gradients are not recorded, and it draws the random numbers that the
+            call drew.
         result: What the call returned.
+        writes: The call writes to some of its arguments.
 
     Example:
         >>> def error(call, tensors):
-        ...     print(call.op, (tensors.result - tensors.run(*tensors.given)).abs().max().item())
+        ...     print(call.op, (tensors.result - tensors.in_fp32()).abs().max().item())
         >>> with hmpx.convert(device_types={"cpu"}), hmpx.attach(error, tensors=True):
         ...     y = torch.mm(torch.full((1, 1), 1.01), torch.ones(1, 1))
         mm 0.002187490463256836
@@ -94,6 +97,16 @@ class CallTensors:
     cast_kwargs: Mapping[str, Any]
     run: Callable[..., Any]
     result: Any = None
+    writes: bool = False
+
+    def in_fp32(self) -> Any:
+        """Returns the result of the call on the inputs as given, those in low precision upcast to fp32."""
+
+        def upcast(tensor: Tensor) -> Tensor:
+            return CAST[torch.float32](tensor) if tensor.dtype in LOW_DTYPES else tensor
+
+        kwargs = {name: map_tensors(value, upcast) for name, value in self.given_kwargs.items()}
+        return self.run(*map_tensors(self.given, upcast), **kwargs)
 
 
 def user_location(frame: FrameType | None = None) -> str:

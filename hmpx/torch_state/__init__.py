@@ -8,6 +8,7 @@ from .dispatcher import is_below_dispatcher
 from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
 from .module_names import named_modules
 from .module_path import asked_by, forget_modules, keeps_place, module_patches, place
+from .random_state import state_of_random_numbers
 from .switch import (
     Region,
     begin_conversion,
@@ -55,5 +56,6 @@ __all__ = [
     "partly_off",
     "place",
     "reserve_marks",
+    "state_of_random_numbers",
     "traced_places",
 ]

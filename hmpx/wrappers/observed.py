@@ -6,9 +6,10 @@ the same recipe.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -28,8 +29,15 @@ from ..casting import (
 from ..observers import Attached, CallTensors, OpCall, user_location
 from ..policy import CastPolicy
 from ..tensors import Args, Kwargs, map_tensors, tensors_in
-from ..torch_internals import run_when_traced
-from ..torch_state import disable_casts, is_below_dispatcher, is_off, place
+from ..torch_internals import (
+    DisableAutocast,
+    disable_modes,
+    has_fake_tensors,
+    is_any_autocast_enabled,
+    is_graph_made,
+    run_when_traced,
+)
+from ..torch_state import disable_casts, is_below_dispatcher, is_off, place, state_of_random_numbers
 from . import overriding
 from .making import cast_where_on, completed, make_wrapper, narrower
 from .overriding import is_overridden
@@ -52,6 +60,7 @@ def make_observed_wrapper(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if recipe.site.is_overridable and is_overridden(args, kwargs):
             return override(wrapper, args, kwargs)
+        inner, narrowed, tell = parts  # together: a call that is under way is told once
         if is_off() or is_below_dispatcher():
             return inner(*args, **kwargs)
         if narrowed is not None and (others := narrowed()) is not None:
@@ -63,9 +72,8 @@ def make_observed_wrapper(
         after = tuple(cast_dtypes(recipe, *_decoded(recipe, args, kwargs)))
         cast_bytes, tensors = 0, None
         if not torch.compiler.is_dynamo_compiling():  # where sizes may be symbols
-            for tensor, dtype in zip(before, after, strict=True):
-                cast_bytes += tensor.numel() * dtype.itemsize if tensor.dtype is not dtype else 0
-            if with_tensors:
+            cast_bytes = sum(map(_cast_bytes, before, after))
+            if with_tensors and not (is_graph_made() or has_fake_tensors()):
                 tensors = _tensors(recipe, complete, args, kwargs)
         decision = _dtype(recipe, before, args, kwargs), *decided_by(recipe, args, kwargs)
         result = inner(*args, **kwargs)
@@ -75,13 +83,6 @@ def make_observed_wrapper(
             tensors = dataclasses.replace(tensors, result=result)
         tell(input_dtypes, after, output_dtypes, device_type, cast_bytes, *decision, tensors)
         return result
-
-    inner = make_wrapper(original, recipe, public=wrapper) or complete
-    narrowed = None
-    if recipe.narrows:
-        narrowed = narrower(
-            original, recipe, lambda others: make_observed_wrapper(original, others, attached)
-        )
 
     def tell(  # noqa: PLR0917  # torch.compile passes constants by position
         input_dtypes: tuple[torch.dtype, ...],
@@ -110,24 +111,30 @@ def make_observed_wrapper(
             module=place().path,
             location=user_location(),
         )
-        with disable_casts():  # what observers compute is not observed in turn
+        with _apart():
             for each in attached:
-                each.tell(call, tensors)
+                each.tell(call, tensors if tensors is None else _own(tensors))
 
     run_when_traced(tell)
+    narrowed = None
+    if recipe.narrows:
+        narrowed = narrower(
+            original, recipe, lambda others: make_observed_wrapper(original, others, attached)
+        )
+    parts = make_wrapper(original, recipe, public=wrapper) or complete, narrowed, tell
 
     def override(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         cast_here = functools.partial(cast_where_on, recipe)
         return overriding.override(original, cast_here, wrapper, args, kwargs)
 
     def read() -> tuple[Any, ...]:
-        return inner, narrowed, tell, override
+        return parts, override
 
     def write(values: tuple[Any, ...]) -> None:
-        nonlocal inner, narrowed, tell, override
-        inner, narrowed, tell, override = values
+        nonlocal parts, override
+        parts, override = values
 
-    variables = Variables(("inner", "narrowed", "tell", "override"), read, write)
+    variables = Variables(("parts", "override"), read, write)
     return named_after(original, wrapper, recipe.site.name, variables)
 
 
@@ -149,24 +156,66 @@ def _dtype(
     return target_dtype(recipe, args, kwargs)
 
 
+def _cast_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
+    """Returns how many bytes the cast of ``tensor`` to ``dtype`` writes; 0 where its size is a symbol."""
+    count = tensor.numel()
+    return count * dtype.itemsize if type(count) is int and tensor.dtype is not dtype else 0
+
+
+@contextlib.contextmanager
+def _apart() -> Iterator[None]:
+    """What runs inside is none of the program's: not cast, observed, recorded, or seen by its modes."""
+    is_autocast_on = is_any_autocast_enabled()
+    # Outermost, since at its end it puts back the switch's marks, too.
+    without_autocast = DisableAutocast() if is_autocast_on else contextlib.nullcontext()
+    with without_autocast, disable_casts(), torch.no_grad(), disable_modes():
+        yield
+
+
 def _tensors(
     recipe: Recipe, complete: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> CallTensors:
     """Returns the tensors of a call that is to be made, without its result."""
-    plain = dataclasses.replace(
-        recipe, options=dataclasses.replace(recipe.options, reuse_casts=False)
+    options = dataclasses.replace(recipe.options, reuse_casts=False)
+    state = (
+        state_of_random_numbers(args)
+        if recipe.facts.is_random or recipe.emulation is not None
+        else None
     )
-    with disable_casts(), torch.no_grad():
-        if written(recipe, args, kwargs) is not None or recipe.site.writes:
-            args, kwargs = map_tensors(args, torch.Tensor.clone), _cloned(kwargs)
-        cast, cast_kwargs = cast_args(plain, args, kwargs)
+    with _apart():
+        if _writes(recipe, args, kwargs):
+            args, kwargs = _copied(args, kwargs)
+        cast, cast_kwargs = cast_args(dataclasses.replace(recipe, options=options), args, kwargs)
+    if state is not None:
+        state.restore()  # which stochastic rounding may have drawn from
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with disable_casts():
-            return complete(*args, **kwargs)
+        with _apart():
+            if state is None:
+                return complete(*args, **kwargs)
+            now = state_of_random_numbers(args)
+            state.restore()
+            try:
+                return complete(*args, **kwargs)
+            finally:
+                now.restore()
 
-    return CallTensors(args, kwargs, cast, cast_kwargs, run)
+    return CallTensors(args, kwargs, cast, cast_kwargs, run, writes=_writes(recipe, args, kwargs))
 
 
-def _cloned(kwargs: Kwargs) -> Kwargs:
-    return {name: map_tensors(value, torch.Tensor.clone) for name, value in kwargs.items()}
+def _own(tensors: CallTensors) -> CallTensors:
+    """Returns tensors for one observer, which may write to copies."""
+    if not tensors.writes:
+        return tensors
+    given, given_kwargs = _copied(tensors.given, tensors.given_kwargs)
+    return dataclasses.replace(tensors, given=given, given_kwargs=given_kwargs)
+
+
+def _writes(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the call writes to any of its arguments."""
+    return bool(recipe.site.writes) or written(recipe, args, kwargs) is not None
+
+
+def _copied(args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, Kwargs]:
+    copied = {name: map_tensors(value, torch.Tensor.clone) for name, value in kwargs.items()}
+    return map_tensors(args, torch.Tensor.clone), copied

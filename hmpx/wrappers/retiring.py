@@ -130,7 +130,6 @@ def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
     return {
         "original": forward,
         "complete": forward,
-        "inner": forward,
         "override": override,
         "choose": choose,
         "cast": cast_nothing,
@@ -140,7 +139,7 @@ def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
         "legalizes": False,
         "is_autocast_on": bool,
         "narrowed": nothing,
-        "tell": nothing,
+        "parts": (forward, None, nothing),
     }
 
 

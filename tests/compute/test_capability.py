@@ -837,6 +837,24 @@ def test_each_device_type_is_settled_for_itself(
 
 
 @pytest.mark.usefixtures("forgotten")
+@pytest.mark.parametrize("is_slow", [False, True])
+def test_wrappers_ask_no_more_once_all_is_settled(
+    monkeypatch: pytest.MonkeyPatch, is_slow: bool
+) -> None:
+    """Where torch's kernels are fast they are called as if nothing was ever legalized."""
+    ratio = 9.0 if is_slow else 1.0
+    monkeypatch.setattr(capability, "reported", lambda *args: True)
+    monkeypatch.setattr(capability, "_measured", lambda *args: Capability(True, ratio, ratio))
+    x = torch.ones(64, 64).requires_grad_()
+    with hmpx.convert(lists="hmp", legalize="auto"):
+        variables = vars(torch.mm)["__hmpx_variables__"]
+        values = [dict(zip(variables.names, variables.read(), strict=True))]
+        torch.mm(x, x)
+        values.append(dict(zip(variables.names, variables.read(), strict=True)))
+    assert [each["legalizes"] for each in values] == [True, is_slow]
+
+
+@pytest.mark.usefixtures("forgotten")
 def test_small_products_settle_nothing_for_large_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are left to torch's kernels for their size, on hardware that is said to have the dtype."""
     monkeypatch.setattr(capability, "reported", lambda *args: True)

@@ -15,7 +15,7 @@ from hmpx import formats
 from hmpx.compute import composition
 from hmpx.freezing import outputs
 from hmpx.tensors.dtypes import CAST, ELIGIBLE
-from hmpx.tensors.nested import with_items
+from hmpx.tensors.nested import map_tensors, with_items
 
 Pair = collections.namedtuple("Pair", ["a", "b"])
 
@@ -183,3 +183,13 @@ def test_compiled_code_rebuilds_them(kind: str) -> None:
         found = torch.compile(step, fullgraph=True, backend="aot_eager")(a, b)
     assert torch.equal(found, expected)
     torch._dynamo.reset()
+
+
+def test_a_sequence_in_which_nothing_changes_is_itself() -> None:
+    given = [torch.ones(2), (torch.ones(3), 1)]
+    assert map_tensors(given, lambda tensor: tensor) is given
+    changed = map_tensors(
+        given, lambda tensor: tensor.bfloat16() if tensor.numel() == 3 else tensor
+    )
+    assert changed[0] is given[0]
+    assert changed[1][0].dtype is torch.bfloat16
