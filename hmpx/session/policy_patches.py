@@ -61,7 +61,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             raise OptionError(f"the policy holds {name!r}, which is not an op of torch {version}")
         facts, asked = facts_of(name), deciding.get(name, ())
         for site in op.sites:
-            lacks = lacking.get(name) if _has_kernels(site, op) else None
+            lacks = None if site.is_property else lacking.get(name)
             is_settled = lacks is None and (site.in_place or not asked) and not observers
             if is_settled and _is_settled_by_torch(site, decision, facts):
                 continue
@@ -249,13 +249,6 @@ def _with_exact_statistics(decision: Decision) -> Decision:
 
 #: Under these policies the inputs of an op may be in low precision.
 _LOW_POLICIES = frozenset(CastPolicy) - {CastPolicy.FP32, CastPolicy.PASS}
-
-
-def _has_kernels(site: ops.Site, op: ops.Op) -> bool:
-    """Whether the callable at ``site`` is torch's own, or the op has only Python kernels."""
-    if site.is_property:
-        return False
-    return not site.is_python or all(each.is_python for each in op.sites)
 
 
 def _is_settled_by_torch(site: ops.Site | ForeignSite, decision: Decision, facts: OpFacts) -> bool:
