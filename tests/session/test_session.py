@@ -525,3 +525,20 @@ def test_convert_takes_no_lock_of_imports(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr("importlib.util.find_spec", find_spec)
     with hmpx.convert():
         assert hmpx.is_converted()
+
+
+def test_a_kept_wrapper_that_somebody_elses_function_calls_does_not_call_that(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The next conversion wraps theirs, which would otherwise go round in circles."""
+    x = torch.ones(2, 2)
+    with hmpx.convert(policy=Policy.from_ops(low=["mm"])):
+        kept = torch.mm
+
+    def theirs(*args: Any) -> torch.Tensor:
+        return kept(*args)
+
+    monkeypatch.setattr(torch, "mm", theirs)
+    with hmpx.convert(policy=Policy.from_ops(low=["mm"])):
+        assert torch.mm(x, x).dtype is torch.bfloat16
+    assert torch.mm(x, x).dtype is torch.float32
