@@ -20,7 +20,7 @@ from .legalize.legalization import (
     has_own_gradients,
     may_be_legalized,
 )
-from .legalize.legalizer import Legalizer
+from .legalize.legalizer import LegalizedCall, Legalizer
 from .legalize.watching import is_watched, note_unrounded, watched_rounding
 from .lowering import LOWERINGS, Lowering, create_lower_func, lowerings, register_op, unregister
 from .missing_kernels import Callee, Lacking, completed, lacking_kernels
@@ -40,6 +40,7 @@ __all__ = [
     "Inputs",
     "Lacking",
     "Legalization",
+    "LegalizedCall",
     "Legalizer",
     "Lowering",
     "Statistics",

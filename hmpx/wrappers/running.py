@@ -28,6 +28,7 @@ from ..compute import (
     Emulation,
     Inputs,
     Legalization,
+    LegalizedCall,
     Legalizer,
     Statistics,
     computed_in_fp32,
@@ -124,7 +125,7 @@ def _legalized(
             args, kwargs = cast_args(recipe, args, kwargs)
         elif not is_cast and is_watched():
             note_unrounded(recipe.site.op, _to_be_cast(recipe, args, kwargs))
-        return legalizer.compute(function, inputs, args, kwargs, given, dtype)
+        return legalizer.compute(LegalizedCall(function, inputs, args, kwargs, given, dtype))
 
     return run_legalized
 

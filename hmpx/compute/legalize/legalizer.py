@@ -34,6 +34,27 @@ from .capability import PRODUCTS
 from .graphs import is_exported, is_traced
 
 
+@dataclass(slots=True)
+class LegalizedCall:
+    """One call that is legalized.
+
+    Attributes:
+        function: torch's function.
+        inputs: Facts about the floating-point inputs among the arguments.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        given: The positional arguments before they were cast.
+        dtype: The low-precision dtype.
+    """
+
+    function: Callable[..., Any]
+    inputs: Inputs
+    args: Args
+    kwargs: Kwargs
+    given: Args
+    dtype: torch.dtype
+
+
 @dataclass(frozen=True, slots=True)
 class Legalizer:
     """Computes one op in fp32.
@@ -78,115 +99,59 @@ class Legalizer:
             self.op, function, args, dtype, rounds_inputs=self.rounds_inputs
         )
 
-    def compute(  # noqa: PLR0917  # all there is to one call
-        self,
-        function: Callable[..., Any],
-        inputs: Inputs,
-        args: Args,
-        kwargs: Kwargs,
-        given: Args,
-        dtype: torch.dtype,
-    ) -> Any:
-        """Returns the call's result in ``dtype``, from the first of `STRATEGIES` that gives one.
-
-        Args:
-            function: torch's function.
-            inputs: Facts about the floating-point inputs among the arguments.
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            given: The positional arguments before they were cast.
-            dtype: The low-precision dtype.
-        """
+    def compute(self, call: LegalizedCall) -> Any:
+        """Returns the result in ``call.dtype``, from the first of `STRATEGIES` that gives one."""
         for strategy in STRATEGIES:
-            result = strategy(self, function, inputs, args, kwargs, given, dtype)
+            result = strategy(self, call)
             if result is not None:
                 return result
-        return rounded(call_raised(function, args, kwargs, self.upcast), CAST[dtype])
+        result = call_raised(call.function, call.args, call.kwargs, self.upcast)
+        return rounded(result, CAST[call.dtype])
 
 
 # --- the strategies --------------------------------------------------------------------------------
 
 #: Returns a call's result; None to leave it to the next strategy.
-Strategy = Callable[[Legalizer, Callable[..., Any], Inputs, Args, Kwargs, Args, torch.dtype], Any]
+Strategy = Callable[[Legalizer, LegalizedCall], Any]
 
 
-def _as_arithmetic_in_graphs(  # noqa: PLR0917  # all there is to one call
-    legalizer: Legalizer,
-    function: Callable[..., Any],
-    inputs: Inputs,
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-    dtype: torch.dtype,
-) -> Any:
+def _as_arithmetic_in_graphs(legalizer: Legalizer, call: LegalizedCall) -> Any:
     """In graphs, rounding is arithmetic, since compilers may elide round-trip casts."""
     if is_traced() and legalizer.rounds_inputs and not is_exported():
-        return in_graph(function, args, kwargs, dtype)
+        return in_graph(call.function, call.args, call.kwargs, call.dtype)
     return None
 
 
-def _as_casts_for_transforms(  # noqa: PLR0917
-    legalizer: Legalizer,
-    function: Callable[..., Any],
-    inputs: Inputs,
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-    dtype: torch.dtype,
-) -> Any:
+def _as_casts_for_transforms(legalizer: Legalizer, call: LegalizedCall) -> Any:
     """Transforms, jit tracing and tensor subclasses see only casts and the function."""
-    if not inputs.is_plain or transforms() is not None or is_jit_tracing():
-        return computed_in_fp32(function, args, kwargs, dtype)
+    if not call.inputs.is_plain or transforms() is not None or is_jit_tracing():
+        return computed_in_fp32(call.function, call.args, call.kwargs, call.dtype)
     return None
 
 
-def _keeping_low_precision_for_backward(  # noqa: PLR0917
-    legalizer: Legalizer,
-    function: Callable[..., Any],
-    inputs: Inputs,
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-    dtype: torch.dtype,
-) -> Any:
+def _keeping_low_precision_for_backward(legalizer: Legalizer, call: LegalizedCall) -> Any:
     """Autograd saves low-precision tensors, where hooks on saved tensors are allowed."""
-    if not inputs.is_learning or hooks_refused() is not None:
+    if not call.inputs.is_learning or hooks_refused() is not None:
         return None
     is_product, is_attention = legalizer.kind in PRODUCTS, legalizer.kind == "attention"
     precision = Precision(
-        dtype, legalizer.upcast, is_product, legalizer.rounds_inputs, is_attention
+        call.dtype, legalizer.upcast, is_product, legalizer.rounds_inputs, is_attention
     )
-    return keeping_low(function, args, kwargs, given, precision)
+    return keeping_low(call.function, call.args, call.kwargs, call.given, precision)
 
 
-def _in_blocks_of_the_weight(  # noqa: PLR0917
-    legalizer: Legalizer,
-    function: Callable[..., Any],
-    inputs: Inputs,
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-    dtype: torch.dtype,
-) -> Any:
+def _in_blocks_of_the_weight(legalizer: Legalizer, call: LegalizedCall) -> Any:
     """Upcasts a weight block by block; not in training, where sums must match those with gradients."""
-    if inputs.is_learning or legalizer.op not in BLOCKED or kwargs or is_training():
+    if call.inputs.is_learning or legalizer.op not in BLOCKED or call.kwargs or is_training():
         return None
-    return in_blocks(legalizer.op, args, dtype)
+    return in_blocks(legalizer.op, call.args, call.dtype)
 
 
-def _as_convolution_without_gradients(  # noqa: PLR0917
-    legalizer: Legalizer,
-    function: Callable[..., Any],
-    inputs: Inputs,
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-    dtype: torch.dtype,
-) -> Any:
+def _as_convolution_without_gradients(legalizer: Legalizer, call: LegalizedCall) -> Any:
     """In fp32 memory that is kept from call to call."""
-    if inputs.is_learning or legalizer.op not in convolutions.CONVOLUTIONS:
+    if call.inputs.is_learning or legalizer.op not in convolutions.CONVOLUTIONS:
         return None
-    return convolutions.without_gradients(function, args, kwargs, dtype)
+    return convolutions.without_gradients(call.function, call.args, call.kwargs, call.dtype)
 
 
 #: Tried in this order.
