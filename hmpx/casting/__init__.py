@@ -8,16 +8,13 @@ from .arguments import (
     cast_dtypes,
     converter,
     decided_by,
-    floating_inputs,
-    is_on_device,
     is_settled,
     is_widened,
     target_dtype,
-    widest,
-    written,
 )
 from .cache import cache_patches
 from .facts import facts_of, site_of
+from .inputs import floating_inputs, is_on_device, widest, written
 from .recipe import CallSite, OpFacts, Options, Recipe
 
 __all__ = [

@@ -28,19 +28,29 @@ from ..tensors import (
     Args,
     Kwargs,
     cast_as_one,
-    floating_in,
     is_floating,
     leaves,
     short_name,
-    tensors_in,
     with_items,
 )
 from ..torch_internals import transforms
 from ..torch_state import is_below_dispatcher
 from . import cache
+from .inputs import (
+    DENSE,
+    argument,
+    counted,
+    floating_inputs,
+    given_inputs,
+    is_eligible,
+    is_eligible_tensor,
+    is_number_from_cpu,
+    is_on_device,
+    padded_names,
+    widest,
+    written,
+)
 from .recipe import Recipe
-
-_DENSE = frozenset({torch.strided, torch.jagged})
 
 
 def cast_args(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -75,7 +85,7 @@ def is_settled(value: Any, dtype: object) -> bool:
 
 
 def converter(recipe: Recipe, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
-    """Returns what casts one tensor to ``dtype``."""
+    """Returns the function that casts one tensor to ``dtype``."""
     if recipe.options.reuse_casts and dtype in LOW_DTYPES:
         # Products of two tensors are new tensors; that of a list may be the one tensor in it.
         is_product = recipe.facts.kind in SLOW_KINDS and "A" not in recipe.cast_kinds.values()
@@ -103,8 +113,8 @@ def target_dtype(recipe: Recipe, args: Args, kwargs: Kwargs) -> torch.dtype | No
         return None
     sparse = next((t.dtype for t in inputs if t.layout in SPARSE), None)
     if sparse is not None:  # torch's sparse products take no other dtype beside it
-        is_eligible = all(t.dtype in ELIGIBLE for t in inputs)
-        return sparse if is_eligible and not recipe.facts.promotes else None
+        are_eligible = all(t.dtype in ELIGIBLE for t in inputs)
+        return sparse if are_eligible and not recipe.facts.promotes else None
     if cast_policy is CastPolicy.FIRST:
         dtype = inputs[0].dtype
     elif cast_policy is CastPolicy.WIDEST:
@@ -112,14 +122,14 @@ def target_dtype(recipe: Recipe, args: Args, kwargs: Kwargs) -> torch.dtype | No
             return None
         dtype = widest(inputs)
     else:
-        inputs = _counted(recipe, inputs)
-        if any(t.dtype not in ELIGIBLE or t.layout not in _DENSE for t in inputs):
+        inputs = counted(recipe, inputs)
+        if any(t.dtype not in ELIGIBLE or t.layout not in DENSE for t in inputs):
             return None  # float64, complex or sparse: casting the others would mix dtypes
         if cast_policy is CastPolicy.FOLLOW:
             first = inputs[0].dtype
             is_low = first in LOW_DTYPES and all(t.dtype is first for t in inputs)
             return first if is_low else torch.float32
-        if recipe.facts.never_narrows and _argument(recipe, "dtype", args, kwargs) in LOW_DTYPES:
+        if recipe.facts.never_narrows and argument(recipe, "dtype", args, kwargs) in LOW_DTYPES:
             return None
         assert recipe.decision.dtype is not None
         if recipe.emulation is not None or isinstance(recipe.decision.dtype, Format):
@@ -134,43 +144,6 @@ def is_widened(recipe: Recipe, inputs: Iterable[Tensor]) -> bool:
     """Whether torch computes a call on these floating inputs in fp32 by itself, as the recipe says."""
     fp32 = torch.float32
     return recipe.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
-
-
-def _counted(recipe: Recipe, inputs: list[Tensor]) -> list[Tensor]:
-    """Returns ``inputs`` without float64 numbers in tensors of no dimension, where kernels promote.
-
-    Beside tensors with dimensions these count as Python's numbers do, which are float64, too.
-    """
-    if not recipe.facts.promotes or not any(t.dim() for t in inputs):
-        return inputs
-    return [t for t in inputs if t.dtype is not torch.float64 or t.dim()]
-
-
-def floating_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
-    """Returns the floating and complex tensors among the inputs, in the parameters' order."""
-    return floating_in(_inputs(recipe, args, kwargs))
-
-
-def _inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Any]:
-    """Returns the arguments that are inputs, in the parameters' order."""
-    names = recipe.site.parameters.names
-    padded = _padded(names, len(args))
-    inputs = [v for n, v in zip(padded, args, strict=False) if n not in recipe.never_cast]
-    if kwargs:
-        order = {name: position for position, name in enumerate(names)}
-        by_position = sorted(kwargs, key=lambda name: order.get(name, len(order)))
-        inputs += [kwargs[name] for name in by_position if name not in recipe.skipped]
-    return inputs
-
-
-def widest(tensors: Iterable[Tensor]) -> torch.dtype:
-    """Returns the dtype that `torch.result_type` gives for these floating tensors together.
-
-    0-dim tensors count only where there are no others.
-    """
-    tensors = list(tensors)
-    dimensioned = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors]
-    return functools.reduce(torch.promote_types, dimensioned)
 
 
 @dataclass(frozen=True, slots=True)
@@ -192,7 +165,7 @@ def cast_dtypes(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[torch.dtype]
         args, kwargs = _with_inputs(cast, recipe, args, kwargs, mixes)
     return [
         value.dtype
-        for value in leaves(_inputs(recipe, args, kwargs))
+        for value in leaves(given_inputs(recipe, args, kwargs))
         if isinstance(value, _Cast) or (isinstance(value, Tensor) and is_floating(value))
     ]
 
@@ -204,7 +177,7 @@ def _cast_to(dtype: torch.dtype, recipe: Recipe, args: Args, kwargs: Kwargs) -> 
         return tensor if tensor.dtype is dtype else cast(tensor)
 
     def convert_list(tensors: Sequence[Any]) -> list[Tensor] | None:
-        if not all([_is_eligible_tensor(t, recipe) and t.dtype is not dtype for t in tensors]):  # noqa: C419
+        if not all([is_eligible_tensor(t, recipe) and t.dtype is not dtype for t in tensors]):  # noqa: C419
             return None
         return cast_as_one(tensors, dtype)
 
@@ -234,8 +207,8 @@ def _with_inputs(  # noqa: PLR0917  # all there is to one call
     """
 
     def converted(name: str, tensor: Tensor) -> Any:
-        if not _is_eligible(tensor, recipe.device_types) and not (
-            _is_number_from_cpu(tensor) and is_on_device(recipe, args, kwargs)
+        if not is_eligible(tensor, recipe.device_types) and not (
+            is_number_from_cpu(tensor) and is_on_device(recipe, args, kwargs)
         ):
             return tensor
         keeps_fp32 = (
@@ -246,7 +219,7 @@ def _with_inputs(  # noqa: PLR0917  # all there is to one call
         )
         return tensor if keeps_fp32 else convert(tensor)
 
-    names = _padded(recipe.site.parameters.names, len(args))
+    names = padded_names(recipe.site.parameters.names, len(args))
     new_args = tuple(
         value if name in recipe.never_cast else _with_tensors(name, value, converted, convert_list)
         for name, value in zip(names, args, strict=False)
@@ -294,78 +267,17 @@ def _takes_mixed_parameters(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
     return not (isinstance(first, Tensor) and first.is_nested) and transforms() is None
 
 
-def written(recipe: Recipe, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:
-    """Returns what the call writes to and what so decides its dtype; None if it has no such argument.
-
-    That is ``out=``, or the argument that the recipe or ``inplace=True`` makes the target. The first
-    tensor stands for those of ``out=``.
-    """
-    out = _argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
-    if out is not None:
-        first = out[0] if isinstance(out, SEQUENCES) and out else out
-        return first if isinstance(first, Tensor) else None
-    target = recipe.target
-    if target is None:
-        if not (recipe.has_inplace_flag and _argument(recipe, "inplace", args, kwargs)):
-            return None
-        target = recipe.site.parameters.names[0]
-    if recipe.site.parameters.names:
-        value = _argument(recipe, target, args, kwargs)
-    else:  # nothing is known of the function's signature
-        value = args[0] if args else None
-    return value if isinstance(value, (Tensor, list, tuple)) else None
-
-
-def _argument(recipe: Recipe, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the argument of that name, however it was given; None if it was not."""
-    names = recipe.site.parameters.names
-    if name in kwargs or name not in names:
-        return kwargs.get(name)
-    position = names.index(name)
-    return args[position] if position < len(args) else None
-
-
-def _is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:
-    return (
-        tensor.dtype in ELIGIBLE and tensor.layout in _DENSE and tensor.device.type in device_types
-    )
-
-
-def _is_eligible_tensor(value: Any, recipe: Recipe) -> bool:
-    return isinstance(value, Tensor) and _is_eligible(value, recipe.device_types)
-
-
-def _is_number_from_cpu(tensor: Tensor) -> bool:
-    """Whether kernels take a tensor that may be cast beside those on any device."""
-    return (
-        tensor.dtype in ELIGIBLE
-        and tensor.layout in _DENSE
-        and tensor.device.type == "cpu"
-        and tensor.dim() == 0
-    )
-
-
-def is_on_device(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
-    """Whether any tensor among the arguments is on a device whose tensors are cast."""
-    found = tensors_in((*args, *kwargs.values()))
-    return any(tensor.device.type in recipe.device_types for tensor in found)
-
-
-def _padded(names: tuple[str, ...], length: int) -> tuple[str, ...]:
-    return names if len(names) >= length else names + ("",) * (length - len(names))
-
-
 #: What stands for a `CastPolicy` where the argument that a call writes to decides.
 TARGET: Final = "TARGET"
 
 
 def decided_by(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[str, str]:
-    """Returns what decides a call, for the log: the name of a `CastPolicy` or `TARGET`, and why."""
+    """Returns the deciding `CastPolicy` of a call by name, or `TARGET`, and the reason: for the log."""
     if written(recipe, args, kwargs) is not None:
-        out = _argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
+        out = argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
         return TARGET, "in-place rule" if out is None else "out= rule"
     cast_policy = recipe.decision.cast_policy
-    for tensor in _counted(recipe, floating_inputs(recipe, args, kwargs)):
+    for tensor in counted(recipe, floating_inputs(recipe, args, kwargs)):
         if tensor.layout in SPARSE:
             return CastPolicy.FIRST.name, "its sparse input"
         if cast_policy in _ABSOLUTE and tensor.dtype not in ELIGIBLE:

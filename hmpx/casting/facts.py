@@ -11,7 +11,7 @@ from .recipe import CallSite, OpFacts
 
 @functools.cache
 def facts_of(op: str) -> OpFacts:
-    """Returns what torch's kernels for ``op`` do."""
+    """Returns the facts about torch's kernels for ``op``."""
     root, (kind, first_matrix) = ops.root(op), ops.kind(op)
     return OpFacts(
         kind=kind,

@@ -55,8 +55,8 @@ class OpFacts:
         kind: What the op's speed in low precision depends on: one of `compute.KINDS`.
         first_matrix: Of a product of two matrices, the position of the first.
         promotes: The kernel takes mixed dtypes and gives the widest, in place too.
-        rounds_mixed: Its gradients don't: of these it computes in the narrower dtype.
-        rounds_terms: Its second-order gradients don't: their terms are rounded.
+        rounds_mixed: Gradients of mixed-dtype inputs are computed in the narrower dtype.
+        rounds_terms: Terms of second-order gradients of mixed-dtype inputs are rounded.
         updates_if: Name of the argument that says whether running statistics are updated; None if
             they always are.
         norm_parameters: Names of a norm's weight and bias, which stay fp32 beside a low-precision
@@ -104,9 +104,9 @@ class Recipe:
         lowerings: What computes the op in a number format, instead of torch.
         is_narrowed: The wrapper stands in for one of more device types, where casts of some are off.
 
-        target: Name of the argument that decides, since it is written to, what the others are cast
-            to; None if there is none in every call.
-        never_cast: Names of the arguments that are not even cast to what they are.
+        target: Name of the argument that every call writes to; the others are cast to its dtype. None
+            if there is none.
+        never_cast: Names of the arguments that casts leave alone, whatever their dtype.
         skipped: Names whose values are not inputs to cast.
         cast_kinds: ``site.parameters.kinds`` without the buffers.
         has_inplace_flag: The callable is a Python function with an ``inplace`` argument.

@@ -73,7 +73,7 @@ class Attached:
         return f"<hmpx observer {shown(self.observer)}, {state}>"
 
 
-#: All that are attached, in the order in which they are told.
+#: All attached observers, in the order in which they get a call.
 ATTACHED: Final[Registry[tuple[Attached, ...]]] = Registry(())
 
 
@@ -84,7 +84,7 @@ def attach(observer: Observer | TensorObserver, tensors: bool = False) -> Attach
     Holds for the conversion in force, and for those to come. What the observer computes with torch is
     not cast, not observed in turn and not seen by the program's modes, and records no gradients unless it
     asks for them. An exception that it raises propagates to the program. Of a
-    compiled call it is told while torch.compile traces it, and not when it runs. Wherever a graph is
+    compiled call it is notified while torch.compile traces it, and not when it runs. Wherever a graph is
     made, and under a FakeTensorMode, it gets no tensors.
 
     While nothing is attached, wrappers are what they would be without observers: there is no cost.

@@ -25,7 +25,7 @@ LOGGER: Final = logging.getLogger("hmpx")
 
 
 def log_observer(verbose: bool | str) -> Observer:
-    """Returns what logs calls as ``isVerbose`` asks for."""
+    """Returns the observer that logs calls in the way of this ``isVerbose``."""
     if verbose == "once":
         return VerboseOnceLog()
     return HmpLog() if verbose == "hmp" else VerboseLog()

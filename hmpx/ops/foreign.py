@@ -143,7 +143,7 @@ def modules_of(name: str) -> list[str]:
 
 
 def find_foreign(name: str) -> Found | None:
-    """Returns what ``name`` stands for in the loaded modules; None if there is nothing yet."""
+    """Looks ``name`` up in the loaded modules; None if it is not there yet."""
     for module_name, attributes in _splits(name):
         owner: Any = sys.modules.get(module_name)
         if not issubclass(type(owner), types.ModuleType):

@@ -40,7 +40,7 @@ def forget_what_is_cached() -> None:
 
 
 def said_of(covered: Iterable[Change]) -> str:
-    """Returns what to say of patches on top of which somebody else has patched; ``""`` if nothing."""
+    """Returns the warning about slots that somebody else has patched since; ``""`` for none."""
     names = {patch.where for patch in covered if not (patch.is_foreign or patch.stays_idle)}
     if not names:
         return ""

@@ -21,7 +21,7 @@ def convert(
     bf16_file_path: str | os.PathLike[str] = "",
     fp32_file_path: str | os.PathLike[str] = "",
     isVerbose: bool | str = False,  # noqa: N803  # HMP's name
-    *too_many: NoReturn,  # so that what is passed in HMP's old order is told its names
+    *too_many: NoReturn,  # arguments in HMP's old order get an error with their names
     fp16_file_path: str | os.PathLike[str] = "",
     opt_level: str = "O1",
     low_precision_type: LowType | str = torch.bfloat16,
@@ -76,7 +76,7 @@ def convert(
 
     Raises:
         OpListError: A list can't be read, or an op stands in two lists.
-        PolicyFileError: ``policy`` can't be read, or is no policy.
+        PolicyFileError: ``policy`` can't be read, or is not a policy.
         OptionError: An argument has a value that it can't have. Nothing is patched then.
 
     Example:

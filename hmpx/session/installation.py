@@ -20,7 +20,7 @@ class Installation:
         applied: The patches, in the order in which they were applied.
         wrappers: The wrappers in them.
         rules: The rules that the wrappers ask.
-        observers: What is told of calls.
+        observers: The observers that get calls.
         notes_modules: Whether the running modules are noted.
     """
 

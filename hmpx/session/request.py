@@ -61,7 +61,7 @@ def checked(
 
     Raises:
         OpListError: A list can't be read, or an op stands in two lists.
-        PolicyFileError: ``policy`` can't be read, or is no policy.
+        PolicyFileError: ``policy`` can't be read, or is not a policy.
         OptionError: An argument has a value that it can't have.
     """
     if too_many:

@@ -167,7 +167,7 @@ class Session:
         return Conversion(self.policy, self.device_types, self.options, observers)
 
     def _decides(self, installed: Installation) -> tuple[object, ...]:
-        """Returns what the results of calls depend on, where the session has put ``installed``."""
+        """Returns everything that results of calls depend on while ``installed`` is in torch."""
         functions = installed.rules, compute.LOWERINGS.value
         return self.policy, self.device_types, self.options, *functions
 

@@ -86,7 +86,7 @@ def narrower(
     recipe: Recipe,
     make: Callable[[Recipe], Callable[..., Any] | None],
 ) -> Callable[[], Callable[..., Any] | None]:
-    """Returns what finds the wrapper for the device types whose casts are on; None where all are."""
+    """Returns a function that finds the wrapper for the device types whose casts are on; None if all are."""
     made: dict[frozenset[str], Callable[..., Any]] = {}
 
     def narrowed() -> Callable[..., Any] | None:

@@ -1,7 +1,7 @@
-"""Wrappers whose calls are observed: the same ones as without observers, and what they are told.
+"""Wrappers whose calls are observed: the usual ones, with a layer that notifies observers.
 
-A call runs in the wrapper that `making` makes, whatever observes it. What is said of it follows from
-the same recipe.
+A call runs in the wrapper that `making` makes, whatever observes it. Its description follows from the
+same recipe.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def make_observed_wrapper(
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if recipe.site.is_overridable and is_overridden(args, kwargs):
             return override(wrapper, args, kwargs)
-        inner, narrowed, tell = parts  # together: a call that is under way is told once
+        inner, narrowed, tell = parts  # read together: a running call is reported once
         if is_off() or is_below_dispatcher():
             return inner(*args, **kwargs)
         if narrowed is not None and (others := narrowed()) is not None:

@@ -40,7 +40,7 @@ def override(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Returns what the ``__torch_function__`` of a mode or an argument makes of a call of ``wrapper``.
+    """Passes a call of ``wrapper`` to the ``__torch_function__`` of a mode or an argument.
 
     It is handed what stands under the function's name now, and the arguments as they came: what it
     calls in turn is cast. But a class that says by ``__torch_dispatch__`` how it computes is a tensor
@@ -65,7 +65,7 @@ def _override_python(
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Returns what a mode or an argument makes of a call of ``wrapper``, whose function is Python's.
+    """Passes a call of ``wrapper``, whose function is a Python one, to a mode or an argument.
 
     Called as it is, such a function may hand over itself, which casts nothing, rather than what stands
     under its name; or go on to what it calls, which would be cast op by op.

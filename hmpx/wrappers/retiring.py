@@ -100,7 +100,7 @@ class Retirement:
 
 
 def retirement(wrapper: Callable[..., Any]) -> Retirement:
-    """Returns what retires ``wrapper``."""
+    """Returns the patch that retires ``wrapper``."""
     site, original = vars(wrapper)["__hmpx_site__"], vars(wrapper)["__wrapped__"]
 
     def forward(*args: Any, **kwargs: Any) -> Any:
@@ -115,7 +115,7 @@ def retirement(wrapper: Callable[..., Any]) -> Retirement:
 
 
 def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
-    """Returns what the variables of wrappers hold once these are retired, by name.
+    """Returns the values that a wrapper's variables have once it is retired, by name.
 
     Args:
         forward: Passes a call on to what is in the slot.

@@ -1,4 +1,4 @@
-"""What runs an op once its inputs are settled: layers around torch's function, made once a call site.
+"""The layers around torch's function, made once a call site: what happens to a call after casting.
 
 From the inside out: the function itself, atomic or a norm's; legalized or emulated; composed; beside
 running statistics.
@@ -46,7 +46,7 @@ Runner = Callable[[Callable[..., Any], Args, Kwargs, Args], Any]
 
 
 def runner(recipe: Recipe, legalization: Legalization, settle: Callable[[], None]) -> Runner:
-    """Returns what runs the op: of torch's function, the arguments cast, and those as given.
+    """Returns the function that runs the op, given torch's function, the cast and the original arguments.
 
     Args:
         recipe: That of the call site.
@@ -85,7 +85,7 @@ def statistics_of(recipe: Recipe) -> Statistics | None:
 
 
 def _beside(statistics: Statistics, recipe: Recipe, run: Runner) -> Runner:
-    """Returns what does ``run`` without the running statistics, which its function gets all the same."""
+    """Hides the running statistics from ``run``; torch's function still receives them."""
     # They are not cast then, and kernels take them.
     passes_fp32 = not recipe.composes and recipe.emulation is None and recipe.takes_fp32_statistics
 
@@ -100,7 +100,7 @@ def _beside(statistics: Statistics, recipe: Recipe, run: Runner) -> Runner:
 def _legalized(
     recipe: Recipe, run: Runner, legalization: Legalization, settle: Callable[[], None]
 ) -> Runner:
-    """Returns what runs legalized calls in fp32 with rounded inputs and outputs, others by ``run``."""
+    """Returns a runner of legalized calls: fp32, with rounded inputs and outputs; others go to ``run``."""
     options = recipe.options
     legalizer = Legalizer(recipe.site.op, recipe.facts.kind, options.legalize)
     casts_late, rounds_inputs = recipe.casts_late, legalizer.rounds_inputs
@@ -169,7 +169,7 @@ def _low_precision(
 
 
 def _emulated(recipe: Recipe, emulation: Emulation, run: Runner) -> Runner:
-    """Returns what runs the op in a number format."""
+    """Returns a runner of the op in a number format."""
 
     def run_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if target_dtype(recipe, args, kwargs) is None or written(recipe, args, kwargs) is not None:
@@ -183,7 +183,7 @@ def _emulated(recipe: Recipe, emulation: Emulation, run: Runner) -> Runner:
 
 
 def _composed(recipe: Recipe, run: Runner) -> Runner:
-    """Returns what runs the op in its ``accumulate_dtype``, and casts what ``run`` returns."""
+    """Returns a runner of the op in its ``accumulate_dtype``, which casts the result of ``run``."""
     decision = recipe.decision
 
     def ending_in(output: torch.dtype | None) -> Accumulation:

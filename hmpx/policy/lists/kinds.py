@@ -40,7 +40,7 @@ class ListKind(NamedTuple):
     takes_options: bool = True
 
     def decision(self, low_dtype: LowType) -> Decision:
-        """Returns what is decided for its ops where ``low_dtype`` is the low-precision type."""
+        """Returns the decision for its ops where ``low_dtype`` is the low-precision type."""
         is_low = self.cast_policy is CastPolicy.LOW
         return Decision(self.cast_policy, self.dtype or (low_dtype if is_low else None))
 

@@ -1,0 +1,116 @@
+"""The inputs of a call: which of its arguments are cast, which are written to, and where they are."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..tensors import ELIGIBLE, SEQUENCES, Args, Kwargs, floating_in, tensors_in
+from .recipe import Recipe
+
+DENSE: Final = frozenset({torch.strided, torch.jagged})
+
+
+def counted(recipe: Recipe, inputs: list[Tensor]) -> list[Tensor]:
+    """Returns ``inputs`` without float64 numbers in tensors of no dimension, where kernels promote.
+
+    Beside tensors with dimensions these count as Python's numbers do, which are float64, too.
+    """
+    if not recipe.facts.promotes or not any(t.dim() for t in inputs):
+        return inputs
+    return [t for t in inputs if t.dtype is not torch.float64 or t.dim()]
+
+
+def floating_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
+    """Returns the floating and complex tensors among the inputs, in the parameters' order."""
+    return floating_in(given_inputs(recipe, args, kwargs))
+
+
+def given_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Any]:
+    """Returns the arguments that are inputs, in the parameters' order."""
+    names = recipe.site.parameters.names
+    padded = padded_names(names, len(args))
+    inputs = [v for n, v in zip(padded, args, strict=False) if n not in recipe.never_cast]
+    if kwargs:
+        order = {name: position for position, name in enumerate(names)}
+        by_position = sorted(kwargs, key=lambda name: order.get(name, len(order)))
+        inputs += [kwargs[name] for name in by_position if name not in recipe.skipped]
+    return inputs
+
+
+def widest(tensors: Iterable[Tensor]) -> torch.dtype:
+    """Returns the dtype that `torch.result_type` gives for these floating tensors together.
+
+    0-dim tensors count only where there are no others.
+    """
+    tensors = list(tensors)
+    dimensioned = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors]
+    return functools.reduce(torch.promote_types, dimensioned)
+
+
+def written(recipe: Recipe, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:
+    """Returns the argument that the call writes to, whose dtype therefore decides; None if there is none.
+
+    That is ``out=``, or the argument that the recipe or ``inplace=True`` makes the target. The first
+    tensor stands for those of ``out=``.
+    """
+    out = argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
+    if out is not None:
+        first = out[0] if isinstance(out, SEQUENCES) and out else out
+        return first if isinstance(first, Tensor) else None
+    target = recipe.target
+    if target is None:
+        if not (recipe.has_inplace_flag and argument(recipe, "inplace", args, kwargs)):
+            return None
+        target = recipe.site.parameters.names[0]
+    if recipe.site.parameters.names:
+        value = argument(recipe, target, args, kwargs)
+    else:  # nothing is known of the function's signature
+        value = args[0] if args else None
+    return value if isinstance(value, (Tensor, list, tuple)) else None
+
+
+def argument(recipe: Recipe, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """Returns the argument of that name, however it was given; None if it was not."""
+    names = recipe.site.parameters.names
+    if name in kwargs or name not in names:
+        return kwargs.get(name)
+    position = names.index(name)
+    return args[position] if position < len(args) else None
+
+
+def is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:
+    """Whether a tensor may be cast, on these device types."""
+    return (
+        tensor.dtype in ELIGIBLE and tensor.layout in DENSE and tensor.device.type in device_types
+    )
+
+
+def is_eligible_tensor(value: Any, recipe: Recipe) -> bool:
+    """Whether ``value`` is a tensor that the recipe may cast."""
+    return isinstance(value, Tensor) and is_eligible(value, recipe.device_types)
+
+
+def is_number_from_cpu(tensor: Tensor) -> bool:
+    """Whether kernels take a tensor that may be cast beside those on any device."""
+    return (
+        tensor.dtype in ELIGIBLE
+        and tensor.layout in DENSE
+        and tensor.device.type == "cpu"
+        and tensor.dim() == 0
+    )
+
+
+def is_on_device(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
+    """Whether any tensor among the arguments is on a device whose tensors are cast."""
+    found = tensors_in((*args, *kwargs.values()))
+    return any(tensor.device.type in recipe.device_types for tensor in found)
+
+
+def padded_names(names: tuple[str, ...], length: int) -> tuple[str, ...]:
+    """Returns ``names``, followed by empty ones up to ``length``."""
+    return names if len(names) >= length else names + ("",) * (length - len(names))
