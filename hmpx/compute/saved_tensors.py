@@ -71,6 +71,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
         result = function(*new_args, **new_kwargs)
     finally:
         pop_hooks()
+    packer.sources.clear()  # torch keeps a pack hook as long as the tensors that it packed
     low_result = rounded(result, finish or packer.convert)
     if packer.pending:
         packer.settle(result, None if finish else low_result)
@@ -78,7 +79,7 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
 
 
 class _Packer:
-    """The pack hook of one call; autograd keeps what it returns, and not the packer.
+    """The pack hook of one call.
 
     Attributes:
         precision: How the call is computed.
@@ -185,6 +186,7 @@ class _Packer:
                 kept.version = kept.tensor._version
         for _, kept in self.pending:
             self.keep(kept)
+        self.pending.clear()
 
 
 def _reround(

@@ -818,6 +818,16 @@ def test_what_is_kept_is_freed_without_garbage_collection(name: str, has_backwar
         torch.UntypedStorage._free_weak_ref(reference)
 
 
+def test_inputs_that_backward_does_not_read_are_freed_after_the_call() -> None:
+    """The input of a frozen layer is not needed for its own gradient."""
+    with low("linear"), no_collection():
+        x, weight = normal(4, 8).requires_grad_().bfloat16(), normal(8, 8).bfloat16()
+        reference, output = weakref.ref(x), F.linear(x, weight)
+        del x
+        assert output.requires_grad
+        assert reference() is None
+
+
 # --- writing in between ---------------------------------------------------------------------------
 
 MODIFIED: dict[str, tuple[tuple[str, ...], Function, str]] = {
