@@ -190,7 +190,7 @@ def test_everything_low_leaves_the_state_of_an_optimizer_in_fp32(tmp_path: Path)
 def test_an_interrupt_in_convert_leaves_the_collector_on() -> None:
     off = []
     for line in range(1, 12):
-        with interrupted(line, lambda code: code.co_name == "_paused_gc"):
+        with interrupted(line, lambda code: code.co_name == "paused_gc"):
             hmpx.convert()
         if not gc.isenabled():
             gc.enable()
