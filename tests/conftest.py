@@ -138,7 +138,7 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 @pytest.fixture
 def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds `convert` up where no call uses a function that was taken from torch before it."""
-    monkeypatch.setattr("hmpx.session.session.early_name_patches", lambda replacements: iter(()))
+    monkeypatch.setattr("hmpx.session.steps.early_name_patches", lambda replacements: iter(()))
 
 
 @pytest.fixture

@@ -187,6 +187,11 @@ class Foreign:
             self.patches.append(site.holding(wrapper))
 
 
+def originals(wrappers: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """Returns the functions that these wrappers wrap."""
+    return [vars(wrapper)["__wrapped__"] for wrapper in wrappers]
+
+
 def replacements(
     made: Iterable[Callable[..., Any]], earlier: Iterable[Callable[..., Any]]
 ) -> dict[int, Callable[..., Any]]:

@@ -1,4 +1,9 @@
-"""A session: one conversion of torch. Wires policy, patches and observers together, and owns undo."""
+"""A session: one conversion of torch. Wires policy, patches and observers together, and owns undo.
+
+All that goes into torch, or out of it, is drafted first and then written at once by `Draft.make`, which
+takes everything back if anything raises. With an ExitStack of steps the old conversion would have to go
+before the new one comes, and calls in other threads would find torch without either.
+"""
 
 from __future__ import annotations
 
@@ -10,37 +15,21 @@ from typing import Any
 
 import torch
 
-from .. import casting, compute, torch_state
+from .. import compute, torch_state
 from ..casting import Options
 from ..errors import HmpxWarning
-from ..observers import (
-    ATTACHED,
-    LOGGER,
-    Attached,
-    announcing,
-    log_observer,
-)
-from ..patches import (
-    compile_patches,
-    early_name_patches,
-    following,
-    held_by_models,
-    is_renewed,
-    missed,
-    numpy_patches,
-    pickle_patch,
-    region_patches,
-    retired,
-)
+from ..observers import ATTACHED, Attached, log_observer
+from ..patches import early_name_patches, is_renewed, missed, retired
 from ..patching import Change, Draft, Patch
 from ..policy import Policy, policy_line
 from ..registry import exclusive
 from ..rules import RULES, Registered, all_rules
 from ..wrappers import in_force, retirement
-from . import policy_patches
-from .changing import forget_what_is_cached, paused_gc, said_of, say
-from .installation import Installation, asks_for_modules
-from .policy_patches import Conversion
+from .changing import forget_what_is_cached, paused_gc
+from .installation import Installation
+from .messages import log_what_models_keep, said_of, say, warn_of_unmatched
+from .policy_patches import Conversion, Foreign, originals, replacements
+from .steps import Callbacks, StepContext, draft_steps
 
 _current: Session | None = None
 
@@ -99,15 +88,7 @@ class Session:
         Yields:
             A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
         """
-        return missed(self._originals())
-
-    def _originals(self) -> list[Callable[..., Any]]:
-        return [vars(wrapper)["__wrapped__"] for wrapper in self._installation.wrappers]
-
-    def _log_what_models_keep(self) -> None:
-        if self._verbose:
-            for path, function in held_by_models(self._originals()):
-                LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
+        return missed(originals(self._installation.wrappers))
 
     def __enter__(self) -> Session:
         self._is_entered, self._is_left = True, False
@@ -178,54 +159,21 @@ class Session:
             draft: Where torch is as it would be without a conversion.
             replaced: What the session before has put into torch.
         """
-        observers: tuple[Attached, ...] = ()
         asked = all_rules()
-        if self._verbose:
-            if self._log is None or asked != self.rules:  # which may decide otherwise
-                self._log = Attached(log_observer(self._verbose))
-            observers = (self._log,)
-        observers += ATTACHED.value
-        conversion = self._conversion(observers)
-        patches, made = policy_patches.patches(conversion, draft)
-        foreign = policy_patches.Foreign(conversion, draft)
-        foreign.take(policy_patches.foreign_names(self.policy))
-        patches += foreign.patches
-        made += foreign.made
-        self._said = foreign.said
-        applied = draft.apply(patches)
-        low = self.policy.low_precision_type
-        low_dtype = low if isinstance(low, torch.dtype) else None
-        applied += draft.apply(region_patches(draft, self._add, self._run_suspended, low_dtype))
-        applied += draft.apply(numpy_patches(draft))
-        if self._verbose == "hmp":
-            applied += draft.apply(announcing(draft))
-        if self.options.reuse_casts:
-            applied += draft.apply(casting.cache_patches(draft))
-        originals = [vars(wrapper)["__wrapped__"] for wrapper in made]
-        applied += draft.apply([pickle_patch(originals, draft)])
-        # Names may also have been taken during a conversion: this list keeps those wrappers' ids.
-        earlier = [*retired(), *replaced.wrappers]
-        replacements = policy_patches.replacements(made, earlier)
-        applied += draft.apply(early_name_patches(replacements))
-        applied += draft.apply(
-            following(policy_patches.foreign_names(self.policy), draft, self._follow)
+        if self._verbose and (self._log is None or asked != self.rules):
+            self._log = Attached(log_observer(self._verbose))  # other rules may decide otherwise
+        logs = () if self._log is None else (self._log,)
+        callbacks = Callbacks(
+            self._add,
+            self._run_suspended,
+            self._follow,
+            self._note_modules,
+            self._warn_of_unmatched,
         )
-        applied += draft.apply([torch_state.asked_by(self._note_modules), in_force(made)])
-        notes_modules = bool(observers) or asks_for_modules(self.policy, asked)
-        if notes_modules:  # on top of the patch of the same slot for reused casts
-            applied += draft.apply(torch_state.module_patches(draft, self._warn_of_unmatched))
-        applied += draft.apply(
-            compile_patches(
-                draft,
-                self.policy,
-                self.device_types,
-                self.options,
-                asked,
-                self.options.legalize,
-                self._add,
-            )
-        )
-        return Installation(tuple(applied), tuple(made), asked, notes_modules, observers)
+        conversion = self._conversion((*logs, *ATTACHED.value))
+        context = StepContext(conversion, draft, callbacks, self._verbose, asked, replaced.wrappers)
+        self._said = context.said
+        return draft_steps(context)
 
     def _extend(
         self,
@@ -259,12 +207,12 @@ class Session:
             return
         draft, installed = Draft(), self._installation
         conversion = self._conversion(installed.observers)
-        foreign = policy_patches.Foreign(conversion, draft, installed.wrappers)
+        foreign = Foreign(conversion, draft, installed.wrappers)
         foreign.take(names, module)
         if foreign.made:
             patches: list[Change] = [*foreign.patches]
             earlier = [*retired(), *installed.wrappers]
-            patches += early_name_patches(policy_patches.replacements(foreign.made, earlier))
+            patches += early_name_patches(replacements(foreign.made, earlier))
             patches.append(in_force([*installed.wrappers, *foreign.made]))
             made = foreign.made
             self._extend(draft, patches, notes_modules=installed.notes_modules, made=made)
@@ -302,17 +250,9 @@ class Session:
             put_back()
 
     def _warn_of_unmatched(self, root: torch.nn.Module) -> None:
-        if self._has_warned:
-            return
-        self._has_warned = True
-        unmatched = self.policy.unmatched([name for name, _ in torch_state.named_modules(root)])
-        if unmatched:
-            warnings.warn(
-                f"these patterns match no module of {type(root).__name__}:\n  "
-                + "\n  ".join(unmatched),
-                HmpxWarning,
-                stacklevel=4,
-            )
+        if not self._has_warned:
+            self._has_warned = True
+            warn_of_unmatched(self.policy, root)
 
 
 def current() -> Session | None:
@@ -356,7 +296,8 @@ def switch_to(session: Session | None) -> None:
                 warnings.warn(said, HmpxWarning, stacklevel=6)
             if session is not None and session is not old:
                 say(session._said)
-                session._log_what_models_keep()
+                if session._verbose:
+                    log_what_models_keep(originals(session._installation.wrappers))
 
         try:
             draft.make(finish)

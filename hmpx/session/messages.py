@@ -1,0 +1,61 @@
+"""What a session tells the user: warnings about its lists and patches, log lines about models."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .. import torch_state
+from ..errors import HmpxWarning
+from ..frames import is_ours
+from ..observers import LOGGER
+from ..patches import held_by_models
+from ..patching import Change
+from ..policy import Policy
+
+
+def said_of(covered: Iterable[Change]) -> str:
+    """Returns the warning about slots that somebody else has patched since; ``""`` for none."""
+    names = {patch.where for patch in covered if not (patch.is_foreign or patch.stays_idle)}
+    if not names:
+        return ""
+    return (
+        f"{', '.join(sorted(names))}: patched by somebody else after hmpx.convert(); their patch was "
+        "left in place, without hmpx's casts beneath it. Undo theirs first, then hmpx.revert()"
+    )
+
+
+def say(messages: list[str]) -> None:
+    """Warns of what is wrong with names in the lists, at the first line outside of hmpx."""
+    if messages:
+        level, frame = 1, sys._getframe()
+        while frame.f_back is not None and _is_passing_on(frame.f_globals.get("__name__")):
+            level, frame = level + 1, frame.f_back
+        lines = "\n  ".join(messages)
+        warnings.warn(f"left out of the op lists:\n  {lines}", HmpxWarning, stacklevel=level)
+
+
+def _is_passing_on(module: object) -> bool:
+    return is_ours(module) or str(module).partition(".")[0] in ("importlib", "_frozen_importlib")
+
+
+def log_what_models_keep(functions: Sequence[Callable[..., Any]]) -> None:
+    """Logs which of these functions of torch models hold, so that their calls are not cast."""
+    for path, function in held_by_models(functions):
+        LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
+
+
+def warn_of_unmatched(policy: Policy, root: torch.nn.Module) -> None:
+    """Warns of patterns of the policy's sections that match no module in ``root``, which was called."""
+    unmatched = policy.unmatched([name for name, _ in torch_state.named_modules(root)])
+    if unmatched:
+        warnings.warn(
+            f"these patterns match no module of {type(root).__name__}:\n  "
+            + "\n  ".join(unmatched),
+            HmpxWarning,
+            stacklevel=5,  # the call of ``root``
+        )
