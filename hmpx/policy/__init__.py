@@ -20,8 +20,9 @@ from .files.reading import is_policy_file, read_policy_file
 from .files.sources import PolicySource
 from .lists.kinds import FILE_NAMES, LIST_KINDS
 from .lists.sets import SHIPPED, read_list
-from .loading import load_policy, read_source
+from .loading import load_policy, read_source, requested_policy
 from .policy import Policy
+from .request import path_and_policy, policy_request
 from .tables import policy_line
 
 __all__ = [
@@ -46,9 +47,12 @@ __all__ = [
     "check_files",
     "is_policy_file",
     "load_policy",
+    "path_and_policy",
     "policy_line",
+    "policy_request",
     "read_list",
     "read_policy_file",
     "read_source",
+    "requested_policy",
     "settled_dtype",
 ]

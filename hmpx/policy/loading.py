@@ -12,7 +12,7 @@ import torch
 from .. import arguments, ops
 from ..arguments import is_a
 from ..errors import OptionError, PolicyFileError, shown, suggestion
-from .decisions import CastPolicy, Decision, LowType, parse_low_type
+from .decisions import CastPolicy, Decision, LowType
 from .files import reading
 from .files.sources import PolicySource
 from .lists import sets
@@ -21,6 +21,7 @@ from .lists.kinds import KINDS
 from .lists.op_list import Listed, OpList
 from .policy import Policy
 from .precedence import resolve
+from .request import PolicyRequest, path_and_policy, policy_request
 from .sections import Section
 from .warning import warn
 
@@ -53,42 +54,40 @@ def load_policy(
         >>> "softmax" in policy.decisions
         False
     """
-    given_paths = {
-        name: arguments.path(name, path)
-        for name, path in (
-            ("bf16_file_path", bf16_file_path),
-            ("fp32_file_path", fp32_file_path),
-            ("fp16_file_path", fp16_file_path),
+    bf16_path, policy_or_path = path_and_policy(bf16_file_path, policy)
+    return requested_policy(
+        policy_request(
+            bf16_path,
+            fp32_file_path,
+            fp16_file_path=fp16_file_path,
+            opt_level=opt_level,
+            low_precision_type=low_precision_type,
+            lists=lists,
+            policy=policy_or_path,
+            strict=strict,
         )
-    }
-    level = arguments.choice("opt_level", opt_level, ("O1", "O2"))
-    set_or_folder = arguments.path("lists", lists)
-    strict = arguments.truth("strict", strict)
-    low_dtype = parse_low_type(low_precision_type)
-    if policy is None and reading.is_policy_file(given_paths["bf16_file_path"]):
-        policy, given_paths["bf16_file_path"] = given_paths["bf16_file_path"], ""
+    )
+
+
+def requested_policy(request: PolicyRequest) -> Policy:
+    """Returns the policy that is asked for.
+
+    Raises:
+        OpListError: A list can't be read, or an op is in two lists; also of unknown names, if strict.
+        PolicyFileError: The policy can't be read, or is not a policy.
+        OptionError: The policy is neither one nor something to read.
+    """
+    policy, low_dtype, strict = request.policy, request.low_dtype, request.strict
+    if isinstance(policy, Policy):
+        return policy
     if policy is not None:
-        if any(given_paths.values()) or set_or_folder or level != "O1":
-            raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
-        if isinstance(policy, Policy):
-            return policy
         return _from_source(read_source(policy), low_dtype, strict=strict)
-    for argument, path in given_paths.items():
-        if path in ("O1", "O2"):
-            raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
-        if reading.is_policy_file(path):
-            found = shown(path)
-            raise OptionError(f"{argument} is {found}; pass it by name: policy={found}")
-    if level == "O2":
-        if lists is not None:
-            raise OptionError("opt_level 'O2' has its own lists; leave out lists, or use 'O1'")
-        if any(given_paths.values()):
-            ignored = ", ".join(shown(path) for path in given_paths.values() if path)
+    if request.opt_level == "O2":
+        if ignored := ", ".join(shown(path) for path in request.paths.values() if path):
             warn(f"opt_level 'O2' ignores list files ({ignored}); use 'O1' to read them")
         return _from_lists({}, "o2", low_dtype, strict=strict)
-    by_kind = dict(zip(("low", "fp32", "fp16"), given_paths.values(), strict=True))
-    chosen = sets.DEFAULT_SET if lists is None else set_or_folder
-    return _from_lists(by_kind, chosen, low_dtype, strict=strict)
+    lists = sets.DEFAULT_SET if request.lists is None else request.lists
+    return _from_lists(request.paths, lists, low_dtype, strict=strict)
 
 
 def _from_lists(

@@ -107,8 +107,7 @@ def convert(
     )
     if asked.verbose == "hmp":
         announce_conversion(opt_level)
-    options = Options(asked.legalize, asked.reuse_casts, asked.rounding, asked.round_gradients)
-    session = _put_in_force(asked.policy, asked.device_types, options, asked.verbose)
+    session = _put_in_force(asked.policy, asked.device_types, asked.options, asked.verbose)
     if device_types is None and "cpu" not in asked.device_types:
         found = " and ".join(sorted(asked.device_types))
         LOGGER.info(

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Final
 
 from .. import arguments
 from ..arguments import is_a
+from ..casting import Options
 from ..compute import LEGALIZE_MODES
 from ..errors import OptionError, shown
 from ..number_formats import ROUNDING_MODES as ROUNDINGS
-from ..policy import LowType, Policy, PolicySource, is_policy_file, load_policy, read_source
+from ..policy import Policy, path_and_policy, policy_request, read_source, requested_policy
 from ..tensors import parse_device_types
 
 
@@ -24,19 +24,13 @@ class Request:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
         verbose: Whether calls are logged; ``"once"``: each distinct decision once.
-        legalize: See `convert`, and
-        reuse_casts: there, and
-        rounding: there, and
-        round_gradients: there.
+        options: How ops compute.
     """
 
     policy: Policy
     device_types: frozenset[str]
     verbose: bool | str
-    legalize: str
-    reuse_casts: bool
-    rounding: str
-    round_gradients: bool
+    options: Options
 
 
 def checked(
@@ -45,17 +39,17 @@ def checked(
     verbose: object,
     too_many: tuple[object, ...],
     *,
-    fp16_file_path: str | os.PathLike[str],
-    opt_level: str,
-    low_precision_type: LowType | str,
-    lists: str | os.PathLike[str] | None,
-    policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None,
+    fp16_file_path: object,
+    opt_level: object,
+    low_precision_type: object,
+    lists: object,
+    policy: object,
     device_types: Iterable[str] | None,
-    strict: bool,
-    legalize: str,
-    reuse_casts: bool,
-    rounding: str,
-    round_gradients: bool,
+    strict: object,
+    legalize: object,
+    reuse_casts: object,
+    rounding: object,
+    round_gradients: object,
 ) -> Request:
     """Returns the request that `convert`'s arguments make; ``too_many`` are positional ones.
 
@@ -67,22 +61,20 @@ def checked(
     if too_many:
         raise OptionError(_too_many((bf16_file_path, fp32_file_path, verbose, *too_many)))
     is_verbose = _verbosity(verbose)
-    options = {
-        "legalize": arguments.choice("legalize", legalize, LEGALIZE_MODES),
-        "reuse_casts": arguments.truth("reuse_casts", reuse_casts),
-        "rounding": arguments.choice("rounding", rounding, ROUNDINGS),
-        "round_gradients": arguments.truth("round_gradients", round_gradients),
-    }
+    options = Options(
+        legalize=arguments.choice("legalize", legalize, LEGALIZE_MODES),
+        reuse_casts=arguments.truth("reuse_casts", reuse_casts),
+        rounding=arguments.choice("rounding", rounding, ROUNDINGS),
+        round_gradients=arguments.truth("round_gradients", round_gradients),
+    )
     found_types = parse_device_types(device_types)
-    bf16_path = arguments.path("bf16_file_path", bf16_file_path)
-    if policy is None and is_policy_file(bf16_path):
-        policy, bf16_path = bf16_path, ""
+    bf16_path, policy = path_and_policy(bf16_file_path, policy)
     if policy is not None and not isinstance(policy, Policy):
         policy = source = read_source(policy)
         is_verbose = is_verbose or source.is_verbose
-    loaded = load_policy(
+    asked = policy_request(
         bf16_path,
-        fp32_file_path,  # type: ignore[arg-type]  # checked there
+        fp32_file_path,
         fp16_file_path=fp16_file_path,
         opt_level=opt_level,
         low_precision_type=low_precision_type,
@@ -90,7 +82,12 @@ def checked(
         policy=policy,
         strict=strict,
     )
-    return Request(policy=loaded, device_types=found_types, verbose=is_verbose, **options)  # type: ignore[arg-type]
+    return Request(
+        policy=requested_policy(asked),
+        device_types=found_types,
+        verbose=is_verbose,
+        options=options,
+    )
 
 
 _EXPECTED: Final = "True, False, 'once' or 'hmp'"
