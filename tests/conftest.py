@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import multiprocessing.spawn
 import os
 import types
@@ -19,6 +20,7 @@ import hmpx
 from hmpx.compute.legalize import capability, legalization
 from hmpx.compute.legalize.capability import Capability
 from hmpx.ops.sites import NAMESPACES
+from hmpx.patches import early_names
 
 from . import fake_cuda
 
@@ -61,6 +63,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
 
+
+@pytest.hookimpl(wrapper=True)
+def pytest_collection() -> Iterator[None]:
+    """Has collections of garbage leave out the million objects that importing the tests makes."""
+    gc.disable()
+    try:
+        return (yield)
+    finally:
+        gc.enable()
+        gc.freeze()
+        gc.set_threshold(50_000, 10, 100)
+
+
+# Libraries that tests import, and that keep no functions of torch: with them, each conversion would
+# spend a third of its time on looking for early names.
+early_names._WITHOUT_TORCH += (
+    *("_pytest", "anyio", "filelock", "google", "h11", "httpcore2", "httpx2", "huggingface_hub"),
+    *("hypothesis", "jinja2", "networkx", "onnx", "onnx_ir", "onnxruntime", "PIL", "pygments"),
+    *("regex", "scipy", "setuptools", "sklearn", "tqdm", "truststore"),
+)
 
 # Else each process that compiles tries the compiler on vector instructions, in processes of its own
 # that import torch: seconds each. The variable is for the processes that tests start.

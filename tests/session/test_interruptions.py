@@ -345,6 +345,7 @@ def problems_with_warnings(name: str, sample: int | None) -> tuple[int, list[str
 def print_nothing() -> None:
     """Has the log of what is cast, which pytest would capture, go nowhere."""
     sys.stdout = io.StringIO()
+    gc.freeze()  # what was imported is no garbage
 
 
 @pytest.fixture(scope="module")
