@@ -29,11 +29,16 @@ Line = dict[str, Any]
 _REFERENCE = "fp32"
 
 
+#: What a library imports as late as its first model is built, which would be in each process.
+_LATE = {"transformers": ("transformers.modeling_utils", "transformers.generation.utils")}
+
+
 def warm_up(libraries: Iterable[str]) -> None:
     """Imports the libraries and has hmpx measure the machine, once for all processes."""
     torch.set_num_threads(1)
     for library in sorted(libraries):
-        importlib.import_module(library)
+        for name in (library, *_LATE.get(library, ())):
+            importlib.import_module(name)
     for dtype in (torch.bfloat16, torch.float16):
         with hmpx.convert(low_precision_type=dtype):
             x = torch.randn(8, 8, requires_grad=True)
