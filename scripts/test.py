@@ -1,4 +1,4 @@
-"""Runs every check of the project, the cheapest first, up to the first that fails.
+"""Runs every check of the project, the cheapest first and together, up to the first that fails.
 
     python3 scripts/test.py                  # all of it
     python3 scripts/test.py -k casting       # pytest alone, with these arguments
@@ -18,6 +18,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
 
 import environment
@@ -51,20 +52,14 @@ print(f"hmpx {hmpx.__version__} from {package}")
 """
 
 
-def test(slowest: list[str]) -> None:
-    """Runs the tests but for conformance."""
-    slowest += run_timed([PYTHON, *PYTEST, "-m", "not opinfo and not slow"])
+def run_timed(pytest: list[str]) -> tuple[list[str], float]:
+    """Runs pytest; ends this program if a test fails.
 
-
-def test_conformance(slowest: list[str]) -> None:
-    """Runs each sample of torch's OpInfo database."""
-    conformance = "tests/integration/test_opinfo_conformance.py"
-    slowest += run_timed([PYTHON, *PYTEST, "-m", "opinfo", conformance])
-
-
-def run_timed(pytest: list[str]) -> list[str]:
-    """Runs pytest and returns its lines of the slowest tests; ends this program if a test fails."""
+    Returns:
+        Its lines of the slowest tests, and how many seconds it took.
+    """
     command = [*pytest, "--durations", str(SLOWEST)]
+    start = time.perf_counter()
     with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8") as process:
         assert process.stdout is not None
         found = []
@@ -74,29 +69,49 @@ def run_timed(pytest: list[str]) -> list[str]:
                 found.append(line.rstrip("\n"))
     if process.returncode:
         sys.exit(process.returncode)
-    return found
+    return found, time.perf_counter() - start
 
 
-def test_wheel(slowest: list[str]) -> None:
+class StepError(Exception):
+    """A command's status is not 0."""
+
+
+def output(command: list[str], cwd: Path = ROOT) -> str:
+    """Returns what ``command`` prints; raises `StepError` with it if it fails."""
+    done = subprocess.run(
+        command,
+        cwd=cwd,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        encoding="utf-8",
+        check=False,
+    )
+    if done.returncode:
+        end = f"This failed with status {done.returncode}:\n  {' '.join(command)}"
+        raise StepError(f"{done.stdout}\n{end}")
+    return done.stdout
+
+
+def test_wheel() -> str:
     """Builds the wheel, installs it elsewhere and tries it there, outside the repository."""
     with tempfile.TemporaryDirectory() as directory:
         elsewhere = Path(directory)
         venv = elsewhere / "venv"
         build = [PYTHON, "-m", "build", "--wheel", "--no-isolation", "--outdir", directory]
-        run(build)
+        printed = output(build)
         (wheel,) = elsewhere.glob("*.whl")
         environment.make(venv)
         pip = [program("python", venv), "-m", "pip", "install", "--quiet", "--no-deps"]
-        run([*pip, str(wheel)])
+        printed += output([*pip, str(wheel)])
         borrow_packages(venv)
         lists = [
             path.relative_to(ROOT / "lists").as_posix() for path in ROOT.glob("lists/**/*.txt")
         ]
-        run([program("python", venv), "-c", SMOKE_TEST, *lists], cwd=elsewhere)
-        run([program("hmpx", venv), "ops", "softmax"], cwd=elsewhere)
+        printed += output([program("python", venv), "-c", SMOKE_TEST, *lists], elsewhere)
+        printed += output([program("hmpx", venv), "ops", "softmax"], elsewhere)
         my_list = elsewhere / "my_bf16.txt"
         my_list.write_text("@hmp\n-mul\n", encoding="utf-8")
-        run([program("hmpx", venv), "check", str(my_list)], cwd=elsewhere)
+        return printed + output([program("hmpx", venv), "check", str(my_list)], elsewhere)
 
 
 def borrow_packages(venv: Path) -> None:
@@ -113,31 +128,51 @@ def borrow_packages(venv: Path) -> None:
     (there / "borrowed.pth").write_text(f"{here}\n", encoding="utf-8")
 
 
-def command(*words: str) -> Callable[[list[str]], None]:
+def command(*words: str) -> Callable[[], str]:
     """Returns a step that runs a program of the environment."""
-    return lambda slowest: run([program(words[0]), *words[1:]])
+    return lambda: output([program(words[0]), *words[1:]])
 
 
-#: Each is given the list that it adds its slowest tests to, as pytest prints them.
-STEPS: dict[str, Callable[[list[str]], None]] = {
+#: What runs beside each other before the tests; each returns what it prints.
+STEPS: dict[str, Callable[[], str]] = {
     "format": command("ruff", "format", "--check", "."),
     "lint": command("ruff", "check", "."),
     "spelling": command("codespell"),
     "layers": command("lint-imports"),
     "types": command("mypy", "--strict", "hmpx"),
-    "tests": test,
-    "conformance": test_conformance,
     "wheel": test_wheel,
 }
 
 
-def durations(steps: dict[str, float], slowest: list[str]) -> str:
-    """Returns the seconds of each step and of the slowest tests, the longest first."""
+def timed(step: Callable[[], str]) -> tuple[str, float]:
+    """Returns what a step prints, and how many seconds it takes."""
+    start = time.perf_counter()
+    return step(), time.perf_counter() - start
+
+
+def run_steps() -> dict[str, float]:
+    """Runs `STEPS` and returns the seconds of each; ends this program at the first that fails."""
+    took_s: dict[str, float] = {}
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        running = {pool.submit(timed, step): name for name, step in STEPS.items()}
+        for done in as_completed(running):
+            name = running[done]
+            print(f"== {name}", flush=True)
+            try:
+                printed, took_s[name] = done.result()
+            except StepError as failure:
+                print(failure, flush=True)
+                pool.shutdown(wait=False, cancel_futures=True)
+                sys.exit(1)
+            print(f"{printed}== {name}: passed in {took_s[name]:.1f} s\n", flush=True)
+    return took_s
+
+
+def durations(steps: dict[str, float], in_all_s: float, slowest: list[str]) -> str:
+    """Returns the seconds of each step, of all and of the slowest tests, the longest first."""
     by_length = sorted(slowest, key=lambda line: -float(line.partition("s ")[0]))
     took = [f"{seconds:8.1f} s  {name}" for name, seconds in steps.items()]
-    return (
-        "\n".join([*took, f"{sum(steps.values()):8.1f} s  in all", "", *by_length[:SLOWEST]]) + "\n"
-    )
+    return "\n".join([*took, f"{in_all_s:8.1f} s  in all", "", *by_length[:SLOWEST]]) + "\n"
 
 
 def over_budget(took_s: float) -> str | None:
@@ -152,25 +187,25 @@ def over_budget(took_s: float) -> str | None:
 
 
 def main() -> None:
-    """Runs all steps, or pytest with the arguments given."""
+    """Runs all steps and the tests, or pytest with the arguments given."""
     os.environ.pop("PYTHONPATH", None)  # else it could supply another hmpx
+    # Else each of a hundred processes would compile hmpx, and pytest its tests, anew.
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
     environment.prepare("test")
     if sys.argv[1:]:
         run([PYTHON, *PYTEST, *sys.argv[1:]])
         return
+    start = time.perf_counter()
+    took_s = run_steps()
+    print("== tests", flush=True)
+    slowest, took_s["tests"] = run_timed([PYTHON, *PYTEST])
+    in_all_s = time.perf_counter() - start
+    report = durations(took_s, in_all_s, slowest)
     DURATIONS.parent.mkdir(exist_ok=True)
-    took_s: dict[str, float] = {}
-    slowest: list[str] = []
-    for name, step in STEPS.items():
-        print(f"== {name}", flush=True)
-        start = time.perf_counter()
-        step(slowest)
-        took_s[name] = time.perf_counter() - start
-        print(f"== {name}: passed in {took_s[name]:.1f} s\n", flush=True)
-        DURATIONS.write_text(durations(took_s, slowest), encoding="utf-8")
-    print(durations(took_s, slowest))
-    print(f"All {len(STEPS)} steps passed in {sum(took_s.values()):.1f} s")
-    if fault := over_budget(sum(took_s.values())):
+    DURATIONS.write_text(report, encoding="utf-8")
+    print(report)
+    print(f"All {len(took_s)} steps passed in {in_all_s:.1f} s")
+    if fault := over_budget(in_all_s):
         sys.exit(fault)
 
 
