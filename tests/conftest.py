@@ -172,10 +172,11 @@ def fresh_dynamo() -> Iterator[None]:
 
 
 @pytest.fixture(scope="session")
-def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
+def on_fake_cuda(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[..., Any]]:
     """Calls a function in a process that has a fake CUDA device; see `fake_cuda.call`."""
     reason = fake_cuda.missing()
     if reason is not None:
         pytest.skip(reason)
     guard = fake_cuda.build(tmp_path_factory.mktemp("fake_cuda"))
-    return lambda function, *arguments: fake_cuda.call(guard, function, *arguments)
+    with fake_cuda.serving(guard) as call:
+        yield call

@@ -14,13 +14,16 @@ casts and their waits for the device are those of a GPU. Its numbers and its spe
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
+import itertools
 import json
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Callable
+import tempfile
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +37,8 @@ def missing() -> str | None:
     """Returns why the guard can't be built here, or None."""
     if compiler() is None:
         return "needs a C++ compiler (c++, g++ or clang++)"
+    if not hasattr(os, "fork"):
+        return "each call is a forked child"
     if torch.version.cuda or torch.version.hip:
         return "needs a torch that was built without CUDA: another one has devices of its own"
     return None
@@ -86,6 +91,40 @@ def build(folder: Path, device_type: str = "cuda") -> Path:
     return library
 
 
+@contextlib.contextmanager
+def serving(guard: Path) -> Iterator[Callable[..., Any]]:
+    """Yields `call` for many calls: each runs in a child of one process that has imported torch.
+
+    Args:
+        guard: What `build` returned.
+    """
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        subprocess.Popen(
+            [sys.executable, str(FOLDER / "worker.py"), str(guard)],
+            env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+        ) as process,
+    ):
+        assert process.stdin is not None and process.stdout is not None
+        number = itertools.count()
+
+        def serve(function: Callable[..., Any], *arguments: Any) -> Any:
+            log, result = (Path(folder, f"{next(number)}.{name}") for name in ("log", "json"))
+            named = [function.__module__, function.__qualname__, arguments]
+            print(json.dumps([*named, str(log), str(result), TIMEOUT_S]), file=process.stdin)
+            process.stdin.flush()
+            status = process.stdout.readline().strip()
+            assert status == "0", (status, log.exists() and log.read_text(encoding="utf-8"))
+            return json.loads(result.read_text(encoding="utf-8"))
+
+        yield serve
+        process.stdin.close()
+        assert process.wait(timeout=TIMEOUT_S) == 0
+
+
 def call(guard: Path, function: Callable[..., Any], *arguments: Any) -> Any:
     """Returns what ``function`` returns in a new process that has a fake CUDA device.
 
@@ -95,17 +134,7 @@ def call(guard: Path, function: Callable[..., Any], *arguments: Any) -> Any:
         arguments: What JSON can hold, as the result must be, too.
 
     Raises:
-        AssertionError: The function raises or warns.
+        AssertionError: The function raises.
     """
-    module = function.__module__
-    call = json.dumps([str(guard), module, function.__qualname__, arguments])
-    result = subprocess.run(
-        [sys.executable, str(FOLDER / "worker.py"), call],
-        env={**os.environ, "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"},
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT_S,
-        check=False,
-    )
-    assert result.returncode == 0, result.stdout + result.stderr
-    return json.loads(result.stdout.splitlines()[-1])
+    with serving(guard) as serve:
+        return serve(function, *arguments)
