@@ -13,7 +13,7 @@ from .arguments import (
     target_dtype,
 )
 from .cache import cache_patches
-from .facts import facts_of, site_of
+from .facts import facts_of, recipe_of, site_of
 from .inputs import floating_inputs, is_on_device, widest, written
 from .recipe import CallSite, OpFacts, Options, Recipe
 
@@ -33,6 +33,7 @@ __all__ = [
     "is_on_device",
     "is_settled",
     "is_widened",
+    "recipe_of",
     "site_of",
     "target_dtype",
     "widest",

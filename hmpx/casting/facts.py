@@ -6,7 +6,8 @@ import functools
 
 from .. import ops
 from ..compute import Lacking
-from .recipe import CallSite, OpFacts
+from ..policy import Decision
+from .recipe import CallSite, OpFacts, Options, Recipe
 
 
 @functools.cache
@@ -42,3 +43,38 @@ def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable:
         statistics=ops.statistics(op, site),
         lacking=lacking,
     )
+
+
+def recipe_of(  # noqa: PLR0917  # the key
+    op: str,
+    site: ops.Site,
+    lacking: Lacking | None,
+    decision: Decision,
+    device_types: frozenset[str],
+    options: Options,
+    *,
+    is_overridable: bool,
+) -> Recipe:
+    """Returns the recipe of one of torch's call sites of ``op``; see `Recipe` and `CallSite`.
+
+    Conversions share recipes: to work one out takes longer than all the rest of making a wrapper.
+    """
+    # Reasons are not part of a decision's equality.
+    return _recipe_of(
+        op, site, lacking, decision, decision.reason, device_types, options, is_overridable
+    )
+
+
+@functools.lru_cache(maxsize=10_000)  # a few policies of all ops
+def _recipe_of(  # noqa: PLR0917  # the key
+    op: str,
+    site: ops.Site,
+    lacking: Lacking | None,
+    decision: Decision,
+    reason: str,
+    device_types: frozenset[str],
+    options: Options,
+    is_overridable: bool,
+) -> Recipe:
+    call_site = site_of(op, site, lacking, is_overridable=is_overridable)
+    return Recipe(call_site, facts_of(op), decision, device_types, options)

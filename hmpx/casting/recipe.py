@@ -91,9 +91,9 @@ class Options:
     round_gradients: bool = False
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)
 class Recipe:
-    """How the calls of one site are cast and computed.
+    """How the calls of one site are cast and computed. Equal to itself only.
 
     Attributes:
         site: The callable.

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import compute, ops, rules, wrappers
-from ..casting import CallSite, OpFacts, Options, Recipe, facts_of, site_of
+from ..casting import CallSite, OpFacts, Options, Recipe, facts_of, recipe_of
 from ..errors import OptionError
 from ..number_formats import Format
 from ..observers import Attached
@@ -69,10 +69,14 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             function = site.callable_of(slot)
             key = (id(slot), name)
             if key not in made:
-                is_overridable = wrappers.hands_over(function)
-                call_site = site_of(name, site, lacks, is_overridable=is_overridable)
-                recipe = Recipe(
-                    call_site, facts, decision, conversion.device_types, conversion.options
+                recipe = recipe_of(
+                    name,
+                    site,
+                    lacks,
+                    decision,
+                    conversion.device_types,
+                    conversion.options,
+                    is_overridable=wrappers.hands_over(function),
                 )
                 made[key] = _made(conversion, function, site, recipe, asked)
             wrapper = made[key]
@@ -231,7 +235,9 @@ def _maker(
     def make(decision: Decision) -> Callable[..., Any] | None:
         if rounds_statistics:
             decision = _with_exact_statistics(decision)
-        decided = dataclasses.replace(recipe, decision=decision)
+        decided = recipe
+        if decision is not recipe.decision:
+            decided = dataclasses.replace(recipe, decision=decision)
         if isinstance(decision.dtype, Format):
             lowerings = compute.lowerings(recipe.site.op, decision.dtype)
             decided = dataclasses.replace(decided, lowerings=lowerings)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import linecache
 import textwrap
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, NamedTuple
 
@@ -38,7 +39,15 @@ class Made(NamedTuple):
 
 def factory(recipe: Recipe) -> Callable[..., Made]:
     """Returns the function of `source.PARAMETERS` that makes the wrapper for ``recipe``."""
-    return _compiled(source_of(recipe))
+    made = _factories.get(recipe)
+    if made is None:
+        made = _factories[recipe] = _compiled(source_of(recipe))
+    return made
+
+
+_factories: Final[weakref.WeakKeyDictionary[Recipe, Callable[..., Made]]] = (
+    weakref.WeakKeyDictionary()
+)
 
 
 @functools.cache
