@@ -19,7 +19,7 @@ from ..errors import OptionError
 from ..number_formats import Custom, Format, Rounder, decode, rounder
 from ..tensors import CAST, ELIGIBLE, Args, Kwargs
 from ..torch_internals import FunctionalTensor, disable_modes, is_jit_tracing
-from ..torch_state import disable_casts
+from ..torch_state import without_casts
 from .composition import call_raised, rounded
 from .lowering import Lowering
 
@@ -59,7 +59,7 @@ class Emulation:
     def __post_init__(self) -> None:
         round_ = rounder(self.format, self.rounding)
         if isinstance(self.format, Custom):  # torch functions called inside it must not be cast
-            round_ = disable_casts()(round_)
+            round_ = without_casts()(round_)
         object.__setattr__(self, "_round", round_)
         is_wide = (
             not isinstance(self.format, Custom)
@@ -120,7 +120,7 @@ class Emulation:
             result = call_raised(function, args, kwargs, CAST[dtype], ELIGIBLE)
         lowering = self._lowering(args)
         if lowering is not None:
-            with disable_casts():
+            with without_casts():
                 result = lowering.in_place_of(result, args, kwargs)
         return rounded(result, self._finish, dtype)
 

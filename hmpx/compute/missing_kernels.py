@@ -24,7 +24,7 @@ from torch import Tensor
 from ..device_types import DEVICE_TYPES
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
 from ..torch_internals import run_when_traced
-from ..torch_state import disable_casts, is_below_dispatcher
+from ..torch_state import is_below_dispatcher, without_casts
 from .composition import inputs_of, widen
 
 LOGGER: Final = logging.getLogger("hmpx")
@@ -210,7 +210,7 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
     ]
     named = {name: raised(value, name == "out" or name in writes) for name, value in kwargs.items()}
     if callee.is_python:
-        with disable_casts():
+        with without_casts():
             result = callee.function(*positional, **named)
     else:
         result = callee.function(*positional, **named)

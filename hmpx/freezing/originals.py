@@ -144,7 +144,7 @@ def _is_copy(current: Tensor, tensor: Tensor) -> bool:
         return False
     if current.shape != tensor.shape:
         return False
-    with torch.no_grad(), torch_state.disable_casts():
+    with torch.no_grad(), torch_state.without_casts():
         return not has_changed(current.detach(), tensor.detach().to(current.device, current.dtype))
 
 

@@ -30,7 +30,7 @@ def low_copies(
             key = f.place.storage, dtypes[f.name], f.tensor.is_inference()
             by_storage.setdefault(key, {}).setdefault(f.place, f)
     copies: dict[Place | None, Tensor] = {}
-    with torch.no_grad(), torch_state.disable_casts():
+    with torch.no_grad(), torch_state.without_casts():
         for group in by_storage.values():
             first = next(iter(group.values()))
             values, low = [f.tensor.detach() for f in group.values()], dtypes[first.name]
@@ -70,7 +70,7 @@ def check_values_last(
 
 def flatten_rnns(modules: Iterable[nn.Module]) -> None:
     """Makes RNNs lay out their weights as cuDNN, where it is used, requires for their present dtype."""
-    with torch.no_grad(), torch_state.disable_casts():
+    with torch.no_grad(), torch_state.without_casts():
         for module in modules:
             if isinstance(module, nn.RNNBase):
                 module.flatten_parameters()

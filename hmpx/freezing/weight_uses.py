@@ -156,7 +156,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             self._by_storage.setdefault(place.storage, []).append(place)
         self._before: dict[Place, tuple[Tensor, Tensor]] = {}
         # Batch norm kernels write to running statistics, which their schema doesn't say.
-        with torch.no_grad(), torch_state.disable_casts():
+        with torch.no_grad(), torch_state.without_casts():
             self._remember(f.place for f in found if f.place is not None and f.kind == "buffer")
 
     def __torch_dispatch__(
@@ -196,7 +196,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 
     def take_back_writes(self) -> None:
         """Restores every place that was written to."""
-        with torch.no_grad(), torch_state.disable_casts():
+        with torch.no_grad(), torch_state.without_casts():
             for place, (tensor, before) in self._before.items():
                 if has_changed(tensor, before):
                     tensor.copy_(before)

@@ -2,21 +2,33 @@
 
 from __future__ import annotations
 
-from .attached import ATTACHED, Attached, Observer, TensorObserver, attach
+from .attached import (
+    ATTACHED,
+    PAUSED,
+    Attached,
+    Observer,
+    TensorObserver,
+    ValueObserver,
+    attach,
+    attach_to_values,
+)
 from .log import LOGGER, announce_conversion, announcing, log_observer, show_log
 from .op_calls import CallTensors, OpCall, user_location
 
 __all__ = [
     "ATTACHED",
     "LOGGER",
+    "PAUSED",
     "Attached",
     "CallTensors",
     "Observer",
     "OpCall",
     "TensorObserver",
+    "ValueObserver",
     "announce_conversion",
     "announcing",
     "attach",
+    "attach_to_values",
     "log_observer",
     "show_log",
     "user_location",

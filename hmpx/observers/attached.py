@@ -5,7 +5,7 @@ Knows nothing of wrappers: these are made anew, by the session, when observers c
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
@@ -29,6 +29,19 @@ class TensorObserver(Protocol):
         """Takes one call; ``tensors`` is None in graphs that are being made."""
 
 
+class ValueObserver(Protocol):
+    """A part of hmpx that gets each call of a patched op, after it ran, with its very arguments.
+
+    It runs amid the program: what it computes with torch must neither be cast nor record gradients,
+    and it must not write to anything that it is given.
+    """
+
+    def __call__(
+        self, call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, /
+    ) -> None:
+        """Takes one call, its arguments before they were cast, and what it returned."""
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class Attached:
     """An observer that is attached.
@@ -38,6 +51,9 @@ class Attached:
     Attributes:
         observer: What `attach` was given.
         tensors: Whether it asked for tensors.
+        every_op: Whether it asked for the ops that the policy leaves alone, too.
+        values: Whether it is a `ValueObserver`.
+        times: Whether it asked for the seconds that calls take.
 
     Example:
         >>> attached = hmpx.attach(lambda call: print(call.op))
@@ -49,6 +65,9 @@ class Attached:
 
     observer: Callable[..., Any]
     tensors: bool = False
+    every_op: bool = False
+    values: bool = False
+    times: bool = False
 
     def tell(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Passes a call on to the observer."""
@@ -57,10 +76,19 @@ class Attached:
         else:
             self.observer(call)
 
+    def pause(self) -> None:
+        """Stops telling the observer of calls, without a change of the wrappers, until `resume`."""
+        PAUSED.add(self)
+
+    def resume(self) -> None:
+        """Ends a pause."""
+        PAUSED.discard(self)
+
     @exclusive
     def detach(self) -> None:
         """Ends the observation; does nothing if it has ended."""
         ATTACHED.change(tuple(each for each in ATTACHED.value if each is not self))
+        PAUSED.discard(self)
 
     def __enter__(self) -> Attached:
         return self
@@ -77,8 +105,14 @@ class Attached:
 ATTACHED: Final[Registry[tuple[Attached, ...]]] = Registry(())
 
 
+#: Those that are paused.
+PAUSED: Final[set[Attached]] = set()
+
+
 @exclusive
-def attach(observer: Observer | TensorObserver, tensors: bool = False) -> Attached:
+def attach(
+    observer: Observer | TensorObserver, tensors: bool = False, *, every_op: bool = False
+) -> Attached:
     """Has ``observer`` called after each call of a patched op, until it is detached.
 
     Holds for the conversion in force, and for those to come. What the observer computes with torch is
@@ -93,12 +127,14 @@ def attach(observer: Observer | TensorObserver, tensors: bool = False) -> Attach
         observer: Called as ``observer(call)`` with an `OpCall`.
         tensors: Calls it as ``observer(call, tensors)``, with `CallTensors`: arguments as given and
             as cast, results, and the call's own function to run again.
+        every_op: Also passes on calls of ops that the policy leaves alone, or whose casts are switched
+            off: each op of torch's that computes with floating-point tensors.
 
     Returns:
         What to detach; a context manager that does so at the end of its block.
 
     Raises:
-        OptionError: ``observer`` can't be called, or ``tensors`` is not a bool.
+        OptionError: ``observer`` can't be called, or an option is not a bool.
 
     Example:
         >>> import torch, hmpx
@@ -110,6 +146,21 @@ def attach(observer: Observer | TensorObserver, tensors: bool = False) -> Attach
     """
     if not callable(observer):
         raise OptionError(f"an observer must be a function of a call, not {shown(observer)}")
-    attached = Attached(observer, arguments.truth("tensors", tensors))
+    attached = Attached(
+        observer, arguments.truth("tensors", tensors), arguments.truth("every_op", every_op)
+    )
+    ATTACHED.change((*ATTACHED.value, attached))
+    return attached
+
+
+@exclusive
+def attach_to_values(observer: ValueObserver, *, times: bool = False) -> Attached:
+    """Has ``observer`` called after each call of an op that computes, with its arguments and result.
+
+    Args:
+        observer: The observer.
+        times: Whether calls are timed. Where tensors are on an accelerator this waits for it.
+    """
+    attached = Attached(observer, every_op=True, values=True, times=times)
     ATTACHED.change((*ATTACHED.value, attached))
     return attached

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from ..frames import DIRECTORY, with_callers
 from ..tensors import CAST, LOW_DTYPES, Named, map_tensors
+from ..torch_state import Phase
 
 _TORCH_DIRECTORY = str(Path(torch.__file__).parent)
 _HMPX_DIRECTORY = str(DIRECTORY)
@@ -31,7 +32,7 @@ class OpCall:
         site: The call site patched: ``torch.nn.functional.linear``.
         function: The callable that ran: torch's own.
         cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` where that was the
-            argument that the call writes to.
+            argument that the call writes to; ``"PASS"`` where nothing is ever cast.
         reason: Where that comes from: ``"lists/hmp/bf16.txt:12"``, ``"in-place rule"``.
         dtype: The dtype, or number format, that the call's inputs were brought to; None if the call was
             left alone.
@@ -43,6 +44,9 @@ class OpCall:
         module: Qualified name of the innermost `torch.nn.Module` whose forward made the call;
             ``""`` outside any module and in the outermost one.
         location: ``"train.py:12"``: the innermost line outside torch and hmpx.
+        phase: ``"forward"``; ``"recompute"`` in what a checkpoint runs again, ``"backward"`` in other
+            Python code that autograd calls.
+        seconds: How long the call took, with its casts; None if no observer asked for times.
 
     Example:
         >>> def show(call):
@@ -65,6 +69,8 @@ class OpCall:
     cast_bytes: int
     module: str
     location: str
+    phase: Phase = "forward"
+    seconds: float | None = None
 
 
 @dataclass(frozen=True, slots=True, eq=False)

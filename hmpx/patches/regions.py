@@ -28,12 +28,13 @@ from ..torch_internals import CHECKPOINT_GENERATOR, CLIPPING, PREPARE_STEP, has_
 from ..torch_state import (
     as_training,
     conversion,
-    disable_casts,
     is_off,
     is_training,
     keeps_kind,
     keeps_place,
     keeps_state,
+    recomputed_later,
+    without_casts,
 )
 from . import autocast_regions
 
@@ -54,12 +55,12 @@ def region_patches(
         low_dtype: The conversion's low-precision type; None where that is not a torch dtype.
     """
     represent = draft.attribute(torch.Tensor, "__repr__")
-    yield Patch(torch.Tensor, "__repr__", disable_casts()(represent))
+    yield Patch(torch.Tensor, "__repr__", without_casts()(represent))
     yield from _optimizer_patches(draft, add)
     yield from _scaler_patches(draft, add)
     for cell in CLIPPING:
         clip = draft.read(Patch(cell, "cell_contents", None))
-        yield Patch(cell, "cell_contents", disable_casts()(clip), stays_idle=True)
+        yield Patch(cell, "cell_contents", without_casts()(clip), stays_idle=True)
     yield from _checkpoint_patches(draft)
     yield from _module_patches(draft)
     yield from autocast_regions.patches(draft, low_dtype)
@@ -99,7 +100,7 @@ def _without_casts(step: Callable[..., Any]) -> Callable[..., Any]:
         args = tuple(keeps_state(a) if _is_closure(a) else a for a in args)
         if callable(kwargs.get("closure")):
             kwargs["closure"] = keeps_state(kwargs["closure"])
-        with disable_casts():
+        with without_casts():
             return step(self, *args, **kwargs)
 
     return wrapper
@@ -164,10 +165,10 @@ def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
     def wrapper(self: GradScaler, outputs: Any) -> Any:
         if isinstance(outputs, Iterator):
             outputs = iter(keeps_state(outputs.__next__), _NO_LOSS)
-        with disable_casts():
+        with without_casts():
             scaled = scale(self, outputs)
         if isinstance(scaled, Iterator):
-            return iter(disable_casts()(scaled.__next__), _NO_LOSS)
+            return iter(without_casts()(scaled.__next__), _NO_LOSS)
         return scaled
 
     return wrapper
@@ -200,7 +201,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     def reentrant_backward(ctx: Any, *args: Any) -> Any:
         if hasattr(ctx, _NOTED):
             return backward(ctx, *args)
-        with disable_casts():  # its forward ran before convert
+        with without_casts():  # its forward ran before convert
             return backward(ctx, *args)
 
     @functools.wraps(generator)
@@ -225,7 +226,7 @@ _NOTED: Final = "_hmpx_noted"
 
 def _as_it_runs_here(function: Callable[..., Any]) -> Callable[..., Any]:
     """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or not at all."""
-    again = keeps_place(keeps_state(keeps_kind(function)))
+    again = recomputed_later(keeps_place(keeps_state(keeps_kind(function))))
     if is_off():
         return again
     its_own = conversion()

@@ -18,7 +18,7 @@ from ..errors import RuleError, shown
 from ..ops import Parameters
 from ..policy import FIELDS, Call, CastPolicy, Decision, LowType, Rule, settled_dtype
 from ..tensors import SEQUENCES
-from ..torch_state import disable_casts, is_below_dispatcher
+from ..torch_state import is_below_dispatcher, without_casts
 
 _T = TypeVar("_T")
 
@@ -107,7 +107,7 @@ class Judge(Generic[_T]):
             "place": torch_state.place,
         }
         read: set[str] = set()
-        with disable_casts():
+        with without_casts():
             followed = self._follow(self._verdict(Call(self._op, values, read)))
         before, known = self._state
         fields = tuple([name for name in FIELDS if name in read or name in before])

@@ -51,7 +51,8 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     deciding = _deciding(policy)
     lacking = compute.lacking_kernels()
     completed = [name for name in lacking if name in ops.table()]  # those in this version of torch
-    for name in dict.fromkeys([*policy.decisions, *deciding, *completed]):
+    observed = sorted(ops.computing()) if any(each.every_op for each in observers) else []
+    for name in dict.fromkeys([*policy.decisions, *deciding, *completed, *observed]):
         decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)
         if op is None and ops.is_known(name):
@@ -241,13 +242,22 @@ def _maker(
         if isinstance(decision.dtype, Format):
             lowerings = compute.lowerings(recipe.site.op, decision.dtype)
             decided = dataclasses.replace(decided, lowerings=lowerings)
-        if observers and decision.cast_policy is not CastPolicy.PASS:
+        if _is_observed(site, decision, observers):
             return wrappers.make_observed_wrapper(function, decided, observers)
         if _is_settled_by_torch(site, decision, recipe.facts):
             return wrappers.make_wrapper_where_lacking(function, recipe)
         return wrappers.make_wrapper(function, decided)
 
     return make
+
+
+def _is_observed(
+    site: ops.Site | ForeignSite, decision: Decision, observers: tuple[Attached, ...]
+) -> bool:
+    if decision.cast_policy is not CastPolicy.PASS:
+        return bool(observers)
+    # One that is implemented in Python calls others, which are observed.
+    return not site.is_python and any(each.every_op for each in observers)
 
 
 def _with_exact_statistics(decision: Decision) -> Decision:

@@ -15,6 +15,7 @@ from .autocast import (
 from .autograd import (
     CHECKPOINT_GENERATOR,
     TELLS_SAVED,
+    current_graph_task,
     data_of,
     hide_hook,
     hooks_refused,
@@ -155,6 +156,7 @@ __all__ = [
     "behind_transform",
     "casts_of_aten",
     "check",
+    "current_graph_task",
     "data_of",
     "disable_inductor_caches",
     "disable_modes",

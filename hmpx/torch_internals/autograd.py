@@ -111,6 +111,17 @@ def uses(tensor: Tensor) -> int:
     return int(_use_count(_storage(tensor)._cdata))
 
 
+#: Returns the number of the backward pass that this thread computes; -1 outside of any.
+current_graph_task: Callable[[], int] = rely_on(
+    "torch._C._current_graph_task_id",
+    feature="phases of calls",
+    since="2.13",
+    without="observers are told that all calls belong to the forward",
+    behaves=lambda current: current() == -1,
+    instead=(lambda: -1,),
+)
+
+
 def _runs_through(function: Any, name: str) -> bool:
     """Whether a Python function, or one that it calls in its module, uses the name ``name``."""
     pending, seen = [function], set()

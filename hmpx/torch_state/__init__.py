@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from .conversions import begin_to_end, conversion, conversion_patches, in_force, is_covered
-from .disabling import disable_casts, keeps_state
+from .disabling import disable_casts, is_off_by_program, keeps_state, without_casts
 from .dispatcher import is_below_dispatcher
 from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
 from .module_names import named_modules
 from .module_path import asked_by, forget_modules, keeps_place, module_patches, place
+from .phases import Phase, phase, recomputed_later
 from .random_state import state_of_random_numbers
 from .switch import (
     Region,
@@ -27,6 +28,7 @@ from .training import as_training, is_training, keeps_kind
 __all__ = [
     "AUTOCAST_STATE",
     "ON",
+    "Phase",
     "Region",
     "as_training",
     "asked_by",
@@ -45,6 +47,7 @@ __all__ = [
     "is_covered",
     "is_enabled",
     "is_off",
+    "is_off_by_program",
     "is_training",
     "keeps_kind",
     "keeps_place",
@@ -54,8 +57,11 @@ __all__ = [
     "named_modules",
     "open_region",
     "partly_off",
+    "phase",
     "place",
+    "recomputed_later",
     "reserve_marks",
     "state_of_random_numbers",
     "traced_places",
+    "without_casts",
 ]

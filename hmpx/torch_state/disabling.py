@@ -11,7 +11,16 @@ from typing import Any, TypeVar
 import torch
 
 from .marks import is_every_marked, mark_every
-from .switch import ALL, Region, close_region, last_region, note_traced_region, off, open_region
+from .switch import (
+    ALL,
+    Region,
+    close_region,
+    innermost,
+    last_region,
+    note_traced_region,
+    off,
+    open_region,
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -63,42 +72,57 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
                 "use `with disable_casts():` inside it"
             )
         wrapper: Any
+        region = type(self)
         if asyncio.iscoroutinefunction(function):
 
             @functools.wraps(function)
             async def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with disable_casts():
+                with region():
                     return await function(*args, **kwargs)
 
         elif inspect.isgeneratorfunction(function):
 
             @functools.wraps(function)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                return (yield from _run_generator(function(*args, **kwargs)))
+                return (yield from _run_generator(region, function(*args, **kwargs)))
 
         else:
 
             @functools.wraps(function)
             def wrapper(*args: Any, **kwargs: Any) -> Any:
-                with disable_casts():
+                with region():
                     return function(*args, **kwargs)
 
         return wrapper  # type: ignore[no-any-return]
 
 
-def _run_generator(generator: Any) -> Any:
+class without_casts(disable_casts):  # noqa: N801
+    """`disable_casts` for what hmpx and torch's optimizers run themselves: observers don't see it."""
+
+
+def is_off_by_program() -> bool:
+    """Whether it is the program that has switched off the casts that are off here."""
+    region = innermost()
+    while region is not None and not isinstance(region.opener, _State):
+        if isinstance(region.opener, without_casts):
+            return False
+        region = region.outer
+    return True
+
+
+def _run_generator(region: type[disable_casts], generator: Any) -> Any:
     """Runs ``generator`` with casts off only inside it, not in the code between its yields."""
     resume, value = generator.send, None
     while True:
         try:
-            with disable_casts():
+            with region():
                 yielded = resume(value)
         except StopIteration as stop:
             return stop.value
         try:
             value, resume = (yield yielded), generator.send
         except GeneratorExit:
-            with disable_casts():
+            with region():
                 generator.close()
             raise
         except BaseException as error:

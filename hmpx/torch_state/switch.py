@@ -81,7 +81,7 @@ class Region:
             less: What is switched on.
         """
         self.opener, self.is_closed = opener, False
-        self.outer = outer = _innermost()
+        self.outer = outer = innermost()
         self.beneath = _inherited() if outer is None else outer.beneath
         if off is None:
             off = ((self.beneath if outer is None else outer.off) | more) - less
@@ -100,7 +100,7 @@ class Region:
 _region: contextvars.ContextVar[Region | None] = contextvars.ContextVar("hmpx_region", default=None)
 
 
-def _innermost() -> Region | None:
+def innermost() -> Region | None:
     """Returns the innermost region that is open here, and drops those that are over."""
     found = _region.get()
     if found is not None and found.is_over():
@@ -177,7 +177,7 @@ def is_off() -> bool:
     """Whether all casts are off in this thread."""
     if torch.compiler.is_dynamo_compiling():
         return _is_off_where_traced()
-    region = _innermost()
+    region = innermost()
     if region is None:
         return _covers_all(_inherited())
     if region.is_off or not _has_traced_regions:
@@ -198,7 +198,7 @@ def has_casts(device_type: str) -> bool:
 
 def off() -> frozenset[str]:
     """Returns what is off in this thread."""
-    region = _innermost()
+    region = innermost()
     if region is None:
         return _inherited()
     if _has_traced_regions and is_every_marked() and not (region.is_off or _is_off_in_others()):
@@ -258,7 +258,7 @@ def last_region(opener: object) -> Region | None:
 def begin_conversion() -> Epoch:
     """Returns the epoch of a new conversion; forgets regions that reverted ones have left open."""
     _forget_regions_that_are_over()
-    _innermost()
+    innermost()
     return Epoch()
 
 
@@ -303,7 +303,7 @@ def count_autocast(region: Hashable, entries: int) -> None:
 def end_conversion() -> None:
     """Notes that there is no conversion any more, so nothing counts torch.autocast's regions."""
     _forget_autocast()
-    _innermost()
+    innermost()
 
 
 @_gated

@@ -9,8 +9,9 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import time
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -26,7 +27,7 @@ from ..casting import (
     widest,
     written,
 )
-from ..observers import Attached, CallTensors, OpCall, user_location
+from ..observers import PAUSED, Attached, CallTensors, OpCall, user_location
 from ..policy import CastPolicy
 from ..tensors import Args, Kwargs, map_tensors, tensors_in
 from ..torch_internals import (
@@ -37,7 +38,15 @@ from ..torch_internals import (
     is_graph_made,
     run_when_traced,
 )
-from ..torch_state import disable_casts, is_below_dispatcher, is_off, place, state_of_random_numbers
+from ..torch_state import (
+    is_below_dispatcher,
+    is_off,
+    is_off_by_program,
+    phase,
+    place,
+    state_of_random_numbers,
+    without_casts,
+)
 from . import overriding
 from .making import cast_where_on, completed, make_wrapper, narrower
 from .overriding import is_overridden
@@ -56,45 +65,64 @@ def make_observed_wrapper(
     """
     complete = completed(original, recipe)
     with_tensors = any(each.tensors for each in attached)
+    for_every_op = tuple([each for each in attached if each.every_op])
+    is_timed = any(each.times for each in attached)
+    observers = frozenset(attached)
+    is_listed = recipe.decision.cast_policy is not CastPolicy.PASS
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        inner, narrowed, tell = parts  # read together: a running call is reported once
+        if PAUSED and observers <= PAUSED:
+            return inner(*args, **kwargs)
         if recipe.site.is_overridable and is_overridden(args, kwargs):
             return override(wrapper, args, kwargs)
-        inner, narrowed, tell = parts  # read together: a running call is reported once
-        if is_off() or is_below_dispatcher():
+        is_on = not is_off()
+        if is_below_dispatcher() or not (is_on or (for_every_op and is_off_by_program())):
             return inner(*args, **kwargs)
-        if narrowed is not None and (others := narrowed()) is not None:
+        if is_on and narrowed is not None and (others := narrowed()) is not None:
             return others(*args, **kwargs)
         before = floating_inputs(recipe, *_decoded(recipe, args, kwargs))
         if not before:
             return inner(*args, **kwargs)  # there is nothing to decide
         input_dtypes = tuple([tensor.dtype for tensor in before])
-        after = tuple(cast_dtypes(recipe, *_decoded(recipe, args, kwargs)))
-        cast_bytes, tensors = 0, None
-        if not torch.compiler.is_dynamo_compiling():  # where sizes may be symbols
+        after, cast_bytes, tensors, seconds = input_dtypes, 0, None, None
+        decision: tuple[torch.dtype | None, str, str] = (None, CastPolicy.PASS.name, SWITCHED_OFF)
+        if is_on:
+            after = tuple(cast_dtypes(recipe, *_decoded(recipe, args, kwargs)))
+            decision = _dtype(recipe, before, args, kwargs), *decided_by(recipe, args, kwargs)
+        is_traced = torch.compiler.is_dynamo_compiling()  # sizes may be symbols
+        if not is_traced:
             cast_bytes = sum(map(_cast_bytes, before, after))
             if with_tensors and not (is_graph_made() or has_fake_tensors()):
                 tensors = _tensors(recipe, complete, args, kwargs)
-        decision = _dtype(recipe, before, args, kwargs), *decided_by(recipe, args, kwargs)
-        result = inner(*args, **kwargs)
-        output_dtypes = tuple([tensor.dtype for tensor in tensors_in([result])])
         device_type = before[0].device.type
+        if is_timed and not is_traced:
+            began = _now(device_type)
+            result = inner(*args, **kwargs)
+            seconds = _now(device_type) - began
+        else:
+            result = inner(*args, **kwargs)
+        output_dtypes = tuple([tensor.dtype for tensor in tensors_in([result])])
         if tensors is not None:
             tensors = dataclasses.replace(tensors, result=result)
-        tell(input_dtypes, after, output_dtypes, device_type, cast_bytes, *decision, tensors)
+        values = None if is_traced or not for_every_op else (args, kwargs, result)
+        dtypes = (input_dtypes, after, output_dtypes)
+        tell(dtypes, device_type, cast_bytes, *decision, seconds, tensors, values, is_on)
         return result
 
     def tell(  # noqa: PLR0917  # torch.compile passes constants by position
-        input_dtypes: tuple[torch.dtype, ...],
-        after: tuple[torch.dtype, ...],
-        output_dtypes: tuple[torch.dtype, ...],
+        dtypes: tuple[tuple[torch.dtype, ...], ...],
         device_type: str | None,
         cast_bytes: int,
         dtype: torch.dtype | None,
         cast_policy: str,
         reason: str,
+        seconds: float | None,
         tensors: CallTensors | None,
+        values: tuple[Args, Kwargs, Any] | None,
+        is_on: bool,
     ) -> None:
+        input_dtypes, after, output_dtypes = dtypes
         is_emulated = recipe.emulation is not None and dtype is not None and cast_policy != TARGET
         call = OpCall(
             op=recipe.site.op,
@@ -110,10 +138,19 @@ def make_observed_wrapper(
             cast_bytes=cast_bytes,
             module=place().path,
             location=user_location(),
+            phase=phase(),
+            seconds=seconds,
         )
-        with _apart():
-            for each in attached:
-                each.tell(call, tensors if tensors is None else _own(tensors))
+        told = attached if is_on and is_listed else for_every_op
+        with_values = [each for each in told if each.values]
+        if values is not None:
+            for each in with_values:
+                each.observer(call, *values)
+        if len(with_values) < len(told):
+            with _apart():
+                for each in told:
+                    if not each.values:
+                        each.tell(call, tensors if tensors is None else _own(tensors))
 
     run_when_traced(tell)
     narrowed = None
@@ -136,6 +173,17 @@ def make_observed_wrapper(
 
     variables = Variables(("parts", "override"), read, write)
     return named_after(original, wrapper, recipe.site.name, variables)
+
+
+#: The reason of calls whose casts the program has switched off.
+SWITCHED_OFF: Final = "casts are switched off"
+
+
+def _now(device_type: str) -> float:
+    """Returns the seconds on a clock, once a device has done what it was given."""
+    if device_type not in ("cpu", "meta"):
+        torch.accelerator.synchronize()
+    return time.perf_counter()
 
 
 def _decoded(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -168,7 +216,7 @@ def _apart() -> Iterator[None]:
     is_autocast_on = is_any_autocast_enabled()
     # Outermost, since at its end it puts back the switch's marks, too.
     without_autocast = DisableAutocast() if is_autocast_on else contextlib.nullcontext()
-    with without_autocast, disable_casts(), torch.no_grad(), disable_modes():
+    with without_autocast, without_casts(), torch.no_grad(), disable_modes():
         yield
 
 

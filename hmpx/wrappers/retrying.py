@@ -14,7 +14,7 @@ from ..frames import is_ours
 from ..policy import INPUT
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import user_hooks
-from ..torch_state import disable_casts
+from ..torch_state import without_casts
 from .running import statistics_of
 
 LOGGER: Final = logging.getLogger("hmpx")
@@ -46,7 +46,7 @@ def retry_in_fp32(
         raise error
     dtype = inputs[0].dtype
     try:
-        with disable_casts():
+        with without_casts():
             result = computed_in_fp32(original, args, kwargs, dtype)
     except Exception as same:
         raise same from None

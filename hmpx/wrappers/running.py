@@ -38,7 +38,7 @@ from ..compute import (
 )
 from ..policy import INPUT, CastPolicy
 from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
-from ..torch_state import disable_casts, is_below_dispatcher
+from ..torch_state import is_below_dispatcher, without_casts
 from .retiring import run_plainly
 
 #: Runs torch's function, its first argument, on arguments that are cast; last come those given.
@@ -251,7 +251,7 @@ def _to_be_cast(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
 
 def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
     """Runs a Python function: what it calls is not cast again."""
-    with disable_casts():
+    with without_casts():
         return function(*args, **kwargs)
 
 

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from ...tensors import CAST
 from ...torch_internals import VF
-from ...torch_state import disable_casts
+from ...torch_state import without_casts
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -154,7 +154,7 @@ class _Measurement:
         try:
             self._thread.start()
         except RuntimeError as error:  # too many threads, or the interpreter ends
-            with disable_casts():
+            with without_casts():
                 self._found = Capability(reported(device, dtype))
             self._note_failure(error)
 
@@ -168,7 +168,7 @@ class _Measurement:
         threads = torch.get_num_threads()
         torch.set_num_threads(1)  # for this thread: with more, small times vary
         try:
-            with disable_casts():
+            with without_casts():
                 self._found = Capability(reported(*self._question[1:]))
                 with _chosen(self._question[1]):
                     self._found = _measured(*self._question)
