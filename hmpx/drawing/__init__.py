@@ -1,0 +1,1 @@
+"""Drawing: the autograd graph of a result, with its casts."""

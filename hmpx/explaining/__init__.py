@@ -1,0 +1,1 @@
+"""Explaining: what a policy does with an op, why, and where."""

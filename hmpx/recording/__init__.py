@@ -1,0 +1,1 @@
+"""Recording: what ran in which type, why, and at what cost."""

@@ -1,0 +1,1 @@
+"""Watching: the first op whose inputs are finite and whose result is not."""
