@@ -215,8 +215,8 @@ def read_json(path: str | os.PathLike[str]) -> Report:
 
 
 def _row(found: Mapping[str, Any]) -> Row:
-    tuples = {"input_dtypes", "cast_dtypes", "output_dtypes"}
-    return Row(**{name: tuple(v) if name in tuples else v for name, v in found.items()})
+    dtypes = {name: tuple(found[name]) for name in ("input_dtypes", "cast_dtypes", "output_dtypes")}
+    return Row(**{**found, **dtypes})
 
 
 def merged(reports: Iterable[Report]) -> Report:
