@@ -15,6 +15,7 @@ from .errors import (
 from .freezing import Frozen, Weight, freeze
 from .observers import Attached, CallTensors, OpCall, attach
 from .policy import ALLOW, DENY, FOLLOW, Call, CastPolicy, Decision, Policy, load_policy
+from .recording import record
 from .rules import register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .torch_state import disable_casts
@@ -51,6 +52,7 @@ __all__ = [
     "freeze",
     "is_converted",
     "load_policy",
+    "record",
     "register_rule",
     "revert",
     "unregister_rule",

@@ -9,6 +9,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Final, Protocol
 
+from torch import Tensor
+
 from .. import arguments
 from ..errors import OptionError, shown
 from ..registry import Registry, exclusive
@@ -37,9 +39,15 @@ class ValueObserver(Protocol):
     """
 
     def __call__(
-        self, call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any, /
+        self,
+        call: OpCall,
+        inputs: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        /,
     ) -> None:
-        """Takes one call, its arguments before they were cast, and what it returned."""
+        """Takes one call, its floating inputs and all arguments before any cast, and what it returned."""
 
 
 @dataclass(frozen=True, slots=True, eq=False)

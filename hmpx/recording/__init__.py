@@ -1,1 +1,7 @@
 """Recording: what ran in which type, why, and at what cost."""
+
+from __future__ import annotations
+
+from .record import record
+
+__all__ = ["record"]

@@ -51,7 +51,9 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     deciding = _deciding(policy)
     lacking = compute.lacking_kernels()
     completed = [name for name in lacking if name in ops.table()]  # those in this version of torch
-    observed = sorted(ops.computing()) if any(each.every_op for each in observers) else []
+    observed: list[str] = []
+    if any(each.every_op for each in observers):
+        observed = sorted(ops.computing() | ops.facts("converting").keys())
     for name in dict.fromkeys([*policy.decisions, *deciding, *completed, *observed]):
         decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)

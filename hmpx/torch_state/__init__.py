@@ -7,7 +7,14 @@ from .disabling import disable_casts, is_off_by_program, keeps_state, without_ca
 from .dispatcher import is_below_dispatcher
 from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
 from .module_names import named_modules
-from .module_path import asked_by, forget_modules, keeps_place, module_patches, place
+from .module_path import (
+    asked_by,
+    forget_modules,
+    keeps_place,
+    module_patches,
+    place,
+    running_module,
+)
 from .phases import Phase, phase, recomputed_later
 from .random_state import state_of_random_numbers
 from .switch import (
@@ -61,6 +68,7 @@ __all__ = [
     "place",
     "recomputed_later",
     "reserve_marks",
+    "running_module",
     "state_of_random_numbers",
     "traced_places",
     "without_casts",

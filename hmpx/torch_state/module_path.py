@@ -90,6 +90,11 @@ def place() -> Place:
     return found
 
 
+def running_module() -> nn.Module | None:
+    """Returns the innermost module that is running, once modules are noted."""
+    return _running.modules[-1] if _running.modules else None
+
+
 def _running_modules() -> list[nn.Module]:
     """Returns the modules that are running, outermost first."""
     return _running.modules or ([] if _running.since is _noting else _running_frames())

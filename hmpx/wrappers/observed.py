@@ -105,7 +105,7 @@ def make_observed_wrapper(
         output_dtypes = tuple([tensor.dtype for tensor in tensors_in([result])])
         if tensors is not None:
             tensors = dataclasses.replace(tensors, result=result)
-        values = None if is_traced or not for_every_op else (args, kwargs, result)
+        values = None if is_traced or not for_every_op else (before, args, kwargs, result)
         dtypes = (input_dtypes, after, output_dtypes)
         tell(dtypes, device_type, cast_bytes, *decision, seconds, tensors, values, is_on)
         return result
@@ -119,7 +119,7 @@ def make_observed_wrapper(
         reason: str,
         seconds: float | None,
         tensors: CallTensors | None,
-        values: tuple[Args, Kwargs, Any] | None,
+        values: tuple[list[torch.Tensor], Args, Kwargs, Any] | None,
         is_on: bool,
     ) -> None:
         input_dtypes, after, output_dtypes = dtypes

@@ -1,0 +1,174 @@
+"""Rows and waste of a report, from what a recorder has counted."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterable, Iterator, Mapping
+from typing import Final
+
+import torch
+
+from ..number_formats import Format
+from ..reports import Row, Waste
+from .flops import NONE, flops
+from .recorder import OWN_CAST, Entry
+from .signatures import Shape, tensors_of
+from .traces import Found
+
+
+def rows(entries: Iterable[Entry], *, is_timed: bool) -> Iterator[Row]:
+    """Yields the rows of what was counted, forward and backward."""
+    for entry in entries:
+        yield _row(entry, is_timed=is_timed)
+        if entry.backward:
+            yield _backward_row(entry)
+
+
+def _row(entry: Entry, *, is_timed: bool) -> Row:
+    call = entry.call
+    counted = NONE if entry.signature is None else flops(call.function, entry.signature)
+    return Row(
+        op=call.op,
+        site=call.site,
+        module=call.module,
+        location=call.location,
+        phase=call.phase,
+        device_type=call.device_type or "",
+        cast_policy=call.cast_policy,
+        reason=call.reason,
+        dtype=_computed_in(entry),
+        input_dtypes=_names(call.input_dtypes),
+        cast_dtypes=_names(call.cast_dtypes),
+        output_dtypes=_names(call.output_dtypes),
+        calls=entry.calls,
+        casts=entry.calls * _casts(entry),
+        cast_bytes=entry.calls * call.cast_bytes,
+        flops=entry.calls * counted.forward,
+        bytes=entry.calls * (_input_bytes(entry) + _bytes(entry.outputs)),
+        seconds=entry.seconds if is_timed else None,
+    )
+
+
+def _casts(entry: Entry) -> int:
+    """Returns how many tensors one call has cast, or rounded to a number format."""
+    call = entry.call
+    if call.reason == OWN_CAST:
+        return 1
+    if isinstance(call.dtype, Format):
+        return len(call.input_dtypes)
+    return sum(a is not b for a, b in zip(call.input_dtypes, call.cast_dtypes, strict=True))
+
+
+def _backward_row(entry: Entry) -> Row:
+    """Returns the row of gradients: of results taken in, and of inputs returned in their own dtypes."""
+    call = entry.call
+    counted = NONE if entry.signature is None else flops(call.function, entry.signature)
+    inputs = list(zip(entry.inputs, call.input_dtypes, call.cast_dtypes, strict=True))
+    if call.reason == OWN_CAST:
+        inputs = [(shape, given, call.output_dtypes[0]) for shape, given, _ in inputs]
+    learning = [each for each in inputs if each[0].learns]
+    cast = [shape for shape, given, run in learning if given is not run]
+    gradients = sum(shape.bytes // given.itemsize * run.itemsize for shape, given, run in learning)
+    return Row(
+        op=call.op,
+        site=call.site,
+        module=call.module,
+        location=call.location,
+        phase="backward",
+        device_type=call.device_type or "",
+        cast_policy=call.cast_policy,
+        reason=call.reason,
+        dtype=_computed_in(entry),
+        input_dtypes=_names(call.output_dtypes),
+        cast_dtypes=_names(call.output_dtypes),
+        output_dtypes=_names([given for _, given, _ in learning]),
+        calls=entry.backward,
+        casts=entry.backward * len(cast),
+        cast_bytes=entry.backward * sum(shape.bytes for shape in cast),
+        flops=entry.backward * counted.backward,
+        bytes=entry.backward * (_bytes(entry.outputs) + _input_bytes(entry) + gradients),
+        seconds=None,
+    )
+
+
+def _computed_in(entry: Entry) -> str:
+    call = entry.call
+    if isinstance(call.dtype, Format):
+        return call.dtype.name
+    dtype = call.output_dtypes[0] if call.reason == OWN_CAST else call.dtype
+    if dtype is None:  # it was left alone: it computes in what it is given
+        real = [each for each in call.cast_dtypes if each.is_floating_point] or call.cast_dtypes
+        dtype = functools.reduce(torch.promote_types, real)
+    assert isinstance(dtype, torch.dtype)
+    return _name(dtype)
+
+
+def _input_bytes(entry: Entry) -> int:
+    """Returns the bytes of all inputs, the floating ones as cast."""
+    call = entry.call
+    given = _bytes(entry.inputs if entry.signature is None else tensors_of(entry.signature))
+    for shape, run in zip(entry.inputs, call.cast_dtypes, strict=True):
+        given += shape.bytes // shape.dtype.itemsize * (run.itemsize - shape.dtype.itemsize)
+    return given
+
+
+def _bytes(shapes: Iterable[Shape]) -> int:
+    return sum(shape.bytes for shape in shapes)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")
+
+
+def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
+    return tuple(map(_name, dtypes))
+
+
+# --- waste ---------------------------------------------------------------------------------------
+
+
+def waste(found: Mapping[Found, list[int]], entries: Iterable[Entry]) -> Iterator[Waste]:
+    """Yields the casts to do without."""
+    for each, (times, count) in list(found.items()):
+        call = each.entry.call
+        fix, note = _fix(each)
+        yield Waste(each.kind, each.what, call.module, call.location, times, count, fix, note)
+    entries = list(entries)
+    if not any(entry.backward for entry in entries):
+        return
+    for entry in entries:
+        unused = entry.recorded - entry.backward
+        if entry.call.cast_bytes and entry.recorded and not entry.backward:
+            yield Waste(
+                "unused result",
+                entry.call.op,
+                entry.call.module,
+                entry.call.location,
+                unused,
+                unused * entry.call.cast_bytes,
+                "with torch.no_grad():",
+                "no gradient came back to it, so nothing that was differentiated depends on it",
+            )
+
+
+def _fix(found: Found) -> tuple[str, str]:
+    """Returns what to do about a kind of waste, as a line to copy, and what that costs."""
+    call, subject = found.entry.call, found.subject
+    if found.kind == "round trip":
+        if subject.startswith("-"):
+            return f"bf16.txt: {subject}", "it then computes in the type of its input"
+        return f"bf16.txt: {subject}", "less accurate: compare before you keep it"
+    if found.kind == "parameter cast again":
+        if any(shape.learns for shape in found.entry.inputs):
+            return "hmpx.convert(reuse_casts=True)", "within one call of the outermost module"
+        return "hmpx.freeze(model)", "for inference: stores the weight as it is used"
+    if found.kind == "tensor cast again":
+        return f"x = x.{_METHODS.get(call.cast_dtypes[0], 'to(...)')}", "once, before it is used"
+    return "hmpx.freeze(model), or checkpoint the block", "freeze where the weight is not trained"
+
+
+_METHODS: Final = {
+    torch.bfloat16: "bfloat16()",
+    torch.float16: "half()",
+    torch.float32: "float()",
+}

@@ -1,0 +1,113 @@
+"""The signature of a call: its arguments with shapes and dtypes in the place of tensors, hashable.
+
+Keeps no tensor. Calls with equal signatures cost the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..tensors import Args, Kwargs
+
+Signature = tuple["Items", tuple[tuple[str, Any], ...]]
+
+
+class Shape(NamedTuple):
+    """Stands for a tensor.
+
+    Attributes:
+        sizes: Its shape.
+        dtype: Its dtype.
+        learns: Whether autograd computes a gradient for it.
+    """
+
+    sizes: tuple[int, ...]
+    dtype: torch.dtype
+    learns: bool
+
+    @property
+    def bytes(self) -> int:
+        """The bytes that its elements take."""
+        return math.prod(self.sizes) * self.dtype.itemsize
+
+
+class Items(NamedTuple):
+    """Stands for a list or tuple.
+
+    Attributes:
+        values: What stands for its items.
+        is_list: Whether it is a list.
+    """
+
+    values: tuple[Any, ...]
+    is_list: bool
+
+
+def signature(args: Args, kwargs: Mapping[str, Any], *, learns: bool) -> Signature | None:
+    """Returns the signature of a call; None where an argument can't be hashed, or has symbolic sizes.
+
+    Args:
+        args: Positional arguments.
+        kwargs: Those given by name.
+        learns: Whether gradients are recorded.
+    """
+    found = (
+        Items(tuple([_standing_for(value, learns) for value in args]), is_list=False),
+        tuple([(name, _standing_for(value, learns)) for name, value in sorted(kwargs.items())]),
+    )
+    try:
+        hash(found)
+    except TypeError:
+        return None
+    return found
+
+
+def shapes(value: Any, *, learns: bool = False) -> tuple[Shape, ...]:
+    """Returns the shapes of all tensors in ``value``, which may be nested in lists and tuples."""
+    return tuple(_shapes(_standing_for(value, learns)))
+
+
+def tensors_of(found: Signature) -> tuple[Shape, ...]:
+    """Returns what stands for tensors in a signature."""
+    args, kwargs = found
+    return (*_shapes(args), *(each for _, value in kwargs for each in _shapes(value)))
+
+
+def rebuilt(found: Signature, make: Callable[[Shape], Tensor]) -> tuple[Args, Kwargs]:
+    """Returns arguments with this signature, with tensors that ``make`` makes."""
+    args, kwargs = found
+    return tuple(_rebuilt(args, make)), {name: _rebuilt(value, make) for name, value in kwargs}
+
+
+_NO_SIZES: Final = (0,)
+
+
+def _standing_for(value: Any, learns: bool) -> Any:
+    if isinstance(value, Tensor):
+        sizes = _NO_SIZES if value.is_nested else tuple(value.shape)
+        return Shape(sizes, value.dtype, learns and value.requires_grad)
+    if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size):
+        return Items(tuple([_standing_for(each, learns) for each in value]), type(value) is list)
+    return value
+
+
+def _shapes(value: Any) -> Iterator[Shape]:
+    if isinstance(value, Shape):
+        yield value
+    elif isinstance(value, Items):
+        for each in value.values:
+            yield from _shapes(each)
+
+
+def _rebuilt(value: Any, make: Callable[[Shape], Tensor]) -> Any:
+    if isinstance(value, Shape):
+        return make(value)
+    if isinstance(value, Items):
+        items = [_rebuilt(each, make) for each in value.values]
+        return items if value.is_list else tuple(items)
+    return value
