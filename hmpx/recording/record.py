@@ -24,7 +24,8 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
     """Records each call of an op that computes: its dtypes, casts, costs, module and line.
 
     Holds for all threads, and nests. Ops inside compiled functions run uncompiled meanwhile. Nothing is
-    kept of the program's tensors, and no device is waited for unless ``times`` is asked for.
+    kept of the program's tensors, and no device is waited for unless ``times`` is asked for. A call that
+    raises is not recorded; so a checkpoint that stops computing early seems to have made one call less.
 
     Args:
         times: Whether calls are timed. Where tensors are on an accelerator each call then waits for it.

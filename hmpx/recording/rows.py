@@ -9,7 +9,10 @@ from typing import Final
 import torch
 
 from ..number_formats import Format
+from ..observers import OpCall
+from ..ops import facts
 from ..reports import Row, Waste
+from ..tensors import LOW_DTYPES
 from .flops import NONE, flops
 from .recorder import OWN_CAST, Entry
 from .signatures import Shape, tensors_of
@@ -67,7 +70,11 @@ def _backward_row(entry: Entry) -> Row:
     if call.reason == OWN_CAST:
         inputs = [(shape, given, call.output_dtypes[0]) for shape, given, _ in inputs]
     learning = [each for each in inputs if each[0].learns]
-    cast = [shape for shape, given, run in learning if given is not run]
+    cast = [
+        shape
+        for shape, given, run in learning
+        if given is not run or (call.output_dtypes and _is_promoted(given, call))
+    ]
     gradients = sum(shape.bytes // given.itemsize * run.itemsize for shape, given, run in learning)
     return Row(
         op=call.op,
@@ -89,6 +96,12 @@ def _backward_row(entry: Entry) -> Row:
         bytes=entry.backward * (_bytes(entry.outputs) + _input_bytes(entry) + gradients),
         seconds=None,
     )
+
+
+def _is_promoted(given: torch.dtype, call: OpCall) -> bool:
+    """Whether torch upcasts an input inside the op, and so casts its gradient to the input's dtype."""
+    is_mixed = given in LOW_DTYPES and call.output_dtypes[0] is torch.float32
+    return is_mixed and call.op in facts("promotes")
 
 
 def _computed_in(entry: Entry) -> str:

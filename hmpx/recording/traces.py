@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils.weak import WeakIdKeyDictionary
 
 from ..ops import kind
 from ..policy import CastPolicy
@@ -76,7 +77,7 @@ class Traces:
         self._lock = threading.Lock()
         self._made: dict[int, _Made] = {}
         self._seen: dict[int, _Seen] = {}
-        self._names: weakref.WeakKeyDictionary[Tensor, str] = weakref.WeakKeyDictionary()
+        self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.found: dict[Found, list[int]] = {}
 
     def note(self, entry: Entry, inputs: list[Tensor], result: Any, node: Any) -> None:
