@@ -2,6 +2,6 @@
 
 from __future__ import annotations
 
-from .record import record
+from .context import record
 
 __all__ = ["record"]

@@ -184,7 +184,7 @@ class Traces:
         counts[1] += tensor.numel() * dtype.itemsize
 
     def _name(self, parameter: Tensor) -> str:
-        name = self._names.get(parameter)
+        name: str | None = self._names.get(parameter)  # type: ignore[no-untyped-call]
         if name is None:
             name = self._names[parameter] = _name_of(parameter)
         return name

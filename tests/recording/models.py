@@ -28,25 +28,37 @@ def perceptron() -> Program:
 def convolutions() -> Program:
     """Convolutions with batch norm, pooling and a classifier."""
     return _sequential(
-        nn.Conv2d(3, 8, 3), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2), nn.Conv2d(8, 4, 3),
-        nn.Flatten(), nn.Linear(4 * 25, 5), shape=(2, 3, 16, 16),
-    )  # fmt: skip
+        nn.Conv2d(3, 8, 3),
+        nn.BatchNorm2d(8),
+        nn.ReLU(),
+        nn.MaxPool2d(2),
+        nn.Conv2d(8, 4, 3),
+        nn.Flatten(),
+        nn.Linear(4 * 25, 5),
+        shape=(2, 3, 16, 16),
+    )
 
 
 def transposed() -> Program:
     """A decoder of images."""
     return _sequential(
-        nn.ConvTranspose2d(4, 8, 2, stride=2), nn.GroupNorm(2, 8), nn.SiLU(), nn.Conv2d(8, 3, 1),
+        nn.ConvTranspose2d(4, 8, 2, stride=2),
+        nn.GroupNorm(2, 8),
+        nn.SiLU(),
+        nn.Conv2d(8, 3, 1),
         shape=(2, 4, 5, 5),
-    )  # fmt: skip
+    )
 
 
 def signals() -> Program:
     """Convolutions of one dimension, instance norm, softplus."""
     return _sequential(
-        nn.Conv1d(2, 6, 3), nn.InstanceNorm1d(6), nn.Softplus(), nn.Conv1d(6, 1, 3),
+        nn.Conv1d(2, 6, 3),
+        nn.InstanceNorm1d(6),
+        nn.Softplus(),
+        nn.Conv1d(6, 1, 3),
         shape=(3, 2, 20),
-    )  # fmt: skip
+    )
 
 
 def volumes() -> Program:
@@ -141,5 +153,5 @@ MODELS: dict[str, Callable[[], Program]] = {
         tied,
         checkpointed,
         residual,
-    )  # fmt: skip
+    )
 }

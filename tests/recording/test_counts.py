@@ -34,11 +34,10 @@ class Counter(TorchDispatchMode):
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         result = func(*args, **(kwargs or {}))
         if func is aten._to_copy.default:
-            given = args[0]
-            if given.is_floating_point() and result.dtype.is_floating_point:
-                if given.dtype is not result.dtype:
-                    self.casts += 1
-                    self.cast_bytes += result.numel() * result.dtype.itemsize
+            dtypes = {args[0].dtype, result.dtype}
+            if len(dtypes) == 2 and all(dtype.is_floating_point for dtype in dtypes):
+                self.casts += 1
+                self.cast_bytes += result.numel() * result.dtype.itemsize
         elif func in PRODUCTS:
             self.products[result.dtype] += 1
         return result
