@@ -26,6 +26,7 @@ from ..errors import CheckpointError, HmpxWarning
 from ..patching import Draft, Patch
 from ..torch_internals import CHECKPOINT_GENERATOR, CLIPPING, PREPARE_STEP, has_hooked_step
 from ..torch_state import (
+    as_recomputation,
     as_training,
     conversion,
     is_off,
@@ -33,7 +34,6 @@ from ..torch_state import (
     keeps_kind,
     keeps_place,
     keeps_state,
-    recomputed_later,
     without_casts,
 )
 from . import autocast_regions
@@ -195,7 +195,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
     @functools.wraps(forward)
     def reentrant(ctx: Any, run_function: Callable[..., Any], *args: Any) -> Any:
         setattr(ctx, _NOTED, True)
-        return forward(ctx, _as_it_runs_here(run_function), *args)
+        return forward(ctx, _as_it_runs_here(run_function, runs_first=True), *args)
 
     @functools.wraps(backward)
     def reentrant_backward(ctx: Any, *args: Any) -> Any:
@@ -206,7 +206,7 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
 
     @functools.wraps(generator)
     def non_reentrant(fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-        return generator(_as_it_runs_here(fn), *args, **kwargs)
+        return generator(_as_it_runs_here(fn, runs_first=False), *args, **kwargs)
 
     @functools.wraps(apply_to)
     def counting(cls: type[torch.autograd.Function], *args: Any, **kwargs: Any) -> Any:
@@ -224,9 +224,15 @@ def _checkpoint_patches(draft: Draft) -> Iterator[Patch]:
 _NOTED: Final = "_hmpx_noted"
 
 
-def _as_it_runs_here(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or not at all."""
-    again = recomputed_later(keeps_place(keeps_state(keeps_kind(function))))
+def _as_it_runs_here(function: Callable[..., Any], *, runs_first: bool) -> Callable[..., Any]:
+    """Makes a checkpoint's ``function`` rerun under the conditions of its forward, or not at all.
+
+    Args:
+        function: What it computes.
+        runs_first: The forward calls it as well.
+    """
+    again = keeps_place(keeps_state(keeps_kind(function)))
+    again = as_recomputation(again, after_first=runs_first)
     if is_off():
         return again
     its_own = conversion()

@@ -15,7 +15,7 @@ from .module_path import (
     place,
     running_module,
 )
-from .phases import Phase, phase, recomputed_later
+from .phases import Phase, as_recomputation, phase
 from .random_state import state_of_random_numbers
 from .switch import (
     Region,
@@ -37,6 +37,7 @@ __all__ = [
     "ON",
     "Phase",
     "Region",
+    "as_recomputation",
     "as_training",
     "asked_by",
     "begin_conversion",
@@ -66,7 +67,6 @@ __all__ = [
     "partly_off",
     "phase",
     "place",
-    "recomputed_later",
     "reserve_marks",
     "running_module",
     "state_of_random_numbers",

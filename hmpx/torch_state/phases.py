@@ -38,19 +38,22 @@ def phase() -> Phase:
     return "forward" if current_graph_task() == -1 else "backward"
 
 
-def recomputed_later(function: _F) -> _F:
-    """Makes each call of a checkpoint's ``function`` but the first count as recomputation."""
-    has_run = False
+def as_recomputation(function: _F, *, after_first: bool) -> _F:
+    """Makes calls of a checkpoint's ``function`` count as recomputation.
+
+    Args:
+        function: What it computes.
+        after_first: The first call is the forward.
+    """
+    is_forward = after_first
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_run
-        if not has_run:
-            has_run = True
-            return function(*args, **kwargs)
+        nonlocal is_forward
         before = _here.is_recomputing
         try:
-            _here.is_recomputing = True
+            _here.is_recomputing = before or not is_forward
+            is_forward = False
             return function(*args, **kwargs)
         finally:
             _here.is_recomputing = before
