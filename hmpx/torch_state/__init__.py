@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .conversions import begin_to_end, conversion, conversion_patches, in_force, is_covered
-from .disabling import disable_casts, is_off_by_program, keeps_state, without_casts
+from .disabling import disable_casts, is_off_by_program, is_unobserved, keeps_state, without_casts
 from .dispatcher import is_below_dispatcher
 from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
 from .module_names import named_modules
@@ -57,6 +57,7 @@ __all__ = [
     "is_off",
     "is_off_by_program",
     "is_training",
+    "is_unobserved",
     "keeps_kind",
     "keeps_place",
     "keeps_state",

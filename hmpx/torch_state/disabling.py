@@ -100,6 +100,14 @@ class without_casts(disable_casts):  # noqa: N801
     """`disable_casts` for what hmpx and torch's optimizers run themselves: observers don't see it."""
 
 
+def is_unobserved() -> bool:
+    """Whether the call is not the program's own; only the innermost region is looked at."""
+    if torch.compiler.is_dynamo_compiling():
+        return False
+    region = innermost()
+    return region is not None and type(region.opener) is without_casts
+
+
 def is_off_by_program() -> bool:
     """Whether it is the program that has switched off the casts that are off here."""
     region = innermost()

@@ -42,6 +42,7 @@ from ..torch_state import (
     is_below_dispatcher,
     is_off,
     is_off_by_program,
+    is_unobserved,
     phase,
     place,
     state_of_random_numbers,
@@ -72,7 +73,7 @@ def make_observed_wrapper(
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         inner, narrowed, tell = parts  # read together: a running call is reported once
-        if PAUSED and observers <= PAUSED:
+        if (PAUSED and observers <= PAUSED) or is_unobserved():
             return inner(*args, **kwargs)
         if recipe.site.is_overridable and is_overridden(args, kwargs):
             return override(wrapper, args, kwargs)
