@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
-from .report import Group, Report, Row, Totals, Waste, added, grouped, merged, read_json, totals
+from .groups import Groups, grouped
+from .reading import read_json
+from .report import Report, merged
+from .rows import Group, Row, Totals, Waste, added, totals
 
 __all__ = [
     "Group",
+    "Groups",
     "Report",
     "Row",
     "Totals",

@@ -1,0 +1,183 @@
+"""How values are shown in the cells of tables: counts, bytes, seconds, shares, and text that users wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import os
+import unicodedata
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Final
+
+import torch
+
+from ..tensors import short_name
+from .rows import is_measured
+
+#: No line of text is wider.
+WIDTH: Final = 80
+
+#: What a cell without a value shows.
+NOTHING: Final = "-"
+
+_ELLIPSIS: Final = ".."
+_PREFIXES: Final = ("", "k", "M", "G", "T", "P", "E")
+
+#: Longer text is cut before anything else is done with it.
+_LONGEST: Final = 2_000
+
+
+# --- numbers -------------------------------------------------------------------------------------
+
+
+def count(number: int) -> str:
+    """Returns ``"12,345"``, ``"1.2 M"``, ``"3.4e+27"``."""
+    return f"{number:,}" if number < 1_000_000 else _scaled(number, "")
+
+
+def size(byte_count: int) -> str:
+    """Returns ``"0 B"``, ``"3.8 kB"``, ``"38 MB"``: powers of 1000."""
+    return _scaled(byte_count, "B")
+
+
+def _scaled(number: int, unit: str) -> str:
+    for power, prefix in enumerate(_PREFIXES):
+        scale = 1000**power
+        if number < 10 * scale and power:
+            tenths = (20 * number + scale) // (2 * scale)
+            if tenths < 100:
+                return f"{tenths // 10}.{tenths % 10} {prefix}{unit}"
+        rounded = (2 * number + scale) // (2 * scale)
+        if rounded < 1000:
+            return f"{rounded} {prefix}{unit}"
+    return f"{_power(number)} {unit}".rstrip()
+
+
+def _power(number: int) -> str:
+    """Returns ``"3.4e+27"``, also of numbers that no float holds."""
+    if number.bit_length() < 1000:
+        return f"{float(number):.1e}"
+    return f"1e+{int(number.bit_length() * math.log10(2))}"
+
+
+def duration(seconds: float | None) -> str:
+    """Returns ``"1.2 ms"``; ``"-"`` where it was not measured."""
+    if not is_measured(seconds):
+        return NOTHING
+    if abs(seconds) >= 1e6:
+        return f"{seconds:.0e} s"
+    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
+        value = seconds * scale
+        if abs(value) >= 1 or unit == "us":
+            return f"{value:.1f} {unit}" if abs(value) < 10 else f"{value:.0f} {unit}"
+    raise AssertionError
+
+
+def share(part: float, whole: float) -> str:
+    """Returns ``"38 %"``; ``"<1 %"`` and ``">99 %"`` of shares that round to all or nothing."""
+    if whole <= 0:
+        return NOTHING
+    percent = 100 * (part / whole)
+    if 0 < percent < 1:
+        return "<1 %"
+    if 99 < percent < 100:
+        return ">99 %"
+    return f"{percent:.0f} %"
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def clean(text: str) -> str:
+    r"""Returns text on one line that can be shown: what can't be printed is escaped, as ``\n``, ``\x1b``.
+
+    Names of modules and files may hold anything: escapes of terminals, marks that turn the direction
+    of writing, halves of characters.
+    """
+    text = text[:_LONGEST]
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def located(location: str) -> str:
+    """Returns a location, relative to the current directory where it is inside that."""
+    with contextlib.suppress(OSError):  # the directory may be gone
+        location = location.removeprefix(f"{Path.cwd()}{os.sep}")
+    return clean(location)
+
+
+def dtypes(names: Iterable[str]) -> str:
+    """Returns the distinct dtypes by their short names: ``"fp32+bf16"``; ``"-"`` of none."""
+    short = dict.fromkeys(short_dtype(name) for name in names if name)
+    return "+".join(short) or NOTHING
+
+
+def short_dtype(name: str) -> str:
+    """Returns ``"bf16"`` for ``"bfloat16"``; a format's own name."""
+    dtype = getattr(torch, name, None)
+    return short_name(dtype) if isinstance(dtype, torch.dtype) else clean(name)
+
+
+def width(text: str) -> int:
+    """Returns the columns that text takes in a terminal."""
+    if text.isascii():
+        return len(text)
+    return sum(map(_width, text))
+
+
+def _width(character: str) -> int:
+    if unicodedata.combining(character):
+        return 0
+    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+
+
+def without_end(text: str, columns: int) -> str:
+    """Returns text cut to so many columns: ``"scaled_dot_prod.."``."""
+    if width(text) <= columns:
+        return text
+    return _first(text, columns - len(_ELLIPSIS)) + _ELLIPSIS[:columns]
+
+
+def without_start(text: str, columns: int) -> str:
+    """Returns text cut to so many columns: ``"..models/train.py:12"``."""
+    if width(text) <= columns:
+        return text
+    return _ELLIPSIS[:columns] + _first(text[::-1], columns - len(_ELLIPSIS))[::-1]
+
+
+def _first(text: str, columns: int) -> str:
+    used = 0
+    for index, character in enumerate(text):
+        used += _width(character)
+        if used > columns:
+            return text[:index]
+    return text
+
+
+def padded(text: str, columns: int, *, is_right: bool) -> str:
+    """Returns text that takes so many columns, at the right or left of them."""
+    space = " " * (columns - width(text))
+    return space + text if is_right else text + space
+
+
+def wrapped(text: str, indent: str = "") -> list[str]:
+    """Returns text in lines of at most 80 columns, broken at spaces where there are any."""
+    room = WIDTH - len(indent)
+    lines = [""]
+    for word in text.split(" "):
+        if lines[-1] and width(lines[-1]) + 1 + width(word) <= room:
+            lines[-1] += f" {word}"
+            continue
+        rest = word
+        if lines[-1]:
+            lines.append("")
+        while width(rest) > room:
+            lines[-1] = _first(rest, room)
+            rest = rest[len(lines[-1]) :]
+            lines.append("")
+        lines[-1] = rest
+    return [f"{indent}{line}" for line in lines if line]

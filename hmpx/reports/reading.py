@@ -1,0 +1,103 @@
+"""Reports read from JSON; each fault names the file."""
+
+from __future__ import annotations
+
+import json
+import os
+import types
+from collections.abc import Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, TypeVar, get_type_hints
+
+from ..errors import OptionError, said_by, shown, suggestion
+from .report import SCHEMA, Report
+from .rows import Row, Waste
+
+_T = TypeVar("_T", Row, Waste)
+
+_SAID: Final[Mapping[Any, str]] = {
+    str: "a text",
+    int: "a whole number, 0 or more",
+    tuple[str, ...]: "a list of texts",
+    float | None: "a number or null",
+}
+
+
+def read_json(path: str | os.PathLike[str]) -> Report:
+    """Returns the report that `Report.to_json` wrote to ``path``.
+
+    Raises:
+        OptionError: The file can't be read, or holds no report.
+
+    Example:
+        >>> import os, tempfile
+        >>> from hmpx.reports import Report, read_json
+        >>> with tempfile.TemporaryDirectory() as folder:
+        ...     _ = Report(rows=()).to_json(os.path.join(folder, "report.json"))
+        ...     read_json(os.path.join(folder, "report.json"))
+        Report(rows=(), waste=(), about={}, error=None)
+    """
+    name = os.fspath(path)
+    try:
+        found = json.loads(Path(path).read_text(encoding="utf-8-sig"))
+    except OSError as error:
+        raise OptionError(f"{name}: {error.strerror or said_by(error)}") from error
+    except (ValueError, RecursionError) as error:
+        raise OptionError(f"{name} is not JSON, or was cut short: {said_by(error)}") from error
+    if not isinstance(found, dict) or found.get("hmpx_report") != SCHEMA:
+        raise OptionError(
+            f"{name} is not a report of this version of hmpx; write one with "
+            "`hmpx run --report report.json script.py`"
+        )
+    try:
+        return _report(found)
+    except OptionError as error:
+        raise OptionError(f"{name} is damaged: {error}; write the report anew") from None
+
+
+def _report(found: Mapping[str, Any]) -> Report:
+    about, error = found.get("about"), found.get("error")
+    if not isinstance(about, dict) or not all(isinstance(each, str) for each in about.values()):
+        raise OptionError(f"'about' must map texts to texts, not {shown(about)}")
+    if not isinstance(error, (str, types.NoneType)):
+        raise OptionError(f"'error' must be a text or null, not {shown(error)}")
+    return Report(_items(Row, found, "rows"), _items(Waste, found, "waste"), about, error)
+
+
+def _items(kind: type[_T], found: Mapping[str, Any], key: str) -> tuple[_T, ...]:
+    items = found.get(key)
+    if not isinstance(items, list):
+        raise OptionError(f"{key!r} must be a list, not {shown(items)}")
+    types_ = get_type_hints(kind)
+    types_ = {each.name: types_[each.name] for each in fields(kind)}
+    return tuple([_item(kind, types_, item, f"{key}[{i}]") for i, item in enumerate(items)])
+
+
+def _item(kind: type[_T], types_: Mapping[str, Any], item: Any, where: str) -> _T:
+    if not isinstance(item, dict):
+        raise OptionError(f"{where} must be an object, not {shown(item)}")
+    if item.keys() != types_.keys():
+        for name in types_:
+            if name not in item:
+                raise OptionError(f"{where} has no {name!r}")
+        unknown = next(name for name in item if name not in types_)
+        raise OptionError(f"{where} has an unknown {shown(unknown)}{suggestion(unknown, types_)}")
+    for name, expected in types_.items():
+        if not _is(item[name], expected):
+            said = _SAID[expected]
+            raise OptionError(f"{name!r} of {where} must be {said}, not {shown(item[name])}")
+    values: dict[str, Any] = {
+        name: tuple(value) if isinstance(value, list) else value for name, value in item.items()
+    }
+    return kind(**values)
+
+
+def _is(value: Any, expected: Any) -> bool:
+    if expected is int:
+        return type(value) is int and value >= 0
+    if expected is str:
+        return isinstance(value, str)
+    if expected == tuple[str, ...]:
+        return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return value is None or type(value) in (int, float)

@@ -1,0 +1,76 @@
+"""A report as plain text of 80 columns: the verdict, fixes, and a table by op."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Final
+
+from .cells import clean, count, share, size, wrapped
+from .fixes import Fix, fixes
+from .rows import Totals
+from .tables import text_table
+
+if TYPE_CHECKING:
+    from .report import Report
+
+#: How many fixes and groups are shown; the others are only counted.
+MOST_FIXES: Final = 5
+MOST_GROUPS: Final = 20
+
+
+def verdict(totals: Totals) -> str:
+    """Returns how much ran in low precision, and what casts wrote, in a sentence."""
+    if not totals.calls:
+        return "No calls were recorded."
+    parts = [
+        (totals.low_flops, totals.flops, "FLOPs"),
+        (totals.low_bytes, totals.bytes, "bytes"),
+        (totals.low_calls, totals.calls, "calls"),
+    ]
+    shares = [f"{share(low, whole)} of {name}" for low, whole, name in parts if whole > 0]
+    if len(shares) > 1:
+        shares[-2:] = [f"{shares[-2]} and {shares[-1]}"]
+    casts = "1 cast" if totals.casts == 1 else f"{count(totals.casts)} casts"
+    wrote = f"{casts} wrote {size(totals.cast_bytes)}" if totals.casts else "nothing was cast"
+    return f"{', '.join(shares)} in low precision; {wrote}"
+
+
+def ended_with(error: str) -> str:
+    """Returns what ended the run, on one line."""
+    return f"the run ended with: {clean(' '.join(error.split()))}"
+
+
+def text(report: Report) -> str:
+    """Returns the report as plain text."""
+    return "\n".join(_lines(report))
+
+
+def _lines(report: Report) -> Iterator[str]:
+    yield from verdict(report.totals).split("; ")
+    if report.error:
+        yield from wrapped(ended_with(report.error))
+    found = fixes(report.waste)
+    if found:
+        yield ""
+        yield "fixes, those that save most first:"
+        for fix in found[:MOST_FIXES]:
+            yield from _fix_lines(fix)
+        yield from more(len(found) - MOST_FIXES, "rec.waste()")
+    if report.rows:
+        groups = report.by_op()
+        yield ""
+        yield text_table(groups, groups.titles, MOST_GROUPS)
+        yield from more(len(groups) - MOST_GROUPS, "rec.by_op()")
+
+
+def _fix_lines(fix: Fix) -> Iterator[str]:
+    yield from wrapped(fix.line, "  ")
+    yield from wrapped(fix.reason, "      ")
+    if fix.note:
+        yield from wrapped(f"({fix.note})", "      ")
+
+
+def more(number: int, call: str) -> Iterator[str]:
+    """Yields the line that says how many were not shown, if any, and where all are."""
+    if number > 0:
+        yield f"... and {count(number)} more; {call} has all"

@@ -1,0 +1,207 @@
+"""Reports as files: JSON and back, CSV, data frames; merged reports; damaged files."""
+
+from __future__ import annotations
+
+import csv
+import dataclasses
+import doctest
+import importlib
+import json
+import math
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hmpx import OptionError
+from hmpx.reports import Report, Row, merged, read_json, reading, report
+
+from .samples import HOSTILE, hostile, large, row, waste
+
+
+def test_json_gives_the_report_back(tmp_path: Path) -> None:
+    found = Report((row(), row(op="mm", seconds=0.5)), (waste(),), {"rank": "0"}, "KeyError: 1")
+    found.to_json(tmp_path / "report.json")
+    assert read_json(tmp_path / "report.json") == found
+    assert json.loads(found.to_json())["hmpx_report"] == 1
+
+
+def test_json_holds_whatever_users_write(tmp_path: Path) -> None:
+    """Times that are none become null: JSON has no NaN."""
+    found = hostile()
+    found.to_json(tmp_path / "report.json")
+    back = read_json(tmp_path / "report.json")
+    assert back.waste == found.waste
+    assert {each.seconds for each in back.rows} == {None, 0.5}
+    assert [dataclasses.replace(each, seconds=None) for each in back.rows] == [
+        dataclasses.replace(each, seconds=None) for each in found.rows
+    ]
+
+
+def damaged(**changes: Any) -> str:
+    """Returns a report as JSON with other values; those that are ``...`` are taken out."""
+    found = json.loads(Report((row(),), (waste(),)).to_json())
+    for name, value in changes.items():
+        place, _, key = name.partition("__")
+        inside = found[place][0] if key else found
+        key = key or place
+        inside[key] = value
+        if value is ...:
+            del inside[key]
+    return json.dumps(found)
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("", " is not JSON, or was cut short: JSONDecodeError: Expecting value: line 1 column 1"),
+        (damaged()[:200], " is not JSON, or was cut short: JSONDecodeError: "),
+        ("[" * 100_000, " is not JSON, or was cut short: RecursionError"),
+        ("\udcff", " is not JSON, or was cut short: UnicodeDecodeError: "),
+        ("[]", " is not a report of this version of hmpx"),
+        ('{"hmpx_report": 2}', " is not a report of this version of hmpx"),
+        (damaged(rows=...), " is damaged: 'rows' must be a list, not None"),
+        (damaged(rows={"a": 1}), " is damaged: 'rows' must be a list, not {'a': 1}"),
+        (damaged(waste="x"), " is damaged: 'waste' must be a list, not 'x'"),
+        (damaged(rows=[3]), " is damaged: rows[0] must be an object, not 3"),
+        (damaged(rows__op=...), " is damaged: rows[0] has no 'op'"),
+        (damaged(rows__opp="x"), " has an unknown 'opp'; did you mean 'op'?"),
+        (damaged(rows__op=1), " is damaged: 'op' of rows[0] must be a text, not 1"),
+        (damaged(rows__calls="1"), "'calls' of rows[0] must be a whole number, 0 or more, not '1'"),
+        (
+            damaged(rows__calls=True),
+            "'calls' of rows[0] must be a whole number, 0 or more, not True",
+        ),
+        (damaged(rows__flops=-1), "'flops' of rows[0] must be a whole number, 0 or more, not -1"),
+        (damaged(rows__bytes=1.5), "'bytes' of rows[0] must be a whole number, 0 or more, not 1.5"),
+        (damaged(rows__input_dtypes="x"), "'input_dtypes' of rows[0] must be a list of texts, not"),
+        (
+            damaged(rows__output_dtypes=[1]),
+            "'output_dtypes' of rows[0] must be a list of texts, not",
+        ),
+        (damaged(rows__seconds="1"), "'seconds' of rows[0] must be a number or null, not '1'"),
+        (damaged(waste__fix=None), " is damaged: 'fix' of waste[0] must be a text, not None"),
+        (damaged(about=...), " is damaged: 'about' must map texts to texts, not None"),
+        (damaged(about={"a": 1}), " is damaged: 'about' must map texts to texts, not {'a': 1}"),
+        (damaged(error=3), " is damaged: 'error' must be a text or null, not 3"),
+    ],
+    ids=range(24),
+)
+def test_damaged_files_are_named(text: str, message: str, tmp_path: Path) -> None:
+    """With what is wrong in them."""
+    path = tmp_path / "report.json"
+    path.write_bytes(text.encode("utf-8", "surrogateescape"))
+    with pytest.raises(OptionError) as caught:
+        read_json(path)
+    assert str(caught.value).startswith(f"{path} is ")
+    assert message in str(caught.value)
+
+
+def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
+    path = tmp_path / "absent" / "report.json"
+    with pytest.raises(OptionError, match=r"report\.json: No such file"):
+        read_json(path)
+    with pytest.raises(OptionError, match=r"Is a directory"):
+        read_json(tmp_path)
+    for write in (Report(()).to_json, Report(()).to_csv, Report(()).to_html):
+        with pytest.raises(OptionError, match=r"can't write .*report\.json: FileNotFoundError"):
+            write(path)
+
+
+def test_every_field_is_checked() -> None:
+    """A new field has a type that reading knows."""
+    for kind in (Row, type(waste())):
+        assert {*reading.get_type_hints(kind).values()} <= {*reading._SAID}
+
+
+# --- merged --------------------------------------------------------------------------------------
+
+
+def test_merged_reports_add_rows_up() -> None:
+    """Those that differ in more than their sums stay apart."""
+    both = merged(
+        [
+            Report((row(seconds=1.0), row(op="mm")), (waste(),), {"rank": "0", "torch": "2.13, a"}),
+            Report((row(seconds=math.nan),), (waste(),), {"rank": "1", "torch": "2.13, a"}, "x"),
+        ]
+    )
+    assert both.rows == (row(calls=4, casts=8, cast_bytes=8000, flops=1600, bytes=12_000, seconds=1.0), row(op="mm"))  # fmt: skip
+    assert both.waste == (waste(times=48, bytes=24_000_000),)
+    assert both.about == {"rank": "0, 1", "torch": "2.13, a"}
+    assert both.error == "x"
+    assert merged([]) == Report(())
+
+
+# --- CSV and data frames -------------------------------------------------------------------------
+
+
+def test_csv_has_a_line_for_each_row(tmp_path: Path) -> None:
+    found = Report((row(seconds=0.5), row(seconds=math.nan)))
+    text = found.to_csv(tmp_path / "report.csv")
+    with (tmp_path / "report.csv").open(encoding="utf-8", newline="") as file:
+        assert file.read() == text
+    first, second = csv.DictReader(text.splitlines())
+    assert [*first] == [field.name for field in dataclasses.fields(Row)]
+    assert (first["op"], first["input_dtypes"], first["calls"]) == (
+        "linear",
+        "float32, float32",
+        "2",
+    )
+    assert (first["seconds"], second["seconds"]) == ("0.5", "")
+
+
+@pytest.mark.parametrize("start", ["=", "+", "-", "@", "\t", "\r", "\n", "＝"])  # noqa: RUF001
+def test_csv_holds_no_formulas(start: str, tmp_path: Path) -> None:
+    """Text that a spreadsheet would compute is shown as text."""
+    found = Report((row(module=f"{start}cmd|' /C calc'!A0", op=f'{start}1",=2'),))
+    found.to_csv(tmp_path / "report.csv")
+    with (tmp_path / "report.csv").open(encoding="utf-8", newline="") as file:
+        (cells,) = csv.DictReader(file)
+    assert cells["module"] == f"'{start}cmd|' /C calc'!A0"
+    assert cells["op"] == f"'{start}1\",=2"
+
+
+def test_csv_keeps_hostile_text_in_its_cells(tmp_path: Path) -> None:
+    found = hostile()
+    found.to_csv(tmp_path / "report.csv")
+    with (tmp_path / "report.csv").open(encoding="utf-8", newline="") as file:
+        rows = list(csv.DictReader(file))
+    assert len(rows) == len(found.rows)
+    assert {cells["module"].removeprefix("'") for cells in rows} >= {
+        text.encode("utf-8", "backslashreplace").decode() for text in HOSTILE
+    }
+
+
+def test_data_frames_have_the_same_columns(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of whatever pandas makes them."""
+    pandas = types.ModuleType("pandas")
+    pandas.DataFrame = lambda values, columns: (values, columns)  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "pandas", pandas)
+    values, columns = Report((row(seconds=math.inf),)).to_dataframe()
+    assert columns == [field.name for field in dataclasses.fields(Row)]
+    found = dict(zip(columns, values[0], strict=True))
+    assert (found["op"], found["input_dtypes"], found["flops"]) == (
+        "linear",
+        "float32, float32",
+        800,
+    )
+    assert found["seconds"] is None
+
+
+def test_data_frames_need_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(OptionError, match="not installed; pip install pandas"):
+        large(2).to_dataframe()
+
+
+# --- docstrings ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "module", [report, reading, importlib.import_module("hmpx.reports.groups")]
+)
+def test_docstrings_show_what_happens(module: types.ModuleType) -> None:
+    failed, tried = doctest.testmod(module)
+    assert tried and not failed

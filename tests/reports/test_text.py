@@ -1,0 +1,239 @@
+"""Reports as text: the verdict, fixes and tables, never wider than 80 columns."""
+
+from __future__ import annotations
+
+import importlib.util
+import io
+import math
+
+import pytest
+
+from hmpx.reports import Report, cells, grouped, totals
+from hmpx.reports.cells import count, duration, share, size, width, wrapped
+
+from .samples import HOSTILE, hostile, large, row, waste, wide_row
+
+
+def small() -> Report:
+    return Report(
+        (
+            row(flops=9_200, bytes=6_100, calls=40, casts=210, cast_bytes=37_900_000),
+            row(phase="backward", flops=0, bytes=100, casts=0, cast_bytes=0),
+            wide_row(flops=800, bytes=3_800, calls=58, casts=4, cast_bytes=100_000),
+        ),
+        (
+            waste(),
+            waste(
+                kind="parameter cast again", what="fc1.weight", bytes=9, fix="hmpx.freeze(model)"
+            ),
+            waste(location="train.py:30", bytes=1_000_000),
+        ),
+    )
+
+
+def test_a_report_reads_from_the_verdict_to_the_table() -> None:
+    assert str(small()) == (
+        "92 % of FLOPs, 62 % of bytes and 42 % of calls in low precision\n"
+        "214 casts wrote 38 MB\n"
+        "\n"
+        "fixes, those that save most first:\n"
+        "  bf16.txt: softmax\n"
+        "      13 MB: round trip, linear -> softmax -> matmul at train.py:14, 24 times,\n"
+        "      and 1 more\n"
+        "      (less accurate: compare before you keep it)\n"
+        "  hmpx.freeze(model)\n"
+        "      9 B: parameter cast again, fc1.weight at train.py:14, 24 times\n"
+        "      (less accurate: compare before you keep it)\n"
+        "\n"
+        "op       phase  from  in    to    calls  casts  written  FLOPs  bytes\n"
+        "linear          fp32  bf16  bf16     40    210    38 MB   92 %   61 %\n"
+        "softmax         bf16  fp32  fp32     58      4   100 kB    8 %   38 %\n"
+        "linear   bwd    fp32  bf16  bf16      2      0      0 B    0 %    1 %"
+    )
+
+
+def test_an_error_follows_the_verdict() -> None:
+    report = Report((row(),), error="RuntimeError: out\nof memory")
+    assert str(report).splitlines()[2] == "the run ended with: RuntimeError: out of memory"
+
+
+def test_an_empty_report_says_so() -> None:
+    assert str(Report(())) == "No calls were recorded."
+    assert str(Report(()).by_op()) == "no calls"
+
+
+def test_what_was_not_counted_is_not_shown() -> None:
+    """No FLOPs, no bytes, no casts: neither shares nor columns of them."""
+    report = Report((row(phase="backward", flops=0, bytes=0, casts=0, cast_bytes=0),))
+    assert str(report).splitlines() == [
+        "100 % of calls in low precision",
+        "nothing was cast",
+        "",
+        "op      phase  from  in    to    calls",
+        "linear  bwd    fp32  bf16  bf16      2",
+    ]
+
+
+def test_times_are_shown_where_they_were_measured() -> None:
+    """NaN is not a time."""
+    report = Report((row(seconds=0.0123), row(op="mm", seconds=math.nan)))
+    assert str(report).splitlines()[-2:] == [
+        "linear  fp32  bf16  bf16      2      4   4.0 kB   50 %   50 %  12 ms",
+        "mm      fp32  bf16  bf16      2      4   4.0 kB   50 %   50 %      -",
+    ]
+    assert report.totals.seconds == 0.0123
+    assert "time" not in str(Report((row(seconds=math.nan),)))
+
+
+def test_long_tables_and_lists_of_fixes_end_with_a_count() -> None:
+    report = Report(
+        tuple([row(op=f"op{i}") for i in range(33)]),
+        tuple([waste(fix=f"bf16.txt: op{i}") for i in range(7)]),
+    )
+    lines = str(report).splitlines()
+    assert lines[-1] == "... and 13 more; rec.by_op() has all"
+    assert "... and 2 more; rec.waste() has all" in lines
+
+
+def test_groups_print_as_tables() -> None:
+    report = small()
+    assert str(report.by_module()).splitlines() == [
+        "module        calls    low  casts  written  FLOPs  bytes",
+        "blocks.0.fc1     42  100 %    210    38 MB   92 %   62 %",
+        "blocks.0         58    0 %      4   100 kB    8 %   38 %",
+    ]
+    assert str(report.by_site()).splitlines()[0].split()[:3] == ["location", "op", "calls"]
+
+
+@pytest.mark.parametrize("report", [small(), large(300), hostile(), Report(())])
+def test_no_line_is_wider_than_a_terminal(report: Report) -> None:
+    """Nor holds anything that a terminal obeys."""
+    for part in (report, report.by_op(), report.by_module(), report.by_site()):
+        lines = str(part).split("\n")
+        assert max(map(width, lines)) <= 80
+        assert all(map(str.isprintable, lines))
+
+
+def test_each_combination_of_wide_columns_fits() -> None:
+    dtypes = ("float8_e4m3fn", "float32", "bfloat16")
+    report = Report(
+        tuple(
+            row(
+                op="scaled_dot_product_attention" * n,
+                phase="recompute",
+                dtype="float8_e4m3b11fnuz",
+                input_dtypes=dtypes[:n],
+                output_dtypes=dtypes,
+                calls=999_999,
+                casts=999_999,
+                cast_bytes=999_000_000,
+                seconds=0.999,
+            )
+            for n in (1, 2, 3)
+        )
+    )
+    assert max(map(len, str(report.by_op()).splitlines())) <= 80
+
+
+@pytest.mark.parametrize(
+    ("number", "counted", "sized"),
+    [
+        (0, "0", "0 B"),
+        (999, "999", "999 B"),
+        (1_000, "1,000", "1.0 kB"),
+        (9_949, "9,949", "9.9 kB"),
+        (9_950, "9,950", "10 kB"),
+        (999_499, "999,499", "999 kB"),
+        (999_500, "999,500", "1.0 MB"),
+        (38_000_000, "38 M", "38 MB"),
+        (10**21 - 1, "1.0e+21", "1.0e+21 B"),
+        (34 * 10**26, "3.4e+27", "3.4e+27 B"),
+        (10**4000, "1e+4000", "1e+4000 B"),
+    ],
+)
+def test_numbers_are_short(number: int, counted: str, sized: str) -> None:
+    assert (count(number), size(number)) == (counted, sized)
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [
+        (None, "-"),
+        (math.nan, "-"),
+        (math.inf, "-"),
+        (0.0, "0.0 us"),
+        (1.234e-6, "1.2 us"),
+        (0.0561, "56 ms"),
+        (3.14, "3.1 s"),
+        (1e9, "1e+09 s"),
+    ],
+)
+def test_times_are_short(seconds: float | None, shown: str) -> None:
+    assert duration(seconds) == shown
+
+
+def test_a_share_is_all_or_nothing_only_if_it_is() -> None:
+    shares = [share(part, 1000) for part in (0, 1, 10, 500, 999, 1000)]
+    assert shares == ["0 %", "<1 %", "1 %", "50 %", ">99 %", "100 %"]
+    assert share(0, 0) == "-"
+    assert share(10**400, 4 * 10**400) == "25 %"
+
+
+@pytest.mark.parametrize("text", HOSTILE)
+def test_text_is_cut_and_wrapped_by_its_width(text: str) -> None:
+    text = cells.clean(text)
+    for columns in range(1, 40):
+        for cut in (cells.without_end, cells.without_start):
+            assert width(cut(text, columns)) <= columns
+    lines = wrapped(f"{text} and {text}", "    ")
+    assert max(map(width, lines)) <= 80
+    assert "".join(lines).replace(" ", "") == f"{text}and{text}".replace(" ", "")
+
+
+def test_bool_and_integer_dtypes_are_not_low_precision() -> None:
+    assert [row(dtype=name).is_low for name in ("int64", "bool", "float32", "")] == [False] * 4
+    assert [row(dtype=name).is_low for name in ("float16", "float8_e4m3fn", "tf32")] == [True] * 3
+
+
+def test_groups_are_lists() -> None:
+    """Of named tuples; the costliest first."""
+    groups = small().by_op()
+    assert [group.key[0] for group in groups] == ["linear", "softmax", "linear"]
+    assert groups[0].totals == totals(groups[0].rows)
+    assert groups == list(groups)
+    assert grouped((), lambda row: (row.op,)) == []
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+def test_print_is_plain_where_it_is_no_terminal(capsys: pytest.CaptureFixture[str]) -> None:
+    report = small()
+    report.print()
+    stream = io.StringIO()
+    report.print(stream)
+    assert capsys.readouterr().out == stream.getvalue() == f"{report}\n"
+
+
+def test_print_is_plain_without_rich(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    stream = Terminal()
+    small().print(stream)
+    assert stream.getvalue() == f"{small()}\n"
+
+
+@pytest.mark.skipif(importlib.util.find_spec("rich") is None, reason="rich is not installed")
+@pytest.mark.parametrize("report", [small(), hostile(), large(100), Report((), error="x")])
+def test_print_is_coloured_on_a_terminal(report: Report, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And shows text of users as it is, rather than as markup."""
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.setenv("COLUMNS", "200")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    stream = Terminal()
+    report.print(stream)
+    assert "\x1b[1m" in stream.getvalue()
+    assert "\x07" not in stream.getvalue()
+    if len(report.waste) == len(HOSTILE):
+        assert "[red]rich[/red]" in stream.getvalue()
