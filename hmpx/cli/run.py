@@ -11,7 +11,7 @@ from .. import gaudi, policy, session
 from ..compute import LEGALIZE_MODES
 from ..errors import short
 from ..tensors import parse_device_types
-from . import output, scripts, tracebacks
+from . import output, reporting, scripts, tracebacks
 from .options import add_command, add_list_options, list_options, only_given
 from .scripts import ScriptError
 
@@ -38,6 +38,7 @@ examples:
   hmpx run train.py --epochs 3
   hmpx run --bf16 my_bf16.txt --verbose-once train.py --epochs 3
   hmpx run --policy policy.yaml train.py
+  hmpx run --report report.html train.py
   hmpx run --habana-shim train_on_gaudi.py --device hpu
   torchrun --nproc-per-node 2 -m hmpx run train.py""",
     )
@@ -64,6 +65,12 @@ examples:
         "default), all, none, or auto without rounding fp32 inputs (fast)",
     )
     parser.add_argument(
+        "--report",
+        metavar="FILE",
+        help="record the run, and write what ran in which type, why, and at what cost, to FILE: "
+        ".html, .json, .csv or .txt; of several processes each writes its own",
+    )
+    parser.add_argument(
         "--habana-shim",
         action="store_true",
         help="stand in for habana_frameworks where it isn't installed: what the script places on "
@@ -85,6 +92,7 @@ def run(options: argparse.Namespace) -> int:
     name = program[0]
     if not options.is_module and not scripts.exists(name):
         raise ScriptError(f"{short(name)}: no such file; give the path of a Python script")
+    report_path = None if options.report is None else reporting.checked(options.report)
     sys.argv = program
     scripts.put_first_on_path(scripts.directory_of(name, options.is_module))
     given = _run_options(options)
@@ -94,7 +102,8 @@ def run(options: argparse.Namespace) -> int:
     end_following = gaudi.follow()
     uncaught = None
     try:
-        scripts.execute(name, options.is_module)
+        with reporting.recorded(report_path):
+            scripts.execute(name, options.is_module)
     except ScriptError:
         end_following()
         raise

@@ -13,7 +13,7 @@ from .. import arguments
 from ..errors import OptionError
 from ..observers import Attached, attach_to_values
 from ..policy import policy_line
-from ..reports import Group, Report, Waste, added
+from ..reports import Groups, Report, Row, Waste, added
 from ..session import current
 from ..version import __version__
 from .recorder import Recorder
@@ -82,32 +82,51 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
         )
 
     @property
-    def rows(self) -> tuple[Any, ...]:
-        """The rows of the report."""
+    def rows(self) -> tuple[Row, ...]:
+        """The calls that were recorded, those that cost most first."""
         return self.report().rows
 
-    def by_op(self) -> list[Group]:
+    def by_op(self) -> Groups:
         """Returns the calls by op and dtypes; see `Report.by_op`."""
         return self.report().by_op()
 
-    def by_module(self) -> list[Group]:
+    def by_module(self) -> Groups:
         """Returns the calls by module; see `Report.by_module`."""
         return self.report().by_module()
 
-    def by_site(self) -> list[Group]:
+    def by_site(self) -> Groups:
         """Returns the calls by line of the program; see `Report.by_site`."""
         return self.report().by_site()
 
-    def waste(self) -> list[Waste]:
+    def waste(self) -> tuple[Waste, ...]:
         """Returns casts that could be done without, each with what to do about it."""
-        return list(self.report().waste)
+        return self.report().waste
 
     def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns the report as JSON, and writes it to ``path`` if that is given."""
         return self.report().to_json(path)
 
+    def to_csv(self, path: str | os.PathLike[str]) -> None:
+        """Writes the rows as CSV; see `Report.to_csv`."""
+        self.report().to_csv(path)
+
+    def to_html(self, path: str | os.PathLike[str]) -> None:
+        """Writes one page that needs no network; see `Report.to_html`."""
+        self.report().to_html(path)
+
+    def to_dataframe(self) -> Any:
+        """Returns the rows as a pandas data frame; see `Report.to_dataframe`."""
+        return self.report().to_dataframe()
+
+    def print(self) -> None:
+        """Prints the report, with colours on a terminal; see `Report.print`."""
+        self.report().print()
+
     def __str__(self) -> str:
         return str(self.report())
+
+    def _repr_html_(self) -> str:
+        return self.report()._repr_html_()
 
 
 def _about() -> dict[str, str]:

@@ -1,0 +1,71 @@
+"""``hmpx run --report``: records a program, and writes the report however the program ends."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Final
+
+from ..errors import short
+from ..recording import record
+from ..reports import Report
+from . import output
+from .scripts import ScriptError
+
+
+def _to_text(report: Report, path: Path) -> None:
+    path.write_text(f"{report}\n", encoding="utf-8")
+
+
+#: How a report is written, by the end of the file's name.
+_WRITERS: Final[dict[str, Callable[[Report, Path], object]]] = {
+    ".json": Report.to_json,
+    ".html": Report.to_html,
+    ".csv": Report.to_csv,
+    ".txt": _to_text,
+}
+
+
+def checked(name: str) -> Path:
+    """Returns the path to write a report to: of several processes, each has its own.
+
+    Raises:
+        ScriptError: The name's end says no format, or its directory does not exist.
+    """
+    path = Path(name)
+    if path.suffix not in _WRITERS:
+        *names, last = _WRITERS
+        raise ScriptError(
+            f"--report {short(name)}: unknown format; end the name in {', '.join(names)} or {last}"
+        )
+    if not path.parent.is_dir():
+        raise ScriptError(
+            f"--report {short(name)}: there is no directory {short(str(path.parent))}"
+        )
+    if int(os.environ.get("WORLD_SIZE", "1")) > 1:
+        path = path.with_suffix(f".rank{os.environ.get('RANK', '0')}{path.suffix}")
+    return path.absolute()  # the program may change its directory
+
+
+@contextlib.contextmanager
+def recorded(path: Path | None) -> Iterator[None]:
+    """Records what runs inside, and writes the report to ``path``, even after an exception."""
+    if path is None:
+        yield
+        return
+    recording = record()
+    try:
+        with recording:
+            yield
+    finally:
+        report = recording.report()
+        try:
+            _WRITERS[path.suffix](report, path)
+        except OSError as error:
+            output.complain(f"the report can't be written: {error}")
+        else:
+            sys.stdout.flush()
+            output.complain(f"{str(report).splitlines()[0]}\nreport: {path}")

@@ -1,0 +1,82 @@
+"""``hmpx run --report``: a report however the program ends, of each process."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hmpx.reports import merged, read_json
+
+SCRIPT = """
+import os, sys, torch
+linear = torch.nn.Linear(4, 4)
+for _ in range(3):
+    linear(torch.ones(2, 4))
+os.chdir("/")
+{end}
+"""
+
+
+def run(
+    directory: Path, name: str, end: str = "", environment: dict[str, str] | None = None
+) -> subprocess.CompletedProcess[str]:
+    """Runs a script that makes three calls and then does ``end``."""
+    script = directory / "script.py"
+    script.write_text(SCRIPT.format(end=end))
+    command = [sys.executable, "-m", "hmpx", "run", "--report", name, str(script)]
+    return subprocess.run(
+        command, cwd=directory, capture_output=True, encoding="utf-8", check=False, env=environment
+    )
+
+
+@pytest.mark.parametrize(
+    ("end", "status", "error"),
+    [
+        ("", 0, None),
+        ("raise KeyError('x')", 1, "KeyError: 'x'"),
+        ("sys.exit(3)", 3, "SystemExit: 3"),
+    ],
+    ids=["ends", "crashes", "exits"],
+)
+def test_a_report_is_written_however_a_program_ends(
+    tmp_path: Path, end: str, status: int, error: str | None
+) -> None:
+    """Where the command was run, whatever the program's directory is by then."""
+    done = run(tmp_path, "report.json", end)
+    assert done.returncode == status
+    report = read_json(tmp_path / "report.json")
+    assert [(row.op, row.calls, row.dtype) for row in report.rows] == [("linear", 3, "bfloat16")]
+    assert report.error == error
+    assert f"hmpx: report: {tmp_path / 'report.json'}" in done.stderr
+
+
+def test_ranks_write_files_of_their_own_that_add_up(tmp_path: Path) -> None:
+    """As under torchrun."""
+    import os
+
+    for rank in ("0", "1"):
+        run(tmp_path, "report.json", "", {**os.environ, "WORLD_SIZE": "2", "RANK": rank})
+    found = [read_json(tmp_path / f"report.rank{rank}.json") for rank in (0, 1)]
+    both = merged(found)
+    assert [(row.op, row.calls) for row in both.rows] == [("linear", 6)]
+    assert both.totals.flops == sum(each.totals.flops for each in found)
+    assert both.about["rank"] == "0, 1"
+
+
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        ("report.doc", "unknown format; end the name in .json, .html, .csv or .txt"),
+        ("missing/report.json", "there is no directory missing"),
+    ],
+)
+def test_what_can_not_be_written_is_said_before_the_program_runs(
+    tmp_path: Path, name: str, said: str
+) -> None:
+    """With status 2, as for any wrong option."""
+    done = run(tmp_path, name, "print('ran')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert said in done.stderr
