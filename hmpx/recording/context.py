@@ -106,13 +106,13 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
         """Returns the report as JSON, and writes it to ``path`` if that is given."""
         return self.report().to_json(path)
 
-    def to_csv(self, path: str | os.PathLike[str]) -> None:
-        """Writes the rows as CSV; see `Report.to_csv`."""
-        self.report().to_csv(path)
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the rows as CSV, and writes them to ``path`` if that is given."""
+        return self.report().to_csv(path)
 
-    def to_html(self, path: str | os.PathLike[str]) -> None:
-        """Writes one page that needs no network; see `Report.to_html`."""
-        self.report().to_html(path)
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns a page that needs no network, and writes it to ``path`` if that is given."""
+        return self.report().to_html(path)
 
     def to_dataframe(self) -> Any:
         """Returns the rows as a pandas data frame; see `Report.to_dataframe`."""

@@ -23,6 +23,16 @@ def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     assert run.stdout.replace(f"{tmp_path.resolve()}/", "") == blocks("text")[0]
 
 
+def test_the_report_is_as_shown(tmp_path: Path) -> None:
+    """That of `hmpx.record`, run as a script."""
+    (source,) = [block for block in blocks("python") if "print(rec)" in block]
+    (tmp_path / "see.py").write_text(source)
+    run = subprocess.run(
+        [sys.executable, "see.py"], cwd=tmp_path, capture_output=True, text=True, check=True
+    )
+    assert run.stdout.replace(f"{tmp_path.resolve()}/", "") == blocks("text")[1]
+
+
 def test_the_options_shown_exist() -> None:
     """Each call of convert in the README is made of arguments that it has."""
     import inspect
