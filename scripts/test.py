@@ -38,6 +38,7 @@ SMOKE_TEST = """
 import sys
 from pathlib import Path
 import hmpx, torch
+from hmpx.reports import Report
 
 package = Path(hmpx.__file__).resolve().parent
 assert package.is_relative_to(Path(sys.prefix).resolve()), f"hmpx comes from {package}"
@@ -46,6 +47,7 @@ assert not missing, f"the wheel lacks the lists {missing}"
 session = hmpx.convert(device_types={"cpu"})
 assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype is torch.bfloat16
 assert session.policy["linear"].reason.startswith("lists/hmp/bf16.txt:")
+assert Report(()).to_html().rstrip().endswith("</html>")  # its files are data
 hmpx.revert()
 assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype is torch.float32
 print(f"hmpx {hmpx.__version__} from {package}")

@@ -372,7 +372,11 @@ def test_the_table_of_calls_is_sorted_searched_and_grouped(tmp_path: Path) -> No
 @needs_browser
 def test_the_modules_open_and_zoom(tmp_path: Path) -> None:
     report = Report(
-        tuple(row(module=f"blocks.{i}.{part}") for i in range(11) for part in ("fc1", "fc2"))
+        tuple(
+            make(module=f"blocks.{i}.{part}", flops=flops, casts=1)
+            for i in range(11)
+            for part, make, flops in (("fc1", row, 800), ("fc2", wide_row, 200))
+        )
     )
     found = in_browser(
         report.to_html(),
@@ -389,14 +393,19 @@ def test_the_modules_open_and_zoom(tmp_path: Path) -> None:
         const cells = () => [...document.querySelectorAll("#icicle g")];
         found.cells = cells().length;
         const third = cells().find((cell) => cell.getAttribute("aria-label").startsWith("blocks.3:"));
-        third.dispatchEvent(new Event("click"));
+        third.dispatchEvent(new Event("click", { bubbles: true }));
         found.zoomed = cells().map((cell) => cell.getAttribute("aria-label").split(":")[0]);
         found.focused = document.activeElement.getAttribute("aria-label").split(":")[0];
-        document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight" }));
+        document.activeElement.dispatchEvent(new KeyboardEvent("keydown", { key: "ArrowRight", bubbles: true }));
         found.next = document.activeElement.getAttribute("aria-label").split(":")[0];
         document.getElementById("out").click();
         document.getElementById("out").click();
         found.out = [cells().length, document.getElementById("out").disabled];
+        const measure = document.getElementById("measure");
+        const root = () => document.querySelector("#tree .note").textContent;
+        found.by_flops = root();
+        measure.value = "calls"; measure.dispatchEvent(new Event("change"));
+        found.by_calls = root();
         found.measures = [...document.getElementById("measure").options].map((each) => each.text);
         return found;
         """,
@@ -410,6 +419,8 @@ def test_the_modules_open_and_zoom(tmp_path: Path) -> None:
         "focused": "blocks.3",
         "next": "blocks.3.fc1",
         "out": [2 + 3 * 11, True],
+        "by_flops": "80 % low, 100 % of FLOPs, 88 kB cast",
+        "by_calls": "50 % low, 100 % of calls, 88 kB cast",
         "measures": ["FLOPs", "bytes", "calls", "bytes cast"],
     }
 

@@ -27,7 +27,8 @@
     return `${power && number < 9.95 ? number.toFixed(1) : Math.round(number)} ${prefixes[power]}${unit}`;
   }
 
-  const count = (number) => (number < 1e6 ? number.toLocaleString("en") : scaled(number, "").trim());
+  const grouping = new Intl.NumberFormat("en");
+  const count = (number) => (number < 1e6 ? grouping.format(number) : scaled(number, "").trim());
   const size = (number) => scaled(number, "B");
 
   function duration(seconds) {
@@ -50,9 +51,9 @@
   /** Sums, in the order of a module's: calls, low, FLOPs, low, bytes, low, casts, bytes cast, seconds. */
   const [CALLS, FLOPS, BYTES, CASTS, CAST_BYTES, SECONDS] = [0, 2, 4, 6, 7, 8];
 
-  /** The share in low precision, from 0 to 1: of FLOPs, else of bytes, else of calls. */
-  function low(sums) {
-    const of = [FLOPS, BYTES, CALLS].find((each) => sums[each] > 0);
+  /** The share in low precision, from 0 to 1: of what is asked for, else of FLOPs, bytes or calls. */
+  function low(sums, measure = FLOPS) {
+    const of = [measure, FLOPS, BYTES, CALLS].find((each) => each < CASTS && sums[each] > 0);
     return of === undefined ? 0 : sums[of + 1] / sums[of];
   }
 
@@ -64,7 +65,7 @@
 
   /**
    * A table that is sorted by its headers, filtered by a search box, and drawn as far as one looks.
-   * Columns: {title, value(row), show(value, row), isNumber, precision(row)}.
+   * Columns: {title, value(row), show(value, row), isNumber, isShort, isLong, precision(row)}.
    */
   function showTable(place, search, status, noun, columns, rows) {
     let sorted = -1;
@@ -82,15 +83,20 @@
     });
     const more = make("button", { type: "button", className: "more" });
     more.addEventListener("click", () => append(body.rows.length + 500));
-    const found = rows.map((row) =>
-      columns.filter((column) => !column.isNumber).map((column) => column.value(row)).join(" ").toLowerCase());
+    let found = null; // what each row is searched in, made by the first search
+
+    function isFound(words, index) {
+      const searched = columns.filter((column) => !column.isNumber);
+      found ??= rows.map((row) => searched.map((column) => column.value(row)).join(" ").toLowerCase());
+      return words.every((word) => found[index].includes(word));
+    }
 
     function append(end) {
       const part = document.createDocumentFragment();
       for (const row of shown.slice(body.rows.length, end)) {
         part.append(make("tr", {}, ...columns.map((column) => {
           const value = column.value(row);
-          const cell = make("td", { className: column.isNumber ? "number" : column.isShort ? "short" : "" });
+          const cell = make("td", { className: column.isNumber ? "number" : column.isShort ? "short" : column.isLong ? "long" : "" });
           cell.append(column.show ? column.show(value, row) : value);
           if (column.precision) cell.classList.add(column.precision(row));
           return cell;
@@ -103,7 +109,7 @@
 
     function draw() {
       const words = search.value.toLowerCase().split(/\s+/).filter(Boolean);
-      shown = rows.filter((_, index) => words.every((word) => found[index].includes(word)));
+      shown = words.length ? rows.filter((_, index) => isFound(words, index)) : [...rows];
       if (sorted >= 0) {
         const { value, isNumber } = columns[sorted];
         const sign = isDown ? -1 : 1;
@@ -210,10 +216,10 @@
 
   const text = (title, field, show) => ({ title, value: (row) => texts[row[field]], show });
   showTable(byId("casts-table"), byId("casts-search"), byId("casts-count"), "place", [
-    text("kind", 0), text("what", 1), text("module", 2), text("line", 3, link),
+    { ...text("kind", 0), isShort: true }, text("what", 1), text("module", 2), text("line", 3, link),
     { title: "times", value: (row) => row[6], show: count, isNumber: true },
     { title: "bytes", value: (row) => row[7], show: size, isNumber: true },
-    text("fix", 4, (fix) => make("code", { textContent: fix })), text("note", 5),
+    text("fix", 4, (fix) => make("code", { textContent: fix })), { ...text("note", 5), isLong: true },
   ], data.waste);
 
   // --- modules ------------------------------------------------------------------------------
@@ -228,9 +234,14 @@
   const order = new Intl.Collator("en", { numeric: true });
   modules.forEach((node) => node.children.sort((a, b) => order.compare(a.name, b.name)));
 
+  const measures = { FLOPs: FLOPS, bytes: BYTES, calls: CALLS, time: SECONDS, "bytes cast": CAST_BYTES };
+  const measure = () => measures[byId("measure").value] ?? CALLS;
+  byId("measure").append(
+    ...Object.keys(measures).filter((name) => all[measures[name]] > 0).map((name) => new Option(name)));
+
   function described(node) {
     const { sums } = node;
-    const parts = [`${node.path || node.name}: ${share(low(sums), 1)} in low precision`];
+    const parts = [`${node.path || node.name}: ${share(low(sums, measure()), 1)} in low precision`];
     if (all[FLOPS]) parts.push(`${share(sums[FLOPS], all[FLOPS])} of FLOPs`);
     if (all[BYTES]) parts.push(`${share(sums[BYTES], all[BYTES])} of bytes`);
     parts.push(plural(sums[CALLS], "call"));
@@ -241,13 +252,15 @@
 
   function label(node) {
     const bar = make("span", { className: "bar" }, make("span"));
-    bar.firstChild.style.width = `${100 * low(node.sums)}%`;
+    const by = measure();
+    bar.firstChild.style.width = `${100 * low(node.sums, by)}%`;
     bar.setAttribute("aria-hidden", "true");
     const casts = node.sums[CASTS] ? `, ${size(node.sums[CAST_BYTES])} cast` : "";
-    const part = all[FLOPS] ? `, ${share(node.sums[FLOPS], all[FLOPS])} of FLOPs` : "";
-    return make("span", { className: "node", title: described(node) },
+    const part = by === CAST_BYTES || !(all[by] > 0) ? "" : `, ${share(node.sums[by], all[by])} of ${byId("measure").value}`;
+    node.label = make("span", { className: "node", title: described(node) },
       make("span", { className: "name", textContent: node.name }), bar,
-      make("span", { className: "note", textContent: `${share(low(node.sums), 1)} low${part}${casts}` }));
+      make("span", { className: "note", textContent: `${share(low(node.sums, by), 1)} low${part}${casts}` }));
+    return node.label;
   }
 
   /** Returns a branch, whose children are made when it is opened for the first time. */
@@ -273,11 +286,9 @@
 
   // --- the icicle ---------------------------------------------------------------------------
 
-  const measures = { FLOPs: FLOPS, bytes: BYTES, calls: CALLS, time: SECONDS, "bytes cast": CAST_BYTES };
-  const [HEIGHT, DEEPEST, NARROWEST] = [22, 12, 1];
+  const [HEIGHT, DEEPEST, NARROWEST] = [22, 12, 1.5];
   let top = modules[0];
-  byId("measure").append(
-    ...Object.keys(measures).filter((name) => all[measures[name]] > 0).map((name) => new Option(name)));
+  let cells = []; // [node, x, width, depth] of each cell
 
   const mix = (part) => {
     const [from, to] = [[247, 205, 120], [130, 182, 240]];
@@ -285,11 +296,11 @@
   };
 
   function drawIcicle(isFocused) {
-    const measure = measures[byId("measure").value] ?? CALLS;
+    const by = measure();
     const total = byId("icicle").clientWidth || 800;
     const svg = drawn("svg", { role: "group", "aria-label": "Modules by share; the list below has the same" });
-    const cells = [];
     const above = [];
+    cells = [];
     for (let node = top; node.parent >= 0;) above.unshift(node = modules[node.parent]);
     above.forEach((node, depth) => cells.push([node, 0, total, depth]));
     const left = [[top, 0, total, above.length]];
@@ -301,7 +312,7 @@
       if (depth >= above.length + DEEPEST) continue;
       let at = x;
       const below = node.children.map((child) => {
-        const part = node.sums[measure] > 0 ? width * (child.sums[measure] / node.sums[measure]) : 0;
+        const part = node.sums[by] > 0 ? width * (child.sums[by] / node.sums[by]) : 0;
         at += part;
         return [child, at - part, part, depth + 1];
       });
@@ -315,24 +326,13 @@
       const title = drawn("title", {});
       title.textContent = described(node);
       cell.append(title, drawn("rect", {
-        x, y: depth * HEIGHT, width, height: HEIGHT, fill: mix(low(node.sums)) }));
+        x, y: depth * HEIGHT, width, height: HEIGHT, fill: mix(low(node.sums, by)) }));
       const most = Math.floor((width - 8) / 7);
       if (most > 2) {
         const written = drawn("text", { x: x + 4, y: depth * HEIGHT + 15 });
         written.textContent = node.name.length > most ? `${node.name.slice(0, most - 1)}\u2026` : node.name;
         cell.append(written);
       }
-      const zoom = () => { top = node; drawIcicle(true); };
-      cell.addEventListener("click", zoom);
-      cell.addEventListener("focus", () => { byId("about-module").textContent = described(node); });
-      cell.addEventListener("mouseenter", () => { byId("about-module").textContent = described(node); });
-      cell.addEventListener("keydown", (event) => {
-        const step = { ArrowRight: 1, ArrowDown: 1, ArrowLeft: -1, ArrowUp: -1 }[event.key];
-        if (event.key === "Enter" || event.key === " ") zoom();
-        else if (step) (svg.children[index + step] ?? cell).focus();
-        else return;
-        event.preventDefault();
-      });
       svg.append(cell);
     });
     byId("icicle").replaceChildren(svg);
@@ -341,10 +341,36 @@
     if (isFocused) svg.children[above.length].focus({ preventScroll: true });
   }
 
-  byId("measure").addEventListener("change", () => drawIcicle(false));
+  // Listeners are the parent's: an svg that listens to focus is a stop of the tab key itself.
+  function listen(type, act) {
+    byId("icicle").addEventListener(type, (event) => {
+      const cell = event.target.closest("g");
+      if (cell) act(cells[[...cell.parentNode.children].indexOf(cell)][0], cell, event);
+    });
+  }
+
+  const zoom = (node) => { top = node; drawIcicle(true); };
+  const describe = (node) => { byId("about-module").textContent = described(node); };
+  listen("click", zoom);
+  listen("focusin", describe);
+  listen("mouseover", describe);
+  listen("keydown", (node, cell, event) => {
+    const next = {
+      ArrowRight: cell.nextSibling, ArrowDown: cell.nextSibling,
+      ArrowLeft: cell.previousSibling, ArrowUp: cell.previousSibling,
+    };
+    if (event.key === "Enter" || event.key === " ") zoom(node);
+    else if (event.key in next) next[event.key]?.focus();
+    else return;
+    event.preventDefault();
+  });
+  byId("measure").addEventListener("change", () => {
+    modules.filter((node) => node.label).forEach((node) => node.label.replaceWith(label(node)));
+    drawIcicle(false);
+  });
   byId("out").addEventListener("click", () => { top = modules[Math.max(0, top.parent)]; drawIcicle(false); });
   window.addEventListener("resize", () => drawIcicle(false));
-  drawIcicle(false);
+  setTimeout(() => drawIcicle(false)); // it measures the page: after that is shown
 
   // --- buttons ------------------------------------------------------------------------------
 
