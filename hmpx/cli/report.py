@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import sys
 from collections.abc import Iterator
 from typing import Any
 
@@ -54,6 +55,9 @@ def run(options: argparse.Namespace) -> int:
     found = [reports.read_json(path) for path in files[is_merge:]]
     report = found[0] if len(found) == 1 else reports.merged(found)
     written = [*_written(report, options)]
+    if not written and sys.stdout.isatty():
+        report.print()
+        return 0
     return output.show(written or str(report).splitlines())
 
 

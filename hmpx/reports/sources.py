@@ -112,10 +112,13 @@ def _file(path: str, by_number: dict[int, list[Row]], most: int) -> File:
 def _read(path: str) -> list[str] | str:
     """Returns the lines of a Python file, or why it isn't shown.
 
-    A report may come from somebody else: only Python files are read, whatever paths it names.
+    A report may come from somebody else: only Python files are read, whatever paths it names, and
+    none of another machine, which would be told who asks.
     """
     if not path.endswith(".py"):
         return "not shown: only .py files are"
+    if path.startswith(("//", r"\\")):
+        return "not shown: it is on another machine"
     try:
         if path in linecache.cache and not Path(path).exists():  # the cells of a notebook
             return linecache.getlines(path)

@@ -217,6 +217,8 @@ def test_lines_that_made_calls_are_shown_with_those_around(program: str) -> None
         ("/absent/train.py:3", "it can't be read"),
         ("/etc/passwd:1", "only .py files are"),
         ("nul\x00.py:1", "it can't be read"),
+        ("//host/share/train.py:1", "on another machine"),
+        (r"\\host\share\train.py:1", "on another machine"),
         ("{folder}:1", "only .py files are"),
         ("{folder}/bad.py:1", "it can't be read"),
         ("{folder}/folder.py:1", "too large, or not a file"),
