@@ -104,9 +104,11 @@ def clean(text: str) -> str:
 
 
 def located(location: str) -> str:
-    """Returns a location, relative to the current directory where it is inside that."""
+    """Returns a location, relative to the current directory or to where packages are installed."""
     with contextlib.suppress(OSError):  # the directory may be gone
         location = location.removeprefix(f"{Path.cwd()}{os.sep}")
+    for directory in ("site-packages", "dist-packages"):
+        location = location.rpartition(f"{os.sep}{directory}{os.sep}")[2]
     return clean(location)
 
 
