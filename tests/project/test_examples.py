@@ -218,3 +218,11 @@ def test_graph(tmp_path: Path) -> None:
     assert (fp32.count("ToCopyBackward0"), mixed.count("ToCopyBackward0")) == (0, 5)
     assert (fp32.count("orange"), mixed.count("orange")) == (0, 5)
     assert ("dot -Tsvg" in output) is not has_dot
+
+
+def test_reports(tmp_path: Path) -> None:
+    """A page for the model that was asked for, and its verdict."""
+    pytest.importorskip("transformers")
+    output = run_example("reports.py", "resnet", "--to", str(tmp_path), cwd=tmp_path)
+    assert output.startswith("resnet: 100 % of FLOPs, ")
+    assert "conv2d" in (tmp_path / "resnet.html").read_text(encoding="utf-8")

@@ -1,17 +1,14 @@
-"""A report of a model that ran, its rows made by an observer: all views of it together."""
+"""A report of a model that ran: all views of it together."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import nn
 
 import hmpx
-from hmpx.observers import OpCall, attach_to_values
-from hmpx.reports import Report, Row, added, read_json
+from hmpx.reports import Report, read_json
 
 
 class Block(nn.Module):
@@ -25,48 +22,16 @@ class Block(nn.Module):
         return self.fc2(torch.softmax(self.fc1(x), -1))
 
 
-def names(dtypes: tuple[torch.dtype, ...]) -> tuple[str, ...]:
-    return tuple(str(dtype).removeprefix("torch.") for dtype in dtypes)
-
-
 def recorded() -> Report:
-    rows = []
-
-    def observe(
-        call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
-    ) -> None:
-        pairs = zip(call.input_dtypes, call.cast_dtypes, strict=True)
-        rows.append(
-            Row(
-                op=call.op,
-                site=call.site,
-                module=call.module,
-                location=call.location,
-                phase=call.phase,
-                device_type=call.device_type or "",
-                cast_policy=call.cast_policy,
-                reason=call.reason,
-                dtype=names(call.cast_dtypes)[0],
-                input_dtypes=names(call.input_dtypes),
-                cast_dtypes=names(call.cast_dtypes),
-                output_dtypes=names(call.output_dtypes),
-                calls=1,
-                casts=sum(given is not cast for given, cast in pairs),
-                cast_bytes=call.cast_bytes,
-                flops=2 * result.shape[0] * args[1].numel() if call.op == "linear" else 0,
-                bytes=result.nbytes,
-                seconds=call.seconds,
-            )
-        )
-
     policy = hmpx.Policy.from_ops(low=["linear"], fp32=["softmax"])
     model = nn.Sequential(Block(), Block())
     with (
+        torch.no_grad(),
         hmpx.convert(policy=policy, device_types={"cpu"}),
-        attach_to_values(observe, times=True),
+        hmpx.record(times=True) as rec,
     ):
         model(torch.ones(4, 8))
-    return Report(added(rows), about={"torch": torch.__version__})
+    return rec.report()
 
 
 def test_a_run_can_be_looked_at_in_every_way(tmp_path: Path) -> None:
