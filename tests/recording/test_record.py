@@ -12,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
@@ -264,6 +265,32 @@ def test_a_compiled_model_is_recorded() -> None:
     with hmpx.record() as rec:
         model(X)
     assert row_of(rec, "linear").calls == 1
+
+
+class _Reads(TorchDispatchMode):
+    """Counts what would wait for a device: values read, and copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.seen.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+def test_it_runs_no_op_of_its_own() -> None:
+    """So it reads no value, and waits for no device."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.LayerNorm(8), nn.Softmax(-1))
+
+    def seen() -> list[str]:
+        with _Reads() as reads:
+            model(X).sum().backward()
+        return reads.seen
+
+    expected = seen()
+    with hmpx.record():
+        assert seen() == expected
 
 
 # --- waste ---------------------------------------------------------------------------------------
