@@ -177,7 +177,10 @@ def _fix(found: Found) -> tuple[str, str]:
         return "hmpx.freeze(model)", "for inference: stores the weight as it is used"
     if found.kind == "tensor cast again":
         return f"x = x.{_METHODS.get(call.cast_dtypes[0], 'to(...)')}", "once, before it is used"
-    return "hmpx.freeze(model), or checkpoint the block", "freeze where the weight is not trained"
+    return (
+        "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
+        "computes the block again; for inference hmpx.freeze(model)",
+    )
 
 
 _METHODS: Final = {
