@@ -50,7 +50,12 @@ class Column:
     @property
     def width(self) -> int:
         """The columns of a terminal that it takes."""
-        return max(map(width, (self.title, *self.cells)))
+        return max(map(width, self.all))
+
+    @property
+    def all(self) -> tuple[str, ...]:
+        """Its title and its cells."""
+        return (self.title, *self.cells)
 
 
 def columns(
@@ -117,22 +122,27 @@ def text_table(groups: Sequence[Group], titles: Sequence[str], most: int | None 
     """Returns a table of the first ``most`` groups as text, no wider than 80 columns."""
     if not groups:
         return "no calls"
-    fitted, between = _fitted(columns(groups, titles, most))
-    widths = [column.width for column in fitted]
-    lines = []
-    for cells in zip(*([column.title, *column.cells] for column in fitted), strict=True):
-        shown = [
-            padded(cell, columns_, is_right=column.is_number)
-            for cell, columns_, column in zip(cells, widths, fitted, strict=True)
-        ]
-        lines.append(between.join(shown).rstrip())
-    return "\n".join(lines)
+    rows = table_rows(groups, titles, most)
+    return "\n".join("".join(cells).rstrip() for cells in rows)
 
 
-def _fitted(found: list[Column]) -> tuple[list[Column], str]:
+def table_rows(
+    groups: Sequence[Group], titles: Sequence[str], most: int | None = None, line: int = WIDTH
+) -> list[list[str]]:
+    """Returns the lines of a table, its titles first, in cells that join to at most ``line`` columns."""
+    fitted, between = _fitted(columns(groups, titles, most), line)
+    found = [
+        [padded(cell, column.width, is_right=column.is_number) for cell in column.all]
+        for column in fitted
+    ]
+    spaced = [found[0], *([between + cell for cell in cells] for cells in found[1:])]
+    return [list(cells) for cells in zip(*spaced, strict=True)]
+
+
+def _fitted(found: list[Column], line: int) -> tuple[list[Column], str]:
     """Returns the columns, cut such that a line of them fits, and what stands between them."""
     for between in ("  ", " "):
-        space = WIDTH - len(between) * (len(found) - 1)
+        space = line - len(between) * (len(found) - 1)
         excess = sum(column.width for column in found) - space
         if excess <= 0 or between == " ":
             break

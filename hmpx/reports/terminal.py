@@ -5,10 +5,12 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import sys
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any, TextIO
 
+from .cells import WIDTH
 from .fixes import fixes
-from .tables import columns
+from .tables import table_rows
 from .text import MOST_FIXES, MOST_GROUPS, ended_with, more, verdict
 
 if TYPE_CHECKING:
@@ -22,11 +24,11 @@ def show(report: Report, file: TextIO | None = None) -> None:
         stream.write(f"{report}\n")
         return
     console = importlib.import_module("rich.console").Console(file=stream)
-    for part in _parts(report):
+    for part in _parts(report, max(WIDTH, console.width)):
         console.print(part)
 
 
-def _parts(report: Report) -> list[Any]:
+def _parts(report: Report, columns: int) -> list[Any]:
     """Returns the report's parts, as rich shows them; text of users is never read as markup."""
     Text = importlib.import_module("rich.text").Text  # noqa: N806
     Padding = importlib.import_module("rich.padding").Padding  # noqa: N806
@@ -42,26 +44,22 @@ def _parts(report: Report) -> list[Any]:
         parts.append(Padding(Text(about), (0, 0, 0, 6)))
     parts += [Text(line) for line in more(len(found) - MOST_FIXES, "rec.waste()")]
     if report.rows:
-        parts += [Text(""), _table(report)]
+        parts += [Text(""), *_lines(report, columns)]
         parts += [Text(line) for line in more(len(report.by_op()) - MOST_GROUPS, "rec.by_op()")]
     return parts
 
 
-def _table(report: Report) -> Any:
-    Table = importlib.import_module("rich.table").Table  # noqa: N806
+def _lines(report: Report, columns: int) -> Iterator[Any]:
+    """Yields the lines of the table by op; the type that an op computed in has a colour."""
     Text = importlib.import_module("rich.text").Text  # noqa: N806
     groups = report.by_op()
-    found = columns(groups, groups.titles, MOST_GROUPS)
-    table = Table(box=None, pad_edge=False, header_style="bold")
-    for column in found:
-        table.add_column(column.title, justify="right" if column.is_number else "left")
-    for group, *cells in zip(groups, *(column.cells for column in found), strict=False):
-        is_low = group.totals.low_calls > 0
-        styles = {"in": "blue" if is_low else "yellow"}
-        table.add_row(
-            *(
-                Text(cell, style=styles.get(column.title, ""))
-                for column, cell in zip(found, cells, strict=True)
-            )
-        )
-    return table
+    titles, *rows = table_rows(groups, groups.titles, MOST_GROUPS, columns)
+    yield Text("".join(titles).rstrip(), style="bold")
+    place = next(i for i, title in enumerate(titles) if title.strip() == "in")
+    for group, cells in zip(groups, rows, strict=False):
+        line = Text()
+        for i, cell in enumerate(cells):
+            style = "blue" if group.totals.low_calls else "yellow"
+            line.append(cell, style=style if i == place else "")
+        line.rstrip()
+        yield line
