@@ -12,6 +12,7 @@ from .errors import (
     RuleError,
     TorchError,
 )
+from .explaining import Explanation, Explanations, explain
 from .freezing import Frozen, Weight, freeze
 from .observers import Attached, CallTensors, OpCall, attach
 from .policy import ALLOW, DENY, FOLLOW, Call, CastPolicy, Decision, Policy, load_policy
@@ -31,6 +32,8 @@ __all__ = [
     "CastPolicy",
     "CheckpointError",
     "Decision",
+    "Explanation",
+    "Explanations",
     "FreezeError",
     "Frozen",
     "HmpxError",
@@ -48,6 +51,7 @@ __all__ = [
     "casts_enabled",
     "convert",
     "disable_casts",
+    "explain",
     "formats",
     "freeze",
     "is_converted",

@@ -3,15 +3,11 @@
 from __future__ import annotations
 
 import argparse
-import fnmatch
 from collections.abc import Iterator
 from typing import Any
 
-from .. import formats, ops, policy
-from ..errors import shown, suggestion
-from ..policy import CastPolicy, Decision
-from ..tensors import short_name
-from ..torch_internals import VF_NAMESPACE
+from .. import explaining, formats, policy
+from ..errors import OptionError
 from . import output
 from .options import add_command, add_list_options, list_options
 
@@ -23,7 +19,7 @@ def add_parser(commands: Any) -> None:
         "ops",
         run,
         help="show what a list may name, and what is done with it",
-        usage="hmpx ops [list options] [PATTERN]\n       hmpx ops --formats",
+        usage="hmpx ops [list options] [--why] [PATTERN]\n       hmpx ops --formats",
         description="Prints every op that a list may hold, what the policy does with it, the line\n"
         "that says so, and the places in torch where it is called.",
         epilog="""\
@@ -39,7 +35,7 @@ exit status:
 
 examples:
   hmpx ops softmax
-  hmpx ops torch.nn.functional.gelu
+  hmpx ops --why torch.nn.functional.gelu
   hmpx ops --fp32 my_fp32.txt 'conv*'
   hmpx ops --formats""",
     )
@@ -48,6 +44,11 @@ examples:
         "--formats",
         action="store_true",
         help="list the number formats that may be the low type, instead of ops",
+    )
+    parser.add_argument(
+        "--why",
+        action="store_true",
+        help="explain one op: the line that decides, what may outrank it, how it computes here",
     )
     parser.add_argument(
         "pattern",
@@ -61,27 +62,44 @@ def run(options: argparse.Namespace) -> int:
     """Prints a row for each op, or for each number format; status 1 if no op matches."""
     if options.formats:
         return output.show(_format_lines())
+    if options.why and options.pattern is None:
+        options.parser.error("--why explains an op: name one")
     loaded = output.with_warnings_shown(policy.load_policy, **list_options(options))
-    names = [name for name in ops.table() if ops.is_castable(name)]
+    if options.why:
+        return _explain(options, loaded)
+    names = explaining.listable(loaded)
     by_section = loaded.section_rules()
-    names += dict.fromkeys(filter(ops.is_foreign, (*loaded.decisions, *by_section)))
-    names.sort(key=lambda name: (name.startswith("_"), name.lower()))
     if options.pattern is not None:
-        matching = _matching(options.pattern, names)
+        matching = explaining.matching(options.pattern, names)
         if not matching:
-            output.complain(_why_no_match(options.pattern, names))
+            without = "; hmpx ops without a pattern shows all"
+            output.complain(explaining.why_no_match(options.pattern, names, without))
             return 1
         names = matching
     rows = [("op", "policy", "reason", "call sites")]
     for name in names:
         decision = loaded[name]
-        rows.append((name, _what(decision), decision.reason, ", ".join(_call_sites(name))))
-        rows += [("", _what(each.decision), str(each), "") for each in by_section.get(name, ())]
+        sites = ", ".join(explaining.call_sites(name))
+        rows.append((name, explaining.outcome(decision), decision.reason, sites))
+        rows += [
+            ("", explaining.outcome(each.decision), str(each), "")
+            for each in by_section.get(name, ())
+        ]
     widths = [max(len(row[column]) for row in rows) for column in range(3)]
     return output.show(
         "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
         for row in rows
     )
+
+
+def _explain(options: argparse.Namespace, loaded: policy.Policy) -> int:
+    """Prints what `hmpx.explain` says of an op; status 1 if there is none."""
+    try:
+        found = explaining.explain(options.pattern, policy=loaded)
+    except OptionError as error:
+        output.complain(str(error))
+        return 1
+    return output.show(str(found).splitlines())
 
 
 def _format_lines() -> Iterator[str]:
@@ -99,49 +117,3 @@ def _format_lines() -> Iterator[str]:
     for name, *cells in rows:
         shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
         yield "  ".join([name.ljust(widths[0]), *shown])
-
-
-def _matching(pattern: str, names: list[str]) -> list[str]:
-    """Returns the ``names`` that ``pattern`` means: one by any spelling first, then the others."""
-    if any(character in pattern for character in "*?["):
-        return [
-            name
-            for name in names
-            if fnmatch.fnmatchcase(name, pattern)
-            or any(fnmatch.fnmatchcase(site, pattern) for site in _call_sites(name))
-        ]
-    resolved = ops.resolve(pattern)
-    first = [resolved] if resolved in names else []
-    return first + [name for name in names if pattern in name and name != resolved]
-
-
-def _why_no_match(pattern: str, names: list[str]) -> str:
-    resolved = ops.resolve(pattern)
-    if resolved is not None and ops.is_foreign(resolved):
-        return f"{shown(pattern)}, an op of another library, is in no list"
-    if resolved is not None:
-        return f"{shown(pattern)} computes nothing from tensors, so there is nothing to cast"
-    spellings = [spelling for spelling, name in ops.names().items() if name in names]
-    hint = suggestion(pattern, spellings) or "; hmpx ops without a pattern shows all"
-    return f"no op matches {shown(pattern)}{hint}"
-
-
-def _what(decision: Decision) -> str:
-    if decision.cast_policy is CastPolicy.PASS:
-        return "-"
-    words = [decision.cast_policy.name]
-    if decision.cast_policy is CastPolicy.LOW and decision.dtype is not None:
-        words.append(short_name(decision.dtype))
-    if decision.accumulate_dtype is not None:
-        words.append(f"accumulate={short_name(decision.accumulate_dtype)}")
-    if decision.output_dtype is not None:
-        words.append(f"output={short_name(decision.output_dtype)}")
-    return " ".join(words)
-
-
-def _call_sites(name: str) -> list[str]:
-    if ops.is_foreign(name):
-        return [name]
-    op = ops.table()[name]
-    sites = [site.qualified for site in (*op.sites, *op.followers)]
-    return [site for site in sites if not site.startswith(f"{VF_NAMESPACE}.")] or sites

@@ -1,1 +1,19 @@
 """Explaining: what a policy does with an op, why, and where."""
+
+from __future__ import annotations
+
+from .asking import explain, explanations
+from .explanation import Explanation, Explanations
+from .names import call_sites, listable, matching, outcome, why_no_match
+
+__all__ = [
+    "Explanation",
+    "Explanations",
+    "call_sites",
+    "explain",
+    "explanations",
+    "listable",
+    "matching",
+    "outcome",
+    "why_no_match",
+]

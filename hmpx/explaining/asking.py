@@ -1,0 +1,224 @@
+"""`explain`: asks the policy in force, or the default one, about ops, and gathers the reasons."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Mapping
+from typing import Any, Protocol
+
+from .. import arguments, casting, ops, rules, session
+from ..errors import OptionError, shown, suggestion
+from ..policy import CastPolicy, Policy, PolicySource, load_policy
+from ..reports import Report, Row
+from ..tensors import parse_device_types
+from .devices import device_note
+from .explanation import Explanation, Explanations
+from .names import (
+    call_sites,
+    in_place_sites,
+    is_glob,
+    listable,
+    matching,
+    takes_out,
+    why_no_match,
+)
+
+
+class Recorded(Protocol):
+    """Something that has seen a run, such as what `hmpx.record` gives."""
+
+    def report(self) -> Report:
+        """Returns what was seen."""
+
+
+def explain(
+    op: str,
+    record: Recorded | Report | None = None,
+    *,
+    policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
+) -> Explanation | Explanations:
+    """Returns what is done with an op, why, and where; `print` shows it.
+
+    Args:
+        op: An op name in any spelling that lists accept, or a glob: ``"softmax"``,
+            ``"torch.nn.functional.softmax"``, ``"aten::nll_loss2d"``, ``"*norm*"``.
+        record: What was recorded of a run: then also where it calls the op, and in which types.
+        policy: The policy to ask, in any form that `convert` takes. None: the policy in force, or
+            that of ``hmpx.convert()``.
+
+    Returns:
+        An `Explanation`; of a glob, `Explanations`.
+
+    Raises:
+        OptionError: There is no such op, or ``record`` is not a record.
+        PolicyFileError: ``policy`` can't be read, or is not a policy.
+
+    Example:
+        >>> policy = hmpx.Policy.from_ops(fp32=["erf"])
+        >>> print(hmpx.explain("Tensor.erf", policy=policy))
+        erf: FP32, inputs in bf16 or fp16 are cast to fp32
+          decided by    <fp32>:1 (policy given)
+          call sites    torch.erf, torch.erf_, torch.Tensor.erf, torch.Tensor.erf_,
+                        torch.special.erf
+          in place      torch.erf_, torch.Tensor.erf_, out=: the dtype of the tensor
+                        that is written to decides, not the lists
+    """
+    pattern = arguments.text("op", op, "an op name, or a glob such as '*norm*'")
+    rows = _rows(record)
+    given = None if policy is None else load_policy(policy=policy)
+    found = explanations(pattern, given, rows)
+    return Explanations(found) if is_glob(pattern) else found[0]
+
+
+def explanations(
+    pattern: str, given: Policy | None = None, rows: Iterable[Row] | None = None
+) -> list[Explanation]:
+    """Returns an explanation for each op that ``pattern`` means, of a name exactly one.
+
+    Args:
+        pattern: A name or a glob.
+        given: The policy to ask; None for the one in force, or the default one.
+        rows: What was recorded of a run; None without a record.
+
+    Raises:
+        OptionError: There is no such op.
+    """
+    current = session.current()
+    policy, source = given, "policy given"
+    if policy is None:
+        policy = load_policy() if current is None else current.policy
+        source = "policy in force"
+        if current is None:
+            source = "default policy; torch is not converted"
+    names = _names(pattern, policy)
+    device_types = parse_device_types(None) if current is None else current.device_types
+    legalize = "auto" if current is None else current.options.legalize
+    seen = None if rows is None else list(rows)
+    by_section = policy.section_rules()
+    found = []
+    for name in names:
+        decision = policy[name]
+        asked = [*rules.registered(name), *by_section.get(name, ())]
+        notes = (
+            (device_type, device_note(name, decision, policy, device_type, legalize))
+            for device_type in sorted(device_types)
+        )
+        found.append(
+            Explanation(
+                op=name,
+                decision=decision,
+                policy=source,
+                sites=tuple(call_sites(name)),
+                in_place=tuple(in_place_sites(name)),
+                takes_out=takes_out(name),
+                covers=_also_decided(name, policy),
+                asked_first=tuple([_asked(rule) for rule in asked]),
+                device_notes=tuple([note for note in notes if note[1]]),
+                notes=tuple(_notes(name, policy)),
+                calls=tuple([row for row in seen or () if row.op == name]),
+                is_recorded=seen is not None,
+            )
+        )
+    return found
+
+
+def _rows(record: object) -> tuple[Row, ...] | None:
+    if record is None:
+        return None
+    if isinstance(record, Report):
+        return record.rows
+    report = getattr(record, "report", None)
+    found = report() if callable(report) else None
+    if not isinstance(found, Report):
+        raise OptionError(f"record must be what hmpx.record gives, not {shown(record)}")
+    return found.rows
+
+
+def _names(pattern: str, policy: Policy) -> list[str]:
+    known = listable(policy)
+    if is_glob(pattern):
+        found = matching(pattern, known)
+    else:
+        name = ops.resolve(pattern)
+        is_there = name in known or (
+            name is not None
+            and ops.is_foreign(name)
+            and not (ops.missing(name) or ops.lacking(name))
+        )
+        found = [name] if name is not None and is_there else []
+    if not found:
+        raise OptionError(_why_not(pattern, known))
+    return found
+
+
+def _why_not(pattern: str, known: list[str]) -> str:
+    name = ops.resolve(pattern)
+    if name is not None and ops.is_foreign(name) and not is_glob(pattern):
+        why = ops.missing(name) or ops.lacking(name)
+        return f"{why}{suggestion(pattern, [*known, *ops.names()])}"
+    return why_no_match(pattern, known, "; `hmpx ops` shows all")
+
+
+def _also_decided(name: str, policy: Policy) -> tuple[str, ...]:
+    """Returns the other ops that are decided by the line that decides op ``name``, as covered by it."""
+    if ops.is_foreign(name) or name not in policy.decisions:
+        return ()
+    decision = policy[name]
+    return tuple(
+        [
+            each
+            for each in sorted(ops.covered(name) - {name})
+            if policy[each] == decision
+            and policy[each].reason == decision.reason
+            and _is_decisive(each)
+        ]
+    )
+
+
+def _is_decisive(name: str) -> bool:
+    """Whether a list decides some calls of op ``name``: not all of them write to their first argument."""
+    return ops.is_foreign(name) or not all(site.in_place for site in ops.table()[name].sites)
+
+
+def _asked(rule: Any) -> str:
+    """Returns one line on a registered rule, or on a section and what it says."""
+    if isinstance(rule, rules.Registered):
+        return f"{rule}, level {rule.level}"
+    conditions = ", ".join(f"{key} {_said(value)}" for key, value in rule.section.conditions())
+    said = rule.decision.cast_policy.name
+    return f"{rule}: {said} where {conditions}" if conditions else f"{rule}: {said}"
+
+
+def _said(value: Any) -> str:
+    values = value if isinstance(value, (tuple, list, frozenset)) else (value,)
+    return " or ".join(str(each).removeprefix("torch.") for each in values)
+
+
+def _notes(name: str, policy: Policy) -> Iterable[str]:
+    """Yields facts that decide about an op's calls beside its line."""
+    decision = policy[name]
+    if ops.is_foreign(name):
+        why = ops.missing(name) or ops.lacking(name)
+        yield why or "another library's function: patched when its module is imported"
+        return
+    if not _is_decisive(name):
+        yield "the in-place rule outranks that line: each call writes to its first argument"
+        return
+    facts = casting.facts_of(name)
+    above = ops.covering(name)
+    if above is not None and name in policy.decisions:
+        own = policy[above]
+        if own == decision and own.reason == decision.reason:
+            yield f"the line of {above} covers it; a line of its own would outrank that one"
+    is_widest = decision.cast_policy is CastPolicy.WIDEST
+    if is_widest and facts.promotes and not facts.rounds_mixed and not decision.is_composed:
+        yield "torch promotes to that type by itself, so calls are patched for observers only"
+    if decision.cast_policy is CastPolicy.PASS and not facts.promotes and not facts.is_view:
+        yield "a list line, a section or a rule may decide otherwise"
+    if facts.norm_parameters and decision.cast_policy is CastPolicy.LOW:
+        yield (
+            "a norm: its weight and bias follow only where the kernel refuses mixed types; running "
+            "statistics keep their dtype"
+        )
+    if session.is_converted() and not session.casts_enabled():
+        yield "casts are switched off here and now, by disable_casts or a region of autocast"
