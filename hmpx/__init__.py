@@ -1,6 +1,7 @@
 """Mixed precision for PyTorch, op by op: one `convert()`, plain-text op lists, and reasons."""
 
 from . import formats
+from .drawing import Drawing, draw
 from .errors import (
     CheckpointError,
     FreezeError,
@@ -32,6 +33,7 @@ __all__ = [
     "CastPolicy",
     "CheckpointError",
     "Decision",
+    "Drawing",
     "Explanation",
     "Explanations",
     "FreezeError",
@@ -51,6 +53,7 @@ __all__ = [
     "casts_enabled",
     "convert",
     "disable_casts",
+    "draw",
     "explain",
     "formats",
     "freeze",

@@ -50,6 +50,7 @@ from .compiler import (
     tracing_context,
     tries,
 )
+from .graph_nodes import function_of, next_number, number_of, outputs_of
 from .modes import (
     DeviceContext,
     DisableTorchFunctionSubclass,
@@ -165,6 +166,7 @@ __all__ = [
     "exit_autocast",
     "forget_traced",
     "function_modes",
+    "function_of",
     "has_fake_tensors",
     "has_hooked_step",
     "has_kernel",
@@ -186,7 +188,10 @@ __all__ = [
     "later_parts",
     "leave_to_callees",
     "needed_of_later",
+    "next_number",
+    "number_of",
     "of_later",
+    "outputs_of",
     "parts",
     "pop_hooks",
     "push_hooks",

@@ -1,0 +1,61 @@
+"""What a picture shows, as data: ops, casts, parameters, and the tensors that pass between them."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Final, Literal
+
+#: What a node is: an op; a cast or a rounding; a leaf of the graph, named or not; a tensor that was
+#: given to be drawn; or all that is beyond ``max_nodes``.
+Kind = Literal["op", "cast", "parameter", "input", "output", "cut"]
+
+LEAVES: Final = frozenset({"parameter", "input"})
+
+
+@dataclass(frozen=True, slots=True)
+class Node:
+    """Something in the picture.
+
+    Attributes:
+        id: Its name in DOT.
+        kind: ``"op"``, ``"cast"``, ``"parameter"``, ``"input"``, ``"output"`` or ``"cut"``.
+        label: ``"linear"``, ``"fp32 -> bf16"``, ``"fc.weight"``.
+        dtype: The type that an op computes in, that a cast makes, or that a tensor has: ``"bf16"``,
+            ``"float8_e4m3fn"``; ``""`` if unknown.
+        shape: Of the result; None if unknown.
+        module: Qualified name of the module that it belongs to; ``""`` for none.
+        location: ``"train.py:12"``, of an op that was observed.
+        reason: Why it computes in that type: ``"lists/hmp/bf16.txt:20"``, of an op that was observed.
+        grad_fn: Autograd's names of what is shown as this node.
+        is_legalized: An op computes in fp32 and rounds to ``dtype``.
+        times: How many such ops, one after the other, are shown as this one.
+    """
+
+    id: str
+    kind: Kind
+    label: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None
+    module: str = ""
+    location: str = ""
+    reason: str = ""
+    grad_fn: tuple[str, ...] = ()
+    is_legalized: bool = False
+    times: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Edge:
+    """A tensor that passes from one node to another.
+
+    Attributes:
+        source: ``id`` of the node that made it.
+        target: ``id`` of the node that takes it.
+        dtype: Its dtype: ``"bf16"``; ``""`` if unknown.
+        shape: Its shape; None if unknown.
+    """
+
+    source: str
+    target: str
+    dtype: str = ""
+    shape: tuple[int, ...] | None = None

@@ -1,0 +1,194 @@
+"""Runs a function and notes what autograd's graph doesn't keep: which op and module made each node."""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import (
+    register_module_forward_hook,
+    register_module_forward_pre_hook,
+)
+
+from .. import session, torch_state
+from ..observers import OpCall, attach_to_values
+from ..tensors import tensors_in
+from ..torch_internals import disable_modes, is_dynamo_loaded, next_number
+
+
+class Names:
+    """Qualified names of modules and parameters, those of the first model without a prefix.
+
+    Attributes:
+        classes: Qualified name of a module -> name of its class.
+        parameters: ``id`` of a parameter -> its qualified name.
+        models: The outermost modules.
+    """
+
+    def __init__(self, model: nn.Module | None = None) -> None:
+        """Starts with the names of ``model``."""
+        self.classes: dict[str, str] = {}
+        self.parameters: dict[int, str] = {}
+        self._modules: dict[int, str] = {}
+        self.models: list[
+            nn.Module
+        ] = []  # held, so that no other module gets an identity of theirs
+        if model is not None:
+            self._adopt(model, "")
+
+    def of(self, module: nn.Module, outer: str | None) -> str:
+        """Returns the name of ``module``, which module ``outer`` calls; None outside of any."""
+        found = self._modules.get(id(module))
+        if found is None:
+            prefix = type(module).__name__ if self.models or outer else ""
+            self._adopt(module, f"{outer}.{prefix}" if outer else prefix)
+            found = self._modules[id(module)]
+        return found
+
+    def _adopt(self, model: nn.Module, prefix: str) -> None:
+        self.models.append(model)
+        for name, module in torch_state.named_modules(model):
+            path = ".".join([part for part in (prefix, name) if part])
+            self._modules.setdefault(id(module), path)
+            self.classes.setdefault(path, type(module).__name__)
+            for own, parameter in module.named_parameters(recurse=False):
+                full = f"{path}.{own}" if path else own
+                self.parameters.setdefault(id(parameter), full)
+
+
+@dataclass
+class Observation:
+    """What was noted of a run.
+
+    Attributes:
+        names: Names of modules and parameters.
+        calls: The calls of ops, in their order.
+        owners: ``id`` of a node -> the node, and the position of the call that made it.
+        boundaries: Numbers of nodes, ascending, from which on
+        modules: nodes belong to the module of that name.
+    """
+
+    names: Names
+    calls: list[OpCall] = field(default_factory=list)
+    owners: dict[int, tuple[Any, int]] = field(default_factory=dict)
+    boundaries: list[int] = field(default_factory=list)
+    modules: list[str] = field(default_factory=list)
+
+    def module_of(self, number: int | None) -> str | None:
+        """Returns the module that made the node of that number; None if that is unknown."""
+        if number is None or not self.boundaries:
+            return None
+        position = bisect.bisect_right(self.boundaries, number) - 1
+        return self.modules[position] if position >= 0 else ""
+
+    def note(
+        self, call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+    ) -> None:
+        """Takes the nodes between a call's inputs and its results for its own."""
+        given = tensors_in([args, list(kwargs.values())])
+        results = [tensor.grad_fn for tensor in tensors_in([result]) if tensor.grad_fn is not None]
+        is_in_place = call.site.endswith("_") and not call.site.endswith("__")
+        writes = is_in_place or call.cast_policy == "TARGET" or kwargs.get("out") is not None
+        inputs = [] if writes else [tensor.grad_fn for tensor in given]
+        before = set(map(id, inputs))  # of nodes that are held: identities are used again
+        position, waiting = len(self.calls), list(results)
+        self.calls.append(call)
+        while waiting:
+            node = waiting.pop()
+            is_leaf = not node.next_functions
+            if id(node) in self.owners or id(node) in before or is_leaf:
+                continue
+            self.owners[id(node)] = node, position
+            if not writes:  # what it wrote to had another node before, which is not known any more
+                waiting += [each for each, _ in node.next_functions if each is not None]
+
+
+def observed(
+    function: Callable[..., Any], args: tuple[Any, ...], names: Names
+) -> tuple[Any, Observation]:
+    """Calls ``function`` with gradients and returns its result, and what was noted.
+
+    What is compiled runs as it is written: a compiled graph is one node that says nothing.
+    """
+    observation = Observation(names)
+    with contextlib.ExitStack() as stack:
+        if is_dynamo_loaded():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(_modules_noted(observation))
+        if session.is_converted():
+            stack.enter_context(attach_to_values(observation.note))
+        return function(*args), observation
+
+
+@contextlib.contextmanager
+def _modules_noted(observation: Observation) -> Iterator[None]:
+    running: list[str] = []
+
+    def mark(module: str) -> None:
+        with disable_modes(), torch_state.without_casts():
+            number = next_number()
+        if number is not None:
+            observation.boundaries.append(number)
+            observation.modules.append(module)
+
+    def begin(module: nn.Module, args: Any) -> None:
+        running.append(observation.names.of(module, running[-1] if running else None))
+        mark(running[-1])
+
+    def end(module: nn.Module, args: Any, output: Any) -> None:
+        if running:
+            running.pop()
+        mark(running[-1] if running else "")
+
+    hooks: list[Any] = []
+    try:
+        for model in observation.names.models:
+            for _, module in torch_state.named_modules(model):
+                hooks.append(module.register_forward_pre_hook(begin))
+                hooks.append(module.register_forward_hook(end, always_call=True))
+        if not hooks:  # hooks on all modules, which compiled ones warn of
+            hooks.append(register_module_forward_pre_hook(begin))
+            hooks.append(register_module_forward_hook(end, always_call=True))
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()
+
+
+def graph_tensors(output: Any) -> list[tuple[str, Tensor]]:
+    """Returns the tensors in ``output`` that have a graph, with their places: ``"['logits']"``.
+
+    Looks into dicts, lists, tuples and dataclasses, at any depth.
+    """
+    found: list[tuple[str, Tensor]] = []
+    waiting, seen = [("", output)], set()
+    while waiting:
+        place, value = waiting.pop()
+        if isinstance(value, Tensor):
+            if value.grad_fn is not None and id(value) not in seen:
+                found.append((place, value))
+            seen.add(id(value))
+            continue
+        inside = _items(value)
+        if inside and id(value) not in seen:
+            seen.add(id(value))
+            waiting += [(place + at, each) for at, each in reversed(inside)]
+    return found
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", each) for key, each in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"[{position}]", each) for position, each in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value)]
+        return [(f".{name}", getattr(value, name, None)) for name in names]
+    return []

@@ -1,0 +1,162 @@
+"""The autograd graph as it is: every node behind some tensors, found without recursion."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from .. import ops
+from ..torch_internals import function_of, number_of, outputs_of
+
+#: An output: its dtype and its shape, as far as they are known.
+Output = tuple[torch.dtype | None, tuple[int, ...] | None]
+
+
+@dataclass(slots=True, eq=False)
+class Step:
+    """One node of autograd's graph.
+
+    Attributes:
+        node: The node; held, since identities are those of its Python object.
+        name: Autograd's name, such as ``"AddmmBackward0"``.
+        op: ATen's or the function's name, such as ``"addmm"``.
+        kind: ``"leaf"``, ``"cast"``, ``"view"`` or ``"op"``.
+        leaf: The tensor of a leaf.
+        outputs: What it returns.
+        inputs: Positions of the steps it takes tensors of, and which output of each.
+        number: Greater for steps made later; None if unknown.
+        is_own: One of hmpx's own functions made it.
+        is_open: What it takes was not walked to.
+    """
+
+    node: Any
+    name: str
+    op: str
+    kind: str
+    leaf: Tensor | None
+    outputs: list[Output]
+    inputs: list[tuple[int, int]] = field(default_factory=list)
+    number: int | None = None
+    is_own: bool = False
+    is_open: bool = False
+
+    def output(self, position: int = 0) -> Output:
+        """Returns the dtype and the shape of one output; None for what is unknown."""
+        if self.leaf is not None:
+            return self.leaf.dtype, tuple(self.leaf.shape)
+        return self.outputs[position] if position < len(self.outputs) else (None, None)
+
+
+#: How many steps deep a graph is walked. torch frees a graph without recursion, except those nodes that
+#: Python has seen: with 60,000 of them in a row it overflows a stack of 8 MiB.
+_MOST_LEVELS: Final = 5_000
+
+
+def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, int]]:
+    """Returns the steps behind ``tensors``, and ``id`` of a node -> position of its step.
+
+    Args:
+        tensors: Those that have a graph.
+        most: How many steps to follow; those nearest to the tensors come first.
+    """
+    steps: list[Step] = []
+    positions: dict[int, int] = {}
+
+    def position_of(node: Any) -> int:
+        found = positions.get(id(node))
+        if found is None:
+            found = positions[id(node)] = len(steps)
+            steps.append(_step(node))
+        return found
+
+    for tensor in tensors:
+        position_of(tensor.grad_fn)
+    done, level, end_of_level = 0, 0, len(steps)
+    while done < len(steps):
+        if done == end_of_level:
+            level, end_of_level = level + 1, len(steps)
+        step = steps[done]
+        done += 1
+        if done > most or level >= _MOST_LEVELS:
+            step.is_open = step.leaf is None
+            continue
+        for node, output in step.node.next_functions:
+            if node is not None:
+                step.inputs.append((position_of(node), output))
+    for step in steps:
+        if step.op in _COPIES and _changes_dtype(step, steps):
+            step.kind = "cast"
+    return steps, positions
+
+
+def _step(node: Any) -> Step:
+    name = str(node.name())
+    if name.endswith("AccumulateGrad"):
+        return Step(node, name, "", "leaf", node.variable, [])
+    function = function_of(node)
+    op = _op_name(name) if function is None else _NAMES.get(function.__name__, function.__name__)
+    kind = "op"
+    is_own = function is not None and function.__module__.startswith("hmpx.")
+    if is_own:
+        kind = "cast" if op in _ROUNDINGS else "op"
+        op = _OWN.get(op, op)
+    elif function is None and _is_view(op):
+        kind = "view"
+    outputs, number = outputs_of(node), number_of(node)
+    return Step(node, name, op, kind, None, outputs, number=number, is_own=is_own)
+
+
+#: hmpx's own functions: those that cast or round, and readable names of the others.
+_ROUNDINGS: Final = frozenset(
+    {
+        "_RoundInput",
+        "_RoundOutput",
+        "_Rounded",
+        "_CastAsOne",
+        "_Reused",
+        "_StraightThrough",
+        "_ForwardToo",
+    }
+)
+_OWN: Final = {"_Product": "matmul", "Convolution": "convolution", "_InPlaceOf": "lowered op"}
+
+#: Names of torch's own functions that say little.
+_NAMES: Final = {"CompiledFunction": "compiled graph", "CheckpointFunction": "checkpoint"}
+
+#: Autograd's names of casts; they may also be copies to another device.
+_COPIES: Final = frozenset({"to_copy"})
+
+#: Views that autograd names, and lists can't.
+_VIEWS: Final = frozenset({"alias", "reshape_alias", "slice", "unsafe_view", "view_as_real"})
+
+
+def _is_view(op: str) -> bool:
+    if op in _VIEWS:
+        return True
+    known = ops.names().get(op)
+    return known is not None and op not in _COMPUTING and ops.is_view(known)
+
+
+#: Views by name only: they copy values, and are worth a node of their own.
+_COMPUTING: Final = frozenset({"clone", "index"})
+
+
+def _op_name(name: str) -> str:
+    """Returns ``"native_layer_norm"`` for ``"NativeLayerNormBackward0"``."""
+    bare = re.sub(r"Backward\d*$", "", name) or name
+    bare = re.sub(r"(?<=[a-z0-9])(?=[A-Z])", "_", bare.rpartition("::")[2])
+    return bare.lower()
+
+
+def _changes_dtype(step: Step, steps: list[Step]) -> bool:
+    """Whether a copy casts; so it is taken to be where dtypes are unknown."""
+    if not step.inputs:
+        return False
+    position, output = step.inputs[0]
+    before, after = steps[position].output(output)[0], step.output()[0]
+    return before is None or after is None or before is not after
