@@ -7,6 +7,7 @@ from .errors import (
     FreezeError,
     HmpxError,
     HmpxWarning,
+    NonFiniteError,
     OpListError,
     OptionError,
     PolicyFileError,
@@ -22,6 +23,7 @@ from .rules import register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .torch_state import disable_casts
 from .version import __version__ as __version__
+from .watching import Offence, Watch, watch
 
 __all__ = [
     "ALLOW",
@@ -40,6 +42,8 @@ __all__ = [
     "Frozen",
     "HmpxError",
     "HmpxWarning",
+    "NonFiniteError",
+    "Offence",
     "OpCall",
     "OpListError",
     "OptionError",
@@ -48,6 +52,7 @@ __all__ = [
     "RuleError",
     "Session",
     "TorchError",
+    "Watch",
     "Weight",
     "attach",
     "casts_enabled",
@@ -63,4 +68,5 @@ __all__ = [
     "register_rule",
     "revert",
     "unregister_rule",
+    "watch",
 ]

@@ -48,6 +48,22 @@ class CheckpointError(HmpxError):
     """A checkpoint can't be recomputed as its forward ran."""
 
 
+class NonFiniteError(HmpxError):
+    """An op of a watched program has turned finite values into NaN or infinity.
+
+    Attributes:
+        offence: What `hmpx.watch` reports.
+    """
+
+    def __init__(self, offence: Any) -> None:
+        """Has the offence's text as its message."""
+        super().__init__(str(offence))
+        self.offence = offence
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return type(self), (self.offence,)
+
+
 class HmpxWarning(UserWarning):
     """Part of the user's input was ignored, and hmpx went on without it."""
 

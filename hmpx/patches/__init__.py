@@ -7,9 +7,10 @@ from .early_names import early_name_patches, forget_overrides, held_by_models, m
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
 from .numpy_values import numpy_patches
 from .pickling import pickle_patch, retired, retired_name
-from .regions import region_patches
+from .regions import SCALERS, region_patches
 
 __all__ = [
+    "SCALERS",
     "ForeignSite",
     "compile_patches",
     "early_name_patches",

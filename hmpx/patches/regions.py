@@ -126,6 +126,10 @@ _SCALING: Final = tuple(
 )
 
 
+#: Those that have scaled a loss under a conversion and are alive; whoever wants to know clears it.
+SCALERS: Final[weakref.WeakSet[GradScaler]] = weakref.WeakSet()
+
+
 def _scaler_patches(draft: Draft, add: Callable[[Patch], None]) -> Iterator[Patch]:
     """Patches torch's loss scaler and all classes derived from it, including later ones.
 
@@ -163,6 +167,7 @@ def _scale_without_casts(scale: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(scale)
     def wrapper(self: GradScaler, outputs: Any) -> Any:
+        SCALERS.add(self)
         if isinstance(outputs, Iterator):
             outputs = iter(keeps_state(outputs.__next__), _NO_LOSS)
         with without_casts():

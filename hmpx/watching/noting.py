@@ -1,0 +1,263 @@
+"""Notes each call of a watched program and the gradients that go back through it.
+
+Runs amid the program: it waits for no device, records no gradients and keeps no tensor alive.
+"""
+
+from __future__ import annotations
+
+import functools
+import math
+import threading
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils.weak import TensorWeakRef
+
+from ..observers import OpCall
+from ..tensors import tensors_in
+from ..torch_internals import has_tangents, is_graph_made, is_jit_tracing, transforms
+from .backward_nodes import boundary, name_of
+from .known_tensors import KnownTensors, is_measurable
+from .records import (
+    UNSET,
+    CallRecord,
+    Cell,
+    GradientRecord,
+    Input,
+    Leaf,
+    version_of,
+)
+from .slots import Slots
+
+
+class Notes:
+    """What is noted of one step.
+
+    Attributes:
+        records: In the order of events.
+        step: Number of the step.
+        is_open: Whether anything is noted.
+        has_gradients: Gradients have been noted.
+    """
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self.records: list[CallRecord | GradientRecord] = []
+        self.step = 0
+        self.is_open = True
+        self.has_gradients = False
+        self._slots = Slots()
+        self._known = KnownTensors()
+        self._leaves: dict[int, Leaf] = {}
+        self._lock = threading.RLock()
+
+    @property
+    def is_full(self) -> bool:
+        """Whether they should be taken before more are noted."""
+        return self._slots.is_full
+
+    def take(self, *, ends_step: bool) -> list[CallRecord | GradientRecord]:
+        """Returns the records with all that was measured, and starts anew; waits for devices."""
+        with self._lock:
+            records, self.records = self.records, []
+            extremes = self._slots.read()
+            for record in records:
+                for cell in _cells_of(record):
+                    if cell.slot is not None:
+                        cell.extremes, cell.slot = extremes[cell.slot], None
+            self._leaves = {}
+            self.has_gradients = self.has_gradients and not ends_step
+            if ends_step:
+                self._known.forget()
+            else:
+                self._known.forget_dead()
+            return records
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def note_call(  # as of a `ValueObserver`
+        self,
+        call: OpCall,
+        inputs: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        """Notes a call after it ran."""
+        if not self.is_open or is_off_limits():
+            return
+        written = args[0] if call.op == "setitem" else result
+        results = [each for each in tensors_in([written]) if is_measurable(each)]
+        if not results or is_captured(results[0]):
+            return
+        with self._lock:
+            record = self._record(call, args, kwargs, inputs, results)
+            self.records.append(record)
+        self._hook(record, inputs, results)
+
+    def _record(
+        self,
+        call: OpCall,
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        inputs: list[Tensor],
+        results: list[Tensor],
+    ) -> CallRecord:
+        record = CallRecord(call, self.step, [])
+        record.is_intended = call.op in UNSET or any(map(_is_non_finite, (*args, *kwargs.values())))
+        ours = {each.untyped_storage()._cdata for each in results}
+        for tensor in inputs:
+            if not is_measurable(tensor):
+                record.is_unsure = True
+            elif tensor.untyped_storage()._cdata in ours:
+                self._note_target(record, tensor)
+            else:
+                record.inputs.append(self._input(record, tensor))
+        for tensor in results:
+            slot = self._slots.measure(tensor)
+            cell = Cell(slot, is_hooked=tensor.grad_fn is not None)
+            record.results.append(cell)
+            record.alive.append((TensorWeakRef(tensor), version_of(tensor)))
+            self._known.note(tensor, cell)
+        return record
+
+    def _input(self, record: CallRecord, tensor: Tensor) -> Input:
+        shape = tuple(tensor.shape)
+        if tensor.requires_grad and tensor.is_leaf:
+            leaf = self._leaves.get(id(tensor))
+            if leaf is None or leaf.tensor() is not tensor or leaf.version != version_of(tensor):
+                leaf = self._leaves[id(tensor)] = Leaf(tensor)
+            return Input((leaf,), False, shape)
+        found = self._known.find(tensor)
+        node = tensor.grad_fn
+        if found is not None:
+            if node is not None and not found[0][-1].is_hooked:  # as of a torch.autograd.Function
+                found[0][-1].is_hooked = True
+                self._hook_made_outside(record, node)
+            return Input(found[0], found[1], shape)
+        cell = Cell(self._slots.measure(tensor), "" if node is None else name_of(node))
+        self._known.note(tensor, cell)
+        if node is not None:
+            self._hook_made_outside(record, node)
+        return Input((cell,), False, shape)
+
+    def _note_target(self, record: CallRecord, tensor: Tensor) -> None:
+        """Notes what an argument was that the call wrote to, or returned."""
+        before = self._known.find(tensor)
+        record.writes = before is None
+        cells = self._known.before(tensor) if before is None else before[0]
+        if cells is None:
+            record.is_unsure = True
+        else:
+            record.inputs.append(Input(cells, False, tuple(tensor.shape)))
+
+    # --- gradients -------------------------------------------------------------------------------
+
+    def _hook(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
+        """Has gradients noted where they enter and leave the backward of a call."""
+        nodes = dict.fromkeys([each.grad_fn for each in results if each.grad_fn is not None])
+        if not nodes:
+            return
+        stops = [each.grad_fn for each in inputs if each.grad_fn is not None]
+        if any([each is result for each in inputs for result in results]):  # noqa: C419
+            # It was written to, or returned as it is: what its node was before is unknown.
+            entries = list(nodes) if record.writes else []
+            exits: dict[Any, Sequence[int]] = {
+                node: range(len(node.next_functions)) for node in entries
+            }
+        else:
+            entries = [node for node in nodes if node not in stops]
+            exits = boundary(entries, stops)
+        self._hook_nodes(record, "", entries, exits)
+
+    def _hook_made_outside(self, record: CallRecord, node: Any) -> None:
+        """Has gradients noted at the node of a function that is not an observed call."""
+        self._hook_nodes(record, name_of(node), [node], {node: range(len(node.next_functions))})
+
+    def _hook_nodes(
+        self, record: CallRecord, name: str, entries: list[Any], exits: dict[Any, Sequence[int]]
+    ) -> None:
+        hooks = _Hooks(self, record, name)
+        for node in entries:
+            if list(exits) != [node]:
+                node.register_prehook(hooks.arrive)
+        for node, edges in exits.items():
+            is_alone = entries == [node]
+            node.register_hook(functools.partial(hooks.pass_on, edges, is_alone))
+
+    def gradients(self, gradients: Iterable[Tensor | None]) -> list[Cell]:
+        """Returns what is known of these gradients, measured if need be."""
+        if not self.is_open or is_off_limits():
+            return []
+        found: list[Cell] = []
+        with self._lock:
+            for gradient in gradients:
+                if not is_measurable(gradient) or is_captured(gradient):
+                    continue
+                known = self._known.find(gradient)
+                if known is not None:
+                    found.extend(known[0])
+                    continue
+                cell = Cell(self._slots.measure(gradient))
+                self._known.note(gradient, cell)
+                found.append(cell)
+        return found
+
+    def add(self, record: GradientRecord) -> None:
+        """Notes gradients."""
+        self.has_gradients = True
+        with self._lock:
+            self.records.append(record)
+
+
+class _Hooks:
+    """The hooks on the autograd nodes of one call: they live as long as these."""
+
+    def __init__(self, notes: Notes, record: CallRecord, name: str) -> None:
+        self._notes, self._record, self._name = notes, record, name
+        self._arrived: list[Cell] = []
+
+    def arrive(self, grad_outputs: Sequence[Tensor | None]) -> None:
+        """Notes the gradients of the results."""
+        self._arrived = self._notes.gradients(grad_outputs)
+        self._add(self._arrived, [])
+
+    def pass_on(
+        self,
+        edges: Sequence[int],
+        is_alone: bool,
+        grad_inputs: Sequence[Tensor | None],
+        grad_outputs: Sequence[Tensor | None],
+    ) -> None:
+        """Notes the gradients of the inputs, and those of the results if the call has one node."""
+        if is_alone:
+            self._arrived = self._notes.gradients(grad_outputs)
+        handed = [grad_inputs[edge] for edge in edges if edge < len(grad_inputs)]
+        self._add(self._arrived, self._notes.gradients(handed))
+
+    def _add(self, before: list[Cell], after: list[Cell]) -> None:
+        notes = self._notes
+        if before or after:
+            notes.add(GradientRecord(self._record, self._name, before, after, notes.step))
+
+
+def _cells_of(record: CallRecord | GradientRecord) -> list[Cell]:
+    if isinstance(record, GradientRecord):
+        return record.before + record.after
+    return [*record.results, *(cell for each in record.inputs for cell in each.cells)]
+
+
+def is_off_limits() -> bool:
+    """Whether calls made here have no values, or belong to a transform or a trace."""
+    return bool(transforms() is not None or is_graph_made() or is_jit_tracing() or has_tangents())
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether calls with ``tensor`` are being recorded for a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
+
+
+def _is_non_finite(value: object) -> bool:
+    return type(value) is float and not math.isfinite(value)

@@ -1,0 +1,146 @@
+"""What is noted of calls and of gradients while a program runs, without any of its tensors."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch.utils.weak import TensorWeakRef
+
+from ..observers import OpCall
+from .slots import Extremes, exact
+
+#: What a tensor holds beside finite values.
+NAN, POSITIVE, NEGATIVE = 4, 2, 1
+
+
+class Cell:
+    """What is known of the values that a tensor had at one time.
+
+    Attributes:
+        slot: Number of its slot; None once ``extremes`` were read from it, and where it has none.
+        extremes: The smallest and the largest value; None while unknown.
+        origin: Where non-finite values in it come from, once that is known.
+        maker: Name of the autograd node that made the tensor, if no observed call did; ``""`` for
+            data; None where an observed call did.
+        is_hooked: The tensor's autograd node has been seen, if it has one.
+    """
+
+    __slots__ = ("extremes", "is_hooked", "maker", "origin", "slot")
+
+    def __init__(
+        self, slot: int | None, maker: str | None = None, *, is_hooked: bool = True
+    ) -> None:
+        """Starts with what is written to ``slot``."""
+        self.slot, self.maker, self.is_hooked = slot, maker, is_hooked
+        self.extremes: Extremes | None = (0.0, 0.0) if slot is None else None
+        self.origin: Any = None
+
+    @property
+    def bits(self) -> int | None:
+        """Which non-finite values there are; None if that is unknown."""
+        return None if self.extremes is None else bits_of(self.extremes)
+
+
+class Leaf(Cell):
+    """What is known of a parameter, or another leaf: it is looked at only if something is wrong.
+
+    Attributes:
+        tensor: The parameter, while it is alive.
+        version: Its version when it was used.
+    """
+
+    __slots__ = ("tensor", "version")
+
+    def __init__(self, tensor: torch.Tensor) -> None:
+        """Starts without looking at ``tensor``."""
+        super().__init__(None, "")
+        self.extremes = None
+        self.tensor, self.version = TensorWeakRef(tensor), version_of(tensor)
+
+    @property
+    def bits(self) -> int | None:
+        """Which non-finite values the parameter has; None if it was written to since."""
+        if self.extremes is None:
+            tensor = self.tensor()
+            if tensor is not None and version_of(tensor) == self.version:
+                self.extremes = exact(tensor)
+        return super().bits
+
+
+def bits_of(extremes: Extremes) -> int:
+    """Returns which non-finite values a tensor of these extremes has."""
+    low, high = extremes
+    if math.isnan(low) or math.isnan(high):
+        return NAN
+    return POSITIVE * (high == math.inf) | NEGATIVE * (low == -math.inf)
+
+
+def version_of(tensor: torch.Tensor) -> int:
+    """Returns a tensor's version; -1 for one of inference mode, which counts none."""
+    return -1 if tensor.is_inference() else tensor._version
+
+
+@dataclass(slots=True, eq=False)
+class Input:
+    """One floating-point input of a call.
+
+    Attributes:
+        cells: What is known of its memory.
+        is_part: It is only a part of that.
+        shape: Its shape.
+    """
+
+    cells: tuple[Cell, ...]
+    is_part: bool
+    shape: tuple[int, ...]
+
+
+@dataclass(slots=True, eq=False)
+class CallRecord:
+    """A call of the forward, or of a recomputation.
+
+    Attributes:
+        call: The call.
+        step: Number of the step.
+        inputs: Its floating-point inputs.
+        results: Its floating-point results.
+        is_intended: The call was given an infinity or NaN as a number, or leaves memory as it is.
+        is_unsure: Some inputs are not known.
+        writes: It wrote to an argument, as far as is known.
+        alive: The results, while they are alive, and their versions.
+    """
+
+    call: OpCall
+    step: int
+    inputs: list[Input]
+    results: list[Cell] = field(default_factory=list)
+    is_intended: bool = False
+    is_unsure: bool = False
+    writes: bool = False
+    alive: list[tuple[TensorWeakRef, int]] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class GradientRecord:
+    """Gradients that passed through the backward of a call.
+
+    Attributes:
+        record: The call.
+        node: Name of the autograd node, where that is not the call's own; else ``""``.
+        before: The gradients that arrived at its results; None at a node that only hands them out.
+        after: Those that it computed.
+        step: Number of the step.
+    """
+
+    record: CallRecord
+    node: str
+    before: list[Cell]
+    after: list[Cell]
+    step: int
+
+
+#: Ops whose results are whatever memory holds.
+UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})

@@ -1,0 +1,132 @@
+"""What casts to low precision lose: values that become zero, or subnormal. Counted on samples."""
+
+from __future__ import annotations
+
+import math
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..number_formats import Float, Format, quantize
+from ..observers import OpCall
+from ..tensors import CAST, LOW_DTYPES
+from ..torch_internals import disable_modes
+from ..torch_state import without_casts
+from .known_tensors import is_measurable
+from .noting import is_captured, is_off_limits
+
+#: How many values of a tensor are looked at.
+_SAMPLE: Final = 4096
+
+_detach, _reshape, _as_strided = Tensor.detach, Tensor.reshape, torch.as_strided
+_abs, _lt, _ne, _eq, _sum, _stack = torch.abs, torch.lt, torch.ne, torch.eq, torch.sum, torch.stack
+_and, _to = torch.logical_and, Tensor.to
+
+
+class Underflow(NamedTuple):
+    """What the casts of an op's inputs to low precision lose.
+
+    Attributes:
+        op: Op name.
+        module: Qualified name of the module.
+        location: ``"train.py:12"``.
+        share_zero: Share of the values other than zero that became zero, and
+        share_subnormal: of those that became subnormal, and so lost digits.
+        error: The standard error of the larger of these shares.
+        samples: How many values other than zero were looked at.
+    """
+
+    op: str
+    module: str
+    location: str
+    share_zero: float
+    share_subnormal: float
+    error: float
+    samples: int
+
+
+class UnderflowCounts:
+    """Counts of values, by op, module and line, kept on the devices."""
+
+    def __init__(self, rate: float) -> None:
+        """Looks at this share of calls."""
+        self._rate = rate
+        self._calls = 0
+        self._counts: dict[tuple[str, str, str], Tensor] = {}
+
+    def note(self, call: OpCall, inputs: list[Tensor]) -> None:
+        """Counts a call."""
+        if not self._rate or (call.input_dtypes == call.cast_dtypes and not _is_format(call.dtype)):
+            return
+        self._calls += 1
+        if int(self._calls * self._rate) == int((self._calls - 1) * self._rate) or is_off_limits():
+            return
+        target: Any = next(
+            (each for each in (*call.cast_dtypes, call.dtype) if _is_low(each)), None
+        )
+        if _is_format(call.dtype):
+            target = call.dtype
+        given = [each for each in inputs if is_measurable(each)]
+        if target is None or any(map(is_captured, given)):
+            return
+        with torch.no_grad(), without_casts(), disable_modes():
+            for tensor in given:
+                if tensor.dtype in (torch.float32, torch.float64) and tensor.numel():
+                    self._count((call.op, call.module, call.location), tensor, target)
+
+    def _count(self, key: tuple[str, str, str], tensor: Tensor, target: Any) -> None:
+        values = _sample(_detach(tensor))
+        if isinstance(target, torch.dtype):
+            low = _to(CAST[target](values), values.dtype)
+            least = torch.finfo(target).smallest_normal
+        else:
+            low, least = quantize(values, target), _least_normal(target)
+        is_value, is_zero = _ne(values, 0), _eq(low, 0)
+        is_subnormal = _and(_lt(_abs(low), least), _ne(low, 0))
+        found = [is_value, _and(is_value, is_zero), _and(is_value, is_subnormal)]
+        counts = _stack([_sum(each) for each in found])
+        before = self._counts.get(key)
+        is_here = before is not None and before.device == counts.device
+        self._counts[key] = counts if before is None or not is_here else before + counts
+
+    def rows(self) -> list[Underflow]:
+        """Returns a row for each op, module and line, those that lose most first; waits for devices."""
+        rows = []
+        for key, counts in self._counts.items():
+            values, zeros, subnormals = counts.tolist()
+            if values:
+                shares = zeros / values, subnormals / values
+                error = math.sqrt(max(share * (1 - share) for share in shares) / values)
+                rows.append(Underflow(*key, *shares, error, values))
+        return sorted(rows, key=lambda row: (-row.share_zero, -row.share_subnormal))
+
+
+def _sample(tensor: Tensor) -> Tensor:
+    """Returns at most `_SAMPLE` values of ``tensor``, evenly spread."""
+    if tensor.is_contiguous():
+        stride = math.ceil(tensor.numel() / _SAMPLE)
+        count = math.ceil(tensor.numel() / stride)
+        return _as_strided(tensor, (count,), (stride,), tensor.storage_offset())
+    shape, strides = list(tensor.shape), list(tensor.stride())
+    while math.prod(shape) > _SAMPLE:
+        longest = shape.index(max(shape))
+        shape[longest] = math.ceil(shape[longest] / 2)
+        strides[longest] *= 2
+    return _as_strided(tensor, shape, strides, tensor.storage_offset())
+
+
+def _is_format(dtype: object) -> bool:
+    return isinstance(dtype, Format)
+
+
+def _is_low(dtype: object) -> bool:
+    return isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES
+
+
+def _least_normal(target: Any) -> float:
+    """Returns the smallest normal number of a format; 0 where that has no subnormals."""
+    if not (isinstance(target, Float) and target.subnormals):
+        return 0.0
+    bias = 2 ** (target.exponent_bits - 1) - 1 if target.bias is None else target.bias
+    return 2.0 ** (1 - bias)

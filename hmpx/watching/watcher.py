@@ -1,0 +1,294 @@
+"""`watch`: a block in which the first op is named that makes finite values non-finite."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from collections.abc import Callable, Mapping
+from typing import Any, Final, Literal
+
+import torch
+from torch import Tensor
+from torch.optim.optimizer import register_optimizer_step_pre_hook
+
+from .. import session
+from ..errors import NonFiniteError, OptionError, shown
+from ..observers import LOGGER, Attached, OpCall, attach_to_values
+from ..policy import Policy
+from .judging import Judge, Origin, offence_of
+from .locating import Flag
+from .loss_scaling import LossScaling
+from .noting import Notes
+from .offences import Offence
+from .underflow import Underflow, UnderflowCounts
+
+Mode = Literal["raise", "log", "collect"]
+
+#: How many offences are kept.
+_MOST_OFFENCES: Final = 100
+
+#: How many distinct ones are logged.
+_MOST_LOGGED: Final = 1000
+
+
+class Watch:
+    """What `watch` returns: a context manager, once or again.
+
+    Attributes:
+        offences: The offences found so far, in the order of events; the first hundred.
+    """
+
+    def __init__(
+        self,
+        mode: Mode,
+        every: int,
+        step: Callable[..., Any] | None,
+        steps: tuple[int, float],
+        underflow: float,
+    ) -> None:
+        """Is called by `watch` only."""
+        self.offences: list[Offence] = []
+        self._mode, self._every, self._closure, self._window = mode, every, step, steps
+        self._notes, self._judge = Notes(), Judge()
+        self._scaling, self._underflow = LossScaling(), UnderflowCounts(underflow)
+        self._undo = contextlib.ExitStack()
+        self._attached: Attached | None = None
+        self._number = 0
+        self._steps_by_hand = self._has_optimizer = False
+        self._logged: set[tuple[str, ...]] = set()
+
+    @property
+    def first(self) -> Offence | None:
+        """The first offence; None if there is none."""
+        return self.offences[0] if self.offences else None
+
+    @property
+    def underflow(self) -> list[Underflow]:
+        """What casts to low precision made zero or subnormal, most first; needs ``underflow=``."""
+        return self._underflow.rows()
+
+    # --- the block -------------------------------------------------------------------------------
+
+    def __enter__(self) -> Watch:
+        if self._attached is not None:
+            raise OptionError("this watch is running already; make another one with hmpx.watch()")
+        with contextlib.ExitStack() as undo:
+            if not session.is_converted():
+                undo.enter_context(session.convert(policy=Policy.from_ops()))
+            self._attached = undo.enter_context(attach_to_values(self._observe))
+            undo.callback(self._end)
+            handle = register_optimizer_step_pre_hook(self._before_optimizer)
+            undo.callback(handle.remove)
+            if "torch._dynamo" in sys.modules:
+                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            self._undo = undo.pop_all()
+        self._notes.is_open = True
+        self._pause_or_resume()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+        try:
+            self._close_step(may_raise=kind is None)
+        finally:
+            self._undo.close()
+
+    def _end(self) -> None:
+        self._attached = None
+        self._notes.is_open = False
+
+    # --- steps -----------------------------------------------------------------------------------
+
+    def step(self, *args: Any, **kwargs: Any) -> Any:
+        """Ends a step; with ``watch(step=closure)`` runs one, and again with every op watched if it fails.
+
+        From its first call on, steps end here only, and no longer where optimizers step.
+
+        Returns:
+            What the closure returned; None without one.
+        """
+        self._steps_by_hand = True
+        if self._closure is None:
+            self._close_step()
+            return None
+        flag = Flag(self._closure, args, kwargs)
+        result = flag.run()
+        try:
+            if flag.is_raised(result):
+                self._run_again(flag)
+        finally:
+            self._number += 1
+        return result
+
+    def locate(self, closure: Callable[[], Any]) -> Offence | None:
+        """Runs ``closure`` with every op watched, from the random numbers that come next; restores these.
+
+        Args:
+            closure: One step, without the optimizer's: it should set gradients to zero itself.
+
+        Returns:
+            The first offence in it; None if there is none.
+        """
+        before = len(self.offences)
+        self._run_again(Flag(closure, (), {}), may_raise=False)
+        return self.offences[before] if len(self.offences) > before else None
+
+    def _run_again(self, flag: Flag, *, may_raise: bool = True) -> None:
+        attached = self._attached
+        if attached is None:
+            raise OptionError("enter the watch first: `with hmpx.watch(...) as w:`")
+        self._judge_notes(ends_step=True, may_raise=False)
+        attached.resume()
+        number = self._number
+        try:
+            flag.run_again()
+        finally:
+            try:
+                self._close_step(may_raise=may_raise)
+            finally:
+                self._number = number
+                self._pause_or_resume()
+
+    def _pause_or_resume(self) -> None:
+        """Observes calls in the steps that are watched only."""
+        first, end = self._window
+        is_watched = first <= self._number < end and (self._number - first) % self._every == 0
+        attached = self._attached
+        if attached is None:
+            return
+        self._notes.step = self._number
+        if is_watched and self._closure is None:
+            attached.resume()
+        else:
+            attached.pause()
+
+    def _before_optimizer(self, *_: Any) -> None:
+        if self._steps_by_hand:
+            return
+        self._has_optimizer = True
+        self._close_step()
+
+    def _close_step(self, *, may_raise: bool = True) -> None:
+        try:
+            self._judge_notes(ends_step=True, may_raise=may_raise)
+        finally:
+            self._number += 1
+            self._pause_or_resume()
+
+    # --- calls -----------------------------------------------------------------------------------
+
+    def _observe(  # as of a `ValueObserver`
+        self,
+        call: OpCall,
+        inputs: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+    ) -> None:
+        notes = self._notes
+        if notes.is_full:
+            self._judge_notes(ends_step=False)
+        elif notes.has_gradients and call.phase == "forward" and self._ends_unseen():
+            self._close_skipped()
+        notes.note_call(call, inputs, args, kwargs, result)
+        self._underflow.note(call, inputs)
+
+    def _ends_unseen(self) -> bool:
+        """Whether a step may have ended without an optimizer's: skipped by a loss scaler, or by hand."""
+        if self._steps_by_hand:
+            return False
+        return self._scaling.is_used() or not self._has_optimizer
+
+    def _close_skipped(self) -> None:
+        found = self._judge_notes(ends_step=True)
+        self._notes.has_gradients = False
+        if found or not self._scaling.is_used():
+            self._number += 1
+            self._pause_or_resume()
+
+    # --- verdicts --------------------------------------------------------------------------------
+
+    def _judge_notes(self, *, ends_step: bool, may_raise: bool = True) -> bool:
+        """Reads what was measured; returns whether anything was wrong."""
+        records = self._notes.take(ends_step=ends_step)
+        origins = self._judge.judge(records, ends_step=ends_step)
+        reported = [offence for origin in origins if (offence := self._offence(origin))]
+        if ends_step:
+            self._scaling.end_step()
+        for offence in reported:
+            if len(self.offences) < _MOST_OFFENCES:
+                self.offences.append(offence)
+            if self._mode == "log":
+                self._log(offence)
+        if reported and self._mode == "raise" and may_raise:
+            raise NonFiniteError(reported[0])
+        return bool(origins)
+
+    def _offence(self, origin: Origin) -> Offence | None:
+        if not (origin.is_backward and self._scaling.is_used()):
+            return offence_of(origin)
+        return offence_of(origin, "scale") if self._scaling.is_lost() else None
+
+    def _log(self, offence: Offence) -> None:
+        key = (offence.op, offence.module, offence.location, offence.kind, offence.phase)
+        if key not in self._logged and len(self._logged) < _MOST_LOGGED:
+            self._logged.add(key)
+            LOGGER.warning("%s", offence)
+
+
+def watch(
+    mode: Mode = "raise",
+    every: int = 1,
+    step: Callable[..., Any] | None = None,
+    steps: range | tuple[int, int] | None = None,
+    underflow: bool | float = False,
+) -> Watch:
+    """Returns a context manager that names the first op that makes finite values NaN or infinite.
+
+    In the forward, in what checkpoints run again and in the backward; with the module and the line of the
+    program that made the call. Masks of infinities are not reported, nor what only passes on what
+    others have made. A step ends where an optimizer steps, at `Watch.step`, and with the block: only
+    then is anything read from a device.
+
+    Args:
+        mode: ``"raise"`` raises an error at the end of the step, before the optimizer changes any weight;
+            ``"log"`` logs through ``logging.getLogger("hmpx")``; ``"collect"`` only keeps what it finds.
+        every: Watches one step of so many; others cost next to nothing.
+        step: One step as a function, without the optimizer's, for `Watch.step` to run: only its result
+            and gradients are looked at, and if they are not finite it runs again with every op watched.
+        steps: The first step to watch, and the one to stop before; a range or a pair.
+        underflow: Also samples what casts to low precision make zero or subnormal: True, or the share of
+            calls to sample.
+
+    Raises:
+        OptionError: An argument has a value that it can't have.
+
+    Example:
+        >>> with hmpx.convert(device_types={"cpu"}), hmpx.watch("collect") as w:
+        ...     y = torch.exp(torch.mm(torch.full((1, 2), 60.0), torch.ones(2, 1)))
+        >>> w.first.op, w.first.kind
+        ('exp', 'inf')
+    """
+    if mode not in ("raise", "log", "collect"):
+        raise OptionError(f'mode must be "raise", "log" or "collect", not {shown(mode)}')
+    if type(every) is not int or every < 1:
+        raise OptionError(f"every must be a positive int: one step of so many, not {shown(every)}")
+    if step is not None and not callable(step):
+        raise OptionError(f"step must be a function that runs one step, not {shown(step)}")
+    is_rate = isinstance(underflow, (bool, int, float)) and 0 <= underflow <= 1
+    if not is_rate:
+        raise OptionError(f"underflow must be a bool or a share of calls, not {shown(underflow)}")
+    return Watch(mode, every, step, _window(steps), float(underflow))
+
+
+def _window(steps: Any) -> tuple[int, float]:
+    if steps is None:
+        return 0, float("inf")
+    if isinstance(steps, range) and steps.step == 1:
+        return steps.start, steps.stop
+    is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2
+    if not is_pair or any(type(each) is not int for each in steps) or not 0 <= steps[0] < steps[1]:
+        raise OptionError(
+            f"steps must be a range or a pair of the first step and the one to stop before, such as "
+            f"(100, 200), not {shown(steps)}"
+        )
+    return steps[0], steps[1]
