@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
 import sys
 import warnings
 from typing import Any
@@ -11,6 +12,7 @@ from .. import gaudi, policy, session
 from ..compute import LEGALIZE_MODES
 from ..errors import short
 from ..tensors import parse_device_types
+from ..watching import watch
 from . import output, reporting, scripts, tracebacks
 from .options import add_command, add_list_options, list_options, only_given
 from .scripts import ScriptError
@@ -39,6 +41,7 @@ examples:
   hmpx run --bf16 my_bf16.txt --verbose-once train.py --epochs 3
   hmpx run --policy policy.yaml train.py
   hmpx run --report report.html train.py
+  hmpx run --watch raise train.py
   hmpx run --habana-shim train_on_gaudi.py --device hpu
   torchrun --nproc-per-node 2 -m hmpx run train.py""",
     )
@@ -71,6 +74,12 @@ examples:
         ".html, .json, .csv or .txt; of several processes each writes its own",
     )
     parser.add_argument(
+        "--watch",
+        choices=("raise", "log"),
+        help="name the first op that turns finite values into NaN or infinity: as an error before the "
+        "optimizer steps, or in the log",
+    )
+    parser.add_argument(
         "--habana-shim",
         action="store_true",
         help="stand in for habana_frameworks where it isn't installed: what the script places on "
@@ -101,8 +110,9 @@ def run(options: argparse.Namespace) -> int:
         output.with_warnings_shown(session.convert, **given)
     end_following = gaudi.follow()
     uncaught = None
+    watched = watch(options.watch) if options.watch else contextlib.nullcontext()
     try:
-        with reporting.recorded(report_path):
+        with watched, reporting.recorded(report_path):
             scripts.execute(name, options.is_module)
     except ScriptError:
         end_following()

@@ -17,7 +17,13 @@ from torch.utils.weak import TensorWeakRef
 
 from ..observers import OpCall
 from ..tensors import tensors_in
-from ..torch_internals import has_tangents, is_graph_made, is_jit_tracing, transforms
+from ..torch_internals import (
+    dispatch_modes,
+    has_tangents,
+    is_graph_made,
+    is_jit_tracing,
+    transforms,
+)
 from .backward_nodes import boundary, name_of
 from .known_tensors import KnownTensors, is_measurable
 from .records import (
@@ -59,20 +65,26 @@ class Notes:
         return self._slots.is_full
 
     def take(self, *, ends_step: bool) -> list[CallRecord | GradientRecord]:
-        """Returns the records with all that was measured, and starts anew; waits for devices."""
+        """Returns the records with all that was measured, and starts anew; waits for devices.
+
+        At the end of a step they are left out if all values were finite.
+        """
         with self._lock:
             records, self.records = self.records, []
             extremes = self._slots.read()
+            self._leaves = {}
+            if ends_step:
+                self.has_gradients = False
+                self._known.forget()
+                if extremes is None:
+                    return []
+            else:
+                self._known.forget_dead()
             for record in records:
                 for cell in _cells_of(record):
                     if cell.slot is not None:
-                        cell.extremes, cell.slot = extremes[cell.slot], None
-            self._leaves = {}
-            self.has_gradients = self.has_gradients and not ends_step
-            if ends_step:
-                self._known.forget()
-            else:
-                self._known.forget_dead()
+                        cell.extremes = (0.0, 0.0) if extremes is None else extremes[cell.slot]
+                        cell.slot = None
             return records
 
     # --- calls -----------------------------------------------------------------------------------
@@ -251,7 +263,9 @@ def _cells_of(record: CallRecord | GradientRecord) -> list[Cell]:
 
 def is_off_limits() -> bool:
     """Whether calls made here have no values, or belong to a transform or a trace."""
-    return bool(transforms() is not None or is_graph_made() or is_jit_tracing() or has_tangents())
+    if transforms() is not None or is_jit_tracing() or has_tangents():
+        return True
+    return bool(dispatch_modes()) and is_graph_made()
 
 
 def is_captured(tensor: Tensor) -> bool:

@@ -72,6 +72,13 @@ class Offence:
         ranges: Those of its finite inputs, and of the result's finite part, as far as they are known.
         remedy: A line for an op list that would have prevented it: ``"fp32.txt: exp"``; or
             ``"none: ..."``, and why.
+
+    Example:
+        >>> x = torch.full((2,), 300.0, dtype=torch.float16)
+        >>> with hmpx.convert(device_types={"cpu"}), hmpx.watch("collect") as w:
+        ...     y = x * x
+        >>> w.first.kind, w.first.remedy, w.first.ranges[0].amax
+        ('overflow', 'fp32.txt: mul', 300.0)
     """
 
     op: str

@@ -7,6 +7,7 @@ from each device.
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Iterable
 from typing import Final
@@ -37,6 +38,7 @@ class Slots:
 
     Attributes:
         count: How many are in use.
+        homes: The piece of memory that each slot is in, and where.
         is_full: No memory is left: they must be read.
     """
 
@@ -45,7 +47,7 @@ class Slots:
         self._lock = threading.Lock()
         self._pieces: dict[tuple[torch.device, torch.dtype], _Piece] = {}
         self.count = 0
-        self._homes: list[tuple[_Piece, int]] = []
+        self.homes: list[tuple[_Piece, int]] = []
 
     @property
     def is_full(self) -> bool:
@@ -84,23 +86,27 @@ class Slots:
             piece = self._pieces.get((device, dtype))
             if piece is None or piece.used == len(piece.views):
                 size = _FEWEST if piece is None else min(4 * len(piece.views), _MOST)
-                piece = self._pieces[device, dtype] = _Piece(size, device, dtype, piece)
+                piece = self._pieces[device, dtype] = _Piece(size, device, dtype)
             slot = self.count
             self.count += 1
-            self._homes.append((piece, piece.used))
+            self.homes.append((piece, piece.used))
             low, high = piece.views[piece.used]
             piece.used += 1
             return slot, low, high
 
-    def read(self) -> list[Extremes]:
-        """Returns the extremes in all slots, in their order, and empties these; waits for devices."""
+    def read(self) -> list[Extremes] | None:
+        """Returns the extremes in all slots, in their order, and empties these; waits for devices.
+
+        None if all are finite.
+        """
         with self._lock:
-            homes, self._homes, self.count = self._homes, [], 0
+            homes, self.homes, self.count = self.homes, [], 0
             pieces = {id(piece): piece for piece, _ in homes}
             values = _values(pieces.values())
-            for key, piece in self._pieces.items():
-                piece.used, piece.before = 0, None
-                self._pieces[key] = piece
+            for piece in self._pieces.values():
+                piece.used = 0
+        if values is None:
+            return None
         return [values[id(piece)][position] for piece, position in homes]
 
 
@@ -111,33 +117,34 @@ class _Piece:
         memory: [slots, 2].
         views: Two tensors of no dimension for each slot.
         used: How many slots are in use.
-        before: The full piece that this one follows.
     """
 
-    def __init__(
-        self, size: int, device: torch.device, dtype: torch.dtype, before: _Piece | None
-    ) -> None:
+    def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
         # Made where inference mode is off: other threads write to it.
         with torch.inference_mode(False), torch.no_grad():
             self.memory = _empty((size, 2), dtype=dtype, device=device)
             columns = [_unbind(column) for column in _unbind(self.memory, 1)]
         self.views = list(zip(*columns, strict=True))
-        self.used, self.before = 0, before
+        self.used = 0
 
 
-def _values(pieces: Iterable[_Piece]) -> dict[int, list[Extremes]]:
-    """Returns id of a piece -> the extremes in it, by one copy from each device."""
+def _values(pieces: Iterable[_Piece]) -> dict[int, list[Extremes]] | None:
+    """Returns id of a piece -> the extremes in it, by one copy from each device; None if all are finite."""
     on_devices: dict[torch.device, list[_Piece]] = {}
     for piece in pieces:
         on_devices.setdefault(piece.memory.device, []).append(piece)
     found: dict[int, list[Extremes]] = {}
+    is_finite = True
     for device, theirs in on_devices.items():
         wide = torch.float32 if device.type == "mps" else torch.float64
         rows = [_to(piece.memory[: piece.used], wide) for piece in theirs]
-        pairs = [(low, high) for low, high in _tolist(_cat(rows))]
+        # A sum of products with zero is not finite exactly if one of the values is not.
+        values = _tolist(_cat(rows).flatten())
+        is_finite = is_finite and math.isfinite(sum([each * 0.0 for each in values]))
+        pairs = list(zip(values[::2], values[1::2], strict=True))
         for piece in theirs:
             found[id(piece)], pairs = pairs[: piece.used], pairs[piece.used :]
-    return found
+    return None if is_finite else found
 
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor:
@@ -155,7 +162,11 @@ def exact(tensor: Tensor) -> Extremes:
     """Returns the extremes of a tensor at once; waits for its device."""
     slots = Slots()
     slot = slots.measure(tensor)
-    return (0.0, 0.0) if slot is None else slots.read()[slot]
+    if slot is None:
+        return 0.0, 0.0
+    piece, _ = slots.homes[slot]
+    low, high = _tolist(_to(piece.memory[0], torch.float64))
+    return low, high
 
 
 def exact_finite(tensor: Tensor | None, version: int) -> Extremes | None:

@@ -9,7 +9,10 @@ from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
-from torch.optim.optimizer import register_optimizer_step_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
 
 from .. import session
 from ..errors import NonFiniteError, OptionError, shown
@@ -36,6 +39,14 @@ class Watch:
 
     Attributes:
         offences: The offences found so far, in the order of events; the first hundred.
+
+    Example:
+        >>> with hmpx.convert(device_types={"cpu"}), hmpx.watch("collect") as w:
+        ...     for scale in (1.0, 100.0):
+        ...         y = torch.exp(torch.full((2,), scale))
+        ...         w.step()
+        >>> w.first.op, w.first.step, len(w.offences)
+        ('exp', 1, 1)
     """
 
     def __init__(
@@ -77,8 +88,11 @@ class Watch:
                 undo.enter_context(session.convert(policy=Policy.from_ops()))
             self._attached = undo.enter_context(attach_to_values(self._observe))
             undo.callback(self._end)
-            handle = register_optimizer_step_pre_hook(self._before_optimizer)
-            undo.callback(handle.remove)
+            for register, hook in (
+                (register_optimizer_step_pre_hook, self._before_optimizer),
+                (register_optimizer_step_post_hook, self._after_optimizer),
+            ):
+                undo.callback(register(hook).remove)
             if "torch._dynamo" in sys.modules:
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             self._undo = undo.pop_all()
@@ -117,6 +131,7 @@ class Watch:
                 self._run_again(flag)
         finally:
             self._number += 1
+            self._pause_or_resume()
         return result
 
     def locate(self, closure: Callable[[], Any]) -> Offence | None:
@@ -161,11 +176,18 @@ class Watch:
         else:
             attached.pause()
 
-    def _before_optimizer(self, *_: Any) -> None:
-        if self._steps_by_hand:
-            return
-        self._has_optimizer = True
-        self._close_step()
+    def _before_optimizer(
+        self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
+    ) -> None:
+        if not self._steps_by_hand:
+            self._has_optimizer = True
+            self._close_step()
+        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
+        if self._attached is not None and not has_closure:
+            self._attached.pause()  # its arithmetic is not observed: this is the fastest way to say so
+
+    def _after_optimizer(self, *_: Any) -> None:
+        self._pause_or_resume()
 
     def _close_step(self, *, may_raise: bool = True) -> None:
         try:

@@ -1,0 +1,251 @@
+"""Programs without faults, with everything that looks like one: none is reported."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx import Offence
+
+INFINITY = float("inf")
+
+CLEAN: list[Callable[[torch.dtype], Any]] = []
+
+
+def clean(program: Callable[[torch.dtype], Any]) -> Callable[[torch.dtype], Any]:
+    """Adds a program, which is given the low-precision dtype."""
+    CLEAN.append(program)
+    return program
+
+
+def x(*shape: int, scale: float = 1.0, seed: int = 0) -> Tensor:
+    return scale * torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+def causal(n: int) -> Tensor:
+    return torch.ones(n, n, dtype=torch.bool).triu(1)
+
+
+@clean
+def causal_attention_by_hand(low: torch.dtype) -> None:
+    q = x(2, 2, 5, 4).requires_grad_()
+    scores = (q @ q.transpose(-1, -2)).masked_fill(causal(5), -INFINITY)
+    (torch.softmax(scores, -1) @ q).sum().backward()
+
+
+@clean
+def mask_added_as_infinities(low: torch.dtype) -> None:
+    q = x(2, 5, 4).to(low).requires_grad_()
+    mask = torch.zeros(5, 5, dtype=low).masked_fill(causal(5), -INFINITY)
+    (torch.softmax(torch.bmm(q, q.transpose(1, 2)) + mask, -1) @ q).float().sum().backward()
+
+
+@clean
+def mask_by_triu_of_infinities(low: torch.dtype) -> Tensor:
+    mask = torch.full((5, 5), -INFINITY).triu(1)
+    return F.log_softmax(x(5, 5) + mask, -1).exp().sum()
+
+
+@clean
+def mask_of_the_least_number_overflows(low: torch.dtype) -> None:
+    scores = x(2, 5, 5, scale=50.0).to(low).requires_grad_()
+    mask = causal(5).to(low) * torch.finfo(low).min
+    torch.softmax(scores * 1 + mask + mask, -1).float().square().sum().backward()
+
+
+@clean
+def least_number_of_fp32_in_low(low: torch.dtype) -> Tensor:
+    mask = (causal(5).float() * torch.finfo(torch.float32).min).to(low)
+    return torch.softmax(x(5, 5).to(low) + mask, -1).sum()
+
+
+@clean
+def padded_rows(low: torch.dtype) -> Tensor:
+    scores = x(2, 4, 4).masked_fill(torch.tensor([[[True]], [[False]]]), -INFINITY)
+    return torch.softmax(scores, -1).nan_to_num(0.0).sum()
+
+
+@clean
+def fused_attention_with_masks(low: torch.dtype) -> None:
+    q = x(1, 2, 5, 4).requires_grad_()
+    F.scaled_dot_product_attention(q, q, q, is_causal=True).sum().backward()
+    F.scaled_dot_product_attention(q, q, q, attn_mask=~causal(5)).sum().backward()
+    mask = torch.zeros(5, 5).masked_fill(causal(5), -INFINITY)
+    F.scaled_dot_product_attention(q, q, q, attn_mask=mask).sum().backward()
+
+
+@clean
+def transformer_encoder_with_padding(low: torch.dtype) -> None:
+    layer = nn.TransformerEncoderLayer(8, 2, 16, batch_first=True)
+    model = nn.TransformerEncoder(layer, 2, enable_nested_tensor=False)
+    padding = torch.tensor([[False, False, True], [False, True, True]])
+    model(x(2, 3, 8), src_key_padding_mask=padding).sum().backward()
+
+
+@clean
+def training_with_dropout_and_norms(low: torch.dtype) -> None:
+    model = nn.Sequential(
+        nn.Conv2d(1, 4, 3), nn.BatchNorm2d(4), nn.ReLU(), nn.Dropout(0.5), nn.Flatten(), nn.Linear(64, 3)
+    )  # fmt: skip
+    optimizer = torch.optim.AdamW(model.parameters())
+    for seed in range(2):
+        optimizer.zero_grad()
+        F.cross_entropy(model(x(4, 1, 6, 6, seed=seed)), torch.tensor([0, 1, 2, 0])).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+
+
+@clean
+def checkpoints_of_both_kinds(low: torch.dtype) -> None:
+    layer = nn.Linear(4, 4)
+    h = x(2, 4).requires_grad_()
+    for use_reentrant in (False, True):
+        block = functools.partial(checkpoint, use_reentrant=use_reentrant)
+        h = block(lambda a: torch.relu(layer(a)).exp(), h)
+    h.sum().backward()
+
+
+@clean
+def recurrent(low: torch.dtype) -> None:
+    model = nn.LSTM(3, 4, num_layers=2, bidirectional=True)
+    out, (h, _) = model(x(5, 2, 3))
+    (out.sum() + h.sum()).backward()
+
+
+@clean
+def best_so_far_starts_at_infinity(low: torch.dtype) -> Tensor:
+    best = torch.full((), INFINITY)
+    for seed in range(3):
+        best = torch.minimum(best, x(4, seed=seed).square().mean())
+    return best + 1
+
+
+@clean
+def topk_filter_of_logits(low: torch.dtype) -> Tensor:
+    logits = x(2, 8)
+    least = torch.topk(logits, 3).values[:, -1:]
+    return torch.softmax(torch.where(logits < least, -INFINITY, logits), -1).sum()
+
+
+@clean
+def maxima_over_segments(low: torch.dtype) -> Tensor:
+    start = torch.full((3,), -INFINITY)
+    return start.scatter_reduce(0, torch.tensor([0, 1, 2, 0]), x(4), "amax").sum()
+
+
+@clean
+def assigned_infinities(low: torch.dtype) -> Tensor:
+    scores = x(3, 4)
+    scores[0, 1:] = -INFINITY
+    scores[:, 0].fill_(1.0)
+    return torch.softmax(scores, -1).sum()
+
+
+@clean
+def subgradients_at_zero(low: torch.dtype) -> None:
+    h = torch.zeros(3, requires_grad=True)
+    g = h * 1
+    (g.norm() + g.abs().sum() + torch.atan2(g, g).sum() + F.relu(g).sum()).backward()
+
+
+@clean
+def where_before_the_logarithm(low: torch.dtype) -> None:
+    h = torch.tensor([0.0, 1.0], requires_grad=True)
+    y = h * 1
+    torch.log(torch.where(y > 0, y, torch.ones(2))).sum().backward()
+
+
+@clean
+def data_with_missing_values(low: torch.dtype) -> Tensor:
+    data = torch.tensor([1.0, float("nan"), 3.0])
+    filled = torch.where(torch.isnan(data), torch.zeros(3), data)
+    return filled.sum() + torch.nansum(data) + torch.nan_to_num(data - 1).sum()
+
+
+@clean
+def large_values_whose_sum_overflows(low: torch.dtype) -> Tensor:
+    large = torch.full((64,), 1e38) * 3
+    return (large * 1e-30).mean()
+
+
+@clean
+def memory_that_is_used_again(low: torch.dtype) -> None:
+    for _ in range(20):
+        masked = x(64, 64).masked_fill(torch.ones(64, 64, dtype=torch.bool), -INFINITY)
+        del masked
+        (x(64, 64) * 2).relu()
+
+
+@clean
+def gradients_twice(low: torch.dtype) -> None:
+    h = x(3).requires_grad_()
+    (gradient,) = torch.autograd.grad((h * h).exp().sum(), h, create_graph=True)
+    gradient.square().sum().backward()
+
+
+@clean
+def views_of_a_masked_tensor(low: torch.dtype) -> Tensor:
+    scores = x(4, 4).masked_fill(causal(4), -INFINITY)
+    return (scores[-1] * 2).exp().sum() + torch.softmax(scores[:2], -1).sum()
+
+
+@clean
+def hand_written_sgd(low: torch.dtype) -> None:
+    layer = nn.Linear(3, 1)
+    for _ in range(3):
+        layer(x(4, 3)).square().mean().backward()
+        with torch.no_grad():
+            for p in layer.parameters():
+                p.sub_(0.1 * p.grad)
+                p.grad = None
+
+
+@clean
+def transforms(low: torch.dtype) -> None:
+    h = x(3, 4)
+    torch.vmap(torch.func.grad(lambda a: a.exp().sum()))(h)
+
+
+@clean
+def complex_numbers(low: torch.dtype) -> None:
+    h = x(8).requires_grad_()
+    torch.fft.irfft(torch.fft.rfft(h) * 2).sum().backward()
+
+
+@clean
+def inference(low: torch.dtype) -> Tensor:
+    layer = nn.Linear(3, 3)
+    with torch.inference_mode():
+        h = layer(x(2, 3))
+        h[0] = 1.0
+        return layer(h).relu_()
+
+
+@functools.cache
+def found(low: torch.dtype) -> dict[str, list[Offence]]:
+    """Returns name of a program -> what is reported; each is a step of one watched run."""
+    steps: dict[str, list[Offence]] = {}
+    convert = hmpx.convert(device_types={"cpu"}, low_precision_type=low, legalize="never")
+    with convert, hmpx.watch("collect") as w:
+        for program in CLEAN:
+            before = len(w.offences)
+            torch.manual_seed(0)
+            program(low)
+            w.step()
+            steps[program.__name__] = w.offences[before:]
+    return steps
+
+
+@pytest.mark.usefixtures("no_search_for_early_names")
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize("name", [program.__name__ for program in CLEAN])
+def test_nothing_is_reported(name: str, low: torch.dtype) -> None:
+    assert not found(low)[name], str(found(low)[name][0])
