@@ -249,3 +249,56 @@ def found(low: torch.dtype) -> dict[str, list[Offence]]:
 @pytest.mark.parametrize("name", [program.__name__ for program in CLEAN])
 def test_nothing_is_reported(name: str, low: torch.dtype) -> None:
     assert not found(low)[name], str(found(low)[name][0])
+
+
+# --- transformers ------------------------------------------------------------------------------
+
+
+def small(name: str, attention: str) -> tuple[nn.Module, dict[str, Tensor]]:
+    """Returns a model with random weights, and a batch with padding."""
+    transformers = pytest.importorskip("transformers")
+    common = {"vocab_size": 50, "attn_implementation": attention}
+    configs = {
+        "Bert": {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+        "GPT2": {"n_embd": 16, "n_layer": 2, "n_head": 2},
+        "Llama": {"num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32},
+        "T5": {"d_model": 16, "d_kv": 8, "d_ff": 32, "num_layers": 1, "num_heads": 2},
+    }
+    more = {"T5": {"decoder_start_token_id": 0}, "GPT2": {}}.get(name, {"hidden_size": 16})
+    head = {"Bert": "MaskedLM", "GPT2": "LMHeadModel", "Llama": "CausalLM"}
+    config = getattr(transformers, f"{name}Config")(**common, **configs[name], **more)
+    separator = "" if name == "GPT2" else "For"
+    made = getattr(transformers, f"{name}{separator}{head.get(name, 'ConditionalGeneration')}")
+    ids = torch.randint(2, 50, (2, 6), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones(2, 6, dtype=torch.long)
+    mask[0, 4:], mask[1, :3] = 0, 0  # on the right and on the left
+    return made(config), {"input_ids": ids, "attention_mask": mask, "labels": ids}
+
+
+@pytest.mark.models
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("no_search_for_early_names")
+@pytest.mark.parametrize("attention", ["eager", "sdpa"])
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16], ids=["bf16", "fp16"])
+@pytest.mark.parametrize(
+    "name",
+    [
+        "Llama",
+        pytest.param("Bert", marks=pytest.mark.slow),
+        pytest.param("GPT2", marks=pytest.mark.slow),
+        pytest.param("T5", marks=pytest.mark.slow),
+    ],
+)
+def test_nothing_is_reported_of_transformers(name: str, low: torch.dtype, attention: str) -> None:
+    torch.manual_seed(0)
+    model, batch = small(name, attention)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-3)
+    convert = hmpx.convert(device_types={"cpu"}, low_precision_type=low)
+    with convert, hmpx.watch("collect") as w:
+        for _ in range(2):
+            optimizer.zero_grad()
+            model(**batch).loss.backward()
+            optimizer.step()
+        with torch.no_grad():  # weights, too, in low precision
+            model.to(low)(**batch)
+    assert w.first is None, str(w.first)
