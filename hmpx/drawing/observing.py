@@ -88,7 +88,13 @@ class Observation:
         return self.modules[position] if position >= 0 else ""
 
     def note(
-        self, call: OpCall, args: tuple[Any, ...], kwargs: Mapping[str, Any], result: Any
+        self,
+        call: OpCall,
+        _: list[Tensor],
+        args: tuple[Any, ...],
+        kwargs: Mapping[str, Any],
+        result: Any,
+        /,
     ) -> None:
         """Takes the nodes between a call's inputs and its results for its own."""
         given = tensors_in([args, list(kwargs.values())])
