@@ -120,6 +120,16 @@ def test_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_observers(tmp_path: Path) -> None:
+    """Each candidate trains, and has its ratio."""
+    options = "--models gpt --sizes small --rounds 1 --steps 1 --candidates record watch"
+    run("observers.py", *options.split(), folder=tmp_path)
+    figures = saved(tmp_path / "observers-cpu.json")["figures"]["gpt"]["small"]
+    assert figures.keys() == {"hmpx", "record", "watch"}
+    assert figures["hmpx"]["ratio"] == 1
+
+
+@pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
     """The results of hmpx and of casts by hand are bit-equal, or the program would fail."""
     options = ["--rounds", "1", "--samples", "1", "--backend", "eager"]

@@ -1,11 +1,12 @@
-"""What finding non-finite values costs: `hmpx.watch` and torch's own tools, on a training step.
+"""What seeing costs: `hmpx.record`, `hmpx.watch` and torch's own tools, on a training step.
 
-    python benchmarks/watch.py [--models gpt] [--sizes small] [--rounds 30] [--save]
+    python benchmarks/observers.py [--models gpt] [--sizes small] [--rounds 30] [--save]
 
 A step is zero_grad, forward, loss, backward and AdamW's step of a converted model, on one batch. All run
 in one process and take turns, a few steps each; a round has a turn of each.
 
 hmpx            after hmpx.convert()
+record          inside hmpx.record()
 watch           inside hmpx.watch()
 watch every 10  inside hmpx.watch(every=10)
 watch step      by hmpx.watch(step=closure): only results and gradients are looked at
@@ -32,7 +33,7 @@ import torch
 import hmpx
 
 CANDIDATES = (
-    "hmpx", "watch", "watch every 10", "watch step", "anomaly", "profiler", "DebugMode", "hashes",
+    "hmpx", "record", "watch", "watch every 10", "watch step", "anomaly", "profiler", "DebugMode", "hashes",
 )  # fmt: skip
 COLUMNS = ("ratio", "ratio_low", "ratio_high", "median_s", "rounds")
 
@@ -76,6 +77,8 @@ def candidate(name: str, training: Training) -> Iterator[Callable[[], Any]]:
 def _region(name: str) -> contextlib.AbstractContextManager[Any]:
     if name == "hmpx":
         return contextlib.nullcontext()
+    if name == "record":
+        return hmpx.record()
     if name.startswith("watch"):
         return hmpx.watch(every=10 if name.endswith("10") else 1)
     if name == "anomaly":
@@ -155,7 +158,7 @@ def main() -> None:
             timing.show(f"training step of {model} {size}", found, COLUMNS)
             timing.save(
                 options.save,
-                "watch",
+                "observers",
                 {"figures": figures},
                 device=options.device,
                 threads=options.threads,
