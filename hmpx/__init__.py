@@ -1,7 +1,11 @@
 """Mixed precision for PyTorch, op by op: one `convert()`, plain-text op lists, and reasons."""
 
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any, Final
+
 from . import formats
-from .drawing import Drawing, draw
 from .errors import (
     CheckpointError,
     FreezeError,
@@ -14,16 +18,41 @@ from .errors import (
     RuleError,
     TorchError,
 )
-from .explaining import Explanation, Explanations, explain
 from .freezing import Frozen, Weight, freeze
 from .observers import Attached, CallTensors, OpCall, attach
 from .policy import ALLOW, DENY, FOLLOW, Call, CastPolicy, Decision, Policy, load_policy
-from .recording import record
 from .rules import register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .torch_state import disable_casts
 from .version import __version__ as __version__
 from .watching import Offence, Watch, watch
+
+if TYPE_CHECKING:
+    from .drawing import Drawing, draw
+    from .explaining import Explanation, Explanations, explain
+    from .recording import record
+
+#: What is imported when it is first asked for -> its room: looking back at a run can wait.
+_LATER: Final = {
+    "Drawing": "drawing",
+    "Explanation": "explaining",
+    "Explanations": "explaining",
+    "draw": "drawing",
+    "explain": "explaining",
+    "record": "recording",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _LATER:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
 
 __all__ = [
     "ALLOW",

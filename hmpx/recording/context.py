@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from typing import Any
 
 import torch
@@ -15,6 +14,7 @@ from ..observers import Attached, attach_to_values
 from ..policy import policy_line
 from ..reports import Groups, Report, Row, Waste, added
 from ..session import current
+from ..torch_internals import is_dynamo_loaded
 from ..version import __version__
 from .recorder import Recorder
 from .rows import rows, waste
@@ -54,7 +54,7 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
         if self._attached is not None:
             raise OptionError("this record was entered before; make a new one with hmpx.record()")
         with contextlib.ExitStack() as stack:
-            if "torch._dynamo" in sys.modules:  # before that nothing can have been compiled
+            if is_dynamo_loaded():  # before that nothing can have been compiled
                 stack.enter_context(torch.compiler.set_stance("force_eager"))
             self._attached = attach_to_values(self._recorder, times=self._is_timed)
             stack.callback(self._attached.detach)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils.flop_counter import FlopCounterMode
 
 from ..tensors import floating_in
 from ..torch_internals import disable_modes
@@ -38,6 +37,8 @@ NONE = Flops(0, 0)
 @functools.lru_cache(maxsize=10_000)
 def flops(function: Callable[..., Any], found: Signature) -> Flops:
     """Returns the operations of a call of torch's ``function``; none where it depends on values."""
+    from torch.utils.flop_counter import FlopCounterMode  # which takes long to import
+
     made: list[Tensor] = []
 
     def make(shape: Shape) -> Tensor:
