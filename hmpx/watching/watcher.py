@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import sys
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
@@ -18,6 +17,7 @@ from .. import session
 from ..errors import NonFiniteError, OptionError, shown
 from ..observers import LOGGER, Attached, OpCall, attach_to_values
 from ..policy import Policy
+from ..torch_internals import is_dynamo_loaded
 from .judging import Judge, Origin, offence_of
 from .locating import Flag
 from .loss_scaling import LossScaling
@@ -93,7 +93,7 @@ class Watch:
                 (register_optimizer_step_post_hook, self._after_optimizer),
             ):
                 undo.callback(register(hook).remove)
-            if "torch._dynamo" in sys.modules:
+            if is_dynamo_loaded():
                 undo.enter_context(torch.compiler.set_stance("force_eager"))
             self._undo = undo.pop_all()
         self._notes.is_open = True

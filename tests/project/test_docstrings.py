@@ -14,11 +14,11 @@ from hmpx import formats
 
 #: Errors and warnings are met, not used: an example would be one of what raises them.
 MENU: dict[str, Any] = {
-    f"{module.__name__}.{name}": vars(module)[name]
+    f"{module.__name__}.{name}": getattr(module, name)
     for module in (hmpx, formats)
     for name in module.__all__
-    if inspect.isroutine(vars(module)[name])
-    or (inspect.isclass(vars(module)[name]) and not issubclass(vars(module)[name], Exception))
+    if inspect.isroutine(getattr(module, name))
+    or (inspect.isclass(getattr(module, name)) and not issubclass(getattr(module, name), Exception))
 }
 
 
