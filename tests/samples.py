@@ -10,8 +10,10 @@ import torch
 from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 
-def sample_inputs(info: OpInfo, *, requires_grad: bool = False) -> Iterable[SampleInput]:
-    """Returns what ``info.sample_inputs`` on the CPU in float32 does.
+def sample_inputs(
+    info: OpInfo, dtype: torch.dtype = torch.float32, *, requires_grad: bool = False
+) -> Iterable[SampleInput]:
+    """Returns what ``info.sample_inputs`` on the CPU does.
 
     That seeds each sample by the test's name, for which it looks through the sources of the whole stack:
     half a second, most of what many a test takes.
@@ -19,7 +21,5 @@ def sample_inputs(info: OpInfo, *, requires_grad: bool = False) -> Iterable[Samp
     torch.default_generator.manual_seed(0)
     random.seed(0)
     np.random.seed(0)  # which OpInfo draws from
-    found: Iterable[SampleInput] = info.sample_inputs_func(
-        info, "cpu", torch.float32, requires_grad
-    )
+    found: Iterable[SampleInput] = info.sample_inputs_func(info, "cpu", dtype, requires_grad)
     return found

@@ -13,7 +13,7 @@ from ..compute import LEGALIZE_MODES
 from ..errors import short
 from ..tensors import parse_device_types
 from ..watching import watch
-from . import output, reporting, scripts, tracebacks
+from . import output, run_report, scripts, tracebacks
 from .options import add_command, add_list_options, list_options, only_given
 from .scripts import ScriptError
 
@@ -101,7 +101,7 @@ def run(options: argparse.Namespace) -> int:
     name = program[0]
     if not options.is_module and not scripts.exists(name):
         raise ScriptError(f"{short(name)}: no such file; give the path of a Python script")
-    report_path = None if options.report is None else reporting.checked(options.report)
+    report_path = None if options.report is None else run_report.checked(options.report)
     sys.argv = program
     scripts.put_first_on_path(scripts.directory_of(name, options.is_module))
     given = _run_options(options)
@@ -112,7 +112,7 @@ def run(options: argparse.Namespace) -> int:
     uncaught = None
     watched = watch(options.watch) if options.watch else contextlib.nullcontext()
     try:
-        with watched, reporting.recorded(report_path):
+        with watched, run_report.recorded(report_path):
             scripts.execute(name, options.is_module)
     except ScriptError:
         end_following()

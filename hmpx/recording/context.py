@@ -17,7 +17,8 @@ from ..session import current
 from ..torch_internals import is_dynamo_loaded
 from ..version import __version__
 from .recorder import Recorder
-from .rows import rows, waste
+from .rows import rows
+from .waste import waste
 
 
 class record:  # noqa: N801  # a context manager, like torch.no_grad

@@ -104,7 +104,10 @@ class Recorder:
             found, given, outputs,
         )  # fmt: skip
         counts = self._counts_here()
-        entry = counts.entries.get(key)
+        try:
+            entry = counts.entries.get(key)
+        except TypeError:  # sizes are symbols: a graph is being made, and nothing computed
+            return
         if entry is None:
             entry = counts.entries[key] = Entry(call, found, given, outputs)
         entry.calls += 1

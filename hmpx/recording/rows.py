@@ -1,22 +1,20 @@
-"""Rows and waste of a report, from what a recorder has counted."""
+"""Rows of a report, from what a recorder has counted."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator, Mapping
-from typing import Final
+from collections.abc import Iterable, Iterator
 
 import torch
 
 from ..number_formats import Format
 from ..observers import OpCall
 from ..ops import facts
-from ..reports import Row, Waste
+from ..reports import Row
 from ..tensors import LOW_DTYPES
 from .flops import NONE, flops
 from .recorder import OWN_CAST, Entry
 from .signatures import Shape, tensors_of
-from .traces import Found
 
 
 def rows(entries: Iterable[Entry], *, is_timed: bool) -> Iterator[Row]:
@@ -135,56 +133,3 @@ def _name(dtype: torch.dtype) -> str:
 
 def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
     return tuple(map(_name, dtypes))
-
-
-# --- waste ---------------------------------------------------------------------------------------
-
-
-def waste(found: Mapping[Found, list[int]], entries: Iterable[Entry]) -> Iterator[Waste]:
-    """Yields the casts to do without."""
-    for each, (times, count) in list(found.items()):
-        call = each.entry.call
-        fix, note = _fix(each)
-        yield Waste(each.kind, each.what, call.module, call.location, times, count, fix, note)
-    entries = list(entries)
-    if not any(entry.backward for entry in entries):
-        return
-    for entry in entries:
-        unused = entry.recorded - entry.backward
-        if entry.call.cast_bytes and entry.recorded and not entry.backward:
-            yield Waste(
-                "unused result",
-                entry.call.op,
-                entry.call.module,
-                entry.call.location,
-                unused,
-                unused * entry.call.cast_bytes,
-                "with torch.no_grad():",
-                "no gradient came back to it, so nothing that was differentiated depends on it",
-            )
-
-
-def _fix(found: Found) -> tuple[str, str]:
-    """Returns what to do about a kind of waste, as a line to copy, and what that costs."""
-    call, subject = found.entry.call, found.subject
-    if found.kind == "round trip":
-        if subject.startswith("-"):
-            return f"bf16.txt: {subject}", "it then computes in the type of its input"
-        return f"bf16.txt: {subject}", "less accurate: compare before you keep it"
-    if found.kind == "parameter cast again":
-        if any(shape.learns for shape in found.entry.inputs):
-            return "hmpx.convert(reuse_casts=True)", "within one call of the outermost module"
-        return "hmpx.freeze(model)", "for inference: stores the weight as it is used"
-    if found.kind == "tensor cast again":
-        return f"x = x.{_METHODS.get(call.cast_dtypes[0], 'to(...)')}", "once, before it is used"
-    return (
-        "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
-        "computes the block again; for inference hmpx.freeze(model)",
-    )
-
-
-_METHODS: Final = {
-    torch.bfloat16: "bfloat16()",
-    torch.float16: "half()",
-    torch.float32: "float()",
-}

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
@@ -93,16 +94,22 @@ def make_observed_wrapper(
             decision = _dtype(recipe, before, args, kwargs), *decided_by(recipe, args, kwargs)
         is_traced = torch.compiler.is_dynamo_compiling()  # sizes may be symbols
         if not is_traced:
+            if _here.is_in_call:  # a cast, which a mode has handed over to the function's name
+                return inner(*args, **kwargs)
             cast_bytes = sum(map(_cast_bytes, before, after))
             if with_tensors and not (is_graph_made() or has_fake_tensors()):
                 tensors = _tensors(recipe, complete, args, kwargs)
         device_type = before[0].device.type
-        if is_timed and not is_traced:
-            began = _now(device_type)
+        if is_traced:
             result = inner(*args, **kwargs)
-            seconds = _now(device_type) - began
         else:
-            result = inner(*args, **kwargs)
+            began = _now(device_type) if is_timed else 0.0
+            try:
+                _here.is_in_call = True
+                result = inner(*args, **kwargs)
+            finally:
+                _here.is_in_call = False
+            seconds = _now(device_type) - began if is_timed else None
         output_dtypes = tuple([tensor.dtype for tensor in tensors_in([result])])
         if tensors is not None:
             tensors = dataclasses.replace(tensors, result=result)
@@ -175,6 +182,18 @@ def make_observed_wrapper(
     variables = Variables(("parts", "override"), read, write)
     return named_after(original, wrapper, recipe.site.name, variables)
 
+
+class _Here(threading.local):
+    """What is running in a thread.
+
+    Attributes:
+        is_in_call: An observed call is; what it calls in turn is not the program's.
+    """
+
+    is_in_call = False
+
+
+_here: Final = _Here()
 
 #: The reason of calls whose casts the program has switched off.
 SWITCHED_OFF: Final = "casts are switched off"
