@@ -1,7 +1,8 @@
 """The layers around torch's function, made once a call site: what happens to a call after casting.
 
 From the inside out: the function itself, atomic or a norm's; legalized or emulated; composed; beside
-running statistics.
+running statistics. Layers pass a call on as four arguments: one value that holds them would cost 0.4 us a
+call, 2 to 4 % of a small legalized product.
 """
 
 from __future__ import annotations
