@@ -29,6 +29,7 @@ from ..casting import (
     written,
 )
 from ..observers import PAUSED, Attached, CallTensors, OpCall, user_location
+from ..ops import facts
 from ..policy import CastPolicy
 from ..tensors import Args, Kwargs, map_tensors, tensors_in
 from ..torch_internals import (
@@ -71,6 +72,7 @@ def make_observed_wrapper(
     is_timed = any(each.times for each in attached)
     observers = frozenset(attached)
     is_listed = recipe.decision.cast_policy is not CastPolicy.PASS
+    is_cast = recipe.site.op in facts("converting")
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         inner, narrowed, tell = parts  # read together: a running call is reported once
@@ -94,7 +96,7 @@ def make_observed_wrapper(
             decision = _dtype(recipe, before, args, kwargs), *decided_by(recipe, args, kwargs)
         is_traced = torch.compiler.is_dynamo_compiling()  # sizes may be symbols
         if not is_traced:
-            if _here.is_in_call:  # a cast, which a mode has handed over to the function's name
+            if is_cast and _here.is_in_call:  # hmpx's own, handed over to its name by a mode
                 return inner(*args, **kwargs)
             cast_bytes = sum(map(_cast_bytes, before, after))
             if with_tensors and not (is_graph_made() or has_fake_tensors()):
@@ -187,7 +189,7 @@ class _Here(threading.local):
     """What is running in a thread.
 
     Attributes:
-        is_in_call: An observed call is; what it calls in turn is not the program's.
+        is_in_call: An observed call is: conversions amid it are not the program's.
     """
 
     is_in_call = False
