@@ -23,7 +23,6 @@ from hmpx import CastPolicy, Decision, Policy, ops, wrappers
 from hmpx.casting import Recipe
 from hmpx.ops import schemas as op_schemas
 from hmpx.ops.sites import NAMESPACES
-from tests.samples import sample_inputs
 from tests.values import mapped, tensors
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -245,7 +244,7 @@ def current(function: Any) -> Callable[..., Any]:
 
 def samples_of(info: OpInfo, limit: int) -> list[Call]:
     torch.default_generator.manual_seed(0)
-    made = itertools.islice(sample_inputs(info), limit)
+    made = itertools.islice(info.sample_inputs("cpu", FP32, requires_grad=False), limit)
     return [(s.input, tuple(s.args), s.kwargs) for s in made]
 
 
@@ -298,6 +297,7 @@ def variants(info: OpInfo) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.opinfo
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [FP32, BF16], ids=str)
 def test_opinfo_samples_are_written_to_as_in_plain_torch(
     given: torch.dtype, no_search_for_early_names: None
