@@ -23,6 +23,7 @@ from hmpx import CastPolicy, Decision, Policy, ops, wrappers
 from hmpx.casting import Recipe
 from hmpx.ops import schemas as op_schemas
 from hmpx.ops.sites import NAMESPACES
+from tests.samples import sample_inputs
 from tests.values import mapped, tensors
 
 FP32, BF16, FP16, FP64 = torch.float32, torch.bfloat16, torch.float16, torch.float64
@@ -244,7 +245,7 @@ def current(function: Any) -> Callable[..., Any]:
 
 def samples_of(info: OpInfo, limit: int) -> list[Call]:
     torch.default_generator.manual_seed(0)
-    made = itertools.islice(info.sample_inputs("cpu", FP32, requires_grad=False), limit)
+    made = itertools.islice(sample_inputs(info), limit)
     return [(s.input, tuple(s.args), s.kwargs) for s in made]
 
 
@@ -297,12 +298,14 @@ def variants(info: OpInfo) -> list[tuple[Any, Any]]:
 
 
 @pytest.mark.opinfo
-@pytest.mark.slow
 @pytest.mark.parametrize("given", [FP32, BF16], ids=str)
 def test_opinfo_samples_are_written_to_as_in_plain_torch(
     given: torch.dtype, no_search_for_early_names: None
 ) -> None:
-    """What torch writes to is written to, with the same values up to rounding, and nothing else is."""
+    """What torch writes to is written to, with the same values up to rounding, and nothing else is.
+
+    Where torch itself rounds more, in bf16, float64 has the values: instance_norm's kernel cancels.
+    """
     calls = []
     for info in INFOS:
         if info.name.startswith(EMPTY):
@@ -312,18 +315,21 @@ def test_opinfo_samples_are_written_to_as_in_plain_torch(
             for plain, late in variants(info):
                 expected = written_by(plain, call)
                 if expected is not None:
-                    calls.append((info, call, late, expected))
+                    calls.append((info, call, plain, late, expected))
     faults = []
     count = 0
     for kind in ("low", "fp32", "first"):
         with hmpx.convert(policy=Policy.from_ops(**{kind: EVERYTHING}), legalize="never"):
-            for info, call, late, expected in calls:
+            for info, call, plain, late, expected in calls:
                 actual = written_by(late, call)
                 if actual is None:
                     continue  # whether it runs at all is for other tests
                 count += 1
                 with hmpx.disable_casts():
                     found = differences(actual, expected, is_random=info.name in RANDOM)
+                    if found and given is BF16:
+                        exact = written_by(plain, mapped(call, in_float64))
+                        found = found if exact is None else differences(actual, exact)
                 faults += [f"{info.full_name} {kind}: {each}" for each in found]
     assert not faults, "\n".join(faults[:20])
     assert count > 5000
@@ -332,7 +338,11 @@ def test_opinfo_samples_are_written_to_as_in_plain_torch(
 Outcome = tuple[list[Tensor], list[bool], list[bool]]
 
 
-def differences(actual: Outcome, expected: Outcome, *, is_random: bool) -> list[str]:
+def in_float64(tensor: Tensor) -> Tensor:
+    return tensor.double() if tensor.dtype is BF16 else tensor
+
+
+def differences(actual: Outcome, expected: Outcome, *, is_random: bool = False) -> list[str]:
     """Returns where what was written to differs, or what was written there by more than rounding."""
     is_new = [got and not want for got, want in zip(actual[2], expected[2], strict=True)]
     if actual[1] != expected[1] or any(is_new):
