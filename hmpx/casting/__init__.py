@@ -13,7 +13,7 @@ from .arguments import (
     target_dtype,
 )
 from .cache import cache_patches
-from .facts import facts_of, recipe_of, site_of
+from .facts import facts_of, is_promotion, recipe_of, site_of
 from .inputs import floating_inputs, is_on_device, widest, written
 from .recipe import CallSite, OpFacts, Options, Recipe
 
@@ -31,6 +31,7 @@ __all__ = [
     "facts_of",
     "floating_inputs",
     "is_on_device",
+    "is_promotion",
     "is_settled",
     "is_widened",
     "recipe_of",

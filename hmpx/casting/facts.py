@@ -6,7 +6,7 @@ import functools
 
 from .. import ops
 from ..compute import Lacking
-from ..policy import Decision
+from ..policy import CastPolicy, Decision
 from .recipe import CallSite, OpFacts, Options, Recipe
 
 
@@ -28,6 +28,12 @@ def facts_of(op: str) -> OpFacts:
         casts_first=op in ops.facts("casts_first"),
         is_random=op in ops.facts("random"),
     )
+
+
+def is_promotion(decision: Decision, facts: OpFacts) -> bool:
+    """Whether torch's own promotion does exactly what the decision says, gradients included."""
+    is_widest = decision.cast_policy is CastPolicy.WIDEST and not decision.is_composed
+    return is_widest and facts.promotes and not facts.rounds_mixed
 
 
 def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable: bool) -> CallSite:

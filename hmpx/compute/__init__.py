@@ -5,6 +5,7 @@ from __future__ import annotations
 from .accumulation import Accumulation
 from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
 from .emulation import Emulation, watched_emulation
+from .kept_tensors import saved_by
 from .legalize.capability import (
     KINDS,
     PRODUCTS,
@@ -58,6 +59,7 @@ __all__ = [
     "register_op",
     "reported",
     "rounded",
+    "saved_by",
     "unregister",
     "watched_emulation",
     "watched_rounding",

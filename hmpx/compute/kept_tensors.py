@@ -85,7 +85,7 @@ def is_read_alone(kept: Kept, result: Tensor) -> bool:
     """Whether the backward formula that an output is saved for reads no other tensor."""
     node = result.grad_fn
     while node is not None:
-        saved = [tensor for name in _saved_names(type(node)) for tensor in _each(node, name)]
+        saved = saved_by(node)
         if saved:
             is_it = not TELLS_SAVED or saved[0].data is kept
             return len(saved) == 1 and is_it
@@ -94,17 +94,19 @@ def is_read_alone(kept: Kept, result: Tensor) -> bool:
     return False
 
 
+def saved_by(node: Any) -> list[Any]:
+    """Returns what autograd has saved in one node: objects of torch's, without any that are None."""
+    found: list[Any] = []
+    for name in _saved_names(node.__class__):
+        value = getattr(node, name)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in found if not TELLS_SAVED or each.data is not None]
+
+
 @functools.cache
 def _saved_names(node: type) -> list[str]:
     """Returns the attributes of this class of autograd nodes that stand for saved tensors."""
     return [name for name in dir(node) if name.startswith("_raw_saved_")]
-
-
-def _each(node: Any, name: str) -> list[Any]:
-    """Returns the saved tensors behind one attribute, without any that are None."""
-    value = getattr(node, name)
-    several = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in several if not TELLS_SAVED or each.data is not None]
 
 
 def keep_output(kept: Kept, result: Tensor, low_result: Tensor, *, splits: bool) -> None:

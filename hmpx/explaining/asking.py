@@ -210,8 +210,7 @@ def _notes(name: str, policy: Policy) -> Iterable[str]:
         own = policy[above]
         if own == decision and own.reason == decision.reason:
             yield f"the line of {above} covers it; a line of its own would outrank that one"
-    is_widest = decision.cast_policy is CastPolicy.WIDEST
-    if is_widest and facts.promotes and not facts.rounds_mixed and not decision.is_composed:
+    if casting.is_promotion(decision, facts):
         yield "torch promotes to that type by itself, so calls are patched for observers only"
     if decision.cast_policy is CastPolicy.PASS and not facts.promotes and not facts.is_view:
         yield "a list line, a section or a rule may decide otherwise"

@@ -67,6 +67,16 @@ class Counts:
         self.backward: dict[int, list[Any]] = {}
 
 
+class _Here(threading.local):
+    """What is a thread's own.
+
+    Attributes:
+        counts: Its counts, once it has any.
+    """
+
+    counts: Counts | None = None
+
+
 class Recorder:
     """Counts calls that are alike.
 
@@ -75,7 +85,7 @@ class Recorder:
 
     def __init__(self) -> None:
         """Starts empty."""
-        self._here = threading.local()
+        self._here = _Here()
         self._lock = threading.Lock()
         self._counts: list[Counts] = []
         self.traces = Traces()
@@ -140,13 +150,12 @@ class Recorder:
         return found
 
     def _counts_here(self) -> Counts:
-        try:
-            return self._here.counts  # type: ignore[no-any-return]
-        except AttributeError:
+        counts = self._here.counts
+        if counts is None:
             counts = self._here.counts = Counts()
             with self._lock:
                 self._counts.append(counts)
-            return counts
+        return counts
 
 
 class _Backward:

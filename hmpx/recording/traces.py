@@ -5,7 +5,6 @@ Follows tensors by their memory, so that views are the same; holds none of them 
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections.abc import Iterator
@@ -16,6 +15,7 @@ from torch import Tensor, nn
 from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..compute import saved_by
 from ..ops import kind
 from ..policy import CastPolicy
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, tensors_in
@@ -170,7 +170,7 @@ class Traces:
         ]
         if not weights:
             return
-        saved = [each for each in _saved_by(node) if each.dtype in LOW_DTYPES]
+        saved = [each for each in _held_for(node) if each.dtype in LOW_DTYPES]
         for weight in weights:
             for each in saved:
                 if each.numel() == weight.numel() and each.dim() == weight.dim():
@@ -216,23 +216,12 @@ def _name_of(parameter: Tensor) -> str:
     return f"a parameter of shape {tuple(parameter.shape)}"
 
 
-def _saved_by(node: Any) -> Iterator[Tensor]:
+def _held_for(node: Any) -> Iterator[Tensor]:
     """Yields the tensors that autograd holds for a call itself: neither packed by hooks, nor its casts'."""
     for _ in range(4):  # views of the result come first
-        found = [
-            saved for name in _saved_names(node.__class__) for saved in _each(getattr(node, name))
-        ]
+        found = saved_by(node)
         if found or len(node.next_functions) != 1 or node.next_functions[0][0] is None:
-            yield from [saved for saved in found if isinstance(saved, Tensor)]
+            held = [saved.data for saved in found] if TELLS_SAVED else []
+            yield from [each for each in held if isinstance(each, Tensor)]
             return
         node = node.next_functions[0][0]
-
-
-@functools.cache
-def _saved_names(node: type) -> list[str]:
-    return [name for name in dir(node) if name.startswith("_raw_saved_")]
-
-
-def _each(saved: Any) -> list[Any]:
-    several = saved if isinstance(saved, (list, tuple)) else [saved]
-    return [each.data for each in several] if TELLS_SAVED else []

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import compute, ops, rules, wrappers
-from ..casting import CallSite, OpFacts, Options, Recipe, facts_of, recipe_of
+from ..casting import CallSite, OpFacts, Options, Recipe, facts_of, is_promotion, recipe_of
 from ..errors import OptionError
 from ..number_formats import Format
 from ..observers import Attached
@@ -282,5 +282,4 @@ def _is_settled_by_torch(site: ops.Site | ForeignSite, decision: Decision, facts
         if isinstance(site, ForeignSite):
             return False
         return facts.promotes or not (site.is_python or ops.parameters(site).has_several_tensors)
-    is_widest = decision.cast_policy is CastPolicy.WIDEST
-    return facts.promotes and not facts.rounds_mixed and is_widest and not decision.is_composed
+    return is_promotion(decision, facts)
