@@ -106,11 +106,7 @@ def make_observed_wrapper(
             result = inner(*args, **kwargs)
         else:
             began = _now(device_type) if is_timed else 0.0
-            try:
-                _here.is_in_call = True
-                result = inner(*args, **kwargs)
-            finally:
-                _here.is_in_call = False
+            result = _amid_call(inner, *args, **kwargs)
             seconds = _now(device_type) - began if is_timed else None
         output_dtypes = tuple([tensor.dtype for tensor in tensors_in([result])])
         if tensors is not None:
@@ -171,7 +167,7 @@ def make_observed_wrapper(
     parts = make_wrapper(original, recipe, public=wrapper) or complete, narrowed, tell
 
     def override(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        cast_here = functools.partial(cast_where_on, recipe)
+        cast_here = functools.partial(_amid_call, cast_where_on, recipe)
         return overriding.override(original, cast_here, wrapper, args, kwargs)
 
     def read() -> tuple[Any, ...]:
@@ -196,6 +192,19 @@ class _Here(threading.local):
 
 
 _here: Final = _Here()
+
+
+def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
+    """Calls ``function``, a part of an observed call: what it casts is not the program's."""
+    if torch.compiler.is_dynamo_compiling():
+        return function(*args, **kwargs)
+    was_in_call = _here.is_in_call
+    try:
+        _here.is_in_call = True
+        return function(*args, **kwargs)
+    finally:
+        _here.is_in_call = was_in_call
+
 
 #: The reason of calls whose casts the program has switched off.
 SWITCHED_OFF: Final = "casts are switched off"

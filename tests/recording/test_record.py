@@ -112,6 +112,16 @@ def test_the_programs_own_casts_are_told_apart() -> None:
     ]
 
 
+def test_hmpxs_own_casts_are_not_taken_for_the_programs() -> None:
+    """A function mode hands each over to the name under which it is observed; so in graphs."""
+    from torch.fx.experimental.proxy_tensor import make_fx
+
+    seen: list[str] = []
+    with hmpx.attach(lambda call: seen.append(call.op), every_op=True):
+        make_fx(lambda x: torch.mm(x, x.t()).exp(), tracing_mode="symbolic")(torch.ones(3, 4))
+    assert seen == ["mm", "exp"]
+
+
 @pytest.mark.parametrize("use_reentrant", [False, True])
 def test_recomputation_is_told_apart(use_reentrant: bool) -> None:
     """Whatever kind of checkpoint."""
