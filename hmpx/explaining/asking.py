@@ -115,7 +115,10 @@ def explanations(
                 asked_first=tuple([_asked(rule) for rule in asked]),
                 device_notes=tuple([note for note in notes if note[1]]),
                 notes=tuple(_notes(name, policy)),
-                calls=tuple([row for row in seen or () if row.op == name]),
+                # Gradients are no calls of the program's.
+                calls=tuple(
+                    [row for row in seen or () if row.op == name and row.phase != "backward"]
+                ),
                 is_recorded=seen is not None,
             )
         )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..policy import UNDECIDED, CastPolicy, Decision
-from ..reports import Row
+from ..reports import Row, located
 from ..tensors import short_name
 from .names import outcome
 
@@ -131,7 +131,9 @@ class Explanation:
             inputs, outputs = (
                 ", ".join(map(_short, dtypes)) for dtypes in (row.input_dtypes, row.output_dtypes)
             )
-            where = " ".join([row.module, row.location]).strip() or "unknown"
+            places = [f"in {row.module}"] if row.module else []
+            places += [f"at {located(row.location)}"] if row.location else []
+            where = " ".join(places) or "somewhere"
             said = f"{row.calls:,} x {where}: {inputs} -> {_short(row.dtype)} -> {outputs}"
             yield from _wrapped(said, " " * 4, _INDENT)
         more = len(self.calls) - MOST_CALLS

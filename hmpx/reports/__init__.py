@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .cells import located
 from .groups import Groups, grouped
 from .reading import read_json
 from .report import Report, merged
@@ -16,6 +17,7 @@ __all__ = [
     "Waste",
     "added",
     "grouped",
+    "located",
     "merged",
     "read_json",
     "totals",

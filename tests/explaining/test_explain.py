@@ -212,13 +212,13 @@ def row(**changes: object) -> Row:
 
 
 def test_a_record_says_where_the_model_calls_the_op() -> None:
-    """A report, or anything that makes one."""
-    report = Report((row(), row(op="mm")))
+    """A report, or anything that makes one. Gradients are no calls of the model's."""
+    report = Report((row(), row(op="mm"), row(phase="backward")))
     for record in (report, types.SimpleNamespace(report=lambda: report)):
         found = explained("softmax", record=record)
         assert found.calls == (row(),)
         assert "called        12 times" in str(found)
-        assert "    12 x attn model.py:7: bf16 -> fp32 -> fp32" in str(found)
+        assert "    12 x in attn at model.py:7: bf16 -> fp32 -> fp32" in str(found)
     assert "never, in the recorded run" in str(hmpx.explain("erf", report))
     many = Report(tuple(row(location=f"model.py:{line}") for line in range(50)))
     assert "    and 30 more" in str(hmpx.explain("softmax", many)).splitlines()
