@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import os
+import types
 from collections.abc import Iterable, Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -99,6 +101,10 @@ def _from_lists(
         for kind, path in paths.items()
         if path
     ]
+    if not given and lists in sets.set_names():
+        made = _shipped(sets.state(), lists, low_dtype)
+        report(list(made.lists), strict=strict)
+        return Policy(made.decisions, low_dtype)
     has_low = paths.get("low") or (paths.get("fp16") and low_dtype is torch.float16)
     shipped = [
         Listed(op_list, KINDS[kind].decision(low_dtype))
@@ -109,6 +115,23 @@ def _from_lists(
     report([*given, *shipped], strict=strict)
     libraries = [_of_libraries([*given, *shipped])]
     return Policy(resolve([given, shipped, first, libraries]), low_dtype)
+
+
+class _Shipped(NamedTuple):
+    """A set of shipped lists, and the decisions that they make."""
+
+    lists: tuple[Listed, ...]
+    decisions: Mapping[str, Decision]
+
+
+@functools.lru_cache(maxsize=32)
+def _shipped(state: sets.State, lists: str, low_dtype: LowType) -> _Shipped:
+    """Returns what a shipped set decides where no other list is given; ``state`` is that of its files."""
+    found = sets.read_set(lists, low_dtype)
+    shipped = [Listed(op_list, KINDS[kind].decision(low_dtype)) for kind, op_list in found.items()]
+    first = [Listed(sets.read_shipped("first"), KINDS["first"].decision(low_dtype))]
+    decisions = resolve([[], shipped, first, [_of_libraries(shipped)]])
+    return _Shipped(tuple(shipped), types.MappingProxyType(decisions))
 
 
 def read_source(policy: object) -> PolicySource:

@@ -6,6 +6,7 @@ removes an op again, ``*`` means every op that no list names.
 
 from __future__ import annotations
 
+import types
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple, Protocol
 
@@ -83,7 +84,7 @@ def from_lines(
     reading = _Reading(kind, shipped)
     reading.add_all(lines)
     return OpList(
-        reading.found,
+        types.MappingProxyType(reading.found),
         tuple(reading.unknown),
         reading.unknown_count,
         tuple(reading.repeated),

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Final
 
@@ -25,6 +25,12 @@ DEFAULT_SET: Final = "hmpx"
 #: Prefix of the names of shipped lists.
 SHIPPED: Final = "lists/"
 
+#: The path of each shipped list, its size, its number and when it changed.
+State = tuple[tuple[str, int, int, int, int], ...]
+
+#: How many states of the shipped lists are kept: they change where somebody edits them.
+_STATES: Final = 2
+
 _FILE: Final = text_files.TextKind("an op list", 16 << 20, OpListError)
 
 
@@ -38,7 +44,34 @@ def directory() -> Path:
 
 def set_names() -> list[str]:
     """Returns the names of the shipped sets, which ``lists=`` and ``@`` lines accept."""
-    return sorted(path.parent.name for path in directory().glob(f"*/{KINDS['low'].file_name}"))
+    return list(_set_names(state()))
+
+
+@functools.lru_cache(maxsize=_STATES)
+def _set_names(state: State) -> list[str]:
+    folder = directory()
+    low = KINDS["low"].file_name
+    return sorted(path.parent.name for path in folder.glob(f"*/{low}"))
+
+
+def state() -> State:
+    """Returns what tells the shipped lists from those that they are after a change of any file.
+
+    What is made of them alone is kept by it: to read and parse them takes longer than most else of a
+    conversion.
+    """
+    return tuple(_files(os.fspath(directory())))
+
+
+def _files(folder: str) -> Iterator[tuple[str, int, int, int, int]]:
+    """Yields the path of each list in ``folder``, with its size, its number and when it changed."""
+    with os.scandir(folder) as found:
+        for entry in found:
+            if entry.is_dir():
+                yield from _files(entry.path)
+            elif entry.name.endswith(".txt"):
+                now = entry.stat()
+                yield entry.path, now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns
 
 
 def read_list(path: str | os.PathLike[str], kind: str) -> OpList:
@@ -54,6 +87,11 @@ def read_list(path: str | os.PathLike[str], kind: str) -> OpList:
 
 def read_shipped(name: str, kind: str = "low") -> OpList:
     """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``."""
+    return _read_shipped(state(), name, kind)
+
+
+@functools.lru_cache(maxsize=_STATES * 100)
+def _read_shipped(state: State, name: str, kind: str) -> OpList:
     text = _read_text(os.fspath(directory() / f"{name}.txt"))
     return parse(text, f"{SHIPPED}{name}.txt", kind, is_shipped=True)
 
@@ -78,12 +116,7 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
     name = arguments.path("lists", lists)
     names = set_names()
     if name in names:
-        folder = directory() / name
-        return {
-            kind: read_shipped(f"{name}/{Path(file_name).stem}", kind)
-            for kind, file_name in _shipped_files(folder, low_dtype).items()
-            if (folder / file_name).is_file()
-        }
+        return dict(_read_shipped_set(state(), name, low_dtype))
     found = {
         kind: read_list(Path(name) / file_name, kind)
         for kind, file_name in FILE_NAMES.items()
@@ -96,6 +129,16 @@ def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) ->
         )
     missing = [kind for kind in KINDS.values() if kind.stand_in and kind.name not in found]
     return found | {kind.name: read_shipped(kind.stand_in, kind.name) for kind in missing}
+
+
+@functools.lru_cache(maxsize=_STATES * 100)
+def _read_shipped_set(state: State, name: str, low_dtype: LowType | None) -> dict[str, OpList]:
+    folder = directory() / name
+    return {
+        kind: _read_shipped(state, f"{name}/{Path(file_name).stem}", kind)
+        for kind, file_name in _shipped_files(folder, low_dtype).items()
+        if (folder / file_name).is_file()
+    }
 
 
 def _is_there(folder: Path, name: str) -> bool:
