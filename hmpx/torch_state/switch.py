@@ -264,7 +264,9 @@ def begin_conversion() -> Epoch:
 
 @_gated
 def _forget_regions_that_are_over() -> None:
-    alive = sys._current_frames()
+    alive = frozenset(
+        sys._current_frames()
+    )  # not the frames: this one would hold itself, and its callers
     for region in [r for r in _open if isinstance(r, Region)]:
         if region.thread not in alive and region.epoch not in (None, conversions.epoch):
             region.is_closed = True  # its thread can no longer leave it

@@ -75,11 +75,11 @@ def make_choosing_wrapper(
     choose = Judge(recipe.site.op, recipe.site.parameters, rules, low_dtype, follow).judge
 
     def read() -> tuple[Any, ...]:
-        return original, complete, choose, cast
+        return wrapper, original, complete, choose, cast
 
     def write(values: tuple[Any, ...]) -> None:
-        nonlocal original, complete, choose, cast
-        original, complete, choose, cast = values
+        nonlocal wrapper, original, complete, choose, cast
+        wrapper, original, complete, choose, cast = values
 
-    variables = Variables(("original", "complete", "choose", "cast"), read, write)
+    variables = Variables(("wrapper", "original", "complete", "choose", "cast"), read, write)
     return named_after(original, wrapper, recipe.site.name, variables)

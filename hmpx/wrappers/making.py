@@ -134,13 +134,13 @@ def make_wrapper_where_lacking(
         return complete(*args, **kwargs)
 
     def read() -> tuple[Any, ...]:
-        return original, complete
+        return wrapper, original, complete
 
     def write(values: tuple[Any, ...]) -> None:
-        nonlocal original, complete
-        original, complete = values
+        nonlocal wrapper, original, complete
+        wrapper, original, complete = values
 
-    variables = Variables(("original", "complete"), read, write)
+    variables = Variables(("wrapper", "original", "complete"), read, write)
     return named_after(original, wrapper, recipe.site.name, variables)
 
 

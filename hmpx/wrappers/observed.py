@@ -171,13 +171,13 @@ def make_observed_wrapper(
         return overriding.override(original, cast_here, wrapper, args, kwargs)
 
     def read() -> tuple[Any, ...]:
-        return parts, override
+        return wrapper, parts, override
 
     def write(values: tuple[Any, ...]) -> None:
-        nonlocal parts, override
-        parts, override = values
+        nonlocal wrapper, parts, override
+        wrapper, parts, override = values
 
-    variables = Variables(("parts", "override"), read, write)
+    variables = Variables(("wrapper", "parts", "override"), read, write)
     return named_after(original, wrapper, recipe.site.name, variables)
 
 

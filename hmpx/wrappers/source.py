@@ -46,10 +46,12 @@ PARAMETERS: Final = (
     "legalizes",  # False where ``run`` would do nothing else than call the function
 )
 
-#: Those of them that change when the wrapper is retired. The others are not reached then: without
-#: ``other_dtypes`` there is nothing to convert, on whatever device, and without ``legalizes`` nobody
-#: asks whether a call may be; ``dtype`` is merely compared with.
+#: What changes when the wrapper is retired: itself, by which it would be kept alive, and those of
+#: `PARAMETERS` that are reached then. Others are not: without ``other_dtypes`` there is nothing to
+#: convert, on whatever device, and without ``legalizes`` nobody asks whether a call may be; ``dtype``
+#: is merely compared with.
 VARIABLES: Final = (
+    "wrapper",
     "original",
     "cast",
     "run",

@@ -307,6 +307,33 @@ def test_sessions_that_were_replaced_are_let_go() -> None:
     hmpx.revert()
 
 
+@pytest.mark.parametrize("is_asked", [False, True], ids=["lists", "rules"])
+def test_nothing_waits_for_a_collection_of_garbage(is_asked: bool) -> None:
+    """Neither the wrappers that nobody kept, nor what a function holds that calls `convert`."""
+
+    class Held:
+        pass
+
+    def program() -> list[weakref.ref[Any]]:
+        held = Held()
+        hmpx.convert(device_types={"cpu"})
+        F.linear(ones(), ones()).sum()
+        found = [weakref.ref(each) for each in (held, F.linear, torch.softmax, torch.Tensor.mm)]
+        hmpx.revert()
+        return found
+
+    if is_asked:
+        hmpx.register_rule("*", lambda call: None)
+    gc.collect()
+    gc.disable()
+    try:
+        assert [found() for found in program()] == [None] * 4
+    finally:
+        gc.enable()
+        if is_asked:
+            hmpx.unregister_rule("*")
+
+
 #: What a retired wrapper need not change, since nothing else leads there.
 NOT_RETIRED = {
     "convert": "no dtype is among `other_dtypes` any more",
