@@ -80,13 +80,7 @@ class Patch:
 
     def read(self) -> Any:
         """Returns the slot's own value, which is not inherited; `ABSENT` if it holds none."""
-        owner, kind = self.owner, type(self.owner)
-        if issubclass(kind, types.ModuleType):
-            return names_of(owner).get(self.attribute, ABSENT)
-        own = getattr(owner, "__dict__", None)
-        if own is None or kind is types.FunctionType:
-            return getattr(owner, self.attribute, ABSENT)
-        return own.get(self.attribute, ABSENT)
+        return _own(self.owner, self.attribute)
 
     def write(self, value: Any) -> None:
         """Makes the slot hold ``value``; `ABSENT` deletes it."""
@@ -94,6 +88,17 @@ class Patch:
             setattr(self.owner, self.attribute, value)
         elif self.read() is not ABSENT:
             delattr(self.owner, self.attribute)
+
+
+def _own(owner: Any, attribute: str) -> Any:
+    """Returns the value of an attribute that is not inherited; `ABSENT` if there is none."""
+    kind = type(owner)
+    if issubclass(kind, types.ModuleType):
+        return _NAMES.__get__(owner).get(attribute, ABSENT)
+    own = getattr(owner, "__dict__", None)
+    if own is None or kind is types.FunctionType:
+        return getattr(owner, attribute, ABSENT)
+    return own.get(attribute, ABSENT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -189,7 +194,8 @@ class Draft:
         """Returns what ``getattr(owner, name)`` would, for a module or a class."""
         is_class = isinstance(owner, type)
         for holder in owner.__mro__ if is_class else (owner,):
-            value = self.read(Patch(holder, name, None))
+            drafted = self._values.get((id(holder), "attribute", name))  # `Patch.key`
+            value = _own(holder, name) if drafted is None else drafted[1]
             if value is ABSENT:
                 continue
             get = getattr(type(value), "__get__", None)
@@ -201,10 +207,12 @@ class Draft:
 
     def apply(self, patches: Iterable[Change]) -> list[Applied]:
         """Drafts ``patches`` in order."""
-        applied = []
+        applied, values = [], self._values
         for patch in patches:
-            applied.append(Applied(patch, self.read(patch)))
-            self._values[patch.key] = patch, patch.value
+            key = patch.key
+            drafted = values.get(key)
+            applied.append(Applied(patch, patch.read() if drafted is None else drafted[1]))
+            values[key] = patch, patch.value
         return applied
 
     def undo(self, applied: Sequence[Applied]) -> list[Change]:
@@ -213,11 +221,13 @@ class Draft:
         Returns:
             The patches on top of which somebody else has patched; their slots are left as they are.
         """
-        covered = []
+        covered, values = [], self._values
         for done in reversed(applied):
             patch = done.patch
-            if self.read(patch) is patch.value:
-                self._values[patch.key] = patch, done.previous
+            key = patch.key
+            drafted = values.get(key)
+            if (patch.read() if drafted is None else drafted[1]) is patch.value:
+                values[key] = patch, done.previous
             else:
                 covered.append(patch)
         return covered

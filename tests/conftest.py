@@ -78,10 +78,41 @@ def pytest_collection() -> Iterator[None]:
 
 # Libraries that tests import, and that keep no functions of torch: with them, each conversion would
 # spend a third of its time on looking for early names.
-early_names._WITHOUT_TORCH += (
-    *("_pytest", "anyio", "filelock", "google", "h11", "httpcore2", "httpx2", "huggingface_hub"),
-    *("hypothesis", "jinja2", "networkx", "onnx", "onnx_ir", "onnxruntime", "PIL", "pygments"),
-    *("regex", "scipy", "setuptools", "sklearn", "tqdm", "truststore"),
+early_names._PASSED_OVER.update(
+    *[
+        (
+            "_pytest",
+            "anyio",
+            "execnet",
+            "filelock",
+            "google",
+            "graphviz",
+            "h11",
+            "httpcore2",
+            "httpx2",
+        ),
+        (
+            "huggingface_hub",
+            "hypothesis",
+            "jinja2",
+            "ml_dtypes",
+            "more_itertools",
+            "networkx",
+            "onnx",
+        ),
+        (
+            "onnx_ir",
+            "onnxruntime",
+            "onnxscript",
+            "packaging",
+            "PIL",
+            "pluggy",
+            "psutil",
+            "pygments",
+        ),
+        ("regex", "scipy", "setuptools", "sklearn", "sortedcontainers", "tqdm", "truststore"),
+        ("typing_extensions", "xdist", "yaml"),
+    ]
 )
 
 # Else each process that compiles tries the compiler on vector instructions, in processes of its own

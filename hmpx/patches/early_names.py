@@ -31,6 +31,9 @@ _LEFT_ALONE = ("torch", "hmpx", "functorch")
 #: torch imports these, and they don't use torch: half of all names in a process, so half of the time.
 _WITHOUT_TORCH = ("mpmath", "numpy", "sympy")
 
+#: Packages whose modules are not searched.
+_PASSED_OVER = {*_LEFT_ALONE, *_WITHOUT_TORCH}
+
 #: Exactly these: the methods of subclasses may do more than get and set. Plain data is skipped.
 _CONTAINERS = frozenset({dict, list, collections.OrderedDict})
 _DATA = frozenset({str, bytes, int, float, bool, type(None)})
@@ -52,10 +55,8 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | Item
             for key, value in names:
                 if id(value) in replacements:
                     yield Patch(module, key, replacements[id(value)], is_foreign=True)
-        for key, value in names:
+        for key, value in [each for each in names if type(each[1]) not in _ATOMS]:  # few
             kind = type(value)
-            if kind in _ATOMS:  # most are
-                continue
             if kind in _CONTAINERS:
                 if id(value) not in seen:
                     seen.add(id(value))
@@ -188,9 +189,14 @@ def _modules() -> dict[str, types.ModuleType]:
     Leaves out torch's own and hmpx's, and those of Python and of libraries that don't use torch.
     """
     found: dict[int, tuple[str, types.ModuleType]] = {}
+    pythons = sys.stdlib_module_names
     for name, module in list(sys.modules.items()):
-        is_module = type(name) is str and issubclass(type(module), types.ModuleType)
-        if is_module and not (_is_left_alone(name) or _knows_no_torch(name, module)):
+        if type(name) is not str:
+            continue
+        top = name.partition(".")[0]
+        if top in _PASSED_OVER or not issubclass(type(module), types.ModuleType):
+            continue
+        if not (top in pythons and _is_pythons(module)):
             found.setdefault(id(module), (name, module))
     return dict(found.values())
 
@@ -199,12 +205,7 @@ def _is_left_alone(name: str) -> bool:
     return name.partition(".")[0] in _LEFT_ALONE
 
 
-def _knows_no_torch(name: str, module: types.ModuleType) -> bool:
-    top = name.partition(".")[0]
-    if top in _WITHOUT_TORCH:
-        return True
-    if top not in sys.stdlib_module_names:
-        return False
+def _is_pythons(module: types.ModuleType) -> bool:
     file = vars(module).get("__file__")  # a script's own module may be named like one of Python's
     return type(file) is str and file.startswith(_PYTHONS) and not file.startswith(_INSTALLED)
 
