@@ -12,7 +12,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -26,7 +26,7 @@ from tests.integration.test_opinfo_conformance import current, op_name, uncalled
 from tests.samples import sample_inputs
 from tests.values import mapped, tensors
 
-LOW = torch.bfloat16
+LOW, FP32, FP64 = torch.bfloat16, torch.float32, torch.float64
 #: Sums near zero: elements of less than this share of the greatest are as exact as one of that size.
 NEAR_ZERO = 2.0**-10
 EIGHTH = 0.125
@@ -185,20 +185,40 @@ def samples(info: OpInfo, few: bool) -> list[Any]:
     return [calls[0], *calls[1:][-1:]] if few else calls
 
 
-def compared(info: OpInfo, modes: tuple[str, ...], *, few: bool) -> Iterator[tuple[str, Tally]]:
-    """Yields mode -> how the op's samples compare in it."""
-    calls = samples(info, few)
-    plain, name = uncalled(info.op), op_name(info)
-    assert name is not None
+#: How many OpInfos one conversion serves: to convert takes longer than to call an op.
+BATCH = 50
+
+
+def compared(
+    infos: Sequence[OpInfo], modes: tuple[str, ...], *, few: bool
+) -> Iterator[tuple[str, Tally]]:
+    """Yields mode -> how the samples of some ops compare in it."""
+    for start in range(0, len(infos), BATCH):
+        yield from _compared(infos[start : start + BATCH], modes, few=few)
+
+
+def _compared(
+    infos: Sequence[OpInfo], modes: tuple[str, ...], *, few: bool
+) -> Iterator[tuple[str, Tally]]:
+    calls = [samples(info, few) for info in infos]
     known = [
-        tuple(run(plain, call, dtype=dtype) for dtype in (LOW, torch.float32, torch.float64))
-        for call in calls
+        [
+            tuple(run(uncalled(info.op), call, dtype=dtype) for dtype in (LOW, FP32, FP64))
+            for call in of_op
+        ]
+        for info, of_op in zip(infos, calls, strict=True)
     ]
+    names = [op_name(info) for info in infos]
+    low = sorted({name for name in names if name is not None})
+    assert None not in names
     for mode in modes:
+        with hmpx.convert(policy=Policy.from_ops(low=low), legalize=mode):
+            legalized = [
+                [run(current(info.op), call, dtype=LOW) for call in of_op]
+                for info, of_op in zip(infos, calls, strict=True)
+            ]
         tally = Tally()
-        with hmpx.convert(policy=Policy.from_ops(low=[name]), legalize=mode):
-            function = current(info.op)
-            legalized = [run(function, call, dtype=LOW) for call in calls]
-        for index, (found, others) in enumerate(zip(legalized, known, strict=True)):
-            tally.add(compare(f"{info.full_name}, sample {index}", found, *others))
+        for info, found, others in zip(infos, legalized, known, strict=True):
+            for index, (outcome, expected) in enumerate(zip(found, others, strict=True)):
+                tally.add(compare(f"{info.full_name}, sample {index}", outcome, *expected))
         yield mode, tally

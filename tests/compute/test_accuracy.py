@@ -22,9 +22,8 @@ pytestmark = [
 def tallies(*, few: bool) -> dict[str, Tally]:
     """Returns mode -> how all ops compare in it."""
     found = {mode: Tally() for mode in MODES}
-    for info in INFOS:
-        for mode, tally in compared(info, MODES, few=few):
-            found[mode].add(tally)
+    for mode, tally in compared(INFOS, MODES, few=few):
+        found[mode].add(tally)
     return found
 
 
