@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections.abc import Iterable
+from typing import Any
 
 import numpy as np
 import torch
@@ -23,3 +24,15 @@ def sample_inputs(
     np.random.seed(0)  # which OpInfo draws from
     found: Iterable[SampleInput] = info.sample_inputs_func(info, "cpu", dtype, requires_grad)
     return found
+
+
+def spread(samples: list[Any], most: int) -> list[Any]:
+    """Returns at most ``most`` of the samples, first and last among them, always the same ones.
+
+    They are taken at uneven distances, so that none of the options that samples combine is always the
+    same.
+    """
+    if len(samples) <= most:
+        return samples
+    drawn = random.Random(0).sample(range(1, len(samples) - 1), most - 2)
+    return [samples[position] for position in sorted({0, *drawn, len(samples) - 1})]

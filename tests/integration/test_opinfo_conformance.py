@@ -20,7 +20,7 @@ import hmpx
 from hmpx import CastPolicy, Policy, ops
 from hmpx.compute import missing_kernels
 from hmpx.ops.sites import NAMESPACES
-from tests.samples import sample_inputs
+from tests.samples import sample_inputs, spread
 from tests.values import mapped, tensors
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
@@ -81,6 +81,9 @@ def listed() -> list[OpInfo]:
 
 
 INFOS = listed()
+
+#: How many samples of an op run; all with ``--whole``.
+MOST_SAMPLES = 60
 
 
 # --- the call by hand ---------------------------------------------------------------------------
@@ -318,8 +321,13 @@ def is_mixed(call: tuple[Any, ...]) -> bool:
 @pytest.mark.native
 @pytest.mark.sampled(3)
 @pytest.mark.parametrize("info", INFOS, ids=lambda info: info.formatted_name)
-def test_each_sample_equals_the_call_with_inputs_cast_by_hand(info: OpInfo) -> None:
-    """Same dtype, bit-equal, same failures; results, gradients, and arguments left alone."""
+def test_each_sample_equals_the_call_with_inputs_cast_by_hand(
+    info: OpInfo, pytestconfig: pytest.Config
+) -> None:
+    """Same dtype, bit-equal, same failures; results, gradients, and arguments left alone.
+
+    Of an op with hundreds of samples, which are all combinations of a few options, a spread.
+    """
     name = op_name(info)
     assert name is not None
     torch.default_generator.manual_seed(0)
@@ -329,6 +337,8 @@ def test_each_sample_equals_the_call_with_inputs_cast_by_hand(info: OpInfo) -> N
             (s.input, tuple(s.args), s.kwargs)
             for s in sample_inputs(info, requires_grad=info.supports_autograd)
         ]
+    if not pytestconfig.getoption("whole"):
+        samples = spread(samples, MOST_SAMPLES)
     is_in_place, backward = info.full_name in IN_PLACE, info.supports_autograd
     patched, plain = current(info.op), uncalled(info.op)
     given = {
