@@ -67,7 +67,12 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | Item
                     partial = functools.partial(function, *value.args, **value.keywords)
                     yield Patch(module, key, partial, is_foreign=True)
             elif issubclass(kind, type) and "__torch_function__" in vars(value):
-                for table in list(vars(value).values()):
+                if id(value) in seen:  # many modules import `torch.Tensor`
+                    continue
+                seen.add(id(value))
+                for table in [
+                    each for each in list(vars(value).values()) if type(each) in _CONTAINERS
+                ]:
                     yield from _table_patches(table, replacements)
                     for inner in list(table.values()) if type(table) is dict else ():
                         yield from _table_patches(inner, replacements)
