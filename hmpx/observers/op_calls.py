@@ -5,6 +5,7 @@ Knows no policy. Nothing here runs unless an observer is attached.
 
 from __future__ import annotations
 
+import functools
 import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
@@ -15,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..frames import DIRECTORY, with_callers
+from ..frames import DIRECTORY
 from ..tensors import CAST, LOW_DTYPES, Named, map_tensors
 from ..torch_state import Phase
 
@@ -117,8 +118,15 @@ class CallTensors:
 
 def user_location(frame: FrameType | None = None) -> str:
     """Returns ``"path:line"`` of the innermost frame outside torch and hmpx; ``""`` if none."""
-    for candidate in with_callers(frame or sys._getframe(1)):
+    candidate = frame or sys._getframe(1)
+    while candidate is not None:
         path = candidate.f_code.co_filename
-        if not path.startswith((_TORCH_DIRECTORY, _HMPX_DIRECTORY, "<")):
+        if _is_users(path):
             return f"{path}:{candidate.f_lineno}"
+        candidate = candidate.f_back  # type: ignore[assignment]
     return ""
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _is_users(path: str) -> bool:
+    return not path.startswith((_TORCH_DIRECTORY, _HMPX_DIRECTORY, "<"))

@@ -16,22 +16,11 @@ from typing import Any, Final
 
 import torch
 
-from ..casting import (
-    TARGET,
-    Recipe,
-    cast_args,
-    cast_dtypes,
-    decided_by,
-    floating_inputs,
-    is_widened,
-    target_dtype,
-    widest,
-    written,
-)
+from ..casting import Recipe, cast_args, floating_inputs, written
 from ..observers import PAUSED, Attached, CallTensors, OpCall, user_location
 from ..ops import facts
 from ..policy import CastPolicy
-from ..tensors import Args, Kwargs, map_tensors, tensors_in
+from ..tensors import PLAIN_TENSORS, Args, Kwargs, map_tensors, tensors_in
 from ..torch_internals import (
     DisableAutocast,
     disable_modes,
@@ -51,6 +40,7 @@ from ..torch_state import (
     without_casts,
 )
 from . import overriding
+from .descriptions import Description, Descriptions, decoded, describe
 from .making import cast_where_on, completed, make_wrapper, narrower
 from .overriding import is_overridden
 from .retiring import Variables, named_after
@@ -73,6 +63,9 @@ def make_observed_wrapper(
     observers = frozenset(attached)
     is_listed = recipe.decision.cast_policy is not CastPolicy.PASS
     is_cast = recipe.site.op in facts("converting")
+    told_where_off = _by_kind(for_every_op)
+    told = _by_kind(attached) if is_listed else told_where_off
+    descriptions = Descriptions(recipe)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         inner, narrowed, tell = parts  # read together: a running call is reported once
@@ -85,78 +78,70 @@ def make_observed_wrapper(
             return inner(*args, **kwargs)
         if is_on and narrowed is not None and (others := narrowed()) is not None:
             return others(*args, **kwargs)
-        before = floating_inputs(recipe, *_decoded(recipe, args, kwargs))
-        if not before:
-            return inner(*args, **kwargs)  # there is nothing to decide
-        input_dtypes = tuple([tensor.dtype for tensor in before])
-        after, cast_bytes, tensors, seconds = input_dtypes, 0, None, None
-        decision: tuple[torch.dtype | None, str, str] = (None, CastPolicy.PASS.name, SWITCHED_OFF)
-        if is_on:
-            after = tuple(cast_dtypes(recipe, *_decoded(recipe, args, kwargs)))
-            decision = _dtype(recipe, before, args, kwargs), *decided_by(recipe, args, kwargs)
-        is_traced = torch.compiler.is_dynamo_compiling()  # sizes may be symbols
-        if not is_traced:
-            if is_cast and _here.is_in_call:  # hmpx's own, handed over to its name by a mode
-                return inner(*args, **kwargs)
-            cast_bytes = sum(map(_cast_bytes, before, after))
-            if with_tensors and not (is_graph_made() or has_fake_tensors()):
-                tensors = _tensors(recipe, complete, args, kwargs)
-        device_type = before[0].device.type
-        if is_traced:
+        if is_dynamo_compiling():  # sizes may be symbols
+            before = floating_inputs(recipe, *decoded(recipe, args, kwargs))
+            if not before:
+                return inner(*args, **kwargs)  # there is nothing to decide
+            found = describe(recipe, before, args, kwargs, is_on=is_on)
             result = inner(*args, **kwargs)
-        else:
-            began = _now(device_type) if is_timed else 0.0
-            result = _amid_call(inner, *args, **kwargs)
-            seconds = _now(device_type) - began if is_timed else None
-        output_dtypes = tuple([tensor.dtype for tensor in tensors_in([result])])
+            tell(found, _dtypes_of(result), 0, None, None, None, is_on)
+            return result
+        known = descriptions.find(args, kwargs, is_on=is_on)
+        # Conversions amid a call are hmpx's own, handed over to their names by a mode.
+        if known is None or (is_cast and _here.is_in_call):
+            return inner(*args, **kwargs)
+        found, before = known
+        cast_bytes, tensors, seconds = 0, None, None
+        for position, size in found.casts:
+            count = before[position].numel()
+            cast_bytes += count * size if type(count) is int else 0  # or it is a symbol
+        if with_tensors and not (is_graph_made() or has_fake_tensors()):
+            tensors = _tensors(recipe, complete, args, kwargs)
+        began = _now(found.device_type) if is_timed else 0.0
+        result = _amid_call(inner, *args, **kwargs)
+        if is_timed:
+            seconds = _now(found.device_type) - began
         if tensors is not None:
             tensors = dataclasses.replace(tensors, result=result)
-        values = None if is_traced or not for_every_op else (before, args, kwargs, result)
-        dtypes = (input_dtypes, after, output_dtypes)
-        tell(dtypes, device_type, cast_bytes, *decision, seconds, tensors, values, is_on)
+        values = (before, args, kwargs, result) if for_every_op else None
+        tell(found, _dtypes_of(result), cast_bytes, seconds, tensors, values, is_on)
         return result
 
     def tell(  # noqa: PLR0917  # torch.compile passes constants by position
-        dtypes: tuple[tuple[torch.dtype, ...], ...],
-        device_type: str | None,
+        found: Description,
+        output_dtypes: tuple[torch.dtype, ...],
         cast_bytes: int,
-        dtype: torch.dtype | None,
-        cast_policy: str,
-        reason: str,
         seconds: float | None,
         tensors: CallTensors | None,
         values: tuple[list[torch.Tensor], Args, Kwargs, Any] | None,
         is_on: bool,
     ) -> None:
-        input_dtypes, after, output_dtypes = dtypes
-        is_emulated = recipe.emulation is not None and dtype is not None and cast_policy != TARGET
         call = OpCall(
             op=recipe.site.op,
             site=recipe.site.name,
             function=original,
-            cast_policy=cast_policy,
-            reason=reason,
-            dtype=recipe.emulation.format if recipe.emulation and is_emulated else dtype,
-            input_dtypes=input_dtypes,
-            cast_dtypes=after,
+            cast_policy=found.cast_policy,
+            reason=found.reason,
+            dtype=found.dtype,
+            input_dtypes=found.input_dtypes,
+            cast_dtypes=found.cast_dtypes,
             output_dtypes=output_dtypes,
-            device_type=device_type,
+            device_type=found.device_type,
             cast_bytes=cast_bytes,
             module=place().path,
             location=user_location(),
             phase=phase(),
             seconds=seconds,
         )
-        told = attached if is_on and is_listed else for_every_op
-        with_values = [each for each in told if each.values]
+        with_values, others = told if is_on else told_where_off
         if values is not None:
             for each in with_values:
-                each.observer(call, *values)
-        if len(with_values) < len(told):
+                if each not in PAUSED:
+                    each.observer(call, *values)
+        if others:
             with _apart():
-                for each in told:
-                    if not each.values:
-                        each.tell(call, tensors if tensors is None else _own(tensors))
+                for each in others:
+                    each.tell(call, tensors if tensors is None else _own(tensors))
 
     run_when_traced(tell)
     narrowed = None
@@ -181,6 +166,9 @@ def make_observed_wrapper(
     return named_after(original, wrapper, recipe.site.name, variables)
 
 
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+
 class _Here(threading.local):
     """What is running in a thread.
 
@@ -196,7 +184,7 @@ _here: Final = _Here()
 
 def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     """Calls ``function``, a part of an observed call: what it casts is not the program's."""
-    if torch.compiler.is_dynamo_compiling():
+    if is_dynamo_compiling():
         return function(*args, **kwargs)
     was_in_call = _here.is_in_call
     try:
@@ -206,8 +194,20 @@ def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> An
         _here.is_in_call = was_in_call
 
 
-#: The reason of calls whose casts the program has switched off.
-SWITCHED_OFF: Final = "casts are switched off"
+def _by_kind(
+    attached: tuple[Attached, ...],
+) -> tuple[tuple[Attached, ...], tuple[Attached, ...]]:
+    """Returns the `ValueObserver`s among these observers, and the others."""
+    return tuple([each for each in attached if each.values]), tuple(
+        [each for each in attached if not each.values]
+    )
+
+
+def _dtypes_of(result: Any) -> tuple[torch.dtype, ...]:
+    """Returns the dtypes of the tensors that a call returned."""
+    if type(result) in PLAIN_TENSORS:
+        return (result.dtype,)
+    return tuple([tensor.dtype for tensor in tensors_in([result])])
 
 
 def _now(device_type: str) -> float:
@@ -215,30 +215,6 @@ def _now(device_type: str) -> float:
     if device_type not in ("cpu", "meta"):
         torch.accelerator.synchronize()
     return time.perf_counter()
-
-
-def _decoded(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments, values of a number format instead of its codes."""
-    return (args, kwargs) if recipe.emulation is None else recipe.emulation.decoded(args, kwargs)
-
-
-def _dtype(
-    recipe: Recipe, inputs: list[torch.Tensor], args: Args, kwargs: Kwargs
-) -> torch.dtype | None:
-    """Returns the dtype that a call runs in; None if it is left alone. What torch does itself counts."""
-    if recipe.facts.promotes and recipe.target is not None:
-        return inputs[0].dtype
-    if recipe.facts.promotes and recipe.decision.cast_policy is CastPolicy.WIDEST:
-        return widest(inputs)
-    if is_widened(recipe, inputs):
-        return torch.float32
-    return target_dtype(recipe, args, kwargs)
-
-
-def _cast_bytes(tensor: torch.Tensor, dtype: torch.dtype) -> int:
-    """Returns how many bytes the cast of ``tensor`` to ``dtype`` writes; 0 where its size is a symbol."""
-    count = tensor.numel()
-    return count * dtype.itemsize if type(count) is int and tensor.dtype is not dtype else 0
 
 
 @contextlib.contextmanager

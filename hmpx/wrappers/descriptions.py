@@ -1,0 +1,219 @@
+"""What is said of a call besides where it is made: its dtypes before and after casting, and why.
+
+That is the same for all calls of a site whose arguments are of the same kinds, so it is worked out once.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..casting import (
+    TARGET,
+    Recipe,
+    cast_dtypes,
+    decided_by,
+    floating_inputs,
+    given_inputs,
+    is_widened,
+    target_dtype,
+    widest,
+)
+from ..policy import CastPolicy
+from ..tensors import (
+    PLAIN_TENSORS,
+    SEQUENCES,
+    Args,
+    Kwargs,
+    Named,
+    is_floating,
+    leaves,
+    map_tensors,
+)
+from ..torch_internals import transforms
+
+#: The reason of calls whose casts the program has switched off.
+SWITCHED_OFF: Final = "casts are switched off"
+
+#: How many kinds of calls a site remembers.
+_MOST_KINDS: Final = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Description:
+    """What is said of a call.
+
+    Attributes:
+        input_dtypes: Dtypes of the floating inputs, before and
+        cast_dtypes: after casting.
+        device_type: Device type of the first of them.
+        dtype: As in `OpCall`.
+        cast_policy: As in `OpCall`.
+        reason: As in `OpCall`.
+        positions: Which of the call's tensors are the floating inputs, in their order.
+        casts: Which of these are cast, and the size of an element then.
+    """
+
+    input_dtypes: tuple[torch.dtype, ...]
+    cast_dtypes: tuple[torch.dtype, ...]
+    device_type: str
+    dtype: torch.dtype | Named | None
+    cast_policy: str
+    reason: str
+    positions: tuple[int, ...] = ()
+    casts: tuple[tuple[int, int], ...] = ()
+
+
+class Descriptions:
+    """The descriptions of a call site's calls."""
+
+    def __init__(self, recipe: Recipe) -> None:
+        """Starts without any."""
+        self._recipe = recipe
+        self._known: dict[Any, Description | None] = {}
+
+    def find(
+        self, args: Args, kwargs: Kwargs, *, is_on: bool
+    ) -> tuple[Description, list[Tensor]] | None:
+        """Returns the description of a call and its floating inputs; None if it has none.
+
+        Args:
+            args: The call's arguments, and
+            kwargs: those given by name.
+            is_on: Whether the program has left casts on.
+        """
+        kinds: list[Any] = [is_on]
+        tensors: list[Tensor] = []
+        is_plain = self._recipe.emulation is None and _note_kinds(args, kinds, tensors)
+        if is_plain and kwargs:
+            kinds.extend(kwargs)
+            is_plain = _note_kinds(kwargs.values(), kinds, tensors)
+        if not is_plain or transforms() is not None:
+            return self._new(args, kwargs, is_on=is_on)
+        key = tuple(kinds)
+        try:
+            found = self._known[key]
+        except KeyError:
+            new = self._new(args, kwargs, is_on=is_on)
+            if len(self._known) >= _MOST_KINDS:
+                self._known.clear()
+            found = self._known[key] = None if new is None else self._placed(new[0], args, kwargs)
+        if found is None:
+            return None
+        return found, [tensors[position] for position in found.positions]
+
+    def _new(
+        self, args: Args, kwargs: Kwargs, *, is_on: bool
+    ) -> tuple[Description, list[Tensor]] | None:
+        recipe = self._recipe
+        before = floating_inputs(recipe, *decoded(recipe, args, kwargs))
+        return (describe(recipe, before, args, kwargs, is_on=is_on), before) if before else None
+
+    def _placed(self, found: Description, args: Args, kwargs: Kwargs) -> Description:
+        """Returns a description with the positions of the floating inputs among all tensors."""
+        numbers = itertools.count()
+        tensors: list[Tensor] = []
+
+        def mark(tensor: Tensor) -> _Mark:
+            tensors.append(tensor)
+            return _Mark(next(numbers))
+
+        marked_args = tuple([map_tensors(value, mark) for value in args])
+        marked_kwargs = {name: map_tensors(value, mark) for name, value in kwargs.items()}
+        positions = tuple(
+            [
+                int(mark)
+                for mark in leaves(given_inputs(self._recipe, marked_args, marked_kwargs))
+                if isinstance(mark, _Mark) and is_floating(tensors[mark])
+            ]
+        )
+        return _with_positions(found, positions)
+
+
+class _Mark(int):
+    """Stands for the tensor of this number."""
+
+
+def _with_positions(found: Description, positions: tuple[int, ...]) -> Description:
+    return Description(
+        found.input_dtypes,
+        found.cast_dtypes,
+        found.device_type,
+        found.dtype,
+        found.cast_policy,
+        found.reason,
+        positions,
+        found.casts,
+    )
+
+
+def describe(
+    recipe: Recipe, before: list[Tensor], args: Args, kwargs: Kwargs, *, is_on: bool
+) -> Description:
+    """Returns the description of a call with the floating inputs ``before``."""
+    input_dtypes = tuple([tensor.dtype for tensor in before])
+    device_type = before[0].device.type
+    if not is_on:
+        return Description(
+            input_dtypes, input_dtypes, device_type, None, CastPolicy.PASS.name, SWITCHED_OFF
+        )
+    after = tuple(cast_dtypes(recipe, *decoded(recipe, args, kwargs)))
+    dtype = _dtype(recipe, before, args, kwargs)
+    cast_policy, reason = decided_by(recipe, args, kwargs)
+    is_emulated = recipe.emulation is not None and dtype is not None and cast_policy != TARGET
+    casts = [
+        (position, cast.itemsize)
+        for position, (given, cast) in enumerate(zip(input_dtypes, after, strict=False))
+        if given is not cast
+    ]
+    return Description(
+        input_dtypes,
+        after,
+        device_type,
+        recipe.emulation.format if recipe.emulation and is_emulated else dtype,
+        cast_policy,
+        reason,
+        casts=tuple(casts),
+    )
+
+
+def decoded(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments, values of a number format instead of its codes."""
+    return (args, kwargs) if recipe.emulation is None else recipe.emulation.decoded(args, kwargs)
+
+
+def _dtype(recipe: Recipe, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """Returns the dtype that a call runs in; None if it is left alone. What torch does itself counts."""
+    if recipe.facts.promotes and recipe.target is not None:
+        return inputs[0].dtype
+    if recipe.facts.promotes and recipe.decision.cast_policy is CastPolicy.WIDEST:
+        return widest(inputs)
+    if is_widened(recipe, inputs):
+        return torch.float32
+    return target_dtype(recipe, args, kwargs)
+
+
+def _note_kinds(values: Any, kinds: list[Any], tensors: list[Tensor]) -> bool:
+    """Notes what a description depends on of each value, and the tensors; False if that is not known."""
+    for value in values:
+        cls = type(value)
+        if cls in PLAIN_TENSORS:
+            if value.is_nested:
+                return False
+            tensors.append(value)
+            kinds += (value.dtype, value.layout, value.device, value.dim() > 0)
+        elif isinstance(value, SEQUENCES):
+            kinds += (cls, len(value))
+            if not _note_kinds(value, kinds, tensors):
+                return False
+        elif isinstance(value, Tensor):
+            return False
+        elif cls is bool or cls is int:  # a flag, as of what is done in place
+            kinds.append(bool(value))
+        else:
+            kinds.append(value if cls is torch.dtype else cls)
+    return True
