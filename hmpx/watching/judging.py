@@ -12,6 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from torch.utils.weak import TensorWeakRef
+
 from .offences import EarlierCall, Kind, Offence, Range, Source
 from .records import NAN, NEGATIVE, POSITIVE, CallRecord, Cell, GradientRecord, Leaf, bits_of
 from .remedies import kind_of, remedy_for
@@ -237,7 +239,8 @@ def _ranges(origin: Origin) -> tuple[Range, ...]:
             ]
         return tuple(found)
     for reference, version in record.alive:
-        part = exact_finite(reference(), version)
+        tensor = reference()
+        part = exact_finite(None if tensor is None else TensorWeakRef(tensor)(), version)
         if part is not None:
             found.append(Range("result", *part))
     if not any(each.name == "result" for each in found):

@@ -5,15 +5,18 @@ A weak reference keeps the address of freed memory from being given to other mem
 
 from __future__ import annotations
 
-from typing import Final, TypeGuard
+from collections.abc import Callable
+from typing import Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
+from ..tensors import PLAIN_TENSORS
 from .records import Cell, version_of
 
-_storage_of, _element_size = Tensor.untyped_storage, Tensor.element_size
+storage_of: Final[Callable[[Tensor], Any]] = Tensor.untyped_storage
+_element_size = Tensor.element_size
 
 #: Of how many measurements of its parts a tensor may be known.
 _MOST_PARTS: Final = 8
@@ -26,26 +29,29 @@ class KnownTensors:
         """Starts with none."""
         self._found: dict[int, tuple[StorageWeakRef, int, tuple[Cell, ...]]] = {}
 
-    def find(self, tensor: Tensor) -> tuple[tuple[Cell, ...], bool] | None:
-        """Returns what is known of ``tensor``, and whether that is of more than it; None if nothing is."""
-        storage = _storage_of(tensor)
+    def find(self, tensor: Tensor, storage: Any) -> tuple[tuple[Cell, ...], bool] | None:
+        """Returns what is known of ``tensor``, and whether that is of more than it; None if nothing is.
+
+        Args:
+            tensor: The tensor.
+            storage: Its memory, as from `storage_of`.
+        """
         found = self._found.get(storage._cdata)
         if found is None or found[1] != version_of(tensor) or found[1] < 0:
             return None
         is_part = tensor.numel() * _element_size(tensor) < storage.nbytes()
         return found[2], is_part
 
-    def before(self, tensor: Tensor) -> tuple[Cell, ...] | None:
+    def before(self, tensor: Tensor, storage: Any) -> tuple[Cell, ...] | None:
         """Returns what was known of ``tensor`` before a call wrote to it; None if nothing was."""
-        found = self._found.get(_storage_of(tensor)._cdata)
+        found = self._found.get(storage._cdata)
         if found is None or not 0 <= version_of(tensor) - found[1] <= 1:
             return None
         return found[2]
 
-    def note(self, tensor: Tensor, cell: Cell) -> None:
-        """Notes that ``cell`` holds what ``tensor`` has now."""
-        storage = _storage_of(tensor)
-        key, version = storage._cdata, version_of(tensor)
+    def note(self, tensor: Tensor, storage: Any, version: int, cell: Cell) -> None:
+        """Notes that ``cell`` holds what ``tensor`` has now, at this version."""
+        key = storage._cdata
         cells: tuple[Cell, ...] = (cell,)
         found = self._found.get(key)
         if tensor.numel() * _element_size(tensor) < storage.nbytes() and version >= 0:
@@ -69,13 +75,16 @@ class KnownTensors:
 
 def is_measurable(value: object) -> TypeGuard[Tensor]:
     """Whether ``value`` is a tensor whose values can be looked at."""
-    return (
-        type(value) in _PLAIN
-        and isinstance(value, Tensor)
-        and (value.dtype.is_floating_point or value.dtype.is_complex)
-        and value.layout is torch.strided
-        and value.device.type != "meta"
-    )
+    if type(value) not in PLAIN_TENSORS:
+        return False
+    assert isinstance(value, Tensor)
+    return value.dtype in _FLOATING and value.layout is torch.strided and not value.is_meta
 
 
-_PLAIN: Final = frozenset({Tensor, torch.nn.Parameter})
+_FLOATING: Final = frozenset(
+    [
+        dtype
+        for dtype in vars(torch).values()
+        if isinstance(dtype, torch.dtype) and (dtype.is_floating_point or dtype.is_complex)
+    ]
+)

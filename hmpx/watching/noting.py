@@ -8,12 +8,12 @@ from __future__ import annotations
 import functools
 import math
 import threading
+import weakref
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
-from torch.utils.weak import TensorWeakRef
 
 from ..observers import OpCall
 from ..tensors import tensors_in
@@ -25,7 +25,7 @@ from ..torch_internals import (
     transforms,
 )
 from .backward_nodes import boundary, name_of
-from .known_tensors import KnownTensors, is_measurable
+from .known_tensors import KnownTensors, is_measurable, storage_of
 from .records import (
     UNSET,
     CallRecord,
@@ -101,78 +101,76 @@ class Notes:
         if not self.is_open or is_off_limits():
             return
         written = args[0] if call.op == "setitem" else result
-        results = [each for each in tensors_in([written]) if is_measurable(each)]
+        given = (written,) if isinstance(written, Tensor) else tensors_in([written])
+        results = [each for each in given if is_measurable(each)]
         if not results or is_captured(results[0]):
             return
+        record = CallRecord(call, self.step, [])
+        record.is_intended = call.op in UNSET or _has_non_finite(args)
+        if kwargs and not record.is_intended:
+            record.is_intended = _has_non_finite(kwargs.values())
         with self._lock:
-            record = self._record(call, args, kwargs, inputs, results)
+            self._note_values(record, inputs, results)
             self.records.append(record)
         self._hook(record, inputs, results)
 
-    def _record(
-        self,
-        call: OpCall,
-        args: tuple[Any, ...],
-        kwargs: Mapping[str, Any],
-        inputs: list[Tensor],
-        results: list[Tensor],
-    ) -> CallRecord:
-        record = CallRecord(call, self.step, [])
-        record.is_intended = call.op in UNSET or any(map(_is_non_finite, (*args, *kwargs.values())))
-        ours = {each.untyped_storage()._cdata for each in results}
+    def _note_values(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
+        storages = [storage_of(each) for each in results]
+        ours = [each._cdata for each in storages]
         for tensor in inputs:
             if not is_measurable(tensor):
                 record.is_unsure = True
-            elif tensor.untyped_storage()._cdata in ours:
-                self._note_target(record, tensor)
+                continue
+            storage = storage_of(tensor)
+            if storage._cdata in ours:
+                self._note_target(record, tensor, storage)
             else:
-                record.inputs.append(self._input(record, tensor))
-        for tensor in results:
-            slot = self._slots.measure(tensor)
-            cell = Cell(slot, is_hooked=tensor.grad_fn is not None)
+                record.inputs.append(self._input(record, tensor, storage))
+        for tensor, storage in zip(results, storages, strict=True):
+            cell = Cell(self._slots.measure(tensor), is_hooked=tensor.grad_fn is not None)
+            version = version_of(tensor)
             record.results.append(cell)
-            record.alive.append((TensorWeakRef(tensor), version_of(tensor)))
-            self._known.note(tensor, cell)
-        return record
+            record.alive.append((weakref.ref(tensor), version))
+            self._known.note(tensor, storage, version, cell)
 
-    def _input(self, record: CallRecord, tensor: Tensor) -> Input:
-        shape = tuple(tensor.shape)
+    def _input(self, record: CallRecord, tensor: Tensor, storage: Any) -> Input:
         if tensor.requires_grad and tensor.is_leaf:
             leaf = self._leaves.get(id(tensor))
             if leaf is None or leaf.tensor() is not tensor or leaf.version != version_of(tensor):
                 leaf = self._leaves[id(tensor)] = Leaf(tensor)
-            return Input((leaf,), False, shape)
-        found = self._known.find(tensor)
-        node = tensor.grad_fn
+            return Input((leaf,), False)
+        found = self._known.find(tensor, storage)
         if found is not None:
-            if node is not None and not found[0][-1].is_hooked:  # as of a torch.autograd.Function
-                found[0][-1].is_hooked = True
+            if not found[0][-1].is_hooked and (node := tensor.grad_fn) is not None:
+                found[0][-1].is_hooked = True  # as of a torch.autograd.Function
                 self._hook_made_outside(record, node)
-            return Input(found[0], found[1], shape)
+            return Input(*found)
+        node = tensor.grad_fn
         cell = Cell(self._slots.measure(tensor), "" if node is None else name_of(node))
-        self._known.note(tensor, cell)
+        self._known.note(tensor, storage, version_of(tensor), cell)
         if node is not None:
             self._hook_made_outside(record, node)
-        return Input((cell,), False, shape)
+        return Input((cell,), False)
 
-    def _note_target(self, record: CallRecord, tensor: Tensor) -> None:
+    def _note_target(self, record: CallRecord, tensor: Tensor, storage: Any) -> None:
         """Notes what an argument was that the call wrote to, or returned."""
-        before = self._known.find(tensor)
+        before = self._known.find(tensor, storage)
         record.writes = before is None
-        cells = self._known.before(tensor) if before is None else before[0]
+        cells = self._known.before(tensor, storage) if before is None else before[0]
         if cells is None:
             record.is_unsure = True
         else:
-            record.inputs.append(Input(cells, False, tuple(tensor.shape)))
+            record.inputs.append(Input(cells, False))
 
     # --- gradients -------------------------------------------------------------------------------
 
     def _hook(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
         """Has gradients noted where they enter and leave the backward of a call."""
-        nodes = dict.fromkeys([each.grad_fn for each in results if each.grad_fn is not None])
+        made = [(each, each.grad_fn) for each in results]
+        nodes = dict.fromkeys([node for _, node in made if node is not None])
         if not nodes:
             return
-        stops = [each.grad_fn for each in inputs if each.grad_fn is not None]
+        stops = [node for each in inputs if (node := each.grad_fn) is not None]
         if any([each is result for each in inputs for result in results]):  # noqa: C419
             # It was written to, or returned as it is: what its node was before is unknown.
             entries = list(nodes) if record.writes else []
@@ -193,27 +191,28 @@ class Notes:
     ) -> None:
         hooks = _Hooks(self, record, name)
         for node in entries:
-            if list(exits) != [node]:
+            if node not in exits:
                 node.register_prehook(hooks.arrive)
         for node, edges in exits.items():
-            is_alone = entries == [node]
-            node.register_hook(functools.partial(hooks.pass_on, edges, is_alone))
+            node.register_hook(functools.partial(hooks.pass_on, edges, node in entries))
 
-    def gradients(self, gradients: Iterable[Tensor | None]) -> list[Cell]:
+    def gradients(self, gradients: Sequence[Tensor | None]) -> list[Cell]:
         """Returns what is known of these gradients, measured if need be."""
-        if not self.is_open or is_off_limits():
-            return []
         found: list[Cell] = []
+        if not self.is_open or is_off_limits():
+            return found
+        known = self._known
         with self._lock:
             for gradient in gradients:
                 if not is_measurable(gradient) or is_captured(gradient):
                     continue
-                known = self._known.find(gradient)
-                if known is not None:
-                    found.extend(known[0])
+                storage = storage_of(gradient)
+                before = known.find(gradient, storage)
+                if before is not None:
+                    found += before[0]
                     continue
                 cell = Cell(self._slots.measure(gradient))
-                self._known.note(gradient, cell)
+                known.note(gradient, storage, version_of(gradient), cell)
                 found.append(cell)
         return found
 
@@ -227,6 +226,8 @@ class Notes:
 class _Hooks:
     """The hooks on the autograd nodes of one call: they live as long as these."""
 
+    __slots__ = ("_arrived", "_name", "_notes", "_record")
+
     def __init__(self, notes: Notes, record: CallRecord, name: str) -> None:
         self._notes, self._record, self._name = notes, record, name
         self._arrived: list[Cell] = []
@@ -239,12 +240,12 @@ class _Hooks:
     def pass_on(
         self,
         edges: Sequence[int],
-        is_alone: bool,
+        is_entry: bool,
         grad_inputs: Sequence[Tensor | None],
         grad_outputs: Sequence[Tensor | None],
     ) -> None:
-        """Notes the gradients of the inputs, and those of the results if the call has one node."""
-        if is_alone:
+        """Notes the gradients of the inputs, and those of the results if no other node gets them first."""
+        if is_entry:
             self._arrived = self._notes.gradients(grad_outputs)
         handed = [grad_inputs[edge] for edge in edges if edge < len(grad_inputs)]
         self._add(self._arrived, self._notes.gradients(handed))
@@ -273,5 +274,9 @@ def is_captured(tensor: Tensor) -> bool:
     return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
-def _is_non_finite(value: object) -> bool:
-    return type(value) is float and not math.isfinite(value)
+def _has_non_finite(values: Iterable[Any]) -> bool:
+    """Whether any of a call's arguments is the number NaN or an infinity."""
+    for value in values:  # noqa: SIM110  # a generator takes longer
+        if type(value) is float and not math.isfinite(value):
+            return True
+    return False

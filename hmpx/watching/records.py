@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import weakref
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -90,12 +91,10 @@ class Input:
     Attributes:
         cells: What is known of its memory.
         is_part: It is only a part of that.
-        shape: Its shape.
     """
 
     cells: tuple[Cell, ...]
     is_part: bool
-    shape: tuple[int, ...]
 
 
 @dataclass(slots=True, eq=False)
@@ -120,7 +119,7 @@ class CallRecord:
     is_intended: bool = False
     is_unsure: bool = False
     writes: bool = False
-    alive: list[tuple[TensorWeakRef, int]] = field(default_factory=list)
+    alive: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 import threading
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Final
 
 import torch
@@ -29,6 +29,9 @@ _OWN_KERNELS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, t
 #: How many tensors a piece of memory has slots for, at first and at most.
 _FEWEST, _MOST = 256, 16384
 
+#: Up to so many elements a call costs more than what it computes.
+_FEW: Final = 1 << 15
+
 #: The smallest and the largest value of a tensor.
 Extremes = tuple[float, float]
 
@@ -38,16 +41,15 @@ class Slots:
 
     Attributes:
         count: How many are in use.
-        homes: The piece of memory that each slot is in, and where.
         is_full: No memory is left: they must be read.
     """
 
     def __init__(self) -> None:
         """Starts without memory."""
         self._lock = threading.Lock()
-        self._pieces: dict[tuple[torch.device, torch.dtype], _Piece] = {}
+        self._pieces: list[_Piece] = []
+        self._open: dict[tuple[torch.device, torch.dtype], _Piece] = {}
         self.count = 0
-        self.homes: list[tuple[_Piece, int]] = []
 
     @property
     def is_full(self) -> bool:
@@ -76,8 +78,10 @@ class Slots:
             tensor = _in_order_of_memory(tensor)
             is_contiguous = tensor.is_contiguous()
         # On CPUs, M: 1M elements, us: of float32 200 and 200 against 320 together, of the low ones 350
-        # and 350 against 210. Where elements are apart `aminmax` is far slower.
-        if is_contiguous and not (tensor.is_cpu and tensor.dtype is torch.float32):
+        # and 350 against 210. Where elements are apart `aminmax` is far slower. Few elements of float32
+        # take one call rather than two.
+        is_split = tensor.dtype is torch.float32 and tensor.is_cpu and tensor.numel() > _FEW
+        if is_contiguous and not is_split:
             _aminmax(tensor, out=(low, high))
         else:
             _amin(tensor, (), out=low)
@@ -86,31 +90,41 @@ class Slots:
 
     def _take(self, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor, Tensor]:
         with self._lock:
-            piece = self._pieces.get((device, dtype))
+            piece = self._open.get((device, dtype))
             if piece is None or piece.used == len(piece.views):
                 size = _FEWEST if piece is None else min(4 * len(piece.views), _MOST)
-                piece = self._pieces[device, dtype] = _Piece(size, device, dtype)
-            slot = self.count
+                piece = self._open[device, dtype] = _Piece(size, device, dtype)
+                piece.first_slot = len(self._pieces) * _MOST
+                self._pieces.append(piece)
+            slot = piece.first_slot + piece.used
             self.count += 1
-            self.homes.append((piece, piece.used))
             low, high = piece.views[piece.used]
             piece.used += 1
             return slot, low, high
 
-    def read(self) -> list[Extremes] | None:
-        """Returns the extremes in all slots, in their order, and empties these; waits for devices.
-
-        None if all are finite.
-        """
-        with self._lock:
-            homes, self.homes, self.count = self.homes, [], 0
-            pieces = {id(piece): piece for piece, _ in homes}
-            values = _values(pieces.values())
-            for piece in self._pieces.values():
-                piece.used = 0
-        if values is None:
+    def read(self) -> Mapping[int, Extremes] | None:
+        """Returns what `read_all` does; None if all are finite, which is told without a look at each."""
+        values = self._read()
+        # A sum of products with zero is not finite exactly if one of the values is not.
+        if all(math.isfinite(sum([each * 0.0 for each in found])) for _, found in values):
             return None
-        return [values[id(piece)][position] for piece, position in homes]
+        return _by_slot(values)
+
+    def read_all(self) -> Mapping[int, Extremes]:
+        """Returns slot -> the extremes in it, and empties all; waits for devices."""
+        return _by_slot(self._read())
+
+    def _read(self) -> list[tuple[list[int], list[float]]]:
+        """Returns slots and the pairs of values in them, by one copy from each device."""
+        with self._lock:
+            on_devices: dict[torch.device, list[_Piece]] = {}
+            for piece in self._pieces:
+                on_devices.setdefault(piece.memory.device, []).append(piece)
+            found = [_values_on(device, pieces) for device, pieces in on_devices.items()]
+            self.count, self._pieces = 0, list(self._open.values())
+            for number, piece in enumerate(self._pieces):
+                piece.used, piece.first_slot = 0, number * _MOST
+        return found
 
 
 class _Piece:
@@ -119,6 +133,7 @@ class _Piece:
     Attributes:
         memory: [slots, 2].
         views: Two tensors of no dimension for each slot.
+        first_slot: Number of the first slot.
         used: How many slots are in use.
     """
 
@@ -128,26 +143,22 @@ class _Piece:
             self.memory = _empty((size, 2), dtype=dtype, device=device)
             columns = [_unbind(column) for column in _unbind(self.memory, 1)]
         self.views = list(zip(*columns, strict=True))
-        self.used = 0
+        self.first_slot = self.used = 0
 
 
-def _values(pieces: Iterable[_Piece]) -> dict[int, list[Extremes]] | None:
-    """Returns id of a piece -> the extremes in it, by one copy from each device; None if all are finite."""
-    on_devices: dict[torch.device, list[_Piece]] = {}
-    for piece in pieces:
-        on_devices.setdefault(piece.memory.device, []).append(piece)
-    found: dict[int, list[Extremes]] = {}
-    is_finite = True
-    for device, theirs in on_devices.items():
-        wide = torch.float32 if device.type == "mps" else torch.float64
-        rows = [_to(piece.memory[: piece.used], wide) for piece in theirs]
-        # A sum of products with zero is not finite exactly if one of the values is not.
-        values = _tolist(_cat(rows).flatten())
-        is_finite = is_finite and math.isfinite(sum([each * 0.0 for each in values]))
-        pairs = list(zip(values[::2], values[1::2], strict=True))
-        for piece in theirs:
-            found[id(piece)], pairs = pairs[: piece.used], pairs[piece.used :]
-    return None if is_finite else found
+def _values_on(device: torch.device, pieces: list[_Piece]) -> tuple[list[int], list[float]]:
+    """Returns the slots in use, and the pairs of values in them."""
+    wide = torch.float32 if device.type == "mps" else torch.float64
+    rows = [_to(piece.memory[: piece.used], wide) for piece in pieces]
+    slots = [piece.first_slot + each for piece in pieces for each in range(piece.used)]
+    return slots, _tolist(_cat(rows).flatten())
+
+
+def _by_slot(values: Iterable[tuple[list[int], list[float]]]) -> dict[int, Extremes]:
+    found: dict[int, Extremes] = {}
+    for slots, pairs in values:
+        found.update(zip(slots, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
+    return found
 
 
 def _in_order_of_memory(tensor: Tensor) -> Tensor:
@@ -167,9 +178,7 @@ def exact(tensor: Tensor) -> Extremes:
     slot = slots.measure(tensor)
     if slot is None:
         return 0.0, 0.0
-    piece, _ = slots.homes[slot]
-    low, high = _tolist(_to(piece.memory[0], torch.float64))
-    return low, high
+    return slots.read_all()[slot]
 
 
 def exact_finite(tensor: Tensor | None, version: int) -> Extremes | None:

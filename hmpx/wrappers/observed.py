@@ -37,6 +37,7 @@ from ..torch_state import (
     phase,
     place,
     state_of_random_numbers,
+    switch,
     without_casts,
 )
 from . import overriding
@@ -69,16 +70,21 @@ def make_observed_wrapper(
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         inner, narrowed, tell = parts  # read together: a running call is reported once
-        if (PAUSED and observers <= PAUSED) or is_unobserved():
+        if PAUSED and observers <= PAUSED:
             return inner(*args, **kwargs)
+        is_traced = is_dynamo_compiling()
+        is_on = True
+        if is_traced or switch._looks_closer:
+            if is_unobserved():
+                return inner(*args, **kwargs)
+            is_on = not is_off()
         if recipe.site.is_overridable and is_overridden(args, kwargs):
             return override(wrapper, args, kwargs)
-        is_on = not is_off()
         if is_below_dispatcher() or not (is_on or (for_every_op and is_off_by_program())):
             return inner(*args, **kwargs)
         if is_on and narrowed is not None and (others := narrowed()) is not None:
             return others(*args, **kwargs)
-        if is_dynamo_compiling():  # sizes may be symbols
+        if is_traced:  # sizes may be symbols
             before = floating_inputs(recipe, *decoded(recipe, args, kwargs))
             if not before:
                 return inner(*args, **kwargs)  # there is nothing to decide
@@ -88,7 +94,8 @@ def make_observed_wrapper(
             return result
         known = descriptions.find(args, kwargs, is_on=is_on)
         # Conversions amid a call are hmpx's own, handed over to their names by a mode.
-        if known is None or (is_cast and _here.is_in_call):
+        was_in_call = _here.is_in_call
+        if known is None or (is_cast and was_in_call):
             return inner(*args, **kwargs)
         found, before = known
         cast_bytes, tensors, seconds = 0, None, None
@@ -98,7 +105,11 @@ def make_observed_wrapper(
         if with_tensors and not (is_graph_made() or has_fake_tensors()):
             tensors = _tensors(recipe, complete, args, kwargs)
         began = _now(found.device_type) if is_timed else 0.0
-        result = _amid_call(inner, *args, **kwargs)
+        try:
+            _here.is_in_call = True
+            result = inner(*args, **kwargs)
+        finally:
+            _here.is_in_call = was_in_call
         if is_timed:
             seconds = _now(found.device_type) - began
         if tensors is not None:
