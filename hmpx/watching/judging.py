@@ -12,10 +12,8 @@ from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
 
-from torch.utils.weak import TensorWeakRef
-
 from .offences import EarlierCall, Kind, Offence, Range, Source
-from .records import NAN, NEGATIVE, POSITIVE, CallRecord, Cell, GradientRecord, Leaf, bits_of
+from .records import NAN, NEGATIVE, POSITIVE, CallRecord, Cell, GradientRecord, Leaf, alive, bits_of
 from .remedies import kind_of, remedy_for
 from .slots import exact_finite
 
@@ -107,7 +105,8 @@ class Judge:
             if made & _WORST & ~had and origin is not None and origin.source == "op":
                 self._report(origin)  # NaN or +inf has followed
             if origin is None and (made & _WORST or not had):
-                origin = self._origin(record, "op", made)
+                is_passed_on = had and not made & ~had
+                origin = self._origin(record, "input" if is_passed_on else "op", made)
         for cell in record.results:
             cell.origin = origin
 
@@ -159,6 +158,9 @@ class Judge:
         if not is_new:
             return
         call = record.record
+        if call.is_blamed:  # several of its nodes hand on gradients
+            return
+        call.is_blamed = True
         cells = [cell for given in call.inputs for cell in given.cells] + call.results
         origins = [cell.origin for cell in cells if cell.bits and cell.origin is not None]
         if origins:
@@ -239,8 +241,7 @@ def _ranges(origin: Origin) -> tuple[Range, ...]:
             ]
         return tuple(found)
     for reference, version in record.alive:
-        tensor = reference()
-        part = exact_finite(None if tensor is None else TensorWeakRef(tensor)(), version)
+        part = exact_finite(alive(reference), version)
         if part is not None:
             found.append(Range("result", *part))
     if not any(each.name == "result" for each in found):

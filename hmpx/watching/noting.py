@@ -127,7 +127,7 @@ class Notes:
             else:
                 record.inputs.append(self._input(record, tensor, storage))
         for tensor, storage in zip(results, storages, strict=True):
-            cell = Cell(self._slots.measure(tensor), is_hooked=tensor.grad_fn is not None)
+            cell = Cell(self._slots.measure(tensor), is_hooked=not tensor.is_leaf)
             version = version_of(tensor)
             record.results.append(cell)
             record.alive.append((weakref.ref(tensor), version))
@@ -135,9 +135,10 @@ class Notes:
 
     def _input(self, record: CallRecord, tensor: Tensor, storage: Any) -> Input:
         if tensor.requires_grad and tensor.is_leaf:
-            leaf = self._leaves.get(id(tensor))
-            if leaf is None or leaf.tensor() is not tensor or leaf.version != version_of(tensor):
-                leaf = self._leaves[id(tensor)] = Leaf(tensor)
+            key, version = id(tensor), version_of(tensor)
+            leaf = self._leaves.get(key)
+            if leaf is None or leaf.version != version or leaf.reference() is not tensor:
+                leaf = self._leaves[key] = Leaf(tensor, version)
             return Input((leaf,), False)
         found = self._known.find(tensor, storage)
         if found is not None:

@@ -49,26 +49,32 @@ class Leaf(Cell):
     """What is known of a parameter, or another leaf: it is looked at only if something is wrong.
 
     Attributes:
-        tensor: The parameter, while it is alive.
+        reference: The parameter, while it is alive.
         version: Its version when it was used.
     """
 
-    __slots__ = ("tensor", "version")
+    __slots__ = ("reference", "version")
 
-    def __init__(self, tensor: torch.Tensor) -> None:
-        """Starts without looking at ``tensor``."""
-        super().__init__(None, "")
-        self.extremes = None
-        self.tensor, self.version = TensorWeakRef(tensor), version_of(tensor)
+    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+        """Starts without looking at ``tensor``, which is at ``version``."""
+        self.slot, self.maker, self.is_hooked = None, "", True
+        self.extremes = self.origin = None
+        self.reference, self.version = weakref.ref(tensor), version
 
     @property
     def bits(self) -> int | None:
         """Which non-finite values the parameter has; None if it was written to since."""
         if self.extremes is None:
-            tensor = self.tensor()
+            tensor = alive(self.reference)
             if tensor is not None and version_of(tensor) == self.version:
                 self.extremes = exact(tensor)
         return super().bits
+
+
+def alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
+    """Returns the tensor of a weak reference that is cheap to make; None if it has died."""
+    tensor = reference()
+    return None if tensor is None else TensorWeakRef(tensor)()
 
 
 def bits_of(extremes: Extremes) -> int:
@@ -109,6 +115,7 @@ class CallRecord:
         is_intended: The call was given an infinity or NaN as a number, or leaves memory as it is.
         is_unsure: Some inputs are not known.
         writes: It wrote to an argument, as far as is known.
+        is_blamed: Its backward was found to make gradients non-finite.
         alive: The results, while they are alive, and their versions.
     """
 
@@ -119,6 +126,7 @@ class CallRecord:
     is_intended: bool = False
     is_unsure: bool = False
     writes: bool = False
+    is_blamed: bool = False
     alive: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
 
 

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
+from .. import ops
 from ..tensors import LOW_DTYPES, Named
 from .offences import Kind, Range
 from .records import NAN
@@ -15,6 +16,9 @@ if TYPE_CHECKING:
     from .judging import Origin
 
 _GREATEST: Final = torch.finfo(torch.float32).max
+
+#: Conversions, which no op list decides about.
+_CONVERTING: Final = ops.facts("converting").keys()
 
 #: Ops that are infinite or undefined at zero: of which input.
 _POLES: Final = {
@@ -94,6 +98,11 @@ def remedy_for(origin: Origin, kind: Kind, ranges: tuple[Range, ...]) -> str:
         )
     if origin.node:
         return f"none: {origin.node} is not an op of torch"
+    if call.op in _CONVERTING:
+        return (
+            f"none: {call.op} is the program's own conversion to {_name(*call.output_dtypes)}; leave "
+            "it out, or keep values in its range"
+        )
     if not is_low(origin):
         return f"none: {call.op} ran in float32 already; its inputs have to change"
     if call.cast_policy == "TARGET":

@@ -293,6 +293,94 @@ def data_with_nan() -> Tensor:
     return (data + 1).sum()  # here
 
 
+@Fault("half", remedy="none: half is the program's own conversion to float16")
+def large_values_to_half() -> Tensor:
+    return (x(4, scale=0.0) + 1e6).half() + 1  # here
+
+
+@Fault("to", module="0", remedy="none: to is the program's own conversion to float16")
+def conversion_in_a_module() -> Tensor:
+    narrow = Lambda(lambda a: a.to("cpu", FP16))  # here
+    return nn.Sequential(narrow, nn.Flatten())(torch.full((2, 2), 7e4)) * 0.5
+
+
+@Fault("type_as")
+def conversion_to_the_type_of_another() -> Tensor:
+    return torch.full((2,), 7e4).type_as(torch.zeros(1, dtype=FP16)) * 0.5  # here
+
+
+@Fault("to", remedy="none: to is the program's own conversion to bfloat16")
+def conversion_to_bfloat16() -> Tensor:
+    return torch.full((2,), 3.4e38).to(torch.bfloat16) * 0.5  # here
+
+
+@Fault("add", kind="inf", source="input")
+def large_values_copied_to_half() -> Tensor:
+    h = torch.zeros(4, dtype=FP16)
+    h.copy_(torch.full((4,), 1e6))
+    return (h + 1).sum()  # here
+
+
+# --- recurrent ---------------------------------------------------------------------------------
+
+
+IN_HALF = {
+    "policy": hmpx.Policy.from_ops(
+        low=["lstm", "gru", "rnn_relu", "lstm_cell", "gru_cell"], low_precision_type=FP16
+    ),
+    "legalize": "never",
+}
+
+
+def recurrent(cell: nn.Module, input_weight: float, hidden_weight: float) -> nn.Module:
+    """Returns a model of a recurrent module with these weights, and biases of zero."""
+    for name, parameter in cell.named_parameters():
+        is_input, is_hidden = "weight_ih" in name, "weight_hh" in name
+        nn.init.constant_(
+            parameter, input_weight if is_input else hidden_weight if is_hidden else 0.0
+        )
+    return nn.Sequential(cell)
+
+
+@Fault("lstm_cell", kind="nan", module="0", remedy="fp32.txt: lstm_cell", **IN_HALF)
+def lstm_cell_whose_gates_overflow() -> Tensor:
+    model = recurrent(nn.LSTMCell(4, 3), 1.0, -1.0)
+    model[0].forward = functools.partial(model[0].forward, hx=large_states(2, 2, 3))
+    return model(torch.full((2, 4), 3e4))[0].sum()  # here
+
+
+@Fault("gru_cell", kind="nan", module="0", remedy="fp32.txt: gru_cell", **IN_HALF)
+def gru_cell_whose_gates_overflow() -> Tensor:
+    model = recurrent(nn.GRUCell(4, 3), 1.0, -1.0)
+    model[0].forward = functools.partial(model[0].forward, hx=large_states(1, 2, 3)[0])
+    return model(torch.full((2, 4), 3e4)).sum()  # here
+
+
+@Fault("lstm", kind="nan", module="0", remedy="fp32.txt: lstm", **IN_HALF)
+def lstm_whose_gates_overflow() -> Tensor:
+    model = recurrent(nn.LSTM(4, 3), 1.0, -1.0)
+    model[0].forward = functools.partial(model[0].forward, hx=large_states(2, 1, 2, 3))
+    return model(torch.full((5, 2, 4), 3e4))[0].sum()  # here
+
+
+@Fault("gru", kind="nan", module="0", remedy="fp32.txt: gru", **IN_HALF)
+def gru_whose_gates_overflow() -> Tensor:
+    model = recurrent(nn.GRU(4, 3), 1.0, -1.0)
+    model[0].forward = functools.partial(model[0].forward, hx=large_states(1, 1, 2, 3)[0])
+    return model(torch.full((5, 2, 4), 3e4))[0].sum()  # here
+
+
+@Fault("rnn_relu", module="0", remedy="fp32.txt: rnn_relu", **IN_HALF)
+def rnn_that_grows() -> Tensor:
+    model = recurrent(nn.RNN(4, 3, nonlinearity="relu"), 1.0, 1.0)
+    return model(torch.full((5, 2, 4), 3e3))[0].sum()  # here
+
+
+def large_states(count: int, *shape: int) -> tuple[Tensor, ...]:
+    """Returns states, the first of which overflows in float16 once it is multiplied."""
+    return tuple([torch.full(shape, 6e4 if number == 0 else 0.0) for number in range(count)])
+
+
 # --- backward ----------------------------------------------------------------------------------
 
 
@@ -378,6 +466,34 @@ def gradient_of_a_masked_logarithm() -> None:
     torch.where(y > 0, logs, torch.zeros(2)).sum().backward()
 
 
+@Fault("lstm_cell", "backward", module="0", remedy="fp32.txt: lstm_cell", **IN_HALF)
+def gradient_of_an_lstm_cell() -> None:
+    model = recurrent(nn.LSTMCell(4, 3), 40.0, 0.1)
+    h = model(torch.zeros(2, 4, requires_grad=True))[0]  # here
+    (h.float().sum() * 3e4).backward()
+
+
+@Fault("gru_cell", "backward", module="0", remedy="fp32.txt: gru_cell", **IN_HALF)
+def gradient_of_a_gru_cell() -> None:
+    model = recurrent(nn.GRUCell(4, 3), 40.0, 0.1)
+    h = model(torch.zeros(2, 4, requires_grad=True))  # here
+    (h.float().sum() * 3e4).backward()
+
+
+@Fault("lstm", "backward", module="0", remedy="fp32.txt: lstm", **IN_HALF)
+def gradient_of_an_lstm() -> None:
+    model = recurrent(nn.LSTM(4, 3), 40.0, 0.1)
+    h = model(torch.zeros(5, 2, 4, requires_grad=True))[0]  # here
+    (h.float().sum() * 3e4).backward()
+
+
+@Fault("gru", "backward", "nan", module="0", remedy="fp32.txt: gru", **IN_HALF)
+def gradient_of_a_gru() -> None:
+    model = recurrent(nn.GRU(4, 3), 40.0, 0.1)
+    h = model(torch.zeros(5, 2, 4, requires_grad=True))[0]  # here
+    (h.float().sum() * 3e4).backward()
+
+
 @functools.cache
 def found(options: str) -> dict[str, list[Offence]]:
     """Returns name of a fault -> what is found, each fault being a step of one watched run."""
@@ -404,5 +520,7 @@ def test_the_producer_is_named(name: str) -> None:
     assert {key: getattr(first, key) for key in fault.expected} == fault.expected, str(first)
     assert first.location == fault.line(), str(first)
     assert first.remedy.startswith(fault.remedy), first.remedy
+    calls = [(each.op, each.location, each.phase, each.context) for each in offences]
+    assert len(set(calls)) == len(calls), "a call is reported more than once"
     lines = [line for line in str(first).splitlines() if first.location not in line]
     assert max(map(len, lines)) <= 80
