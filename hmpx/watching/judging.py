@@ -140,8 +140,12 @@ class Judge:
     def _confirm_last(self) -> None:
         """Reports what the last result of the forward suffers from."""
         for cell in [] if self._last is None else self._last.results:
-            if cell.bits and cell.origin is not None:
-                self._report(cell.origin)
+            origin = cell.origin
+            if cell.bits and origin is not None:
+                # -inf in what a call only wrote a part of, as 0 into a tensor of -inf: it was there.
+                is_meant = origin.record.is_unsure and not origin.bits & _WORST
+                if not is_meant:
+                    self._report(origin)
 
     # --- gradients -------------------------------------------------------------------------------
 

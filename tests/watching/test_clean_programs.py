@@ -150,6 +150,13 @@ def assigned_infinities(low: torch.dtype) -> Tensor:
 
 
 @clean
+def the_only_token_that_may_follow(low: torch.dtype) -> Tensor:
+    scores = torch.full((2, 5), -INFINITY)
+    scores[:, 1] = 0
+    return scores
+
+
+@clean
 def subgradients_at_zero(low: torch.dtype) -> None:
     h = torch.zeros(3, requires_grad=True)
     g = h * 1
