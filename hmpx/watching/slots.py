@@ -119,7 +119,8 @@ class Slots:
         with self._lock:
             on_devices: dict[torch.device, list[_Piece]] = {}
             for piece in self._pieces:
-                on_devices.setdefault(piece.memory.device, []).append(piece)
+                if piece.used:
+                    on_devices.setdefault(piece.memory.device, []).append(piece)
             found = [_values_on(device, pieces) for device, pieces in on_devices.items()]
             self.count, self._pieces = 0, list(self._open.values())
             for number, piece in enumerate(self._pieces):

@@ -98,6 +98,16 @@ def test_a_step_waits_for_devices_once(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not set(few[1]) & {"item", "aten::_local_scalar_dense", "cpu", "__bool__", "synchronize"}
 
 
+def test_steps_that_are_not_watched_wait_for_nothing() -> None:
+    with convert(), hmpx.watch("collect", every=3) as w:
+        for step in range(6):
+            torch.tanh(torch.mm(x(4, 4), x(4, 4)))
+            with profile(activities=[ProfilerActivity.CPU]) as profiled:
+                w.step()
+            names = {each.name for each in profiled.events()}
+            assert bool(names) == (step % 3 == 0), names
+
+
 def test_waits_are_seen(monkeypatch: pytest.MonkeyPatch) -> None:
     """The test above fails on a watch that looks at each value, also behind modes' backs."""
     measure = slots.Slots.measure
