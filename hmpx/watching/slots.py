@@ -8,7 +8,6 @@ from each device.
 from __future__ import annotations
 
 import math
-import threading
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -37,7 +36,7 @@ Extremes = tuple[float, float]
 
 
 class Slots:
-    """Slots for the extremes of tensors.
+    """Slots for the extremes of tensors, used by one thread at a time.
 
     Attributes:
         count: How many are in use.
@@ -46,7 +45,6 @@ class Slots:
 
     def __init__(self) -> None:
         """Starts without memory."""
-        self._lock = threading.Lock()
         self._pieces: list[_Piece] = []
         self._open: dict[tuple[torch.device, torch.dtype], _Piece] = {}
         self.count = 0
@@ -89,18 +87,17 @@ class Slots:
         return slot
 
     def _take(self, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor, Tensor]:
-        with self._lock:
-            piece = self._open.get((device, dtype))
-            if piece is None or piece.used == len(piece.views):
-                size = _FEWEST if piece is None else min(4 * len(piece.views), _MOST)
-                piece = self._open[device, dtype] = _Piece(size, device, dtype)
-                piece.first_slot = len(self._pieces) * _MOST
-                self._pieces.append(piece)
-            slot = piece.first_slot + piece.used
-            self.count += 1
-            low, high = piece.views[piece.used]
-            piece.used += 1
-            return slot, low, high
+        piece = self._open.get((device, dtype))
+        if piece is None or piece.used == len(piece.views):
+            size = _FEWEST if piece is None else min(4 * len(piece.views), _MOST)
+            piece = self._open[device, dtype] = _Piece(size, device, dtype)
+            piece.first_slot = len(self._pieces) * _MOST
+            self._pieces.append(piece)
+        position = piece.used
+        piece.used += 1
+        self.count += 1
+        low, high = piece.views[position]
+        return piece.first_slot + position, low, high
 
     def read(self) -> Mapping[int, Extremes] | None:
         """Returns what `read_all` does; None if all are finite, which is told without a look at each."""
@@ -116,15 +113,14 @@ class Slots:
 
     def _read(self) -> list[tuple[list[int], list[float]]]:
         """Returns slots and the pairs of values in them, by one copy from each device."""
-        with self._lock:
-            on_devices: dict[torch.device, list[_Piece]] = {}
-            for piece in self._pieces:
-                if piece.used:
-                    on_devices.setdefault(piece.memory.device, []).append(piece)
-            found = [_values_on(device, pieces) for device, pieces in on_devices.items()]
-            self.count, self._pieces = 0, list(self._open.values())
-            for number, piece in enumerate(self._pieces):
-                piece.used, piece.first_slot = 0, number * _MOST
+        on_devices: dict[torch.device, list[_Piece]] = {}
+        for piece in self._pieces:
+            if piece.used:
+                on_devices.setdefault(piece.memory.device, []).append(piece)
+        found = [_values_on(device, pieces) for device, pieces in on_devices.items()]
+        self.count, self._pieces = 0, list(self._open.values())
+        for number, piece in enumerate(self._pieces):
+            piece.used, piece.first_slot = 0, number * _MOST
         return found
 
 
