@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Final
 
-from ..errors import short
+from ..errors import said_by, short
 from ..recording import record
 from ..reports import Report
 from . import output
@@ -17,7 +17,7 @@ from .scripts import ScriptError
 
 
 def _to_text(report: Report, path: Path) -> None:
-    path.write_text(f"{report}\n", encoding="utf-8")
+    path.write_bytes(f"{report}\n".encode("utf-8", "backslashreplace"))
 
 
 #: How a report is written, by the end of the file's name.
@@ -33,14 +33,16 @@ def checked(name: str) -> Path:
     """Returns the path to write a report to: of several processes, each has its own.
 
     Raises:
-        ScriptError: The name's end says no format, or its directory does not exist.
+        ScriptError: The name's end says no format, it is a directory, or its directory does not exist.
     """
     path = Path(name)
-    if path.suffix not in _WRITERS:
+    if path.suffix.lower() not in _WRITERS:
         *names, last = _WRITERS
         raise ScriptError(
             f"--report {short(name)}: unknown format; end the name in {', '.join(names)} or {last}"
         )
+    if path.is_dir():
+        raise ScriptError(f"--report {short(name)} is a directory; name a file in it")
     if not path.parent.is_dir():
         raise ScriptError(
             f"--report {short(name)}: there is no directory {short(str(path.parent))}"
@@ -61,11 +63,17 @@ def recorded(path: Path | None) -> Iterator[None]:
         with recording:
             yield
     finally:
+        _write(recording, path)
+
+
+def _write(recording: record, path: Path) -> None:
+    """Writes the report; where it can't, says so: the program has ended as it would without a report."""
+    try:
         report = recording.report()
-        try:
-            _WRITERS[path.suffix](report, path)
-        except OSError as error:
-            output.complain(f"the report can't be written: {error}")
-        else:
-            sys.stdout.flush()
-            output.complain(f"{str(report).splitlines()[0]}\nreport: {path}")
+        _WRITERS[path.suffix.lower()](report, path)
+        verdict = str(report).splitlines()[0]
+    except Exception as error:
+        output.complain(f"the report can't be written: {said_by(error)}")
+    else:
+        sys.stdout.flush()
+        output.complain(f"{verdict}\nreport: {path}")

@@ -19,7 +19,7 @@ from torch.nn.modules.module import (
 from .. import session, torch_state
 from ..observers import OpCall, attach_to_values
 from ..tensors import tensors_in
-from ..torch_internals import disable_modes, is_dynamo_loaded, next_number
+from ..torch_internals import disable_modes, next_number, uncompiled
 
 
 class Names:
@@ -124,8 +124,7 @@ def observed(
     """
     observation = Observation(names)
     with contextlib.ExitStack() as stack:
-        if is_dynamo_loaded():
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_modules_noted(observation))
         if session.is_converted():

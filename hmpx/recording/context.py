@@ -4,29 +4,36 @@ from __future__ import annotations
 
 import contextlib
 import os
+import traceback
 from typing import Any
 
 import torch
 
 from .. import arguments
 from ..errors import OptionError
-from ..observers import Attached, attach_to_values
+from ..observers import Attached, attach_to_values, user_location
 from ..policy import policy_line
-from ..reports import Groups, Report, Row, Waste, added
+from ..reports import Groups, Report, Row, Waste, added, added_waste
 from ..session import current
-from ..torch_internals import is_dynamo_loaded
+from ..torch_internals import uncompiled
 from ..version import __version__
+from .folding import in_own_thread
 from .recorder import Recorder
-from .rows import rows
+from .rows import backward_rows, rows
 from .waste import waste
 
 
 class record:  # noqa: N801  # a context manager, like torch.no_grad
     """Records each call of an op that computes: its dtypes, casts, costs, module and line.
 
-    Holds for all threads, and nests. Ops inside compiled functions run uncompiled meanwhile. Nothing is
-    kept of the program's tensors, and no device is waited for unless ``times`` is asked for. A call that
-    raises is not recorded; so a checkpoint that stops computing early seems to have made one call less.
+    Holds for all threads, and nests. Compiled functions run uncompiled meanwhile, those that are compiled
+    inside the block, too. Nothing is kept of the program's tensors, and no device is waited for unless
+    ``times`` is asked for. What is kept grows with different ops, dtypes and lines, not with calls.
+
+    A call that raises is not recorded; so a checkpoint that stops computing early seems to have made one
+    call less. An exception that ends the block is reported with its line. Calls that are traced for a graph
+    are not recorded. Under `torch.func.vmap` costs are those of all that is computed at a time; tangents,
+    and gradients in batches as `torch.func.jacrev` computes them, are not added.
 
     Args:
         times: Whether calls are timed. Where tensors are on an accelerator each call then waits for it.
@@ -45,27 +52,27 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
     def __init__(self, *, times: bool = False) -> None:
         """Records nothing until it is entered."""
         self._is_timed = arguments.truth("times", times)
-        self._recorder = Recorder()
+        self._recorder = Recorder(is_timed=self._is_timed)
         self._attached: Attached | None = None
         self._open = contextlib.ExitStack()
         self._about: dict[str, str] = {}
         self._error: str | None = None
+        self._error_location = ""
 
     def __enter__(self) -> record:
         if self._attached is not None:
             raise OptionError("this record was entered before; make a new one with hmpx.record()")
         with contextlib.ExitStack() as stack:
-            if is_dynamo_loaded():  # before that nothing can have been compiled
-                stack.enter_context(torch.compiler.set_stance("force_eager"))
+            stack.enter_context(uncompiled())
             self._attached = attach_to_values(self._recorder, times=self._is_timed)
             stack.callback(self._attached.detach)
             self._open = stack.pop_all()
         return self
 
-    def __exit__(self, kind: Any, error: BaseException | None, traceback: Any) -> None:
+    def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._about = _about()
         if error is not None:
-            self._error = f"{type(error).__name__}: {error}"
+            self._error, self._error_location = _said(error), _raised_at(error)
         try:
             self._open.close()
         finally:
@@ -73,14 +80,18 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
 
     def report(self) -> Report:
         """Returns what was recorded so far, as data."""
-        recorder = self._recorder
-        entries = recorder.entries()
-        found = rows(entries, is_timed=self._is_timed)
-        wasted = waste(recorder.traces.found, entries)
-        about = self._about or _about()
-        return Report(
-            added(found), tuple(sorted(wasted, key=lambda each: -each.bytes)), about, self._error
+        counted = self._recorder.counted()
+        found = in_own_thread(
+            lambda: added(
+                [
+                    *counted.rows,
+                    *rows(counted.entries, is_timed=self._is_timed),
+                    *backward_rows(counted.gradients),
+                ]
+            )
         )
+        wasted = added_waste(waste(self._recorder.traces.found, counted))
+        return Report(found, wasted, self._about or _about(), self._error, self._error_location)
 
     @property
     def rows(self) -> tuple[Row, ...]:
@@ -128,6 +139,23 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
 
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
+
+
+def _said(error: BaseException) -> str:
+    """Returns an exception's class and message."""
+    try:
+        return f"{type(error).__name__}: {error}"
+    except Exception:  # of a class of the program's
+        return type(error).__name__
+
+
+def _raised_at(error: BaseException) -> str:
+    """Returns the innermost line of the program that an exception came through; ``""`` if unknown."""
+    for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
+        path = frame.f_code.co_filename
+        if user_location(frame).rpartition(":")[0] == path:
+            return f"{path}:{line}"
+    return ""
 
 
 def _about() -> dict[str, str]:

@@ -13,58 +13,18 @@ from torch import Tensor
 from .. import ops
 from ..observers import OpCall
 from ..tensors import Args, tensors_in
-from .signatures import Shape, Signature, shapes, signature
+from ..torch_internals import is_jit_tracing, is_noted_in_graph
+from .entries import OWN_CAST, Counted, Counts, Entry, Thread
+from .folding import Folded
+from .signatures import Shape, shapes, signature
 from .traces import Traces
 
 _CONVERTING: Final = ops.facts("converting").keys()
 
-#: The reason of a conversion that the program itself has asked for.
-OWN_CAST: Final = "the program's own cast"
-
-
-class Entry:
-    """Calls that are alike.
-
-    Attributes:
-        call: The first of them.
-        signature: Their arguments; None if these have none.
-        inputs: Shapes of the floating inputs.
-        outputs: Shapes of the results.
-        calls: How many.
-        seconds: How long they took together.
-        recorded: How many were recorded by autograd, and how many times
-        backward: their gradients have been computed.
-    """
-
-    __slots__ = (
-        "backward", "call", "calls", "inputs", "outputs", "recorded", "seconds", "signature"
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        call: OpCall,
-        found: Signature | None,
-        inputs: tuple[Shape, ...],
-        outputs: tuple[Shape, ...],
-    ) -> None:
-        """Starts with no call."""
-        self.call, self.signature, self.inputs, self.outputs = call, found, inputs, outputs
-        self.calls = self.recorded = self.backward = 0
-        self.seconds = 0.0
-
-
-class Counts:
-    """What one thread has counted.
-
-    Attributes:
-        entries: Key of a call -> calls that are alike.
-        backward: ``id`` of an entry -> the entry, and how often gradients of its calls were computed.
-    """
-
-    def __init__(self) -> None:
-        """Starts empty."""
-        self.entries: dict[object, Entry] = {}
-        self.backward: dict[int, list[Any]] = {}
+#: How many entries a thread keeps, and how many threads have counts of their own, before what they
+#: counted is folded. An entry takes some 5 kB.
+_MOST_ENTRIES: Final = 2_000
+_MOST_THREADS: Final = 64
 
 
 class _Here(threading.local):
@@ -72,22 +32,29 @@ class _Here(threading.local):
 
     Attributes:
         counts: Its counts, once it has any.
+        thread: What ends with it.
     """
 
     counts: Counts | None = None
+
+    def __init__(self) -> None:
+        self.thread = Thread()
 
 
 class Recorder:
     """Counts calls that are alike.
 
-    Each thread has counts of its own, so that none is lost.
+    Each thread has counts of its own, so that none is lost. What it keeps does not grow with calls, nor
+    with the variety of their shapes: see `Folded`.
     """
 
-    def __init__(self) -> None:
+    def __init__(self, *, is_timed: bool = False) -> None:
         """Starts empty."""
+        self._is_timed = is_timed
         self._here = _Here()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._counts: list[Counts] = []
+        self._folded = Folded()
         self.traces = Traces()
         self.is_on = True
 
@@ -100,7 +67,9 @@ class Recorder:
         result: Any,
         /,
     ) -> None:
-        """Counts one call."""
+        """Counts one call; none that becomes part of a graph, where it says nothing of the program."""
+        if torch.compiler.is_compiling() or is_noted_in_graph() or is_jit_tracing():
+            return
         if call.op in _CONVERTING:
             if call.output_dtypes == call.input_dtypes[:1]:
                 return  # it has converted nothing
@@ -108,6 +77,8 @@ class Recorder:
         learns = torch.is_grad_enabled()
         found = signature(args, kwargs, learns=learns)
         given, outputs = shapes(inputs, learns=learns), shapes(result)
+        if any([shape.times > 1 for shape in given]) and call.reason != OWN_CAST:  # noqa: C419
+            call = replace(call, cast_bytes=_bytes_cast(given, call))
         key = (
             call.site, call.cast_policy, call.reason, call.dtype, call.input_dtypes,
             call.cast_dtypes, call.device_type, call.module, call.location, call.phase,
@@ -128,6 +99,8 @@ class Recorder:
             entry.recorded += 1
             node.register_prehook(_Backward(self, entry))
         self.traces.note(entry, inputs, result, node)
+        if len(counts.entries) > _MOST_ENTRIES:
+            self._fold([counts])
 
     def note_backward(self, entry: Entry) -> None:
         """Counts that gradients of one of the entry's calls are computed."""
@@ -136,24 +109,40 @@ class Recorder:
         if known is None:
             known = counts.backward[id(entry)] = [entry, 0]
         known[1] += 1
+        if len(counts.backward) > _MOST_ENTRIES:
+            self._fold([counts])
 
-    def entries(self) -> list[Entry]:
-        """Returns all entries, of all threads, with what their backward has come to."""
+    def counted(self) -> Counted:
+        """Returns what all threads have counted."""
         with self._lock:
-            counts = list(self._counts)
-        found = [entry for each in counts for entry in list(each.entries.values())]
-        for entry in found:
-            entry.backward = 0
-        for each in counts:
-            for entry, count in list(each.backward.values()):
-                entry.backward += count
-        return found
+            entries = [entry for each in self._counts for entry in list(each.entries.values())]
+            gradients = [
+                (entry, times)
+                for each in self._counts
+                for entry, times in list(each.backward.values())
+            ]
+            return Counted(entries, gradients, self._folded.rows, self._folded.places)
+
+    def _fold(self, counts: list[Counts]) -> None:
+        """Folds what was counted by this thread, or by threads that have ended."""
+        with self._lock:
+            entries = [entry for each in counts for entry in each.entries.values()]
+            gradients = [
+                (entry, times) for each in counts for entry, times in each.backward.values()
+            ]
+            self._folded.add(entries, gradients, is_timed=self._is_timed)
+            for each in counts:
+                each.entries, each.backward = {}, {}
 
     def _counts_here(self) -> Counts:
         counts = self._here.counts
         if counts is None:
-            counts = self._here.counts = Counts()
+            counts = self._here.counts = Counts(self._here.thread)
             with self._lock:
+                if len(self._counts) >= _MOST_THREADS:
+                    ended = [each for each in self._counts if each.thread() is None]
+                    self._fold(ended)
+                    self._counts = [each for each in self._counts if each not in ended]
                 self._counts.append(counts)
         return counts
 
@@ -169,6 +158,15 @@ class _Backward:
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         if self._recorder.is_on:
             self._recorder.note_backward(self._entry)
+
+
+def _bytes_cast(inputs: tuple[Shape, ...], call: OpCall) -> int:
+    """Returns the bytes that casts of a call wrote; under `torch.func.vmap`, for all at a time."""
+    return sum(
+        shape.bytes // given.itemsize * cast.itemsize
+        for shape, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True)
+        if given is not cast
+    )
 
 
 def _bytes_of(result: Any) -> int:

@@ -12,22 +12,26 @@ from ..observers import OpCall
 from ..ops import facts
 from ..reports import Row
 from ..tensors import LOW_DTYPES
-from .flops import NONE, flops
-from .recorder import OWN_CAST, Entry
+from .entries import OWN_CAST, Entry, Gradients
+from .flops import NONE, Flops, flops
 from .signatures import Shape, tensors_of
 
 
 def rows(entries: Iterable[Entry], *, is_timed: bool) -> Iterator[Row]:
-    """Yields the rows of what was counted, forward and backward."""
+    """Yields the rows of what was called."""
     for entry in entries:
         yield _row(entry, is_timed=is_timed)
-        if entry.backward:
-            yield _backward_row(entry)
+
+
+def backward_rows(gradients: Iterable[Gradients]) -> Iterator[Row]:
+    """Yields the rows of gradients that were computed."""
+    for entry, times in gradients:
+        yield _backward_row(entry, times)
 
 
 def _row(entry: Entry, *, is_timed: bool) -> Row:
     call = entry.call
-    counted = NONE if entry.signature is None else flops(call.function, entry.signature)
+    counted = _flops(entry)
     return Row(
         op=call.op,
         site=call.site,
@@ -50,6 +54,15 @@ def _row(entry: Entry, *, is_timed: bool) -> Row:
     )
 
 
+def _flops(entry: Entry) -> Flops:
+    """Returns the operations of one call; under `torch.func.vmap`, of all that it computes at a time."""
+    if entry.signature is None:
+        return NONE
+    found = flops(entry.call.function, entry.signature)
+    times = max([shape.times for shape in entry.outputs], default=1)
+    return Flops(found.forward * times, found.backward * times) if found != NONE else NONE
+
+
 def _casts(entry: Entry) -> int:
     """Returns how many tensors one call has cast, or rounded to a number format."""
     call = entry.call
@@ -60,10 +73,10 @@ def _casts(entry: Entry) -> int:
     return sum(a is not b for a, b in zip(call.input_dtypes, call.cast_dtypes, strict=True))
 
 
-def _backward_row(entry: Entry) -> Row:
+def _backward_row(entry: Entry, times: int) -> Row:
     """Returns the row of gradients: of results taken in, and of inputs returned in their own dtypes."""
     call = entry.call
-    counted = NONE if entry.signature is None else flops(call.function, entry.signature)
+    counted = _flops(entry)
     inputs = list(zip(entry.inputs, call.input_dtypes, call.cast_dtypes, strict=True))
     if call.reason == OWN_CAST:
         inputs = [(shape, given, call.output_dtypes[0]) for shape, given, _ in inputs]
@@ -87,11 +100,11 @@ def _backward_row(entry: Entry) -> Row:
         input_dtypes=_names(call.output_dtypes),
         cast_dtypes=_names(call.output_dtypes),
         output_dtypes=_names([given for _, given, _ in learning]),
-        calls=entry.backward,
-        casts=entry.backward * len(cast),
-        cast_bytes=entry.backward * sum(shape.bytes for shape in cast),
-        flops=entry.backward * counted.backward,
-        bytes=entry.backward * (_bytes(entry.outputs) + _input_bytes(entry) + gradients),
+        calls=times,
+        casts=times * len(cast),
+        cast_bytes=times * sum(shape.bytes for shape in cast),
+        flops=times * counted.backward,
+        bytes=times * (_bytes(entry.outputs) + _input_bytes(entry) + gradients),
         seconds=None,
     )
 

@@ -5,7 +5,10 @@ Keeps no tensor. Calls with equal signatures cost the same.
 
 from __future__ import annotations
 
+import enum
 import math
+import numbers
+import types
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
@@ -13,6 +16,7 @@ import torch
 from torch import Tensor
 
 from ..tensors import Args, Kwargs
+from ..torch_internals import behind_transform, is_of_transform
 
 Signature = tuple["Items", tuple[tuple[str, Any], ...]]
 
@@ -24,16 +28,37 @@ class Shape(NamedTuple):
         sizes: Its shape.
         dtype: Its dtype.
         learns: Whether autograd computes a gradient for it.
+        times: How many tensors of this shape it is: `torch.func.vmap` computes many in one call.
     """
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
     learns: bool
+    times: int = 1
 
     @property
     def bytes(self) -> int:
         """The bytes that its elements take."""
-        return math.prod(self.sizes) * self.dtype.itemsize
+        return math.prod(self.sizes) * self.dtype.itemsize * self.times
+
+
+class Real:
+    """Stands for a float: all are alike, since neither shapes nor costs depend on their values.
+
+    Attributes:
+        value: The first that was seen.
+    """
+
+    __slots__ = ("value",)
+
+    def __init__(self, value: float) -> None:
+        self.value = value
+
+    def __eq__(self, other: object) -> bool:
+        return type(other) is Real
+
+    def __hash__(self) -> int:
+        return hash(Real)
 
 
 class Items(NamedTuple):
@@ -49,7 +74,9 @@ class Items(NamedTuple):
 
 
 def signature(args: Args, kwargs: Mapping[str, Any], *, learns: bool) -> Signature | None:
-    """Returns the signature of a call; None where an argument can't be hashed, or has symbolic sizes.
+    """Returns the signature of a call; None where an argument is neither tensor nor a plain value.
+
+    Functions and other objects are the program's: they may hold tensors, and are not kept.
 
     Args:
         args: Positional arguments.
@@ -62,7 +89,9 @@ def signature(args: Args, kwargs: Mapping[str, Any], *, learns: bool) -> Signatu
     )
     try:
         hash(found)
-    except TypeError:
+    except (
+        TypeError
+    ):  # of an object of the program's, a slice before Python 3.12, or symbolic sizes
         return None
     return found
 
@@ -86,14 +115,37 @@ def rebuilt(found: Signature, make: Callable[[Shape], Tensor]) -> tuple[Args, Kw
 
 _NO_SIZES: Final = (0,)
 
+#: Arguments that may be kept: they hold nothing.
+_PLAIN: Final = (
+    numbers.Number, str, bytes, type(None), types.EllipsisType, slice, enum.Enum,
+    torch.dtype, torch.device, torch.layout, torch.memory_format,
+)  # fmt: skip
+
+#: Stands for other arguments; it can't be hashed.
+_UNKNOWN: Final[list[Any]] = []
+
 
 def _standing_for(value: Any, learns: bool) -> Any:
     if isinstance(value, Tensor):
         sizes = _NO_SIZES if value.is_nested else tuple(value.shape)
-        return Shape(sizes, value.dtype, learns and value.requires_grad)
+        learns = learns and value.requires_grad
+        return Shape(sizes, value.dtype, learns, _times(value) if is_of_transform(value) else 1)
     if isinstance(value, (list, tuple)) and type(value) in (list, tuple, torch.Size):
         return Items(tuple([_standing_for(each, learns) for each in value]), type(value) is list)
-    return value
+    if type(value) is float:
+        return Real(value)
+    if isinstance(value, _PLAIN):
+        return value
+    return None if isinstance(value, torch.Generator) else _UNKNOWN
+
+
+def _times(tensor: Tensor) -> int:
+    """Returns how many tensors of this shape a tensor of `torch.func.vmap` is."""
+    inner = tensor
+    while is_of_transform(inner) and (behind := behind_transform(inner)) is not inner:
+        inner = behind
+    count = tensor.numel()
+    return max(inner.numel() // count, 1) if count else 1
 
 
 def _shapes(value: Any) -> Iterator[Shape]:
@@ -110,4 +162,4 @@ def _rebuilt(value: Any, make: Callable[[Shape], Tensor]) -> Any:
     if isinstance(value, Items):
         items = [_rebuilt(each, make) for each in value.values]
         return items if value.is_list else tuple(items)
-    return value
+    return value.value if isinstance(value, Real) else value

@@ -19,11 +19,11 @@ from ..compute import saved_by
 from ..ops import kind
 from ..policy import CastPolicy
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, tensors_in
-from ..torch_internals import TELLS_SAVED
+from ..torch_internals import TELLS_SAVED, is_of_transform
 from ..torch_state import place, running_module
 
 if TYPE_CHECKING:
-    from .recorder import Entry
+    from .entries import Entry
 
 
 class Found(NamedTuple):
@@ -32,14 +32,20 @@ class Found(NamedTuple):
     Attributes:
         kind: See `Waste.kind`.
         what: See `Waste.what`.
-        entry: Where it was seen.
+        module: Where it was seen: the module, and
+        location: the line.
         subject: The op or parameter that the fix is about.
+        dtype: What the first input of the call was cast to.
+        learns: Whether autograd computes a gradient for any of its inputs.
     """
 
     kind: str
     what: str
-    entry: Entry
+    module: str
+    location: str
     subject: str
+    dtype: torch.dtype
+    learns: bool
 
 
 class _Made(NamedTuple):
@@ -140,7 +146,7 @@ class Traces:
             seen = self._seen[id(tensor)] = _Seen(tensor)
         elif dtype in seen.dtypes:
             name = self._name(tensor) if kind_ == "parameter cast again" else entry.call.op
-            self._add(Found(kind_, name, entry, name), tensor, dtype)
+            self._add(_found(kind_, name, entry, name), tensor, dtype)
         seen.dtypes.add(dtype)
 
     def _note_round_trip(
@@ -154,11 +160,11 @@ class Traces:
                 for given, cast in zip(earlier.input_dtypes, earlier.cast_dtypes, strict=True)
             )
             if was_upcast and earlier.cast_policy == CastPolicy.FP32.name:
-                self._add(Found("round trip", chain, entry, op), tensor, dtype)
+                self._add(_found("round trip", chain, entry, op), tensor, dtype)
         elif _is_cheap(op) and earlier.cast_policy == CastPolicy.LOW.name:
             given, cast = earlier.input_dtypes[0], earlier.cast_dtypes[0]
             if given is torch.float32 and cast in LOW_DTYPES:
-                self._add(Found("round trip", chain, entry, f"-{op}"), tensor, dtype)
+                self._add(_found("round trip", chain, entry, f"-{op}"), tensor, dtype)
 
     def _note_kept(self, entry: Entry, inputs: list[Tensor], node: Any) -> None:
         """Notes casts of weights that autograd keeps for the backward."""
@@ -175,7 +181,7 @@ class Traces:
             for each in saved:
                 if each.numel() == weight.numel() and each.dim() == weight.dim():
                     name = self._name(weight)
-                    self._add(Found("weight casts kept", name, entry, name), weight, each.dtype)
+                    self._add(_found("weight casts kept", name, entry, name), weight, each.dtype)
                     break
 
     def _add(self, found: Found, tensor: Tensor, dtype: torch.dtype) -> None:
@@ -190,9 +196,16 @@ class Traces:
         return name
 
 
+def _found(kind_: str, what: str, entry: Entry, subject: str) -> Found:
+    call = entry.call
+    learns = any([shape.learns for shape in entry.inputs])  # noqa: C419
+    return Found(kind_, what, call.module, call.location, subject, call.cast_dtypes[0], learns)
+
+
 def _memory(tensor: Tensor) -> int:
     """Returns what identifies the memory of a tensor; 0 where it has none of its own."""
-    if type(tensor) not in PLAIN_TENSORS or tensor.layout is not torch.strided:
+    is_plain = type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+    if not is_plain or is_of_transform(tensor):
         return 0
     return int(tensor.untyped_storage()._cdata)
 

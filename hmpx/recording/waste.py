@@ -2,42 +2,49 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Final
 
 import torch
 
 from ..reports import Waste
-from .recorder import Entry
+from .entries import Counted, Place, place_of
 from .traces import Found
 
 
-def waste(found: Mapping[Found, list[int]], entries: Iterable[Entry]) -> Iterator[Waste]:
+def waste(found: Mapping[Found, list[int]], counted: Counted) -> Iterator[Waste]:
     """Yields the casts to do without: those that traces have found, and those of unused results."""
     for each, (times, count) in list(found.items()):
-        call = each.entry.call
         fix, note = _FIXES[each.kind](each)
-        yield Waste(each.kind, each.what, call.module, call.location, times, count, fix, note)
-    yield from _unused_results(list(entries))
+        yield Waste(each.kind, each.what, each.module, each.location, times, count, fix, note)
+    yield from _unused_results(counted)
 
 
-def _unused_results(entries: list[Entry]) -> Iterator[Waste]:
+def _unused_results(counted: Counted) -> Iterator[Waste]:
     """Yields calls that were recorded by autograd and got no gradient, where others did."""
-    if not any(entry.backward for entry in entries):
+    used = {id(entry) for entry, _ in counted.gradients}
+    used_places = {place_of(entry) for entry, _ in counted.gradients if entry.is_folded}
+    was_folded = any(sums.backward for sums in counted.places.values())
+    if not (used or was_folded or any(entry.backward for entry in counted.entries)):
         return
-    for entry in entries:
+    for entry in counted.entries:
         call = entry.call
-        if call.cast_bytes and entry.recorded and not entry.backward:
-            yield Waste(
-                "unused result",
-                call.op,
-                call.module,
-                call.location,
-                entry.recorded,
-                entry.recorded * call.cast_bytes,
-                "with torch.no_grad():",
-                "no gradient came back to it, so nothing that was differentiated depends on it",
-            )
+        if call.cast_bytes and entry.recorded and not entry.backward and id(entry) not in used:
+            yield _unused(place_of(entry), entry.recorded, entry.recorded * call.cast_bytes)
+    for place, sums in counted.places.items():
+        if sums.bytes and not sums.backward and place not in used_places:
+            yield _unused(place, sums.recorded, sums.bytes)
+
+
+def _unused(place: Place, times: int, count: int) -> Waste:
+    return Waste(
+        "unused result",
+        *place,
+        times,
+        count,
+        "with torch.no_grad():",
+        "no gradient came back to it, so nothing that was differentiated depends on it",
+    )
 
 
 # --- fixes ---------------------------------------------------------------------------------------
@@ -54,13 +61,13 @@ def _of_round_trip(found: Found) -> Fix:
 
 
 def _of_parameter(found: Found) -> Fix:
-    if any(shape.learns for shape in found.entry.inputs):
+    if found.learns:
         return "hmpx.convert(reuse_casts=True)", "within one call of the outermost module"
     return "hmpx.freeze(model)", "for inference: stores the weight as it is used"
 
 
 def _of_tensor(found: Found) -> Fix:
-    method = _METHODS.get(found.entry.call.cast_dtypes[0], "to(...)")
+    method = _METHODS.get(found.dtype, "to(...)")
     return f"x = x.{method}", "once, before it is used"
 
 

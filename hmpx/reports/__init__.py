@@ -6,7 +6,7 @@ from .cells import located
 from .groups import Groups, grouped
 from .reading import read_json
 from .report import Report, merged
-from .rows import Group, Row, Totals, Waste, added, totals
+from .rows import Group, Row, Totals, Waste, added, added_waste, totals
 
 __all__ = [
     "Group",
@@ -16,6 +16,7 @@ __all__ = [
     "Totals",
     "Waste",
     "added",
+    "added_waste",
     "grouped",
     "located",
     "merged",

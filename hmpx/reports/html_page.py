@@ -49,8 +49,8 @@ def page(report: Report) -> str:
         style_hash=_hash(style),
         script_hash=_hash(script),
         data=Markup(_json(_tables(report, files))),
-        verdict=verdict(report.totals),
-        error=ended_with(report.error) if report.error else "",
+        verdict=verdict(report),
+        error=ended_with(report) if report.error else "",
         fixes=found[:_MOST_FIXES],
         fixes_left_out=count(max(0, len(found) - _MOST_FIXES)),
         about={clean(name): clean(value) for name, value in report.about.items()},
@@ -151,9 +151,9 @@ def _sums(sums: Totals) -> list[float | None]:
 
 def notebook_part(report: Report) -> str:
     """Returns the verdict, fixes and the table by op as HTML without scripts."""
-    parts = [f"<p><strong>{html.escape(verdict(report.totals))}</strong></p>"]
+    parts = [f"<p><strong>{html.escape(verdict(report))}</strong></p>"]
     if report.error:
-        parts.append(f"<p>{html.escape(ended_with(report.error))}</p>")
+        parts.append(f"<p>{html.escape(ended_with(report))}</p>")
     found = fixes(report.waste)[:MOST_FIXES]
     if found:
         items = "".join(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import sys
 import types
 from collections.abc import Mapping
 from dataclasses import fields
@@ -13,6 +14,9 @@ from typing import Any, Final, TypeVar, get_type_hints
 from ..errors import OptionError, said_by, shown, suggestion
 from .report import SCHEMA, Report
 from .rows import Row, Waste
+
+#: Of whole numbers of seconds: others have no float.
+_LARGEST: Final = int(sys.float_info.max)
 
 _T = TypeVar("_T", Row, Waste)
 
@@ -62,7 +66,11 @@ def _report(found: Mapping[str, Any]) -> Report:
         raise OptionError(f"'about' must map texts to texts, not {shown(about)}")
     if not isinstance(error, (str, types.NoneType)):
         raise OptionError(f"'error' must be a text or null, not {shown(error)}")
-    return Report(_items(Row, found, "rows"), _items(Waste, found, "waste"), about, error)
+    location = found.get("error_location", "")
+    if not isinstance(location, str):
+        raise OptionError(f"'error_location' must be a text, not {shown(location)}")
+    rows, waste = _items(Row, found, "rows"), _items(Waste, found, "waste")
+    return Report(rows, waste, about, error, location)
 
 
 def _items(kind: type[_T], found: Mapping[str, Any], key: str) -> tuple[_T, ...]:
@@ -100,4 +108,5 @@ def _is(value: Any, expected: Any) -> bool:
         return isinstance(value, str)
     if expected == tuple[str, ...]:
         return isinstance(value, list) and all(isinstance(each, str) for each in value)
-    return value is None or type(value) in (int, float)
+    is_number = type(value) is float or (type(value) is int and abs(value) <= _LARGEST)
+    return value is None or is_number

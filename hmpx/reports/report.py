@@ -29,7 +29,8 @@ class Report:
         rows: The calls, those that cost most first.
         waste: Casts to do without, those of most bytes first.
         about: Names and values that identify the run: versions, policy, device, rank.
-        error: The exception that ended the run, if one did.
+        error: The exception that ended the run, if one did, and
+        error_location: the line of the program that it came from, ``"train.py:12"``, if known.
 
     Example:
         >>> from hmpx.reports import Report
@@ -42,6 +43,7 @@ class Report:
     waste: tuple[Waste, ...] = ()
     about: Mapping[str, str] = field(default_factory=dict)
     error: str | None = None
+    error_location: str = field(default="", repr=False)
 
     @functools.cached_property
     def totals(self) -> Totals:
@@ -117,6 +119,7 @@ class Report:
                 "hmpx_report": SCHEMA,
                 "about": dict(self.about),
                 "error": self.error,
+                "error_location": self.error_location,
                 "rows": [
                     asdict(row if is_measured(row.seconds) else replace(row, seconds=None))
                     for row in self.rows
@@ -192,6 +195,7 @@ def merged(reports: Iterable[Report]) -> Report:
         added_waste(each for report in reports for each in report.waste),
         {name: ", ".join(values) for name, values in about.items()},
         "; ".join(dict.fromkeys(errors)) or None,
+        ", ".join(dict.fromkeys(filter(None, [report.error_location for report in reports]))),
     )
 
 

@@ -32,9 +32,9 @@ def _parts(report: Report, columns: int) -> list[Any]:
     """Returns the report's parts, as rich shows them; text of users is never read as markup."""
     Text = importlib.import_module("rich.text").Text  # noqa: N806
     Padding = importlib.import_module("rich.padding").Padding  # noqa: N806
-    parts: list[Any] = [Text(verdict(report.totals), style="bold")]
+    parts: list[Any] = [Text(verdict(report), style="bold")]
     if report.error:
-        parts.append(Text(ended_with(report.error), style="bold red"))
+        parts.append(Text(ended_with(report), style="bold red"))
     found = fixes(report.waste)
     if found:
         parts.append(Text("\nfixes, those that save most first:"))

@@ -7,7 +7,6 @@ from typing import TYPE_CHECKING, Final
 
 from .cells import clean, count, share, size, wrapped
 from .fixes import Fix, fixes
-from .rows import Totals
 from .tables import text_table
 
 if TYPE_CHECKING:
@@ -18,10 +17,13 @@ MOST_FIXES: Final = 5
 MOST_GROUPS: Final = 20
 
 
-def verdict(totals: Totals) -> str:
+def verdict(report: Report) -> str:
     """Returns how much ran in low precision, and what casts wrote, in a sentence."""
+    totals = report.totals
     if not totals.calls:
-        return "No calls were recorded."
+        if not report.about or "policy" in report.about:
+            return "No calls were recorded."
+        return "No calls were recorded; torch was not converted: hmpx.convert() comes first"
     parts = [
         (totals.low_flops, totals.flops, "FLOPs"),
         (totals.low_bytes, totals.bytes, "bytes"),
@@ -35,9 +37,10 @@ def verdict(totals: Totals) -> str:
     return f"{', '.join(shares)} in low precision; {wrote}"
 
 
-def ended_with(error: str) -> str:
-    """Returns what ended the run, on one line."""
-    return f"the run ended with: {clean(' '.join(error.split()))}"
+def ended_with(report: Report) -> str:
+    """Returns what ended the run and where, on one line."""
+    said = f"the run ended with: {clean(' '.join((report.error or '').split()))}"
+    return f"{said}, at {clean(report.error_location)}" if report.error_location else said
 
 
 def text(report: Report) -> str:
@@ -46,9 +49,9 @@ def text(report: Report) -> str:
 
 
 def _lines(report: Report) -> Iterator[str]:
-    yield from verdict(report.totals).split("; ")
+    yield from verdict(report).split("; ")
     if report.error:
-        yield from wrapped(ended_with(report.error))
+        yield from wrapped(ended_with(report))
     found = fixes(report.waste)
     if found:
         yield ""

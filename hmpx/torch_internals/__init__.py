@@ -86,6 +86,7 @@ from .operators import (
     has_kernel,
     schemas_of,
 )
+from .stance import uncompiled
 from .torch_part import Part, check, parts, torch_version
 from .tracing import (
     FUNCTION_MODULES,
@@ -202,6 +203,7 @@ __all__ = [
     "tracing_context",
     "transforms",
     "tries",
+    "uncompiled",
     "user_hooks",
     "uses",
 ]

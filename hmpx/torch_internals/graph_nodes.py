@@ -7,6 +7,7 @@ from typing import Any, Final
 import torch
 
 from .torch_part import one, rely_on
+from .tracing import transforms
 
 _FLOAT32: Final = torch.float32
 
@@ -58,8 +59,11 @@ _exp = torch.exp
 
 
 def next_number() -> int | None:
-    """Returns a number that is at most that of the next node made in this thread; None if unknown."""
-    if not _ARE_DESCRIBED:
+    """Returns a number that is at most that of the next node made in this thread; None if unknown.
+
+    Inside transforms of torch.func it is: nothing there may be made to require gradients.
+    """
+    if not _ARE_DESCRIBED or transforms() is not None:
         return None
     with torch.inference_mode(False), torch.enable_grad():
         return number_of(_exp(one().requires_grad_()).grad_fn)

@@ -80,3 +80,33 @@ def test_what_can_not_be_written_is_said_before_the_program_runs(
     done = run(tmp_path, name, "print('ran')")
     assert (done.returncode, done.stdout) == (2, "")
     assert said in done.stderr
+
+
+@pytest.mark.parametrize("suffix", [".json", ".html", ".csv", ".txt"])
+def test_a_program_ends_as_it_does_where_its_report_can_not_be_written(
+    tmp_path: Path, suffix: str
+) -> None:
+    """On a full disk; what was lost is said."""
+    full = Path("/dev/full")
+    if not full.exists():
+        pytest.skip("there is no device that is always full")
+    (tmp_path / f"report{suffix}").symlink_to(full)
+    done = run(tmp_path, f"report{suffix}", "sys.exit(3)")
+    assert done.returncode == 3
+    assert "hmpx: the report can't be written: " in done.stderr
+    assert "No space left" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_a_directory_is_refused_before_the_program_runs(tmp_path: Path) -> None:
+    """Since nothing could be written there afterwards."""
+    (tmp_path / "report.json").mkdir()
+    done = run(tmp_path, "report.json", "print('ran')")
+    assert (done.returncode, done.stdout) == (2, "")
+    assert "report.json is a directory; name a file in it" in done.stderr
+
+
+def test_names_may_end_in_capitals(tmp_path: Path) -> None:
+    """As some programs write them."""
+    assert run(tmp_path, "R.JSON").returncode == 0
+    assert read_json(tmp_path / "R.JSON").rows

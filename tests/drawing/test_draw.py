@@ -297,3 +297,15 @@ def test_errors_say_what_to_do(
     with pytest.raises(OptionError) as raised:
         hmpx.draw(*arguments, **options)
     assert message in str(raised.value)
+
+
+@pytest.mark.parametrize(
+    "transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=str
+)
+def test_transforms_inside_are_no_obstacle(transform: Any) -> None:
+    """Modules called in them: what they compute has no node that is known."""
+    model = nn.Linear(4, 4)
+    inside = transform(lambda x: model(x).square().sum())
+    x = torch.ones(2, 4)
+    drawing = hmpx.draw(lambda: model(x) + inside(x).sum())
+    assert "addmm" in [node.label for node in drawing.nodes]

@@ -234,6 +234,41 @@ def test_what_ran_before_an_error_is_reported() -> None:
     assert row_of(rec, "mm").calls == 1
 
 
+def test_where_an_error_came_from_is_reported() -> None:
+    """The innermost line of the program, rather than torch's."""
+    model = nn.Linear(8, 2)
+    with pytest.raises(RuntimeError), hmpx.record() as rec:
+        model(torch.ones(2, 3))
+    report = rec.report()
+    assert report.error is not None
+    assert report.error.startswith("RuntimeError: mat1 and mat2")
+    line = test_where_an_error_came_from_is_reported.__code__.co_firstlineno + 4
+    assert report.error_location == f"{__file__}:{line}"
+    said = " ".join(str(report).split())
+    assert f"at {report.error_location}".replace(" ", "") in said.replace(" ", "")
+
+
+def test_an_error_that_can_not_be_shown_passes() -> None:
+    """As it does without a record."""
+
+    class OddError(Exception):
+        def __str__(self) -> str:
+            raise TypeError("no text")
+
+    with pytest.raises(OddError), hmpx.record() as rec:
+        raise OddError
+    assert rec.report().error == "OddError"
+
+
+def test_an_empty_report_says_that_torch_was_not_converted() -> None:
+    """Which is the likeliest reason."""
+    hmpx.revert()
+    with hmpx.record() as rec:
+        torch.mm(X, WEIGHT)
+    assert rec.rows == ()
+    assert "torch was not converted: hmpx.convert() comes first" in str(rec)
+
+
 def test_a_record_is_entered_once() -> None:
     """A new one is cheap."""
     rec = hmpx.record()

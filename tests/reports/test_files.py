@@ -81,13 +81,18 @@ def damaged(**changes: Any) -> str:
             damaged(rows__output_dtypes=[1]),
             "'output_dtypes' of rows[0] must be a list of texts, not",
         ),
+        (
+            damaged(rows__seconds=10**400),
+            "'seconds' of rows[0] must be a number or null, not an integer",
+        ),
+        (damaged(error_location=3), " is damaged: 'error_location' must be a text, not 3"),
         (damaged(rows__seconds="1"), "'seconds' of rows[0] must be a number or null, not '1'"),
         (damaged(waste__fix=None), " is damaged: 'fix' of waste[0] must be a text, not None"),
         (damaged(about=...), " is damaged: 'about' must map texts to texts, not None"),
         (damaged(about={"a": 1}), " is damaged: 'about' must map texts to texts, not {'a': 1}"),
         (damaged(error=3), " is damaged: 'error' must be a text or null, not 3"),
     ],
-    ids=range(24),
+    ids=range(26),
 )
 def test_damaged_files_are_named(text: str, message: str, tmp_path: Path) -> None:
     """With what is wrong in them."""

@@ -1,0 +1,237 @@
+"""`hmpx.record` with programs of all kinds: transforms, traces, compiled functions, endless variety."""
+
+from __future__ import annotations
+
+import gc
+import subprocess
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
+
+import hmpx
+from hmpx.recording import recorder
+from tests.recording.test_counts import Counter
+
+X, WEIGHT = torch.ones(5, 4, 8), torch.ones(16, 8)
+
+
+@pytest.fixture(autouse=True)
+def _converted() -> Iterator[None]:
+    with hmpx.convert(device_types={"cpu"}, legalize="never"):
+        yield
+
+
+def _loss(x: Tensor) -> Tensor:
+    return F.linear(x, WEIGHT).softmax(-1).square().sum()
+
+
+#: Programs of torch.func.
+TRANSFORMED: dict[str, Callable[[], Any]] = {
+    "vmap": lambda: torch.func.vmap(lambda x: F.linear(x, WEIGHT))(X),
+    "gradients of each sample": lambda: torch.func.vmap(torch.func.grad(_loss))(X),
+    "grad": lambda: torch.func.grad(_loss)(X),
+    "nested": lambda: torch.func.vmap(
+        lambda a: torch.func.vmap(lambda b: a @ b)(X.transpose(1, 2))
+    )(X),
+    "ensemble": lambda: torch.func.vmap(lambda w: F.linear(X[0], w))(torch.ones(3, 16, 8)),
+    "convolution": lambda: torch.func.vmap(lambda x: F.conv2d(x, torch.ones(2, 3, 3, 3)))(
+        torch.ones(4, 1, 3, 8, 8)
+    ),
+}
+
+
+@pytest.mark.parametrize("name", TRANSFORMED)
+def test_what_a_transform_computes_at_a_time_is_counted(name: str) -> None:
+    """FLOPs and casts, against torch's dispatcher."""
+    program = TRANSFORMED[name]
+    with FlopCounterMode(display=False) as flops, Counter() as casts:
+        program()
+    with hmpx.record() as rec:
+        program()
+    totals = rec.report().totals
+    assert totals.flops == flops.get_total_flops()
+    assert (totals.casts, totals.cast_bytes) == (casts.casts, casts.cast_bytes)
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # by torch itself
+@pytest.mark.parametrize(
+    "transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian], ids=str
+)
+def test_other_transforms_run_as_without_it(transform: Any) -> None:
+    """Tensors of theirs have no memory to follow."""
+    program = transform(_loss)
+    expected = program(X[0])
+    with hmpx.record() as rec:
+        actual = program(X[0])
+    assert torch.equal(actual, expected)
+    assert rec.rows
+
+
+def _kinds(traced: Any) -> list[str]:
+    return [node.kind() for node in traced.inlined_graph.nodes()]
+
+
+@pytest.mark.filterwarnings("ignore:.*torch.jit.trace:DeprecationWarning")
+def test_traced_calls_are_left_alone() -> None:
+    """Of a trace sizes are tensors; to ask for them would add to it."""
+    model = nn.Sequential(nn.Linear(8, 8), nn.Softmax(-1))
+    expected = torch.jit.trace(model, X)
+    with hmpx.record() as rec:
+        traced = torch.jit.trace(model, X)
+        torch.export.export(model, (X,))
+    assert _kinds(traced) == _kinds(expected)
+    assert rec.rows == () or all(type(row.bytes) is int for row in rec.rows)
+    assert rec.to_json()
+
+
+def test_a_function_first_compiled_inside_runs_uncompiled() -> None:
+    """In a process that has not imported torch.compile; after the record it is compiled."""
+    program = """
+import sys, torch, hmpx
+seen = []
+def backend(graph, inputs):
+    seen.append(1)
+    return graph.forward
+x = torch.ones(2, 8)
+with hmpx.convert(device_types={"cpu"}, legalize="never"):
+    with hmpx.record():
+        pass
+    assert "torch._dynamo" not in sys.modules
+    with hmpx.record() as rec:
+        compiled = torch.compile(lambda x: torch.mm(x, x.t()).softmax(-1), backend=backend)
+        compiled(x)
+    assert not [each for each in sys.meta_path if type(each).__module__.endswith('stance')]
+    print(sorted((row.op, row.calls) for row in rec.rows), seen)
+    compiled(x)
+    print(seen)
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines() == ["[('mm', 1), ('softmax', 1)] []", "[1]"], done.stdout
+
+
+def test_records_that_overlap_leave_torch_compile_as_it_was() -> None:
+    """Whichever ends first."""
+    compiled = torch.compile(lambda x: torch.mm(x, x), backend="eager")
+    first, second = hmpx.record(), hmpx.record()
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    compiled(X[0, :, :4])
+    second.__exit__(None, None, None)
+    assert [row.calls for row in second.rows] == [1]
+    assert first.rows == ()
+    graphs: list[int] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(1)
+        return graph.forward
+
+    torch.compile(lambda x: torch.mm(x, x).exp(), backend=backend)(X[0, :, :4])
+    assert graphs == [1]
+
+
+@pytest.mark.parametrize("where", ["inference mode", "hooks", "transform", "meta"])
+def test_where_a_report_is_made_does_not_matter(where: str) -> None:
+    """FLOPs are counted outside of the program's modes."""
+    width = {"inference mode": 3, "hooks": 5, "transform": 6, "meta": 7}[where]
+    model = nn.Linear(8, width)  # counts of FLOPs are kept: each has its own shapes
+    with hmpx.record() as rec:
+        model(X[0]).sum().backward()
+
+    def packed(tensor: Tensor) -> Tensor:
+        raise AssertionError("the program's hook has seen hmpx's tensor")
+
+    def flops(_: Any = None) -> int:
+        found.append(rec.report().totals.flops)
+        return 0
+
+    found: list[int] = []
+    if where == "inference mode":
+        with torch.inference_mode():
+            flops()
+    elif where == "hooks":
+        with torch.autograd.graph.saved_tensors_hooks(packed, packed):
+            flops()
+    elif where == "transform":
+        torch.func.vmap(lambda x: x + flops())(X)
+    else:
+        with torch.device("meta"):
+            flops()
+    assert found == [2 * 2 * 4 * 8 * width]
+
+
+def _kept(rec: hmpx.record) -> int:
+    return len(rec._recorder.counted().entries)
+
+
+def test_numbers_that_differ_are_no_calls_of_their_own() -> None:
+    """As of schedules: what is kept does not grow with calls."""
+    with hmpx.record() as rec:
+        for number in range(50):
+            X * (0.1 * number)
+    assert [row.calls for row in rec.rows] == [50]
+    assert _kept(rec) == 1
+
+
+def test_variety_is_folded_and_nothing_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of shapes, in forward and backward: sums are those without folding."""
+    weight = nn.Parameter(torch.ones(8, 8))
+
+    def program() -> None:
+        for size in range(1, 40):
+            torch.mm(torch.ones(size, 8), weight).softmax(-1).sum().backward()
+            torch.mm(torch.ones(size, 8), weight).exp()  # whose result is not used
+
+    with hmpx.record() as expected:
+        program()
+    monkeypatch.setattr(recorder, "_MOST_ENTRIES", 10)
+    with hmpx.record() as rec:
+        program()
+    assert _kept(rec) <= 11
+    assert [_sums(row) for row in rec.rows] == [_sums(row) for row in expected.rows]
+    wasted = {(each.kind, each.times, each.bytes) for each in expected.waste()}
+    assert {(each.kind, each.times, each.bytes) for each in rec.waste()} == wasted
+    assert ("unused result", 39, 39 * 128 + 16 * sum(range(1, 40))) in wasted
+
+
+def _sums(row: Any) -> tuple[Any, ...]:
+    line = int(row.location.rpartition(":")[2])
+    return (
+        row.op, row.phase, line, row.calls, row.casts, row.cast_bytes, row.flops, row.bytes
+    )  # fmt: skip
+
+
+def test_threads_that_ended_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A server starts one for each request."""
+    monkeypatch.setattr(recorder, "_MOST_THREADS", 4)
+    with hmpx.record() as rec:
+        for _ in range(20):
+            thread = threading.Thread(target=lambda: torch.mm(WEIGHT, WEIGHT.t()))
+            thread.start()
+            thread.join()
+    assert [row.calls for row in rec.rows] == [20]
+    assert len(rec._recorder._counts) <= 4
+
+
+def test_no_object_of_the_program_is_kept() -> None:
+    """Arguments may be generators, and functions that hold tensors."""
+    generator = torch.Generator()
+    watched = weakref.ref(generator)
+    with hmpx.record() as rec:
+        for _ in range(2):
+            torch.bernoulli(X, generator=generator)
+    del generator
+    gc.collect()
+    assert watched() is None
+    assert [row.calls for row in rec.rows if row.op == "bernoulli"] == [2]
