@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Final
 
+from ..reports import size
 from .graph import LEAVES, Edge, Node
 
 #: Type -> the colours of nodes that compute in it, and of edges; told apart by colour-blind readers.
@@ -77,6 +78,8 @@ def _node(node: Node, emulated: set[str]) -> str:
         values |= {"height": "0.2", "color": fill}
     elif node.kind == "output":
         values |= {"shape": "box", "style": "rounded,bold"}
+    elif node.kind == "fold":
+        values |= {"shape": "box3d", "style": "filled", "fillcolor": "#ffffff", "color": "#888888"}
     elif node.kind == "cut":
         values |= {"shape": "note", "style": "dashed"}
     else:
@@ -87,6 +90,8 @@ def _node(node: Node, emulated: set[str]) -> str:
 
 
 def _label(node: Node) -> str:
+    if node.kind == "fold":
+        return "\n".join([*map(_cut, node.label.split("\n")), node.reason])
     name = f"{node.label} (x{node.times:,})" if node.times > 1 else node.label
     if node.kind == "parameter" and node.module:
         name = name.removeprefix(f"{node.module}.")  # the box has it
@@ -100,6 +105,8 @@ def _label(node: Node) -> str:
 
 
 def _tooltip(node: Node) -> str:
+    if node.kind == "fold":
+        return f"{node.label}\n{node.reason}\nhmpx.draw(..., fold=False) draws them"
     said = [node.label]
     if node.reason:
         said.append(f"{node.dtype or 'left alone'}: {node.reason}")
@@ -111,7 +118,23 @@ def _tooltip(node: Node) -> str:
         said.append(node.location)
     if node.grad_fn and node.kind not in LEAVES:
         said.append(", ".join(node.grad_fn[:6]))
+    said += _saved(node)
     return "\n".join(said)
+
+
+#: Of the tensors that a node saves, how many its tooltip names.
+_MOST_SAVED: Final = 6
+
+
+def _saved(node: Node) -> Iterator[str]:
+    """Yields lines on what a node keeps for the backward."""
+    if not node.saved:
+        return
+    yield f"saves {size(sum(each.bytes for each in node.saved))} for the backward:"
+    for each in node.saved[:_MOST_SAVED]:
+        yield f"  {each.dtype}  {_size(each.shape)}  {size(each.bytes)}"
+    if len(node.saved) > _MOST_SAVED:
+        yield f"  and {len(node.saved) - _MOST_SAVED:,} more"
 
 
 def _edge(edge: Edge, emulated: set[str]) -> str:

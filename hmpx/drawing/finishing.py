@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Final
 
 from torch import Tensor
 
+from ..compute import saved_by
+from ..torch_internals import TELLS_SAVED
 from .building import Builder, short
-from .graph import Edge, Node
+from .graph import Edge, Node, Saved
 from .groups import Group
 from .modules import outputs_first
 from .walking import Step
@@ -154,4 +156,16 @@ def _node(position: int, group: Group, steps: list[Step]) -> Node:
         grad_fn=tuple([step.name for step in own[:_MOST_NAMES]]),
         is_legalized=group.is_legalized,
         times=group.times,
+        saved=tuple([saved for step in own for saved in _saved(step)]),
     )
+
+
+def _saved(step: Step) -> Iterator[Saved]:
+    """Yields what autograd keeps for a step; what the program's hooks have packed is not known."""
+    if step.leaf is not None or not TELLS_SAVED:
+        return
+    for each in saved_by(step.node):
+        tensor = each.data
+        if isinstance(tensor, Tensor):
+            shape = None if tensor.is_nested else tuple([int(size) for size in tensor.shape])
+            yield Saved(short(tensor.dtype), shape, tensor.numel() * tensor.itemsize)

@@ -6,10 +6,25 @@ from dataclasses import dataclass
 from typing import Final, Literal
 
 #: What a node is: an op; a cast or a rounding; a leaf of the graph, named or not; a tensor that was
-#: given to be drawn; or all that is beyond ``max_nodes``.
-Kind = Literal["op", "cast", "parameter", "input", "output", "cut"]
+#: given to be drawn; all that is beyond ``max_nodes``; or, in pictures only, modules like one before them.
+Kind = Literal["op", "cast", "parameter", "input", "output", "cut", "fold"]
 
 LEAVES: Final = frozenset({"parameter", "input"})
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A tensor that autograd keeps for the backward.
+
+    Attributes:
+        dtype: Its dtype: ``"bf16"``.
+        shape: Its shape; None if unknown.
+        bytes: The bytes that its elements take, whether other nodes keep the same memory or not.
+    """
+
+    dtype: str
+    shape: tuple[int, ...] | None
+    bytes: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -29,6 +44,7 @@ class Node:
         grad_fn: Autograd's names of what is shown as this node.
         is_legalized: An op computes in fp32 and rounds to ``dtype``.
         times: How many such ops, one after the other, are shown as this one.
+        saved: What it keeps for the backward; nothing once that has run.
     """
 
     id: str
@@ -42,6 +58,7 @@ class Node:
     grad_fn: tuple[str, ...] = ()
     is_legalized: bool = False
     times: int = 1
+    saved: tuple[Saved, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

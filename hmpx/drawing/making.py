@@ -23,6 +23,7 @@ def draw(
     model: nn.Module | None = None,
     params: Mapping[str, Tensor] | Iterable[tuple[str, Tensor]] | None = None,
     max_nodes: int = 1000,
+    fold: bool = True,
 ) -> Drawing:
     """Returns a drawing of the autograd graph of a result: ops by the type they compute in, and casts.
 
@@ -39,6 +40,7 @@ def draw(
             model, that one. If the result is given, modules are told from the parameters around an op.
         params: Names of other tensors, as `torchviz.make_dot` takes them: name -> tensor.
         max_nodes: How many nodes to draw; those nearest to the result.
+        fold: Whether the picture shows, of modules that are alike and follow each other, the first.
 
     Returns:
         A `Drawing`: ``.save("graph.svg")``, ``.dot``, ``.nodes``; notebooks show it.
@@ -58,6 +60,7 @@ def draw(
         raise OptionError(f"model must be a torch.nn.Module, not {shown(model)}")
     if type(max_nodes) is not int or max_nodes < 1:
         raise OptionError(f"max_nodes must be a positive integer, not {shown(max_nodes)}")
+    arguments.truth("fold", fold)
     is_call = not isinstance(output, Tensor) and callable(output)
     if inputs and not is_call:
         raise OptionError(f"inputs are for a model or a function to call, not for {shown(output)}")
@@ -79,7 +82,7 @@ def draw(
     builder.build()
     ends = [(place, tensor, positions[id(tensor.grad_fn)]) for place, tensor in found]
     nodes, edges, left_out = finished(builder, ends, max_nodes)
-    return Drawing(nodes, edges, left_out, names.classes, builder.formats())
+    return Drawing(nodes, edges, left_out, names.classes, builder.formats(), fold)
 
 
 #: Views and what belongs to observed ops are not drawn, so more is walked than ``max_nodes``.

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib
 import os
 import subprocess
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
@@ -14,6 +14,7 @@ from .. import arguments
 from ..errors import OptionError, said_by, short, shown
 from .dot import to_dot
 from .graph import Edge, Node
+from .repeats import folded
 
 _INSTALL_PACKAGE: Final = "pip install 'hmpx[draw]'"
 _INSTALL_PROGRAM: Final = (
@@ -35,6 +36,7 @@ class Drawing:
             are thousands of steps away.
         classes: Qualified name of a module -> name of its class, where modules are known.
         formats: Names of the number formats among the types of nodes.
+        fold: Whether pictures show of modules that are alike the first; nodes and edges have all.
 
     Example:
         >>> model = torch.nn.Linear(4, 2, bias=False)
@@ -55,11 +57,16 @@ class Drawing:
     left_out: int = 0
     classes: Mapping[str, str] = field(default_factory=dict)
     formats: frozenset[str] = frozenset()
+    fold: bool = True
 
     @property
     def dot(self) -> str:
         """The graph in graphviz's language; making it needs nothing installed."""
-        return to_dot(self.nodes, self.edges, self.classes, set(self.formats))
+        nodes: Iterable[Node] = self.nodes
+        edges: Iterable[Edge] = self.edges
+        if self.fold:
+            nodes, edges = folded(nodes, edges, self.classes)
+        return to_dot(nodes, edges, self.classes, set(self.formats))
 
     def svg(self) -> str:
         """Returns the picture as SVG.

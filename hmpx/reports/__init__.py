@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .cells import located
+from .cells import located, size
 from .groups import Groups, grouped
 from .reading import read_json
 from .report import Report, merged
@@ -21,5 +21,6 @@ __all__ = [
     "located",
     "merged",
     "read_json",
+    "size",
     "totals",
 ]
