@@ -158,21 +158,26 @@
   function grouped(fields) {
     const groups = new Map();
     for (const row of data.rows) {
-      const id = fields.map((field) => row[field]).join();
+      let id = "";
+      for (const field of fields) id += `${row[field]},`;
       let group = groups.get(id);
       if (!group) {
         group = { key: fields.map((field) => texts[row[field]]), sums: [0, 0, 0, 0, 0, 0, 0, 0, null] };
         groups.set(id, group);
       }
-      const [calls, casts, castBytes, flops, bytes, seconds] = row.slice(NUMBERS);
       const { sums } = group;
-      [[CALLS, calls], [FLOPS, flops], [BYTES, bytes]].forEach(([place, number]) => {
-        sums[place] += number;
-        if (row[IS_LOW]) sums[place + 1] += number;
-      });
-      sums[CASTS] += casts;
-      sums[CAST_BYTES] += castBytes;
-      if (seconds !== null) sums[SECONDS] += seconds;
+      const calls = row[NUMBERS], flops = row[NUMBERS + 3], bytes = row[NUMBERS + 4];
+      sums[CALLS] += calls;
+      sums[FLOPS] += flops;
+      sums[BYTES] += bytes;
+      if (row[IS_LOW]) {
+        sums[CALLS + 1] += calls;
+        sums[FLOPS + 1] += flops;
+        sums[BYTES + 1] += bytes;
+      }
+      sums[CASTS] += row[NUMBERS + 1];
+      sums[CAST_BYTES] += row[NUMBERS + 2];
+      if (row[NUMBERS + 5] !== null) sums[SECONDS] += row[NUMBERS + 5];
     }
     return [...groups.values()].sort(
       (a, b) => b.sums[FLOPS] - a.sums[FLOPS] || b.sums[BYTES] - a.sums[BYTES]);
