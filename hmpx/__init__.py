@@ -28,15 +28,18 @@ from .version import __version__ as __version__
 from .watching import Offence, Watch, watch
 
 if TYPE_CHECKING:
+    from .comparing import Comparison, compare
     from .drawing import Drawing, draw
     from .explaining import Explanation, Explanations, explain
     from .recording import record
 
 #: What is imported when it is first asked for -> its room: looking back at a run can wait.
 _LATER: Final = {
+    "Comparison": "comparing",
     "Drawing": "drawing",
     "Explanation": "explaining",
     "Explanations": "explaining",
+    "compare": "comparing",
     "draw": "drawing",
     "explain": "explaining",
     "record": "recording",
@@ -63,6 +66,7 @@ __all__ = [
     "CallTensors",
     "CastPolicy",
     "CheckpointError",
+    "Comparison",
     "Decision",
     "Drawing",
     "Explanation",
@@ -85,6 +89,7 @@ __all__ = [
     "Weight",
     "attach",
     "casts_enabled",
+    "compare",
     "convert",
     "disable_casts",
     "draw",

@@ -87,6 +87,8 @@ class CallTensors:
         run: Torch's own function, to run again on any arguments: ``tensors.run(*tensors.given)``.
             Nothing is cast in it, gradients are not recorded, and it draws the random numbers that the
             call drew.
+        run_cast: The call as hmpx makes it, to run again likewise: it casts its inputs, and computes in the
+            number format or legalized, as the policy says, also where the program has casts switched off.
         result: What the call returned.
         writes: The call writes to some of its arguments.
 
@@ -103,6 +105,7 @@ class CallTensors:
     cast: tuple[Any, ...]
     cast_kwargs: Mapping[str, Any]
     run: Callable[..., Any]
+    run_cast: Callable[..., Any]
     result: Any = None
     writes: bool = False
 

@@ -30,6 +30,7 @@ from .nested import (
     tensors_in,
     with_items,
 )
+from .structures import copied, floats_of, is_dense, tensors_of, widened
 
 __all__ = [
     "CAST",
@@ -47,8 +48,11 @@ __all__ = [
     "Named",
     "cast_as_one",
     "chunk_of",
+    "copied",
     "floating_in",
+    "floats_of",
     "is_available",
+    "is_dense",
     "is_floating",
     "leaves",
     "long_name",
@@ -58,5 +62,7 @@ __all__ = [
     "parse_name",
     "short_name",
     "tensors_in",
+    "tensors_of",
+    "widened",
     "with_items",
 ]

@@ -3,7 +3,14 @@
 from __future__ import annotations
 
 from .conversions import begin_to_end, conversion, conversion_patches, in_force, is_covered
-from .disabling import disable_casts, is_off_by_program, is_unobserved, keeps_state, without_casts
+from .disabling import (
+    disable_casts,
+    is_off_by_program,
+    is_unobserved,
+    keeps_state,
+    unobserved_casts,
+    without_casts,
+)
 from .dispatcher import is_below_dispatcher
 from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
 from .module_names import named_modules
@@ -72,5 +79,6 @@ __all__ = [
     "running_module",
     "state_of_random_numbers",
     "traced_places",
+    "unobserved_casts",
     "without_casts",
 ]

@@ -10,7 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from .marks import is_every_marked, mark_every
+from .marks import ON, is_every_marked, mark_every
 from .switch import (
     ALL,
     Region,
@@ -105,7 +105,7 @@ def is_unobserved() -> bool:
     if torch.compiler.is_dynamo_compiling():
         return False
     region = innermost()
-    return region is not None and type(region.opener) is without_casts
+    return region is not None and type(region.opener) in (without_casts, unobserved_casts)
 
 
 def is_off_by_program() -> bool:
@@ -152,6 +152,13 @@ class _State:
         except BaseException:
             close_region(self._region)
             raise
+
+
+class unobserved_casts(_State):  # noqa: N801
+    """Switches casting on for calls that hmpx itself makes again: observers don't see them."""
+
+    def __init__(self) -> None:
+        super().__init__(ON)
 
 
 def keeps_state(function: _F) -> _F:

@@ -38,6 +38,7 @@ from ..torch_state import (
     place,
     state_of_random_numbers,
     switch,
+    unobserved_casts,
     without_casts,
 )
 from . import overriding
@@ -103,7 +104,7 @@ def make_observed_wrapper(
             count = before[position].numel()
             cast_bytes += count * size if type(count) is int else 0  # or it is a symbol
         if with_tensors and not (is_graph_made() or has_fake_tensors()):
-            tensors = _tensors(recipe, complete, args, kwargs)
+            tensors = _tensors(recipe, complete, inner, args, kwargs)
         began = _now(found.device_type) if is_timed else 0.0
         try:
             _here.is_in_call = True
@@ -239,9 +240,21 @@ def _apart() -> Iterator[None]:
 
 
 def _tensors(
-    recipe: Recipe, complete: Callable[..., Any], args: Args, kwargs: Kwargs
+    recipe: Recipe,
+    complete: Callable[..., Any],
+    inner: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
 ) -> CallTensors:
-    """Returns the tensors of a call that is to be made, without its result."""
+    """Returns the tensors of a call that is to be made, without its result.
+
+    Args:
+        recipe: That of the call site.
+        complete: Torch's function.
+        inner: The wrapper that is not observed.
+        args: Positional arguments, and
+        kwargs: those given by name.
+    """
     options = dataclasses.replace(recipe.options, reuse_casts=False)
     state = (
         state_of_random_numbers(args)
@@ -255,18 +268,26 @@ def _tensors(
     if state is not None:
         state.restore()  # which stochastic rounding may have drawn from
 
+    def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        if state is None:
+            return function(*args, **kwargs)
+        now = state_of_random_numbers(args)
+        state.restore()
+        try:
+            return function(*args, **kwargs)
+        finally:
+            now.restore()
+
     def run(*args: Any, **kwargs: Any) -> Any:
         with _apart():
-            if state is None:
-                return complete(*args, **kwargs)
-            now = state_of_random_numbers(args)
-            state.restore()
-            try:
-                return complete(*args, **kwargs)
-            finally:
-                now.restore()
+            return again(complete, *args, **kwargs)
 
-    return CallTensors(args, kwargs, cast, cast_kwargs, run, writes=_writes(recipe, args, kwargs))
+    def run_cast(*args: Any, **kwargs: Any) -> Any:
+        with _apart(), unobserved_casts():
+            return again(inner, *args, **kwargs)
+
+    writes = _writes(recipe, args, kwargs)
+    return CallTensors(args, kwargs, cast, cast_kwargs, run, run_cast, writes=writes)
 
 
 def _own(tensors: CallTensors) -> CallTensors:

@@ -1,0 +1,135 @@
+"""`compare`: which op's rounding hurts, ranked by what it does to the result."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import math
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, shown
+from ..recording import record
+from ..session import convert, current
+from ..torch_internals import DisableAutocast, is_dynamo_loaded
+from .comparison import Comparison
+from .low_run import LowCall, LowRun
+from .rows import compared_sites
+from .runs import PROJECTIONS, Runs, relative
+from .shadow_run import Kept, ShadowRun
+
+_REFERENCES: Final = (torch.float32, torch.float64)
+
+
+def compare(
+    model: Callable[..., Any],
+    *inputs: Any,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    reference: torch.dtype = torch.float32,
+    passes: int = 1,
+    seed: int = 0,
+    **conversion: Any,
+) -> Comparison:
+    """Compares each call of a model in low precision with float32, and ranks ops by their effect.
+
+    The model runs in low precision once, forward and backward; then in float32, where each call is made
+    again in low precision beside the program, and one backward tells what each difference does to the
+    loss. The model, its buffers and gradients, and random numbers are as before afterwards.
+
+    Args:
+        model: The model, or any function. Compiled ones run uncompiled.
+        *inputs: What it is called with; a single mapping is passed on by name: ``model(**batch)``.
+        loss_fn: Gets what the model returns, upcast to float32, and returns a tensor of one element. Its
+            own ops run in float32. None: effects are relative to the outputs, by random projections.
+        reference: ``torch.float32``, or ``torch.float64``: each call is compared with itself in float64.
+        passes: In how many runs calls are compared. More take longer and need less memory: what is kept
+            of each result until the backward takes half of its size in float32.
+        seed: That of the random projections.
+        **conversion: Arguments of `convert`. Without any: the conversion in force, or else the default.
+
+    Returns:
+        The rows, by effect.
+
+    Raises:
+        OptionError: An argument has a value that it can't have, or ``loss_fn`` returns no such tensor.
+
+    Example:
+        >>> _ = torch.manual_seed(0)
+        >>> model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Tanh(), torch.nn.Linear(8, 2))
+        >>> comparison = hmpx.compare(model, torch.randn(4, 8), device_types={"cpu"})
+        >>> [(row.op, row.module) for row in comparison.worst(2)]
+        [('linear', '2'), ('linear', '0')]
+    """
+    _check(model, loss_fn, reference, passes, seed)
+    runs = Runs(model, inputs, loss_fn, seed)
+    with contextlib.ExitStack() as stack:
+        stack.callback(runs.state.restore)
+        if conversion or current() is None:
+            stack.enter_context(convert(**{"device_types": runs.device_types, **conversion}))
+        if is_dynamo_loaded():
+            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(DisableAutocast())
+        return _compared(runs, reference, passes, has_loss=loss_fn is not None)
+
+
+def _check(model: Any, loss_fn: Any, reference: Any, passes: Any, seed: Any) -> None:
+    if not callable(model):
+        raise OptionError(f"model must be a module or a function, not {shown(model)}")
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn must be a function of the model's outputs, not {shown(loss_fn)}"
+        )
+    if reference not in _REFERENCES:
+        raise OptionError(
+            f"reference must be torch.float32 or torch.float64, not {shown(reference)}"
+        )
+    for name, number, least in (("passes", passes, 1), ("seed", seed, 0)):
+        if type(number) is not int or number < least:
+            raise OptionError(f"{name} must be an int of at least {least}, not {shown(number)}")
+
+
+def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool) -> Comparison:
+    kept: dict[tuple[str, str, str], Kept] = {}
+    with runs.observed():
+        low_run = LowRun()
+        with record() as recorded:
+            low, low_gradients = runs.low(low_run)
+        part_of = _parts(low_run, passes)
+        found = []
+        for part in range(passes):
+            shadow = ShadowRun(low_run, reference, functools.partial(_is_in, part_of, part), kept)
+            try:
+                found.append((*runs.exact(shadow, low_gradients), shadow))
+            finally:
+                shadow.end()
+    exact, gradients, shadow = found[0]
+    scale = 1.0 if has_loss else 1 / (math.sqrt(PROJECTIONS) * exact.norm or 1.0)
+    return Comparison(
+        rows=compared_sites(kept, recorded.rows, scale),
+        gradients=gradients.rows(),
+        loss=exact.loss,
+        low_loss=low.loss,
+        output_rel=relative(low.outputs, exact.outputs),
+        compiled_rel=relative(runs.compiled(), low.outputs),
+        unmatched=shadow.unmatched,
+    )
+
+
+def _parts(low_run: LowRun, passes: int) -> dict[int, int]:
+    """Returns the run in which each call is compared, by its ``id``: runs keep equally much."""
+    calls = [call for several in low_run.calls.values() for call in several]
+    total, before = sum(call.bytes for call in calls), 0
+    found = {}
+    for call in calls:
+        found[id(call)] = min(passes - 1, before * passes // (total or 1))
+        before += call.bytes
+    return found
+
+
+def _is_in(part_of: dict[int, int], part: int, call: LowCall) -> bool:
+    return part_of[id(call)] == part

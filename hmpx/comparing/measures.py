@@ -1,0 +1,186 @@
+"""How far a low-precision result is from the one in float32; sums only, kept on the device.
+
+Norms do not overflow where sums of squares would.
+"""
+
+from __future__ import annotations
+
+import math
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..number_formats import Float, Format
+from ..tensors import is_floating
+
+#: How many values of a tensor are looked at where all would cost too much.
+SAMPLE: Final = 4096
+
+#: Binary exponents that are counted one by one; others count as the nearest of them.
+EXPONENTS: Final = range(-64, 64)
+
+
+class Limits(NamedTuple):
+    """The range of a low-precision type.
+
+    Attributes:
+        max: The largest finite number.
+        smallest_normal: The smallest positive number with a full significand.
+        bits: Bits of the significand, the leading 1 included.
+    """
+
+    max: float
+    smallest_normal: float
+    bits: int
+
+
+def limits(dtype: torch.dtype | Format | None) -> Limits | None:
+    """Returns the range of a type; None of formats that have none, such as posits."""
+    if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
+        info = torch.finfo(dtype)
+        return Limits(info.max, info.smallest_normal, round(1 - math.log2(info.eps)))
+    if isinstance(dtype, Float):
+        return Limits(dtype.max, dtype.smallest_normal, dtype.significand_bits)
+    return None
+
+
+class Measured(NamedTuple):
+    """What is measured of one result: numbers on its device, as float32.
+
+    Attributes:
+        numbers: Norms of difference, reference and low result; their largest difference; the largest and the
+            smallest magnitude of the reference; how many results are finite in float32 only; the mean
+            error in units in the last place; how many values of the sample are not zero, and how many of
+            these are zero in the low result.
+        exponents: How many values of the sample have each binary exponent of `EXPONENTS`.
+        difference: Low result minus reference, in bfloat16; zero where either is not finite.
+    """
+
+    numbers: Tensor
+    exponents: Tensor
+    difference: Tensor
+
+
+class Sums(NamedTuple):
+    """`Measured.numbers` by name, and added up over calls."""
+
+    difference: float = 0.0
+    reference: float = 0.0
+    low: float = 0.0
+    max_abs: float = 0.0
+    largest: float = 0.0
+    smallest: float = math.inf
+    lost: float = 0.0
+    ulp: float = 0.0
+    nonzero: float = 0.0
+    underflow: float = 0.0
+
+    def plus(self, numbers: list[float]) -> Sums:
+        """Returns sums that include one more call."""
+        other = Sums(*numbers)
+        return Sums(
+            math.hypot(self.difference, other.difference),
+            math.hypot(self.reference, other.reference),
+            math.hypot(self.low, other.low),
+            max(self.max_abs, other.max_abs),
+            max(self.largest, other.largest),
+            min(self.smallest, other.smallest),
+            self.lost + other.lost,
+            self.ulp + other.ulp,
+            self.nonzero + other.nonzero,
+            self.underflow + other.underflow,
+        )
+
+
+def sample(tensor: Tensor) -> Tensor:
+    """Returns up to `SAMPLE` values, at even distances; a view where that is possible."""
+    flat = tensor.reshape(-1)
+    return flat[:: -(-flat.numel() // SAMPLE)] if flat.numel() > SAMPLE else flat
+
+
+def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
+    """Compares a low-precision result with its reference.
+
+    Equal infinities do not differ, and NaN does not differ from NaN.
+
+    Args:
+        reference: The result in float32 or float64.
+        low: The result in low precision, of the same shape.
+        within: The range of the low-precision type.
+    """
+    if reference.dtype.is_complex:
+        reference, low = torch.view_as_real(reference), torch.view_as_real(low)
+    low = low.to(reference.dtype)
+    difference = low - reference
+    norm = torch.linalg.vector_norm(difference)
+    lost = torch.zeros_like(norm)
+    # On the CPU the exact test costs a hundred times what the norm does, and elsewhere to wait does.
+    if norm.device.type != "cpu" or not math.isfinite(norm.item()):
+        is_finite = torch.isfinite(reference)
+        both = is_finite & torch.isfinite(low)
+        lost = (is_finite & ~both).sum().to(norm.dtype)
+        zero = torch.zeros((), dtype=reference.dtype, device=reference.device)
+        reference, low = torch.where(both, reference, zero), torch.where(both, low, zero)
+        difference = low - reference
+        norm = torch.linalg.vector_norm(difference)
+    values, rounded = sample(reference), sample(low)
+    magnitudes = values.abs()
+    is_value = magnitudes > 0
+    exponents = torch.frexp(magnitudes).exponent - 1
+    numbers = torch.stack(
+        [
+            norm,
+            torch.linalg.vector_norm(reference),
+            torch.linalg.vector_norm(low),
+            largest(difference),
+            largest(reference),
+            torch.where(is_value, magnitudes, math.inf).min(),
+            lost,
+            _ulp(values, rounded, exponents, within),
+            is_value.sum().to(norm.dtype),
+            (is_value & (rounded == 0)).sum().to(norm.dtype),
+        ]
+    ).float()
+    places = (exponents[is_value] if norm.device.type == "cpu" else exponents).clamp(
+        EXPONENTS.start, EXPONENTS.stop - 1
+    ) - EXPONENTS.start
+    weights = None if norm.device.type == "cpu" else is_value.float()
+    counts = torch.bincount(places.long(), weights, minlength=len(EXPONENTS))
+    return Measured(numbers, counts.float(), difference.bfloat16())
+
+
+def largest(tensor: Tensor) -> Tensor:
+    """Returns the largest magnitude."""
+    low, high = torch.aminmax(tensor)
+    return torch.maximum(-low, high)
+
+
+def _ulp(values: Tensor, rounded: Tensor, exponents: Tensor, within: Limits | None) -> Tensor:
+    """Returns the mean error in units in the last place of the low-precision type."""
+    if within is None:
+        return values.new_full((), math.nan)
+    least = math.frexp(within.smallest_normal)[1] - 1
+    ulps = torch.ldexp(torch.ones_like(values), exponents.clamp(min=least) - (within.bits - 1))
+    return ((rounded - values).abs() / ulps).mean()
+
+
+def effect(gradient: Tensor, difference: Tensor) -> Tensor:
+    """Returns the norm of gradient times difference, element by element.
+
+    That is the root of the sum of squares by which NVIDIA's AutoQuantize ranks layers. What has no
+    finite gradient counts as nothing.
+    """
+    product = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * difference
+    if product.dtype.is_complex:
+        product = torch.view_as_real(product)
+    norm = torch.linalg.vector_norm(product)
+    if norm.device.type != "cpu" or not math.isfinite(norm.item()):
+        norm = torch.linalg.vector_norm(torch.nan_to_num(product, nan=0.0, posinf=0.0, neginf=0.0))
+    return norm.float()  # type: ignore[no-any-return]
+
+
+def disagreements(reference: Tensor, low: Tensor) -> Tensor:
+    """Returns how many integers or bools differ, as float32."""
+    assert not is_floating(reference)
+    return (reference != low).sum().float()

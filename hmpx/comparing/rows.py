@@ -1,0 +1,245 @@
+"""The rows of a comparison: what low precision does to each call, and to each parameter's gradient."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..reports import Row
+from ..tensors import long_name
+from .measures import Sums, limits
+from .shadow_run import Kept
+
+_NAN: Final = math.nan
+
+
+class Magnitudes(NamedTuple):
+    """The magnitudes of a call's results in float32.
+
+    Attributes:
+        smallest: The smallest one that is not zero, of a sample; infinity if there is none.
+        largest: The largest.
+    """
+
+    smallest: float
+    largest: float
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedSite:
+    """What low precision does to the calls of one op that one line makes in one module.
+
+    Attributes:
+        op: Op name.
+        module: Qualified name of the innermost module whose forward made the calls; ``""`` for none.
+        site: ``"model.py:12"``: the line of the program.
+        cast_policy: Name of the `CastPolicy` that decided.
+        reason: Where that comes from: ``"lists/hmp/bf16.txt:12"``.
+        dtype: Name of the low-precision type that the op computed with; ``""`` if with none: all its
+            errors are 0 then.
+        calls: How many calls.
+        effect: What the rounding of this op alone does to the loss, to first order: the norm of gradient
+            times difference over all elements. Without a loss, relative to the outputs. Infinity where a
+            low result is not finite though the reference is; NaN where no gradient arrives.
+        rel: Norm of the differences over norm of the references.
+        max_abs: The largest difference.
+        sqnr_db: Signal to quantization noise ratio, in decibel.
+        ulp: Mean error in units in the last place of the low-precision type, of a sample.
+        cosine: Cosine between low results and references.
+        propagated_rel: As ``rel``, in a run with the whole model in low precision: with what the calls
+            before have done; of a sample.
+        range: The magnitudes of the references.
+        fits: Whether inputs and results lie in the range of the low-precision type.
+        lost: How many results are finite in the reference only.
+        underflow: Share of the results that became zero, of a sample of those that are not.
+        flips: Share of results that are integers, such as indices, and differ; NaN if there are none.
+        flops: Floating-point operations of the forward, and
+        bytes: bytes of inputs and results, in low precision.
+        exponents: How many values of a sample of the references have each binary exponent, from -64 on.
+        order: The place of the first call among those of the model.
+    """
+
+    op: str
+    module: str
+    site: str
+    cast_policy: str
+    reason: str
+    dtype: str
+    calls: int
+    effect: float
+    rel: float
+    max_abs: float
+    sqnr_db: float
+    ulp: float
+    cosine: float
+    propagated_rel: float
+    range: Magnitudes
+    fits: bool
+    lost: int
+    underflow: float
+    flips: float
+    flops: int
+    bytes: int
+    exponents: tuple[int, ...]
+    order: int
+
+
+@dataclass(frozen=True, slots=True)
+class ComparedGradient:
+    """What low precision does to the gradient of one parameter.
+
+    Attributes:
+        name: Qualified name of the parameter.
+        rel: Norm of the difference over norm of the gradient in float32.
+        cosine: Cosine between the two.
+        is_finite: Whether the gradient in low precision is finite.
+    """
+
+    name: str
+    rel: float
+    cosine: float
+    is_finite: bool
+
+
+def compared_sites(
+    kept: Mapping[tuple[str, str, str], Kept], recorded: Iterable[Row], scale: float
+) -> tuple[ComparedSite, ...]:
+    """Returns the rows, largest effect first.
+
+    Args:
+        kept: What the runs have kept.
+        recorded: The rows that `record` gives of the run in low precision.
+        scale: What effects are multiplied by.
+    """
+    costs: dict[tuple[str, str, str], tuple[int, int]] = {}
+    for row in recorded:
+        if row.phase == "forward":
+            key = (row.op, row.module, row.location)
+            flops, count = costs.get(key, (0, 0))
+            costs[key] = flops + row.flops, count + row.bytes
+    numbers = _on_host(each for found in kept.values() for each in _tensors(found))
+    sites = [
+        _site(key, found, numbers, costs.get(key, (0, 0)), scale) for key, found in kept.items()
+    ]
+    return tuple(sorted(sites, key=_rank))
+
+
+def _rank(site: ComparedSite) -> tuple[float, ...]:
+    """Returns what rows are sorted by: effect; where there is none, what went through and the error."""
+    effect = -1.0 if math.isnan(site.effect) else site.effect
+    rest = [0.0 if math.isnan(each) else each for each in (site.propagated_rel, site.rel)]
+    return (-effect, *(-each for each in rest), site.order)
+
+
+def _tensors(kept: Kept) -> Iterator[Tensor]:
+    yield from kept.numbers
+    yield from kept.exponents
+    yield from kept.effects
+    yield from kept.propagated
+    yield from kept.inputs
+    for count, _ in kept.flips:
+        yield count
+
+
+def _on_host(tensors: Iterable[Tensor]) -> dict[int, list[float]]:
+    """Returns the values of tensors by their ``id``, each device being read once."""
+    by_device: dict[torch.device, list[Tensor]] = {}
+    for tensor in tensors:
+        by_device.setdefault(tensor.device, []).append(tensor)
+    found: dict[int, list[float]] = {}
+    for given in by_device.values():
+        values = torch.cat([each.reshape(-1) for each in given]).tolist()
+        start = 0
+        for tensor in given:
+            found[id(tensor)] = values[start : start + tensor.numel()]
+            start += tensor.numel()
+    return found
+
+
+def _site(
+    key: tuple[str, str, str],
+    kept: Kept,
+    numbers: Mapping[int, list[float]],
+    costs: tuple[int, int],
+    scale: float,
+) -> ComparedSite:
+    call, low_type = kept.low.call, kept.low.low_type
+    sums = Sums()
+    for each in kept.numbers:
+        sums = sums.plus(numbers[id(each)])
+    results = len(kept.numbers)
+    propagated = [numbers[id(each)] for each in kept.propagated]
+    inputs = [numbers[id(each)][0] for each in kept.inputs]
+    within = limits(low_type)
+    most = max([sums.largest, *inputs])
+    flips = [numbers[id(count)][0] for count, _ in kept.flips]
+    return ComparedSite(
+        op=key[0],
+        module=key[1],
+        site=key[2],
+        cast_policy=call.cast_policy,
+        reason=call.reason,
+        dtype="" if low_type is None else long_name(low_type),
+        calls=kept.calls,
+        effect=_effect(kept, sums, numbers, scale),
+        rel=ratio(sums.difference, sums.reference) if results else 0.0,
+        max_abs=sums.max_abs,
+        sqnr_db=_decibel(sums.difference, sums.reference),
+        ulp=sums.ulp / results if results else 0.0,
+        cosine=cosine(sums.difference, sums.reference, sums.low) if results else 1.0,
+        propagated_rel=ratio(
+            math.hypot(*(each[0] for each in propagated)),
+            math.hypot(*(each[1] for each in propagated)),
+        )
+        if propagated
+        else _NAN,
+        range=Magnitudes(sums.smallest, sums.largest),
+        fits=within is None or (most <= within.max and not sums.lost),
+        lost=int(sums.lost),
+        underflow=ratio(sums.underflow, sums.nonzero),
+        flips=ratio(sum(flips), sum(size for _, size in kept.flips)) if flips else _NAN,
+        flops=costs[0],
+        bytes=costs[1],
+        exponents=_histogram([numbers[id(each)] for each in kept.exponents]),
+        order=kept.order,
+    )
+
+
+def _effect(kept: Kept, sums: Sums, numbers: Mapping[int, list[float]], scale: float) -> float:
+    if sums.lost:
+        return math.inf
+    if kept.low.low_type is None:
+        return 0.0
+    found = [numbers[id(each)][0] for each in kept.effects]
+    if not found:
+        return 0.0 if sums.difference == 0 and kept.numbers else _NAN
+    return scale * math.hypot(*found)
+
+
+def ratio(part: float, whole: float) -> float:
+    """Returns ``part / whole``; 0 where both are."""
+    if part == 0:
+        return 0.0
+    return part / whole if whole else math.inf
+
+
+def _decibel(difference: float, reference: float) -> float:
+    if difference == 0:
+        return math.inf
+    return 20 * math.log10(reference / difference) if reference else -math.inf
+
+
+def cosine(difference: float, reference: float, low: float) -> float:
+    """Returns the cosine by the law of cosines."""
+    if not reference or not low:
+        return 1.0 if reference == low else 0.0
+    return max(-1.0, min(1.0, (reference**2 + low**2 - difference**2) / (2 * reference * low)))
+
+
+def _histogram(counts: list[list[float]]) -> tuple[int, ...]:
+    return tuple([int(sum(each)) for each in zip(*counts, strict=True)])

@@ -1,0 +1,227 @@
+"""The runs of a model that a comparison is made of, from the same state each time."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import OptionError, shown
+from ..observers import CallTensors, OpCall, attach
+from ..tensors import copied, floats_of, tensors_of, widened
+from ..torch_state import disable_casts, without_casts
+from .gradients import GradientRun, taken
+from .state import State
+
+#: How many random projections of the outputs stand in for a loss.
+PROJECTIONS: Final = 4
+
+
+class Run(Protocol):
+    """An observer of one run."""
+
+    def __call__(self, call: OpCall, tensors: CallTensors | None, /) -> None:
+        """Takes one call."""
+
+
+@dataclass(frozen=True)
+class Done:
+    """What a run has come to.
+
+    Attributes:
+        outputs: The floating outputs.
+        loss: The loss; NaN without one.
+    """
+
+    outputs: list[Tensor]
+    loss: float
+
+    @property
+    def norm(self) -> float:
+        """The norm of the finite part of the outputs."""
+        norms = [torch.linalg.vector_norm(_finite(each.float())).item() for each in self.outputs]
+        return math.hypot(*norms)
+
+
+class Runs:
+    """Runs a model, each time from the state that it was found in.
+
+    Attributes:
+        state: That state.
+        parameters: The model's parameters by name.
+    """
+
+    def __init__(
+        self,
+        model: Callable[..., Any],
+        inputs: tuple[Any, ...],
+        loss_fn: Callable[[Any], Tensor] | None,
+        seed: int,
+    ) -> None:
+        """Keeps the state."""
+        self._model, self._inputs, self._loss_fn, self._seed = model, inputs, loss_fn, seed
+        self._modules = [model] if isinstance(model, nn.Module) else []
+        tensors = list(tensors_of(inputs))
+        self.state = State(self._modules, tensors)
+        self.parameters = {
+            name.replace("_orig_mod.", ""): parameter
+            for module in self._modules
+            for name, parameter in module.named_parameters()
+        }
+        self._seen: Run | None = None
+        found = [*self.parameters.values(), *tensors]
+        self.device_types = frozenset({each.device.type for each in found} or {"cpu"})
+
+    # --- what is observed ------------------------------------------------------------------------
+
+    @contextlib.contextmanager
+    def observed(self) -> Iterator[None]:
+        """Passes on calls of runs to their observers; making wrappers anew takes time, so once for all."""
+
+        def observe(call: OpCall, tensors: CallTensors | None) -> None:
+            if self._seen is not None:
+                self._seen(call, tensors)
+
+        with attach(observe, tensors=True, every_op=True):
+            yield
+
+    # --- runs ------------------------------------------------------------------------------------
+
+    def low(self, run: Run) -> tuple[Done, dict[str, Tensor]]:
+        """Runs forward and backward as converted.
+
+        Returns:
+            What it has come to, and the gradients.
+        """
+        self._begin()
+        done, scalars = self._forward(run)
+        for scalar in scalars[:1]:
+            _differentiate(scalar, keep=False)
+        return done, taken(self.parameters)
+
+    def exact(self, run: Run, gradients: Mapping[str, Tensor]) -> tuple[Done, GradientRun]:
+        """Runs forward and backward in float32.
+
+        Args:
+            run: The observer.
+            gradients: Those in low precision, to compare with.
+        """
+        self._begin()
+        with disable_casts():
+            done, scalars = self._forward(run)
+            compared = GradientRun(self.parameters, gradients)
+            try:
+                for index, scalar in enumerate(scalars):
+                    _differentiate(scalar, keep=index + 1 < len(scalars))
+                    compared.end()  # only the first is what the gradients are of
+            finally:
+                compared.end()
+                taken(self.parameters)
+        return done, compared
+
+    def compiled(self) -> list[Tensor] | None:
+        """Returns the outputs of the model as converted and compiled; None if it isn't compiled."""
+        if not _is_compiled(self._model):
+            return None
+        self._begin()
+        with torch.compiler.set_stance("default"):
+            outputs = floats_of(self._call())
+        return [each.detach() for each in outputs]
+
+    def _begin(self) -> None:
+        self.state.restart()
+        learning = [each for each in self.parameters.values() if each.requires_grad]
+        if not learning:  # a frozen model: gradients must arrive somewhere
+            for parameter in self.parameters.values():
+                if parameter.dtype.is_floating_point:
+                    parameter.requires_grad_()
+
+    def _call(self) -> Any:
+        given = copied(self._inputs)
+        for each in floats_of(given):
+            if each.is_leaf and not self.parameters:
+                each.requires_grad_()
+        if len(given) == 1 and isinstance(given[0], Mapping):
+            return self._model(**given[0])
+        return self._model(*given)
+
+    def _forward(self, run: Run) -> tuple[Done, list[Tensor]]:
+        """Returns what was computed, and what is differentiated: the loss, or projections."""
+        self._seen = run
+        try:
+            found = self._call()
+        finally:
+            self._seen = None
+        with without_casts():
+            found = widened(found)
+            outputs = floats_of(found)
+            loss = math.nan
+            if self._loss_fn is not None:
+                scalars = [_checked_loss(self._loss_fn(found))]
+                loss = scalars[0].item()
+            else:
+                scalars = self._projections(outputs)
+            return Done([each.detach() for each in outputs], loss), scalars
+
+    def _projections(self, outputs: list[Tensor]) -> list[Tensor]:
+        learning = [each for each in outputs if each.requires_grad]
+        generator = torch.Generator().manual_seed(self._seed)
+        found = []
+        for _ in range(PROJECTIONS if learning else 0):
+            parts = []
+            for each in learning:
+                signs = torch.randint(0, 2, each.shape, generator=generator, dtype=torch.int8)
+                signs = (2 * signs - 1).to(each.device, each.dtype)
+                parts.append((_finite(each) * signs).sum().to(learning[0].device))
+            found.append(torch.stack(parts).sum())
+        return found
+
+
+def _differentiate(scalar: Tensor, *, keep: bool) -> None:
+    if scalar.requires_grad:
+        with without_casts():
+            scalar.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
+
+
+def _finite(tensor: Tensor) -> Tensor:
+    """Returns ``tensor`` with 0 for what is masked by infinities, or has become NaN."""
+    return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
+
+
+def _checked_loss(loss: Any) -> Tensor:
+    is_scalar = isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point
+    if not is_scalar:
+        raise OptionError(
+            f"loss_fn must return a floating-point tensor of one element, not {shown(loss)}"
+        )
+    return loss.reshape(())  # type: ignore[no-any-return]
+
+
+def _is_compiled(model: Callable[..., Any]) -> bool:
+    modules = model.modules() if isinstance(model, nn.Module) else ()
+    return hasattr(model, "_torchdynamo_orig_callable") or any(
+        type(each).__name__ == "OptimizedModule" or each._compiled_call_impl is not None
+        for each in modules
+    )
+
+
+def relative(outputs: list[Tensor] | None, references: list[Tensor]) -> float:
+    """Returns the norm of the differences over that of the references; NaN if they don't fit together."""
+    if outputs is None or [each.shape for each in outputs] != [each.shape for each in references]:
+        return math.nan
+    differences, norms = [0.0], [0.0]
+    for output, reference in zip(outputs, references, strict=True):
+        a, b = output.float(), reference.float()
+        same = (a == b) | (torch.isnan(a) & torch.isnan(b))
+        difference = torch.where(same, torch.zeros_like(a), a - b)
+        differences.append(torch.linalg.vector_norm(difference).item())
+        norms.append(torch.linalg.vector_norm(_finite(b)).item())
+    part, whole = math.hypot(*differences), math.hypot(*norms)
+    if part == 0:
+        return 0.0
+    return part / whole if whole else math.inf

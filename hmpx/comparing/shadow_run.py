@@ -1,0 +1,237 @@
+"""The run in float32, in which each call is made a second time in low precision, beside the program.
+
+What the program computes with stays float32; so gradients are those of the float32 model, and one
+backward gives the effect of every call's rounding.
+"""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections import defaultdict
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..observers import CallTensors, OpCall
+from ..tensors import CAST, Kwargs, is_dense, is_floating, map_tensors, tensors_in
+from .low_run import LowCall, LowRun, Site, given_dtypes, given_floats, site_of
+from .measures import disagreements, effect, largest, limits, measured, sample
+
+
+class Kept:
+    """What is kept of the calls of one site: numbers on their device.
+
+    Attributes:
+        low: The first of its calls in the run in low precision.
+        calls: How many calls were compared.
+        numbers: Of each result, `Measured.numbers`.
+        exponents: Of each result, `Measured.exponents`.
+        effects: Of each result and each backward, its effect.
+        propagated: Of each result, norms of difference and reference, of samples.
+        inputs: The largest magnitudes of inputs that the low-precision type must hold.
+        flips: Of each result of integers, how many differ, and of how many.
+    """
+
+    __slots__ = (
+        "calls", "effects", "exponents", "flips", "inputs", "low", "numbers", "order", "propagated"
+    )  # fmt: skip
+
+    def __init__(self, low: LowCall, order: int) -> None:
+        """Starts without a call."""
+        self.low, self.order, self.calls = low, order, 0
+        self.numbers: list[Tensor] = []
+        self.exponents: list[Tensor] = []
+        self.effects: list[Tensor] = []
+        self.propagated: list[Tensor] = []
+        self.inputs: list[Tensor] = []
+        self.flips: list[tuple[Tensor, int]] = []
+
+
+class ShadowRun:
+    """The observer of the run in float32.
+
+    Attributes:
+        kept: Op, module and location -> what is kept of their calls.
+        unmatched: How many calls the run in low precision did not make.
+    """
+
+    def __init__(
+        self,
+        low_run: LowRun,
+        reference: torch.dtype,
+        is_shadowed: Callable[[LowCall], bool],
+        kept: dict[tuple[str, str, str], Kept],
+    ) -> None:
+        """Compares with ``low_run``.
+
+        Args:
+            low_run: The run in low precision.
+            reference: The dtype of references: float32, or float64.
+            is_shadowed: Whether a call is compared in this run.
+            kept: Where to keep what is found.
+        """
+        self.kept, self.unmatched = kept, 0
+        self._low_run, self._reference, self._is_shadowed = low_run, reference, is_shadowed
+        self._next: dict[Site, int] = defaultdict(int)
+        self._learning: set[tuple[str, str, str]] = set()
+        self._hooks: list[Any] = []
+        self._lock = threading.Lock()
+
+    def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
+        """Compares one call."""
+        site = site_of(call)
+        if site is None or tensors is None:
+            return
+        with self._lock:
+            known = self._low_run.calls.get(site, [])
+            index = self._next[site]
+            self._next[site] += 1
+            if index >= len(known):
+                self.unmatched += 1
+                return
+            low = known[index]
+            key = (call.op, call.module, call.location)
+            kept = self.kept.get(key)
+            if kept is None:
+                kept = self.kept[key] = Kept(low, len(self.kept))
+        if self._is_shadowed(low):
+            self._compare(key, kept, low, call, tensors)
+
+    def _compare(
+        self,
+        key: tuple[str, str, str],
+        kept: Kept,
+        low: LowCall,
+        call: OpCall,
+        tensors: CallTensors,
+    ) -> None:
+        results = tensors_in([tensors.result])
+        is_again = call.phase == "recompute"
+        if not is_again:
+            kept.calls += 1
+            _keep_propagated(kept, low, results)
+        learns = any(each.requires_grad for each in results)
+        if learns and not is_again:
+            self._learning.add(key)
+        if is_again and (not learns or key in self._learning):
+            return  # the forward's own results get gradients
+        if low.low_type is None or len(low.input_dtypes) != len(given_dtypes(tensors)):
+            return
+        references, rounded, given = _results(low, tensors, self._reference)
+        within = limits(low.low_type)
+        if within is not None:
+            kept.inputs += [
+                largest(each.detach()).float() for each in given if _is_measurable(each)
+            ]
+        for result, reference, other in zip(results, references, rounded, strict=False):
+            if not is_dense(reference) or reference.shape != other.shape or not reference.numel():
+                continue
+            if not is_floating(reference):
+                if not is_again:
+                    kept.flips.append((disagreements(reference, other), reference.numel()))
+                continue
+            found = measured(reference, other, within)
+            if not is_again:
+                kept.numbers.append(found.numbers)
+                kept.exponents.append(found.exponents)
+            if result.requires_grad:
+                hook = functools.partial(_keep_effect, kept, found.difference)
+                self._hooks.append(result.register_hook(hook))  # type: ignore[no-untyped-call]
+
+    def end(self) -> None:
+        """Takes away the hooks: a result may be a parameter, which lives on."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _keep_effect(kept: Kept, difference: Tensor, gradient: Tensor) -> None:
+    if gradient.shape == difference.shape or gradient.dtype.is_complex:
+        if gradient.dtype.is_complex:
+            gradient = torch.view_as_real(gradient)
+        kept.effects.append(effect(gradient, difference))
+
+
+def _keep_propagated(kept: Kept, low: LowCall, results: list[Tensor]) -> None:
+    """Compares samples of the results of the two runs, with all errors of the calls before."""
+    here = [each for each in results if is_floating(each) and is_dense(each) and each.numel()]
+    for result, other in zip(here, low.samples, strict=False):
+        values = sample(result.detach())
+        if values.shape == other.shape:
+            low_values = other.to(values.dtype)
+            zero = torch.zeros_like(values)
+            difference = torch.where(values == low_values, zero, low_values - values)
+            kept.propagated.append(
+                torch.stack(
+                    [torch.linalg.vector_norm(difference), torch.linalg.vector_norm(values)]
+                ).float()
+            )
+
+
+def _is_measurable(tensor: Tensor) -> bool:
+    return tensor.dtype.is_floating_point and is_dense(tensor) and tensor.numel() > 0
+
+
+def _results(
+    low: LowCall, tensors: CallTensors, dtype: torch.dtype
+) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
+    """Returns the results of a call: references, those in low precision, and the inputs as given.
+
+    A call that only follows inputs which are low already is compared on these very inputs: what their
+    rounding does is counted where they come from.
+    """
+    args, kwargs = tensors.given, dict(tensors.given_kwargs)
+    given = given_floats(args, kwargs)
+    low_args, low_kwargs = _cast(args, kwargs, low.input_dtypes)
+    own = low.call.cast_policy == "LOW"
+    # A call on which nothing is decided must not be cast: it ran as it was.
+    run = tensors.run if low.call.cast_policy == "PASS" else tensors.run_cast
+    rounded = tensors_in([run(*_fresh(tensors, low_args), **_fresh(tensors, low_kwargs))])
+    reference: Any = tensors.result
+    if not own and any(map(_differs, given, low.input_dtypes)):
+        args, kwargs = low_args, low_kwargs
+        reference = None
+    if reference is None or dtype is not torch.float32:
+        wide = tuple([dtype if each.is_floating_point else each for each in _dtypes(args, kwargs)])
+        args, kwargs = _cast(args, kwargs, wide)
+        reference = tensors.run(*_fresh(tensors, args), **_fresh(tensors, kwargs))
+    return [each.detach() for each in tensors_in([reference])], rounded, given
+
+
+def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
+    return tensor.dtype is not dtype
+
+
+def _dtypes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.dtype, ...]:
+    return tuple([each.dtype for each in given_floats(args, kwargs)])
+
+
+_FLOATS: Final = frozenset(CAST)
+
+
+def _cast(
+    args: tuple[Any, ...], kwargs: Mapping[str, Any], dtypes: tuple[torch.dtype, ...]
+) -> tuple[tuple[Any, ...], Kwargs]:
+    """Returns arguments whose floating tensors have these dtypes."""
+    rest = iter(dtypes)
+
+    def cast(tensor: Tensor) -> Tensor:
+        if not is_floating(tensor):
+            return tensor
+        dtype = next(rest)
+        is_cast = tensor.dtype is not dtype and {tensor.dtype, dtype} <= _FLOATS
+        return CAST[dtype](tensor) if is_cast else tensor
+
+    cast_args = map_tensors(args, cast)
+    return cast_args, {name: map_tensors(kwargs[name], cast) for name in sorted(kwargs)}
+
+
+def _fresh(tensors: CallTensors, value: Any) -> Any:
+    """Returns arguments that a call may write to."""
+    if not tensors.writes:
+        return value
+    if isinstance(value, dict):
+        return {name: map_tensors(each, Tensor.clone) for name, each in value.items()}
+    return map_tensors(value, Tensor.clone)
