@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import math
-from dataclasses import dataclass
+import os
+from dataclasses import asdict, dataclass, fields
+from typing import Any, Final
 
+from ..reports import csv_lines, written
+from . import html_page, text
 from .rows import ComparedGradient, ComparedSite
+
+#: The version of the JSON that `Comparison.to_json` writes.
+SCHEMA: Final = 1
 
 
 @dataclass(frozen=True)
 class Comparison:
     """What low precision does to each call of a model, by effect.
+
+    Printing it prints a verdict, the rows of largest effect, and the gradients that differ most.
 
     Attributes:
         rows: A row per op, module and line, largest effect first.
@@ -34,3 +44,51 @@ class Comparison:
     def worst(self, number: int = 10) -> tuple[ComparedSite, ...]:
         """Returns the rows of largest effect."""
         return self.rows[:number]
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the comparison as JSON, and writes it to ``path`` if that is given.
+
+        What is not finite is one of the texts ``"nan"``, ``"inf"``, ``"-inf"``.
+
+        Raises:
+            OptionError: The file can't be written.
+        """
+        found = {"hmpx_comparison": SCHEMA, **asdict(self)}
+        return written(json.dumps(_plain(found), indent=1, allow_nan=False) + "\n", path)[:-1]
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the rows as CSV, and writes them to ``path`` if that is given.
+
+        Raises:
+            OptionError: The file can't be written.
+        """
+        names = [field.name for field in fields(ComparedSite) if field.name != "exponents"]
+        lines = [[_cell(getattr(row, name)) for name in names] for row in self.rows]
+        return written(csv_lines([names, *lines]), path)
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns a page that needs no network, and writes it to ``path`` if that is given.
+
+        Raises:
+            OptionError: The file can't be written.
+        """
+        return written(html_page.page(self), path)
+
+    def __str__(self) -> str:
+        return text.text(self)
+
+    def _repr_html_(self) -> str:
+        return html_page.notebook_part(self)
+
+
+def _plain(value: Any) -> Any:
+    """Returns a value that JSON has."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: _plain(each) for name, each in value.items()}
+    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
+
+
+def _cell(value: Any) -> Any:
+    return " to ".join(map(str, value)) if isinstance(value, tuple) else value

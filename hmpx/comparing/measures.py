@@ -166,18 +166,26 @@ def _ulp(values: Tensor, rounded: Tensor, exponents: Tensor, within: Limits | No
 
 
 def effect(gradient: Tensor, difference: Tensor) -> Tensor:
-    """Returns the norm of gradient times difference, element by element.
+    """Returns what a difference does, to first order: a norm of gradient times difference.
 
-    That is the root of the sum of squares by which NVIDIA's AutoQuantize ranks layers. What has no
-    finite gradient counts as nothing.
+    The root mean square of two estimates. One adds up the squares of all elements, by which NVIDIA's
+    AutoQuantize ranks layers, and takes their errors for independent; the other first adds up what belongs to
+    one sample, since a rounded weight errs alike wherever it is used. What has no finite gradient counts
+    as nothing.
     """
     product = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * difference
     if product.dtype.is_complex:
         product = torch.view_as_real(product)
-    norm = torch.linalg.vector_norm(product)
-    if norm.device.type != "cpu" or not math.isfinite(norm.item()):
-        norm = torch.linalg.vector_norm(torch.nan_to_num(product, nan=0.0, posinf=0.0, neginf=0.0))
-    return norm.float()  # type: ignore[no-any-return]
+    found = _effect(product)
+    if found.device.type != "cpu" or not math.isfinite(found.item()):
+        found = _effect(torch.nan_to_num(product, nan=0.0, posinf=0.0, neginf=0.0))
+    return found.float()
+
+
+def _effect(product: Tensor) -> Tensor:
+    by_sample = product.flatten(1).sum(1) if product.dim() > 1 else product
+    norm = torch.linalg.vector_norm
+    return torch.hypot(norm(product), norm(by_sample)) / math.sqrt(2)
 
 
 def disagreements(reference: Tensor, low: Tensor) -> Tensor:

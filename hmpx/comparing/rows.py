@@ -43,9 +43,9 @@ class ComparedSite:
         dtype: Name of the low-precision type that the op computed with; ``""`` if with none: all its
             errors are 0 then.
         calls: How many calls.
-        effect: What the rounding of this op alone does to the loss, to first order: the norm of gradient
-            times difference over all elements. Without a loss, relative to the outputs. Infinity where a
-            low result is not finite though the reference is; NaN where no gradient arrives.
+        effect: What the rounding of this op alone does to the loss, to first order: a norm of gradient times
+            difference. Without a loss, to the outputs, relative to their norm. Infinity where a low
+            result is not finite though the reference is; NaN where no gradient arrives.
         rel: Norm of the differences over norm of the references.
         max_abs: The largest difference.
         sqnr_db: Signal to quantization noise ratio, in decibel.

@@ -2,13 +2,28 @@
 
 from __future__ import annotations
 
-from .cells import located, size
+from .cells import (
+    clean,
+    count,
+    located,
+    share,
+    short_dtype,
+    size,
+    without_end,
+    without_start,
+    wrapped,
+)
+from .export import csv_lines
+from .files import written
 from .groups import Groups, grouped
+from .pages import page_file, rendered
 from .reading import read_json
 from .report import Report, merged
 from .rows import Group, Row, Totals, Waste, added, added_waste, totals
+from .tables import Column, column_rows
 
 __all__ = [
+    "Column",
     "Group",
     "Groups",
     "Report",
@@ -17,10 +32,22 @@ __all__ = [
     "Waste",
     "added",
     "added_waste",
+    "clean",
+    "column_rows",
+    "count",
+    "csv_lines",
     "grouped",
     "located",
     "merged",
+    "page_file",
     "read_json",
+    "rendered",
+    "share",
+    "short_dtype",
     "size",
     "totals",
+    "without_end",
+    "without_start",
+    "wrapped",
+    "written",
 ]

@@ -21,10 +21,14 @@ COLUMNS: Final = tuple(field.name for field in fields(Row))
 
 def csv_text(rows: Iterable[Row]) -> str:
     """Returns the rows as CSV with a header; text that spreadsheets would compute is quoted by ``'``."""
+    return csv_lines([COLUMNS, *_values(rows)])
+
+
+def csv_lines(lines: Iterable[Iterable[object]]) -> str:
+    """Returns lines of values as CSV; text that spreadsheets would compute is quoted by ``'``."""
     stream = io.StringIO(newline="")
     writer = csv.writer(stream)
-    writer.writerow(COLUMNS)
-    for values in _values(rows):
+    for values in lines:
         writer.writerow([_inert(value) for value in values])
     return stream.getvalue()
 

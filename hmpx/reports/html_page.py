@@ -6,17 +6,14 @@ that the script shows as text; its policy lets no other script run, and nothing 
 
 from __future__ import annotations
 
-import base64
-import hashlib
 import html
-import importlib.resources
-import json
 from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any, Final
 
 from .cells import clean, count, dtypes, short_dtype, size
 from .fixes import fixes
 from .module_tree import module_tree
+from .pages import page_file, rendered
 from .rows import Row, Totals, is_measured
 from .sources import File, source_files
 from .tables import html_table
@@ -34,46 +31,22 @@ _LARGEST: Final = 10**300
 
 def page(report: Report) -> str:
     """Returns the page."""
-    import jinja2  # torch depends on it; imported where it is needed, for the time that takes
-    from markupsafe import Markup
-
-    environment = jinja2.Environment(
-        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
-    )
     files = source_files(report.rows, [each.location for each in report.waste])
     found = fixes(report.waste)
-    style, script = _data("report.css"), _data("report.js")
-    return environment.from_string(_data("report.html")).render(
-        style=Markup(style),
-        script=Markup(script),
-        style_hash=_hash(style),
-        script_hash=_hash(script),
-        data=Markup(_json(_tables(report, files))),
-        verdict=verdict(report),
-        error=ended_with(report) if report.error else "",
-        fixes=found[:_MOST_FIXES],
-        fixes_left_out=count(max(0, len(found) - _MOST_FIXES)),
-        about={clean(name): clean(value) for name, value in report.about.items()},
-        files=files,
-        clean=clean,
-        wasted=size(sum(each.bytes for each in report.waste)),
+    values = {
+        "verdict": verdict(report),
+        "error": ended_with(report) if report.error else "",
+        "fixes": found[:_MOST_FIXES],
+        "fixes_left_out": count(max(0, len(found) - _MOST_FIXES)),
+        "about": {clean(name): clean(value) for name, value in report.about.items()},
+        "files": files,
+        "clean": clean,
+        "wasted": size(sum(each.bytes for each in report.waste)),
+    }
+    template, style, script = (
+        page_file(str(__package__), f"report.{kind}") for kind in ("html", "css", "js")
     )
-
-
-def _data(name: str) -> str:
-    folder = importlib.resources.files(__package__) / "page"
-    return folder.joinpath(name).read_text("utf-8")
-
-
-def _hash(text: str) -> str:
-    """Returns what a Content-Security-Policy names a script or style by."""
-    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def _json(found: object) -> str:
-    """Returns JSON that can stand in an HTML script: nothing in it ends the script."""
-    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")
+    return rendered(template, style, script, _tables(report, files), values)
 
 
 class _Texts:

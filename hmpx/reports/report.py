@@ -7,11 +7,10 @@ import json
 import os
 from collections.abc import Iterable, Mapping
 from dataclasses import asdict, dataclass, field, replace
-from pathlib import Path
 from typing import Any, Final, TextIO
 
-from ..errors import OptionError, said_by
 from . import export, html_page, terminal, text
+from .files import written
 from .groups import Groups, grouped
 from .rows import Row, Totals, Waste, added, added_waste, is_measured, totals
 
@@ -128,7 +127,7 @@ class Report:
             },
             indent=1,
         )
-        return _written(found + "\n", path)[:-1]
+        return written(found + "\n", path)[:-1]
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns the rows as CSV, and writes them to ``path`` if that is given.
@@ -143,7 +142,7 @@ class Report:
             >>> Report(rows=()).to_csv().split(",")[:3]
             ['op', 'site', 'module']
         """
-        return _written(export.csv_text(self.rows), path)
+        return written(export.csv_text(self.rows), path)
 
     def to_dataframe(self) -> Any:
         """Returns the rows as a `pandas.DataFrame`; several dtypes of a row are one text.
@@ -170,7 +169,7 @@ class Report:
             >>> Report(rows=()).to_html().partition(">")[0]
             '<!DOCTYPE html'
         """
-        return _written(html_page.page(self), path)
+        return written(html_page.page(self), path)
 
     def _repr_html_(self) -> str:
         return html_page.notebook_part(self)
@@ -197,15 +196,3 @@ def merged(reports: Iterable[Report]) -> Report:
         "; ".join(dict.fromkeys(errors)) or None,
         ", ".join(dict.fromkeys(filter(None, [report.error_location for report in reports]))),
     )
-
-
-def _written(found: str, path: str | os.PathLike[str] | None) -> str:
-    """Returns text, having written it to ``path`` if that is given."""
-    if path is not None:
-        try:
-            # Names of files may hold halves of characters, which no encoding has.
-            data = found.encode("utf-8", "backslashreplace")
-            Path(path).write_bytes(data)
-        except (OSError, ValueError) as error:
-            raise OptionError(f"can't write {os.fspath(path)}: {said_by(error)}") from error
-    return found

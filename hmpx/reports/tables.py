@@ -130,12 +130,18 @@ def table_rows(
     groups: Sequence[Group], titles: Sequence[str], most: int | None = None, line: int = WIDTH
 ) -> list[list[str]]:
     """Returns the lines of a table, its titles first, in cells that join to at most ``line`` columns."""
-    fitted, between = _fitted(columns(groups, titles, most), line)
-    found = [
+    return column_rows(columns(groups, titles, most), line)
+
+
+def column_rows(found: Sequence[Column], line: int = WIDTH) -> list[list[str]]:
+    """Returns the lines of a table with these columns, as `table_rows` does."""
+    fitted, between = _fitted([*found], line)
+    padded_cells = [
         [padded(cell, column.width, is_right=column.is_number) for cell in column.all]
         for column in fitted
     ]
-    spaced = [found[0], *([between + cell for cell in cells] for cells in found[1:])]
+    first, *rest = padded_cells
+    spaced = [first, *([between + cell for cell in cells] for cells in rest)]
     return [list(cells) for cells in zip(*spaced, strict=True)]
 
 
