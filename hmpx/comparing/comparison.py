@@ -31,6 +31,12 @@ class Comparison:
         compiled_rel: The same of the compiled model against the uncompiled, both in low precision; NaN if
             the model isn't compiled.
         unmatched: Calls that the model has made in float32 only.
+        backward_error: What the backward failed with, without ``loss_fn``: effects are unknown then.
+
+    Example:
+        >>> comparison = hmpx.compare(torch.nn.Linear(8, 2), torch.ones(4, 8))
+        >>> [(row.op, row.dtype, row.fits) for row in comparison.rows]
+        [('linear', 'bfloat16', True)]
     """
 
     rows: tuple[ComparedSite, ...]
@@ -40,6 +46,7 @@ class Comparison:
     output_rel: float = math.nan
     compiled_rel: float = math.nan
     unmatched: int = 0
+    backward_error: str | None = None
 
     def worst(self, number: int = 10) -> tuple[ComparedSite, ...]:
         """Returns the rows of largest effect."""

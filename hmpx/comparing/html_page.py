@@ -49,7 +49,7 @@ def _tables(comparison: Comparison) -> dict[str, Any]:
             "titles": _TITLES,
             "numbers": _NUMBERS,
             "rows": [
-                [*_texts(row), count(row.calls), *map(number, values[1:])]
+                [*_texts(row), count(row.calls), *_shown(values[1:])]
                 for row, values in zip(comparison.rows, numbers, strict=True)
             ],
             "keys": [[_key(each) for each in values] for values in numbers],
@@ -81,6 +81,18 @@ def _numbers(row: ComparedSite) -> list[float]:
         row.calls, row.effect, row.rel, row.propagated_rel, row.sqnr_db, row.ulp, row.cosine,
         row.max_abs, row.range.smallest, row.range.largest,
     ]  # fmt: skip
+
+
+def _shown(values: list[float]) -> list[str]:
+    """Returns the numbers of a row as text, those of moderate size without exponents."""
+    effect, rel, propagated, sqnr, ulp, cosine, *magnitudes = values
+    return [
+        *map(number, (effect, rel, propagated)),
+        f"{sqnr:.0f}",
+        f"{ulp:.2f}",
+        f"{cosine:.6f}",
+        *map(number, magnitudes),
+    ]
 
 
 def _key(value: float) -> float | None:

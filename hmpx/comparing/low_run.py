@@ -27,13 +27,11 @@ class Site(NamedTuple):
         function: The site patched: ``"torch.nn.functional.linear"``.
         module: Qualified name of the module.
         location: ``"train.py:12"``.
-        phase: ``"forward"`` or ``"recompute"``.
     """
 
     function: str
     module: str
     location: str
-    phase: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,8 +56,7 @@ class LowCall:
         dtype = self.call.dtype
         if isinstance(dtype, Format) or dtype in LOW_DTYPES:
             return dtype
-        given = (*self.call.cast_dtypes, *self.call.output_dtypes)
-        return next((each for each in given if each in LOW_DTYPES), None)
+        return next((each for each in self.call.output_dtypes if each in LOW_DTYPES), None)
 
 
 class LowRun:
@@ -76,8 +73,7 @@ class LowRun:
 
     def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Notes one call."""
-        site = site_of(call)
-        if site is None or tensors is None:
+        if tensors is None or not is_compared(call) or call.phase != "forward":
             return
         results = floating_in([tensors.result])
         samples = tuple(
@@ -90,14 +86,12 @@ class LowRun:
             sum(4 * each.numel() for each in results),
         )
         with self._lock:
-            self.calls[site].append(low)
+            self.calls[Site(call.site, call.module, call.location)].append(low)
 
 
-def site_of(call: OpCall) -> Site | None:
-    """Returns where a call was made; None of a call that is not compared."""
-    if call.op in _CONVERTING or call.phase == "backward":
-        return None
-    return Site(call.site, call.module, call.location, call.phase)
+def is_compared(call: OpCall) -> bool:
+    """Whether the call is one of the model's that computes."""
+    return call.op not in _CONVERTING and call.phase != "backward"
 
 
 def given_dtypes(tensors: CallTensors) -> tuple[torch.dtype, ...]:

@@ -130,10 +130,9 @@ def compared_sites(
 
 
 def _rank(site: ComparedSite) -> tuple[float, ...]:
-    """Returns what rows are sorted by: effect; where there is none, what went through and the error."""
-    effect = -1.0 if math.isnan(site.effect) else site.effect
-    rest = [0.0 if math.isnan(each) else each for each in (site.propagated_rel, site.rel)]
-    return (-effect, *(-each for each in rest), site.order)
+    """Returns what rows are sorted by: effect; where that is unknown or none, their errors."""
+    known = [0.0 if math.isnan(each) else each for each in (site.effect, site.rel)]
+    return (*(-each for each in known), site.order)
 
 
 def _tensors(kept: Kept) -> Iterator[Tensor]:

@@ -11,9 +11,9 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError, shown
+from ..errors import OptionError, said_by, shown
 from ..observers import CallTensors, OpCall, attach
-from ..tensors import copied, floats_of, tensors_of, widened
+from ..tensors import copied, floats_of, is_dense, map_all, tensors_of, widened
 from ..torch_state import disable_casts, without_casts
 from .gradients import GradientRun, taken
 from .state import State
@@ -36,10 +36,12 @@ class Done:
     Attributes:
         outputs: The floating outputs.
         loss: The loss; NaN without one.
+        error: What the backward failed with, if nobody has asked for it; None if it did not.
     """
 
     outputs: list[Tensor]
     loss: float
+    error: str | None = None
 
     @property
     def norm(self) -> float:
@@ -73,6 +75,7 @@ class Runs:
             for module in self._modules
             for name, parameter in module.named_parameters()
         }
+        self._learning = [each for each in self.parameters.values() if each.requires_grad]
         self._seen: Run | None = None
         found = [*self.parameters.values(), *tensors]
         self.device_types = frozenset({each.device.type for each in found} or {"cpu"})
@@ -98,10 +101,7 @@ class Runs:
         Returns:
             What it has come to, and the gradients.
         """
-        self._begin()
-        done, scalars = self._forward(run)
-        for scalar in scalars[:1]:
-            _differentiate(scalar, keep=False)
+        done = self._run(run, self.state.restart, lambda scalars: self._differentiate(scalars[:1]))
         return done, taken(self.parameters)
 
     def exact(self, run: Run, gradients: Mapping[str, Tensor]) -> tuple[Done, GradientRun]:
@@ -111,62 +111,76 @@ class Runs:
             run: The observer.
             gradients: Those in low precision, to compare with.
         """
-        self._begin()
-        with disable_casts():
-            done, scalars = self._forward(run)
-            compared = GradientRun(self.parameters, gradients)
-            try:
-                for index, scalar in enumerate(scalars):
-                    _differentiate(scalar, keep=index + 1 < len(scalars))
-                    compared.end()  # only the first is what the gradients are of
-            finally:
-                compared.end()
-                taken(self.parameters)
+        compared = GradientRun(self.parameters, gradients)
+
+        def differentiate(scalars: list[Tensor]) -> str | None:
+            first = len(scalars) - 1
+            error = self._differentiate(scalars[first:], keep=first > 0)
+            compared.end()  # the others are what no gradients are compared of
+            return error or self._differentiate(scalars[:first])
+
+        try:
+            with disable_casts():
+                done = self._run(run, self.state.restart, differentiate)
+        finally:
+            compared.end()
+            taken(self.parameters)
         return done, compared
 
     def compiled(self) -> list[Tensor] | None:
         """Returns the outputs of the model as converted and compiled; None if it isn't compiled."""
         if not _is_compiled(self._model):
             return None
-        self._begin()
+        self.state.restart()
         with torch.compiler.set_stance("default"):
             outputs = floats_of(self._call())
         return [each.detach() for each in outputs]
 
-    def _begin(self) -> None:
-        self.state.restart()
-        learning = [each for each in self.parameters.values() if each.requires_grad]
-        if not learning:  # a frozen model: gradients must arrive somewhere
-            for parameter in self.parameters.values():
-                if parameter.dtype.is_floating_point:
-                    parameter.requires_grad_()
-
     def _call(self) -> Any:
         given = copied(self._inputs)
-        for each in floats_of(given):
-            if each.is_leaf and not self.parameters:
-                each.requires_grad_()
+        if not self._learning:  # gradients must arrive somewhere, to pass by all calls
+            given = map_all(given, _learning_copy)
         if len(given) == 1 and isinstance(given[0], Mapping):
             return self._model(**given[0])
         return self._model(*given)
 
-    def _forward(self, run: Run) -> tuple[Done, list[Tensor]]:
-        """Returns what was computed, and what is differentiated: the loss, or projections."""
+    def _run(
+        self,
+        run: Run,
+        begin: Callable[[], None],
+        differentiate: Callable[[list[Tensor]], str | None],
+    ) -> Done:
+        begin()
         self._seen = run
         try:
             found = self._call()
+            with without_casts():
+                found = widened(found)
+                outputs = floats_of(found)
+                loss = math.nan
+                if self._loss_fn is not None:
+                    scalars = [_checked_loss(self._loss_fn(found))]
+                    loss = scalars[0].item()
+                else:
+                    scalars = self._projections(outputs)
+            error = differentiate(scalars)
         finally:
             self._seen = None
-        with without_casts():
-            found = widened(found)
-            outputs = floats_of(found)
-            loss = math.nan
-            if self._loss_fn is not None:
-                scalars = [_checked_loss(self._loss_fn(found))]
-                loss = scalars[0].item()
-            else:
-                scalars = self._projections(outputs)
-            return Done([each.detach() for each in outputs], loss), scalars
+        return Done([each.detach() for each in outputs], loss, error)
+
+    def _differentiate(self, scalars: list[Tensor], *, keep: bool = False) -> str | None:
+        """Differentiates scalars; returns what went wrong where nobody has asked for gradients."""
+        for index, scalar in enumerate(scalars):
+            if scalar.requires_grad:
+                try:
+                    scalar.backward(  # type: ignore[no-untyped-call]
+                        retain_graph=keep or index + 1 < len(scalars)
+                    )
+                except RuntimeError as error:
+                    if self._loss_fn is not None:
+                        raise
+                    return said_by(error)
+        return None
 
     def _projections(self, outputs: list[Tensor]) -> list[Tensor]:
         learning = [each for each in outputs if each.requires_grad]
@@ -182,10 +196,10 @@ class Runs:
         return found
 
 
-def _differentiate(scalar: Tensor, *, keep: bool) -> None:
-    if scalar.requires_grad:
-        with without_casts():
-            scalar.backward(retain_graph=keep)  # type: ignore[no-untyped-call]
+def _learning_copy(tensor: Tensor) -> Tensor:
+    """Returns a copy that gradients arrive at; not a leaf, so that it may be written to."""
+    is_real = tensor.dtype.is_floating_point and is_dense(tensor)
+    return tensor.detach().requires_grad_().clone() if is_real else tensor
 
 
 def _finite(tensor: Tensor) -> Tensor:

@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections import defaultdict
+import weakref
+from collections import defaultdict, deque
 from collections.abc import Callable, Mapping
 from typing import Any, Final
 
@@ -17,7 +18,7 @@ from torch import Tensor
 
 from ..observers import CallTensors, OpCall
 from ..tensors import CAST, Kwargs, is_dense, is_floating, map_tensors, tensors_in
-from .low_run import LowCall, LowRun, Site, given_dtypes, given_floats, site_of
+from .low_run import LowCall, LowRun, Site, given_dtypes, given_floats, is_compared
 from .measures import disagreements, effect, largest, limits, measured, sample
 
 
@@ -26,6 +27,7 @@ class Kept:
 
     Attributes:
         low: The first of its calls in the run in low precision.
+        order: Its place among the sites.
         calls: How many calls were compared.
         numbers: Of each result, `Measured.numbers`.
         exponents: Of each result, `Measured.exponents`.
@@ -50,6 +52,9 @@ class Kept:
         self.flips: list[tuple[Tensor, int]] = []
 
 
+_Found = tuple[Kept, LowCall]
+
+
 class ShadowRun:
     """The observer of the run in float32.
 
@@ -64,6 +69,8 @@ class ShadowRun:
         reference: torch.dtype,
         is_shadowed: Callable[[LowCall], bool],
         kept: dict[tuple[str, str, str], Kept],
+        *,
+        draws_gradients: bool,
     ) -> None:
         """Compares with ``low_run``.
 
@@ -72,57 +79,69 @@ class ShadowRun:
             reference: The dtype of references: float32, or float64.
             is_shadowed: Whether a call is compared in this run.
             kept: Where to keep what is found.
+            draws_gradients: Has gradients arrive also at results that depend on no parameter, such as
+                those of positions. A program that writes to such a result in place can't run then.
         """
         self.kept, self.unmatched = kept, 0
         self._low_run, self._reference, self._is_shadowed = low_run, reference, is_shadowed
         self._next: dict[Site, int] = defaultdict(int)
-        self._learning: set[tuple[str, str, str]] = set()
+        self._without: dict[tuple[str, str], deque[_Found]] = defaultdict(deque)
+        self._draws_gradients = draws_gradients
+        self._drawn: list[weakref.ref[Tensor]] = []
         self._hooks: list[Any] = []
         self._lock = threading.Lock()
 
     def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Compares one call."""
-        site = site_of(call)
-        if site is None or tensors is None:
+        if tensors is None or not is_compared(call):
             return
         with self._lock:
-            known = self._low_run.calls.get(site, [])
-            index = self._next[site]
-            self._next[site] += 1
-            if index >= len(known):
-                self.unmatched += 1
-                return
-            low = known[index]
-            key = (call.op, call.module, call.location)
-            kept = self.kept.get(key)
-            if kept is None:
-                kept = self.kept[key] = Kept(low, len(self.kept))
-        if self._is_shadowed(low):
-            self._compare(key, kept, low, call, tensors)
+            found = self._found_again(call) if call.phase == "recompute" else self._found(call)
+        if found is None:
+            return
+        kept, low = found
+        if not self._is_shadowed(low):
+            return
+        if call.phase == "forward":
+            kept.calls += 1
+            _keep_propagated(kept, low, tensors_in([tensors.result]))
+        if low.low_type is not None:
+            self._compare(kept, low, call, tensors)
 
-    def _compare(
-        self,
-        key: tuple[str, str, str],
-        kept: Kept,
-        low: LowCall,
-        call: OpCall,
-        tensors: CallTensors,
-    ) -> None:
+    def _found(self, call: OpCall) -> _Found | None:
+        """Returns the same call in low precision: one of the same site, by its number."""
+        site = Site(call.site, call.module, call.location)
+        known = self._low_run.calls.get(site, [])
+        index = self._next[site]
+        self._next[site] += 1
+        if index >= len(known):
+            self.unmatched += 1
+            return None
+        key = (call.op, call.module, call.location)
+        if key not in self.kept:
+            self.kept[key] = Kept(known[index], len(self.kept))
+        return self.kept[key], known[index]
+
+    def _found_again(self, call: OpCall) -> _Found | None:
+        """Returns a call that a checkpoint has made without gradients; its line is no longer known."""
+        several = self._without.get((call.site, call.module))
+        if not several:
+            return None
+        several.rotate(-1)
+        return several[-1]
+
+    def _compare(self, kept: Kept, low: LowCall, call: OpCall, tensors: CallTensors) -> None:
         results = tensors_in([tensors.result])
         is_again = call.phase == "recompute"
-        if not is_again:
-            kept.calls += 1
-            _keep_propagated(kept, low, results)
-        learns = any(each.requires_grad for each in results)
-        if learns and not is_again:
-            self._learning.add(key)
-        if is_again and (not learns or key in self._learning):
-            return  # the forward's own results get gradients
-        if low.low_type is None or len(low.input_dtypes) != len(given_dtypes(tensors)):
+        if not is_again and not any(
+            each.requires_grad for each in results
+        ):  # or is it a checkpoint's?
+            self._without[call.site, call.module].append((kept, low))
+        if len(low.input_dtypes) != len(given_dtypes(tensors)):
             return
         references, rounded, given = _results(low, tensors, self._reference)
         within = limits(low.low_type)
-        if within is not None:
+        if within is not None and not is_again:
             kept.inputs += [
                 largest(each.detach()).float() for each in given if _is_measurable(each)
             ]
@@ -137,14 +156,21 @@ class ShadowRun:
             if not is_again:
                 kept.numbers.append(found.numbers)
                 kept.exponents.append(found.exponents)
+            if self._draws_gradients and not result.requires_grad and result.is_leaf:
+                self._drawn.append(weakref.ref(result.requires_grad_()))
             if result.requires_grad:
                 hook = functools.partial(_keep_effect, kept, found.difference)
                 self._hooks.append(result.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
-        """Takes away the hooks: a result may be a parameter, which lives on."""
+        """Takes away hooks and gradients: a result may be a buffer or a parameter, which lives on."""
         for hook in self._hooks:
             hook.remove()
+        for found in self._drawn:
+            tensor = found()
+            if tensor is not None:
+                tensor.requires_grad_(False)
+                tensor.grad = None
 
 
 def _keep_effect(kept: Kept, difference: Tensor, gradient: Tensor) -> None:

@@ -89,6 +89,8 @@ def _lines(comparison: Comparison) -> Iterator[str]:
             f"{count(comparison.unmatched)} calls were made in fp32 only: what the model calls "
             "depends on values"
         )
+    if comparison.backward_error:
+        yield from wrapped(f"the backward failed: {clean(comparison.backward_error)}")
     low = [row for row in comparison.rows if row.dtype]
     if low:
         yield ""

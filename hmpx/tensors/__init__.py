@@ -30,7 +30,7 @@ from .nested import (
     tensors_in,
     with_items,
 )
-from .structures import copied, floats_of, is_dense, tensors_of, widened
+from .structures import copied, floats_of, is_dense, map_all, tensors_of, widened
 
 __all__ = [
     "CAST",
@@ -56,6 +56,7 @@ __all__ = [
     "is_floating",
     "leaves",
     "long_name",
+    "map_all",
     "map_tensors",
     "parse_device_type",
     "parse_device_types",

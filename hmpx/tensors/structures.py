@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from .dtypes import LOW_DTYPES
-from .nested import SEQUENCES, map_tensors, with_items
+from .nested import SEQUENCES, with_items
 
 
 def tensors_of(value: Any) -> Iterator[Tensor]:
@@ -43,20 +43,23 @@ def is_dense(tensor: Tensor) -> bool:
     return tensor.layout is torch.strided and not tensor.is_nested
 
 
-def copied(value: Any) -> Any:
-    """Returns ``value`` with copies of its tensors, which the model may write to."""
-    if isinstance(value, (Tensor, *SEQUENCES)):
-        return map_tensors(value, _copied)
+def map_all(value: Any, function: Callable[[Tensor], Tensor]) -> Any:
+    """Returns what a model is given with each tensor in it replaced by the result of ``function``."""
+    if isinstance(value, Tensor):
+        return function(value)
+    if isinstance(value, SEQUENCES):
+        return with_items(value, [map_all(each, function) for each in value])
     if isinstance(value, Mapping):
         result: Any = copy.copy(value)
         for name, each in value.items():
-            result[name] = copied(each)
+            result[name] = map_all(each, function)
         return result
     return value
 
 
-def _copied(tensor: Tensor) -> Tensor:
-    return tensor.detach().clone().requires_grad_(tensor.requires_grad)
+def copied(value: Any) -> Any:
+    """Returns ``value`` with copies of its tensors, which the model may write to."""
+    return map_all(value, lambda each: each.detach().clone().requires_grad_(each.requires_grad))
 
 
 def widened(value: Any) -> Any:
