@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, shown
-from ..recording import record
 from ..session import convert, current
-from ..torch_internals import DisableAutocast, is_dynamo_loaded
+from ..torch_internals import DisableAutocast, uncompiled
 from .comparison import Comparison
 from .gradients import GradientRun
 from .low_run import LowCall, LowRun
@@ -72,10 +71,10 @@ def compare(
     runs = Runs(model, inputs, loss_fn, seed)
     with contextlib.ExitStack() as stack:
         stack.callback(runs.state.restore)
+        stack.enter_context(runs.observed())  # before wrappers are made: they are made once
         if conversion or current() is None:
             stack.enter_context(convert(**{"device_types": runs.device_types, **conversion}))
-        if is_dynamo_loaded():
-            stack.enter_context(torch.compiler.set_stance("force_eager"))
+        stack.enter_context(uncompiled())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
@@ -99,40 +98,38 @@ def _check(model: Any, loss_fn: Any, reference: Any, passes: Any, seed: Any) -> 
 
 
 def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool) -> Comparison:
-    with runs.observed():
-        low_run = LowRun()
-        with record() as recorded:
-            low, low_gradients = runs.low(low_run)
-        part_of = _parts(low_run, passes)
+    low_run = LowRun()
+    low, low_gradients = runs.low(low_run)
+    part_of = _parts(low_run, passes)
 
-        def exact_runs(*, draws_gradients: bool) -> tuple[dict[tuple[str, str, str], Kept], Exact]:
-            kept: dict[tuple[str, str, str], Kept] = {}
-            found = []
-            for part in range(passes):
-                is_shadowed = functools.partial(_is_in, part_of, part)
-                shadow = ShadowRun(
-                    low_run, reference, is_shadowed, kept, draws_gradients=draws_gradients
-                )
-                try:
-                    found.append((*runs.exact(shadow, low_gradients), shadow))
-                finally:
-                    shadow.end()
-            return kept, found[0]
+    def exact_runs(*, draws_gradients: bool) -> tuple[dict[tuple[str, str, str], Kept], Exact]:
+        kept: dict[tuple[str, str, str], Kept] = {}
+        found = []
+        for part in range(passes):
+            is_shadowed = functools.partial(_is_in, part_of, part)
+            shadow = ShadowRun(
+                low_run, reference, is_shadowed, kept, draws_gradients=draws_gradients
+            )
+            try:
+                found.append((*runs.exact(shadow, low_gradients), shadow))
+            finally:
+                shadow.end()
+        return kept, found[0]
 
-        try:
-            kept, first = exact_runs(draws_gradients=True)
-            fails = first[0].error is not None
-        except RuntimeError:
-            fails = True
-        if fails:
-            kept, first = exact_runs(draws_gradients=False)
+    try:
+        kept, first = exact_runs(draws_gradients=True)
+        fails = first[0].error is not None
+    except RuntimeError:
+        fails = True
+    if fails:
+        kept, first = exact_runs(draws_gradients=False)
     exact, gradients, shadow = first
     error = low.error or exact.error
     scale = (
         math.nan if error else 1.0 if has_loss else 1 / (math.sqrt(PROJECTIONS) * exact.norm or 1.0)
     )
     return Comparison(
-        rows=compared_sites(kept, recorded.rows, scale),
+        rows=compared_sites(kept, runs.costs(), scale),
         gradients=gradients.rows(),
         loss=exact.loss,
         low_loss=low.loss,

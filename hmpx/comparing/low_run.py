@@ -75,13 +75,14 @@ class LowRun:
         """Notes one call."""
         if tensors is None or not is_compared(call) or call.phase != "forward":
             return
+        given = given_floats(tensors.given, tensors.given_kwargs)
         results = floating_in([tensors.result])
         samples = tuple(
             sample(each.detach()).clone() for each in results if is_dense(each) and each.numel()
         )
         low = LowCall(
             call,
-            given_dtypes(tensors),
+            tuple([each.dtype for each in given]),
             samples,
             sum(4 * each.numel() for each in results),
         )

@@ -12,7 +12,9 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError, said_by, shown
-from ..observers import CallTensors, OpCall, attach
+from ..observers import CallTensors, OpCall, attach, attach_to_values
+from ..recording import Recorder, counted_rows
+from ..reports import Row
 from ..tensors import copied, floats_of, is_dense, map_all, tensors_of, widened
 from ..torch_state import disable_casts, without_casts
 from .gradients import GradientRun, taken
@@ -77,6 +79,7 @@ class Runs:
         }
         self._learning = [each for each in self.parameters.values() if each.requires_grad]
         self._seen: Run | None = None
+        self._recorder, self._counts = Recorder(), False
         found = [*self.parameters.values(), *tensors]
         self.device_types = frozenset({each.device.type for each in found} or {"cpu"})
 
@@ -90,8 +93,17 @@ class Runs:
             if self._seen is not None:
                 self._seen(call, tensors)
 
-        with attach(observe, tensors=True, every_op=True):
+        def count(call: OpCall, *values: Any) -> None:
+            if self._counts:
+                with torch.no_grad():  # gradients are not counted
+                    self._recorder(call, *values)
+
+        with attach(observe, tensors=True, every_op=True), attach_to_values(count):
             yield
+
+    def costs(self) -> tuple[Row, ...]:
+        """Returns the calls of the run in low precision with their FLOPs and bytes."""
+        return counted_rows(self._recorder.counted(), is_timed=False)
 
     # --- runs ------------------------------------------------------------------------------------
 
@@ -101,7 +113,11 @@ class Runs:
         Returns:
             What it has come to, and the gradients.
         """
-        done = self._run(run, self.state.restart, lambda scalars: self._differentiate(scalars[:1]))
+        self._counts = True
+        try:
+            done = self._run(run, lambda scalars: self._differentiate(scalars[:1]))
+        finally:
+            self._counts = False
         return done, taken(self.parameters)
 
     def exact(self, run: Run, gradients: Mapping[str, Tensor]) -> tuple[Done, GradientRun]:
@@ -121,7 +137,7 @@ class Runs:
 
         try:
             with disable_casts():
-                done = self._run(run, self.state.restart, differentiate)
+                done = self._run(run, differentiate)
         finally:
             compared.end()
             taken(self.parameters)
@@ -144,13 +160,8 @@ class Runs:
             return self._model(**given[0])
         return self._model(*given)
 
-    def _run(
-        self,
-        run: Run,
-        begin: Callable[[], None],
-        differentiate: Callable[[list[Tensor]], str | None],
-    ) -> Done:
-        begin()
+    def _run(self, run: Run, differentiate: Callable[[list[Tensor]], str | None]) -> Done:
+        self.state.restart()
         self._seen = run
         try:
             found = self._call()

@@ -5,7 +5,6 @@ Judged only by which tensors the dispatcher's ops read, convert and write, not b
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -22,8 +21,8 @@ from ..torch_internals import (
     FakeTensor,
     TorchDispatchMode,
     casts_of_aten,
-    is_dynamo_loaded,
     is_tensor_of_tensors,
+    uncompiled,
 )
 
 #: Fake tensors have no values, but everything else about them is real.
@@ -282,7 +281,7 @@ def watch_forward(
     try:
         formats = compute.watched_emulation(watch.note_format)
         unrounded = compute.watched_rounding(watch.note_unrounded)
-        with torch.no_grad(), _compiled_code_in_eager_mode(), formats, unrounded, watch:
+        with torch.no_grad(), uncompiled(), formats, unrounded, watch:
             model(*args, **kwargs)
     except Exception as error:
         raise FreezeError(
@@ -292,10 +291,3 @@ def watch_forward(
     finally:
         watch.take_back_writes()
     return watch
-
-
-def _compiled_code_in_eager_mode() -> contextlib.AbstractContextManager[None]:
-    """Makes code compiled by torch.compile run op by op; a compiled graph is one opaque call."""
-    if not is_dynamo_loaded():  # its import takes seconds, and nothing is compiled yet
-        return contextlib.nullcontext()
-    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]

@@ -3,5 +3,7 @@
 from __future__ import annotations
 
 from .context import record
+from .folding import counted_rows
+from .recorder import Recorder
 
-__all__ = ["record"]
+__all__ = ["Recorder", "counted_rows", "record"]

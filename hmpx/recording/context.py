@@ -13,13 +13,12 @@ from .. import arguments
 from ..errors import OptionError
 from ..observers import Attached, attach_to_values, user_location
 from ..policy import policy_line
-from ..reports import Groups, Report, Row, Waste, added, added_waste
+from ..reports import Groups, Report, Row, Waste, added_waste
 from ..session import current
 from ..torch_internals import uncompiled
 from ..version import __version__
-from .folding import in_own_thread
+from .folding import counted_rows
 from .recorder import Recorder
-from .rows import backward_rows, rows
 from .waste import waste
 
 
@@ -81,15 +80,7 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
     def report(self) -> Report:
         """Returns what was recorded so far, as data."""
         counted = self._recorder.counted()
-        found = in_own_thread(
-            lambda: added(
-                [
-                    *counted.rows,
-                    *rows(counted.entries, is_timed=self._is_timed),
-                    *backward_rows(counted.gradients),
-                ]
-            )
-        )
+        found = counted_rows(counted, is_timed=self._is_timed)
         wasted = added_waste(waste(self._recorder.traces.found, counted))
         return Report(found, wasted, self._about or _about(), self._error, self._error_location)
 

@@ -10,7 +10,7 @@ from collections.abc import Callable, Iterable
 from typing import TypeVar
 
 from ..reports import Row, added
-from .entries import Entry, Gradients, Place, Unused, place_of
+from .entries import Counted, Entry, Gradients, Place, Unused, place_of
 from .rows import backward_rows, rows
 
 _T = TypeVar("_T")
@@ -46,6 +46,19 @@ class Folded:
 
     def _at(self, entry: Entry) -> Unused:
         return self.places.setdefault(place_of(entry), Unused())
+
+
+def counted_rows(counted: Counted, *, is_timed: bool) -> tuple[Row, ...]:
+    """Returns the rows of all that was counted, added up."""
+    return in_own_thread(
+        lambda: added(
+            [
+                *counted.rows,
+                *rows(counted.entries, is_timed=is_timed),
+                *backward_rows(counted.gradients),
+            ]
+        )
+    )
 
 
 def note(gradients: Iterable[Gradients], places: dict[Place, Unused]) -> None:

@@ -6,7 +6,6 @@ import contextlib
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
-import torch
 from torch import Tensor
 from torch.optim.optimizer import (
     register_optimizer_step_post_hook,
@@ -17,7 +16,7 @@ from .. import session
 from ..errors import NonFiniteError, OptionError, shown
 from ..observers import LOGGER, Attached, OpCall, attach_to_values
 from ..policy import Policy
-from ..torch_internals import is_dynamo_loaded
+from ..torch_internals import uncompiled
 from .judging import Judge, Origin, offence_of
 from .locating import Flag
 from .loss_scaling import LossScaling
@@ -93,8 +92,7 @@ class Watch:
                 (register_optimizer_step_post_hook, self._after_optimizer),
             ):
                 undo.callback(register(hook).remove)
-            if is_dynamo_loaded():
-                undo.enter_context(torch.compiler.set_stance("force_eager"))
+            undo.enter_context(uncompiled())
             self._undo = undo.pop_all()
         self._notes.is_open = True
         self._pause_or_resume()
