@@ -300,7 +300,9 @@ def test_errors_say_what_to_do(
 
 
 @pytest.mark.parametrize(
-    "transform", [torch.func.grad, torch.func.vmap, torch.func.jacrev], ids=str
+    "transform",
+    [torch.func.grad, torch.func.vmap, torch.func.jacrev],
+    ids=["grad", "vmap", "jacrev"],
 )
 def test_transforms_inside_are_no_obstacle(transform: Any) -> None:
     """Modules called in them: what they compute has no node that is known."""

@@ -63,7 +63,9 @@ def test_what_a_transform_computes_at_a_time_is_counted(name: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:.*torch.jit.script:DeprecationWarning")  # by torch itself
 @pytest.mark.parametrize(
-    "transform", [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian], ids=str
+    "transform",
+    [torch.func.jacrev, torch.func.jacfwd, torch.func.hessian],
+    ids=["jacrev", "jacfwd", "hessian"],
 )
 def test_other_transforms_run_as_without_it(transform: Any) -> None:
     """Tensors of theirs have no memory to follow."""
