@@ -32,6 +32,7 @@ if TYPE_CHECKING:
     from .drawing import Drawing, draw
     from .explaining import Explanation, Explanations, explain
     from .recording import record
+    from .tuning import Tuned, tune
 
 #: What is imported when it is first asked for -> its room: looking back at a run can wait.
 _LATER: Final = {
@@ -40,9 +41,11 @@ _LATER: Final = {
     "Explanation": "explaining",
     "Explanations": "explaining",
     "compare": "comparing",
+    "Tuned": "tuning",
     "draw": "drawing",
     "explain": "explaining",
     "record": "recording",
+    "tune": "tuning",
 }
 
 
@@ -85,6 +88,7 @@ __all__ = [
     "RuleError",
     "Session",
     "TorchError",
+    "Tuned",
     "Watch",
     "Weight",
     "attach",
@@ -101,6 +105,7 @@ __all__ = [
     "record",
     "register_rule",
     "revert",
+    "tune",
     "unregister_rule",
     "watch",
 ]

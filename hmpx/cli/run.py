@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import os
 import sys
 import warnings
 from typing import Any
 
 from .. import gaudi, policy, session
 from ..compute import LEGALIZE_MODES
+from ..environment import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import short
 from ..tensors import parse_device_types
 from ..watching import watch
@@ -31,6 +33,10 @@ def add_parser(commands: Any) -> None:
         epilog="""\
 With --habana-shim nothing is cast before the script's own hmp.convert(): the options above are what
 that call uses where it does not say otherwise. Processes that the script starts are converted as it is.
+
+environment variables, which hmpx tune sets:
+  HMPX_POLICY  a policy file that outranks the list options
+  HMPX_REPORT  as --report FILE
 
 exit status:
   that of the script: 0, what it gives to sys.exit, 1 after an uncaught exception;
@@ -101,7 +107,8 @@ def run(options: argparse.Namespace) -> int:
     name = program[0]
     if not options.is_module and not scripts.exists(name):
         raise ScriptError(f"{short(name)}: no such file; give the path of a Python script")
-    report_path = None if options.report is None else run_report.checked(options.report)
+    report = options.report or os.environ.get(REPORT_VARIABLE)
+    report_path = run_report.checked(report) if report else None
     sys.argv = program
     scripts.put_first_on_path(scripts.directory_of(name, options.is_module))
     given = _run_options(options)
@@ -140,7 +147,15 @@ def _run_options(options: argparse.Namespace) -> dict[str, Any]:
     verbose = "once" if options.verbose_once else "hmp" if options.verbose_hmp else options.verbose
     types = options.device_types.split(",") if options.device_types else None
     more = only_given(isVerbose=verbose, device_types=types, legalize=options.legalize)
-    return {**list_options(options), **more}
+    tried = os.environ.get(POLICY_VARIABLE)
+    if not tried:
+        return {**list_options(options), **more}
+    if options.habana_shim:
+        raise ScriptError(
+            f"{POLICY_VARIABLE} is set, as by hmpx tune, but under --habana-shim the script's own lists "
+            "decide; tune it without --habana-shim"
+        )
+    return {"policy": tried, **more}
 
 
 def _install_shim(options: argparse.Namespace, given: dict[str, Any]) -> bool:

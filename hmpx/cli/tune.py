@@ -1,0 +1,92 @@
+"""``hmpx tune``: finds the ops that a command needs in fp32, by its exit status."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from . import output
+from .options import add_command
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of ``hmpx tune``."""
+    parser = add_command(
+        commands,
+        "tune",
+        run,
+        help="find the smallest set of ops that a command needs in fp32",
+        usage='hmpx tune --check "CMD" [--output DIR] [options]',
+        description="Runs CMD again and again, each time with other ops in fp32 and all else in low\n"
+        "precision, and writes lists with the fewest ops in fp32 with which it exits with 0.\n"
+        "A script under `hmpx run` in CMD needs no change: the policy under test is in the file\n"
+        "that the environment variable HMPX_POLICY names, and outranks the options of `hmpx run`.",
+        epilog="""\
+exit status:
+  0 if lists were found; 2 if CMD fails with everything in fp32, or the arguments are wrong
+
+Each run's policy, output and exit status stay in DIR/NUMBER; started anew, the search goes on.
+Models that are Python functions are tuned in fewer runs by hmpx.tune(), which ranks ops by effect.
+
+examples:
+  hmpx tune --check "hmpx run train.py --steps 200 --fail-above 1.8"
+  hmpx tune --check "hmpx run train.py && python compare.py" --by module --output lists
+  hmpx run --lists hmpx_tune train.py""",
+    )
+    parser.add_argument(
+        "--check", required=True, metavar="CMD", help="a shell command; passes if it exits with 0"
+    )
+    parser.add_argument(
+        "--output", default="hmpx_tune", metavar="DIR", help="where to write; default: hmpx_tune"
+    )
+    parser.add_argument(
+        "--by",
+        choices=("op", "module"),
+        default="op",
+        help="decide for each op, the default, or inside of ops that are kept for each module",
+    )
+    parser.add_argument(
+        "--low-precision-type", metavar="TYPE", help="as for hmpx run; default: bfloat16"
+    )
+    parser.add_argument(
+        "--runs", type=_count, default=1, metavar="N", help="how often CMD must pass; default: 1"
+    )
+    parser.add_argument(
+        "--timeout", type=_seconds, metavar="SECONDS", help="a run that takes longer fails"
+    )
+    parser.add_argument(
+        "--budget", type=_count, default=200, metavar="N", help="most evaluations; default: 200"
+    )
+
+
+def run(options: argparse.Namespace) -> int:
+    """Searches, writes the lists and prints the result."""
+    from ..tuning import Check, tune_by_check  # which takes a moment to import
+
+    check = Check(
+        options.check,
+        Path(options.output),
+        options.low_precision_type,
+        options.by,
+        options.runs,
+        options.timeout,
+        options.budget,
+    )
+    best = tune_by_check(check)
+    paths = best.write(check.directory)
+    return output.show([*str(best).splitlines(), "", *(f"wrote {path}" for path in paths)])
+
+
+def _count(text: str) -> int:
+    value = int(text)
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be at least 1, not {value}")
+    return value
+
+
+def _seconds(text: str) -> float:
+    value = float(text)
+    if not value > 0:
+        raise argparse.ArgumentTypeError(f"must be above 0, not {text}")
+    return value

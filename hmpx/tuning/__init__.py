@@ -1,0 +1,9 @@
+"""Tuning: the smallest set of ops to keep in fp32, found and proven."""
+
+from __future__ import annotations
+
+from .checking import Check, tune_by_check
+from .entry import tune
+from .result import Tuned
+
+__all__ = ["Check", "Tuned", "tune", "tune_by_check"]

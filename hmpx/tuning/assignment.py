@@ -1,0 +1,104 @@
+"""Which type each spot computes in, as a policy: lists for whole ops, sections for modules."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Iterable, Mapping
+from typing import Any, Final
+
+from .. import ops
+from ..policy import Policy, load_policy
+from .candidates import Candidate, Kept, Spot
+
+#: The type of what is kept.
+FP32: Final = "float32"
+
+
+def assigned(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict[Spot, str]:
+    """Returns each spot -> the name of the type that it computes in.
+
+    Args:
+        candidates: All candidates; several may stand for a spot.
+        kept: Those in fp32; ``"softmax=bfloat16"`` stands for one in another type.
+        low_type: The name of the type of all others.
+    """
+    by_name = {each.name: each for each in candidates}
+    types = {spot: low_type for each in by_name.values() for spot in each.spots}
+    for member in kept:
+        name, is_other, other = member.rpartition("=")
+        found = by_name[name if is_other else member]
+        types |= dict.fromkeys(found.spots, other if is_other else FP32)
+    return types
+
+
+def policy_of(types: Mapping[Spot, str], low_type: str) -> Policy:
+    """Returns the policy by which each spot computes in its type; the default lists decide other ops."""
+    return load_policy(policy=policy_source(types, low_type))
+
+
+def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
+    """Returns that policy as a policy file has it."""
+    base = {op: _base_type(op, types, low_type) for op in sorted({op for op, _ in types})}
+    placed = _placed(types, base)
+    sections: list[dict[str, Any]] = []
+    for _, modules in sorted(_by_depth(placed).items(), reverse=True):
+        alike: dict[tuple[tuple[str, str], ...], list[str]] = {}
+        for module in sorted(modules):
+            alike.setdefault(tuple(sorted(placed[module].items())), []).append(module)
+        sections += [
+            {"module": [_glob(module) for module in same], **_lists(dict(found), low_type)}
+            for found, same in alike.items()
+        ]
+    source = {"low_precision_type": low_type, "lists": "hmpx", **_lists(base, low_type)}
+    return {**source, "sections": sections} if sections else source
+
+
+def _base_type(op: str, types: Mapping[Spot, str], low_type: str) -> str:
+    """Returns the type of an op in modules that no section names."""
+    found = {each for (name, _), each in types.items() if name == op}
+    return found.pop() if len(found) == 1 else types.get((op, ""), low_type)
+
+
+def _placed(types: Mapping[Spot, str], base: Mapping[str, str]) -> dict[str, dict[str, str]]:
+    """Returns module -> op -> type, where that differs from what the modules around it say."""
+    placed: dict[str, dict[str, str]] = {}
+    for (op, module), wanted in sorted(types.items(), key=lambda each: _depth(each[0][1])):
+        if module and _inherited(op, module, placed, base) != wanted:
+            placed.setdefault(module, {})[op] = wanted
+            for other in sorted((ops.covered(op) - {op}) & base.keys()):  # a line covers these, too
+                found = types.get((other, module)) or _inherited(other, module, placed, base)
+                placed[module].setdefault(other, found)
+    return placed
+
+
+def _inherited(
+    op: str, module: str, placed: Mapping[str, Mapping[str, str]], base: Mapping[str, str]
+) -> str:
+    """Returns the type of an op in a module by the sections of the modules around it, and of itself."""
+    parts = module.split(".")
+    for count in range(len(parts), 0, -1):
+        found = placed.get(".".join(parts[:count]), {}).get(op)
+        if found is not None:
+            return found
+    return base[op]
+
+
+def _by_depth(modules: Collection[str]) -> dict[int, list[str]]:
+    found: dict[int, list[str]] = {}
+    for module in modules:
+        found.setdefault(_depth(module), []).append(module)
+    return found
+
+
+def _depth(module: str) -> int:
+    return module.count(".") + 1 if module else 0
+
+
+def _glob(module: str) -> str:
+    """Returns the pattern that matches this name alone."""
+    return "".join(f"[{each}]" if each in "*?[" else each for each in module)
+
+
+def _lists(types: Mapping[str, str], low_type: str) -> dict[str, list[str]]:
+    low = [op if each == low_type else f"{op} {each}" for op, each in types.items() if each != FP32]
+    fp32 = [op for op, each in types.items() if each == FP32]
+    return {key: lines for key, lines in (("low", low), ("fp32", fp32)) if lines}

@@ -1,0 +1,254 @@
+"""Candidates: what a search may keep in fp32, each with its score and with what keeping it costs."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Final, Protocol
+
+from .. import ops
+from ..policy import CastPolicy, load_policy
+
+#: Where an op is called: its name, and the qualified name of the module; ``""`` outside of any.
+Spot = tuple[str, str]
+
+#: A set of candidates that is computed in fp32, by name; all others are computed in low precision.
+Kept = frozenset[str]
+
+#: How many spots stand for themselves where candidates are modules; the rest is grouped by op.
+MOST_SPOTS: Final = 24
+
+
+class CallRow(Protocol):
+    """What a row of a report says of calls."""
+
+    @property
+    def op(self) -> str:
+        """Op name."""
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the module."""
+
+    @property
+    def phase(self) -> str:
+        """``"forward"`` for what counts here."""
+
+    @property
+    def cast_policy(self) -> str:
+        """Name of the `CastPolicy`, or ``"TARGET"``."""
+
+    @property
+    def input_dtypes(self) -> tuple[str, ...]:
+        """Names of the dtypes of floating inputs."""
+
+    @property
+    def output_dtypes(self) -> tuple[str, ...]:
+        """Names of the dtypes returned."""
+
+    @property
+    def flops(self) -> int:
+        """Floating-point operations."""
+
+    @property
+    def bytes(self) -> int:
+        """Bytes read and written."""
+
+
+class EffectRow(Protocol):
+    """What a comparison says of calls of one op in one module."""
+
+    @property
+    def op(self) -> str:
+        """Op name."""
+
+    @property
+    def module(self) -> str:
+        """Qualified name of the module."""
+
+    @property
+    def effect(self) -> float:
+        """What rounding the op does to the result; infinite where it overflows."""
+
+    @property
+    def fits(self) -> bool:
+        """Whether fp32 inputs and outputs lie in the low type's range."""
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """Something that is computed in fp32 or in low precision as a whole.
+
+    Attributes:
+        name: ``"softmax"``, or ``"encoder.0.attn:softmax"``.
+        spots: The op and modules that it stands for.
+        score: Its first-order effect on the result in low precision; None if that is not known.
+        flops: Floating-point operations of one forward, and
+        bytes: the bytes that these calls read and write in fp32.
+        benefit: Their share of the model's work, from 0 to 1: of FLOPs and of bytes, half each.
+        is_hard: Some of its values leave the low type's range.
+        prior: Order where scores are unknown: the smallest is kept first.
+    """
+
+    name: str
+    spots: frozenset[Spot] = field(default=frozenset(), repr=False)
+    score: float | None = None
+    flops: int = 0
+    bytes: int = 0
+    benefit: float = 0.0
+    is_hard: bool = False
+    prior: float = 0.0
+
+
+def called_spots(rows: Iterable[CallRow]) -> dict[Spot, tuple[int, int]]:
+    """Returns each spot whose op may run in low precision -> FLOPs and bytes of its calls.
+
+    The rows are those of a forward in fp32 that is converted by a policy without decisions. Left out are
+    ops that write to their first argument, whose dtype decides, those that only move, convert or make
+    tensors, and those without a floating-point result, such as comparisons.
+    """
+    may_run_low = ops.computing()
+    found: dict[Spot, tuple[int, int]] = {}
+    for row in rows:
+        if (
+            row.phase == "backward"
+            or row.cast_policy == "TARGET"
+            or not (row.op in may_run_low or ops.is_foreign(row.op))
+            or "float32" not in row.input_dtypes
+            or "float32" not in row.output_dtypes
+        ):
+            continue
+        spot = (row.op, row.module)
+        flops, count = found.get(spot, (0, 0))
+        found[spot] = flops + row.flops, count + row.bytes
+    return found
+
+
+def effects(rows: Iterable[EffectRow]) -> dict[Spot, tuple[float, bool]]:
+    """Returns each spot -> its effect, and whether its values leave the low type's range."""
+    found: dict[Spot, tuple[float, bool]] = {}
+    for row in rows:
+        spot = (row.op, row.module)
+        effect, is_hard = found.get(spot, (0.0, False))
+        leaves = not row.fits or math.isinf(row.effect)
+        known = row.effect if math.isfinite(row.effect) else 0.0  # NaN: no gradient arrives
+        found[spot] = math.hypot(effect, known), is_hard or leaves
+    return found
+
+
+def by_op(
+    spots: Mapping[Spot, tuple[int, int]],
+    scores: Mapping[Spot, tuple[float, bool]] | None = None,
+    *,
+    names_modules: bool = False,
+) -> list[Candidate]:
+    """Returns a candidate for each op; those in one module only are named by it if ``names_modules``."""
+    counts = Counter(op for op, _ in spots)
+
+    def key(spot: Spot) -> str:
+        return name_of(spot) if names_modules and counts[spot[0]] == 1 else spot[0]
+
+    return _grouped(spots, scores, key)
+
+
+def by_module(
+    spots: Mapping[Spot, tuple[int, int]],
+    scores: Mapping[Spot, tuple[float, bool]] | None = None,
+) -> list[Candidate]:
+    """Returns a candidate for each spot that matters, and one for the rest of each op.
+
+    A search needs an evaluation for each candidate that it keeps, so what has little effect by itself is
+    kept or not by op.
+    """
+    if scores is None or len(spots) <= MOST_SPOTS:
+        return _grouped(spots, scores, name_of)
+
+    def importance(spot: Spot) -> tuple[bool, float, Spot]:
+        score, is_hard = scores.get(spot, (0.0, False))
+        return not is_hard, -score, spot
+
+    alone = set(sorted(spots, key=importance)[:MOST_SPOTS])
+    return _grouped(spots, scores, lambda spot: name_of(spot) if spot in alone else spot[0])
+
+
+def split(
+    candidates: Iterable[Candidate], spots: Mapping[Spot, tuple[int, int]]
+) -> list[Candidate]:
+    """Returns the candidates with each that stands for several spots replaced by one a spot."""
+    found = []
+    for each in candidates:
+        if len(each.spots) == 1:
+            found.append(each)
+            continue
+        parts = {spot: spots[spot] for spot in each.spots}
+        shares = {part.name: part for part in _grouped(parts, None, name_of)}
+        whole = max(1, each.bytes)
+        found += [
+            replace(
+                part,
+                benefit=each.benefit * part.bytes / whole,
+                prior=each.prior,
+                is_hard=each.is_hard,
+            )
+            for part in shares.values()
+        ]
+    return found
+
+
+def name_of(spot: Spot) -> str:
+    """Returns the name of a spot: ``"encoder.0.attn:softmax"``; the op's outside of any module."""
+    op, module = spot
+    return f"{module}:{op}" if module else f":{op}"
+
+
+def _grouped(
+    spots: Mapping[Spot, tuple[int, int]],
+    scores: Mapping[Spot, tuple[float, bool]] | None,
+    key: Callable[[Spot], str],
+) -> list[Candidate]:
+    groups: dict[str, list[Spot]] = {}
+    for spot in spots:
+        groups.setdefault(key(spot), []).append(spot)
+    all_flops = max(1, sum(flops for flops, _ in spots.values()))
+    all_bytes = max(1, sum(count for _, count in spots.values()))
+    found = []
+    for name, members in groups.items():
+        flops = sum(spots[spot][0] for spot in members)
+        count = sum(spots[spot][1] for spot in members)
+        known = [] if scores is None else [scores.get(spot, (0.0, False)) for spot in members]
+        found.append(
+            Candidate(
+                name,
+                frozenset(members),
+                score=None if scores is None else math.hypot(*[score for score, _ in known]),
+                flops=flops,
+                bytes=count,
+                benefit=(flops / all_flops + count / all_bytes) / 2,
+                is_hard=any(is_hard for _, is_hard in known),
+                prior=_prior(members[0][0]),
+            )
+        )
+    return sorted(found, key=lambda each: each.name)
+
+
+def _prior(op: str) -> float:
+    """Returns 0 for ops that the default lists keep in fp32, 2 for those in low precision, else 1."""
+    policy = load_policy().decisions.get(op)
+    if policy is None:
+        return 1.0
+    return {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}.get(policy.cast_policy, 1.0)
+
+
+def shares(candidates: Sequence[Candidate], kept: Kept) -> tuple[float, float]:
+    """Returns the shares of FLOPs and of bytes that are computed in low precision, each from 0 to 1."""
+    low = [each for each in candidates if each.name not in kept]
+    return (
+        _share(sum(each.flops for each in low), sum(each.flops for each in candidates)),
+        _share(sum(each.bytes for each in low), sum(each.bytes for each in candidates)),
+    )
+
+
+def _share(part: int, whole: int) -> float:
+    return part / whole if whole else 1.0

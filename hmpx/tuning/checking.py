@@ -1,0 +1,199 @@
+"""Tunes what can't be a function: a command whose exit status says whether a policy passes."""
+
+from __future__ import annotations
+
+import json
+import math
+import os
+import signal
+import subprocess
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from pathlib import Path
+
+import yaml
+
+from ..environment import POLICY_VARIABLE, REPORT_VARIABLE
+from ..errors import OptionError, said_by, short
+from ..reports import Row, merged, read_json
+from ..version import __version__
+from .assignment import assigned, policy_source
+from .candidates import Candidate, by_op, called_spots, split
+from .entry import result
+from .journal import Journal
+from .profiling import observing_policy
+from .progress import progress as shown_progress
+from .request import low_type_name
+from .result import Tuned
+from .runner import Evaluator, Runner
+from .scoring import from_record, to_record
+from .searching import Searching
+from .working import Work
+
+#: A check passes or fails; as errors:
+_PASSES, _TOLERANCE, _FAILS = 0.0, 0.5, math.inf
+
+
+@dataclass(frozen=True)
+class Check:
+    """A command that says whether a policy passes.
+
+    Attributes:
+        command: What a shell runs. `hmpx run` in it obeys the environment variables.
+        directory: Where artefacts are kept: a directory for each run, the journal, the result.
+        low_precision_type: The low-precision type; None for bfloat16.
+        by: ``"op"``, or ``"module"``: inside of the ops that are kept, modules are searched, too.
+        runs: How often the command must pass.
+        timeout_s: After how many seconds a run counts as failed; None for never.
+        budget: Most evaluations.
+    """
+
+    command: str
+    directory: Path
+    low_precision_type: str | None = None
+    by: str = "op"
+    runs: int = 1
+    timeout_s: float | None = None
+    budget: int = 200
+
+
+def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
+    """Returns the smallest set of ops to keep in fp32 with which a command succeeds.
+
+    Raises:
+        OptionError: The command fails with every op in fp32, calls nothing that may run in low precision,
+            or does not run under hmpx; the directory can't be written, or belongs to another search.
+    """
+    low_type = low_type_name(check.low_precision_type)
+    try:
+        check.directory.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise OptionError(f"can't make {check.directory}: {said_by(error)}") from error
+    header = {"hmpx": __version__, "command": check.command, "low_precision_type": low_type}
+    header |= {"by": check.by, "runs": str(check.runs)}
+    journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
+    commands = _Commands(check, low_type)
+    profile = next((each for each in journal.records if "spots" in each), None)
+    if profile is None:
+        spots = called_spots(commands.called())
+        if not spots:
+            raise OptionError(
+                "the command calls no op on fp32 tensors that may run in low precision; on an accelerator "
+                "its tensors are cast there only"
+            )
+        journal.write(to_record(spots, None))
+    else:
+        spots, _ = from_record(profile)
+    found = by_op(spots, names_modules=check.by == "module")
+    names = {each.name for each in found}
+    finest = [each for each in split(found, spots) if each.name not in names]
+    commands.candidates = (*found, *finest)
+    with shown_progress(is_shown=is_shown) as show:
+        runner = Runner(
+            commands, journal, check.budget, lambda number, each: show(number, each, len(found))
+        )
+        searching = Searching(runner, found, spots, _TOLERANCE, is_finer=check.by == "module")
+        return result(searching, searching.run(), "check", low_type)
+
+
+class _Commands(Evaluator):
+    """Runs the command, each time in a directory of its own for what it writes.
+
+    Attributes:
+        candidates: What may be kept.
+    """
+
+    def __init__(self, check: Check, low_type: str) -> None:
+        self._check, self._low_type = check, low_type
+        self.candidates: tuple[Candidate, ...] = ()
+
+    def called(self) -> list[Row]:
+        """Returns what the command calls, in fp32.
+
+        Raises:
+            OptionError: It fails there, or does not run under hmpx.
+        """
+        folder = self._folder("called")
+        for old in folder.glob("report*.json"):
+            old.unlink()
+        listed = sorted(observing_policy().decisions)
+        status = self._run(folder, {"lists": "none", "fp32": listed}, report=True)
+        reports = sorted(folder.glob("report*.json"))
+        if status != 0:
+            raise OptionError(
+                f"the command fails in fp32 already, with exit status {status}: see {folder / 'output.txt'}"
+            )
+        if not reports:
+            raise OptionError(
+                "the command has not run under `hmpx run`, which obeys HMPX_POLICY and HMPX_REPORT; "
+                "write `hmpx run SCRIPT` in it in place of `python SCRIPT`"
+            )
+        return [*merged(map(read_json, reports)).rows]
+
+    def error(
+        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, float], None], /
+    ) -> float:
+        """Returns 0 if the command passes, else infinity."""
+        kept, *_ = work
+        source = policy_source(assigned(self.candidates, kept, self._low_type), self._low_type)
+        folder = self._next_folder()
+        for _ in range(self._check.runs):
+            if self._run(folder, source, report=False) != 0:
+                return _FAILS
+        return _PASSES
+
+    def _next_folder(self) -> Path:
+        taken = [int(each.name) for each in self._check.directory.glob("[0-9]*") if each.is_dir()]
+        return self._folder(f"{max(taken, default=0) + 1:04d}")
+
+    def _folder(self, name: str) -> Path:
+        folder = self._check.directory / name
+        try:
+            folder.mkdir(exist_ok=True)
+        except OSError as error:
+            raise OptionError(f"can't make {folder}: {said_by(error)}") from error
+        return folder
+
+    def _run(self, folder: Path, source: dict[str, object], *, report: bool) -> int | str:
+        """Returns the exit status, or ``"timeout"``; keeps what the command prints."""
+        policy = (folder / "policy.yaml").absolute()
+        policy.write_text(yaml.safe_dump(source, sort_keys=False), encoding="utf-8")
+        environment = {**os.environ, POLICY_VARIABLE: os.fspath(policy)}
+        environment.pop(REPORT_VARIABLE, None)
+        if report:
+            environment[REPORT_VARIABLE] = os.fspath((folder / "report.json").absolute())
+        with (folder / "output.txt").open("ab") as output:
+            process = subprocess.Popen(
+                self._check.command,
+                shell=True,
+                env=environment,
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+            status: int | str
+            try:
+                status = process.wait(self._check.timeout_s)
+            except subprocess.TimeoutExpired:
+                status = "timeout"
+            finally:
+                if process.poll() is None:
+                    _end(process)
+        said = {"status": status, "command": short(self._check.command)}
+        (folder / "status.json").write_text(json.dumps(said) + "\n", encoding="utf-8")
+        return status
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a command and what it has started."""
+    for number in (signal.SIGTERM, signal.SIGKILL):
+        try:
+            os.killpg(process.pid, number)
+        except ProcessLookupError:
+            return
+        try:
+            process.wait(5)
+            return
+        except subprocess.TimeoutExpired:
+            continue

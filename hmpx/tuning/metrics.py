@@ -1,0 +1,180 @@
+"""How far outputs in low precision are from those in fp32, as one number; computed in float64."""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Callable, Sequence
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ..errors import OptionError, said_by, shown
+from ..tensors import is_floating, tensors_of
+from .batches import Batch
+
+#: The metrics that have names.
+METRICS: Final = ("relative_l2", "loss", "kl")
+
+#: Of what the model returns for all batches, in low precision and in fp32.
+Metric = Callable[[Sequence[Any], Sequence[Any]], float]
+
+
+def relative_l2(found: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Returns the L2 norm of the difference over that of the fp32 outputs, of all tensors together.
+
+    Equal infinities do not differ. Where the model returns no floating-point tensor: the share of
+    elements that differ.
+    """
+    difference = norm = 0.0
+    for low, high in _pairs(floating_of(found), floating_of(expected)):
+        gap = torch.where(low == high, 0, low - high)
+        difference += _square(gap)
+        norm += _square(torch.where(high.isfinite(), high, 0))
+    if floating_of(expected):
+        if not math.isfinite(difference):
+            return math.inf
+        return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
+    return _disagreement([*tensors_of(found)], [*tensors_of(expected)])
+
+
+def kl(found: Sequence[Any], expected: Sequence[Any]) -> float:
+    """Returns the mean Kullback-Leibler divergence, in nats, of softmaxed logits from those in fp32.
+
+    Logits are the attribute ``logits`` of what the model returns, else its first floating-point tensor;
+    classes are their last dimension.
+    """
+    total, rows = 0.0, 0
+    for low, high in _pairs(list(map(_logits, found)), list(map(_logits, expected))):
+        p, q = torch.log_softmax(high, -1), torch.log_softmax(low, -1)
+        gap = torch.where(p == q, 0, p - q)  # masked classes are -inf in both
+        each = torch.where(p.exp() == 0, 0, p.exp() * gap).sum(-1)
+        total += float(each.sum())
+        rows += each.numel()
+    return max(total / max(rows, 1), 0.0) if math.isfinite(total) else math.inf
+
+
+def relative_change(found: Sequence[float], expected: Sequence[float]) -> float:
+    """Returns the root of the mean squared change of the losses, over that of the losses in fp32."""
+    change = sum((a - b) ** 2 for a, b in zip(found, expected, strict=True))
+    norm = sum(b**2 for b in expected)
+    if not math.isfinite(change):
+        return math.inf
+    return math.sqrt(change / norm) if norm else (math.inf if change else 0.0)
+
+
+def of_user(metric: Callable[..., Any]) -> Metric:
+    """Returns the user's ``metric(outputs, fp32_outputs)`` as one of all batches: the mean.
+
+    Raises:
+        OptionError: From the metric returned: it returns no number, or raises.
+    """
+
+    def mean(found: Sequence[Any], expected: Sequence[Any]) -> float:
+        values = [
+            number("metric", metric, low, high) for low, high in zip(found, expected, strict=True)
+        ]
+        total = sum(values) / len(values)
+        return total if math.isfinite(total) else math.inf
+
+    return mean
+
+
+def number(name: str, function: Callable[..., Any], *args: Any) -> float:
+    """Returns what the user's function returns, as a float.
+
+    Raises:
+        OptionError: It raises, or returns something else than a number.
+    """
+    try:
+        value = function(*args)
+    except Exception as error:
+        raise OptionError(f"{name} {shown(function)} raised {said_by(error)}") from error
+    try:
+        return float(value)
+    except (TypeError, ValueError, RuntimeError):
+        raise OptionError(
+            f"{name} must return a number or a tensor with one element, not {shown(value)}"
+        ) from None
+
+
+def loss_of(loss_fn: Callable[..., Any] | None, output: Any, batch: Batch) -> Tensor | float:
+    """Returns the loss: what ``loss_fn(output)`` returns, or the attribute ``loss`` of the output.
+
+    A function with a second positional parameter also gets the batch, as the user gave it.
+
+    Raises:
+        OptionError: There is neither.
+    """
+    if loss_fn is None:
+        loss = getattr(output, "loss", None)
+        if loss is None:
+            raise OptionError("metric='loss' needs a loss_fn: the model returns no attribute loss")
+        return loss  # type: ignore[no-any-return]
+    if takes_batch(loss_fn):
+        return loss_fn(output, batch.given)  # type: ignore[no-any-return]
+    return loss_fn(output)  # type: ignore[no-any-return]
+
+
+def takes_batch(loss_fn: Callable[..., Any]) -> bool:
+    """Whether the function has to be given a second positional argument."""
+    try:
+        parameters = inspect.signature(loss_fn).parameters.values()
+    except (TypeError, ValueError):
+        return False
+    positional = [
+        each
+        for each in parameters
+        if each.kind in (each.POSITIONAL_ONLY, each.POSITIONAL_OR_KEYWORD)
+        and each.default is each.empty
+    ]
+    return len(positional) > 1
+
+
+def floating_of(value: Any) -> list[Tensor]:
+    """Returns the floating-point and complex tensors in ``value``."""
+    return [each for each in tensors_of(value) if is_floating(each)]
+
+
+def _pairs(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+    """Returns both as float64, or complex128, with shapes that agree; NaN where they don't."""
+    if len(found) != len(expected):
+        raise OptionError(
+            f"the model returns {len(found)} tensors in low precision and {len(expected)} in fp32; "
+            "tune compares them one by one"
+        )
+    pairs = []
+    for low, high in zip(found, expected, strict=True):
+        if low.shape != high.shape:
+            raise OptionError(
+                f"the model returns shape {tuple(low.shape)} in low precision and {tuple(high.shape)} in "
+                "fp32; tune compares outputs one by one"
+            )
+        dtype = torch.complex128 if high.is_complex() else torch.float64
+        pairs.append((low.detach().to(dtype), high.detach().to(dtype)))
+    return pairs
+
+
+def _square(tensor: Tensor) -> float:
+    return float(tensor.abs().square().sum())
+
+
+def _disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    differing = elements = 0
+    for low, high in zip(found, expected, strict=True):
+        elements += high.numel()
+        differing += high.numel() if low.shape != high.shape else int((low != high).sum())
+    return differing / elements if elements else 0.0
+
+
+def _logits(output: Any) -> Tensor:
+    logits = getattr(output, "logits", None)
+    if isinstance(logits, Tensor):
+        return logits
+    found = floating_of(output)
+    if not found:
+        raise OptionError(
+            "metric='kl' needs logits, but the model returns no floating-point tensor"
+        )
+    return found[0]

@@ -1,0 +1,217 @@
+"""What `tune` is asked for, checked as a whole before anything runs."""
+
+from __future__ import annotations
+
+import hashlib
+import math
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .. import arguments, session
+from ..arguments import is_a
+from ..casting import Options
+from ..errors import OptionError, shown
+from ..policy import Policy
+from ..tensors import long_name, parse_device_types, tensors_of
+from ..version import __version__
+from .batches import Batch, batches
+from .evaluating import FRESH, TUNING
+from .metrics import METRICS
+
+BY = ("op", "module")
+
+
+@dataclass(frozen=True)
+class Request:
+    """The checked arguments of `tune`; see there.
+
+    Attributes:
+        model: The model.
+        inputs: `TUNING`, and `FRESH` if there are any -> batches.
+        loss_fn: The loss function, or None.
+        metric: A name, or a function.
+        measure: A function, or None.
+        samples: Most samples of a measure.
+        tolerance: The largest error that passes.
+        by: ``"op"`` or ``"module"``.
+        low_type: Name of the low-precision type.
+        device_types: The device types whose tensors are cast.
+        options: How ops compute.
+        seed: Seed of random numbers.
+        budget: Most evaluations.
+        keep: Ops that are kept in fp32 without being asked.
+        journal: A path, or ``""``.
+    """
+
+    model: Any
+    inputs: Mapping[str, tuple[Batch, ...]]
+    loss_fn: Callable[..., Any] | None
+    metric: str | Callable[..., Any]
+    measure: Callable[..., Any] | None
+    samples: int
+    tolerance: float
+    by: str
+    low_type: str
+    device_types: frozenset[str]
+    options: Options
+    seed: int
+    budget: int
+    journal: str
+
+    def header(self) -> dict[str, Any]:
+        """Returns what a journal of this search belongs to. The tolerance may differ."""
+        return {
+            "hmpx": __version__,
+            "torch": torch.__version__,
+            "model": _fingerprint(_state(self.model)),
+            "inputs": {
+                name: _fingerprint(tensors_of([each.given for each in found]))
+                for name, found in self.inputs.items()
+            },
+            "metric": self.metric if isinstance(self.metric, str) else _name(self.metric),
+            "loss_fn": _name(self.loss_fn),
+            "measure": _name(self.measure),
+            "samples": self.samples,
+            "by": self.by,
+            "low_precision_type": self.low_type,
+            "device_types": sorted(self.device_types),
+            "options": str(self.options),
+            "seed": self.seed,
+            "threads": torch.get_num_threads(),
+        }
+
+
+def checked(
+    model: Any,
+    inputs: Any,
+    *,
+    fresh_inputs: Any,
+    loss_fn: Any,
+    metric: Any,
+    measure: Any,
+    samples: Any,
+    tolerance: Any,
+    by: Any,
+    low_precision_type: Any,
+    device_types: Iterable[str] | None,
+    legalize: Any,
+    seed: Any,
+    budget: Any,
+    journal: Any,
+) -> Request:
+    """Returns the request that `tune`'s arguments make.
+
+    Raises:
+        OptionError: An argument has an invalid value.
+    """
+    if not callable(model):
+        raise OptionError(f"model must be a module or a function, not {shown(model)}")
+    for name, value in (("loss_fn", loss_fn), ("measure", measure)):
+        if value is not None and not callable(value):
+            raise OptionError(f"{name} must be a function, not {shown(value)}")
+    if metric is None:
+        metric = "relative_l2"
+    elif not callable(metric):
+        metric = arguments.choice("metric", metric, METRICS)
+    types, options = _conversion(model, inputs, device_types, legalize)
+    return Request(
+        model=model,
+        inputs=_inputs(inputs, fresh_inputs),
+        loss_fn=loss_fn,
+        metric=metric,
+        measure=measure,
+        samples=_count("samples", samples),
+        tolerance=_tolerance(tolerance),
+        by=arguments.choice("by", by, BY),
+        low_type=low_type_name(low_precision_type),
+        device_types=types,
+        options=options,
+        seed=_count("seed", seed, least=0),
+        budget=_count("budget", budget, least=2),
+        journal=arguments.path("journal", journal),
+    )
+
+
+def low_type_name(low_precision_type: Any) -> str:
+    """Returns the name of a low-precision type; of the conversion in force for None, else bfloat16."""
+    current = session.current()
+    if low_precision_type is None:
+        found = torch.bfloat16 if current is None else current.policy.low_precision_type
+        return long_name(found)
+    return long_name(Policy({}, low_precision_type).low_precision_type)
+
+
+def _conversion(
+    model: Any, inputs: Any, device_types: Iterable[str] | None, legalize: Any
+) -> tuple[frozenset[str], Options]:
+    """Returns how evaluations convert: as the conversion in force does, where nothing else is said."""
+    current = session.current()
+    if device_types is not None:
+        types = parse_device_types(device_types)
+    elif current is not None:
+        types = current.device_types
+    else:
+        held = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+        types = frozenset(each.device.type for each in [*held, *tensors_of(inputs)])
+        types = types or parse_device_types(None)
+    if legalize is not None:
+        return types, Options(legalize=legalize)
+    if current is not None:
+        return types, current.options
+    # What "auto" measures differs between processes, and with it the last bits.
+    return types, Options(legalize="always" if types == {"cpu"} else "auto")
+
+
+def _inputs(inputs: Any, fresh_inputs: Any) -> dict[str, tuple[Batch, ...]]:
+    """Returns the batches; of several, the last quarter is for the check on fresh inputs."""
+    found = batches("inputs", inputs)
+    if fresh_inputs is not None:
+        return {TUNING: found, FRESH: batches("fresh_inputs", fresh_inputs)}
+    if len(found) == 1:
+        return {TUNING: found}
+    count = max(1, len(found) // 4)
+    return {TUNING: found[:-count], FRESH: found[-count:]}
+
+
+def _tolerance(value: object) -> float:
+    if not is_a(value, (int, float)) or isinstance(value, bool):
+        raise OptionError(f"tolerance must be a number, not {shown(value)}")
+    found = float(value)  # type: ignore[arg-type]
+    if not (found > 0 and math.isfinite(found)):
+        raise OptionError(
+            f"tolerance must be above 0 and finite, not {shown(value)}: the largest error that passes, "
+            "such as 0.01"
+        )
+    return found
+
+
+def _count(name: str, value: object, least: int = 1) -> int:
+    if not is_a(value, int) or isinstance(value, bool) or int(value) < least:  # type: ignore[call-overload]
+        raise OptionError(f"{name} must be an integer of at least {least}, not {shown(value)}")
+    return int(value)  # type: ignore[call-overload, no-any-return]
+
+
+def _state(model: Any) -> list[torch.Tensor]:
+    if not isinstance(model, torch.nn.Module):
+        return []
+    return [*model.parameters(), *model.buffers()]
+
+
+def _fingerprint(tensors: Iterable[torch.Tensor]) -> str:
+    """Returns a string that tensors with the same shapes and values share."""
+    said = hashlib.sha256()
+    for each in tensors:
+        value = each.detach()
+        is_plain = value.layout is torch.strided and not value.is_meta and value.numel() > 0
+        total = float(value.abs().double().sum()) if is_plain else 0.0
+        said.update(repr((tuple(value.shape), str(value.dtype), total)).encode())
+    return said.hexdigest()[:16]
+
+
+def _name(function: Any) -> str:
+    if function is None:
+        return ""
+    return getattr(function, "__qualname__", None) or type(function).__qualname__

@@ -1,0 +1,138 @@
+"""What a search has found: the set, the policy, and the evidence."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ..errors import OptionError, said_by
+from ..policy import Policy
+from . import page, text, writing
+from .assignment import assigned, policy_of
+from .candidates import Candidate, Kept, shares
+from .evaluation import Evaluation
+
+
+@dataclass(frozen=True)
+class Tuned:
+    """The smallest set of ops to keep in fp32 that a search has found, and why.
+
+    Printing it prints the verdict, what is kept and why, and the path of the search.
+
+    Attributes:
+        keep_fp32: What is kept in fp32: ops by name, or ``"module:op"``.
+        error: The error of low precision with these in fp32, and
+        all_low_error: with nothing in fp32.
+        fresh_error: The error on inputs that the search has not seen; None if there were none.
+        tolerance: The largest error that was to pass.
+        noise: The error of fp32 against itself.
+        metric: Name of the metric.
+        low_precision_type: Name of the type of all that is not kept.
+        evaluations: How many sets were evaluated.
+        is_complete: Whether the search came to its end: no op can be taken out of the set. If not, the
+            set is the best so far.
+        stopped_by: What ended it early: ``"budget"``, ``"interrupt"`` or ``""``.
+        path: The evaluations, in their order.
+        candidates: All that might have been kept.
+
+    Example:
+        >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.ones(2, 8)
+        >>> best = hmpx.tune(model, x, tolerance=0.1, device_types={"cpu"}, progress=False)
+        >>> best.keep_fp32, best.is_complete, best.low_precision_flops_share
+        (frozenset(), True, 1.0)
+        >>> with hmpx.convert(**best.lists, device_types={"cpu"}):
+        ...     model(x).dtype
+        torch.bfloat16
+    """
+
+    keep_fp32: Kept
+    error: float
+    all_low_error: float
+    fresh_error: float | None
+    tolerance: float
+    noise: float
+    metric: str
+    low_precision_type: str
+    evaluations: int
+    is_complete: bool
+    stopped_by: str
+    path: tuple[Evaluation, ...] = field(repr=False)
+    candidates: tuple[Candidate, ...] = field(repr=False)
+
+    @functools.cached_property
+    def policy(self) -> Policy:
+        """The policy that keeps these in fp32; ops that the model does not call are as by default."""
+        types = assigned(self.candidates, self.keep_fp32, self.low_precision_type)
+        return policy_of(types, self.low_precision_type)
+
+    @property
+    def lists(self) -> Mapping[str, Any]:
+        """Arguments of `hmpx.convert`: ``hmpx.convert(**best.lists)``."""
+        return {"policy": self.policy}
+
+    @property
+    def low_precision_flops_share(self) -> float:
+        """The share of the model's floating-point operations in low precision, from 0 to 1."""
+        return shares(self.candidates, self.keep_fp32)[0]
+
+    @property
+    def low_precision_bytes_share(self) -> float:
+        """The share of the bytes that ops read and write, as counted in fp32, in low precision."""
+        return shares(self.candidates, self.keep_fp32)[1]
+
+    def error_without(self, name: str) -> float | None:
+        """Returns the error with all of the set in fp32 but ``name``; None if that was not evaluated."""
+        without = self.keep_fp32 - {name}
+        found = [e.error for e in self.path if e.kept == without and e.phase != "fresh inputs"]
+        return found[-1] if found else None
+
+    def write(self, directory: str | os.PathLike[str]) -> list[Path]:
+        """Writes lists, or a policy file where modules differ, with reasons in comments, and reports.
+
+        Args:
+            directory: Where to; it is made if there is none.
+
+        Returns:
+            The paths: ``bf16.txt``, ``fp32.txt`` and ``widest.txt`` for ``convert(lists=directory)``, or
+            ``policy.yaml`` for ``convert(policy=...)``; ``report.txt`` and ``report.html``.
+
+        Raises:
+            OptionError: They can't be written.
+        """
+        folder = Path(directory)
+        files = {
+            **writing.files(self),
+            "report.txt": f"{self}\n",
+            "report.html": self.to_html(),
+        }
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            for name, content in files.items():
+                (folder / name).write_text(content, encoding="utf-8")
+        except (OSError, ValueError) as error:
+            raise OptionError(f"can't write {folder}: {said_by(error)}") from error
+        return [folder / name for name in files]
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns a page that needs no network, and writes it to ``path`` if that is given.
+
+        Raises:
+            OptionError: It can't be written.
+        """
+        found = page.page(self)
+        if path is not None:
+            try:
+                Path(path).write_text(found, encoding="utf-8")
+            except (OSError, ValueError) as error:
+                raise OptionError(f"can't write {os.fspath(path)}: {said_by(error)}") from error
+        return found
+
+    def __str__(self) -> str:
+        return text.text(self)
+
+    def _repr_html_(self) -> str:
+        return page.notebook_part(self)

@@ -1,0 +1,131 @@
+"""Runs searches: asks for errors, of the journal, of what is known, here or in other processes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Protocol
+
+from ..errors import HmpxError
+from .candidates import Kept
+from .evaluating import FRESH, TUNING
+from .evaluation import Evaluation
+from .journal import Journal
+from .search import Search
+from .working import Work
+
+
+class BudgetError(HmpxError):
+    """No more evaluations are allowed."""
+
+
+class Evaluator(Protocol):
+    """Something that evaluates."""
+
+    def error(
+        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, float], None], /
+    ) -> float:
+        """Returns an error; may call ``note`` with others that it has come by."""
+
+
+class Runner:
+    """Answers what searches ask, each set once.
+
+    Attributes:
+        path: The evaluations that were asked for, each once.
+    """
+
+    def __init__(
+        self,
+        evaluator: Evaluator,
+        journal: Journal,
+        budget: int,
+        show: Callable[[int, Evaluation], object],
+        *,
+        is_noisy: bool = False,
+    ) -> None:
+        """Knows what the journal knows.
+
+        Args:
+            evaluator: What evaluates.
+            journal: Where results are kept.
+            budget: Most evaluations.
+            show: Takes the number and the evaluation, as they come in.
+            is_noisy: An error depends on the tolerance, which says how often it is sampled.
+        """
+        self._evaluator, self._journal, self._budget, self._show = evaluator, journal, budget, show
+        self._is_noisy = is_noisy
+        self._known: dict[Work, float] = {
+            (frozenset(each["kept"]), each["inputs"], each["tolerance"]): each["error"]
+            for each in journal.records
+            if "kept" in each
+        }
+        self._asked: set[Work] = set()
+        self.path: list[Evaluation] = []
+
+    @property
+    def evaluations(self) -> int:
+        """How many sets were asked for."""
+        return len(self._asked)
+
+    def search(self, search: Search, tolerance: float) -> Kept:
+        """Returns what a search returns.
+
+        Raises:
+            BudgetError: It needs more evaluations than are allowed.
+        """
+        try:
+            asked = next(search)
+            while True:
+                found = self.error(asked.kept, asked.phase, tolerance, ahead=asked.ahead)
+                asked = search.send(found)
+        except StopIteration as done:
+            return done.value  # type: ignore[no-any-return]
+        finally:
+            search.close()
+
+    def error(
+        self,
+        kept: Kept,
+        phase: str,
+        tolerance: float,
+        *,
+        is_fresh: bool = False,
+        ahead: Iterable[Kept] = (),
+    ) -> float:
+        """Returns the error of a set.
+
+        Raises:
+            BudgetError: No more evaluations are allowed.
+        """
+        inputs = FRESH if is_fresh else TUNING
+        work = self._work(kept, inputs, tolerance)
+        if work not in self._asked and self.evaluations >= self._budget:
+            raise BudgetError(f"{self._budget} evaluations were not enough")
+        if work not in self._known:
+            others = [self._work(each, inputs, tolerance) for each in ahead]
+            wanted = [each for each in others if each not in self._known]
+            self._note(work, self._evaluator.error(work, wanted, self._note))
+        found = self._known[work]
+        if work not in self._asked:
+            self._asked.add(work)
+            evaluation = Evaluation(kept, phase, found, found <= tolerance)
+            self.path.append(evaluation)
+            self._show(self.evaluations, evaluation)
+        return found
+
+    def known_error(self, kept: Kept, tolerance: float) -> float | None:
+        """Returns the error of a set that was asked for; None if it was not."""
+        work = self._work(kept, TUNING, tolerance)
+        return self._known[work] if work in self._asked else None
+
+    def _work(self, kept: Kept, inputs: str, tolerance: float) -> Work:
+        return kept, inputs, tolerance if self._is_noisy else 0.0
+
+    def _note(self, work: Work, error: float) -> None:
+        if work in self._known:
+            return
+        self._known[work] = error
+        kept, inputs, tolerance = work
+        self._journal.write(
+            {"kept": sorted(kept), "inputs": inputs, "tolerance": tolerance, "error": error}
+        )

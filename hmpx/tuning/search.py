@@ -1,0 +1,217 @@
+"""The search for the smallest set to keep in fp32, as a pure generator.
+
+It yields what it wants evaluated and is sent the error; all that it decides depends on these errors alone.
+So a journal replays it, and however many processes evaluate, the result is the same.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Generator, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Final
+
+from .candidates import Candidate, Kept
+
+#: A line in a list costs something, however little work its op does: so much of the model's work.
+_COST_OF_A_LINE: Final = 0.02
+
+#: Candidates whose predicted errors together are below this share of the tolerance come last.
+_NEGLIGIBLE: Final = 0.3
+
+#: How many sets are named at most that may be asked for next.
+_MOST_AHEAD: Final = 8
+
+
+@dataclass(frozen=True, slots=True)
+class Ask:
+    """A set that is to be evaluated.
+
+    Attributes:
+        kept: The set.
+        phase: What it is asked for: ``"all low"``, ``"range"``, ``"prefix"``, ``"prune"``, ``"sweep"``.
+        ahead: Sets that may be asked for next, the likeliest first.
+    """
+
+    kept: Kept
+    phase: str
+    ahead: tuple[Kept, ...] = ()
+
+
+Search = Generator[Ask, float, Kept]
+
+
+def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
+    """Yields what to evaluate, and returns a set within the tolerance that is 1-minimal.
+
+    That is: no single member can be taken out of it. The set of all candidates is known to pass.
+
+    Args:
+        candidates: What may be kept.
+        tolerance: The largest error that passes.
+    """
+    ordered = sorted(candidates, key=lambda each: each.name)
+    if not ordered:
+        return frozenset()
+    hard = frozenset(each.name for each in ordered if each.is_hard)
+    error = yield Ask(frozenset(), "all low", (hard,) if hard else ())
+    if error <= tolerance:
+        return frozenset()
+    rest = [each for each in ordered if not each.is_hard]
+    if hard:
+        error = yield Ask(hard, "range")
+    if hard and error <= tolerance:
+        kept = hard
+    else:
+        scale = _scale(rest, error)
+        ranking = _ranking(rest, scale, tolerance)
+        length = yield from _prefix(hard, ranking, error, scale, tolerance)
+        kept = hard | {each.name for each in ranking[:length]}
+    members = [each for each in ordered if each.name in kept]
+    return (yield from _minimal(members, tolerance))
+
+
+def _scale(candidates: Iterable[Candidate], error: float) -> float:
+    """Returns what to multiply squared scores by so that together they are the measured error's square."""
+    total = sum((each.score or 0.0) ** 2 for each in candidates)
+    return error**2 / total if math.isfinite(error) and total > 0 else 0.0
+
+
+def _predicted(candidate: Candidate, scale: float) -> float:
+    """Returns the square of the error that computing ``candidate`` in low precision is predicted to add."""
+    return (candidate.score or 0.0) ** 2 * scale
+
+
+def _ranking(candidates: Sequence[Candidate], scale: float, tolerance: float) -> list[Candidate]:
+    """Returns the candidates, those first that take most error away for the work that they cost.
+
+    What together has no effect that matters comes last, whatever it costs. Without scores: as the default
+    lists have them.
+    """
+    if all(each.score is None for each in candidates):
+        return sorted(candidates, key=lambda each: (each.prior, each.benefit, each.name))
+    if not scale:  # nothing to calibrate by: the error is infinite
+        return sorted(candidates, key=lambda each: (-(each.score or 0.0), each.name))
+    weakest = sorted(candidates, key=lambda each: (_predicted(each, scale), each.name))
+    budget, count = (_NEGLIGIBLE * tolerance) ** 2, 0
+    for each in weakest:
+        budget -= _predicted(each, scale)
+        if budget < 0:
+            break
+        count += 1
+    strong = sorted(
+        weakest[count:],
+        key=lambda each: (-_predicted(each, scale) / (each.benefit + _COST_OF_A_LINE), each.name),
+    )
+    return strong + weakest[:count][::-1]
+
+
+def _prefix(
+    hard: Kept, ranking: Sequence[Candidate], error: float, scale: float, tolerance: float
+) -> Generator[Ask, float, int]:
+    """Yields what to evaluate, and returns how many of the ranking to keep so that the rest passes.
+
+    Gallops up from none to the first that passes, where predictions say how far, then bisects.
+    """
+
+    def kept(length: int) -> Kept:
+        return hard | {each.name for each in ranking[:length]}
+
+    predicted = [_predicted(each, scale) for each in ranking]
+    low, high = 0, len(ranking)
+    errors = {low: error}
+    step = 1
+    while high - low > 1:
+        if high == len(ranking):
+            guess = _length_by_failure(predicted, low, errors[low], tolerance)
+            guess = max(guess, low + step)
+            step *= 2
+            ahead: Iterable[int] = (guess - 1, guess + step, guess - 2)
+        else:
+            guess = _length_by_both(predicted, (low, high), errors, tolerance)
+            if step:  # once, then by halves unless it closes in
+                step = 0
+            elif guess not in (low + 1, high - 1) or high - low > 4:
+                guess = (low + high) // 2
+            ahead = (guess - 1, guess + 1, (low + guess) // 2, (guess + high) // 2)
+        guess = min(max(guess, low + 1), high - 1)
+        others = [each for each in dict.fromkeys(ahead) if low < each < high and each != guess]
+        errors[guess] = yield Ask(kept(guess), "prefix", tuple(map(kept, others)))
+        if errors[guess] <= tolerance:
+            high = guess
+        else:
+            low = guess
+    return high
+
+
+def _length_by_failure(predicted: Sequence[float], low: int, error: float, tolerance: float) -> int:
+    """Returns the length after which the rest is predicted to pass, calibrated on what failed at ``low``."""
+    rest = sum(predicted[low:])
+    if not math.isfinite(error) or rest <= 0:
+        return low + 1
+    scale = error**2 / rest
+    for length in range(low, len(predicted)):
+        if rest * scale <= tolerance**2:
+            return length
+        rest -= predicted[length]
+    return len(predicted)
+
+
+def _length_by_both(
+    predicted: Sequence[float], bracket: tuple[int, int], errors: dict[int, float], tolerance: float
+) -> int:
+    """Returns the length that is predicted to pass, between one that failed and one that passed."""
+    low, high = bracket
+    between = sum(predicted[low:high])
+    gained = errors[low] ** 2 - errors[high] ** 2 if high in errors else math.inf
+    if not math.isfinite(gained) or between <= 0:
+        return (low + high) // 2
+    scale = gained / between
+    error = errors[high] ** 2
+    for length in range(high - 1, low, -1):
+        error += predicted[length] * scale
+        if error > tolerance**2:
+            return min(length + 1, high - 1)
+    return low + 1
+
+
+def _minimal(members: Sequence[Candidate], tolerance: float) -> Search:
+    """Yields what to evaluate, and returns a 1-minimal part of a set that passes.
+
+    Blocks that get larger as long as they are not needed are taken out first, the weakest first; then
+    single members, the dearest first, until none can be taken out.
+    """
+    kept = frozenset(each.name for each in members)
+    weakest = sorted(
+        members,
+        key=lambda each: (each.is_hard, each.score or -each.prior, -each.benefit, each.name),
+    )
+    names = [each.name for each in weakest]
+    needed: set[str] = set()
+    start, block = 0, 1
+    while start < len(names):
+        part = names[start : start + block]
+        trial, after = kept - set(part), start + len(part)
+        larger = trial - set(names[after : after + 2 * block])
+        smaller = kept - set(part[: len(part) // 2])
+        singles = [kept - {name} for name in names[start + 1 : start + _MOST_AHEAD]]
+        others = dict.fromkeys([larger, *(singles if len(part) == 1 else [smaller])])
+        ahead = tuple(each for each in others if each not in (trial, kept))
+        error = yield Ask(trial, "prune", ahead)
+        if error <= tolerance:
+            kept, needed = trial, set()
+            start, block = after, 2 * block
+        elif len(part) == 1:
+            needed.add(part[0])
+            start, block = start + 1, 1
+        else:
+            block = len(part) // 2
+    dearest = sorted(members, key=lambda each: (-each.benefit, each.name))
+    while left := [each.name for each in dearest if each.name in kept - needed]:
+        ahead = tuple(kept - {name} for name in left[1 : _MOST_AHEAD + 1])
+        error = yield Ask(kept - {left[0]}, "sweep", ahead)
+        if error <= tolerance:
+            kept, needed = kept - {left[0]}, set()
+        else:
+            needed.add(left[0])
+    return kept

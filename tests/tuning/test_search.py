@@ -1,0 +1,200 @@
+"""The search on simulated models: what it finds, in how many evaluations, and in which order."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+
+import pytest
+
+from hmpx.tuning.candidates import Candidate, Kept
+from hmpx.tuning.search import search
+
+from .oracles import TOLERANCE, Oracle, oracle, run
+
+RUNS = 30
+
+
+def is_minimal(model: Oracle, kept: Kept) -> bool:
+    passes = model.error(kept) <= TOLERANCE
+    return passes and all(model.error(kept - {name}) > TOLERANCE for name in kept)
+
+
+#: n, k, by which factor scores are wrong, pair, mean and most evaluations, without that of all in fp32.
+CASES = [
+    (20, 3, 2, False, 8, 10),
+    (60, 3, 2, False, 8, 10),
+    (120, 3, 2, False, 8, 10),
+    (300, 1, 2, False, 4, 6),
+    (300, 3, 2, False, 8, 10),
+    (300, 6, 2, False, 16, 18),
+    (60, 3, 2, True, 20, 30),
+    (300, 6, 2, True, 32, 45),
+    (20, 3, 10, False, 13, 30),
+    (60, 3, 10, False, 15, 35),
+    (300, 3, 10, False, 22, 45),
+    (300, 6, 10, False, 40, 70),
+]
+
+
+@pytest.mark.parametrize(("n", "k", "off", "pair", "mean", "most"), CASES)
+def test_the_culprits_are_found(  # noqa: PLR0917
+    n: int, k: int, off: float, pair: bool, mean: float, most: int
+) -> None:
+    """Exactly these, and one of a pair; the number of evaluations hardly grows with n."""
+    counts = []
+    for seed in range(RUNS):
+        model = oracle(n, k, seed=seed, off=off, pair=pair)
+        kept, evaluated = run(model.candidates, model.error)
+        assert kept - model.pair == model.culprits
+        assert len(kept & model.pair) == pair
+        assert is_minimal(model, kept)
+        counts.append(len(evaluated))
+    assert statistics.mean(counts) <= mean
+    assert max(counts) <= most
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_a_verdict_instead_of_an_error(seed: int) -> None:
+    """An oracle that only tells whether a set passes, as an exit status does."""
+    model = oracle(120, 4, seed=seed, off=2)
+    kept, evaluated = run(
+        model.candidates, lambda each: 0.0 if model.error(each) <= TOLERANCE else math.inf
+    )
+    assert kept == model.culprits
+    assert len(evaluated) <= 14
+
+
+@pytest.mark.parametrize("seed", range(RUNS))
+def test_without_scores(seed: int) -> None:
+    """Nothing is known beforehand but the order of the default lists."""
+    model = oracle(60, 3, seed=seed)
+    draw = random.Random(seed)
+    blind = [
+        Candidate(each.name, benefit=each.benefit, prior=draw.randrange(3))
+        for each in model.candidates
+    ]
+    kept, evaluated = run(blind, model.error)
+    assert kept == model.culprits
+    assert len(evaluated) <= 50
+
+
+def test_a_clean_model_takes_one_evaluation() -> None:
+    """All low passes."""
+    model = oracle(40, 0, seed=1)
+    assert run(model.candidates, model.error) == (frozenset(), [frozenset()])
+
+
+def test_no_candidates() -> None:
+    """Nothing to keep, and nothing to ask."""
+    assert run([], lambda kept: math.inf) == (frozenset(), [])
+
+
+@pytest.mark.parametrize("hard", [1, 2, 4])
+def test_what_overflows_is_kept_before_anything_is_searched(hard: int) -> None:
+    """The second set asked for holds these alone; if it passes, only minimality is left to show."""
+    model = oracle(80, 4, seed=hard, hard=hard)
+    kept, evaluated = run(model.candidates, model.error)
+    assert kept == model.culprits
+    assert evaluated[1] == {each.name for each in model.candidates if each.is_hard}
+    if hard == 4:
+        assert len(evaluated) == 2 + 4
+
+
+def test_what_seemed_to_overflow_is_taken_out_again() -> None:
+    """A range that is left does no harm where nothing depends on it."""
+    candidates = [Candidate(name, score=1.0, is_hard=name in "ab") for name in "abcd"]
+    kept, _ = run(candidates, lambda kept: 0.0 if "a" in kept else math.inf)
+    assert kept == {"a"}
+
+
+def test_all_have_to_stay() -> None:
+    """The set of all is known to pass, and is not asked for."""
+    names = [f"op{i}" for i in range(9)]
+    everything = frozenset(names)
+    kept, evaluated = run(
+        [Candidate(name, score=1.0) for name in names],
+        lambda kept: 0.0 if kept == everything else 2.0,
+    )
+    assert kept == everything
+    assert everything not in evaluated
+
+
+def test_work_in_low_precision_counts() -> None:
+    """Of two sets that pass, the one without the expensive op."""
+    costs = {"linear": 0.9, "softmax": 0.03, "layer_norm": 0.03, "gelu": 0.04}
+    errors = {"linear": 5.0, "softmax": 3.0, "layer_norm": 3.0, "gelu": 2.5}
+    candidates = [Candidate(name, score=errors[name], benefit=costs[name]) for name in costs]
+
+    def error(kept: Kept) -> float:
+        return math.sqrt(sum(errors[name] ** 2 for name in errors if name not in kept))
+
+    kept, _ = run(candidates, error, tolerance=5.2)
+    assert kept == {"softmax", "layer_norm", "gelu"}
+
+
+def test_an_op_whose_rounding_compensates() -> None:
+    """Errors are not monotone: what is found passes, and nothing can be taken out of it."""
+    found = 0
+    for seed in range(60):
+        draw = random.Random(seed)
+        signed = {f"op{i}": draw.gauss(0, 1) for i in range(14)}
+        candidates = [
+            Candidate(name, score=abs(value), benefit=1 / 14) for name, value in signed.items()
+        ]
+
+        def error(kept: Kept, signed: dict[str, float] = signed) -> float:
+            return abs(sum(value for name, value in signed.items() if name not in kept))
+
+        tolerance = 0.3 * error(frozenset())
+        kept, _ = run(candidates, error, tolerance)
+        assert error(kept) <= tolerance
+        assert all(error(kept - {name}) > tolerance for name in kept)
+        found += bool(kept)
+    assert found > 30
+
+
+def test_it_is_deterministic() -> None:
+    """Neither the order of the candidates nor that of sets of strings counts."""
+    model = oracle(40, 4, seed=3, off=10, pair=True)
+    first = run(model.candidates, model.error)
+    shuffled = list(model.candidates)
+    random.Random(0).shuffle(shuffled)
+    assert run(shuffled, model.error) == first
+
+
+def test_what_is_named_ahead_is_often_asked_for() -> None:
+    """Of what is asked for later, at least half was named before; nothing is named twice at a time."""
+    model = oracle(100, 8, seed=5, off=4, pair=True)
+    named: set[Kept] = set()
+    foreseen = asked_for = 0
+    going = search(model.candidates, TOLERANCE)
+    asked = next(going)
+    try:
+        while True:
+            asked_for += 1
+            foreseen += asked.kept in named
+            assert len(set(asked.ahead)) == len(asked.ahead)
+            assert asked.kept not in asked.ahead
+            named |= set(asked.ahead)
+            asked = going.send(model.error(asked.kept))
+    except StopIteration:
+        pass
+    assert foreseen >= asked_for / 2
+
+
+def test_minimal_sets_by_brute_force() -> None:
+    """Over all errors of small models by subset, monotone or not."""
+    for seed in range(40):
+        draw = random.Random(seed)
+        names = "abcde"
+        sets = [
+            frozenset(each) for size in range(6) for each in itertools.combinations(names, size)
+        ]
+        errors = {each: draw.uniform(0, 2) for each in sets}
+        errors[frozenset(names)] = 0.0
+        kept, _ = run([Candidate(name, score=draw.random()) for name in names], errors.__getitem__)
+        assert errors[kept] <= TOLERANCE
+        assert all(errors[kept - {name}] > TOLERANCE for name in kept)
