@@ -6,7 +6,7 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Final, Protocol
+from typing import Final, NamedTuple, Protocol
 
 from .. import ops
 from ..policy import CastPolicy, load_policy
@@ -19,6 +19,21 @@ Kept = frozenset[str]
 
 #: How many spots stand for themselves where candidates are modules; the rest is grouped by op.
 MOST_SPOTS: Final = 24
+
+
+class Score(NamedTuple):
+    """What is known of rounding an op in a module.
+
+    Attributes:
+        effect: Its first-order effect on the result.
+        is_hard: Some of its values leave the low type's range.
+        is_unseen: Some of its calls are rounded, but no gradient arrives at them, as at those that make
+            tables of positions: their effect is not known.
+    """
+
+    effect: float = 0.0
+    is_hard: bool = False
+    is_unseen: bool = False
 
 
 class CallRow(Protocol):
@@ -73,6 +88,10 @@ class EffectRow(Protocol):
         """What rounding the op does to the result; infinite where it overflows."""
 
     @property
+    def rel(self) -> float:
+        """The relative error of its results; 0 where nothing is rounded."""
+
+    @property
     def fits(self) -> bool:
         """Whether fp32 inputs and outputs lie in the low type's range."""
 
@@ -89,6 +108,7 @@ class Candidate:
         bytes: the bytes that these calls read and write in fp32.
         benefit: Their share of the model's work, from 0 to 1: of FLOPs and of bytes, half each.
         is_hard: Some of its values leave the low type's range.
+        is_unseen: The score leaves out some of its calls, at which no gradient arrives.
         prior: Order where scores are unknown: the smallest is kept first.
     """
 
@@ -99,6 +119,7 @@ class Candidate:
     bytes: int = 0
     benefit: float = 0.0
     is_hard: bool = False
+    is_unseen: bool = False
     prior: float = 0.0
 
 
@@ -126,21 +147,22 @@ def called_spots(rows: Iterable[CallRow]) -> dict[Spot, tuple[int, int]]:
     return found
 
 
-def effects(rows: Iterable[EffectRow]) -> dict[Spot, tuple[float, bool]]:
-    """Returns each spot -> its effect, and whether its values leave the low type's range."""
-    found: dict[Spot, tuple[float, bool]] = {}
+def effects(rows: Iterable[EffectRow]) -> dict[Spot, Score]:
+    """Returns the score of each spot."""
+    found: dict[Spot, Score] = {}
     for row in rows:
-        spot = (row.op, row.module)
-        effect, is_hard = found.get(spot, (0.0, False))
-        leaves = not row.fits or math.isinf(row.effect)
-        known = row.effect if math.isfinite(row.effect) else 0.0  # NaN: no gradient arrives
-        found[spot] = math.hypot(effect, known), is_hard or leaves
+        before = found.get((row.op, row.module), Score())
+        found[row.op, row.module] = Score(
+            math.hypot(before.effect, row.effect if math.isfinite(row.effect) else 0.0),
+            before.is_hard or not row.fits or math.isinf(row.effect),
+            before.is_unseen or (math.isnan(row.effect) and row.rel != 0),
+        )
     return found
 
 
 def by_op(
     spots: Mapping[Spot, tuple[int, int]],
-    scores: Mapping[Spot, tuple[float, bool]] | None = None,
+    scores: Mapping[Spot, Score] | None = None,
     *,
     names_modules: bool = False,
 ) -> list[Candidate]:
@@ -155,7 +177,7 @@ def by_op(
 
 def by_module(
     spots: Mapping[Spot, tuple[int, int]],
-    scores: Mapping[Spot, tuple[float, bool]] | None = None,
+    scores: Mapping[Spot, Score] | None = None,
 ) -> list[Candidate]:
     """Returns a candidate for each spot that matters, and one for the rest of each op.
 
@@ -165,9 +187,9 @@ def by_module(
     if scores is None or len(spots) <= MOST_SPOTS:
         return _grouped(spots, scores, name_of)
 
-    def importance(spot: Spot) -> tuple[bool, float, Spot]:
-        score, is_hard = scores.get(spot, (0.0, False))
-        return not is_hard, -score, spot
+    def importance(spot: Spot) -> tuple[bool, bool, float, Spot]:
+        score = scores.get(spot, Score())
+        return not score.is_hard, not score.is_unseen, -score.effect, spot
 
     alone = set(sorted(spots, key=importance)[:MOST_SPOTS])
     return _grouped(spots, scores, lambda spot: name_of(spot) if spot in alone else spot[0])
@@ -205,7 +227,7 @@ def name_of(spot: Spot) -> str:
 
 def _grouped(
     spots: Mapping[Spot, tuple[int, int]],
-    scores: Mapping[Spot, tuple[float, bool]] | None,
+    scores: Mapping[Spot, Score] | None,
     key: Callable[[Spot], str],
 ) -> list[Candidate]:
     groups: dict[str, list[Spot]] = {}
@@ -217,16 +239,17 @@ def _grouped(
     for name, members in groups.items():
         flops = sum(spots[spot][0] for spot in members)
         count = sum(spots[spot][1] for spot in members)
-        known = [] if scores is None else [scores.get(spot, (0.0, False)) for spot in members]
+        known = [] if scores is None else [scores.get(spot, Score()) for spot in members]
         found.append(
             Candidate(
                 name,
                 frozenset(members),
-                score=None if scores is None else math.hypot(*[score for score, _ in known]),
+                score=None if scores is None else math.hypot(*[each.effect for each in known]),
                 flops=flops,
                 bytes=count,
                 benefit=(flops / all_flops + count / all_bytes) / 2,
-                is_hard=any(is_hard for _, is_hard in known),
+                is_hard=any(each.is_hard for each in known),
+                is_unseen=any(each.is_unseen for each in known),
                 prior=_prior(members[0][0]),
             )
         )

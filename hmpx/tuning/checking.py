@@ -28,6 +28,7 @@ from .result import Tuned
 from .runner import Evaluator, Runner
 from .scoring import from_record, to_record
 from .searching import Searching
+from .text import CHECK
 from .working import Work
 
 #: A check passes or fails; as errors:
@@ -93,7 +94,7 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
             commands, journal, check.budget, lambda number, each: show(number, each, len(found))
         )
         searching = Searching(runner, found, spots, _TOLERANCE, is_finer=check.by == "module")
-        return result(searching, searching.run(), "check", low_type)
+        return result(searching, searching.run(), CHECK, low_type)
 
 
 class _Commands(Evaluator):

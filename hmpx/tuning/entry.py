@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import math
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Any
 
@@ -15,7 +15,8 @@ from .. import arguments
 from ..errors import OptionError, shown
 from ..policy import LowType
 from . import scoring
-from .candidates import by_module, by_op, split
+from .candidates import Candidate, by_module, by_op, split
+from .choosing import Prices, bits_of, choose_within, search_types
 from .evaluating import FRESH, TUNING, Task
 from .journal import Journal
 from .profiling import spots_of
@@ -24,6 +25,7 @@ from .request import Request, checked
 from .result import Tuned
 from .runner import Evaluator, Runner
 from .sampling import Sampling
+from .search import Search, search
 from .searching import LEAST_OVER_NOISE, Found, Searching
 from .working import Workers
 
@@ -39,6 +41,8 @@ def tune(
     fresh_inputs: Any = None,
     measure: Callable[..., Any] | None = None,
     samples: int = 1,
+    candidates: Iterable[Any] | None = None,
+    limit: tuple[str, float] | None = None,
     low_precision_type: LowType | str | None = None,
     device_types: Iterable[str] | None = None,
     legalize: str | None = None,
@@ -76,6 +80,11 @@ def tune(
             larger by than in fp32 with the same seed.
         samples: Most seeds that ``measure`` is called with for one set: 1, 2, 4, ... until it is clear
             whether the set passes. What stays undecided fails.
+        candidates: Types to choose among for each op, such as ``["float8_e4m3fn", "bfloat16", "float32"]``;
+            ``low_precision_type`` is then the cheapest of them. None for that and float32.
+        limit: With ``candidates``: instead of the cheapest choice within the tolerance, the one with the
+            least error that costs at most so much: ``("bits", 9.5)`` on average, weighted by bytes;
+            ``("bytes", 0.3)`` of those in fp32; ``("flops", 0.1)`` of all not in the cheapest type.
         low_precision_type: As for `hmpx.convert`; None for that of the conversion in force, else bfloat16.
         device_types: Types of the devices whose tensors are cast; None for those of the conversion in
             force, else of the model and the inputs.
@@ -125,6 +134,8 @@ def tune(
         seed=seed,
         budget=budget,
         journal=journal,
+        types=candidates,
+        limit=limit,
     )
     is_shown = arguments.truth("progress", progress)
     if executor is not None and not hasattr(executor, "submit"):
@@ -165,6 +176,7 @@ class _Tuning:
             found = by_op(spots, scores, names_modules=is_finer)
         else:
             found = by_module(spots, scores)
+        make = self._search_for_types(journal, spots, found) if request.types else search
         finest = split(found, spots) if is_finer else []
         names = {each.name for each in found}
         task.candidates = (*found, *(each for each in finest if each.name not in names))
@@ -184,13 +196,32 @@ class _Tuning:
                     spots,
                     request.tolerance,
                     is_finer=is_finer,
-                    has_fresh=FRESH in request.inputs,
+                    has_fresh=FRESH in request.inputs and request.limit is None,
                     noise=noise,
+                    make=make,
                 )
-                return result(searching, searching.run(), _metric_name(request), request.low_type)
+                return result(
+                    searching,
+                    searching.run(),
+                    _metric_name(request),
+                    request.low_type,
+                    _limit_text(request.limit),
+                )
         finally:
             if workers is not None:
                 workers.close()
+
+    def _search_for_types(
+        self, journal: Journal, spots: scoring.Costs, found: Sequence[Candidate]
+    ) -> Callable[[Sequence[Candidate], float], Search]:
+        """Returns what makes the search where there are several types to choose among."""
+        request = self._request
+        errors = scoring.errors_of(request, spots, found, journal)
+        unit, most = request.limit or ("bytes", math.inf)
+        prices = Prices(request.types, bits_of(request.types), errors, unit)
+        if request.limit is None:
+            return lambda candidates, tolerance: search_types(candidates, prices, tolerance)
+        return lambda candidates, tolerance: choose_within(candidates, prices, most)
 
     def _noise_floor(self) -> float:
         """Returns the error of fp32 against itself.
@@ -222,7 +253,7 @@ class _Tuning:
                 "the model calls no op on fp32 tensors that may run in low precision; are its inputs and "
                 f"parameters fp32, and on {' or '.join(sorted(request.device_types))}?"
             )
-        scores = scoring.scores_of(request, spots)
+        scores = scoring.scores_of(request, spots, request.low_type)
         journal.write(scoring.to_record(spots, scores))
         return spots, scores
 
@@ -235,13 +266,19 @@ def _metric_name(request: Request) -> str:
     return getattr(request.metric, "__name__", "metric")
 
 
-def result(searching: Searching, found: Found, metric: str, low_type: str) -> Tuned:
+def _limit_text(limit: tuple[str, float] | None) -> str:
+    return "" if limit is None else f"{limit[0]} at most {limit[1]:g}"
+
+
+def result(
+    searching: Searching, found: Found, metric: str, low_type: str, limit: str = ""
+) -> Tuned:
     """Returns the result of a search."""
     runner = searching.runner
     error = runner.known_error(found.kept, searching.tolerance)
     low = [each.error for each in runner.path if not each.kept]
     return Tuned(
-        keep_fp32=found.kept,
+        kept=found.kept,
         error=math.nan if error is None else error,
         all_low_error=low[0] if low else math.nan,
         fresh_error=found.fresh_error,
@@ -254,6 +291,7 @@ def result(searching: Searching, found: Found, metric: str, low_type: str) -> Tu
         stopped_by=found.stopped_by,
         path=tuple(runner.path),
         candidates=found.candidates,
+        limit=limit,
     )
 
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from . import text, writing
+from .evaluation import Evaluation
 
 if TYPE_CHECKING:
     from .result import Tuned
@@ -42,7 +43,7 @@ def page(tuned: Tuned) -> str:
         f"<title>hmpx tune</title><style>{_STYLE}</style></head><body>"
         f"<h1>What to keep in fp32</h1>{_verdict(tuned)}{_kept(tuned)}"
         f"<h2>Lists</h2>{files}"
-        f"<h2>The search</h2>{_plot(tuned)}{_table(text.PATH_TITLES, text.path_rows(tuned.path))}"
+        f"<h2>The search</h2>{_plot(tuned)}{_table(text.PATH_TITLES, text.path_rows(tuned))}"
         f"<h2>Candidates by effect</h2>{_table(_CANDIDATE_TITLES, _candidates(tuned))}"
         "</body></html>\n"
     )
@@ -63,10 +64,11 @@ def _kept(tuned: Tuned) -> str:
     return _table(text.KEPT_TITLES, rows) if rows else ""
 
 
-_CANDIDATE_TITLES: Final = ("candidate", "effect", "in fp32", "FLOPs", "bytes")
+_CANDIDATE_TITLES: Final = ("candidate", "effect", "type", "FLOPs", "bytes")
 
 
 def _candidates(tuned: Tuned) -> list[tuple[str, ...]]:
+    types = tuned.types
     ordered = sorted(
         tuned.candidates, key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name)
     )
@@ -74,7 +76,7 @@ def _candidates(tuned: Tuned) -> list[tuple[str, ...]]:
         (
             each.name,
             text.effect(each),
-            "yes" if each.name in tuned.keep_fp32 else "",
+            types[each.name],
             f"{each.flops:,}",
             f"{each.bytes:,}",
         )
@@ -103,7 +105,7 @@ def _plot(tuned: Tuned) -> str:
     step = (_WIDTH - _LEFT - 20) / max(1, len(tuned.path))
     dots = "".join(
         f'<circle class="{"passes" if each.passed else "fails"}" r="4" '
-        f'cx="{_LEFT + (i + 0.5) * step:.1f}" cy="{y(each.error):.1f}"><title>{_dot(each)}</title></circle>'
+        f'cx="{_LEFT + (i + 0.5) * step:.1f}" cy="{y(each.error):.1f}"><title>{_dot(tuned, each)}</title></circle>'
         for i, each in enumerate(tuned.path)
     )
     grid = "".join(
@@ -122,7 +124,5 @@ def _plot(tuned: Tuned) -> str:
     )
 
 
-def _dot(evaluation: object) -> str:
-    kept = getattr(evaluation, "kept", ())
-    error = getattr(evaluation, "error", 0.0)
-    return html.escape(f"{text.names(kept)}: {text.shown(error)}")
+def _dot(tuned: Tuned, evaluation: Evaluation) -> str:
+    return html.escape(f"{text.names(evaluation.kept)}: {text.error_text(tuned, evaluation.error)}")

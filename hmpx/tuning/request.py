@@ -17,7 +17,9 @@ from ..errors import OptionError, shown
 from ..policy import Policy
 from ..tensors import long_name, parse_device_types, tensors_of
 from ..version import __version__
+from .assignment import FP32
 from .batches import Batch, batches
+from .choosing import UNITS, bits_of
 from .evaluating import FRESH, TUNING
 from .metrics import METRICS
 
@@ -44,6 +46,8 @@ class Request:
         budget: Most evaluations.
         keep: Ops that are kept in fp32 without being asked.
         journal: A path, or ``""``.
+        types: Names of the types to choose among, the cheapest first; ``()`` for ``low_type`` and fp32.
+        limit: What is limited, and to what; None for nothing.
     """
 
     model: Any
@@ -60,6 +64,8 @@ class Request:
     seed: int
     budget: int
     journal: str
+    types: tuple[str, ...] = ()
+    limit: tuple[str, float] | None = None
 
     def header(self) -> dict[str, Any]:
         """Returns what a journal of this search belongs to. The tolerance may differ."""
@@ -77,6 +83,7 @@ class Request:
             "samples": self.samples,
             "by": self.by,
             "low_precision_type": self.low_type,
+            "types": list(self.types),
             "device_types": sorted(self.device_types),
             "options": str(self.options),
             "seed": self.seed,
@@ -101,6 +108,8 @@ def checked(
     seed: Any,
     budget: Any,
     journal: Any,
+    types: Any,
+    limit: Any,
 ) -> Request:
     """Returns the request that `tune`'s arguments make.
 
@@ -116,7 +125,10 @@ def checked(
         metric = "relative_l2"
     elif not callable(metric):
         metric = arguments.choice("metric", metric, METRICS)
-    types, options = _conversion(model, inputs, device_types, legalize)
+    on_devices, options = _conversion(model, inputs, device_types, legalize)
+    names = () if types is None else _types(types)
+    if limit is not None and not names:
+        raise OptionError("limit chooses among several types; name them: candidates=[...]")
     return Request(
         model=model,
         inputs=_inputs(inputs, fresh_inputs),
@@ -126,12 +138,14 @@ def checked(
         samples=_count("samples", samples),
         tolerance=_tolerance(tolerance),
         by=arguments.choice("by", by, BY),
-        low_type=low_type_name(low_precision_type),
-        device_types=types,
+        low_type=names[0] if names else low_type_name(low_precision_type),
+        device_types=on_devices,
         options=options,
         seed=_count("seed", seed, least=0),
         budget=_count("budget", budget, least=2),
         journal=arguments.path("journal", journal),
+        types=names,
+        limit=None if limit is None else _limit(limit),
     )
 
 
@@ -142,6 +156,33 @@ def low_type_name(low_precision_type: Any) -> str:
         found = torch.bfloat16 if current is None else current.policy.low_precision_type
         return long_name(found)
     return long_name(Policy({}, low_precision_type).low_precision_type)
+
+
+def _types(value: Any) -> tuple[str, ...]:
+    """Returns the names of types, the cheapest first.
+
+    Raises:
+        OptionError: There are fewer than two, or fp32 is not among them.
+    """
+    given = arguments.items("candidates", value, "a list of types")
+    names = {FP32 if each in (FP32, torch.float32) else low_type_name(each) for each in given}
+    if FP32 not in names or len(names) < 2:
+        raise OptionError(
+            f"candidates must hold float32 and at least one other type, not {shown(value)}"
+        )
+    bits = bits_of(sorted(names))
+    return tuple(sorted(names, key=lambda name: (bits[name], name)))
+
+
+def _limit(value: Any) -> tuple[str, float]:
+    if not (isinstance(value, tuple) and len(value) == 2):
+        raise OptionError(
+            f"limit must be a pair of what is limited and to what, such as ('bits', 9), not {shown(value)}"
+        )
+    unit, most = value
+    if not is_a(most, (int, float)) or not most > 0:
+        raise OptionError(f"a limit must be a number above 0, not {shown(most)}")
+    return arguments.choice("limit", unit, UNITS), float(most)
 
 
 def _conversion(

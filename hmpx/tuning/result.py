@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import OptionError, said_by
 from ..policy import Policy
 from . import page, text, writing
-from .assignment import assigned, policy_of
+from .assignment import FP32, assigned, policy_of
 from .candidates import Candidate, Kept, shares
 from .evaluation import Evaluation
 
@@ -24,7 +24,8 @@ class Tuned:
     Printing it prints the verdict, what is kept and why, and the path of the search.
 
     Attributes:
-        keep_fp32: What is kept in fp32: ops by name, or ``"module:op"``.
+        kept: What is not in ``low_precision_type``: ops by name, or ``"module:op"``; in another type than
+            fp32 as ``"linear=bfloat16"``.
         error: The error of low precision with these in fp32, and
         all_low_error: with nothing in fp32.
         fresh_error: The error on inputs that the search has not seen; None if there were none.
@@ -36,6 +37,7 @@ class Tuned:
         is_complete: Whether the search came to its end: no op can be taken out of the set. If not, the
             set is the best so far.
         stopped_by: What ended it early: ``"budget"``, ``"interrupt"`` or ``""``.
+        limit: What the choice of types was limited to, as text; ``""`` if it was to pass the tolerance.
         path: The evaluations, in their order.
         candidates: All that might have been kept.
 
@@ -49,7 +51,7 @@ class Tuned:
         torch.bfloat16
     """
 
-    keep_fp32: Kept
+    kept: Kept
     error: float
     all_low_error: float
     fresh_error: float | None
@@ -62,11 +64,24 @@ class Tuned:
     stopped_by: str
     path: tuple[Evaluation, ...] = field(repr=False)
     candidates: tuple[Candidate, ...] = field(repr=False)
+    limit: str = ""
+
+    @property
+    def keep_fp32(self) -> Kept:
+        """What is kept in fp32: ops by name, or ``"module:op"``."""
+        return frozenset(name for name in self.kept if "=" not in name)
+
+    @property
+    def types(self) -> Mapping[str, str]:
+        """The type of each candidate, by name."""
+        low = dict.fromkeys((each.name for each in self.candidates), self.low_precision_type)
+        others = [name.rpartition("=") for name in self.kept]
+        return low | {a if is_other else b: b if is_other else FP32 for a, is_other, b in others}
 
     @functools.cached_property
     def policy(self) -> Policy:
         """The policy that keeps these in fp32; ops that the model does not call are as by default."""
-        types = assigned(self.candidates, self.keep_fp32, self.low_precision_type)
+        types = assigned(self.candidates, self.kept, self.low_precision_type)
         return policy_of(types, self.low_precision_type)
 
     @property
@@ -85,8 +100,8 @@ class Tuned:
         return shares(self.candidates, self.keep_fp32)[1]
 
     def error_without(self, name: str) -> float | None:
-        """Returns the error with all of the set in fp32 but ``name``; None if that was not evaluated."""
-        without = self.keep_fp32 - {name}
+        """Returns the error with the set but without ``name``; None if that was not evaluated."""
+        without = self.kept - {name}
         found = [e.error for e in self.path if e.kept == without and e.phase != "fresh inputs"]
         return found[-1] if found else None
 

@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 from ..comparing import ComparedSite, compare
-from .assignment import policy_of
+from ..errors import OptionError
+from .assignment import FP32, policy_of
 from .batches import Batch
-from .candidates import Spot, effects
+from .candidates import Candidate, Score, Spot, effects
 from .evaluating import TUNING
+from .journal import Journal
 from .keeping import seed_all, unchanged
 from .metrics import loss_of
 from .request import Request
@@ -17,16 +19,19 @@ from .request import Request
 #: How many batches effects are summed over.
 _MOST_BATCHES: Final = 4
 
+#: The squared error of what leaves a type's range.
+_OUT_OF_RANGE: Final = 1e30
+
 Costs = dict[Spot, tuple[int, int]]
-Scores = dict[Spot, tuple[float, bool]]
+Scores = dict[Spot, Score]
 
 
-def scores_of(request: Request, spots: Costs) -> Scores | None:
-    """Returns the effect of each spot, and whether its values leave the low type's range.
+def scores_of(request: Request, spots: Costs, low_type: str) -> Scores | None:
+    """Returns the effect of each spot in a type, and whether its values leave that type's range.
 
     None where no effect is known: what the model returns has no gradients.
     """
-    low = dict.fromkeys(spots, request.low_type)
+    low = dict.fromkeys(spots, low_type)
     rows: list[ComparedSite] = []
     for index, batch in enumerate(request.inputs[TUNING][:_MOST_BATCHES]):
         with unchanged(request.model):
@@ -35,13 +40,46 @@ def scores_of(request: Request, spots: Costs) -> Scores | None:
                 request.model,
                 *((batch.kwargs,) if batch.kwargs else batch.args),
                 loss_fn=_loss(request, batch),
-                policy=policy_of(low, request.low_type),
+                policy=policy_of(low, low_type),
                 device_types=request.device_types,
                 legalize=request.options.legalize,
                 seed=request.seed,
             ).rows
     found = {spot: each for spot, each in effects(rows).items() if spot in spots}
-    return found if any(effect or is_hard for effect, is_hard in found.values()) else None
+    return found if any(each.effect for each in found.values()) else None
+
+
+def errors_of(
+    request: Request, spots: Costs, found: Sequence[Candidate], journal: Journal
+) -> dict[str, dict[str, float]]:
+    """Returns each type -> each candidate -> the square of what computing it in that type does.
+
+    Raises:
+        OptionError: No effect is known.
+    """
+    for record in journal.records:
+        if "errors" in record:
+            return record["errors"]  # type: ignore[no-any-return]
+    errors = {FP32: dict.fromkeys((each.name for each in found), 0.0)}
+    for name in request.types:
+        if name == FP32:
+            continue
+        scores = scores_of(request, spots, name)
+        if scores is None:
+            raise OptionError(
+                "to choose among several types effects are needed, but what the model returns has no "
+                "gradients; tune one low_precision_type instead"
+            )
+        errors[name] = {each.name: _squared(each, scores) for each in found}
+    journal.write({"errors": errors})
+    return errors
+
+
+def _squared(candidate: Candidate, scores: Scores) -> float:
+    known = [scores.get(spot, Score()) for spot in candidate.spots]
+    if any(each.is_hard for each in known):
+        return _OUT_OF_RANGE
+    return sum(each.effect**2 for each in known)
 
 
 def _loss(request: Request, batch: Batch) -> Callable[[Any], Any] | None:
@@ -55,9 +93,7 @@ def to_record(spots: Costs, scores: Scores | None) -> dict[str, Any]:
     """Returns a profile as a journal has it."""
     return {
         "spots": [[*spot, *cost] for spot, cost in spots.items()],
-        "scores": None
-        if scores is None
-        else [[*spot, effect, is_hard] for spot, (effect, is_hard) in scores.items()],
+        "scores": None if scores is None else [[*spot, *score] for spot, score in scores.items()],
     }
 
 
@@ -67,4 +103,4 @@ def from_record(record: Mapping[str, Any]) -> tuple[Costs, Scores | None]:
     scores = record["scores"]
     if scores is None:
         return spots, None
-    return spots, {(op, module): (effect, hard) for op, module, effect, hard in scores}
+    return spots, {(op, module): Score(*score) for op, module, *score in scores}

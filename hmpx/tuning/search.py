@@ -19,6 +19,10 @@ _COST_OF_A_LINE: Final = 0.02
 #: Candidates whose predicted errors together are below this share of the tolerance come last.
 _NEGLIGIBLE: Final = 0.3
 
+#: What no gradient arrives at is harmless if the error with nothing else in low precision is below this
+#: share of the tolerance; else it is kept like what leaves the range, until it is pruned.
+_HARMLESS: Final = 0.3
+
 #: How many sets are named at most that may be asked for next.
 _MOST_AHEAD: Final = 8
 
@@ -29,7 +33,7 @@ class Ask:
 
     Attributes:
         kept: The set.
-        phase: What it is asked for: ``"all low"``, ``"range"``, ``"prefix"``, ``"prune"``, ``"sweep"``.
+        phase: What it is asked for: ``"all low"``, ``"unseen"``, ``"range"``, ``"prefix"``, ``"prune"``, ``"sweep"``.
         ahead: Sets that may be asked for next, the likeliest first.
     """
 
@@ -57,7 +61,12 @@ def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
     error = yield Ask(frozenset(), "all low", (hard,) if hard else ())
     if error <= tolerance:
         return frozenset()
-    rest = [each for each in ordered if not each.is_hard]
+    unseen = frozenset(each.name for each in ordered if each.is_unseen) - hard
+    if unseen:
+        others = frozenset(each.name for each in ordered) - unseen
+        if not others or (yield Ask(others, "unseen")) > _HARMLESS * tolerance:
+            hard |= unseen
+    rest = [each for each in ordered if each.name not in hard]
     if hard:
         error = yield Ask(hard, "range")
     if hard and error <= tolerance:
@@ -68,7 +77,7 @@ def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
         length = yield from _prefix(hard, ranking, error, scale, tolerance)
         kept = hard | {each.name for each in ranking[:length]}
     members = [each for each in ordered if each.name in kept]
-    return (yield from _minimal(members, tolerance))
+    return (yield from _minimal(members, hard, tolerance))
 
 
 def _scale(candidates: Iterable[Candidate], error: float) -> float:
@@ -175,7 +184,7 @@ def _length_by_both(
     return low + 1
 
 
-def _minimal(members: Sequence[Candidate], tolerance: float) -> Search:
+def _minimal(members: Sequence[Candidate], hard: Kept, tolerance: float) -> Search:
     """Yields what to evaluate, and returns a 1-minimal part of a set that passes.
 
     Blocks that get larger as long as they are not needed are taken out first, the weakest first; then
@@ -184,7 +193,7 @@ def _minimal(members: Sequence[Candidate], tolerance: float) -> Search:
     kept = frozenset(each.name for each in members)
     weakest = sorted(
         members,
-        key=lambda each: (each.is_hard, each.score or -each.prior, -each.benefit, each.name),
+        key=lambda each: (each.name in hard, each.score or -each.prior, -each.benefit, each.name),
     )
     names = [each.name for each in weakest]
     needed: set[str] = set()

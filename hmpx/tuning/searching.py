@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from ..errors import OptionError
 from .candidates import Candidate, Kept, Spot, split
 from .runner import BudgetError, Runner
-from .search import search
+from .search import Search, search
 
 #: The least tolerance, as a multiple of the error of fp32 against itself.
 LEAST_OVER_NOISE: Final = 3
@@ -48,6 +48,7 @@ class Searching:
         is_finer: Whether modules inside of what is kept are searched, too.
         has_fresh: Whether there are inputs that the set is checked on at the end.
         noise: The error of fp32 against itself.
+        make: Makes a search for candidates and a tolerance.
     """
 
     runner: Runner
@@ -57,6 +58,7 @@ class Searching:
     is_finer: bool = False
     has_fresh: bool = False
     noise: float = 0.0
+    make: Callable[[Sequence[Candidate], float], Search] = search
 
     def run(self) -> Found:
         """Returns what is found; after Ctrl-C, or when the budget is spent, the best so far.
@@ -104,13 +106,13 @@ class Searching:
         return Found(everything, tuple(self.coarse), "", error)
 
     def _set_within(self, tolerance: float) -> tuple[Kept, tuple[Candidate, ...]]:
-        kept = self.runner.search(search(self.coarse, tolerance), tolerance)
+        kept = self.runner.search(self.make(self.coarse, tolerance), tolerance)
         if not self.is_finer or not kept:
             return kept, tuple(self.coarse)
         known = self._refined(kept)
         names = {each.name for each in self.coarse} - kept
         free = [each for each in known if each.name not in names]
-        return self.runner.search(search(free, tolerance), tolerance), known
+        return self.runner.search(self.make(free, tolerance), tolerance), known
 
     def _refined(self, kept: Kept) -> tuple[Candidate, ...]:
         """Returns the candidates with those that are kept, or have a part that is, split by module."""
@@ -130,11 +132,16 @@ class Searching:
 
         def cost(choice: tuple[Kept, tuple[Candidate, ...]]) -> tuple[float, int, list[str]]:
             kept, known = choice
-            lost = sum(each.benefit for each in known if each.name in kept)
+            lost = sum(each.benefit for each in known if each.name in _names(kept))
             return lost, len(kept), sorted(kept)
 
         kept, known = min(choices, key=cost, default=(everything, tuple(self.coarse)))
         return Found(kept, known, stopped_by, None)
 
     def _known(self, kept: Kept, names: set[str]) -> tuple[Candidate, ...]:
-        return tuple(self.coarse) if kept <= names else self._refined(kept)
+        return tuple(self.coarse) if _names(kept) <= names else self._refined(kept)
+
+
+def _names(kept: Kept) -> set[str]:
+    """Returns the names of candidates in a set, without the types that they have there."""
+    return {each.partition("=")[0] for each in kept}

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Final
 
 from ..errors import cut
+from .assignment import FP32
 from .candidates import Candidate
-from .evaluation import Evaluation
+
+#: The metric of a command, which passes or fails.
+CHECK: Final = "check"
 
 if TYPE_CHECKING:
     from .result import Tuned
@@ -17,31 +20,41 @@ if TYPE_CHECKING:
 def text(tuned: Tuned) -> str:
     """Returns the verdict, what is kept and why, and the path of the search."""
     parts = [verdict(tuned)]
-    if tuned.keep_fp32:
+    if tuned.kept:
         parts.append(aligned([KEPT_TITLES, *kept_rows(tuned)]))
-    parts.append(aligned([PATH_TITLES, *path_rows(tuned.path)]))
+    parts.append(aligned([PATH_TITLES, *path_rows(tuned)]))
     return "\n\n".join(parts)
 
 
 def verdict(tuned: Tuned) -> str:
     """Returns what was found, in a few sentences."""
-    count, low = len(tuned.keep_fp32), tuned.low_precision_type
+    count, low = len(tuned.kept), tuned.low_precision_type
+    stay = "in fp32" if tuned.kept == tuned.keep_fp32 else "in wider types"
     kept = (
         f"Nothing has to stay in fp32 beside {low}"
         if not count
-        else f"{count} of {len(tuned.candidates)} candidates stay in fp32 beside {low}"
+        else f"{count} of {len(tuned.candidates)} candidates stay {stay} beside {low}"
     )
+    if tuned.metric == CHECK:
+        of_all = "passes" if tuned.all_low_error == 0 else "fails"
+        said = f"the check passes; all in {low} it {of_all}."
+    else:
+        said = (
+            f"{tuned.metric} error {shown(tuned.error)}, tolerance {shown(tuned.tolerance)}, "
+            f"all in {low} {shown(tuned.all_low_error)}."
+        )
     lines = [
-        f"{kept}: {tuned.metric} error {shown(tuned.error)}, tolerance {shown(tuned.tolerance)}, "
-        f"all in {low} {shown(tuned.all_low_error)}.",
-        f"In {low}: {tuned.low_precision_flops_share:.1%} of FLOPs, "
-        f"{tuned.low_precision_bytes_share:.1%} of bytes. {tuned.evaluations} evaluations.",
+        f"{kept}: {said}",
+        f"{_shares(tuned)}. {tuned.evaluations} evaluations.",
     ]
+    if tuned.limit:
+        lines.append(f"The choice with the least predicted error of those with {tuned.limit}.")
     if tuned.fresh_error is not None:
         lines.append(f"On inputs that the search has not seen: error {shown(tuned.fresh_error)}.")
     if tuned.is_complete:
-        if count:
-            lines.append("None of these can be taken out: without it the error is too large.")
+        failing = "the check fails" if tuned.metric == CHECK else "the error is too large"
+        if count and not tuned.limit:
+            lines.append(f"None of these can be taken out: without it {failing}.")
     else:
         why = {"budget": "the budget was spent", "interrupt": "it was interrupted"}
         lines.append(
@@ -51,43 +64,56 @@ def verdict(tuned: Tuned) -> str:
     return "\n".join(lines)
 
 
-KEPT_TITLES = ("kept in fp32", "effect", "rank", "error without it", "FLOPs", "bytes")
+def _shares(tuned: Tuned) -> str:
+    """Returns the shares of FLOPs and bytes in each type below fp32."""
+    types, found = tuned.types, []
+    flops = sum(each.flops for each in tuned.candidates)
+    count = sum(each.bytes for each in tuned.candidates)
+    for name in dict.fromkeys([tuned.low_precision_type, *sorted(set(types.values()) - {FP32})]):
+        members = [each for each in tuned.candidates if types[each.name] == name]
+        low_flops = sum(each.flops for each in members) / flops if flops else 1.0
+        low_bytes = sum(each.bytes for each in members) / count if count else 1.0
+        found.append(f"In {name}: {low_flops:.1%} of FLOPs, {low_bytes:.1%} of bytes")
+    return "; ".join(found)
+
+
+KEPT_TITLES = ("kept", "effect", "rank", "error without it", "FLOPs", "bytes")
 
 
 def kept_rows(tuned: Tuned) -> list[tuple[str, ...]]:
     """Returns a row for each kept candidate, the one with the largest effect first."""
     known = {each.name: each for each in tuned.candidates}
-    members = [known[name] for name in tuned.keep_fp32]
-    members.sort(key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name))
+    pairs = [(known[name.partition("=")[0]], name) for name in tuned.kept]
+    pairs.sort(key=lambda each: (not each[0].is_hard, -(each[0].score or 0.0), each[1]))
     flops = max(1, sum(each.flops for each in tuned.candidates))
     count = max(1, sum(each.bytes for each in tuned.candidates))
     return [
         (
-            cut(each.name),
+            cut(name),
             effect(each),
             rank(each, tuned.candidates),
-            shown(tuned.error_without(each.name)),
+            error_text(tuned, tuned.error_without(name)),
             f"{each.flops / flops:.1%}",
             f"{each.bytes / count:.1%}",
         )
-        for each in members
+        for each, name in pairs
     ]
 
 
-PATH_TITLES = ("", "phase", "in fp32", "error", "")
+PATH_TITLES = ("", "phase", "kept", "error", "")
 
 
-def path_rows(path: Sequence[Evaluation]) -> list[tuple[str, ...]]:
+def path_rows(tuned: Tuned) -> list[tuple[str, ...]]:
     """Returns a row for each evaluation."""
     return [
         (
             str(number),
             each.phase,
             names(each.kept),
-            shown(each.error),
-            "passes" if each.passed else "fails",
+            error_text(tuned, each.error),
+            "" if tuned.metric == CHECK else "passes" if each.passed else "fails",
         )
-        for number, each in enumerate(path, 1)
+        for number, each in enumerate(tuned.path, 1)
     ]
 
 
@@ -102,6 +128,8 @@ def effect(candidate: Candidate) -> str:
     """Returns a candidate's effect, in words where it has none."""
     if candidate.is_hard:
         return "out of range"
+    if candidate.is_unseen and not candidate.score:
+        return "no gradient"
     return "not known" if candidate.score is None else shown(candidate.score)
 
 
@@ -116,8 +144,15 @@ def rank(candidate: Candidate, candidates: Sequence[Candidate]) -> str:
     return str(better + 1)
 
 
+def error_text(tuned: Tuned, value: float | None) -> str:
+    """Returns an error, or the verdict of a check."""
+    if tuned.metric != CHECK or value is None:
+        return shown(value)
+    return "passes" if value == 0 else "fails"
+
+
 def shown(value: float | None) -> str:
-    """Returns a number with three digits."""
+    """Returns an error with three digits."""
     if value is None:
         return "not tried"
     return "not finite" if math.isinf(value) else f"{value:.3g}"

@@ -10,7 +10,7 @@ import yaml
 from ..policy import FILE_NAMES
 from ..version import __version__
 from .assignment import assigned, policy_source
-from .text import effect, rank, shown
+from .text import CHECK, effect, error_text, rank, shown
 
 if TYPE_CHECKING:
     from .result import Tuned
@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 def files(tuned: Tuned) -> dict[str, str]:
     """Returns the name of each file -> its content."""
-    types = assigned(tuned.candidates, tuned.keep_fp32, tuned.low_precision_type)
+    types = assigned(tuned.candidates, tuned.kept, tuned.low_precision_type)
     source = policy_source(types, tuned.low_precision_type)
     if "sections" in source:
         return {"policy.yaml": _policy_file(tuned, source)}
@@ -45,17 +45,19 @@ def _argument(low_type: str) -> str:
 def _policy_file(tuned: Tuned, source: dict[str, Any]) -> str:
     """Returns the policy file: its keys as YAML, with comments above the lines of what is kept."""
     parts = [_head(tuned, 'hmpx.convert(policy="policy.yaml")')]
-    parts += [_comment(f"{name}: {why(tuned, name)}") for name in sorted(tuned.keep_fp32)]
+    parts += [_comment(f"{name}: {why(tuned, name)}") for name in sorted(tuned.kept)]
     parts.append(yaml.safe_dump(source, sort_keys=False))
     return "\n".join(parts)
 
 
 def _head(tuned: Tuned, use: str) -> str:
-    kept = len(tuned.keep_fp32)
+    kept = len(tuned.kept)
+    tolerance = "" if tuned.metric == CHECK else f"tolerance {shown(tuned.tolerance)}, "
     lines = [
         f"Written by hmpx.tune {__version__}. Use: {use}",
-        f"{tuned.metric} error {shown(tuned.error)} with {kept} kept in fp32, {shown(tuned.all_low_error)} "
-        f"with nothing; tolerance {shown(tuned.tolerance)}, {tuned.evaluations} evaluations.",
+        f"{tuned.metric}: {error_text(tuned, tuned.error)} with {kept} kept out of {tuned.low_precision_type}, "
+        f"{error_text(tuned, tuned.all_low_error)} with none; "
+        f"{tolerance}{tuned.evaluations} evaluations.",
     ]
     if not tuned.is_complete:
         lines.append("The search was ended early: some of these may not be needed.")
@@ -72,8 +74,9 @@ def _explained(tuned: Tuned, lines: Iterable[str]) -> list[str]:
     known = {each.name: each for each in tuned.candidates}
     for line in lines:
         name = line.split()[0].removeprefix("-")
-        if name in tuned.keep_fp32:
-            found.append(_comment(why(tuned, name)))
+        member = next((each for each in (name, "=".join(line.split())) if each in tuned.kept), None)
+        if member is not None:
+            found.append(_comment(why(tuned, member)))
         elif name in known and known[name].score is not None:
             found.append(_comment(f"effect {effect(known[name])}"))
         found.append(line)
@@ -82,12 +85,13 @@ def _explained(tuned: Tuned, lines: Iterable[str]) -> list[str]:
 
 def why(tuned: Tuned, name: str) -> str:
     """Returns why a candidate is kept: its effect, and the error with and without it."""
-    candidate = next(each for each in tuned.candidates if each.name == name)
+    candidate = next(each for each in tuned.candidates if each.name == name.partition("=")[0])
     place = rank(candidate, tuned.candidates)
     ranked = f", rank {place} of {len(tuned.candidates)}" if place else ""
+    measured = "the check" if tuned.metric == CHECK else "error"
     return (
-        f"effect {effect(candidate)}{ranked}; error {shown(tuned.error)} with it in fp32, "
-        f"{shown(tuned.error_without(name))} without"
+        f"effect {effect(candidate)}{ranked}; {measured} {error_text(tuned, tuned.error)} with it, "
+        f"{error_text(tuned, tuned.error_without(name))} without"
     )
 
 

@@ -90,8 +90,14 @@ def normalized(h: Tensor) -> Tensor:
 
 
 def variance(h: Tensor) -> Tensor:
-    x = h + 1000
-    return h + (x.pow(2).mean(-1, keepdim=True) - x.mean(-1, keepdim=True).pow(2))
+    x = h + 100
+    return h * 20 * (x.pow(2).mean(-1, keepdim=True) - x.mean(-1, keepdim=True).pow(2))
+
+
+def rotated(h: Tensor) -> Tensor:
+    angles = torch.arange(16.0) * 61.7
+    table = torch.sin(angles)
+    return h * table
 
 
 def softmax(h: Tensor) -> Tensor:
@@ -125,7 +131,7 @@ FAULTS = {
     "norm by hand": _op(normalized, "pow mean rsqrt", **FP16),
     "lost below the range": _op(lambda h: (h * 1e-9) / 1e-9, "mul truediv", **FP16),
     "differences of sums": _op(differences, "add cumsum diff sub"),
-    "positions": _op(lambda h: h + torch.sin(torch.arange(16.0) * 61.7), "mul sin"),
+    "positions": _op(rotated, "mul sin"),
     "variance as a difference": _op(variance, "add pow mean sub"),
     "log of nearly one": _op(lambda h: torch.log(1 + h * 1e-3) / 1e-3, "radd log"),
     "one minus cosine": _op(lambda h: (1 - torch.cos(h * 0.02)) * 5000, "cos rsub"),

@@ -110,6 +110,30 @@ def test_what_seemed_to_overflow_is_taken_out_again() -> None:
     assert kept == {"a"}
 
 
+def test_what_no_gradient_arrives_at() -> None:
+    """One evaluation tells whether it matters; if so it is kept like what overflows, else passed over."""
+    errors = {"linear": 0.2, "softmax": 4.0, "sin": 3.0, "cos": 0.01}
+    candidates = [
+        Candidate(
+            name,
+            score=0.0 if name in ("sin", "cos") else value,
+            is_unseen=name in ("sin", "cos"),
+        )
+        for name, value in errors.items()
+    ]
+
+    def error(kept: Kept) -> float:
+        return math.sqrt(sum(errors[name] ** 2 for name in errors if name not in kept))
+
+    kept, evaluated = run(candidates, error)
+    assert kept == {"softmax", "sin"}
+    assert evaluated[1] == {"linear", "softmax"}
+    errors["sin"] = 0.01
+    kept, evaluated = run(candidates, error)
+    assert kept == {"softmax"}
+    assert len(evaluated) == 3
+
+
 def test_all_have_to_stay() -> None:
     """The set of all is known to pass, and is not asked for."""
     names = [f"op{i}" for i in range(9)]
