@@ -10,6 +10,7 @@ import yaml
 from ..policy import FILE_NAMES
 from ..version import __version__
 from .assignment import assigned, policy_source
+from .candidates import Candidate
 from .text import CHECK, effect, error_text, rank, shown
 
 if TYPE_CHECKING:
@@ -29,7 +30,7 @@ def files(tuned: Tuned) -> dict[str, str]:
     for kind, name in FILE_NAMES.items():
         lines = written.get(kind, [])
         ours = [line for line in lines if line.split()[0] in called]
-        others = [line for line in lines if line not in ours]
+        others = [line for line in lines if line not in ours and not _is_of_library(line)]
         parts = [_head(tuned, f'hmpx.convert(lists="DIRECTORY"{load})')]
         if kind != "widest":
             parts.append(_section("What the model calls.", _explained(tuned, ours)))
@@ -69,18 +70,33 @@ def _section(title: str, lines: Iterable[str]) -> str:
     return "\n".join(["", _comment(title), *lines, ""]) if lines else ""
 
 
+def _is_of_library(line: str) -> bool:
+    """Whether a line names another library's op: where the model does not call it, the default applies."""
+    return "." in line.split(maxsplit=1)[0]
+
+
 def _explained(tuned: Tuned, lines: Iterable[str]) -> list[str]:
     found: list[str] = []
-    known = {each.name: each for each in tuned.candidates}
+    by_op: dict[str, list[Candidate]] = {}
+    for each in tuned.candidates:
+        for op in sorted({op for op, _ in each.spots}):
+            by_op.setdefault(op, []).append(each)
+    kept = {name.partition("=")[0]: name for name in tuned.kept}
     for line in lines:
-        name = line.split()[0].removeprefix("-")
-        member = next((each for each in (name, "=".join(line.split())) if each in tuned.kept), None)
-        if member is not None:
-            found.append(_comment(why(tuned, member)))
-        elif name in known and known[name].score is not None:
-            found.append(_comment(f"effect {effect(known[name])}"))
+        members = by_op.get(line.split()[0].removeprefix("-"), [])
+        for each in members:
+            if each.name in kept:
+                found.append(_comment(_named(each, why(tuned, kept[each.name]), members)))
+            elif each.score is not None:
+                found.append(_comment(_named(each, f"effect {effect(each)}", members)))
         found.append(line)
     return found
+
+
+def _named(candidate: Candidate, said: str, members: list[Candidate]) -> str:
+    """Returns what is said of a candidate, with its name where a line is about several, or a module."""
+    is_op = len(members) == 1 and ":" not in candidate.name
+    return said if is_op else f"{candidate.name}: {said}"
 
 
 def why(tuned: Tuned, name: str) -> str:
