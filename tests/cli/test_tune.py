@@ -1,0 +1,175 @@
+"""``hmpx tune``: lists from the exit status of a command, here one that needs no torch."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hmpx
+from hmpx.cli import main
+from hmpx.reports import Report, Row
+
+#: Passes if what the variables at its top say is in fp32; its first run writes a report.
+SCRIPT = """
+import os, pathlib, sys
+import yaml
+needed = {needed!r}
+policy = yaml.safe_load(pathlib.Path(os.environ["HMPX_POLICY"]).read_text())
+report = os.environ.get("HMPX_REPORT")
+if report:
+    pathlib.Path(report).write_text(pathlib.Path("ready.json").read_text())
+    sys.exit({first})
+print("tried", policy.get("fp32", []))
+kept = {{("", op) for op in policy.get("fp32", [])}}
+for section in policy.get("sections", []):
+    for op in section.get("low", []):
+        kept.discard(("", op))
+    kept |= {{(module, op) for module in section["module"] for op in section.get("fp32", [])}}
+sys.exit(not all((module, op) in kept or ("", op) in kept for module, op in needed))
+"""
+
+OPS = ("linear", "gelu", "softmax", "layer_norm", "add", "sub", "mul", "exp")
+
+
+def row(op: str, module: str) -> Row:
+    return Row(
+        op, f"torch.{op}", module, "m.py:1", "forward", "cpu", "PASS", "", "float32", ("float32",),
+        ("float32",), ("float32",), 1, 0, 0, 100 if op == "linear" else 0, 50,
+    )  # fmt: skip
+
+
+def check(
+    folder: Path, needed: list[tuple[str, str]], modules: tuple[str, ...] = ("",), first: int = 0
+) -> str:
+    """Returns a command that passes if these are in fp32."""
+    rows = tuple(row(op, module) for op in OPS for module in modules)
+    Report(rows).to_json(folder / "ready.json")
+    (folder / "check.py").write_text(SCRIPT.format(needed=needed, first=first))
+    return f"{sys.executable} check.py"
+
+
+def test_the_exit_status_decides(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Lists, reports and the artefacts of each run are there; started anew, nothing runs again."""
+    monkeypatch.chdir(tmp_path)
+    command = check(tmp_path, [("", "softmax"), ("", "sub"), ("", "add")])
+    assert main(["tune", "--check", command, "--output", "lists"]) == 0
+    said = capsys.readouterr().out
+    assert said.startswith("3 of 8 candidates stay in fp32 beside bfloat16: the check passes;")
+    assert "without it the check fails" in said
+    policy = hmpx.load_policy(lists="lists")
+    assert {op for op in OPS if policy[op].cast_policy is hmpx.DENY} == {"add", "softmax", "sub"}
+    assert (
+        "the check passes with it, fails without\nsoftmax\n" in Path("lists/fp32.txt").read_text()
+    )
+    runs = sorted(Path("lists").glob("[0-9]*"))
+    first = runs[0]
+    assert "tried" in (first / "output.txt").read_text()
+    assert json.loads((first / "status.json").read_text())["status"] == 0
+    assert main(["tune", "--check", command, "--output", "lists"]) == 0
+    assert sorted(Path("lists").glob("[0-9]*")) == runs
+    assert capsys.readouterr().out == said
+
+
+def test_modules_inside_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """First the ops, then the modules of those that stay."""
+    monkeypatch.chdir(tmp_path)
+    modules = tuple(f"layers.{i}" for i in range(6))
+    command = check(tmp_path, [("layers.2", "softmax"), ("layers.4", "add")], modules)
+    assert main(["tune", "--check", command, "--by", "module", "--output", "o"]) == 0
+    policy = hmpx.load_policy("o/policy.yaml")
+    kept = {
+        (section.conditions()[0][1], op)
+        for section in policy.sections
+        for op, decision in section.decisions.items()
+        if decision.cast_policy is hmpx.DENY and op in OPS
+    }
+    assert kept == {(("layers.2",), "softmax"), (("layers.4",), "add")}
+    assert len(list(Path("o").glob("[0-9]*"))) <= 30
+
+
+@pytest.mark.parametrize(
+    ("command", "message"),
+    [
+        ("exit 3", "fails in fp32 already, with exit status 3"),
+        ("true", "has not run under `hmpx run`"),
+        ("no_such_program", "fails in fp32 already, with exit status 127"),
+    ],
+)
+def test_commands_that_cannot_be_tuned(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    command: str,
+    message: str,
+) -> None:
+    """Exit status 2, and the reason."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", "--check", command]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_a_command_that_hangs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It is ended with what it has started, and counts as failed."""
+    monkeypatch.chdir(tmp_path)
+    assert main(["tune", "--check", "sleep 60 & wait", "--timeout", "0.2"]) == 2
+    assert "exit status timeout" in capsys.readouterr().err
+
+
+def test_another_command_in_the_same_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its results are not mixed with those that are there."""
+    monkeypatch.chdir(tmp_path)
+    main(["tune", "--check", "exit 3"])
+    assert main(["tune", "--check", "exit 4"]) == 2
+    assert "belongs to another search: command differs" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", [["--runs", "0"], ["--timeout", "0"], ["--budget", "x"]])
+def test_options(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    """Numbers that make no sense are refused."""
+    with pytest.raises(SystemExit):
+        main(["tune", "--check", "true", *option])
+    assert option[0] in capsys.readouterr().err
+
+
+def test_hmpx_run_obeys_the_policy_under_test(tmp_path: Path) -> None:
+    """Over its own options; a report is written where the other variable says."""
+    (tmp_path / "policy.yaml").write_text("lists: none\nfp32: [add, sub]\nlow: [linear]\n")
+    (tmp_path / "script.py").write_text(
+        "import torch\ny = torch.nn.Linear(2, 2)(torch.ones(1, 2))\nprint(y.dtype, (y + 1).dtype)\n"
+    )
+    environment = {"HMPX_POLICY": str(tmp_path / "policy.yaml"), "HMPX_REPORT": "report.json"}
+    command = [sys.executable, "-m", "hmpx", "run", "--lists", "o2", "script.py"]
+    done = subprocess.run(
+        command,
+        cwd=tmp_path,
+        env={**os.environ, **environment},
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "torch.bfloat16 torch.float32\n"), done.stderr
+    assert (tmp_path / "report.json").is_file()
+
+
+def test_the_shim_has_lists_of_its_own(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """So that a policy under test would not be obeyed."""
+    monkeypatch.setenv("HMPX_POLICY", "policy.yaml")
+    script = tmp_path / "script.py"
+    script.write_text("")
+    monkeypatch.setattr(sys, "argv", list(sys.argv))
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert main(["run", "--habana-shim", str(script)]) == 2
+    assert "tune it without --habana-shim" in capsys.readouterr().err
