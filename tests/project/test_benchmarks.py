@@ -130,6 +130,17 @@ def test_observers(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_tuning(tmp_path: Path) -> None:
+    """Each search passes; hmpx asks for fewer sets than one at a time and keeps no more than ddmin."""
+    run("tuning.py", "--models", "mlp", "--sizes", "small", "--threads", "1", folder=tmp_path)
+    for found in saved(tmp_path / "tuning-cpu.json")["figures"]["mlp"]["small"].values():
+        assert found.keys() == {"hmpx", "one at a time", "ddmin", "halving", "prefix"}
+        for figures in found.values():
+            assert figures["error"] <= figures["tolerance"]
+        assert found["hmpx"]["evaluations"] <= 40
+
+
+@pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
     """The results of hmpx and of casts by hand are bit-equal, or the program would fail."""
     options = ["--rounds", "1", "--samples", "1", "--backend", "eager"]
