@@ -20,7 +20,7 @@ from . import metrics
 from .assignment import assigned, policy_of
 from .batches import Batch
 from .candidates import Candidate, Kept
-from .keeping import seed_all, unchanged
+from .keeping import seed_all, unchanged, uncompiled
 from .sampling import Sampling, sampled
 
 #: Which inputs an evaluation is made on: those of the search, or those it has never seen.
@@ -139,7 +139,7 @@ class Task:
     def _outputs(self, inputs: str) -> list[Any]:
         offset = _OTHER_SEED if inputs == FRESH else 0
         found = []
-        with unchanged(self.model), torch.no_grad():
+        with unchanged(self.model), uncompiled(), torch.no_grad():
             for index, batch in enumerate(self.inputs[inputs]):
                 seed_all(self.seed + offset + index)
                 found.append(batch.run(self.model))
@@ -186,7 +186,7 @@ class Task:
     def _value(self, seed: int) -> float:
         measure = self.measure
         assert measure is not None
-        with unchanged(self.model):
+        with unchanged(self.model), uncompiled():
             model = copy.deepcopy(self.model)
             seed_all(seed)
             try:

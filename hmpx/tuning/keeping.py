@@ -9,8 +9,8 @@ from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import Tensor
 
+from ..torch_internals import is_dynamo_loaded
 from ..torch_state import state_of_random_numbers
 
 
@@ -25,7 +25,7 @@ def unchanged(model: Any) -> Iterator[None]:
         for name, buffer in module.named_buffers(recurse=False)
     ]
     modes = [(module, module.training) for module in modules]
-    gradients = [(each, each.grad, _copied(each.grad)) for each in parameters]
+    gradients = [(each, each.grad) for each in parameters]
     numpy: Any = sys.modules.get("numpy")
     others = random.getstate(), None if numpy is None else numpy.random.get_state()
     state = state_of_random_numbers([*parameters, *[buffer for _, _, buffer, _ in buffers]])
@@ -42,12 +42,20 @@ def unchanged(model: Any) -> Iterator[None]:
                     buffer.copy_(value)
                 if getattr(module, name) is not buffer:
                     setattr(module, name, buffer)
-            for parameter, gradient, before in gradients:
-                if gradient is not None and before is not None:
-                    gradient.copy_(before)
-                parameter.grad = gradient
+        for (
+            parameter,
+            gradient,
+        ) in gradients:  # no evaluation writes to it: they record no gradients
+            parameter.grad = gradient
         for module, mode in modes:
             module.training = mode
+
+
+def uncompiled() -> contextlib.AbstractContextManager[object]:
+    """Returns a context in which compiled models run uncompiled: each set would be compiled anew."""
+    if not is_dynamo_loaded():  # nothing can have been compiled
+        return contextlib.nullcontext()
+    return torch.compiler.set_stance("force_eager")  # type: ignore[no-any-return]
 
 
 def seed_all(seed: int) -> None:
@@ -57,7 +65,3 @@ def seed_all(seed: int) -> None:
     numpy: Any = sys.modules.get("numpy")
     if numpy is not None:
         numpy.random.seed(seed % 2**32)
-
-
-def _copied(gradient: Tensor | None) -> Tensor | None:
-    return None if gradient is None else gradient.detach().clone()

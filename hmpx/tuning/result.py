@@ -25,7 +25,8 @@ class Tuned:
 
     Attributes:
         kept: What is not in ``low_precision_type``: ops by name, or ``"module:op"``; in another type than
-            fp32 as ``"linear=bfloat16"``.
+            fp32 as ``"linear=bfloat16"``. Among modules an op's name alone stands for those modules that
+            are no candidates by themselves; ``candidates`` has what each name stands for.
         error: The error of low precision with these in fp32, and
         all_low_error: with nothing in fp32.
         fresh_error: The error on inputs that the search has not seen; None if there were none.

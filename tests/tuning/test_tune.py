@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
 
@@ -102,6 +103,21 @@ def test_an_executor_of_threads() -> None:
         best = tune(model, inputs(), executor=executor)
     assert best.keep_fp32 == {"add", "sub"}
     assert best == tune(model, inputs())
+
+
+@pytest.mark.slow
+def test_two_processes_find_the_same(tmp_path: Path) -> None:
+    """With the same path, errors and lists as this one."""
+    model = nn.Sequential(*[Block(cancel if i == 1 else harmless) for i in range(3)])
+    alone = tune(model, [inputs(), inputs() + 1], by="module")
+    with ProcessPoolExecutor(2, mp_context=get_context("spawn")) as executor:
+        best = tune(model, [inputs(), inputs() + 1], by="module", executor=executor)
+    assert best == alone
+    assert best.keep_fp32 == {"1:add", "1:sub"}
+    for each in (alone, best):
+        each.write(tmp_path / str(each is best))
+    texts = [(tmp_path / str(i) / "policy.yaml").read_text() for i in (False, True)]
+    assert texts[0] == texts[1]
 
 
 @pytest.mark.slow
