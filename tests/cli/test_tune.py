@@ -173,3 +173,28 @@ def test_the_shim_has_lists_of_its_own(
     monkeypatch.setattr(sys, "path", list(sys.path))
     assert main(["run", "--habana-shim", str(script)]) == 2
     assert "tune it without --habana-shim" in capsys.readouterr().err
+
+
+TRAINING = """
+import sys, torch
+torch.manual_seed(0)
+x, linear = torch.randn(8, 16), torch.nn.Linear(16, 16)
+with torch.no_grad():
+    y = (linear(x) + 256) - 256
+    expected = x.double() @ linear.weight.double().T + linear.bias.double()
+sys.exit(float((y.double() - expected).norm() / expected.norm()) > 0.02)
+"""
+
+
+@pytest.mark.slow
+def test_a_script_under_hmpx_run_needs_no_change(tmp_path: Path) -> None:
+    """The whole way: its ops are found, tried and written; with the lists it passes."""
+    (tmp_path / "train.py").write_text(TRAINING)
+    hmpx_run = f"{sys.executable} -m hmpx run"
+    tune = [sys.executable, "-m", "hmpx", "tune", "--check", f"{hmpx_run} train.py"]
+    done = subprocess.run(tune, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "2 of 3 candidates stay in fp32" in done.stdout
+    assert hmpx.load_policy(lists=tmp_path / "hmpx_tune")["sub"].cast_policy is hmpx.DENY
+    again = f"{hmpx_run} --lists hmpx_tune train.py".split()
+    assert subprocess.run(again, cwd=tmp_path, check=False).returncode == 0
