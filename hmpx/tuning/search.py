@@ -77,7 +77,7 @@ def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
         length = yield from _prefix(hard, ranking, error, scale, tolerance)
         kept = hard | {each.name for each in ranking[:length]}
     members = [each for each in ordered if each.name in kept]
-    return (yield from _minimal(members, hard, tolerance))
+    return (yield from _minimal(members, tolerance))
 
 
 def _scale(candidates: Iterable[Candidate], error: float) -> float:
@@ -184,16 +184,23 @@ def _length_by_both(
     return low + 1
 
 
-def _minimal(members: Sequence[Candidate], hard: Kept, tolerance: float) -> Search:
+def _minimal(members: Sequence[Candidate], tolerance: float) -> Search:
     """Yields what to evaluate, and returns a 1-minimal part of a set that passes.
 
-    Blocks that get larger as long as they are not needed are taken out first, the weakest first; then
-    single members, the dearest first, until none can be taken out.
+    Blocks that get larger as long as they are not needed are taken out first: of what left the range, as
+    masks of the smallest float32 do without harm, and of what has no effect that is known, then the weakest.
+    Each one taken out late has those before tried anew. Then single members, the dearest first, until none can be taken out.
     """
     kept = frozenset(each.name for each in members)
     weakest = sorted(
         members,
-        key=lambda each: (each.name in hard, each.score or -each.prior, -each.benefit, each.name),
+        key=lambda each: (
+            not each.is_hard,
+            not each.is_unseen,
+            each.score or -each.prior,
+            -each.benefit,
+            each.name,
+        ),
     )
     names = [each.name for each in weakest]
     needed: set[str] = set()
