@@ -16,9 +16,8 @@ from ..observers import CallTensors, OpCall, attach, attach_to_values
 from ..recording import Recorder, counted_rows
 from ..reports import Row
 from ..tensors import copied, floats_of, is_dense, map_all, tensors_of, widened
-from ..torch_state import disable_casts, without_casts
+from ..torch_state import ModelState, disable_casts, without_casts
 from .gradients import GradientRun, taken
-from .state import State
 
 #: How many random projections of the outputs stand in for a loss.
 PROJECTIONS: Final = 4
@@ -71,7 +70,7 @@ class Runs:
         self._model, self._inputs, self._loss_fn, self._seed = model, inputs, loss_fn, seed
         self._modules = [model] if isinstance(model, nn.Module) else []
         tensors = list(tensors_of(inputs))
-        self.state = State(self._modules, tensors)
+        self.state = ModelState(self._modules, tensors)
         self.parameters = {
             name.replace("_orig_mod.", ""): parameter
             for module in self._modules

@@ -13,6 +13,7 @@ from .disabling import (
 )
 from .dispatcher import is_below_dispatcher
 from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
+from .model_state import ModelState, unchanged
 from .module_names import named_modules
 from .module_path import (
     asked_by,
@@ -42,6 +43,7 @@ from .training import as_training, is_training, keeps_kind
 __all__ = [
     "AUTOCAST_STATE",
     "ON",
+    "ModelState",
     "Phase",
     "Region",
     "as_recomputation",
@@ -79,6 +81,7 @@ __all__ = [
     "running_module",
     "state_of_random_numbers",
     "traced_places",
+    "unchanged",
     "unobserved_casts",
     "without_casts",
 ]

@@ -15,13 +15,14 @@ from .. import session
 from ..casting import Options
 from ..errors import OptionError, said_by
 from ..tensors import tensors_of, widened
-from ..torch_state import disable_casts
+from ..torch_internals import uncompiled
+from ..torch_state import disable_casts, unchanged
 from . import metrics
 from .assignment import assigned, policy_of
 from .batches import Batch
 from .candidates import Candidate, Kept
-from .keeping import seed_all, unchanged, uncompiled
 from .sampling import Sampling, sampled
+from .seeding import seed_all
 
 #: Which inputs an evaluation is made on: those of the search, or those it has never seen.
 TUNING: Final = "tuning"

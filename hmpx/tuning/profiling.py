@@ -11,9 +11,10 @@ from .. import ops, session
 from ..casting import Options
 from ..policy import DENY, Decision, Policy
 from ..recording import record
+from ..torch_state import unchanged
 from .batches import Batch
 from .candidates import Spot, called_spots
-from .keeping import seed_all, unchanged
+from .seeding import seed_all
 
 
 def spots_of(

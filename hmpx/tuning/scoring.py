@@ -7,14 +7,15 @@ from typing import Any, Final
 
 from ..comparing import ComparedSite, compare
 from ..errors import OptionError
+from ..torch_state import unchanged
 from .assignment import FP32, policy_of
 from .batches import Batch
 from .candidates import Candidate, Score, Spot, effects
 from .evaluating import TUNING
 from .journal import Journal
-from .keeping import seed_all, unchanged
 from .metrics import loss_of
 from .request import Request
+from .seeding import seed_all
 
 #: How many batches effects are summed over.
 _MOST_BATCHES: Final = 4

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 import sys
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from ..torch_state import state_of_random_numbers
+from .random_state import state_of_random_numbers
 
 
-class State:
+class ModelState:
     """The state of some modules, and of all generators of random numbers, as they are now."""
 
     def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> None:
@@ -70,3 +71,13 @@ class State:
 def _is_same(a: Tensor, b: Tensor) -> bool:
     """Whether nothing has written to ``a``; a write that changes nothing would still count as one."""
     return a.shape == b.shape and a.dtype is b.dtype and torch.equal(a, b)
+
+
+@contextlib.contextmanager
+def unchanged(model: Any) -> Iterator[None]:
+    """Puts back on exit what a model, if it is a module, and the random numbers were."""
+    state = ModelState([model] if isinstance(model, nn.Module) else [], ())
+    try:
+        yield
+    finally:
+        state.restore()
