@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, shown
+from ..errors import OptionError, said_by, shown
 from ..session import convert, current
 from ..torch_internals import DisableAutocast, uncompiled
 from .comparison import Comparison
@@ -71,6 +71,7 @@ def compare(
     runs = Runs(model, inputs, loss_fn, seed)
     with contextlib.ExitStack() as stack:
         stack.callback(runs.state.restore)
+        runs.state.suspend_hooks()
         stack.enter_context(runs.observed())  # before wrappers are made: they are made once
         if conversion or current() is None:
             stack.enter_context(convert(**{"device_types": runs.device_types, **conversion}))
@@ -98,8 +99,7 @@ def _check(model: Any, loss_fn: Any, reference: Any, passes: Any, seed: Any) -> 
 
 
 def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool) -> Comparison:
-    low_run = LowRun()
-    low, low_gradients = runs.low(low_run)
+    low_run, low, low_gradients = _low(runs)
     part_of = _parts(low_run, passes)
 
     def exact_runs(*, draws_gradients: bool) -> tuple[dict[tuple[str, str, str], Kept], Exact]:
@@ -138,6 +138,25 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
         unmatched=shadow.unmatched,
         backward_error=error,
     )
+
+
+def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:
+    """Runs a model in low precision; without gradients, if that is how it runs."""
+    run = LowRun()
+    try:
+        return (run, *runs.low(run))
+    except RuntimeError as error:
+        if not runs.is_calling:
+            raise
+        run, runs.gradients_error = LowRun(), said_by(error)
+        try:
+            return (run, *runs.low(run))
+        except RuntimeError:
+            error.add_note(
+                "The model fails in low precision: keep the op that fails in fp32, by a list or a "
+                "policy, and compare again"
+            )
+            raise error from None
 
 
 def _parts(low_run: LowRun, passes: int) -> dict[int, int]:

@@ -29,11 +29,18 @@ class GradientRun:
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], low: Mapping[str, Tensor]) -> None:
-        """Compares with the gradients ``low``."""
+        """Compares with the gradients ``low``, from `start` on."""
+        self._parameters, self._low = parameters, low
         self._found: list[tuple[str, Tensor]] = []
-        self._hooks: list[Any] = [
-            parameter.register_post_accumulate_grad_hook(self._comparison(name, low.get(name)))  # type: ignore[no-untyped-call]
-            for name, parameter in parameters.items()
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Begins with the next backward; what a forward differentiates itself is the model's own."""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(
+                self._comparison(name, self._low.get(name))
+            )  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
             if parameter.requires_grad
         ]
 

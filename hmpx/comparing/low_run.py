@@ -15,6 +15,7 @@ from .. import ops
 from ..number_formats import Format
 from ..observers import CallTensors, OpCall
 from ..tensors import LOW_DTYPES, floating_in, is_dense
+from ..torch_internals import behind_transform, is_of_transform
 from .measures import sample
 
 _CONVERTING: Final = ops.facts("converting").keys()
@@ -78,7 +79,7 @@ class LowRun:
         given = given_floats(tensors.given, tensors.given_kwargs)
         results = floating_in([tensors.result])
         samples = tuple(
-            sample(each.detach()).clone() for each in results if is_dense(each) and each.numel()
+            sample(each.detach()).clone() for each in map(stored, results) if is_measurable(each)
         )
         low = LowCall(
             call,
@@ -88,6 +89,21 @@ class LowRun:
         )
         with self._lock:
             self.calls[Site(call.site, call.module, call.location)].append(low)
+
+
+def stored(tensor: Tensor) -> Tensor:
+    """Returns what holds the values of a tensor that a transform has made, such as a batch of vmap's."""
+    while is_of_transform(tensor):
+        behind = behind_transform(tensor)
+        if behind is tensor:
+            break
+        tensor = behind
+    return tensor
+
+
+def is_measurable(tensor: Tensor) -> bool:
+    """Whether a tensor has values to look at."""
+    return is_dense(tensor) and not tensor.is_meta and tensor.numel() > 0
 
 
 def is_compared(call: OpCall) -> bool:

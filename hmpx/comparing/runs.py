@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
@@ -16,7 +17,7 @@ from ..observers import CallTensors, OpCall, attach, attach_to_values
 from ..recording import Recorder, counted_rows
 from ..reports import Row
 from ..tensors import copied, floats_of, is_dense, map_all, tensors_of, widened
-from ..torch_state import ModelState, disable_casts, without_casts
+from ..torch_state import ModelState, disable_casts, reached_by, without_casts
 from .gradients import GradientRun, taken
 
 #: How many random projections of the outputs stand in for a loss.
@@ -57,6 +58,8 @@ class Runs:
     Attributes:
         state: That state.
         parameters: The model's parameters by name.
+        is_calling: Whether the model is running, or has failed.
+        gradients_error: What the model fails with if it learns; runs are without gradients then.
     """
 
     def __init__(
@@ -70,7 +73,14 @@ class Runs:
         self._model, self._inputs, self._loss_fn, self._seed = model, inputs, loss_fn, seed
         self._modules = [model] if isinstance(model, nn.Module) else []
         tensors = list(tensors_of(inputs))
-        self.state = ModelState(self._modules, tensors)
+        reached = reached_by(model, *inputs)
+        parameters = itertools.chain(*(each.parameters() for each in reached.modules))
+        if any(map(nn.parameter.is_lazy, parameters)):
+            with torch.no_grad(), without_casts():  # a run makes its parameters
+                self._called(copied(inputs))
+        self.state = ModelState(reached, tensors)
+        self.gradients_error: str | None = None
+        self.is_calling = False
         self.parameters = {
             name.replace("_orig_mod.", ""): parameter
             for module in self._modules
@@ -112,12 +122,19 @@ class Runs:
         Returns:
             What it has come to, and the gradients.
         """
+
+        def differentiate(scalars: list[Tensor]) -> str | None:
+            self.state.keep_gradients(scalars[:1])
+            return self._differentiate(scalars[:1])
+
         self._counts = True
         try:
-            done = self._run(run, lambda scalars: self._differentiate(scalars[:1]))
+            done = self._run(run, differentiate)
         finally:
             self._counts = False
-        return done, taken(self.parameters)
+        found = taken(self.parameters)
+        self.state.forget_unwritten()
+        return done, found
 
     def exact(self, run: Run, gradients: Mapping[str, Tensor]) -> tuple[Done, GradientRun]:
         """Runs forward and backward in float32.
@@ -130,6 +147,7 @@ class Runs:
 
         def differentiate(scalars: list[Tensor]) -> str | None:
             first = len(scalars) - 1
+            compared.start()
             error = self._differentiate(scalars[first:], keep=first > 0)
             compared.end()  # the others are what no gradients are compared of
             return error or self._differentiate(scalars[:first])
@@ -153,8 +171,14 @@ class Runs:
 
     def _call(self) -> Any:
         given = copied(self._inputs)
+        if self.gradients_error is not None:
+            with torch.no_grad():
+                return self._called(map_all(given, Tensor.detach))
         if not self._learning:  # gradients must arrive somewhere, to pass by all calls
             given = map_all(given, _learning_copy)
+        return self._called(given)
+
+    def _called(self, given: tuple[Any, ...]) -> Any:
         if len(given) == 1 and isinstance(given[0], Mapping):
             return self._model(**given[0])
         return self._model(*given)
@@ -163,10 +187,12 @@ class Runs:
         self.state.restart()
         self._seen = run
         try:
+            self.is_calling = True
             found = self._call()
+            self.is_calling = False
             with without_casts():
                 found = widened(found)
-                outputs = floats_of(found)
+                outputs = [each for each in floats_of(found) if not each.is_meta]
                 loss = math.nan
                 if self._loss_fn is not None:
                     scalars = [_checked_loss(self._loss_fn(found))]
@@ -176,7 +202,7 @@ class Runs:
             error = differentiate(scalars)
         finally:
             self._seen = None
-        return Done([each.detach() for each in outputs], loss, error)
+        return Done([each.detach() for each in outputs], loss, error or self.gradients_error)
 
     def _differentiate(self, scalars: list[Tensor], *, keep: bool = False) -> str | None:
         """Differentiates scalars; returns what went wrong where nobody has asked for gradients."""

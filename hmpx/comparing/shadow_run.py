@@ -17,8 +17,17 @@ import torch
 from torch import Tensor
 
 from ..observers import CallTensors, OpCall
-from ..tensors import CAST, Kwargs, is_dense, is_floating, map_tensors, tensors_in
-from .low_run import LowCall, LowRun, Site, given_dtypes, given_floats, is_compared
+from ..tensors import CAST, Kwargs, is_floating, map_tensors, tensors_in
+from .low_run import (
+    LowCall,
+    LowRun,
+    Site,
+    given_dtypes,
+    given_floats,
+    is_compared,
+    is_measurable,
+    stored,
+)
 from .measures import disagreements, effect, largest, limits, measured, sample
 
 
@@ -139,14 +148,21 @@ class ShadowRun:
             self._without[call.site, call.module].append((kept, low))
         if len(low.input_dtypes) != len(given_dtypes(tensors)):
             return
-        references, rounded, given = _results(low, tensors, self._reference)
+        references, rounded, given = (
+            [stored(each) for each in several]
+            for several in _results(low, tensors, self._reference)
+        )
         within = limits(low.low_type)
         if within is not None and not is_again:
             kept.inputs += [
-                largest(each.detach()).float() for each in given if _is_measurable(each)
+                largest(each.detach()).float()
+                for each in given
+                if each.dtype.is_floating_point and is_measurable(each)
             ]
-        for result, reference, other in zip(results, references, rounded, strict=False):
-            if not is_dense(reference) or reference.shape != other.shape or not reference.numel():
+        for result, reference, other in zip(
+            map(stored, results), references, rounded, strict=False
+        ):
+            if not is_measurable(reference) or reference.shape != other.shape:
                 continue
             if not is_floating(reference):
                 if not is_again:
@@ -182,7 +198,7 @@ def _keep_effect(kept: Kept, difference: Tensor, gradient: Tensor) -> None:
 
 def _keep_propagated(kept: Kept, low: LowCall, results: list[Tensor]) -> None:
     """Compares samples of the results of the two runs, with all errors of the calls before."""
-    here = [each for each in results if is_floating(each) and is_dense(each) and each.numel()]
+    here = [each for each in map(stored, results) if is_floating(each) and is_measurable(each)]
     for result, other in zip(here, low.samples, strict=False):
         values = sample(result.detach())
         if values.shape == other.shape:
@@ -194,10 +210,6 @@ def _keep_propagated(kept: Kept, low: LowCall, results: list[Tensor]) -> None:
                     [torch.linalg.vector_norm(difference), torch.linalg.vector_norm(values)]
                 ).float()
             )
-
-
-def _is_measurable(tensor: Tensor) -> bool:
-    return tensor.dtype.is_floating_point and is_dense(tensor) and tensor.numel() > 0
 
 
 def _results(

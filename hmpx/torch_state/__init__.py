@@ -25,6 +25,7 @@ from .module_path import (
 )
 from .phases import Phase, as_recomputation, phase
 from .random_state import state_of_random_numbers
+from .reached import Reached, reached_by
 from .switch import (
     Region,
     begin_conversion,
@@ -45,6 +46,7 @@ __all__ = [
     "ON",
     "ModelState",
     "Phase",
+    "Reached",
     "Region",
     "as_recomputation",
     "as_training",
@@ -77,6 +79,7 @@ __all__ = [
     "partly_off",
     "phase",
     "place",
+    "reached_by",
     "reserve_marks",
     "running_module",
     "state_of_random_numbers",

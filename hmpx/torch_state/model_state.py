@@ -1,4 +1,4 @@
-"""What a run changes of a model and of the process, kept and put back: buffers, gradients, random numbers."""
+"""What runs change of a model and of the process, kept and put back."""
 
 from __future__ import annotations
 
@@ -6,51 +6,78 @@ import contextlib
 import random
 import sys
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from ..tensors import PLAIN_TENSORS, is_dense
 from .random_state import state_of_random_numbers
+from .reached import Reached, reached_by
+
+#: Containers in attributes of modules whose contents are put back; hooks are in others.
+_CONTAINERS: Final = (dict, list, set)
 
 
 class ModelState:
-    """The state of some modules, and of all generators of random numbers, as they are now."""
+    """The state of some modules, and of generators of random numbers, as they are now."""
 
-    def __init__(self, modules: Iterable[nn.Module], inputs: Iterable[Tensor]) -> None:
+    def __init__(self, reached: Reached, inputs: Iterable[Tensor]) -> None:
         """Keeps the state.
 
         Args:
-            modules: The modules, without those inside them.
+            reached: What the model runs.
             inputs: Tensors on the devices that the modules run on.
         """
-        modules = list(modules)
-        every = [each for module in modules for each in module.modules()]
-        self._modes = [(module, module.training) for module in every]
-        self._slots = [
-            (module, name, buffer, buffer.detach().clone())
-            for module in every
-            for name, buffer in module._buffers.items()
-            if buffer is not None
+        every = [each for module in reached.modules for each in module.modules()]
+        self._attributes = [_Attributes(module) for module in every if not _is_lazy(module)]
+        parameters = [each for module in reached.modules for each in module.parameters()]
+        buffers = [each for module in reached.modules for each in module.buffers()]
+        self._values = [_Values(each) for each in buffers if _is_kept(each)]
+        self._parameters = [_Values(each) for each in parameters if _is_kept(each)]
+        self._gradients: list[tuple[Tensor, Tensor | None]] = [
+            (each, each.grad) for each in parameters
         ]
-        parameters = [each for module in modules for each in module.parameters()]
-        self._gradients = [(each, each.grad) for each in parameters]
+        self._known = {id(each) for each in parameters}
         self._learns = [(each, each.requires_grad) for each in parameters]
+        self._hooks: list[tuple[dict[Any, Any], dict[Any, Any]]] = []
+        self._generators = [(each, each.get_state()) for each in reached.generators]
         self._random = state_of_random_numbers([*parameters, *inputs])
         self._python = random.getstate()
         numpy: Any = sys.modules.get("numpy")
         self._numpy = None if numpy is None else numpy.random.get_state()
 
+    def suspend_hooks(self) -> None:
+        """Takes away what users have done with finished gradients, such as to step an optimizer."""
+        for parameter, _ in self._gradients:
+            hooks = getattr(parameter, "_post_accumulate_grad_hooks", None)
+            if hooks:
+                self._hooks.append((hooks, dict(hooks)))
+                hooks.clear()
+
+    def keep_gradients(self, scalars: Iterable[Tensor]) -> None:
+        """Keeps gradients of what else a backward of ``scalars`` arrives at, and takes them away."""
+        for leaf in _leaves(scalars):
+            if id(leaf) not in self._known:
+                self._known.add(id(leaf))
+                self._gradients.append((leaf, leaf.grad))
+                leaf.grad = None
+
+    def forget_unwritten(self) -> None:
+        """Drops copies of parameters that a run has not written to, since others won't either."""
+        self._parameters = [each for each in self._parameters if not each.is_same()]
+
     def restart(self) -> None:
-        """Puts buffers and random numbers back, and takes gradients away, for another run."""
+        """Puts all but gradients back, and takes gradients away, for another run."""
+        for attributes in self._attributes:
+            attributes.restore()
         with torch.no_grad():
-            for module, name, buffer, values in self._slots:
-                if module._buffers.get(name) is not buffer:
-                    module._buffers[name] = buffer
-                if not _is_same(buffer, values):
-                    buffer.copy_(values)
+            for values in (*self._values, *self._parameters):
+                values.restore()
         for parameter, _ in self._gradients:
             parameter.grad = None
+        for generator, state in self._generators:
+            generator.set_state(state)
         self._random.restore()
         random.setstate(self._python)
         if self._numpy is not None:
@@ -64,19 +91,98 @@ class ModelState:
         for parameter, learns in self._learns:
             if parameter.requires_grad is not learns:
                 parameter.requires_grad_(learns)
-        for module, is_training in self._modes:
-            module.training = is_training
+        for hooks, those in self._hooks:
+            hooks.update(those)
+
+
+class _Attributes:
+    """The attributes of a module, and what is in its containers: caches, counters, buffers by name."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self._module = module
+        self._values = dict(vars(module))
+        self._contents = [
+            (value, value.copy()) for value in self._values.values() if type(value) in _CONTAINERS
+        ]
+
+    def restore(self) -> None:
+        own = vars(self._module)
+        for name in own.keys() - self._values.keys():
+            del own[name]
+        for name, value in self._values.items():
+            if own.get(name) is not value:
+                own[name] = value
+        for container, content in self._contents:
+            if len(container) == len(content) and all(map(_is, _flat(container), _flat(content))):
+                continue
+            container.clear()
+            (container.extend if isinstance(container, list) else container.update)(content)
+
+
+def _is(a: object, b: object) -> bool:
+    return a is b
+
+
+def _flat(container: Any) -> Iterable[Any]:
+    if isinstance(container, dict):
+        return [each for item in container.items() for each in item]
+    return container  # type: ignore[no-any-return]
+
+
+class _Values:
+    """The values of a tensor."""
+
+    def __init__(self, tensor: Tensor) -> None:
+        self._tensor, self._data = tensor, tensor.detach()
+        self._values = self._data.clone()
+
+    def is_same(self) -> bool:
+        """Whether nothing has written to it."""
+        now, then = self._tensor.detach(), self._data
+        return now.data_ptr() == then.data_ptr() and _is_same(now, self._values)
+
+    def restore(self) -> None:
+        """A write that changes nothing would count as one, so there is none."""
+        if self.is_same():
+            return
+        if self._tensor.data_ptr() != self._data.data_ptr():
+            self._tensor.data = self._data
+        self._tensor.detach().copy_(self._values)
+
+
+def _is_lazy(module: nn.Module) -> bool:
+    """Whether a first run makes parameters: they stay."""
+    return any(map(nn.parameter.is_lazy, (*module.parameters(), *module.buffers())))
+
+
+def _is_kept(tensor: Tensor) -> bool:
+    is_plain = type(tensor) in PLAIN_TENSORS or isinstance(tensor, nn.Buffer)
+    return is_plain and is_dense(tensor) and not tensor.is_meta
 
 
 def _is_same(a: Tensor, b: Tensor) -> bool:
-    """Whether nothing has written to ``a``; a write that changes nothing would still count as one."""
     return a.shape == b.shape and a.dtype is b.dtype and torch.equal(a, b)
+
+
+def _leaves(scalars: Iterable[Tensor]) -> Iterable[Tensor]:
+    """Returns the tensors in which a backward would leave gradients."""
+    rest: list[Any] = [each.grad_fn for each in scalars]
+    seen: set[Any] = set()
+    while rest:
+        node = rest.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        leaf = getattr(node, "variable", None)
+        if leaf is not None:
+            yield leaf
+        rest += [each for each, _ in node.next_functions]
 
 
 @contextlib.contextmanager
 def unchanged(model: Any) -> Iterator[None]:
-    """Puts back on exit what a model, if it is a module, and the random numbers were."""
-    state = ModelState([model] if isinstance(model, nn.Module) else [], ())
+    """Puts back on exit what a model, or what a function runs, and the random numbers were."""
+    state = ModelState(reached_by(model), ())
     try:
         yield
     finally:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import math
 import random
 
@@ -384,6 +385,220 @@ def test_inputs_are_not_written_to():
     x = torch.ones(4)
     hmpx.compare(lambda x: x.mul_(2), x, **low("tanh"))
     assert torch.equal(x, torch.ones(4))
+
+
+class Memory(nn.Module):
+    """Keeps tables, counters, lists and buffers that it makes in its first forward."""
+
+    def __init__(self):
+        super().__init__()
+        self.layer, self.table, self.count, self.seen = nn.Linear(4, 4), None, 0, []
+
+    def forward(self, x):
+        if self.table is None:
+            self.table = torch.sin(torch.arange(4.0) * 300)
+            self.register_buffer("scale", torch.ones(4))
+        self.count += 1
+        self.seen.append(x)
+        for _ in range(self.count):
+            x = self.layer(x)
+        return x * self.table * self.scale
+
+
+def test_what_a_model_remembers_is_as_before_in_each_run():
+    model = Memory()
+    found = hmpx.compare(model, torch.randn(2, 4), **low("linear", "sin"))
+    assert model.table is None and model.count == 0 and model.seen == []
+    assert not hasattr(model, "scale")
+    assert found.unmatched == 0
+    (sin,) = rows_of(found, "sin")
+    assert 0 < sin.rel < 0.01
+
+
+def _clamped(model, x):
+    with torch.no_grad():
+        model.weight.clamp_(-0.1, 0.1)
+    return F.linear(x, model.weight)
+
+
+def _replaced(model, x):
+    model.weight.data = model.weight.data * 0.5
+    return F.linear(x, model.weight)
+
+
+def _halved(model, x):
+    model.weight.data.mul_(0.5)
+    return F.linear(x, model.weight)
+
+
+def _stepped(model, x):
+    F.linear(x, model.weight).square().sum().backward()
+    torch.optim.SGD([model.weight], 0.1).step()
+    model.zero_grad()
+    return F.linear(x, model.weight)
+
+
+@pytest.mark.parametrize("forward", [_clamped, _replaced, _halved, _stepped])
+def test_parameters_that_a_forward_writes_to_are_as_before(forward):
+    class Model(nn.Linear):
+        def forward(self, x):
+            return forward(self, x)
+
+    model = Model(4, 4)
+    weight, values = model.weight, model.weight.detach().clone()
+    found = hmpx.compare(model, torch.randn(2, 4), passes=2, **low("linear"))
+    assert model.weight is weight and torch.equal(weight, values)
+    assert found.output_rel < 0.02, "each run starts from the same parameters"
+    assert weight.grad is None
+
+
+def test_what_is_done_with_finished_gradients_is_not_done():
+    model = nn.Linear(4, 4)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1)
+    steps = []
+
+    def step(parameter):
+        steps.append(parameter)
+        optimizer.step()
+        optimizer.zero_grad()
+
+    model.weight.register_post_accumulate_grad_hook(step)
+    weight = model.weight.detach().clone()
+    found = hmpx.compare(model, torch.randn(2, 4), **low("linear"))
+    assert steps == [] and torch.equal(model.weight, weight)
+    assert {each.name for each in found.gradients} == {"weight", "bias"}
+    model(torch.randn(2, 4)).sum().backward()
+    assert len(steps) == 1
+
+
+GLOBAL_MODEL = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4), nn.Dropout())
+
+
+class Trainer:
+    def __init__(self):
+        self.model = GLOBAL_MODEL
+
+    def step(self, x):
+        return self.model(x)
+
+
+def _step(x, model):
+    return model(x)
+
+
+@pytest.mark.parametrize(
+    "kind", ["closure", "method", "partial", "global", "attribute", "checkpoint", "list"]
+)
+def test_modules_that_a_function_runs_are_as_before(kind):
+    model = GLOBAL_MODEL
+    layers = [model]
+    function = {
+        "closure": lambda x: model(x),
+        "method": model.forward,
+        "partial": functools.partial(_step, model=model),
+        "global": lambda x: GLOBAL_MODEL(x),
+        "attribute": Trainer().step,
+        "checkpoint": lambda x: checkpoint(model, x, use_reentrant=True),
+        "list": lambda x: layers[0](x),
+    }[kind]
+    model[0].weight.grad = gradient = torch.ones(4, 4)
+    model[0].bias.grad = None
+    state = {name: each.clone() for name, each in model.state_dict().items()}
+    found = hmpx.compare(function, torch.randn(8, 4), **low("linear"))
+    assert model[0].weight.grad is gradient and torch.equal(gradient, torch.ones(4, 4))
+    assert model[0].bias.grad is None
+    assert all(torch.equal(each, state[name]) for name, each in model.state_dict().items())
+    assert rows_of(found, "linear")[0].effect > 0
+    model.zero_grad()
+
+
+def test_leaves_that_a_function_holds_have_the_gradients_of_before():
+    held = {"w": [torch.randn(4, 4, requires_grad=True) for _ in range(2)]}
+    held["w"][0].grad = gradient = torch.ones(4, 4)
+
+    class Holder:
+        weights = held["w"]
+
+    hmpx.compare(lambda x: x @ Holder.weights[0] @ Holder.weights[1], torch.randn(2, 4), **CPU)
+    assert held["w"][0].grad is gradient and torch.equal(gradient, torch.ones(4, 4))
+    assert held["w"][1].grad is None
+
+
+def test_generators_draw_the_same_and_are_as_before():
+    generator = torch.Generator().manual_seed(3)
+    state = generator.get_state()
+
+    def model(x, g):
+        return torch.tanh(x) + torch.randn(4, generator=generator) + torch.rand(4, generator=g)
+
+    given = torch.Generator().manual_seed(4)
+    found = hmpx.compare(model, torch.randn(4), given, **low("tanh"))
+    assert found.output_rel < 0.01
+    assert torch.equal(generator.get_state(), state)
+    assert torch.equal(given.get_state(), torch.Generator().manual_seed(4).get_state())
+
+
+def test_parameters_that_a_first_run_makes():
+    model = nn.Sequential(nn.LazyLinear(4), nn.ReLU(), nn.LazyBatchNorm1d())
+    found = hmpx.compare(model, torch.randn(3, 5), **low("linear"))
+    assert rows_of(found, "linear")[0].effect > 0
+    assert model(torch.randn(3, 5)).shape == (3, 4)
+    assert len(found.gradients) == 4
+
+
+# --- what runs in float32 runs here ------------------------------------------------------------------
+
+
+def test_vmap():
+    w, x = torch.randn(4, 4), torch.randn(3, 4)
+
+    def model(x):
+        return torch.vmap(lambda row: torch.tanh(row @ w))(x)
+
+    found = hmpx.compare(model, x, **low("matmul", "tanh"))
+    for name in ("matmul", "tanh"):
+        (row,) = rows_of(found, name)
+        assert 0 < row.rel < 0.01 and row.effect > 0
+    hmpx.compare(torch.func.jacrev(lambda x: torch.tanh(x @ w)), x, **low("matmul", "tanh"))
+
+
+def test_a_model_that_does_not_run_with_gradients():
+    def model(x):
+        out = torch.empty(2, 2)
+        torch.mm(x, x.T, out=out)
+        return torch.tanh(out)
+
+    for loss_fn in (None, torch.sum):
+        found = hmpx.compare(model, torch.randn(2, 4), loss_fn=loss_fn, **low("tanh"))
+        (row,) = rows_of(found, "tanh")
+        assert row.rel > 0 and math.isnan(row.effect)
+        assert "automatic differentiation" in found.backward_error
+
+
+def test_tensors_of_inference_mode():
+    with torch.inference_mode():
+        model = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4)).eval()
+        x = torch.randn(2, 4)
+    assert rows_of(hmpx.compare(model, x, **low("linear")), "linear")[0].rel > 0
+
+
+def test_tensors_without_values():
+    model = nn.Linear(4, 4, device="meta")
+    found = hmpx.compare(model, torch.empty(2, 4, device="meta"), low_precision_type="bfloat16")
+    assert math.isnan(found.loss) and str(found)
+
+
+def test_a_model_that_fails_in_low_precision_only():
+    def model(x):
+        mask = torch.ones(4, 4, dtype=torch.bool).triu(1)
+        return (x @ x.T).masked_fill(mask, torch.finfo(torch.float32).min)
+
+    with pytest.raises(RuntimeError, match="without overflow") as caught:
+        hmpx.compare(model, torch.randn(4, 4), **low("matmul"))
+    assert "keep the op that fails in fp32" in caught.value.__notes__[0]
+
+
+# --- arguments --------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(
