@@ -52,6 +52,26 @@ class Done:
         return math.hypot(*norms)
 
 
+class _Passing:
+    """Passes on what is observed to the run that goes on.
+
+    Knows no model: names that are imported meanwhile keep wrappers, and with them observers.
+    """
+
+    def __init__(self) -> None:
+        self.run: Run | None = None
+        self.recorder: Recorder | None = None
+
+    def observe(self, call: OpCall, tensors: CallTensors | None) -> None:
+        if self.run is not None:
+            self.run(call, tensors)
+
+    def count(self, call: OpCall, *values: Any) -> None:
+        if self.recorder is not None:
+            with torch.no_grad():  # gradients are not counted
+                self.recorder(call, *values)
+
+
 class Runs:
     """Runs a model, each time from the state that it was found in.
 
@@ -87,8 +107,8 @@ class Runs:
             for name, parameter in module.named_parameters()
         }
         self._learning = [each for each in self.parameters.values() if each.requires_grad]
-        self._seen: Run | None = None
-        self._recorder, self._counts = Recorder(), False
+        self._passing = _Passing()
+        self._recorder = Recorder()
         found = [*self.parameters.values(), *tensors]
         self.device_types = frozenset({each.device.type for each in found} or {"cpu"})
 
@@ -97,17 +117,11 @@ class Runs:
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
         """Passes on calls of runs to their observers; making wrappers anew takes time, so once for all."""
-
-        def observe(call: OpCall, tensors: CallTensors | None) -> None:
-            if self._seen is not None:
-                self._seen(call, tensors)
-
-        def count(call: OpCall, *values: Any) -> None:
-            if self._counts:
-                with torch.no_grad():  # gradients are not counted
-                    self._recorder(call, *values)
-
-        with attach(observe, tensors=True, every_op=True), attach_to_values(count):
+        passing = self._passing
+        with (
+            attach(passing.observe, tensors=True, every_op=True),
+            attach_to_values(passing.count),
+        ):
             yield
 
     def costs(self) -> tuple[Row, ...]:
@@ -127,11 +141,11 @@ class Runs:
             self.state.keep_gradients(scalars[:1])
             return self._differentiate(scalars[:1])
 
-        self._counts = True
+        self._passing.recorder = self._recorder
         try:
             done = self._run(run, differentiate)
         finally:
-            self._counts = False
+            self._passing.recorder = None
         found = taken(self.parameters)
         self.state.forget_unwritten()
         return done, found
@@ -185,7 +199,7 @@ class Runs:
 
     def _run(self, run: Run, differentiate: Callable[[list[Tensor]], str | None]) -> Done:
         self.state.restart()
-        self._seen = run
+        self._passing.run = run
         try:
             self.is_calling = True
             found = self._call()
@@ -201,7 +215,7 @@ class Runs:
                     scalars = self._projections(outputs)
             error = differentiate(scalars)
         finally:
-            self._seen = None
+            self._passing.run = None
         return Done([each.detach() for each in outputs], loss, error or self.gradients_error)
 
     def _differentiate(self, scalars: list[Tensor], *, keep: bool = False) -> str | None:

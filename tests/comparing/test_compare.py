@@ -5,6 +5,8 @@ from __future__ import annotations
 import functools
 import math
 import random
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -522,6 +524,20 @@ def test_leaves_that_a_function_holds_have_the_gradients_of_before():
     hmpx.compare(lambda x: x @ Holder.weights[0] @ Holder.weights[1], torch.randn(2, 4), **CPU)
     assert held["w"][0].grad is gradient and torch.equal(gradient, torch.ones(4, 4))
     assert held["w"][1].grad is None
+
+
+def test_nothing_keeps_the_model_and_its_inputs():
+    code = """
+import gc, weakref, torch, hmpx
+model, x = torch.nn.Sequential(torch.nn.Linear(4, 4), torch.nn.BatchNorm1d(4)), torch.randn(2, 4)
+found = hmpx.compare(model, x)  # the first: it imports parts of torch
+living = [weakref.ref(model), weakref.ref(model[1].running_mean), weakref.ref(x)]
+del model, x
+gc.collect()
+print([each() for each in living])
+"""
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert done.stdout == "[None, None, None]\n"
 
 
 def test_generators_draw_the_same_and_are_as_before():
