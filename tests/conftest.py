@@ -73,7 +73,7 @@ def pytest_collection() -> Iterator[None]:
     finally:
         gc.enable()
         gc.freeze()
-        gc.set_threshold(50_000, 10, 100)
+        gc.set_threshold(200_000, 20, 100)
 
 
 # Libraries that tests import, and that keep no functions of torch: with them, each conversion would

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hmpx.reports import merged, read_json
+from tests import forks
 
 SCRIPT = """
 import os, sys, torch
@@ -26,10 +26,8 @@ def run(
     """Runs a script that makes three calls and then does ``end``."""
     script = directory / "script.py"
     script.write_text(SCRIPT.format(end=end))
-    command = [sys.executable, "-m", "hmpx", "run", "--report", name, str(script)]
-    return subprocess.run(
-        command, cwd=directory, capture_output=True, encoding="utf-8", check=False, env=environment
-    )
+    command = ["-m", "hmpx", "run", "--report", name, str(script)]
+    return forks.run(*command, cwd=directory, env=environment)
 
 
 @pytest.mark.parametrize(

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import math
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -26,6 +24,7 @@ from hmpx.compute.legalize.legalization import LEGALIZE_MODES, is_slow, known_ca
 from hmpx.errors import OptionError
 from hmpx.ops import Parameters
 from hmpx.policy.decisions import CastPolicy, Decision
+from tests import forks
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 LOW = (BF16, FP16)
@@ -572,13 +571,7 @@ sys.exit(failed != 0)
 
 def test_the_first_question_may_come_anywhere() -> None:
     """In modes, transforms, hooks and compilation: all is measured, and nothing left changed."""
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore::FutureWarning", "-c", SCRIPT],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=300,
-    )
+    done = forks.run("-W", "ignore::FutureWarning", "-c", SCRIPT)
     assert done.returncode == 0, done.stderr
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import copy
 import logging
-import subprocess
-import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -18,6 +16,7 @@ from torch import Tensor, nn
 import hmpx
 from hmpx import formats
 from hmpx.formats import quantize
+from tests import forks
 from tests.values import normal, same_or_nan
 
 FORMATS = ("float8_e4m3fn", "float8_e5m2", "float4_e2m1fn", "posit8_1", "mxfp8_e4m3")
@@ -528,7 +527,7 @@ def test_a_model_frozen_to_codes_compiles_in_the_process_that_loads_it(tmp_path:
         "    compiled = torch.compile(model, fullgraph=True, backend='aot_eager')\n"
         "    assert torch.equal(compiled(value), expected)\n"
     )
-    subprocess.run([sys.executable, "load.py"], cwd=tmp_path, check=True)
+    forks.run("load.py", cwd=tmp_path).check_returncode()
 
 
 @pytest.mark.usefixtures("fresh_dynamo")

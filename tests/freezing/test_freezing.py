@@ -34,6 +34,7 @@ from hmpx import FreezeError, Frozen, OptionError, Policy
 from hmpx.compute.legalize import legalization
 from hmpx.compute.legalize.capability import Capability
 from hmpx.freezing import originals
+from tests import forks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 
@@ -1981,7 +1982,8 @@ def test_a_saved_frozen_model_runs_in_another_process(tmp_path: Path) -> None:
         torch.save(model, tmp_path / "model.pt")
     torch.save(x, tmp_path / "x.pt")
     paths = [str(tmp_path / name) for name in ("model.pt", "x.pt", "out.pt")]
-    subprocess.run([sys.executable, "-W", "ignore", "-c", RUNNER, *paths], check=True)
+    done = forks.run("-W", "ignore", "-c", RUNNER, *paths)
+    assert done.returncode == 0, done.stderr
     assert_equal_but_for_casts(torch.load(tmp_path / "out.pt"), expected)
 
 
@@ -1992,8 +1994,7 @@ def test_the_guide_shows_what_happens() -> None:
         re.findall(rf"^```{language}\n(.*?)^```$", guide, flags=re.MULTILINE | re.DOTALL)[0]
         for language in ("python", "text")
     )
-    command = [sys.executable, "-W", "ignore", "-c", code]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
+    run = forks.run("-W", "ignore", "-c", code)
     assert run.stdout == printed
 
 

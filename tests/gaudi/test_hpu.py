@@ -9,14 +9,14 @@ from __future__ import annotations
 import importlib.util
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.utils.backend_registration
+
+from tests import forks
 
 HAS_PYTHON_BACKENDS = hasattr(
     torch.utils.backend_registration, "_setup_privateuseone_for_python_backend"
@@ -183,18 +183,12 @@ EXPECTED: dict[str, Any] = {
 def run(script: str, *paths: Path) -> Any:
     """Returns what ``script``, in a process without accelerators, prints as JSON last."""
     search = [*map(str, paths), os.environ.get("PYTHONPATH", "")]
-    process = subprocess.run(
-        [sys.executable, "-c", script],
-        capture_output=True,
-        check=False,
-        env={
-            **os.environ,
-            "CUDA_VISIBLE_DEVICES": "",
-            "PYTHONPATH": os.pathsep.join(filter(None, search)),
-        },
-        text=True,
-        timeout=300,
-    )
+    environment = {
+        **os.environ,
+        "CUDA_VISIBLE_DEVICES": "",
+        "PYTHONPATH": os.pathsep.join(filter(None, search)),
+    }
+    process = forks.run("-c", script, env=environment)
     assert process.returncode == 0, process.stderr
     return json.loads(process.stdout.splitlines()[-1])
 

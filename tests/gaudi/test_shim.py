@@ -24,6 +24,7 @@ import hmpx
 from hmpx.errors import HmpxError
 from hmpx.gaudi import shim as habana_shim
 from hmpx.session import session
+from tests import forks
 
 HPU = torch.device("hpu")
 DEVICE = habana_shim.device_type()
@@ -474,18 +475,12 @@ def run(
     script: Path, python_path: str = "", options: Sequence[str] = ()
 ) -> subprocess.CompletedProcess[str]:
     """Returns the outcome of ``hmpx run --habana-shim`` on ``script``."""
-    return subprocess.run(
-        [sys.executable, "-m", "hmpx", "run", "--habana-shim", *options, script.name],
-        cwd=script.parent,
-        env={
-            **os.environ,
-            "PYTHONPATH": os.pathsep.join([python_path, str(Path(hmpx.__file__).parent.parent)]),
-            "OMP_NUM_THREADS": "1",
-        },
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([python_path, str(Path(hmpx.__file__).parent.parent)]),
+    }
+    command = ["-m", "hmpx", "run", "--habana-shim", *options, script.name]
+    return forks.run(*command, cwd=script.parent, env=environment)
 
 
 def test_run_trains_a_script_written_for_gaudi(tmp_path: Path) -> None:

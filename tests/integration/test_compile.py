@@ -19,6 +19,7 @@ from torch import Tensor, nn
 import hmpx
 from hmpx import Policy
 from hmpx.compute.legalize.capability import reported
+from tests import forks
 from tests.values import uniform
 
 FP32, BF16 = torch.float32, torch.bfloat16
@@ -367,8 +368,8 @@ def test_the_disk_cache_keeps_policies_apart(steps: tuple[str, ...], tmp_path: P
     """
     environment = {**os.environ, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     for step in steps:
-        command = [sys.executable, "-c", CACHED, *step.split(" ")]
-        run = subprocess.run(command, env=environment, capture_output=True, text=True, check=True)
+        run = forks.run("-c", CACHED, *step.split(" "), env=environment)
+        assert run.returncode == 0, run.stderr
         assert run.stdout.split() == STEPS[step], step
 
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx import HmpxWarning, Policy
+from tests import forks
 
 BF16, FP32 = torch.bfloat16, torch.float32
 
@@ -129,7 +130,7 @@ def test_torchs_own_scripting_is_silent() -> None:
         "hmpx.convert(); x = torch.ones(2, 2)\n"
         "torch.func.jvp(lambda t: torch.nn.functional.linear(t, t), (x,), (x,))"
     )
-    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    run = forks.run("-c", code)
     assert run.returncode == 0, run.stderr
 
 

@@ -17,6 +17,7 @@ import pytest
 
 import hmpx
 from hmpx.gaudi import shim as habana_shim
+from tests import forks
 
 SCRIPTS = Path(__file__).with_name("hmp_scripts")
 DEVICE = habana_shim.device_type()
@@ -85,14 +86,8 @@ def outcomes(
     lists = ["--hmp-bf16", "bf16.txt", "--hmp-fp32", "fp32.txt"]
     everything = [run for case in cases for run in runs(case, lists)]
     paths = [str(Path(hmpx.__file__).parent.parent), os.environ.get("PYTHONPATH", "")]
-    done = subprocess.run(
-        [sys.executable, "-c", FORKING, json.dumps(everything)],
-        cwd=directory,
-        env={**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
+    done = forks.run("-c", FORKING, json.dumps(everything), cwd=directory, env=environment)
     assert done.returncode == 0, done.stderr
     found = [
         (int(status), *((directory / f"{i}.{name}").read_text() for name in ("out", "err")))
@@ -105,10 +100,10 @@ SELECTED = [
     case if case == "mnist.py" else pytest.param(case, marks=pytest.mark.slow) for case in CASES
 ]
 
-forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="each run is a forked child")
+needs_forks = pytest.mark.skipif(not hasattr(os, "fork"), reason="each run is a forked child")
 
 
-@forks
+@needs_forks
 @pytest.mark.parametrize("case", SELECTED)
 def test_a_baseline_is_bit_equal_to_plain_torch(case: str, outcomes: dict[str, Any]) -> None:
     """Nothing is cast under the stand-in before hmp.convert(), which is not called."""
@@ -119,7 +114,7 @@ def test_a_baseline_is_bit_equal_to_plain_torch(case: str, outcomes: dict[str, A
     assert errors == plain_errors
 
 
-@forks
+@needs_forks
 @pytest.mark.parametrize("case", SELECTED)
 def test_conversions_are_equal_by_either_import(case: str, outcomes: dict[str, Any]) -> None:
     """Hmp of habana_frameworks under the stand-in, and hmpx as hmp."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import copy
 import itertools
-import subprocess
 import sys
 import types
 from collections.abc import Callable, Iterator
@@ -24,6 +23,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
 from hmpx import Policy
+from tests import forks
 from tests.values import normal, same
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -1262,8 +1262,7 @@ def test_forward_mode_derivatives_work_when_first_used_under_convert() -> None:
         "assert output.dtype is tangent.dtype is torch.bfloat16, output.dtype\n"
         "assert tangent.tolist() == [2.0, 2.0]\n"
     )
-    command = [sys.executable, "-W", "ignore::DeprecationWarning", "-c", script]
-    done = subprocess.run(command, capture_output=True, text=True, timeout=120, check=False)
+    done = forks.run("-W", "ignore::DeprecationWarning", "-c", script)
     assert done.returncode == 0, done.stderr
 
 

@@ -10,7 +10,6 @@ import itertools
 import os
 import re
 import runpy
-import subprocess
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -26,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.data import DataLoader
 
 import hmpx
+from tests import forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
@@ -442,15 +442,7 @@ def test_loss_scaling_in_float16(lightning: Lightning, tmp_path: Path) -> None:
 def run(*command: str, cwd: Path) -> str:
     """Returns what ``python COMMAND`` prints; it may warn, but not of hmpx."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    result = subprocess.run(
-        [sys.executable, *command],
-        cwd=cwd,
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    result = forks.run(*command, cwd=cwd, env=environment)
     assert result.returncode == 0, result.stdout + result.stderr
     assert "HmpxWarning" not in result.stderr
     return result.stdout

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import json
-import subprocess
-import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -13,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
+from tests import forks
 from zoo import catalogue, measuring, table
 from zoo.entry import Entry, normal
 from zoo.modes import MODES
@@ -103,10 +102,10 @@ def test_a_sample_runs_as_in_fp32(tmp_path: Path) -> None:
     pytest.importorskip("transformers")
     results = tmp_path / "results.jsonl"
     command = [
-        sys.executable, "-m", "zoo", "--models", "transformers", "--sample", "12",
+        "-m", "zoo", "--models", "transformers", "--sample", "12",
         "--modes", "fp32", "autocast", "hmpx", "--results", str(results),
     ]  # fmt: skip
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
+    done = forks.run(*command, cwd=ROOT)
     assert done.returncode in {0, 1}, done.stdout + done.stderr
     lines = [json.loads(line) for line in results.read_text(encoding="utf-8").splitlines()]
     assert len(lines) == 36

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib
 import logging
-import subprocess
 import sys
 import types
 import uuid
@@ -17,6 +16,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
 from hmpx import CastPolicy, cli, ops
+from tests import forks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -674,7 +674,6 @@ def test_importing_torchvision_later_is_the_same() -> None:
         "print(nms(boxes, torch.ones(1), 0.5), torch.ops.torchvision.nms(boxes, torch.ones(1), 0.5))\n"
         "print(sum(1 for _ in hmpx.session.current().missed()))\n"
     )
-    out = subprocess.run(
-        [sys.executable, "-c", script], capture_output=True, text=True, check=True
-    ).stdout
-    assert out == "tensor([0]) tensor([0])\n0\n"
+    done = forks.run("-c", script)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout == "tensor([0]) tensor([0])\n0\n"

@@ -8,7 +8,6 @@ import json
 import os
 import re
 import runpy
-import subprocess
 import sys
 from pathlib import Path
 from types import ModuleType
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 import torch
+
+from tests import forks
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
@@ -27,15 +28,9 @@ QUICK = ["--sizes", "small", "--rounds", "1", "--turn", "0.01", "--threads", "1"
 
 def run(script: str, *arguments: str, folder: Path) -> str:
     """Returns what a benchmark prints that saves to ``folder``; nothing may go to stderr."""
-    result = subprocess.run(
-        [sys.executable, "-W", "error", str(BENCHMARKS / script), *arguments, "--save", "."],
-        cwd=folder,
-        env={**os.environ, "OMP_NUM_THREADS": "1"},
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    command = ["-W", "error", str(BENCHMARKS / script), *arguments, "--save", "."]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = forks.run(*command, cwd=folder, env=environment)
     assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
     return result.stdout
 
@@ -112,6 +107,7 @@ def test_memory(tmp_path: Path) -> None:
     assert figures["bf16"]["saved_ratio"] == pytest.approx(0.5, abs=0.05)
 
 
+@pytest.mark.slow
 def test_overhead(tmp_path: Path) -> None:
     """All tables are there."""
     run("overhead.py", "--repeats", "1", folder=tmp_path)
@@ -304,13 +300,8 @@ def test_formats(tmp_path: Path) -> None:
 @pytest.mark.models
 def test_casts() -> None:
     """With the default lists no activation is cast twice; with torch.autocast's some are."""
-    result = subprocess.run(
-        [sys.executable, str(BENCHMARKS / "casts.py")],
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=True,
-    )
+    result = forks.run(str(BENCHMARKS / "casts.py"))
+    assert result.returncode == 0, result.stderr
     rows = {tuple(line.split()[:2]): line.split()[2:] for line in result.stdout.splitlines()[1:]}
     assert rows["bert", "hmpx"] == ["1", "0", "50"]
     assert rows["bert", "autocast-cuda"] == ["17", "8", "50"]

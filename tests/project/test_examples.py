@@ -6,13 +6,12 @@ import ast
 import os
 import re
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
 from hmpx import policy
+from tests import forks
 
 EXAMPLES = Path(__file__).parents[2] / "examples"
 SCRIPTS = sorted(EXAMPLES.rglob("*.py"))
@@ -24,15 +23,7 @@ WARNINGS = ("-W", "error", "-W", "ignore:distutils Version classes:DeprecationWa
 
 def run(*command: str, cwd: Path) -> str:
     """Returns what ``python COMMAND`` prints; nothing may go to stderr."""
-    result = subprocess.run(
-        [sys.executable, *WARNINGS, *command],
-        cwd=cwd,
-        env=ENVIRONMENT,
-        capture_output=True,
-        text=True,
-        timeout=300,
-        check=False,
-    )
+    result = forks.run(*WARNINGS, *command, cwd=cwd, env=ENVIRONMENT)
     assert (result.returncode, result.stderr) == (0, ""), result.stdout + result.stderr
     return result.stdout
 

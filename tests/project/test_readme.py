@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from tests import forks
 
 README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
 
@@ -17,9 +17,7 @@ def blocks(language: str) -> list[str]:
 def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
     """The 30-second example, run as a script."""
     (tmp_path / "example.py").write_text(blocks("python")[0])
-    run = subprocess.run(
-        [sys.executable, "example.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    run = forks.run("example.py", cwd=tmp_path)
     assert run.stdout.replace(f"{tmp_path.resolve()}/", "") == blocks("text")[0]
 
 
@@ -27,9 +25,7 @@ def test_the_report_is_as_shown(tmp_path: Path) -> None:
     """That of `hmpx.record`, run as a script."""
     (source,) = [block for block in blocks("python") if "print(rec)" in block]
     (tmp_path / "see.py").write_text(source)
-    run = subprocess.run(
-        [sys.executable, "see.py"], cwd=tmp_path, capture_output=True, text=True, check=True
-    )
+    run = forks.run("see.py", cwd=tmp_path)
     assert run.stdout.replace(f"{tmp_path.resolve()}/", "") in blocks("text")
 
 

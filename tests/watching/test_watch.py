@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
-import os
 import pickle
-import subprocess
-import sys
 import threading
 import weakref
 from pathlib import Path
@@ -21,6 +18,7 @@ from torch import Tensor, nn
 import hmpx
 from hmpx import NonFiniteError, OptionError
 from hmpx.observers import ATTACHED, PAUSED
+from tests import forks
 
 pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
 
@@ -401,11 +399,7 @@ print("stepped", flush=True)
 @pytest.mark.parametrize("mode", ["raise", "log"])
 def test_a_script_is_watched(mode: str, tmp_path: Path) -> None:
     (tmp_path / "script.py").write_text(SCRIPT)
-    finished = subprocess.run(
-        [sys.executable, "-m", "hmpx", "run", "--watch", mode, "script.py"],
-        cwd=tmp_path, env={**os.environ, "PYTHONPATH": str(Path(hmpx.__file__).parents[1])},
-        capture_output=True, text=True, check=False,
-    )  # fmt: skip
+    finished = forks.run("-m", "hmpx", "run", "--watch", mode, "script.py", cwd=tmp_path)
     assert finished.returncode == (1 if mode == "raise" else 0)
     assert finished.stdout.split() == (["stepping"] if mode == "raise" else ["stepping", "stepped"])
     assert "exp: infinity in step 0, forward" in finished.stderr

@@ -1,0 +1,115 @@
+"""The process that `tests.forks.run` starts: imports the modules it is given, then forks.
+
+Reads a program a line, as JSON: its arguments, directory, environment, the files for what it prints,
+and how many seconds it may take. Prints the child's exit status. The child ends without freeing what it
+shares with this process, which would take seconds.
+"""
+
+import atexit
+import gc
+import importlib
+import json
+import os
+import runpy
+import signal
+import sys
+import threading
+import types
+import warnings
+from pathlib import Path
+from typing import Any
+
+del sys.path[0]  # this directory
+for module in sys.argv[1:]:
+    importlib.import_module(module)
+gc.freeze()  # else each child's first collection would copy all that they share
+
+
+def prepare(directory: str, environment: dict[str, str], out: str, err: str, limit_s: int) -> None:
+    """Gives the child what a new process would have."""
+    signal.alarm(limit_s)
+    for descriptor, path in ((1, out), (2, err)):
+        opened = os.open(path, os.O_WRONLY | os.O_CREAT)
+        os.dup2(opened, descriptor)
+        os.close(opened)
+    nothing = os.open(os.devnull, os.O_RDONLY)
+    os.dup2(nothing, 0)
+    sys.stdin = open(0, closefd=False)  # noqa: SIM115  # else it holds the next programs
+    os.chdir(directory)
+    inherited = os.environ.get("PYTHONPATH")
+    os.environ.clear()
+    os.environ.update(environment)
+    if environment.get("PYTHONPATH") != inherited:
+        sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
+    sys.excepthook = show
+
+
+def show(kind: type[BaseException], error: BaseException, tb: types.TracebackType | None) -> None:
+    """Prints an error without the frames of this file and of runpy."""
+    own = {__file__, runpy.__file__, "<frozen runpy>"}
+    while tb is not None and tb.tb_frame.f_code.co_filename in own:
+        tb = tb.tb_next
+    sys.__excepthook__(kind, error.with_traceback(tb), tb)
+
+
+def follow_options(arguments: list[str]) -> list[str]:
+    """Sets the filters of ``-W`` options; returns the other arguments."""
+    said = os.environ.get("PYTHONWARNINGS", "")
+    options = said.split(",") if said else []
+    while arguments[0] == "-W":
+        options.append(arguments[1])
+        arguments = arguments[2:]
+    sys.warnoptions[:] = options
+    warnings.resetwarnings()
+    for category in (ResourceWarning, ImportWarning, PendingDeprecationWarning, DeprecationWarning):
+        warnings.simplefilter("ignore", category)
+    warnings.filterwarnings("default", category=DeprecationWarning, module="__main__")
+    warnings._processoptions(options)  # type: ignore[attr-defined]
+    return arguments
+
+
+def program(arguments: list[str], directory: str) -> Any:
+    """Runs it, as started in ``directory``."""
+    how, rest = arguments[0], arguments[1:]
+    if how == "-c":
+        sys.argv, sys.path[:0] = ["-c", *rest[1:]], [""]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        exec(compile(rest[0], "<string>", "exec"), vars(main))
+    elif how == "-m":
+        sys.argv, sys.path[:0] = [*rest], [directory]
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    else:
+        path = Path(directory, how)
+        sys.argv, sys.path[:0] = [*arguments], [str(path.parent)]
+        main = sys.modules["__main__"] = types.ModuleType("__main__")
+        main.__file__ = str(path)
+        exec(compile(path.read_bytes(), path, "exec"), vars(main))
+
+
+def status(arguments: list[str], directory: str) -> int:
+    """Returns the exit status of a program, once its threads and exit handlers have ended."""
+    found = 0
+    sys.orig_argv[:] = [sys.executable, *arguments]
+    try:
+        program(follow_options(arguments), directory)
+    except SystemExit as end:
+        if isinstance(end.code, str):
+            print(end.code, file=sys.stderr)
+        found = end.code if isinstance(end.code, int) else int(end.code is not None)
+    except BaseException:
+        sys.excepthook(*sys.exc_info())
+        found = 1
+    threading._shutdown()  # type: ignore[attr-defined]
+    atexit._run_exitfuncs()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    return found
+
+
+for line in sys.stdin:
+    arguments, *surroundings = json.loads(line)
+    child = os.fork()
+    if not child:
+        prepare(*surroundings)
+        os._exit(status(arguments, surroundings[0]))
+    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
