@@ -5,8 +5,9 @@
     python3 scripts/test.py --cov            # the lines and branches that no test reaches
     HMPX_GATE_BUDGET_S=720 python3 scripts/test.py   # all of it, and fails if it takes longer
 
-Prints the seconds of each step and the slowest tests, and writes them to ``.ci/durations.txt``. Needs
-Python 3.10 or newer and pip; makes an environment in ``.venv`` or uses the one that is there.
+Prints the seconds of each step, of the slowest tests and of their files, and writes them to
+``.ci/durations.txt``. Needs Python 3.10 or newer and pip; makes an environment in ``.venv`` or uses the
+one that is there.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections import Counter
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor, as_completed
 from pathlib import Path
+from xml.etree import ElementTree
 
 import environment
 from environment import ROOT, program, run
@@ -54,24 +57,42 @@ print(f"hmpx {hmpx.__version__} from {package}")
 """
 
 
-def run_timed(pytest: list[str]) -> tuple[list[str], float]:
+def run_timed(pytest: list[str]) -> tuple[list[str], list[str], float]:
     """Runs pytest; ends this program if a test fails.
 
     Returns:
-        Its lines of the slowest tests, and how many seconds it took.
+        Its lines of the slowest tests, lines of the slowest test files, and how many seconds it took.
     """
-    command = [*pytest, "--durations", str(SLOWEST)]
     start = time.perf_counter()
-    with subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8") as process:
-        assert process.stdout is not None
-        found = []
-        for line in process.stdout:
-            print(line, end="", flush=True)
-            if DURATION.match(line):
-                found.append(line.rstrip("\n"))
-    if process.returncode:
-        sys.exit(process.returncode)
-    return found, time.perf_counter() - start
+    with tempfile.TemporaryDirectory() as directory:
+        results = Path(directory, "results.xml")
+        command = [*pytest, "--durations", str(SLOWEST), "--junit-xml", str(results)]
+        with subprocess.Popen(
+            command, cwd=ROOT, stdout=subprocess.PIPE, encoding="utf-8"
+        ) as process:
+            assert process.stdout is not None
+            found = []
+            for line in process.stdout:
+                print(line, end="", flush=True)
+                if DURATION.match(line):
+                    found.append(line.rstrip("\n"))
+        if process.returncode:
+            sys.exit(process.returncode)
+        return found, slowest_files(results), time.perf_counter() - start
+
+
+def slowest_files(results: Path) -> list[str]:
+    """Returns the seconds that the tests of each file took together, the longest first."""
+    sums: dict[str, float] = {}
+    cases: Counter[str] = Counter()
+    for case in ElementTree.parse(results).iter("testcase"):
+        name = case.attrib["classname"]
+        sums[name] = sums.get(name, 0.0) + float(case.attrib["time"])
+        cases[name] += 1
+    return [
+        f"{seconds:8.1f} s  {cases[name]:5} tests  {name}"
+        for name, seconds in sorted(sums.items(), key=lambda each: -each[1])[:SLOWEST]
+    ]
 
 
 class StepError(Exception):
@@ -170,11 +191,14 @@ def run_steps() -> dict[str, float]:
     return took_s
 
 
-def durations(steps: dict[str, float], in_all_s: float, slowest: list[str]) -> str:
-    """Returns the seconds of each step, of all and of the slowest tests, the longest first."""
+def durations(
+    steps: dict[str, float], in_all_s: float, slowest: list[str], files: list[str]
+) -> str:
+    """Returns the seconds of each step, of all, of the slowest tests and files, the longest first."""
     by_length = sorted(slowest, key=lambda line: -float(line.partition("s ")[0]))
     took = [f"{seconds:8.1f} s  {name}" for name, seconds in steps.items()]
-    return "\n".join([*took, f"{in_all_s:8.1f} s  in all", "", *by_length[:SLOWEST]]) + "\n"
+    in_all = f"{in_all_s:8.1f} s  in all"
+    return "\n".join([*took, in_all, "", *by_length[:SLOWEST], "", *files]) + "\n"
 
 
 def over_budget(took_s: float) -> str | None:
@@ -200,9 +224,9 @@ def main() -> None:
     start = time.perf_counter()
     took_s = run_steps()
     print("== tests", flush=True)
-    slowest, took_s["tests"] = run_timed([PYTHON, *PYTEST])
+    slowest, files, took_s["tests"] = run_timed([PYTHON, *PYTEST])
     in_all_s = time.perf_counter() - start
-    report = durations(took_s, in_all_s, slowest)
+    report = durations(took_s, in_all_s, slowest, files)
     DURATIONS.parent.mkdir(exist_ok=True)
     DURATIONS.write_text(report, encoding="utf-8")
     print(report)
