@@ -142,9 +142,8 @@ class ShadowRun:
     def _compare(self, kept: Kept, low: LowCall, call: OpCall, tensors: CallTensors) -> None:
         results = tensors_in([tensors.result])
         is_again = call.phase == "recompute"
-        if not is_again and not any(
-            each.requires_grad for each in results
-        ):  # or is it a checkpoint's?
+        learns = any(each.requires_grad for each in results)
+        if not is_again and not learns:  # a checkpoint may make it again, with gradients
             self._without[call.site, call.module].append((kept, low))
         if len(low.input_dtypes) != len(given_dtypes(tensors)):
             return

@@ -121,12 +121,12 @@ class CallTensors:
 
 def user_location(frame: FrameType | None = None) -> str:
     """Returns ``"path:line"`` of the innermost frame outside torch and hmpx; ``""`` if none."""
-    candidate = frame or sys._getframe(1)
+    candidate: FrameType | None = frame or sys._getframe(1)
     while candidate is not None:
         path = candidate.f_code.co_filename
         if _is_users(path):
             return f"{path}:{candidate.f_lineno}"
-        candidate = candidate.f_back  # type: ignore[assignment]
+        candidate = candidate.f_back
     return ""
 
 

@@ -9,12 +9,9 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import importlib.abc
-import importlib.machinery
 import sys
-import types
 import uuid
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from .. import torch_state
@@ -29,6 +26,7 @@ from ..torch_internals import (
     INDUCTOR_CPP,
     SELECT_ALGORITHM,
     TRACER,
+    AfterImport,
     disable_inductor_caches,
     forget_traced,
     of_later,
@@ -91,31 +89,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         if (module := sys.modules.get(name)) is not None:
             action(module)
         else:
-            yield EntryPatch(sys.meta_path, _Finder(name, action))
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Finds a module, and runs an action once the module is executed."""
-
-    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
-        self._name, self._action = name, action
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of that module; None for any other."""
-        if fullname != self._name:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                self._action(module)
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+            yield EntryPatch(sys.meta_path, AfterImport(name, action))
 
 
 # --- constants ---------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from .after_import import AfterImport
 from .autocast import (
     AUTOCAST_OPENERS,
     CUSTOM_FORWARD,
@@ -144,6 +145,7 @@ __all__ = [
     "VARIABLE_FUNCTIONS",
     "VF",
     "VF_NAMESPACE",
+    "AfterImport",
     "CustomOpDef",
     "DeviceContext",
     "DisableAutocast",

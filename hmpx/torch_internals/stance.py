@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.abc
-import importlib.machinery
 import sys
 import threading
-import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 
+from .after_import import AfterImport
 from .compiler import is_dynamo_loaded
 
 _DYNAMO: Final = "torch._dynamo"
@@ -28,7 +26,7 @@ class _Uncompiled:
         self._lock = threading.RLock()
         self._asking = 0
         self._stance: Any = None
-        self._finder = _Finder(self)
+        self._finder = AfterImport(_DYNAMO, lambda module: self.set())
 
     def begin(self) -> None:
         """Sets the stance; where torch.compile isn't imported, as soon as it is: that takes seconds."""
@@ -60,30 +58,6 @@ class _Uncompiled:
                 stance: Any = torch.compiler.set_stance("force_eager")
                 stance.__enter__()
                 self._stance = stance
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Sets the stance once torch.compile is imported."""
-
-    def __init__(self, uncompiled: _Uncompiled) -> None:
-        self._uncompiled = uncompiled
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of torch.compile's front end; None for any other module."""
-        if fullname != _DYNAMO:
-            return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
-
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                self._uncompiled.set()
-
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
 
 
 _uncompiled: Final = _Uncompiled()

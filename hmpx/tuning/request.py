@@ -230,9 +230,9 @@ def _tolerance(value: object) -> float:
 
 
 def _count(name: str, value: object, least: int = 1) -> int:
-    if not is_a(value, int) or isinstance(value, bool) or int(value) < least:  # type: ignore[call-overload]
+    if type(value) is not int or value < least:
         raise OptionError(f"{name} must be an integer of at least {least}, not {shown(value)}")
-    return int(value)  # type: ignore[call-overload, no-any-return]
+    return value
 
 
 def _state(model: Any) -> list[torch.Tensor]:
