@@ -87,6 +87,7 @@ class Options:
 
     legalize: str = "auto"
     reuse_casts: bool = False
+    keep_weight_casts: bool | str = "auto"
     rounding: str = "nearest"
     round_gradients: bool = False
 
@@ -118,6 +119,8 @@ class Recipe:
         emulation: What computes the op in a number format, if that is its low precision.
         composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
         legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
+        keeps_parameters: Autograd may keep parameters instead of their casts, where torch's kernels
+            compute the op.
     """
 
     site: CallSite
@@ -140,6 +143,7 @@ class Recipe:
     emulation: Emulation | None = field(init=False)
     composes: bool = field(init=False)
     legalizes: bool = field(init=False)
+    keeps_parameters: bool = field(init=False)
 
     def __post_init__(self) -> None:
         """Works out what follows from the rest, here and not in each call."""
@@ -267,4 +271,10 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
         "emulation": emulation,
         "composes": decision.is_composed and recipe.target is None and emulation is None,
         "legalizes": may_be_legalized and not computes_itself and recipe.target is None,
+        "keeps_parameters": (
+            options.keep_weight_casts is not True
+            and facts.kind in compute.PRODUCTS | {"attention"}
+            and recipe.target is None
+            and emulation is None
+        ),
     }

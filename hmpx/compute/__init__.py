@@ -5,6 +5,7 @@ from __future__ import annotations
 from .accumulation import Accumulation
 from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
 from .emulation import Emulation, watched_emulation
+from .kept_parameters import keeping_parameters, pays
 from .kept_tensors import saved_by
 from .legalize.capability import (
     KINDS,
@@ -52,10 +53,12 @@ __all__ = [
     "has_own_gradients",
     "inputs_of",
     "is_watched",
+    "keeping_parameters",
     "lacking_kernels",
     "lowerings",
     "may_be_legalized",
     "note_unrounded",
+    "pays",
     "register_op",
     "reported",
     "rounded",

@@ -31,7 +31,7 @@ class Kept:
         raise_again: Makes the fp32 tensor again; None if ``tensor`` already is it.
         rest: What to add to its bits afterwards, see `remainder`; None for nothing.
         layout: The strides of the tensor that ``raise_again`` first made, then the shape and strides
-            of the view of it to return; None for the tensor itself.
+            of the view of it to return, and where it begins; None for the tensor itself.
     """
 
     __slots__ = ("layout", "raise_again", "rest", "tensor", "version")
@@ -40,7 +40,7 @@ class Kept:
         self,
         tensor: Any,
         raise_again: Callable[[Tensor], Tensor] | None = None,
-        layout: tuple[Any, Any, Any] | None = None,
+        layout: tuple[Any, Any, Any, Any] | None = None,
     ) -> None:
         self.tensor, self.raise_again, self.layout = tensor, raise_again, layout
         self.rest: Any = None
@@ -71,14 +71,14 @@ def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> T
     return tensor if kept.layout is None else _laid_out(tensor, *kept.layout)
 
 
-def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any) -> Tensor:
+def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any, offset: Any) -> Tensor:
     """Returns a view of ``tensor``, which must have these strides, as it had when it was packed."""
     if tensor.stride() != strides:  # outer hooks gave back another layout
         same = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
         tensor = _copy_(same, tensor)
     if tensor.shape == shape and strides == view_strides:
         return tensor
-    return _as_strided(tensor, shape, view_strides)
+    return _as_strided(tensor, shape, view_strides, offset)
 
 
 def is_read_alone(kept: Kept, result: Tensor) -> bool:
@@ -120,7 +120,7 @@ def keep_output(kept: Kept, result: Tensor, low_result: Tensor, *, splits: bool)
             return
         if not (tensor.is_contiguous() and result.is_contiguous()):
             return
-        kept.layout = (result.stride(), tensor.shape, tensor.stride())
+        kept.layout = (result.stride(), tensor.shape, tensor.stride(), 0)
     elif tensor.stride() != result.stride():
         return
     low = _detach(low_result)

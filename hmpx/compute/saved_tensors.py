@@ -142,7 +142,7 @@ class _Packer:
         found = self.sources.get(pointer)
         if found is not None and pointer:
             source, again, strides = found
-            layout = (strides, tensor.shape, tensor.stride())
+            layout = (strides, tensor.shape, tensor.stride(), 0)
             return self.keep(Kept(_detach(source), again, layout))
         tensor = _detach(tensor)
         if not pointer or pointer in self.alive:

@@ -20,6 +20,7 @@ from ..patching import Draft, EntryPatch, Patch
 from ..policy import Policy
 from ..tensors import LOW_PRECISION
 from ..torch_internals import (
+    AOT_GRAPHS,
     CODE_CACHE,
     DYNAMO_FUNCTIONS,
     INDUCTOR_CONFIG,
@@ -34,6 +35,7 @@ from ..torch_internals import (
 from ..torch_state import AUTOCAST_STATE
 from ..version import __version__
 from .autocast_regions import tracing_patch
+from .partitioned import partition_patches
 
 
 def forget_compiled() -> None:
@@ -52,6 +54,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     options: object,
     rules: tuple[object, ...],
     legalize: str,
+    keep_weight_casts: bool | str,
     add: Callable[[Patch], None],
 ) -> Iterator[Patch | EntryPatch]:
     """Yields the patches that make inductor's kernels, caches and settings fit a conversion.
@@ -63,6 +66,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         options: How ops compute.
         rules: Functions that decide per call.
         legalize: One of `LEGALIZE_MODES`.
+        keep_weight_casts: Whether autograd keeps casts of parameters.
         add: Applies one more patch while these are in force, for modules that are imported later.
     """
     yield Patch(sys.modules[__name__], "_tag", _digest(policy, device_types, options, rules))
@@ -85,6 +89,17 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
             yield from _keeping_casts(sys.modules[INDUCTOR_CONFIG], draft)
         else:
             actions[INDUCTOR_CPP] = keep_casts
+    if keep_weight_casts is not True:
+        is_choosy = keep_weight_casts == "auto"
+        if (module := sys.modules.get(AOT_GRAPHS)) is not None:
+            yield from partition_patches(module, draft, is_choosy=is_choosy)
+        else:
+
+            def mark_casts(module: Any) -> None:
+                for patch in partition_patches(module, Draft(), is_choosy=is_choosy):
+                    add(patch)
+
+            actions[AOT_GRAPHS] = mark_casts
     for name, action in actions.items():
         if (module := sys.modules.get(name)) is not None:
             action(module)

@@ -48,6 +48,7 @@ def checked(
     strict: object,
     legalize: object,
     reuse_casts: object,
+    keep_weight_casts: object,
     rounding: object,
     round_gradients: object,
 ) -> Request:
@@ -64,6 +65,7 @@ def checked(
     options = Options(
         legalize=arguments.choice("legalize", legalize, LEGALIZE_MODES),
         reuse_casts=arguments.truth("reuse_casts", reuse_casts),
+        keep_weight_casts=_kept_casts(keep_weight_casts),
         rounding=arguments.choice("rounding", rounding, ROUNDINGS),
         round_gradients=arguments.truth("round_gradients", round_gradients),
     )
@@ -101,6 +103,14 @@ def _verbosity(value: object) -> bool | str:
     elif is_a(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise OptionError(f"isVerbose must be {_EXPECTED}, not {shown(value)}")
+
+
+def _kept_casts(value: object) -> bool | str:
+    if is_a(value, str) and str.__str__(value) == "auto":
+        return "auto"
+    if is_a(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    raise OptionError(f"keep_weight_casts must be 'auto', True or False, not {shown(value)}")
 
 
 #: HMP's first order of arguments.

@@ -166,6 +166,7 @@ def _compiling(context: StepContext) -> Iterable[Change]:
         settings.options,
         context.rules,
         settings.options.legalize,
+        settings.options.keep_weight_casts,
         context.callbacks.add,
     )
 

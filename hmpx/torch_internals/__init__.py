@@ -27,6 +27,7 @@ from .autograd import (
     uses,
 )
 from .compiler import (
+    AOT_GRAPHS,
     CODE_CACHE,
     DYNAMO_FUNCTIONS,
     DYNAMO_GUARDS,
@@ -110,6 +111,7 @@ from .tracing import (
 )
 
 __all__ = [
+    "AOT_GRAPHS",
     "AUTOCAST_OPENERS",
     "CHECKPOINT_GENERATOR",
     "CLIPPING",

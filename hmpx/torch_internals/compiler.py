@@ -32,6 +32,7 @@ TRACER: Final = "torch.fx.experimental.proxy_tensor"
 SELECT_ALGORITHM: Final = "torch._inductor.select_algorithm"
 CODE_CACHE: Final = "torch._inductor.codecache"
 INDUCTOR_CONFIG: Final = "torch._inductor.config"
+AOT_GRAPHS: Final = "torch._functorch._aot_autograd.graph_compile"
 INDUCTOR_CPP: Final = "torch._inductor.codegen.cpp"
 DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
 DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
@@ -71,6 +72,11 @@ _later: Final[dict[str, _Later]] = {
         "casts in compiled graphs",
         ("_config.emulate_precision_casts", "force_disable_caches"),
         "rounding takes longer there",
+    ),
+    AOT_GRAPHS: _Later(
+        "memory of compiled graphs",
+        ("_partition_joint_graph_into_fw_bw",),
+        "they keep casts of weights for their backward",
     ),
     DYNAMO_FUNCTIONS: _Later(
         "questions about torch.autocast while tracing",

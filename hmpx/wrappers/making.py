@@ -24,7 +24,7 @@ from .factory import factory
 from .overriding import is_overridden, override
 from .retiring import Variables, cast_nothing, named_after
 from .retrying import retry_in_fp32
-from .running import runner
+from .running import native_runner, runner
 
 
 def make_wrapper(
@@ -66,6 +66,7 @@ def make_wrapper(
         original=completed(original, recipe),
         cast=cast,
         run=runner(recipe, legalization, settle),
+        native=native_runner(recipe),
         may_legalize=legalization.may_apply,
         retry=functools.partial(retry_in_fp32, recipe, original),
         override=override_here,

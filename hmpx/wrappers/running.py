@@ -35,6 +35,7 @@ from ..compute import (
     computed_in_fp32,
     inputs_of,
     is_watched,
+    keeping_parameters,
     note_unrounded,
 )
 from ..policy import INPUT, CastPolicy
@@ -62,12 +63,28 @@ def runner(recipe: Recipe, legalization: Legalization, settle: Callable[[], None
     if recipe.emulation is not None:
         run = _emulated(recipe, recipe.emulation, run)
     else:
-        if recipe.legalizes:
-            run = _legalized(recipe, run, legalization, settle)
+        native = run if not recipe.keeps_parameters else native_runner(recipe, run)
+        run = _legalized(recipe, run, native, legalization, settle) if recipe.legalizes else native
         if recipe.composes:
             run = _composed(recipe, run)
     statistics = statistics_of(recipe)
     return run if statistics is None else _beside(statistics, recipe, run)
+
+
+def native_runner(recipe: Recipe, run: Runner = run_plainly) -> Runner:
+    """Returns a runner of torch's kernels, such that autograd keeps no casts of parameters.
+
+    It also takes the keyword arguments as they were given.
+    """
+    is_choosy = recipe.options.keep_weight_casts == "auto"
+    if run is run_plainly:
+        return functools.partial(keeping_parameters, is_choosy)
+
+    def run_native(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        wrapped = functools.partial(_run_with, run, function, given)
+        return keeping_parameters(is_choosy, wrapped, args, kwargs, given)
+
+    return run_native
 
 
 def statistics_of(recipe: Recipe) -> Statistics | None:
@@ -99,9 +116,16 @@ def _beside(statistics: Statistics, recipe: Recipe, run: Runner) -> Runner:
 
 
 def _legalized(
-    recipe: Recipe, run: Runner, legalization: Legalization, settle: Callable[[], None]
+    recipe: Recipe,
+    run: Runner,
+    native: Runner,
+    legalization: Legalization,
+    settle: Callable[[], None],
 ) -> Runner:
-    """Returns a runner of legalized calls: fp32, with rounded inputs and outputs; others go to ``run``."""
+    """Returns a runner of legalized calls: fp32, with rounded inputs and outputs, by ``run``.
+
+    Others go to ``native``.
+    """
     options = recipe.options
     legalizer = Legalizer(recipe.site.op, recipe.facts.kind, options.legalize)
     casts_late, rounds_inputs = recipe.casts_late, legalizer.rounds_inputs
@@ -110,12 +134,12 @@ def _legalized(
         is_cast = not casts_late or args is not given
         found = _low_precision(recipe, legalization, args, kwargs, is_cast=is_cast)
         if found is None:
-            return run(function, *_cast_late(recipe, args, kwargs), given)
+            return native(function, *_cast_late(recipe, args, kwargs), given)
         inputs, dtype = found
         if not legalization.applies(inputs, args, kwargs, dtype):
             if legalization.settles(inputs, dtype):
                 settle()
-            return run(function, *_cast_late(recipe, args, kwargs), given)
+            return native(function, *_cast_late(recipe, args, kwargs), given)
         if run is not run_plainly:
             function = functools.partial(_run_with, run, function, given)
         elif not kwargs:

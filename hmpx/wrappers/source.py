@@ -33,6 +33,7 @@ PARAMETERS: Final = (
     "original",  # torch's function
     "cast",  # casts the arguments of any call
     "run",  # runs the op once its inputs are cast: of the arguments, cast and as given
+    "native",  # runs torch's kernel likewise, such that autograd keeps no casts of parameters
     "retry",  # makes up for a missing kernel
     "override",  # hands a call to ``__torch_function__``
     "dtype",
@@ -123,6 +124,9 @@ def _listed(names: list[str]) -> str:
 def _body(recipe: Recipe, names: str) -> str:
     """Returns the part that looks at the arguments; ``names`` are ``"a0, a1, "``."""
     run, native = "run(original, cast_args, kwargs, args)", "original(*cast_args, **kwargs)"
+    keeps = recipe.keeps_parameters
+    if keeps:
+        native = "native(original, cast_args, kwargs, args, given_kwargs)"
     is_norm = bool(recipe.facts.norm_parameters or recipe.site.statistics)
     if recipe.site.is_python or is_norm or recipe.composes or recipe.emulation is not None:
         call = run
@@ -131,7 +135,8 @@ def _body(recipe: Recipe, names: str) -> str:
     is_overridden = "is_overridden(args, kwargs)" if recipe.site.is_overridable else "False"
     if recipe.returns_input_dtype:
         return RUN_LATE.format(names=names, is_overridden=is_overridden)
-    body = CAST.format(names=names, call=call, is_overridden=is_overridden)
+    keep = "\n        given_kwargs = kwargs" if keeps and "given_kwargs" in call else ""
+    body = CAST.format(names=names, call=call, keep=keep, is_overridden=is_overridden)
     if not names or recipe.emulation is not None:
         return body
     if recipe.target is not None and not recipe.site.in_place:
@@ -262,6 +267,9 @@ def _unrolled(recipe: Recipe, names: str) -> str:
         )
     cast = _listed(arguments)
     call = f"original({cast}*rest, **kwargs)"
+    if recipe.keeps_parameters:
+        is_cast = " or ".join([f"b{p} is not a{p}" for p in sorted(recipe.cast_kinds)])
+        call = f"(native(original, ({cast}*rest), kwargs, ({names}*rest)) if {is_cast} else {call})"
     run = f"run(original, ({cast}*rest), kwargs, ({names}*rest))"
     if recipe.composes:
         call = run

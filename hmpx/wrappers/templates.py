@@ -50,7 +50,7 @@ TRY = """
 CAST = """
         args = given({names}rest)
         if {is_overridden}:
-            return override(wrapper, args, kwargs)
+            return override(wrapper, args, kwargs){keep}
         cast_args, kwargs = cast(args, kwargs)
         return {call}
 """

@@ -1,0 +1,160 @@
+"""Has autograd keep a parameter for the backward instead of the low-precision cast of it.
+
+The parameter is alive anyway. The backward casts it again, to the same bits; if it was written to in the
+meantime, autograd's usual error says so. For calls that torch's low-precision kernels compute; legalized
+ops do likewise in ``saved_tensors``.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
+from ..torch_internals import (
+    hide_hook,
+    hooks_refused,
+    is_jit_tracing,
+    is_noted_in_graph,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+    transforms,
+)
+from .kept_tensors import Kept, unpack
+
+# Taken before anything is patched: op lists may name any of them.
+_detach, _storage = Tensor.detach, Tensor.untyped_storage
+
+#: A parameter, or a view of one, and its cast.
+Pair = tuple[Tensor, Tensor]
+
+#: How many times a call must use each of a parameter's elements before ``"auto"`` casts again. The
+#: products of forward and backward take 6 operations for each use of an element, casting it 6 bytes; so
+#: from here on that takes at most 3 % of their time, if a device computes as many products a byte that it
+#: moves: 8 on a processor, 120 on an accelerator.
+LEAST_USES: Final = {"cpu": 256}
+_LEAST_USES_ELSEWHERE: Final = 4096
+
+#: Smaller parameters are not worth the hooks.
+_LEAST_ELEMENTS: Final = 1 << 14
+
+#: Nor are those of a fraction of the elements beside them that is smaller than one of this.
+_LEAST_SHARE: Final = 32
+
+
+def keeping_parameters(  # noqa: PLR0917  # all there is to one call
+    is_choosy: bool,
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    given: Args,
+    given_kwargs: Kwargs | None = None,
+) -> Any:
+    """Runs ``function``; autograd keeps the parameters among the inputs instead of their casts.
+
+    Args:
+        is_choosy: Leave casts that cost more time than they are worth.
+        function: torch's function.
+        args: Positional arguments, cast.
+        kwargs: Keyword arguments, cast.
+        given: The positional arguments as they were given.
+        given_kwargs: The keyword arguments as they were given; None if none was cast.
+    """
+    if not torch.is_grad_enabled():
+        return function(*args, **kwargs)
+    pairs = [*_pairs(given, args)]
+    if given_kwargs:
+        pairs += _pairs(given_kwargs.values(), kwargs.values())
+    if pairs and is_choosy:
+        pairs = [pair for pair in pairs if _is_worthwhile(pair[1], args)]
+    if not pairs or hooks_refused() is not None or transforms() is not None:
+        return function(*args, **kwargs)
+    if is_noted_in_graph() or is_jit_tracing():
+        return function(*args, **kwargs)
+    outer = top_hooks()
+    pack = functools.partial(_pack, pairs, None if outer is None else outer[0])
+    if outer is None:
+        push_hooks(pack, unpack)
+    else:
+        hide_hook(pack, outer)
+        push_hooks(pack, functools.partial(unpack, unpack_outer=outer[1]))
+    try:
+        return function(*args, **kwargs)
+    finally:
+        pop_hooks()
+        pairs.clear()  # torch keeps a pack hook as long as the tensors that it packed
+
+
+def _pairs(given: Iterable[Any], cast: Iterable[Any]) -> Iterator[Pair]:
+    """Yields the parameters among the arguments that were cast to low precision, with their casts."""
+    for before, value in zip(given, cast, strict=True):
+        if value is before:
+            continue
+        if isinstance(value, Tensor):
+            if _is_cast_parameter(before, value):
+                yield before, value
+        elif isinstance(value, (list, tuple)):
+            yield from _pairs(before, value)
+
+
+def _is_cast_parameter(before: Any, value: Any) -> bool:
+    """Whether ``value`` is the low-precision cast of a parameter's matrix, or of a view of one."""
+    if before is value or not isinstance(value, Tensor):
+        return False
+    if value.dtype not in LOW_DTYPES or value.dim() < 2:  # a matrix's
+        return False
+    return _is_parameter(before) or _is_parameter(before._base)
+
+
+def _is_parameter(tensor: Tensor | None) -> bool:
+    kind = type(tensor)
+    return kind is nn.Parameter or (kind is not Tensor and isinstance(tensor, nn.Parameter))
+
+
+def _is_worthwhile(cast: Tensor, args: Args) -> bool:
+    others = [each for each in args if isinstance(each, Tensor) and each is not cast]
+    return bool(others) and pays(cast, max(others, key=Tensor.numel))
+
+
+def pays(weight: Tensor, other: Tensor) -> bool:
+    """Whether a weight is worth casting again in the backward of its product with another tensor.
+
+    How many times the product uses each of its elements is told from the usual layout.
+    """
+    size, other_size = weight.numel(), other.numel()
+    if size < _LEAST_ELEMENTS or size * _LEAST_SHARE < other_size:
+        return False
+    channels = 1 if weight.dim() > 2 and weight.dim() == other.dim() else -1
+    uses = other_size // max(1, other.shape[channels])
+    return uses >= LEAST_USES.get(weight.device.type, _LEAST_USES_ELSEWHERE)
+
+
+def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Kept:
+    """Returns what is kept instead of ``tensor``, which autograd saves: its parameter, if it has one."""
+    kept = None
+    if tensor.dtype in LOW_DTYPES and tensor.layout is torch.strided:
+        memory = _storage(tensor)._cdata
+        for parameter, cast in pairs:
+            if _storage(cast)._cdata == memory:
+                offset = tensor.storage_offset() - cast.storage_offset()
+                layout = (cast.stride(), tensor.shape, tensor.stride(), offset)
+                again = functools.partial(_cast_again, cast.dtype)
+                # A leaf is kept itself, as autograd does: what shards parameters may give it other
+                # memory in the meantime.
+                is_leaf = _is_parameter(parameter) and pack_outer is None
+                kept = Kept(parameter if is_leaf else _detach(parameter), again, layout)
+                break
+    if kept is None:
+        kept = Kept(_detach(tensor))
+    if pack_outer is not None:
+        kept.tensor = pack_outer(kept.tensor)
+    return kept
+
+
+def _cast_again(dtype: torch.dtype, parameter: Tensor) -> Tensor:
+    return CAST[dtype](_detach(parameter))

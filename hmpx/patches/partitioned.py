@@ -1,0 +1,112 @@
+"""What compiled graphs keep for their backward: parameters instead of their low-precision casts.
+
+torch.compile's partitioner has the forward keep what a product of the backward reads. Where casting a
+parameter again is wanted, the casts are marked so that the backward computes them.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, fx
+from torch.utils.checkpoint import CheckpointPolicy
+
+from ..compute import pays
+from ..patching import Draft, Patch
+from ..tensors import LOW_DTYPES
+from ..torch_internals import AOT_GRAPHS, of_later
+
+_PARTITION: Final = "_partition_joint_graph_into_fw_bw"
+
+_aten, _prims = torch.ops.aten, torch.ops.prims
+
+_CASTS: Final = frozenset({_aten._to_copy.default, _prims.convert_element_type.default})
+_VIEWS: Final = frozenset({
+    _aten.detach.default,
+    _aten.permute.default,
+    _aten.slice.Tensor,
+    _aten.t.default,
+    _aten.transpose.int,
+    _aten.unsqueeze.default,
+    _aten.view.default,
+})  # fmt: skip
+
+
+def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator[Patch]:
+    """Yields the patch that has compiled graphs keep parameters instead of their casts.
+
+    Args:
+        module: Where graphs are partitioned.
+        draft: Where torch is as it would be without a conversion.
+        is_choosy: Leave casts that cost more time than they are worth.
+    """
+    if of_later(AOT_GRAPHS, _PARTITION) is None:
+        return
+    partition = draft.attribute(module, _PARTITION)
+
+    @functools.wraps(partition)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        *others, partition_fn = args
+        return partition(
+            *others, functools.partial(_partitioned, is_choosy, partition_fn), **kwargs
+        )
+
+    yield Patch(module, _PARTITION, wrapper)
+
+
+def _partitioned(
+    is_choosy: bool,
+    partition: Callable[..., Any],
+    graph: fx.GraphModule,
+    *args: Any,
+    static_lifetime_input_indices: list[int] | None = None,
+    **kwargs: Any,
+) -> Any:
+    """Partitions a graph once its casts of parameters are marked."""
+    indices = static_lifetime_input_indices or []
+    mark_casts(graph.graph, indices, is_choosy=is_choosy)
+    return partition(graph, *args, static_lifetime_input_indices=indices, **kwargs)
+
+
+def mark_casts(graph: fx.Graph, indices: list[int], *, is_choosy: bool) -> None:
+    """Marks the casts of matrices that stay alive as to be computed again in the backward.
+
+    Args:
+        graph: Forward and backward.
+        indices: Those of its inputs that are parameters or buffers.
+        is_choosy: Leave casts that cost more time than they are worth.
+    """
+    inputs = graph.find_nodes(op="placeholder")
+    alive = {inputs[index] for index in indices if index < len(inputs)}
+    for node in graph.nodes:
+        if node.op != "call_function" or not node.args or node.args[0] not in alive:
+            continue
+        if node.target in _VIEWS:
+            alive.add(node)
+        elif node.target in _CASTS and _is_marked(node, is_choosy=is_choosy):
+            alive.add(node)
+            node.meta["recompute"] = CheckpointPolicy.MUST_RECOMPUTE
+
+
+def _is_marked(cast: fx.Node, *, is_choosy: bool) -> bool:
+    made, source = cast.meta["val"], cast.args[0].meta["val"]  # type: ignore[union-attr]  # a node
+    if source.dtype in LOW_DTYPES:
+        return True  # a marked cast, in float32 again
+    if made.dtype not in LOW_DTYPES or made.dim() < 2:  # a matrix's
+        return False
+    return not is_choosy or any([pays(made, other) for other in _beside(cast)])  # noqa: C419
+
+
+def _beside(node: fx.Node) -> Iterator[Tensor]:
+    """Yields the largest other input of each op that reads ``node`` or a view of it, of fixed size."""
+    for user in node.users:
+        if user.target in _VIEWS:
+            yield from _beside(user)
+            continue
+        values = [each.meta.get("val") for each in user.all_input_nodes if each is not node]
+        sizes = [(each.numel(), each) for each in values if isinstance(each, Tensor)]
+        if sizes and all([isinstance(size, int) for size, _ in sizes]):  # noqa: C419
+            yield max(sizes, key=lambda pair: pair[0])[1]
