@@ -27,12 +27,14 @@ class Candidate:
         is_low: The model and its inputs are bf16.
         legalize: What `hmpx.convert` is given; None leaves torch as it is.
         is_frozen: hmpx stores the weights in bf16.
+        keep_weight_casts: What `hmpx.convert` is given.
     """
 
     has_region: bool = False
     is_low: bool = False
     legalize: str | None = None
     is_frozen: bool = False
+    keep_weight_casts: bool | str = "auto"
 
 
 CANDIDATES = {
@@ -41,6 +43,8 @@ CANDIDATES = {
     "bf16": Candidate(is_low=True),
     "hmpx": Candidate(legalize="auto"),
     "hmpx fast": Candidate(legalize="fast"),
+    "hmpx native, kept": Candidate(legalize="never", keep_weight_casts=True),
+    "hmpx native, cast again": Candidate(legalize="never", keep_weight_casts=False),
     "hmpx frozen": Candidate(legalize="auto", is_frozen=True),
 }
 
@@ -77,7 +81,11 @@ def prepare(name: str, module: nn.Module, *inputs: Tensor, backend: str = "induc
     candidate = CANDIDATES[name.removesuffix(COMPILED)]
     device_type = inputs[0].device.type
     if candidate.legalize is not None:
-        hmpx.convert(legalize=candidate.legalize, device_types={device_type})
+        hmpx.convert(
+            legalize=candidate.legalize,
+            device_types={device_type},
+            keep_weight_casts=candidate.keep_weight_casts,
+        )
     if candidate.is_frozen:
         hmpx.freeze(module, *inputs, keep_fp32=False)
     if candidate.is_low:

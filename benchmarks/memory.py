@@ -1,6 +1,6 @@
 """What autograd keeps between forward and backward, in mixed precision and in fp32.
 
-    python benchmarks/memory.py [--save] [--models mlp ...] [--sizes small]
+    python benchmarks/memory.py [--save] [--models mlp ...] [--sizes small] [--rows N]
 
 Every candidate has the same weights and batch, and a process of its own.
 
@@ -9,6 +9,8 @@ autocast        its forward and loss inside torch.autocast(bfloat16)
 bf16            after model.bfloat16()
 hmpx            after hmpx.convert()
 hmpx fast       after hmpx.convert(legalize="fast")
+hmpx native, kept           after hmpx.convert(legalize="never", keep_weight_casts=True)
+hmpx native, cast again     after hmpx.convert(legalize="never", keep_weight_casts=False)
 
 saved           distinct storages that torch hands to saved-tensor hooks in a forward, but those of
                 parameters and buffers; so casts of weights count, and what modules keep does not
@@ -32,7 +34,15 @@ import timing
 import torch
 from torch import Tensor
 
-CANDIDATES = ("fp32", "autocast", "bf16", "hmpx", "hmpx fast")
+CANDIDATES = (
+    "fp32",
+    "autocast",
+    "bf16",
+    "hmpx",
+    "hmpx fast",
+    "hmpx native, kept",
+    "hmpx native, cast again",
+)
 MODELS = ("mlp", "gpt", "bert", "vit", "resnet")
 COLUMNS = ("saved_bytes", "saved_ratio", "live_bytes", "live_ratio", "peak_bytes")
 
@@ -48,7 +58,7 @@ class Activations:
             device=options.device,
             is_attention_explicit=options.attention == "explicit",
         )
-        batch = models.batch(model, size, device=options.device, seed=1)
+        batch = models.batch(model, size, device=options.device, seed=1, rows=options.rows)
         self._labels = batch.labels
         self._prepared = candidates.prepare(candidate, module, batch.inputs)
 
@@ -114,6 +124,7 @@ def main() -> None:
     parser = timing.make_parser(__doc__)
     timing.add_device_options(parser, MODELS, CANDIDATES, "models")
     parser.add_argument("--attention", choices=("fused", "explicit"), default="fused", help="GPT's")
+    parser.add_argument("--rows", type=int, metavar="N", help="examples in a batch")
     options = parser.parse_args()
     names = candidates.choose(options.candidates, CANDIDATES, ())
     figures: dict[str, dict[str, dict[str, dict[str, float | None]]]] = {}

@@ -7,7 +7,7 @@ import contextlib
 import os
 import sys
 import warnings
-from typing import Any
+from typing import Any, Final
 
 from .. import gaudi, policy, session
 from ..compute import LEGALIZE_MODES
@@ -72,6 +72,11 @@ examples:
         choices=LEGALIZE_MODES,
         help="which low-precision ops compute in fp32 and round: those slow on this machine (auto, the "
         "default), all, none, or auto without rounding fp32 inputs (fast)",
+    )
+    parser.add_argument(
+        "--keep-weight-casts",
+        choices=_KEPT,
+        help="whether autograd keeps casts of weights for the backward, instead of casting again there",
     )
     parser.add_argument(
         "--report",
@@ -142,11 +147,17 @@ def run(options: argparse.Namespace) -> int:
     return 1
 
 
+#: Choice -> argument of `hmpx.convert`.
+_KEPT: Final = {"auto": "auto", "yes": True, "no": False}
+
+
 def _run_options(options: argparse.Namespace) -> dict[str, Any]:
     """Returns all options of ``run`` that were given, as arguments of `hmpx.convert`."""
     verbose = "once" if options.verbose_once else "hmp" if options.verbose_hmp else options.verbose
     types = options.device_types.split(",") if options.device_types else None
     more = only_given(isVerbose=verbose, device_types=types, legalize=options.legalize)
+    if options.keep_weight_casts:
+        more["keep_weight_casts"] = _KEPT[options.keep_weight_casts]
     tried = os.environ.get(POLICY_VARIABLE)
     if not tried:
         return {**list_options(options), **more}

@@ -5,7 +5,7 @@ from __future__ import annotations
 from .accumulation import Accumulation
 from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
 from .emulation import Emulation, watched_emulation
-from .kept_parameters import keeping_parameters, pays
+from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
 from .kept_tensors import saved_by
 from .legalize.capability import (
     KINDS,
@@ -31,6 +31,7 @@ from .norm_statistics import Statistics
 __all__ = [
     "CONVOLUTIONS",
     "KINDS",
+    "LEAST_ELEMENTS",
     "LEGALIZE_MODES",
     "LOWERINGS",
     "PRODUCTS",

@@ -8,7 +8,7 @@ ops do likewise in ``saved_tensors``.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any, Final
 
 import torch
@@ -41,7 +41,7 @@ LEAST_USES: Final = {"cpu": 256}
 _LEAST_USES_ELSEWHERE: Final = 4096
 
 #: Smaller parameters are not worth the hooks.
-_LEAST_ELEMENTS: Final = 1 << 14
+LEAST_ELEMENTS: Final = 1 << 14
 
 #: Nor are those of a fraction of the elements beside them that is smaller than one of this.
 _LEAST_SHARE: Final = 32
@@ -65,13 +65,14 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
         given: The positional arguments as they were given.
         given_kwargs: The keyword arguments as they were given; None if none was cast.
     """
-    if not torch.is_grad_enabled():
-        return function(*args, **kwargs)
-    pairs = [*_pairs(given, args)]
-    if given_kwargs:
-        pairs += _pairs(given_kwargs.values(), kwargs.values())
-    if pairs and is_choosy:
-        pairs = [pair for pair in pairs if _is_worthwhile(pair[1], args)]
+    pairs: list[Pair] = []
+    if torch.is_grad_enabled():
+        least = LEAST_ELEMENTS if is_choosy else 0
+        _note(pairs, least, given, args)
+        if given_kwargs:
+            _note(pairs, least, given_kwargs.values(), kwargs.values())
+        if pairs and is_choosy:
+            pairs = [pair for pair in pairs if _is_worthwhile(pair[1], args)]
     if not pairs or hooks_refused() is not None or transforms() is not None:
         return function(*args, **kwargs)
     if is_noted_in_graph() or is_jit_tracing():
@@ -90,25 +91,20 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
         pairs.clear()  # torch keeps a pack hook as long as the tensors that it packed
 
 
-def _pairs(given: Iterable[Any], cast: Iterable[Any]) -> Iterator[Pair]:
-    """Yields the parameters among the arguments that were cast to low precision, with their casts."""
+def _note(pairs: list[Pair], least: int, given: Iterable[Any], cast: Iterable[Any]) -> None:
+    """Adds the parameters' matrices of ``least`` elements that were cast to low precision to ``pairs``.
+
+    Not a generator: it would take as long again.
+    """
     for before, value in zip(given, cast, strict=True):
         if value is before:
             continue
         if isinstance(value, Tensor):
-            if _is_cast_parameter(before, value):
-                yield before, value
+            is_matrix = value.dim() > 1 and value.numel() >= least and value.dtype in LOW_DTYPES
+            if is_matrix and (_is_parameter(before) or _is_parameter(before._base)):
+                pairs.append((before, value))
         elif isinstance(value, (list, tuple)):
-            yield from _pairs(before, value)
-
-
-def _is_cast_parameter(before: Any, value: Any) -> bool:
-    """Whether ``value`` is the low-precision cast of a parameter's matrix, or of a view of one."""
-    if before is value or not isinstance(value, Tensor):
-        return False
-    if value.dtype not in LOW_DTYPES or value.dim() < 2:  # a matrix's
-        return False
-    return _is_parameter(before) or _is_parameter(before._base)
+            _note(pairs, least, before, value)
 
 
 def _is_parameter(tensor: Tensor | None) -> bool:
@@ -127,7 +123,7 @@ def pays(weight: Tensor, other: Tensor) -> bool:
     How many times the product uses each of its elements is told from the usual layout.
     """
     size, other_size = weight.numel(), other.numel()
-    if size < _LEAST_ELEMENTS or size * _LEAST_SHARE < other_size:
+    if size < LEAST_ELEMENTS or size * _LEAST_SHARE < other_size:
         return False
     channels = 1 if weight.dim() > 2 and weight.dim() == other.dim() else -1
     uses = other_size // max(1, other.shape[channels])

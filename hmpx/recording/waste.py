@@ -80,8 +80,8 @@ _METHODS: Final = {
 
 def _of_kept_weight(found: Found) -> Fix:
     return (
-        "x = torch.utils.checkpoint.checkpoint(block, x, use_reentrant=False)",
-        "computes the block again; for inference hmpx.freeze(model)",
+        "hmpx.convert(keep_weight_casts=False)",
+        "the backward casts them again, to the same bits",
     )
 
 

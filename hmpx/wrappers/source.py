@@ -12,6 +12,7 @@ from typing import Final
 from torch import Tensor
 
 from ..casting import Recipe
+from ..compute import LEAST_ELEMENTS
 from ..tensors import LOW_DTYPES
 from .templates import (
     CAST,
@@ -49,7 +50,7 @@ PARAMETERS: Final = (
 
 #: What changes when the wrapper is retired: itself, by which it would be kept alive, and those of
 #: `PARAMETERS` that are reached then. Others are not: without ``other_dtypes`` there is nothing to
-#: convert, on whatever device, and without ``legalizes`` nobody asks whether a call may be; ``dtype``
+#: convert, on whatever device, nor a cast that autograd may keep; and without ``legalizes`` nobody asks whether a call may be; ``dtype``
 #: is merely compared with.
 VARIABLES: Final = (
     "wrapper",
@@ -268,7 +269,10 @@ def _unrolled(recipe: Recipe, names: str) -> str:
     cast = _listed(arguments)
     call = f"original({cast}*rest, **kwargs)"
     if recipe.keeps_parameters:
-        is_cast = " or ".join([f"b{p} is not a{p}" for p in sorted(recipe.cast_kinds)])
+        is_choosy = recipe.options.keep_weight_casts == "auto"
+        size = f" and b{{0}}.numel() >= {LEAST_ELEMENTS}" if is_choosy else ""
+        test = f"b{{0}} is not a{{0}}{size}"
+        is_cast = " or ".join([test.format(p) for p in sorted(recipe.cast_kinds)])
         call = f"(native(original, ({cast}*rest), kwargs, ({names}*rest)) if {is_cast} else {call})"
     run = f"run(original, ({cast}*rest), kwargs, ({names}*rest))"
     if recipe.composes:

@@ -192,9 +192,27 @@ def report_data_parallel(model: nn.Module, network: Network) -> tuple[Report, Op
     with hmpx.disable_casts():
         fp32 = train_alone(world_size, Network(branch_count), branch_count)
     report["one process, fp32"] = fp32
+    if network.use_reentrant is None and branch_count == 1:
+        report["low matrices saved"] = low_matrices_saved(model)
     if branch_count == 1:  # else the parts of a batch go through different branches
         report["one process, whole batch"] = train_alone(1, Network())
     return report, optimizer
+
+
+def low_matrices_saved(model: nn.Module) -> int:
+    """Returns how many low-precision tensors of a weight's size a forward saves."""
+    sizes = {WIDTH * FEATURES, WIDTH * WIDTH}
+    found = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        if tensor.dtype is torch.bfloat16 and tensor.untyped_storage().nbytes() // 2 in sizes:
+            found.append(tensor)
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        loss = model(part(0, 0, 1)[0], 0).float().sum()
+    loss.backward()
+    return len(found)
 
 
 def names(tensors: Iterable[Tensor | None]) -> list[str]:
@@ -221,6 +239,15 @@ def floats(value: Any) -> Iterator[Tensor]:
 def ddp(branch_count: int = 1, use_reentrant: bool | None = None, **options: Any) -> Report:
     network = Network(branch_count, use_reentrant)
     return report_data_parallel(DistributedDataParallel(network, **options), network)[0]
+
+
+def casting_again(case: Callable[[], Report]) -> Report:
+    """Runs a case where autograd keeps no casts of parameters."""
+    hmpx.convert(device_types={"cpu"}, legalize="never", keep_weight_casts=False)
+    try:
+        return case()
+    finally:
+        hmpx.convert(device_types={"cpu"}, legalize="never")
 
 
 def sharded(
@@ -369,6 +396,8 @@ CASES: dict[str, Callable[[Path], Report]] = {
     "fsdp mixed": lambda _: fsdp(
         use_reentrant=False, param_dtype=torch.bfloat16, reduce_dtype=torch.float32
     ),
+    "ddp casting again": lambda _: casting_again(ddp),
+    "fsdp casting again": lambda _: casting_again(fsdp),
     "tensor parallel": lambda _: tensor_parallel(),
 }
 

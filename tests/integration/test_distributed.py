@@ -37,8 +37,8 @@ RTOL = 2**-8
 #: Against fp32: inputs, weights and outputs of three linear layers are rounded, about 8 times.
 RTOL_FP32 = 2**-6
 
-DDP = ("ddp", "ddp static graph", "ddp bucket view", "ddp unused parameters")
-FSDP = ("fsdp", "fsdp checkpoints", "fsdp mixed")
+DDP = ("ddp", "ddp static graph", "ddp bucket view", "ddp unused parameters", "ddp casting again")
+FSDP = ("fsdp", "fsdp checkpoints", "fsdp mixed", "fsdp casting again")
 CASES = (*DDP, *FSDP, "tensor parallel")
 
 Reports = list[dict[str, Any]]
@@ -163,6 +163,15 @@ def test_losses_are_close_to_those_of_fp32(reports: Reports, case: str) -> None:
 def test_checkpoints_are_recomputed(reports: Reports, case: str, forwards: int) -> None:
     """That each was, while casts were off, is what makes its losses mean something."""
     assert [report[case]["forwards a step"] for report in reports] == [forwards] * WORLD_SIZE
+
+
+@needs_distributed
+@pytest.mark.parametrize("case", ["ddp", "fsdp"])
+def test_no_cast_of_a_parameter_is_kept(reports: Reports, case: str) -> None:
+    """Where that is asked for; FSDP2 gathers the parameter again before its backward."""
+    for report in reports:
+        assert report[case]["low matrices saved"] > 0
+        assert report[f"{case} casting again"]["low matrices saved"] == 0
 
 
 @needs_distributed

@@ -61,5 +61,5 @@ def test_each_variable_has_a_value_once_it_is_retired() -> None:
     values = retired_values(F.linear)
     assert set(VARIABLES) <= {*PARAMETERS, "wrapper"}
     assert set(VARIABLES) <= set(values)
-    asked = {"dtype", "convert", "device_types", "may_legalize", "is_open"}
+    asked = {"dtype", "convert", "device_types", "may_legalize", "is_open", "native"}
     assert set(PARAMETERS) - set(VARIABLES) == asked  # the reasons stand beside `VARIABLES`
