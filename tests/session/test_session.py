@@ -340,6 +340,7 @@ NOT_RETIRED = {
     "device_types": "asked of dtypes among `other_dtypes`",
     "dtype": "inputs that have it go to `original`, as others do",
     "may_legalize": "asked where `legalizes`",
+    "native": "calls `original` where nothing was cast",
     "is_open": "asked where `legalizes`",
     "wrapper": "the wrapper itself",
 }
