@@ -48,6 +48,7 @@ def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable:
         writes=ops.written(op, site),
         statistics=ops.statistics(op, site),
         lacking=lacking,
+        numbers=ops.numbers(op, site),
     )
 
 

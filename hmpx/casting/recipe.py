@@ -14,7 +14,7 @@ import torch
 from .. import compute
 from ..compute import PRODUCTS, Emulation, Lacking, Lowering
 from ..number_formats import Format
-from ..ops import Parameters
+from ..ops import Numbers, Parameters
 from ..policy import INPUT, RELATIVE, Decision
 from ..tensors import LOW_DTYPES
 
@@ -34,6 +34,7 @@ class CallSite:
         writes: Names of the arguments that the callable writes to, ``out`` aside.
         statistics: Those of them that are running statistics of a norm.
         lacking: Where the op's kernels lack a low-precision dtype; None if nowhere.
+        numbers: Where a call may hold numbers that torch converts to its tensor's dtype; None if nowhere.
     """
 
     op: str
@@ -45,6 +46,7 @@ class CallSite:
     writes: tuple[str, ...] = ()
     statistics: tuple[str, ...] = ()
     lacking: Lacking | None = None
+    numbers: Numbers | None = None
 
 
 @dataclass(frozen=True)

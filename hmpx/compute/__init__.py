@@ -27,6 +27,7 @@ from .legalize.watching import is_watched, note_unrounded, watched_rounding
 from .lowering import LOWERINGS, Lowering, create_lower_func, lowerings, register_op, unregister
 from .missing_kernels import Callee, Lacking, completed, lacking_kernels
 from .norm_statistics import Statistics
+from .numbers import completed_by_numbers, held, taking_numbers
 
 __all__ = [
     "CONVOLUTIONS",
@@ -49,9 +50,11 @@ __all__ = [
     "Statistics",
     "capability",
     "completed",
+    "completed_by_numbers",
     "computed_in_fp32",
     "create_lower_func",
     "has_own_gradients",
+    "held",
     "inputs_of",
     "is_watched",
     "keeping_parameters",
@@ -64,6 +67,7 @@ __all__ = [
     "reported",
     "rounded",
     "saved_by",
+    "taking_numbers",
     "unregister",
     "watched_emulation",
     "watched_rounding",

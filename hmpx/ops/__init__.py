@@ -16,6 +16,7 @@ from .foreign import (
     why_not,
 )
 from .known_facts import facts
+from .numbers import Numbers, converts_numbers, numbers
 from .op_table import Op, covered, covering, is_known, names, resolve, root, table
 from .signatures import Parameters, parameters, python_parameters, statistics, written
 from .sites import Site
@@ -24,10 +25,12 @@ from .traits import computing, is_castable, is_decisive, is_view, kind
 __all__ = [
     "OPERATORS",
     "Found",
+    "Numbers",
     "Op",
     "Parameters",
     "Site",
     "computing",
+    "converts_numbers",
     "covered",
     "covering",
     "facts",
@@ -42,6 +45,7 @@ __all__ = [
     "missing",
     "modules_of",
     "names",
+    "numbers",
     "operator_of",
     "parameters",
     "python_parameters",

@@ -1,9 +1,10 @@
-"""Changes to torch other than the wrappers: regions, early names, pickling, compilers, numpy."""
+"""Changes to torch other than the wrappers: regions, filled tensors, early names, pickling, compilers, numpy."""
 
 from __future__ import annotations
 
 from .compiled import compile_patches, forget_compiled
 from .early_names import early_name_patches, forget_overrides, held_by_models, missed
+from .filled import filled_patches
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
 from .numpy_values import numpy_patches
 from .pickling import pickle_patch, retired, retired_name
@@ -14,6 +15,7 @@ __all__ = [
     "ForeignSite",
     "compile_patches",
     "early_name_patches",
+    "filled_patches",
     "following",
     "foreign_sites_of",
     "forget_compiled",

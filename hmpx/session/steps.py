@@ -13,6 +13,7 @@ from ..observers import announcing
 from ..patches import (
     compile_patches,
     early_name_patches,
+    filled_patches,
     following,
     numpy_patches,
     pickle_patch,
@@ -119,6 +120,11 @@ def _numpy(context: StepContext) -> Iterable[Change]:
     return numpy_patches(context.draft)
 
 
+def _filled(context: StepContext) -> Iterable[Change]:
+    """Tensors that are made full of a number."""
+    return filled_patches(context.draft)
+
+
 def _hmp_messages(context: StepContext) -> Iterable[Change]:
     """`disable_casts`, which prints what HMP printed."""
     return announcing(context.draft)
@@ -188,6 +194,7 @@ STEPS: Final = (
     Step(_wrappers),
     Step(_regions),
     Step(_numpy),
+    Step(_filled),
     Step(_hmp_messages, lambda context: context.verbose == "hmp"),
     Step(_reused_casts, lambda context: context.conversion.options.reuse_casts),
     Step(_pickling),

@@ -16,7 +16,7 @@ import torch
 
 from .. import compute
 from ..casting import Recipe, cast_args, converter
-from ..compute import Callee, Legalization
+from ..compute import Legalization
 from ..tensors import ELIGIBLE, Args, Kwargs
 from ..torch_internals import is_any_autocast_enabled, run_when_traced
 from ..torch_state import partly_off
@@ -25,6 +25,7 @@ from .overriding import is_overridden, override
 from .retiring import Variables, cast_nothing, named_after
 from .retrying import retry_in_fp32
 from .running import native_runner, runner
+from .taking_numbers import callee_of, make_wrapper_taking_numbers, taking_numbers
 
 
 def make_wrapper(
@@ -121,12 +122,13 @@ def cast_where_on(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwa
 def make_wrapper_where_lacking(
     original: Callable[..., Any], recipe: Recipe
 ) -> Callable[..., Any] | None:
-    """Returns the wrapper of a function that nothing casts: it computes in fp32 where a kernel is lacking.
+    """Returns the wrapper of a function that nothing casts: it does what torch's lacks.
 
-    None if it lacks none.
+    It computes in fp32 where a kernel is lacking, and takes numbers that the dtype does not hold. None if
+    torch's function lacks nothing.
     """
     if recipe.site.lacking is None:
-        return None
+        return make_wrapper_taking_numbers(original, recipe)
     complete = completed(original, recipe)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -146,17 +148,11 @@ def make_wrapper_where_lacking(
 
 
 def completed(original: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
-    """Returns ``original``, such that it computes in fp32 where its kernel is lacking."""
-    site, facts = recipe.site, recipe.facts
-    if site.lacking is None:
+    """Returns ``original``, such that it does what it lacks: see `make_wrapper_where_lacking`."""
+    site = recipe.site
+    if site.lacking is None and site.numbers is None:
         return original
-    callee = Callee(
-        site.op,
-        original,
-        site.parameters.names,
-        frozenset(site.writes),
-        site.is_python,
-        facts.is_random,
-        facts.promotes,
-    )
-    return compute.completed(callee, site.lacking)
+    callee = callee_of(original, recipe)
+    if site.numbers is not None:
+        callee = dataclasses.replace(callee, function=taking_numbers(callee, site.numbers))
+    return callee.function if site.lacking is None else compute.completed(callee, site.lacking)

@@ -504,7 +504,8 @@ def test_logging_does_not_change_the_numbers(name: str) -> None:
         "max": lambda: torch.max(a, b),
     }[name]
     with hmpx.convert():
-        assert not hasattr(getattr(torch, name), "__wrapped__")
+        # That of `where` is there for numbers that a low type does not hold.
+        assert hasattr(getattr(torch, name), "__wrapped__") == (name == "where")
         expected = call()
     with hmpx.convert(isVerbose="once"):
         assert hasattr(getattr(torch, name), "__wrapped__")

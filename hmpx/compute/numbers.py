@@ -1,0 +1,185 @@
+"""Numbers that a call's low-precision dtype does not hold, but float32 does.
+
+A program that runs in fp32 must not stop because an earlier op has made a tensor low-precision, into
+which it then fills ``torch.finfo(torch.float32).min``; nor must that become -inf, of which a softmax
+makes NaN. A number that is stored, or is a bound, counts as the largest that the dtype holds; with one
+that takes part in a computation, this runs in fp32. Which arguments these are is data of ops. Knows
+neither lists nor how wrappers get into torch.
+"""
+
+from __future__ import annotations
+
+import math
+import numbers as abstract
+import sys
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final, NamedTuple
+
+import torch
+from torch import Tensor
+
+from ..ops import Numbers
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs
+from ..torch_state import is_below_dispatcher, is_off, is_off_by_program, partly_off
+from .composition import inputs_of, widen
+from .missing_kernels import Callee, in_fp32
+
+# Taken before anything is patched.
+_clamp, _is_inf, _where = torch.clamp, torch.isinf, torch.where
+
+#: What a dtype holds; of others than low-precision ones any number is torch's affair.
+_LARGEST: Final[Mapping[torch.dtype, float]] = {
+    **dict.fromkeys((torch.float32, torch.float64), math.inf),
+    **{dtype: torch.finfo(dtype).max for dtype in LOW_DTYPES},
+}
+_LARGEST_IN_FP32: Final = torch.finfo(torch.float32).max
+
+#: Any low-precision dtype holds these.
+_HELD: Final = min(_LARGEST.values())
+_UNHELD: Final = -_HELD
+
+_PLAIN_NUMBERS: Final = frozenset([int, float, bool])
+_INFINITE: Final = frozenset([math.inf, -math.inf])
+
+
+def held(number: Any, dtype: torch.dtype | None) -> Any:
+    """Returns ``number``, or the nearest that ``dtype`` holds if that is low-precision and float32 holds it.
+
+    Infinities and NaN stay as they are, and so does anything but a real number.
+    """
+    if dtype not in LOW_DTYPES:
+        return number
+    if type(number) not in _PLAIN_NUMBERS and not isinstance(number, abstract.Real):
+        return number
+    if not _LARGEST[dtype] < abs(number) <= _LARGEST_IN_FP32:
+        return number
+    return math.copysign(_LARGEST[dtype], number)
+
+
+class Taking(NamedTuple):
+    """What `taking_numbers` makes.
+
+    Attributes:
+        function: Takes numbers that the low-precision dtype of its tensor does not hold.
+        read: Returns the functions that it calls: ``original`` and ``complete``.
+        write: Takes others.
+    """
+
+    function: Callable[..., Any]
+    read: Callable[[], tuple[Any, ...]]
+    write: Callable[[tuple[Any, ...]], None]
+
+
+def taking_numbers(
+    original: Callable[..., Any],
+    numbers: Numbers,
+    promotes: bool,
+    complete: Callable[..., Any],
+) -> Taking:
+    """Returns a function that calls ``original`` where its numbers are held, else ``complete``.
+
+    Args:
+        original: torch's function.
+        numbers: Where the numbers are.
+        promotes: Its kernel takes mixed dtypes, so that the first argument does not tell.
+        complete: `completed_by_numbers`, or what ends in it.
+    """
+    first = min(numbers.positions, default=sys.maxsize)
+
+    def take(*args: Any, **kwargs: Any) -> Any:
+        for value in (*args[first:], *kwargs.values()) if kwargs else args[first:]:
+            kind = type(value)
+            if kind in _PLAIN_NUMBERS:
+                if _UNHELD <= value <= _HELD or value in _INFINITE:
+                    continue
+                if not promotes and args and type(args[0]) in PLAIN_TENSORS:
+                    largest = _LARGEST.get(args[0].dtype)
+                    if largest is not None and -largest <= value <= largest:
+                        continue
+            elif value is None or (kind in PLAIN_TENSORS and value.dim()):
+                continue
+            return complete(*args, **kwargs)
+        return original(*args, **kwargs)
+
+    def read() -> tuple[Any, ...]:
+        return original, complete
+
+    def write(values: tuple[Any, ...]) -> None:
+        nonlocal original, complete
+        original, complete = values
+
+    return Taking(take, read, write)
+
+
+def completed_by_numbers(callee: Callee, numbers: Numbers) -> Callable[..., Any]:
+    """Wraps torch's function to take numbers that the low-precision dtype of its tensor does not hold."""
+
+    def complete(*args: Any, **kwargs: Any) -> Any:
+        return _taken(callee, numbers, args, kwargs)
+
+    return complete
+
+
+def _taken(callee: Callee, numbers: Numbers, args: Args, kwargs: Kwargs) -> Any:
+    """Returns the result of a call that may hold a number that its dtype does not."""
+    function, tensor = callee.function, _deciding(callee, args, kwargs)
+    if tensor is None or is_below_dispatcher():
+        return function(*args, **kwargs)
+    dtype = kwargs.get("dtype") or tensor.dtype
+    if dtype not in LOW_DTYPES or _is_off(tensor.device.type):
+        return function(*args, **kwargs)
+    given = [value for p, value in enumerate(args) if p in numbers.positions]
+    given += [value for name, value in kwargs.items() if name in numbers.names]
+    if numbers.are_factors:
+        if all([held(value, dtype) is value for value in _each(given)]):  # noqa: C419
+            return function(*args, **kwargs)
+        return in_fp32(callee, args, kwargs, dtype)
+
+    # A kernel that promotes takes tensors without dimensions beside their like for no numbers.
+    has_numbers = not callee.promotes or tensor.dim() > 0
+
+    def taken(value: Any) -> Any:
+        if isinstance(value, (list, tuple)):
+            return [held(item, dtype) for item in value]
+        if not isinstance(value, Tensor):
+            return held(value, dtype)
+        is_number = has_numbers and not value.dim() and value.dtype is not dtype
+        return _held_tensor(value, dtype) if is_number and not value.is_complex() else value
+
+    positional = [taken(v) if p in numbers.positions else v for p, v in enumerate(args)]
+    named = {name: taken(v) if name in numbers.names else v for name, v in kwargs.items()}
+    return function(*positional, **named)
+
+
+def _each(values: list[Any]) -> Iterator[Any]:
+    """Yields the values, and those in lists among them."""
+    for value in values:
+        yield from value if isinstance(value, (list, tuple)) else (value,)
+
+
+def _is_off(device_type: str) -> bool:
+    """Whether the program has switched casts off for tensors on devices of this type."""
+    if is_off():
+        # Inside of an op that is implemented in Python it is not the program that has.
+        return torch.compiler.is_dynamo_compiling() or is_off_by_program()
+    return device_type in partly_off()
+
+
+def _deciding(callee: Callee, args: Args, kwargs: Kwargs) -> Tensor | None:
+    """Returns the tensor to whose dtype torch converts numbers; None if there is none."""
+    if not callee.promotes:
+        inputs = inputs_of(args, kwargs)
+        return None if inputs is None else inputs.first
+    values = [value for value in (*args, *kwargs.values()) if isinstance(value, Tensor)]
+    floating = [tensor for tensor in values if tensor.is_floating_point()]
+    dimensioned = [tensor for tensor in floating if tensor.dim()] or floating
+    if any([tensor.dtype not in LOW_DTYPES for tensor in dimensioned]):  # noqa: C419
+        return None
+    return dimensioned[0] if len({tensor.dtype for tensor in dimensioned}) == 1 else None
+
+
+def _held_tensor(number: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a tensor without dimensions such that ``dtype`` holds what it holds, if that is finite."""
+    wide = number if number.dtype is torch.float64 else widen(number)
+    largest = _LARGEST[dtype]
+    return _where(_is_inf(wide), wide, _clamp(wide, -largest, largest))
