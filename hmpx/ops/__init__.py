@@ -16,7 +16,7 @@ from .foreign import (
     why_not,
 )
 from .known_facts import facts
-from .numbers import Numbers, converts_numbers, numbers
+from .numbers import Numbers, converting, converts_numbers, numbers
 from .op_table import Op, covered, covering, is_known, names, resolve, root, table
 from .signatures import Parameters, parameters, python_parameters, statistics, written
 from .sites import Site
@@ -30,6 +30,7 @@ __all__ = [
     "Parameters",
     "Site",
     "computing",
+    "converting",
     "converts_numbers",
     "covered",
     "covering",

@@ -54,7 +54,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     observed: list[str] = []
     if any(each.every_op for each in observers):
         observed = sorted(ops.computing() | ops.facts("converting").keys())
-    converting = [name for name in ops.table() if ops.converts_numbers(name)]
+    converting = sorted(ops.converting() & ops.table().keys())
     for name in dict.fromkeys([*policy.decisions, *deciding, *completed, *converting, *observed]):
         decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)
@@ -64,10 +64,10 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             version = torch.__version__
             raise OptionError(f"the policy holds {name!r}, which is not an op of torch {version}")
         facts, asked = facts_of(name), deciding.get(name, ())
-        takes_numbers = ops.converts_numbers(name)
+        takes_numbers = name in ops.converting()
         for site in op.sites:
             lacks = None if site.is_property else lacking.get(name)
-            is_complete = lacks is None and not takes_numbers
+            is_complete = lacks is None and not (takes_numbers and ops.converts_numbers(name, site))
             is_settled = is_complete and (site.in_place or not asked) and not observers
             if is_settled and _is_settled_by_torch(site, decision, facts):
                 continue
