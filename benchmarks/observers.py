@@ -20,6 +20,7 @@ ratio           time of a step / hmpx's of the same round: median over the round
 from __future__ import annotations
 
 import contextlib
+import gc
 import statistics
 import time
 import warnings
@@ -112,6 +113,7 @@ def measure(
                     step()  # warms up; the first step of every ten is watched
                     for _ in range(9 if name == "watch every 10" else 0):
                         step()
+                    gc.collect()  # what entering has left is not the steps' to pay for
                     begun = time.perf_counter()
                     for _ in range(count):
                         step()

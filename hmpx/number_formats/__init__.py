@@ -18,6 +18,7 @@ from .families import (
 )
 from .kernels.cache import build_kernels, build_portable, kernels_path
 from .kernels.compiler import find_compiler, shown_command
+from .kernels.extremes import MOST_THREADS, extremes_kernels
 from .kernels.library import kernels_state
 from .plans import ROUNDING_MODES
 from .quantization import quantize, rounder
@@ -27,6 +28,7 @@ from .uint16 import from_uint16, to_uint16
 __all__ = [
     "FORMATS",
     "FORMATS_BY_NAME",
+    "MOST_THREADS",
     "ROUNDING_MODES",
     "Block",
     "CodedFormat",
@@ -42,6 +44,7 @@ __all__ = [
     "code_dtype",
     "decode",
     "encode",
+    "extremes_kernels",
     "find_compiler",
     "from_uint16",
     "get",

@@ -2,35 +2,75 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, Final
+
+import torch
 
 #: More nodes than any op has: beyond them, inputs were not recognised.
 _MOST: Final = 200
 
 
-def boundary(entries: Sequence[Any], stops: Sequence[Any]) -> dict[Any, Sequence[int]]:
+#: Nodes whose result has the values that they are given: in another shape, or cast. With a cast to a
+#: narrower dtype that is another matter: it may overflow.
+HANDING_ON: Final = frozenset(
+    {
+        "PermuteBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
+        "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
+        "UnsqueezeBackward0", "ViewBackward0",
+    }
+)  # fmt: skip
+
+#: node -> its edges that leave a call.
+Exits = Mapping[Any, Sequence[int]]
+
+
+def boundary(entries: Sequence[Any], stops: Sequence[Any], widest: torch.dtype) -> Exits:
     """Returns node -> its edges that leave the call, to nodes in ``stops`` and to leaves.
+
+    Where only nodes that hand on gradients come between a leaf and the node that computes its gradient,
+    the edge is the latter's: what reaches the leaf is finite exactly if that is.
 
     Args:
         entries: Nodes of the results.
         stops: Nodes of the inputs; the caller keeps them, or Python would make other objects for them.
+        widest: The widest dtype that the call computes in: casts to leaves of it are to no narrower one.
     """
     seen, pending = set(entries), list(entries)
-    exits: dict[Any, Sequence[int]] = {}
+    exits: dict[Any, list[int]] = {}
+    leaves: list[tuple[Any, int, Any]] = []
+    above: dict[Any, tuple[Any, int] | None] = {}
     while pending:
         node = pending.pop()
         for edge, (following, _) in enumerate(node.next_functions):
             if following is None:
                 continue
-            if following in stops or type(following).__name__ == "AccumulateGrad":
-                exits[node] = [*exits.get(node, ()), edge]
+            if type(following).__name__ == "AccumulateGrad":
+                leaves.append((node, edge, following))
+            elif following in stops:
+                exits.setdefault(node, []).append(edge)
             elif following not in seen:
                 seen.add(following)
+                above[following] = node, edge
                 pending.append(following)
+            else:
+                above[following] = None  # its gradient is a sum
         if len(seen) > _MOST:
             return {node: range(len(node.next_functions)) for node in entries}
+    for node, edge, leaf in leaves:
+        is_cast_wider = leaf.variable.dtype is widest
+        source = _computing(node, edge, above) if is_cast_wider else (node, edge)
+        exits.setdefault(source[0], []).append(source[1])
     return exits
+
+
+def _computing(
+    node: Any, edge: int, above: Mapping[Any, tuple[Any, int] | None]
+) -> tuple[Any, int]:
+    """Returns the node, and its edge, whose result the nodes from there on hand on."""
+    while type(node).__name__ in HANDING_ON and (source := above.get(node)) is not None:
+        node, edge = source
+    return node, edge
 
 
 def name_of(node: Any) -> str:

@@ -16,7 +16,6 @@ from ..tensors import PLAIN_TENSORS
 from .records import Cell, version_of
 
 storage_of: Final[Callable[[Tensor], Any]] = Tensor.untyped_storage
-_element_size = Tensor.element_size
 
 #: Of how many measurements of its parts a tensor may be known.
 _MOST_PARTS: Final = 8
@@ -39,8 +38,7 @@ class KnownTensors:
         found = self._found.get(storage._cdata)
         if found is None or found[1] != version_of(tensor) or found[1] < 0:
             return None
-        is_part = tensor.numel() * _element_size(tensor) < storage.nbytes()
-        return found[2], is_part
+        return found[2], tensor.nbytes < storage.nbytes()
 
     def before(self, tensor: Tensor, storage: Any) -> tuple[Cell, ...] | None:
         """Returns what was known of ``tensor`` before a call wrote to it; None if nothing was."""
@@ -54,7 +52,7 @@ class KnownTensors:
         key = storage._cdata
         cells: tuple[Cell, ...] = (cell,)
         found = self._found.get(key)
-        if tensor.numel() * _element_size(tensor) < storage.nbytes() and version >= 0:
+        if version >= 0 and tensor.nbytes < storage.nbytes():
             # The rest is as it was, if that is known.
             if found is None or not 0 <= version - found[1] <= 1 or len(found[2]) >= _MOST_PARTS:
                 self._found.pop(key, None)

@@ -24,7 +24,7 @@ from ..torch_internals import (
     is_jit_tracing,
     transforms,
 )
-from .backward_nodes import boundary, name_of
+from .backward_nodes import Exits, boundary, name_of
 from .known_tensors import KnownTensors, is_measurable, storage_of
 from .records import (
     UNSET,
@@ -101,8 +101,10 @@ class Notes:
         if not self.is_open or is_off_limits():
             return
         written = args[0] if call.op == "setitem" else result
-        given = (written,) if isinstance(written, Tensor) else tensors_in([written])
-        results = [each for each in given if is_measurable(each)]
+        if is_measurable(written):
+            results = [written]
+        else:
+            results = [each for each in tensors_in([written]) if is_measurable(each)]
         if not results or is_captured(results[0]):
             return
         record = CallRecord(call, self.step, [])
@@ -167,29 +169,26 @@ class Notes:
 
     def _hook(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
         """Has gradients noted where they enter and leave the backward of a call."""
-        made = [(each, each.grad_fn) for each in results]
-        nodes = dict.fromkeys([node for _, node in made if node is not None])
+        nodes = dict.fromkeys([node for each in results if (node := each.grad_fn) is not None])
         if not nodes:
             return
         stops = [node for each in inputs if (node := each.grad_fn) is not None]
-        if any([each is result for each in inputs for result in results]):  # noqa: C419
+        if any([each is result for result in results for each in inputs]):  # noqa: C419
             # It was written to, or returned as it is: what its node was before is unknown.
             entries = list(nodes) if record.writes else []
-            exits: dict[Any, Sequence[int]] = {
-                node: range(len(node.next_functions)) for node in entries
-            }
+            exits: Exits = {node: range(len(node.next_functions)) for node in entries}
         else:
             entries = [node for node in nodes if node not in stops]
-            exits = boundary(entries, stops)
+            dtypes = record.call.cast_dtypes
+            widest = torch.float64 if torch.float64 in dtypes else torch.float32
+            exits = boundary(entries, stops, widest)
         self._hook_nodes(record, "", entries, exits)
 
     def _hook_made_outside(self, record: CallRecord, node: Any) -> None:
         """Has gradients noted at the node of a function that is not an observed call."""
         self._hook_nodes(record, name_of(node), [node], {node: range(len(node.next_functions))})
 
-    def _hook_nodes(
-        self, record: CallRecord, name: str, entries: list[Any], exits: dict[Any, Sequence[int]]
-    ) -> None:
+    def _hook_nodes(self, record: CallRecord, name: str, entries: list[Any], exits: Exits) -> None:
         hooks = _Hooks(self, record, name)
         for node in entries:
             if node not in exits:
@@ -197,11 +196,9 @@ class Notes:
         for node, edges in exits.items():
             node.register_hook(functools.partial(hooks.pass_on, edges, node in entries))
 
-    def gradients(self, gradients: Sequence[Tensor | None]) -> list[Cell]:
+    def gradients(self, gradients: Iterable[Tensor | None]) -> list[Cell]:
         """Returns what is known of these gradients, measured if need be."""
         found: list[Cell] = []
-        if not self.is_open or is_off_limits():
-            return found
         known = self._known
         with self._lock:
             for gradient in gradients:
@@ -235,8 +232,11 @@ class _Hooks:
 
     def arrive(self, grad_outputs: Sequence[Tensor | None]) -> None:
         """Notes the gradients of the results."""
-        self._arrived = self._notes.gradients(grad_outputs)
-        self._add(self._arrived, [])
+        notes = self._notes
+        if not notes.is_open or is_off_limits():
+            return
+        self._arrived = notes.gradients(grad_outputs)
+        self._add([])
 
     def pass_on(
         self,
@@ -246,13 +246,15 @@ class _Hooks:
         grad_outputs: Sequence[Tensor | None],
     ) -> None:
         """Notes the gradients of the inputs, and those of the results if no other node gets them first."""
-        if is_entry:
-            self._arrived = self._notes.gradients(grad_outputs)
-        handed = [grad_inputs[edge] for edge in edges if edge < len(grad_inputs)]
-        self._add(self._arrived, self._notes.gradients(handed))
-
-    def _add(self, before: list[Cell], after: list[Cell]) -> None:
         notes = self._notes
+        if not notes.is_open or is_off_limits():
+            return
+        if is_entry:
+            self._arrived = notes.gradients(grad_outputs)
+        self._add(notes.gradients([grad_inputs[e] for e in edges if e < len(grad_inputs)]))
+
+    def _add(self, after: list[Cell]) -> None:
+        notes, before = self._notes, self._arrived
         if before or after:
             notes.add(GradientRecord(self._record, self._name, before, after, notes.step))
 

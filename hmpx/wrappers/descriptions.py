@@ -43,7 +43,7 @@ SWITCHED_OFF: Final = "casts are switched off"
 _MOST_KINDS: Final = 256
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, eq=False)
 class Description:
     """What is said of a call.
 

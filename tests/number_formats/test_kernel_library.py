@@ -703,6 +703,20 @@ def test_a_compiler_at_fault_costs_one_line(
     assert_warned_once(outcome, "rounded by torch ops", reason, "HMPX_KERNELS=off hides this")
 
 
+@pytest.mark.parametrize("setting", ["wait", ""])
+def test_what_is_fast_without_kernels_does_not_miss_them(setting: str, run: Run) -> None:
+    """The warning waits for the first rounding, as that is slow without a compiler."""
+    measure = """
+from hmpx.number_formats import extremes_kernels
+print(dict(extremes_kernels()))
+if kernel_library._builder:
+    wait_for_build()
+"""
+    settings = {"CC": "no-such-compiler", "HMPX_KERNELS": setting}
+    assert run(measure, **settings) == (0, "{}\n", "")
+    assert_warned_once(run(measure + SHOW, **settings), "no C compiler no-such-compiler was found")
+
+
 def test_a_compiler_that_only_a_shell_can_start(run: Run, place: Path, shelf: Path) -> None:
     """A script without a first line that names its interpreter."""
     script = place / "plain-cc"

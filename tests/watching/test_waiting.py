@@ -38,6 +38,12 @@ WAITING_METHODS = (
 )  # fmt: skip
 
 
+@pytest.fixture(autouse=True)
+def no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has everything measured by torch's ops, as on accelerators."""
+    monkeypatch.setattr(slots, "extremes_kernels", dict)
+
+
 def waits(calls: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], Counter[str]]:
     """Returns what a watched program does more than the same one unwatched: in a step, and at its end.
 

@@ -25,7 +25,10 @@ from .files import PrivateFolder, Stamp
 
 _SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 
-_SYMBOLS: Final = tuple(symbol for plan in PLANS.values() for symbol in plan.symbols())
+_SYMBOLS: Final = (
+    *(symbol for plan in PLANS.values() for symbol in plan.symbols()),
+    *("extremes_f32", "extremes_bf16", "extremes_f16"),
+)
 
 #: Instruction sets of every x86-64 processor since 2015 or so, as Linux names them.
 _X86_64_V3: Final = (

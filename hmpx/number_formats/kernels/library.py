@@ -34,13 +34,24 @@ _library: ctypes.CDLL | None = None
 _builder: threading.Thread | None = None
 _is_settled = False
 
+#: Whether anything that is slow without kernels has asked for them, and the warning that waits for that.
+_is_missed = False
+_unreported = ""
 
-def library() -> ctypes.CDLL | None:
+
+def library(*, is_essential: bool = True) -> ctypes.CDLL | None:
     """Returns the compiled kernels; None while there are none. The first call begins to build.
+
+    Args:
+        is_essential: Whether a warning is due if there are none.
 
     Raises:
         OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
     """
+    global _is_missed
+    if is_essential and not _is_missed:
+        _is_missed = True
+        _report_absence(_unreported)
     if not _is_settled and _builder is None:
         _begin()
     return _library
@@ -142,6 +153,11 @@ def _provide(fault: str) -> None:
 
 
 def _report_absence(reason: str) -> None:
+    global _unreported
+    _unreported = reason
+    if not (reason and _is_missed):
+        return
+    _unreported = ""
     _LOGGER.warning(
         "number formats are rounded by torch ops, several times slower than by compiled kernels: %s; "
         "install a C compiler or set CC, or build the kernels elsewhere with "

@@ -1,4 +1,5 @@
-/* Rounding to number formats on the CPU, as the plans of their families do in torch ops, bit for bit.
+/* Rounding to number formats on the CPU, as the plans of their families do in torch ops, bit for bit; and
+ * the extremes of tensors.
  *
  * The specs mirror those plans; integers that hold bits of a value hold them in their low half
  * for float. Input and output may be the same. Compiled without any option that changes values.
@@ -77,6 +78,63 @@ INLINE void my_share(int64_t count, int64_t *first, int64_t *end) {
 
 #define EACH_MODE(CASE) \
   CASE(NEAREST) CASE(TOWARD_ZERO) CASE(UP) CASE(DOWN) CASE(NEAREST_AWAY) CASE(STOCHASTIC)
+
+/* The smallest and the largest of `count` numbers, at least one: as integers, which are in the order of
+ * these once those of negative numbers are turned round. NaNs are beyond the infinities; any makes both
+ * ends NaN. There are at most MOST_THREADS threads.
+ */
+#define MOST_THREADS 64
+#define EXTREMES(type, INTEGER, LARGEST, INFINITE)                                             \
+  API void extremes_##type(const INTEGER *in, int64_t count, float *out, int threads) {        \
+    INTEGER lows[MOST_THREADS], highs[MOST_THREADS];                                           \
+    for (int i = 0; i < threads; i++) lows[i] = (LARGEST), highs[i] = -(LARGEST)-1;            \
+    PARALLEL {                                                                                 \
+      int64_t first, end;                                                                      \
+      INTEGER low = (LARGEST), high = -(LARGEST)-1;                                            \
+      my_share(count, &first, &end);                                                           \
+      _Pragma("omp simd reduction(min : low) reduction(max : high)")                           \
+      for (int64_t i = first; i < end; i++) {                                                  \
+        const INTEGER bits = in[i];                                                            \
+        const INTEGER value = bits ^ ((bits >> (8 * sizeof bits - 1)) & (LARGEST));            \
+        low = value < low ? value : low;                                                       \
+        high = value > high ? value : high;                                                    \
+      }                                                                                        \
+      lows[THIS_THREAD] = low;                                                                 \
+      highs[THIS_THREAD] = high;                                                               \
+    }                                                                                          \
+    for (int i = 1; i < threads; i++) {                                                        \
+      lows[0] = lows[i] < lows[0] ? lows[i] : lows[0];                                         \
+      highs[0] = highs[i] > highs[0] ? highs[i] : highs[0];                                    \
+    }                                                                                          \
+    const int has_nan = highs[0] > (INFINITE) || lows[0] < -(INFINITE)-1;                      \
+    out[0] = has_nan ? NAN : type##_value(lows[0] < 0 ? lows[0] ^ (LARGEST) : lows[0]);        \
+    out[1] = has_nan ? NAN : type##_value(highs[0] < 0 ? highs[0] ^ (LARGEST) : highs[0]);     \
+  }
+#ifdef _OPENMP
+#define THIS_THREAD omp_get_thread_num()
+#else
+#define THIS_THREAD 0
+#endif
+
+INLINE float f32_value(int32_t bits) {
+  float found;
+  memcpy(&found, &bits, sizeof found);
+  return found;
+}
+
+INLINE float bf16_value(int16_t bits) { return f32_value((int32_t)((uint32_t)bits << 16)); }
+
+INLINE float f16_value(int16_t bits) {
+  const int exponent = (bits >> 10) & 31, fraction = bits & 1023;
+  float found = ldexpf((float)fraction, -24);
+  if (exponent) found = ldexpf((float)(1024 + fraction), exponent - 25);
+  if (exponent == 31) found = INFINITY;
+  return bits < 0 ? -found : found;
+}
+
+EXTREMES(f32, int32_t, 0x7FFFFFFF, 0x7F800000)
+EXTREMES(bf16, int16_t, 0x7FFF, 0x7F80)
+EXTREMES(f16, int16_t, 0x7FFF, 0x7C00)
 
 #define REAL float
 #define SINT int32_t

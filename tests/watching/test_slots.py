@@ -1,0 +1,165 @@
+"""Extremes of tensors: those by compiled kernels and those by torch's ops are the same, and right."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import shutil
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from hmpx.number_formats import build_kernels
+from hmpx.number_formats.kernels import extremes as kernels
+from hmpx.number_formats.kernels import library
+from hmpx.watching import slots
+from hmpx.watching.slots import Slots
+
+LOW = [torch.bfloat16, torch.float16]
+DTYPES = [*LOW, torch.float32, torch.float64]
+ids = {"ids": lambda value: str(value).removeprefix("torch.")}
+
+INFINITY, NAN = math.inf, math.nan
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Any:
+    """Returns the kernels, built if need be."""
+    if shutil.which("cc") is None:
+        pytest.skip("no compiler here")
+    with pytest.MonkeyPatch.context() as patches:
+        patches.setattr(kernels, "_found", {})
+        patches.setattr(library, "library", lambda **_: build_kernels().library)
+        return dict(kernels.extremes_kernels())
+
+
+@pytest.fixture(params=["kernels", "ops"])
+def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    """Returns what finds the extremes of a tensor, by kernels or by ops."""
+    is_compiled = request.param == "kernels"
+    chosen = request.getfixturevalue("compiled") if is_compiled else {}
+    monkeypatch.setattr(slots, "extremes_kernels", lambda: chosen)
+    used: list[bool] = []
+    by_kernel = Slots._measure_compiled
+
+    def noted(self: Slots, tensor: Tensor, count: int) -> int | None:
+        slot = by_kernel(self, tensor, count)
+        used.append(slot is not None)
+        return slot
+
+    monkeypatch.setattr(Slots, "_measure_compiled", noted)
+
+    def find(*tensors: Tensor, by_kernel: bool = True) -> list[tuple[float, float] | None]:
+        used.clear()
+        measured = Slots()
+        numbers = [measured.measure(each) for each in tensors]
+        if is_compiled and all(each.dtype is not torch.float64 for each in tensors):
+            assert used == [by_kernel] * len([each for each in tensors if each.numel()])
+        values = measured.read_all()
+        return [None if each is None else values[each] for each in numbers]
+
+    yield find
+
+
+def expected(tensor: Tensor) -> tuple[float, float]:
+    """Returns the extremes by numpy; NaN for both if there is one."""
+    values = tensor.detach().resolve_neg().double().numpy()
+    return float(np.min(values)), float(np.max(values))
+
+
+def assert_same(actual: tuple[float, float] | None, wanted: tuple[float, float]) -> None:
+    assert actual is not None
+    assert all(
+        a == w or (math.isnan(a) and math.isnan(w)) for a, w in zip(actual, wanted, strict=True)
+    )
+
+
+def normal(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(shape, generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.mark.parametrize("dtype", LOW, **ids)
+def test_each_number_of_16_bits(found: Any, dtype: torch.dtype) -> None:
+    """Each bit pattern beside zero: all infinities and NaNs of either sign, subnormals, the largest."""
+    patterns = torch.arange(-(2**15), 2**15, 5).to(torch.int16)
+    edges = torch.tensor([0x7F7F, 0x7F80, 0x7F81, 0x7BFF, 0x7C00, 0x7C01, 0x7FFF, 1, 0x400, 0x80])
+    edges = torch.cat([edges, edges - 2**15]).to(torch.int16)
+    alone = torch.cat([patterns, edges]).view(dtype)
+    rows = torch.stack([alone, torch.zeros_like(alone)], 1)
+    for actual, row in zip(found(*rows), rows, strict=True):
+        assert_same(actual, expected(row))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, **ids)
+def test_edges_beside_each_other(found: Any, dtype: torch.dtype) -> None:
+    facts = torch.finfo(dtype)
+    edges = [
+        0.0, -0.0, facts.max, facts.min, facts.tiny, -facts.tiny, facts.smallest_normal / 2,
+        -facts.smallest_normal / 2, INFINITY, -INFINITY, NAN, -NAN, 1.0,
+    ]  # fmt: skip
+    pairs = [torch.tensor(pair, dtype=dtype) for pair in itertools.product(edges, repeat=2)]
+    for actual, pair in zip(found(*pairs), pairs, strict=True):
+        assert_same(actual, expected(pair))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, **ids)
+@pytest.mark.parametrize("count", [1, 2, 15, 16, 17, 63, 1000, 40_000])
+def test_one_value_anywhere(found: Any, dtype: torch.dtype, count: int) -> None:
+    """An infinity or a NaN shows at the first place, at the last, and between; so does a finite extreme."""
+    tensors = []
+    for place, value in itertools.product(
+        {0, count // 2, count - 1}, [INFINITY, -INFINITY, NAN, 9.0]
+    ):
+        tensor = normal(count).to(dtype)
+        tensor[place] = value
+        tensors.append(tensor)
+    for actual, tensor in zip(found(*tensors), tensors, strict=True):
+        assert_same(actual, expected(tensor))
+
+
+@pytest.mark.parametrize("dtype", [*LOW, torch.float32], **ids)
+def test_threads(found: Any, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    tensors = []
+    for place in (0, 700, 999):
+        tensor = normal(1000).to(dtype)
+        tensor[place] = -INFINITY
+        tensors.append(tensor)
+    tensors.append(normal(3).to(dtype))
+    monkeypatch.setattr(slots, "_MANY", 1)
+    for threads in (2, 3, 1000):
+        monkeypatch.setattr(torch, "get_num_threads", lambda threads=threads: threads)
+        for actual, tensor in zip(found(*tensors), tensors, strict=True):
+            assert_same(actual, expected(tensor))
+
+
+@pytest.mark.parametrize("dtype", DTYPES, **ids)
+def test_in_whichever_order_elements_lie(found: Any, dtype: torch.dtype) -> None:
+    """Only what belongs to a view counts, even where its memory has more."""
+    base = normal(4, 6, 8).to(dtype)
+    rows = [base.permute(2, 0, 1), base[1:3], base.mT[2], base[0, 0, 0]]
+    outside = base.clone()
+    outside[0], outside[:, 5] = INFINITY, NAN
+    apart = [outside[1:, :5], outside[1:, :5:2, ::3], outside[1:2, :1, :1].expand(1, 2, 8)]
+    for tensors, by_kernel in ((rows, True), (apart, False)):
+        for actual, tensor in zip(found(*tensors, by_kernel=by_kernel), tensors, strict=True):
+            assert_same(actual, expected(tensor))
+
+
+def test_tensors_whose_memory_is_not_their_values(found: Any) -> None:
+    imaginary = torch.complex(normal(4), normal(4, seed=1).abs() + 1).conj().imag
+    assert imaginary.is_neg()
+    assert_same(found(imaginary, by_kernel=False)[0], expected(imaginary))
+    assert found(torch.empty(0)) == [None]
+    zeros = torch._efficientzerotensor(3)
+    assert_same(found(zeros, by_kernel=False)[0], (0.0, 0.0))
+
+
+def test_complex_numbers(found: Any) -> None:
+    values = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([-3.0, INFINITY]))
+    slots = Slots()
+    slot = slots.measure(values)
+    assert slot is not None and slots.read_all()[slot] == (-3.0, INFINITY)
