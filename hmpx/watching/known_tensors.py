@@ -75,8 +75,8 @@ def is_measurable(value: object) -> TypeGuard[Tensor]:
     """Whether ``value`` is a tensor whose values can be looked at."""
     if type(value) not in PLAIN_TENSORS:
         return False
-    assert isinstance(value, Tensor)
-    return value.dtype in _FLOATING and value.layout is torch.strided and not value.is_meta
+    tensor: Any = value
+    return tensor.dtype in _FLOATING and tensor.layout is torch.strided and not tensor.is_meta
 
 
 _FLOATING: Final = frozenset(

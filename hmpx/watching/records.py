@@ -87,7 +87,10 @@ def bits_of(extremes: Extremes) -> int:
 
 def version_of(tensor: torch.Tensor) -> int:
     """Returns a tensor's version; -1 for one of inference mode, which counts none."""
-    return -1 if tensor.is_inference() else tensor._version
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
 
 
 @dataclass(slots=True, eq=False)

@@ -33,6 +33,8 @@ _FEWEST, _MOST = 256, 16384
 #: Up to so many elements a call costs more than what it computes.
 _FEW: Final = 1 << 15
 
+_CPU: Final = torch.device("cpu")
+
 #: From so many elements on kernels run in several threads.
 _MANY: Final = 1 << 17
 
@@ -52,6 +54,7 @@ class Slots:
         """Starts without memory."""
         self._pieces: list[_Piece] = []
         self._open: dict[tuple[torch.device, torch.dtype], _Piece] = {}
+        self._on_cpu: _Piece | None = None
         self._kernels = extremes_kernels()
         self.count = 0
 
@@ -65,26 +68,22 @@ class Slots:
         count = tensor.numel()
         if not count:
             return None
-        if tensor.is_cpu and tensor.dtype in self._kernels:
-            slot = self._measure_compiled(tensor, count)
-            if slot is not None:
-                return slot
+        kernel = self._kernels.get(tensor.dtype) if tensor.is_cpu else None
+        if kernel is not None and not tensor.is_neg():
+            is_row = tensor.is_contiguous() or _is_row(tensor.stride(), tensor.shape)
+            if is_row and (address := tensor.data_ptr()):  # tensors of known zeros have no memory
+                piece = self._on_cpu
+                if piece is None or piece.used == piece.size:
+                    piece = self._on_cpu = self._opened(_CPU, torch.float32)
+                position = piece.used
+                piece.used += 1
+                self.count += 1
+                kernel(address, count, piece.address + 8 * position, _threads_for(count))
+                return piece.first_slot + position
         if dispatch_modes():  # of the program, which must not see this
             with disable_modes():
                 return self._measure(tensor)
         return self._measure(tensor)
-
-    def _measure_compiled(self, tensor: Tensor, count: int) -> int | None:
-        """Does what `measure` does, by a kernel; None if the tensor isn't ``count`` elements in a row."""
-        address = tensor.data_ptr()
-        is_row = tensor.is_contiguous() or _is_row(tensor.stride(), tensor.shape)
-        if not (address and is_row) or tensor.is_neg():  # whose memory has no values, or others
-            return None
-        slot, piece = self._take(tensor.device, torch.float32)
-        threads = 1 if count < _MANY else min(torch.get_num_threads(), MOST_THREADS)
-        target = piece.address + 8 * (slot - piece.first_slot)
-        self._kernels[tensor.dtype](address, count, target, threads)
-        return slot
 
     def _measure(self, tensor: Tensor) -> int:
         if tensor.requires_grad:
@@ -93,8 +92,7 @@ class Slots:
             tensor = _view_as_real(tensor)
         if tensor.dtype not in _OWN_KERNELS:
             tensor = _to(tensor, torch.float32)
-        slot, piece = self._take(tensor.device, tensor.dtype)
-        low, high = piece.views[slot - piece.first_slot]
+        slot, low, high = self._take(tensor.device, tensor.dtype)
         is_contiguous = tensor.is_contiguous()
         if not is_contiguous and _is_row(tensor.stride(), tensor.shape):
             tensor = _as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
@@ -110,17 +108,23 @@ class Slots:
             _amax(tensor, (), out=high)
         return slot
 
-    def _take(self, device: torch.device, dtype: torch.dtype) -> tuple[int, _Piece]:
-        piece = self._open.get((device, dtype))
-        if piece is None or piece.used == len(piece.views):
-            size = _FEWEST if piece is None else min(4 * len(piece.views), _MOST)
-            piece = self._open[device, dtype] = _Piece(size, device, dtype)
-            piece.first_slot = len(self._pieces) * _MOST
-            self._pieces.append(piece)
+    def _take(self, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor, Tensor]:
+        piece = self._opened(device, dtype)
         position = piece.used
         piece.used += 1
         self.count += 1
-        return piece.first_slot + position, piece
+        low, high = piece.views[position]
+        return piece.first_slot + position, low, high
+
+    def _opened(self, device: torch.device, dtype: torch.dtype) -> _Piece:
+        """Returns the memory of this kind that has slots left."""
+        piece = self._open.get((device, dtype))
+        if piece is None or piece.used == piece.size:
+            size = _FEWEST if piece is None else min(4 * piece.size, _MOST)
+            piece = self._open[device, dtype] = _Piece(size, device, dtype)
+            piece.first_slot = len(self._pieces) * _MOST
+            self._pieces.append(piece)
+        return piece
 
     def read(self) -> Mapping[int, Extremes] | None:
         """Returns what `read_all` does; None if all are finite, which is told without a look at each."""
@@ -153,6 +157,7 @@ class _Piece:
 
     Attributes:
         memory: [slots, 2].
+        size: How many slots there are.
         address: Where that begins.
         views: Two tensors of no dimension for each slot.
         first_slot: Number of the first slot.
@@ -161,6 +166,7 @@ class _Piece:
 
     def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
         # Made where inference mode is off: other threads write to it.
+        self.size = size
         with torch.inference_mode(False), torch.no_grad():
             self.memory = _empty((size, 2), dtype=dtype, device=device)
             columns = [_unbind(column) for column in _unbind(self.memory, 1)]
@@ -182,6 +188,10 @@ def _by_slot(values: Iterable[tuple[list[int], list[float]]]) -> dict[int, Extre
     for slots, pairs in values:
         found.update(zip(slots, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
     return found
+
+
+def _threads_for(count: int) -> int:
+    return 1 if count < _MANY else min(torch.get_num_threads(), MOST_THREADS)
 
 
 @functools.lru_cache(maxsize=1 << 10)

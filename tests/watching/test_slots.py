@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 import math
 import shutil
-from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -38,31 +37,30 @@ def compiled() -> Any:
 
 
 @pytest.fixture(params=["kernels", "ops"])
-def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
     """Returns what finds the extremes of a tensor, by kernels or by ops."""
     is_compiled = request.param == "kernels"
     chosen = request.getfixturevalue("compiled") if is_compiled else {}
-    monkeypatch.setattr(slots, "extremes_kernels", lambda: chosen)
-    used: list[bool] = []
-    by_kernel = Slots._measure_compiled
+    used: list[torch.dtype] = []
 
-    def noted(self: Slots, tensor: Tensor, count: int) -> int | None:
-        slot = by_kernel(self, tensor, count)
-        used.append(slot is not None)
-        return slot
+    def noted(dtype: torch.dtype) -> Any:
+        def find(*args: int) -> None:
+            used.append(dtype)
+            chosen[dtype](*args)
 
-    monkeypatch.setattr(Slots, "_measure_compiled", noted)
+        return find
+
+    monkeypatch.setattr(slots, "extremes_kernels", lambda: {each: noted(each) for each in chosen})
 
     def find(*tensors: Tensor, by_kernel: bool = True) -> list[tuple[float, float] | None]:
         used.clear()
         measured = Slots()
         numbers = [measured.measure(each) for each in tensors]
-        if is_compiled and all(each.dtype is not torch.float64 for each in tensors):
-            assert used == [by_kernel] * len([each for each in tensors if each.numel()])
+        assert used == [each.dtype for each in tensors if by_kernel and each.dtype in chosen]
         values = measured.read_all()
         return [None if each is None else values[each] for each in numbers]
 
-    yield find
+    return find
 
 
 def expected(tensor: Tensor) -> tuple[float, float]:
@@ -153,7 +151,7 @@ def test_tensors_whose_memory_is_not_their_values(found: Any) -> None:
     imaginary = torch.complex(normal(4), normal(4, seed=1).abs() + 1).conj().imag
     assert imaginary.is_neg()
     assert_same(found(imaginary, by_kernel=False)[0], expected(imaginary))
-    assert found(torch.empty(0)) == [None]
+    assert found(torch.empty(0), by_kernel=False) == [None]
     zeros = torch._efficientzerotensor(3)
     assert_same(found(zeros, by_kernel=False)[0], (0.0, 0.0))
 
