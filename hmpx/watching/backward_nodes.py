@@ -25,30 +25,36 @@ HANDING_ON: Final = frozenset(
 Exits = Mapping[Any, Sequence[int]]
 
 
-def boundary(entries: Sequence[Any], stops: Sequence[Any], widest: torch.dtype) -> Exits:
+def boundary(
+    entries: Sequence[Any], stops: Mapping[Any, torch.dtype | None], widest: torch.dtype
+) -> Exits:
     """Returns node -> its edges that leave the call, to nodes in ``stops`` and to leaves.
 
-    Where only nodes that hand on gradients come between a leaf and the node that computes its gradient,
-    the edge is the latter's: what reaches the leaf is finite exactly if that is.
+    Where only nodes that hand on gradients come between an input and the node that computes its gradient,
+    the edge is the latter's: what reaches the input is finite exactly if that is.
 
     Args:
         entries: Nodes of the results.
-        stops: Nodes of the inputs; the caller keeps them, or Python would make other objects for them.
-        widest: The widest dtype that the call computes in: casts to leaves of it are to no narrower one.
+        stops: Node of an input -> its dtype, None if there are several. The caller keeps the nodes, or
+            Python would make other objects for them.
+        widest: The widest dtype that the call computes in: casts to inputs of it are to no narrower one.
     """
     seen, pending = set(entries), list(entries)
     exits: dict[Any, list[int]] = {}
-    leaves: list[tuple[Any, int, Any]] = []
+    leaving: list[tuple[Any, int]] = []  # to inputs of the widest dtype
     above: dict[Any, tuple[Any, int] | None] = {}
     while pending:
         node = pending.pop()
         for edge, (following, _) in enumerate(node.next_functions):
             if following is None:
                 continue
-            if type(following).__name__ == "AccumulateGrad":
-                leaves.append((node, edge, following))
-            elif following in stops:
-                exits.setdefault(node, []).append(edge)
+            is_leaf = type(following).__name__ == "AccumulateGrad"
+            if is_leaf or following in stops:
+                dtype = following.variable.dtype if is_leaf else stops[following]
+                if dtype is widest:
+                    leaving.append((node, edge))
+                else:
+                    exits.setdefault(node, []).append(edge)
             elif following not in seen:
                 seen.add(following)
                 above[following] = node, edge
@@ -57,10 +63,9 @@ def boundary(entries: Sequence[Any], stops: Sequence[Any], widest: torch.dtype) 
                 above[following] = None  # its gradient is a sum
         if len(seen) > _MOST:
             return {node: range(len(node.next_functions)) for node in entries}
-    for node, edge, leaf in leaves:
-        is_cast_wider = leaf.variable.dtype is widest
-        source = _computing(node, edge, above) if is_cast_wider else (node, edge)
-        exits.setdefault(source[0], []).append(source[1])
+    for last in leaving:
+        source, number = _computing(*last, above)
+        exits.setdefault(source, []).append(number)
     return exits
 
 

@@ -172,7 +172,11 @@ class Notes:
         nodes = dict.fromkeys([node for each in results if (node := each.grad_fn) is not None])
         if not nodes:
             return
-        stops = [node for each in inputs if (node := each.grad_fn) is not None]
+        stops: dict[Any, torch.dtype | None] = {}
+        for each in inputs:
+            if (node := each.grad_fn) is not None:
+                dtype = each.dtype
+                stops[node] = dtype if stops.get(node, dtype) is dtype else None
         if any([each is result for result in results for each in inputs]):  # noqa: C419
             # It was written to, or returned as it is: what its node was before is unknown.
             entries = list(nodes) if record.writes else []

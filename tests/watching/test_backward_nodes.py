@@ -1,4 +1,4 @@
-"""Which gradients are looked at: those of leaves where they are computed, unless a cast may overflow."""
+"""Which gradients are looked at: those of inputs where they are computed, unless a cast may overflow."""
 
 from __future__ import annotations
 
@@ -86,11 +86,27 @@ def test_one_node_is_asked_for_all_gradients_of_a_linear() -> None:
     assert (len(record.before), len(record.after)) == (1, 3)
 
 
+def test_one_node_is_asked_for_the_gradient_of_an_input_that_is_cast() -> None:
+    """An input of float32, that is; one of float16 is looked at behind the cast."""
+    layer = torch.nn.LayerNorm(3)
+    policy = hmpx.Policy.from_ops(low=["layer_norm"], fp32=["softmax"])
+    with hmpx.convert(policy=policy, device_types={"cpu"}), hmpx.watch("collect") as w:
+        h = torch.ones(2, 3, requires_grad=True) * 2
+        y = layer(h)
+        z = torch.softmax(y, -1)
+        assert (h.dtype, y.dtype, z.dtype) == (torch.float32, torch.bfloat16, torch.float32)
+        z.sum().backward()
+        records = [each for each in w._notes.records if isinstance(each, GradientRecord)]
+    counts = Counter(each.record.call.op for each in records)
+    assert counts["layer_norm"] == 1
+    assert counts["softmax"] == 2
+
+
 def test_a_gradient_that_is_a_sum_is_looked_at_behind_the_sum() -> None:
     h = torch.ones(3, requires_grad=True)
     narrow = h.half()
     y = narrow * 1 + narrow * 2
-    exits = boundary([y.grad_fn], [], torch.float32)
+    exits = boundary([y.grad_fn], {}, torch.float32)
     (node,) = exits
     assert type(node).__name__ == "ToCopyBackward0"
 
