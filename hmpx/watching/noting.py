@@ -57,6 +57,7 @@ class Notes:
         self._slots = Slots()
         self._known = KnownTensors()
         self._leaves: dict[int, Leaf] = {}
+        self._owners: dict[int, Leaf] | None = None  # of gradients
         self._lock = threading.RLock()
 
     @property
@@ -72,7 +73,7 @@ class Notes:
         with self._lock:
             records, self.records = self.records, []
             extremes = self._slots.read()
-            self._leaves = {}
+            self._leaves, self._owners = {}, None
             if ends_step:
                 self.has_gradients = False
                 self._known.forget()
@@ -149,11 +150,23 @@ class Notes:
                 self._hook_made_outside(record, node)
             return Input(*found)
         node = tensor.grad_fn
-        cell = Cell(self._slots.measure(tensor), "" if node is None else name_of(node))
+        maker = None if node is None else name_of(node)
+        if node is None and not (self.has_gradients and self._is_gradient(tensor)):
+            maker = ""
+        cell = Cell(self._slots.measure(tensor), maker)
         self._known.note(tensor, storage, version_of(tensor), cell)
         if node is not None:
             self._hook_made_outside(record, node)
         return Input((cell,), False)
+
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the gradient of a leaf of this step: it was looked at on its way there."""
+        if self._owners is None:
+            owned = [(leaf, leaf.reference()) for leaf in self._leaves.values()]
+            self._owners = {id(owner.grad): leaf for leaf, owner in owned if owner is not None}
+        leaf = self._owners.get(id(tensor))
+        owner = None if leaf is None else leaf.reference()
+        return owner is not None and owner.grad is tensor
 
     def _note_target(self, record: CallRecord, tensor: Tensor, storage: Any) -> None:
         """Notes what an argument was that the call wrote to, or returned."""
@@ -222,6 +235,7 @@ class Notes:
         """Notes gradients."""
         self.has_gradients = True
         with self._lock:
+            self._owners = None
             self.records.append(record)
 
 

@@ -25,7 +25,7 @@ class Cell:
         extremes: The smallest and the largest value; None while unknown.
         origin: Where non-finite values in it come from, once that is known.
         maker: Name of the autograd node that made the tensor, if no observed call did; ``""`` for
-            data; None where an observed call did.
+            data; None where an observed call did, or its backward.
         is_hooked: The tensor's autograd node has been seen, if it has one.
     """
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -144,3 +145,32 @@ def test_a_gradient_that_overflows_in_the_cast_to_a_narrow_leaf() -> None:
     assert weight.grad is not None and weight.grad.isinf().all()
     assert w.first is not None and (w.first.op, w.first.phase) == ("mul", "backward")
     assert w.first.source == "op"
+
+
+class Bad(torch.autograd.Function):
+    """A function whose gradient is NaN."""
+
+    @staticmethod
+    def forward(ctx: Any, a: Tensor) -> Tensor:
+        return a * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        return torch.full_like(gradient, float("nan"))
+
+
+@pytest.mark.parametrize("is_cast", [True, False], ids=["cast", "as it is"])
+def test_a_gradient_that_the_program_reads_is_no_data(is_cast: bool) -> None:
+    """As for its norm: what went wrong is where it was computed, and that alone is reported."""
+    weight = torch.nn.Parameter(torch.full((3, 4), 0.5))
+    optimizer = torch.optim.SGD([weight], lr=1e-3)
+    policy = hmpx.Policy.from_ops(low=["linear"] if is_cast else [])
+    with hmpx.convert(policy=policy, device_types={"cpu"}), hmpx.watch("collect") as w:
+        for is_bad in (False, True):
+            optimizer.zero_grad()
+            y = F.linear(torch.ones(2, 4), weight)
+            (Bad.apply(y) if is_bad else y).sum().backward()
+            assert weight.grad is not None
+            weight.grad.norm()
+            optimizer.step()
+    assert [(each.op, each.phase) for each in w.offences] == [("BadBackward", "backward")]
