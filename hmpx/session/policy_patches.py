@@ -54,6 +54,8 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     observed: list[str] = []
     if any(each.every_op for each in observers):
         observed = sorted(ops.computing() | ops.facts("converting").keys())
+    unobserved = dataclasses.replace(conversion, observers=())
+    told_of = {*policy.decisions, *deciding, *completed, *observed}
     converting = sorted(ops.converting() & ops.table().keys())
     for name in dict.fromkeys([*policy.decisions, *deciding, *completed, *converting, *observed]):
         decision = policy.decisions.get(name, UNDECIDED)
@@ -84,7 +86,8 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                     conversion.options,
                     is_overridable=wrappers.hands_over(function),
                 )
-                made[key] = _made(conversion, function, site, recipe, asked)
+                seen = conversion if name in told_of else unobserved
+                made[key] = _made(seen, function, site, recipe, asked)
             wrapper = made[key]
             if wrapper is not None and site.is_property:
                 getter = property(wrapper, slot.__set__, slot.__delete__, slot.__doc__)

@@ -270,7 +270,7 @@ def _unrolled(recipe: Recipe, names: str) -> str:
     call = f"original({cast}*rest, **kwargs)"
     if recipe.keeps_parameters:
         is_choosy = recipe.options.keep_weight_casts == "auto"
-        size = f" and b{{0}}.numel() >= {LEAST_ELEMENTS}" if is_choosy else ""
+        size = f" and b{{0}}.nbytes >= {2 * LEAST_ELEMENTS}" if is_choosy else ""
         test = f"b{{0}} is not a{{0}}{size}"
         is_cast = " or ".join([test.format(p) for p in sorted(recipe.cast_kinds)])
         call = f"(native(original, ({cast}*rest), kwargs, ({names}*rest)) if {is_cast} else {call})"
