@@ -66,7 +66,7 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
         given_kwargs: The keyword arguments as they were given; None if none was cast.
     """
     pairs: list[Pair] = []
-    if torch.is_grad_enabled():
+    if torch.is_grad_enabled() and not is_jit_tracing():  # which has tensors as sizes
         least = LEAST_ELEMENTS if is_choosy else 0
         _note(pairs, least, given, args)
         if given_kwargs:
@@ -75,7 +75,7 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
             pairs = [pair for pair in pairs if _is_worthwhile(pair[1], args)]
     if not pairs or hooks_refused() is not None or transforms() is not None:
         return function(*args, **kwargs)
-    if is_noted_in_graph() or is_jit_tracing():
+    if is_noted_in_graph():
         return function(*args, **kwargs)
     outer = top_hooks()
     pack = functools.partial(_pack, pairs, None if outer is None else outer[0])

@@ -324,6 +324,18 @@ def test_nothing_changes_without_gradients() -> None:
         same(layer(x).clone(), expected)
 
 
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("keep", ["auto", False])
+def test_traces_hold_the_call_and_no_sizes(keep: str | bool) -> None:
+    """As where casts are kept."""
+    layer, x = nn.Linear(256, 256), normal(300, 256)
+    graphs = []
+    for each in (True, keep):
+        with converted(each):
+            graphs.append([n.kind() for n in torch.jit.trace(layer, x).graph.nodes()])
+    assert graphs[0] == graphs[1]
+
+
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 def test_compiled(backend: str) -> None:
