@@ -20,6 +20,9 @@ Kept = frozenset[str]
 #: How many spots stand for themselves where candidates are modules; the rest is grouped by op.
 MOST_SPOTS: Final = 24
 
+#: How many candidates there are at most, as long as there are fewer ops: each one that is kept costs an evaluation.
+_MOST_CANDIDATES: Final = 32
+
 
 class Score(NamedTuple):
     """What is known of rounding an op in a module.
@@ -191,7 +194,9 @@ def by_module(
         score = scores.get(spot, Score())
         return not score.is_hard, not score.is_unseen, -score.effect, spot
 
-    alone = set(sorted(spots, key=importance)[:MOST_SPOTS])
+    others = len({op for op, _ in spots})
+    most = max(0, min(MOST_SPOTS, _MOST_CANDIDATES - others))
+    alone = set(sorted(spots, key=importance)[:most])
     return _grouped(spots, scores, lambda spot: name_of(spot) if spot in alone else spot[0])
 
 

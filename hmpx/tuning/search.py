@@ -12,9 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .candidates import Candidate, Kept
-
-#: A line in a list costs something, however little work its op does: so much of the model's work.
-_COST_OF_A_LINE: Final = 0.02
+from .exchanging import cost, exchanges
 
 #: Candidates whose predicted errors together are below this share of the tolerance come last.
 _NEGLIGIBLE: Final = 0.3
@@ -26,6 +24,15 @@ _HARMLESS: Final = 0.3
 #: How many sets are named at most that may be asked for next.
 _MOST_AHEAD: Final = 8
 
+#: How many exchanges may fail before and after a set is made minimal.
+_MOST_FAILURES: Final = 5
+
+#: Exchanges end where a search has asked for so many sets more than there are candidates, or for these
+#: many, unless one promises to bring so much of the model's work into low precision.
+_MORE_THAN_CANDIDATES: Final = 8
+_FEW, _MANY = 14, 38
+_MUCH: Final = 0.05
+
 
 @dataclass(frozen=True, slots=True)
 class Ask:
@@ -33,7 +40,8 @@ class Ask:
 
     Attributes:
         kept: The set.
-        phase: What it is asked for: ``"all low"``, ``"unseen"``, ``"range"``, ``"prefix"``, ``"prune"``, ``"sweep"``.
+        phase: What it is asked for: ``"all low"``, ``"unseen"``, ``"range"``, ``"prefix"``,
+            ``"exchange"``, ``"prune"``, ``"sweep"``.
         ahead: Sets that may be asked for next, the likeliest first.
     """
 
@@ -48,13 +56,75 @@ Search = Generator[Ask, float, Kept]
 def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
     """Yields what to evaluate, and returns a set within the tolerance that is 1-minimal.
 
-    That is: no single member can be taken out of it. The set of all candidates is known to pass.
+    That is: no single member can be taken out of it. The set of all candidates is known to pass. Of the
+    sets that pass it is one that costs little: members that keep much work in fp32 have been exchanged for
+    others, where effects as calibrated by all errors so far promise that.
 
     Args:
         candidates: What may be kept.
         tolerance: The largest error that passes.
     """
     ordered = sorted(candidates, key=lambda each: each.name)
+    errors: dict[Kept, float] = {}
+    kept = yield from _noted(_passing(ordered, tolerance), errors)
+    if not kept:
+        return kept
+    if all(each.score is None for each in ordered):
+        return (yield from _minimal(_members(ordered, kept), tolerance))
+    for reserve in (1.3, 0.5):  # of evaluations for each member, to make the set minimal
+        before = kept
+        kept = yield from _exchanged(ordered, kept, errors, tolerance, reserve)
+        if kept != before or reserve > 1:
+            kept = yield from _noted(_minimal(_members(ordered, kept), tolerance), errors)
+    return kept
+
+
+def _members(candidates: Sequence[Candidate], kept: Kept) -> list[Candidate]:
+    return [each for each in candidates if each.name in kept]
+
+
+def _noted(asking: Search, errors: dict[Kept, float]) -> Search:
+    """Passes on what is asked, and puts the errors into ``errors``."""
+    try:
+        asked = next(asking)
+        while True:
+            errors[asked.kept] = yield asked
+            asked = asking.send(errors[asked.kept])
+    except StopIteration as done:
+        return done.value  # type: ignore[no-any-return]
+
+
+def _exchanged(
+    candidates: Sequence[Candidate],
+    kept: Kept,
+    errors: dict[Kept, float],
+    tolerance: float,
+    reserve: float,
+) -> Search:
+    """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``."""
+    enough = min(_MANY, max(_FEW, len(candidates) + _MORE_THAN_CANDIDATES))
+    failures = 0
+    while failures < _MOST_FAILURES:
+        fixed = frozenset(
+            each.name
+            for each in _members(candidates, kept)
+            if not math.isfinite(errors.get(kept - {each.name}, math.inf if each.is_hard else 0.0))
+        )
+        found = exchanges(candidates, errors, kept, fixed, tolerance)
+        is_late = len(errors) + reserve * len(kept) >= enough
+        if not found or (is_late and found[0].promise < _MUCH):
+            break
+        first, *others = [each.kept for each in found]
+        errors[first] = yield Ask(first, "exchange", tuple(others))
+        if errors[first] <= tolerance:
+            kept = first
+        else:
+            failures += 1
+    return kept
+
+
+def _passing(ordered: Sequence[Candidate], tolerance: float) -> Search:
+    """Yields what to evaluate, and returns a set that passes, with few members that are not needed."""
     if not ordered:
         return frozenset()
     hard = frozenset(each.name for each in ordered if each.is_hard)
@@ -70,14 +140,11 @@ def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
     if hard:
         error = yield Ask(hard, "range")
     if hard and error <= tolerance:
-        kept = hard
-    else:
-        scale = _scale(rest, error)
-        ranking = _ranking(rest, scale, tolerance)
-        length = yield from _prefix(hard, ranking, error, scale, tolerance)
-        kept = hard | {each.name for each in ranking[:length]}
-    members = [each for each in ordered if each.name in kept]
-    return (yield from _minimal(members, tolerance))
+        return hard
+    scale = _scale(rest, error)
+    ranking = _ranking(rest, scale, tolerance)
+    length = yield from _prefix(hard, ranking, error, scale, tolerance)
+    return hard | {each.name for each in ranking[:length]}
 
 
 def _scale(candidates: Iterable[Candidate], error: float) -> float:
@@ -110,7 +177,7 @@ def _ranking(candidates: Sequence[Candidate], scale: float, tolerance: float) ->
         count += 1
     strong = sorted(
         weakest[count:],
-        key=lambda each: (-_predicted(each, scale) / (each.benefit + _COST_OF_A_LINE), each.name),
+        key=lambda each: (-_predicted(each, scale) / cost(each), each.name),
     )
     return strong + weakest[:count][::-1]
 

@@ -1,0 +1,126 @@
+"""Exchanges of dear members for cheap ones: what they cost, beside the best set there is."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+import statistics
+
+from hmpx.tuning.candidates import Candidate, Kept
+from hmpx.tuning.exchanging import calibrated, cost_of, exchanges
+
+from .oracles import run
+
+#: Squared errors in a small BERT, and shares of its work: `linear` alone, or four cheap ops, would do.
+SQUARES = {
+    "linear": 11.0, "layer_norm": 12.3, "add": 5.8, "embedding": 2.2, "dropout": 2.2, "attention": 0.01,
+}  # fmt: skip
+WORK = {
+    "linear": 0.70, "layer_norm": 0.06, "add": 0.09, "embedding": 0.015, "dropout": 0.05, "attention": 0.085,
+}  # fmt: skip
+
+
+def error_of(squares: dict[str, float], kept: Kept) -> float:
+    return math.sqrt(sum(square for name, square in squares.items() if name not in kept))
+
+
+def candidates_of(squares: dict[str, float], work: dict[str, float], off: float, seed: int):
+    draw = random.Random(seed)
+    return [
+        Candidate(
+            name, score=math.sqrt(squares[name]) * off ** draw.uniform(-1, 1), benefit=work[name]
+        )
+        for name in squares
+    ]
+
+
+def test_several_cheap_ops_take_the_place_of_a_dear_one() -> None:
+    """Though scores say that the dear one takes most away."""
+    candidates = [
+        Candidate(name, score=9.0 if name == "linear" else 1.0, benefit=WORK[name])
+        for name in SQUARES
+    ]
+    kept, evaluated = run(candidates, lambda kept: error_of(SQUARES, kept), 3.33)
+    assert kept == {"layer_norm", "add", "embedding", "dropout"}
+    assert len(evaluated) <= 16
+
+
+def cheapest(candidates: list[Candidate], squares: dict[str, float], tolerance: float) -> float:
+    names = list(squares)
+    sets = itertools.chain(*(itertools.combinations(names, n) for n in range(len(names) + 1)))
+    return min(
+        cost_of(candidates, frozenset(each))
+        for each in sets
+        if error_of(squares, frozenset(each)) <= tolerance
+    )
+
+
+def test_what_is_found_costs_little_more_than_the_best() -> None:
+    """By brute force, with scores that are wrong by up to a factor of 1.5; in few evaluations."""
+    ratios, counts = [], []
+    for seed in range(30):
+        draw = random.Random(seed)
+        squares = {f"op{i}": math.exp(draw.gauss(0, 1)) for i in range(10)}
+        work = {name: draw.random() ** 3 for name in squares}
+        work = {name: share / sum(work.values()) for name, share in work.items()}
+        candidates = candidates_of(squares, work, 1.5, seed)
+        tolerance = draw.uniform(0.4, 0.8) * error_of(squares, frozenset())
+
+        def error(kept: Kept, squares: dict[str, float] = squares) -> float:
+            return error_of(squares, kept)
+
+        kept, evaluated = run(candidates, error, tolerance)
+        assert error(kept) <= tolerance
+        assert all(error(kept - {name}) > tolerance for name in kept)
+        ratios.append(
+            (cost_of(candidates, kept) + 0.01) / (cheapest(candidates, squares, tolerance) + 0.01)
+        )
+        counts.append(len(evaluated))
+    assert statistics.mean(ratios) <= 1.1
+    assert max(counts) <= 24
+
+
+def test_effects_agree_with_what_was_measured() -> None:
+    """Where the measurements agree with each other, from scores that are off by a factor of 3."""
+    candidates = candidates_of(SQUARES, WORK, 3.0, 1)
+    names = frozenset(SQUARES)
+    sets = [frozenset(), *(names - {name} for name in names), frozenset({"linear", "add"})]
+    errors = {kept: error_of(SQUARES, kept) for kept in sets}
+    found = calibrated(candidates, errors, 3.0)
+    for name in ("linear", "layer_norm", "add", "embedding"):
+        assert 0.9 < found[name] / SQUARES[name] < 1.1
+
+
+def test_nothing_is_proposed_that_is_known_to_fail() -> None:
+    """Nor a part of it, nor what was measured, nor sets without what is fixed."""
+    candidates = candidates_of(SQUARES, WORK, 1.5, 2)
+    kept = frozenset({"linear", "layer_norm"})
+    failed = frozenset({"layer_norm", "add", "embedding"})
+    errors = {frozenset(): 5.8, kept: 3.1, failed: 3.6, frozenset({"layer_norm", "add"}): 3.9}
+    found = exchanges(candidates, errors, kept, frozenset({"layer_norm"}), 3.33)
+    assert found
+    for each in found:
+        assert "layer_norm" in each.kept
+        assert each.kept not in errors
+        assert not each.kept <= failed
+        assert cost_of(candidates, each.kept) < cost_of(candidates, kept)
+    assert [each.promise for each in found] == sorted(
+        (each.promise for each in found), reverse=True
+    )
+
+
+def test_infinite_errors_and_effects_that_are_not_known() -> None:
+    """Are no exception: what makes an error infinite stays."""
+    candidates = [
+        Candidate("exp", score=0.0, benefit=0.5, is_hard=True),
+        Candidate("sin", score=0.0, benefit=0.3, is_unseen=True),
+        Candidate("linear", score=1.0, benefit=0.2),
+    ]
+
+    def error(kept: Kept) -> float:
+        return 0.1 if "exp" in kept else math.inf
+
+    kept, _ = run(candidates, error, 0.5)
+    assert kept == {"exp"}
+    assert all(map(math.isfinite, calibrated(candidates, {frozenset(): math.inf}, 0.5).values()))
