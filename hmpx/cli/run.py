@@ -36,7 +36,7 @@ that call uses where it does not say otherwise. Processes that the script starts
 
 environment variables, which hmpx tune sets:
   HMPX_POLICY  a policy file that outranks the list options
-  HMPX_REPORT  as --report FILE
+  HMPX_REPORT  as --report FILE, but each program that is run writes a file of its own
 
 exit status:
   that of the script: 0, what it gives to sys.exit, 1 after an uncaught exception;
@@ -124,7 +124,7 @@ def run(options: argparse.Namespace) -> int:
     uncaught = None
     watched = watch(options.watch) if options.watch else contextlib.nullcontext()
     try:
-        with watched, run_report.recorded(report_path):
+        with watched, run_report.recorded(report_path, replaces=bool(options.report)):
             scripts.execute(name, options.is_module)
     except ScriptError:
         end_following()

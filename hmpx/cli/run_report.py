@@ -53,8 +53,14 @@ def checked(name: str) -> Path:
 
 
 @contextlib.contextmanager
-def recorded(path: Path | None) -> Iterator[None]:
-    """Records what runs inside, and writes the report to ``path``, even after an exception."""
+def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
+    """Records what runs inside, and writes the report to ``path``, even after an exception.
+
+    Args:
+        path: Where to; None to record nothing.
+        replaces: Whether a file that is there is replaced. If not, the report gets a name beside it: one
+            command may run several programs, whose reports are all wanted.
+    """
     if path is None:
         yield
         return
@@ -63,7 +69,12 @@ def recorded(path: Path | None) -> Iterator[None]:
         with recording:
             yield
     finally:
-        _write(recording, path)
+        _write(recording, path if replaces else _free(path))
+
+
+def _free(path: Path) -> Path:
+    """Returns ``path``, or a name that is this process's own where that is taken."""
+    return path.with_suffix(f".{os.getpid()}{path.suffix}") if path.exists() else path
 
 
 def _write(recording: record, path: Path) -> None:

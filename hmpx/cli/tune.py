@@ -3,11 +3,18 @@
 from __future__ import annotations
 
 import argparse
+import contextlib
+import signal
+import threading
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, Final
 
 from . import output
 from .options import add_command
+
+#: Exit status after Ctrl-C, as shells have it.
+_INTERRUPTED: Final = 130
 
 
 def add_parser(commands: Any) -> None:
@@ -24,7 +31,8 @@ def add_parser(commands: Any) -> None:
         "that the environment variable HMPX_POLICY names, and outranks the options of `hmpx run`.",
         epilog="""\
 exit status:
-  0 if lists were found; 2 if CMD fails with everything in fp32, or the arguments are wrong
+  0 if lists were found, after Ctrl-C the best so far; 130 if it was interrupted before any was tried;
+  2 if CMD fails with everything in fp32, or the arguments are wrong
 
 Each run's policy, output and exit status stay in DIR/NUMBER; started anew, the search goes on.
 Models that are Python functions are tuned in fewer runs by hmpx.tune(), which ranks ops by effect.
@@ -73,9 +81,31 @@ def run(options: argparse.Namespace) -> int:
         options.timeout,
         options.budget,
     )
-    best = tune_by_check(check)
+    try:
+        with _ended_by_interrupt():
+            best = tune_by_check(check)
+    except KeyboardInterrupt:
+        output.complain("interrupted before any policy was tried; started anew, the search goes on")
+        return _INTERRUPTED
     paths = best.write(check.directory)
     return output.show([*str(best).splitlines(), "", *(f"wrote {path}" for path in paths)])
+
+
+@contextlib.contextmanager
+def _ended_by_interrupt() -> Iterator[None]:
+    """Inside of the block SIGTERM ends the search as Ctrl-C does, and with it the command that runs."""
+
+    def interrupt(*_: object) -> None:
+        raise KeyboardInterrupt
+
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    before = signal.signal(signal.SIGTERM, interrupt)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def _count(text: str) -> int:

@@ -5,11 +5,11 @@ from __future__ import annotations
 import json
 import math
 import os
-import signal
 import subprocess
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Final
 
 import yaml
 
@@ -21,6 +21,7 @@ from .assignment import assigned, policy_source
 from .candidates import Candidate, by_op, called_spots, split
 from .entry import result
 from .journal import Journal
+from .processes import alone_in, end
 from .profiling import observing_policy
 from .progress import progress as shown_progress
 from .request import low_type_name
@@ -30,6 +31,12 @@ from .scoring import from_record, to_record
 from .searching import Searching
 from .text import CHECK
 from .working import Work
+
+#: The file of a run that holds what the command has printed.
+OUTPUT: Final = "output.txt"
+
+#: In place of an exit status.
+_TIMEOUT: Final = "timeout"
 
 #: A check passes or fails; as errors:
 _PASSES, _TOLERANCE, _FAILS = 0.0, 0.5, math.inf
@@ -68,8 +75,13 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
     low_type = low_type_name(check.low_precision_type)
     try:
         check.directory.mkdir(parents=True, exist_ok=True)
+        with alone_in(check.directory):
+            return _tuned(check, low_type, is_shown=is_shown)
     except OSError as error:
-        raise OptionError(f"can't make {check.directory}: {said_by(error)}") from error
+        raise OptionError(f"can't write {check.directory}: {said_by(error)}") from error
+
+
+def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     header = {"hmpx": __version__, "command": check.command, "low_precision_type": low_type}
     header |= {"by": check.by, "runs": str(check.runs)}
     journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
@@ -94,6 +106,13 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
             commands, journal, check.budget, lambda number, each: show(number, each, len(found))
         )
         searching = Searching(runner, found, spots, _TOLERANCE, is_finer=check.by == "module")
+        everything = frozenset(each.name for each in found)
+        if runner.error(everything, "all fp32", _TOLERANCE) != _PASSES:
+            raise OptionError(
+                f"the command has passed once with every op in fp32, and then failed: see "
+                f"{commands.last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
+                f"its seeds, or allow more, then delete {check.directory} and start anew"
+            )
         return result(searching, searching.run(), CHECK, low_type)
 
 
@@ -102,11 +121,13 @@ class _Commands(Evaluator):
 
     Attributes:
         candidates: What may be kept.
+        last: The directory of the last run.
     """
 
     def __init__(self, check: Check, low_type: str) -> None:
         self._check, self._low_type = check, low_type
         self.candidates: tuple[Candidate, ...] = ()
+        self.last = check.directory
 
     def called(self) -> list[Row]:
         """Returns what the command calls, in fp32.
@@ -120,9 +141,14 @@ class _Commands(Evaluator):
         listed = sorted(observing_policy().decisions)
         status = self._run(folder, {"lists": "none", "fp32": listed}, report=True)
         reports = sorted(folder.glob("report*.json"))
+        if status == _TIMEOUT:
+            raise OptionError(
+                f"the command takes longer than {self._check.timeout_s:g} s in fp32 already: give a larger "
+                f"--timeout, or have it do less; exit status timeout, see {folder / OUTPUT}"
+            )
         if status != 0:
             raise OptionError(
-                f"the command fails in fp32 already, with exit status {status}: see {folder / 'output.txt'}"
+                f"the command fails in fp32 already, with exit status {status}: see {folder / OUTPUT}"
             )
         if not reports:
             raise OptionError(
@@ -144,15 +170,13 @@ class _Commands(Evaluator):
         return _PASSES
 
     def _next_folder(self) -> Path:
-        taken = [int(each.name) for each in self._check.directory.glob("[0-9]*") if each.is_dir()]
+        names = [each.name for each in self._check.directory.iterdir()]
+        taken = [int(name) for name in names if name.isascii() and name.isdigit()]
         return self._folder(f"{max(taken, default=0) + 1:04d}")
 
     def _folder(self, name: str) -> Path:
-        folder = self._check.directory / name
-        try:
-            folder.mkdir(exist_ok=True)
-        except OSError as error:
-            raise OptionError(f"can't make {folder}: {said_by(error)}") from error
+        folder = self.last = self._check.directory / name
+        folder.mkdir(exist_ok=True)
         return folder
 
     def _run(self, folder: Path, source: dict[str, object], *, report: bool) -> int | str:
@@ -163,7 +187,7 @@ class _Commands(Evaluator):
         environment.pop(REPORT_VARIABLE, None)
         if report:
             environment[REPORT_VARIABLE] = os.fspath((folder / "report.json").absolute())
-        with (folder / "output.txt").open("ab") as output:
+        with (folder / OUTPUT).open("ab") as output:
             process = subprocess.Popen(
                 self._check.command,
                 shell=True,
@@ -177,24 +201,9 @@ class _Commands(Evaluator):
             try:
                 status = process.wait(self._check.timeout_s)
             except subprocess.TimeoutExpired:
-                status = "timeout"
+                status = _TIMEOUT
             finally:
-                if process.poll() is None:
-                    _end(process)
+                end(process)
         said = {"status": status, "command": short(self._check.command)}
         (folder / "status.json").write_text(json.dumps(said) + "\n", encoding="utf-8")
         return status
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a command and what it has started."""
-    for number in (signal.SIGTERM, signal.SIGKILL):
-        try:
-            os.killpg(process.pid, number)
-        except ProcessLookupError:
-            return
-        try:
-            process.wait(5)
-            return
-        except subprocess.TimeoutExpired:
-            continue

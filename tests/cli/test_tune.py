@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
+import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -140,6 +143,170 @@ def test_options(option: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit):
         main(["tune", "--check", "true", *option])
     assert option[0] in capsys.readouterr().err
+
+
+# --- commands as users have them ---------------------------------------------------------------------
+
+
+def test_quotes_spaces_and_other_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The shell gets the command as it is; paths of policies hold wherever it goes."""
+    monkeypatch.chdir(tmp_path)
+    inner = tmp_path / "a b'c"
+    inner.mkdir()
+    command = check(inner, [("", "add")])
+    command = f"""cd "a b'c" && test "x  y" = 'x  y' && {command}"""
+    assert main(["tune", "--check", command, "--output", "out of it"]) == 0
+    assert hmpx.load_policy(lists="out of it")["add"].cast_policy is hmpx.DENY
+    assert not list(inner.glob("out*"))
+
+
+def test_reports_of_several_programs_and_processes_count(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As torchrun's do: one a rank. What only one of them calls is a candidate, too."""
+    monkeypatch.chdir(tmp_path)
+    command = check(tmp_path, [("", "add")])
+    Report((row("tanh", ""),)).to_json(tmp_path / "other.json")
+    copy = 'if [ -n "$HMPX_REPORT" ]; then cp other.json "${HMPX_REPORT%.json}.rank1.json"; fi'
+    assert main(["tune", "--check", f"{command} && {{ {copy}; }}", "--output", "o"]) == 0
+    assert f"1 of {len(OPS) + 1} candidates" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_each_program_of_a_command_writes_a_report(tmp_path: Path) -> None:
+    """The second does not replace the first one's, as --report would."""
+    for name, op in (("a.py", "tanh"), ("b.py", "exp")):
+        (tmp_path / name).write_text(f"import torch\ntorch.ones(2).{op}()\n")
+    (tmp_path / "policy.yaml").write_text("lists: none\nfp32: [tanh, exp]\n")
+    environment = {"HMPX_POLICY": str(tmp_path / "policy.yaml"), "HMPX_REPORT": "report.json"}
+    for name in ("a.py", "b.py"):
+        command = [sys.executable, "-m", "hmpx", "run", name]
+        subprocess.run(command, cwd=tmp_path, env={**os.environ, **environment}, check=True)
+    texts = [each.read_text() for each in tmp_path.glob("report*.json")]
+    assert sorted("tanh" in text for text in texts) == [False, True]
+    assert sorted("exp" in text for text in texts) == [False, True]
+
+
+def test_a_command_that_varies(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It passes in fp32 at first, and then does not: that is said, and not that types are at fault."""
+    monkeypatch.chdir(tmp_path)
+    command = f"test ! -e once && touch once && {check(tmp_path, [])}"
+    assert main(["tune", "--check", command, "--output", "o"]) == 2
+    said = capsys.readouterr().err
+    assert "passed once with every op in fp32, and then failed: see o/0001/output.txt" in said
+    assert "its outcome varies" in said
+
+
+def test_what_else_is_in_the_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Stays, whatever its name."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("o/1a", "o/2024", "o/\u00b2"):
+        Path(name).mkdir(parents=True)
+    Path("o/7").write_text("mine")
+    assert main(["tune", "--check", check(tmp_path, []), "--output", "o"]) == 0
+    assert Path("o/7").read_text() == "mine"
+    assert Path("o/2025/status.json").is_file()
+    assert not list(Path("o/2024").iterdir())
+
+
+@pytest.mark.parametrize("target", ["o", "."])
+def test_a_directory_that_is_deleted_meanwhile(
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    target: str,
+) -> None:
+    """Exit status 2, and the reason; no traceback."""
+    place = tmp_path / "here"
+    place.mkdir()
+    monkeypatch.chdir(place)
+    gone = place / target
+    assert main(["tune", "--check", f"rm -r '{gone}'", "--output", "o"]) == 2
+    assert "can't write o: " in capsys.readouterr().err
+
+
+def test_two_searches_in_one_directory(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The second is refused while the first goes on."""
+    monkeypatch.chdir(tmp_path)
+    again = [sys.executable, "-m", "hmpx", "tune", "--check", "true", "--output", "o"]
+    command = f"{shlex.join(again)}; {check(tmp_path, [])}"
+    assert main(["tune", "--check", command, "--output", "o", "--budget", "2"]) == 0
+    said = Path("o/called/output.txt").read_text()
+    assert "another hmpx tune is running in o; wait for it, or give another --output" in said
+    assert main(["tune", "--check", command, "--output", "o", "--budget", "2"]) == 0
+
+
+def processes_with(marker: str) -> list[str]:
+    """Returns the command lines of running programs that hold ``marker``."""
+    listed = subprocess.run(
+        ["ps", "-ww", "-eo", "stat,args"], capture_output=True, text=True, check=True
+    )
+    lines = [line for line in listed.stdout.splitlines() if marker in line]
+    return [line for line in lines if not line.startswith("Z")]
+
+
+STUBBORN = "import signal, sys, time; signal.signal(15, signal.SIG_IGN); open(sys.argv[2], 'w'); time.sleep(60)"
+
+
+def test_what_a_command_leaves_behind_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also what does not listen, and what it has left in the background; nothing of others."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr("hmpx.tuning.processes._PATIENCE_S", 0.3)
+    marker = f"left-by-{os.getpid()}"
+    start = f'{sys.executable} -c "{STUBBORN}" {marker} up &'
+    wait = "while [ ! -e up ]; do sleep 0.02; done; rm up"
+    assert main(["tune", "--check", f"{start} {wait}; false", "--output", "a"]) == 2
+    assert not processes_with(marker)
+    assert (
+        main(["tune", "--check", f"{start} {wait}; wait", "--timeout", "2", "--output", "b"]) == 2
+    )
+    assert not processes_with(marker)
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("when", ["called", "0003"])
+def test_an_interruption_ends_the_command_too(
+    tmp_path: Path, number: signal.Signals, when: str
+) -> None:
+    """Ctrl-C, or a kill: the best so far is written, if any was tried; started anew, the search goes on."""
+    marker = f"sleeper-{os.getpid()}-{number}"
+    command = check(tmp_path, [("", "softmax"), ("", "sub")])
+    hang = f"if [ -e slow ] && [ -d o/{when} ]; then {sys.executable} sleeper.py {marker}; fi"
+    tune = [sys.executable, "-m", "hmpx", "tune", "--check", f"{hang}; {command}", "--output", "o"]
+    (tmp_path / "sleeper.py").write_text("import time; open('asleep', 'w'); time.sleep(60)")
+    (tmp_path / "slow").touch()
+    with subprocess.Popen(
+        tune, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+    ) as process:
+        while (
+            process.poll() is None and len(processes_with(marker)) < 2
+        ):  # the shell, and what it runs
+            time.sleep(0.1)
+        time.sleep(0.2)
+        process.send_signal(number)
+        said, _ = process.communicate(timeout=60)
+    assert "Traceback" not in said
+    assert not processes_with(marker)
+    if when == "called":
+        assert process.returncode == 130
+        assert "interrupted before any policy was tried" in said
+    else:
+        assert process.returncode == 0
+        assert "this is the best set so far" in " ".join(said.split())
+    (tmp_path / "slow").unlink()
+    done = subprocess.run(tune, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("2 of 8 candidates stay in fp32")
 
 
 def test_hmpx_run_obeys_the_policy_under_test(tmp_path: Path) -> None:
