@@ -6,11 +6,19 @@ neither classes of the user's own, nor collections that change or never end.
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 from .errors import OptionError, said_by, shown, suggestion
+
+#: What runs later, and how it is run.
+_LATER: Final = (
+    (inspect.isgenerator, "a generator", "list(model(*inputs))"),
+    (inspect.iscoroutine, "a coroutine", "asyncio.run(model(*inputs))"),
+    (inspect.isasyncgen, "an asynchronous generator", "asyncio.run(collected(model(*inputs)))"),
+)
 
 #: More than there are ops, modules or devices: a generator may never end.
 _MOST_ITEMS: Final = 100_000
@@ -128,3 +136,20 @@ def mapping(name: str, value: object, what: str = "a dict") -> dict[Any, Any]:
         return dict(value)  # type: ignore[call-overload, no-any-return]
     except Exception as error:
         raise OptionError(f"{name} can't be read: {said_by(error)}") from error
+
+
+def has_run(name: str, returned: Any) -> Any:
+    """Returns what a function has returned.
+
+    Raises:
+        OptionError: It is a generator or a coroutine, which has run nothing yet.
+    """
+    for is_kind, what, remedy in _LATER:
+        if is_kind(returned):
+            if not inspect.isasyncgen(returned):
+                returned.close()
+            raise OptionError(
+                f"{name} returns {what}, which has run nothing yet; give a function that runs it, such as "
+                f"lambda *inputs: {remedy}"
+            )
+    return returned

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, said_by, shown
-from ..session import convert, current
+from ..session import Session, convert, current
 from ..torch_internals import DisableAutocast, uncompiled
 from .comparison import Comparison
 from .gradients import GradientRun
@@ -51,13 +51,15 @@ def compare(
         passes: In how many runs calls are compared. More take longer and need less memory: what is kept
             of each result until the backward takes half of its size in float32.
         seed: That of the random projections.
-        **conversion: Arguments of `convert`. Without any: the conversion in force, or else the default.
+        **conversion: Arguments of `convert`. Without any: the conversion in force, or, where there is none
+            or it decides on no op, the default.
 
     Returns:
         The rows, by effect.
 
     Raises:
-        OptionError: An argument has a value that it can't have, or ``loss_fn`` returns no such tensor.
+        OptionError: An argument has a value that it can't have, the model returns a generator or a
+            coroutine, which has not run, or ``loss_fn`` returns no such tensor.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -73,13 +75,18 @@ def compare(
         stack.callback(runs.state.restore)
         runs.state.suspend_hooks()
         stack.enter_context(runs.observed())  # before wrappers are made: they are made once
-        if conversion or current() is None:
+        if conversion or not _is_deciding(current()):
             stack.enter_context(convert(**{"device_types": runs.device_types, **conversion}))
         stack.enter_context(uncompiled())
         stack.enter_context(torch.inference_mode(False))
         stack.enter_context(torch.enable_grad())
         stack.enter_context(DisableAutocast())
         return _compared(runs, reference, passes, has_loss=loss_fn is not None)
+
+
+def _is_deciding(session: Session | None) -> bool:
+    """Whether a conversion decides on any op. That of `watch`, where there was none, does not."""
+    return session is not None and bool(session.policy.decisions or session.policy.sections)
 
 
 def _check(model: Any, loss_fn: Any, reference: Any, passes: Any, seed: Any) -> None:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -62,6 +62,8 @@ class ComparedSite:
         bytes: bytes of inputs and results, in low precision.
         exponents: How many values of a sample of the references have each binary exponent, from -64 on.
         order: The place of the first call among those of the model.
+        unseen: How many of the calls round something, but no gradient arrives at their results: the
+            effect leaves out what these do.
     """
 
     op: str
@@ -87,6 +89,7 @@ class ComparedSite:
     bytes: int
     exponents: tuple[int, ...]
     order: int
+    unseen: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -206,6 +209,15 @@ def _site(
         bytes=costs[1],
         exponents=_histogram([numbers[id(each)] for each in kept.exponents]),
         order=kept.order,
+        unseen=_unseen(kept, [Sums(*numbers[id(each)]) for each in kept.numbers]),
+    )
+
+
+def _unseen(kept: Kept, sums: Sequence[Sums]) -> int:
+    """Returns how many calls round something, though no gradient arrives at them."""
+    return sum(
+        not each.is_seen and any(sums[place].difference != 0 for place in each.numbers)
+        for each in kept.arrivals
     )
 
 

@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor, nn
 
+from .. import arguments
 from ..errors import OptionError, said_by, shown
 from ..observers import CallTensors, OpCall, attach, attach_to_values
 from ..recording import Recorder, counted_rows
@@ -202,7 +203,7 @@ class Runs:
         self._passing.run = run
         try:
             self.is_calling = True
-            found = self._call()
+            found = arguments.has_run("model", self._call())
             self.is_calling = False
             with without_casts():
                 found = widened(found)

@@ -31,6 +31,22 @@ from .low_run import (
 from .measures import disagreements, effect, largest, limits, measured, sample
 
 
+class Arrival:
+    """Whether a gradient has arrived at the results of one call.
+
+    Attributes:
+        is_seen: Whether one has.
+        numbers: The places of its results in `Kept.numbers`.
+    """
+
+    __slots__ = ("is_seen", "numbers")
+
+    def __init__(self) -> None:
+        """Starts without a gradient."""
+        self.is_seen = False
+        self.numbers: list[int] = []
+
+
 class Kept:
     """What is kept of the calls of one site: numbers on their device.
 
@@ -41,13 +57,15 @@ class Kept:
         numbers: Of each result, `Measured.numbers`.
         exponents: Of each result, `Measured.exponents`.
         effects: Of each result and each backward, its effect.
+        arrivals: Of each call that was compared, whether a gradient has arrived.
         propagated: Of each result, norms of difference and reference, of samples.
         inputs: The largest magnitudes of inputs that the low-precision type must hold.
         flips: Of each result of integers, how many differ, and of how many.
     """
 
     __slots__ = (
-        "calls", "effects", "exponents", "flips", "inputs", "low", "numbers", "order", "propagated"
+        "arrivals", "calls", "effects", "exponents", "flips", "inputs", "low", "numbers", "order",
+        "propagated",
     )  # fmt: skip
 
     def __init__(self, low: LowCall, order: int) -> None:
@@ -56,12 +74,13 @@ class Kept:
         self.numbers: list[Tensor] = []
         self.exponents: list[Tensor] = []
         self.effects: list[Tensor] = []
+        self.arrivals: list[Arrival] = []
         self.propagated: list[Tensor] = []
         self.inputs: list[Tensor] = []
         self.flips: list[tuple[Tensor, int]] = []
 
 
-_Found = tuple[Kept, LowCall]
+_Found = tuple[Kept, LowCall, Arrival]
 
 
 class ShadowRun:
@@ -108,14 +127,14 @@ class ShadowRun:
             found = self._found_again(call) if call.phase == "recompute" else self._found(call)
         if found is None:
             return
-        kept, low = found
+        kept, low, _ = found
         if not self._is_shadowed(low):
             return
         if call.phase == "forward":
             kept.calls += 1
             _keep_propagated(kept, low, tensors_in([tensors.result]))
         if low.low_type is not None:
-            self._compare(kept, low, call, tensors)
+            self._compare(found, call, tensors)
 
     def _found(self, call: OpCall) -> _Found | None:
         """Returns the same call in low precision: one of the same site, by its number."""
@@ -129,7 +148,7 @@ class ShadowRun:
         key = (call.op, call.module, call.location)
         if key not in self.kept:
             self.kept[key] = Kept(known[index], len(self.kept))
-        return self.kept[key], known[index]
+        return self.kept[key], known[index], Arrival()
 
     def _found_again(self, call: OpCall) -> _Found | None:
         """Returns a call that a checkpoint has made without gradients; its line is no longer known."""
@@ -139,18 +158,21 @@ class ShadowRun:
         several.rotate(-1)
         return several[-1]
 
-    def _compare(self, kept: Kept, low: LowCall, call: OpCall, tensors: CallTensors) -> None:
+    def _compare(self, found: _Found, call: OpCall, tensors: CallTensors) -> None:
+        kept, low, arrival = found
         results = tensors_in([tensors.result])
         is_again = call.phase == "recompute"
         learns = any(each.requires_grad for each in results)
         if not is_again and not learns:  # a checkpoint may make it again, with gradients
-            self._without[call.site, call.module].append((kept, low))
+            self._without[call.site, call.module].append(found)
         if len(low.input_dtypes) != len(given_dtypes(tensors)):
             return
         references, rounded, given = (
             [stored(each) for each in several]
             for several in _results(low, tensors, self._reference)
         )
+        if not is_again:
+            kept.arrivals.append(arrival)
         within = limits(low.low_type)
         if within is not None and not is_again:
             kept.inputs += [
@@ -167,14 +189,15 @@ class ShadowRun:
                 if not is_again:
                     kept.flips.append((disagreements(reference, other), reference.numel()))
                 continue
-            found = measured(reference, other, within)
+            differing = measured(reference, other, within)
             if not is_again:
-                kept.numbers.append(found.numbers)
-                kept.exponents.append(found.exponents)
+                arrival.numbers.append(len(kept.numbers))
+                kept.numbers.append(differing.numbers)
+                kept.exponents.append(differing.exponents)
             if self._draws_gradients and not result.requires_grad and result.is_leaf:
                 self._drawn.append(weakref.ref(result.requires_grad_()))
             if result.requires_grad:
-                hook = functools.partial(_keep_effect, kept, found.difference)
+                hook = functools.partial(_keep_effect, kept, arrival, differing.difference)
                 self._hooks.append(result.register_hook(hook))  # type: ignore[no-untyped-call]
 
     def end(self) -> None:
@@ -188,7 +211,8 @@ class ShadowRun:
                 tensor.grad = None
 
 
-def _keep_effect(kept: Kept, difference: Tensor, gradient: Tensor) -> None:
+def _keep_effect(kept: Kept, arrival: Arrival, difference: Tensor, gradient: Tensor) -> None:
+    arrival.is_seen = True
     if gradient.shape == difference.shape or gradient.dtype.is_complex:
         if gradient.dtype.is_complex:
             gradient = torch.view_as_real(gradient)

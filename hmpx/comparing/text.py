@@ -62,7 +62,7 @@ def verdict(comparison: Comparison) -> str:
 
 
 def remarks(row: ComparedSite) -> str:
-    """Returns what is wrong with a row's range: values lost, too large, or rounded to zero."""
+    """Returns what is wrong with a row: values lost, too large, rounded to zero; calls without an effect."""
     if row.lost:
         return f"{count(row.lost)} not finite"
     if not row.fits:
@@ -71,6 +71,8 @@ def remarks(row: ComparedSite) -> str:
         return f"{share(row.underflow, 1)} became 0"
     if row.flips > 0:
         return f"{share(row.flips, 1)} differ"
+    if 0 < row.unseen < row.calls:
+        return f"no gradient: {count(row.unseen)}"
     return ""
 
 

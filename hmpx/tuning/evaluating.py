@@ -11,7 +11,7 @@ from typing import Any, Final
 
 import torch
 
-from .. import session
+from .. import arguments, session
 from ..casting import Options
 from ..errors import OptionError, said_by
 from ..tensors import tensors_of, widened
@@ -143,7 +143,7 @@ class Task:
         with unchanged(self.model), uncompiled(), torch.no_grad():
             for index, batch in enumerate(self.inputs[inputs]):
                 seed_all(self.seed + offset + index)
-                found.append(batch.run(self.model))
+                found.append(arguments.has_run("model", batch.run(self.model)))
         return found
 
     def _distance(self, found: list[Any], expected: list[Any], inputs: str) -> float:

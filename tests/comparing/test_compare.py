@@ -637,3 +637,96 @@ def test_bad_arguments(arguments, message):
 def test_a_model_that_can_not_be_called():
     with pytest.raises(OptionError, match="model must be a module or a function, not 3"):
         hmpx.compare(3, torch.ones(2))
+
+
+async def _coroutine(x):
+    return torch.tanh(x)
+
+
+async def _asynchronous(x):
+    yield torch.tanh(x)
+
+
+def _generator(x):
+    yield torch.tanh(x)
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        (_generator, r"returns a generator, .* lambda \*inputs: list\(model\(\*inputs\)\)"),
+        (_coroutine, "returns a coroutine, which has run nothing yet"),
+        (_asynchronous, "returns an asynchronous generator"),
+    ],
+)
+def test_what_has_not_run_is_refused(model, message):
+    with pytest.raises(OptionError, match=message):
+        hmpx.compare(model, torch.ones(2))
+    with pytest.raises(OptionError, match=message):
+        hmpx.tune(model, torch.ones(2), progress=False)
+    assert not hmpx.is_converted()
+    found = hmpx.compare(lambda x: list(_generator(x)), torch.ones(2), **low("tanh"))
+    assert [row.dtype for row in found.rows] == ["bfloat16"]
+
+
+# --- beside other tools ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("mode", ["raise", "collect"])
+def test_inside_watch_the_default_is_compared(mode):
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    alone = hmpx.compare(model, x, **CPU)
+    with hmpx.watch(mode):
+        found = hmpx.compare(model, x, **CPU)
+        default = hmpx.compare(model, x)
+    effects = [[row.effect for row in each.rows] for each in (alone, found, default)]
+    assert effects[0] == effects[1] == effects[2] != [0.0]
+    assert default.rows[0].dtype == "bfloat16"
+
+
+def test_inside_watch_the_conversion_in_force_is_compared():
+    model, x = nn.Linear(8, 8), torch.randn(4, 8)
+    with hmpx.convert(**low("tanh")), hmpx.watch("collect"):
+        found = hmpx.compare(model, x)
+    assert {row.dtype for row in found.rows} == {""}
+
+
+# --- calls without a gradient ------------------------------------------------------------------------
+
+
+def test_calls_without_a_gradient_are_counted_beside_those_that_have_one():
+    def model(x):
+        parts = []
+        for each in (x, torch.linspace(0.1, 3, 8)):
+            part = torch.sin(each)
+            parts.append(part if each is x else part.detach())
+        return parts[0] + parts[1]
+
+    found = hmpx.compare(model, torch.randn(4, 8), **low("sin"))
+    (row,) = rows_of(found, "sin")
+    assert row.calls == 2
+    assert row.effect > 0
+    assert row.unseen == 1
+    assert "no gradient: 1" in str(found)
+    assert "unseen" in found.to_csv().splitlines()[0]
+    (alone,) = rows_of(hmpx.compare(lambda x: x.sin(), torch.randn(4, 8), **low("sin")), "sin")
+    assert alone.unseen == 0
+
+
+def test_calls_without_rounding_need_no_gradient():
+    def model(x):
+        parts = [torch.relu(each) for each in (x, torch.ones(4))]
+        return parts[0] + parts[1].detach()
+
+    (row,) = rows_of(hmpx.compare(model, torch.randn(4), **low("relu")), "relu")
+    assert row.calls == 2 and row.unseen == 0
+
+
+def test_checkpointed_calls_have_gradients():
+    layers = nn.Sequential(nn.Linear(8, 8), nn.Tanh())
+
+    def model(x):
+        return checkpoint(layers, x, use_reentrant=True)
+
+    found = hmpx.compare(model, torch.randn(2, 8, requires_grad=True), **low("tanh", "linear"))
+    assert all(row.effect > 0 and row.unseen == 0 for row in found.rows if row.dtype)
