@@ -24,6 +24,18 @@ MOST_SPOTS: Final = 24
 _MOST_CANDIDATES: Final = 32
 
 
+class Seconds(NamedTuple):
+    """How long the calls of a spot take.
+
+    Attributes:
+        fp32: In fp32.
+        low: In low precision, with the casts of their inputs.
+    """
+
+    fp32: float
+    low: float
+
+
 class Score(NamedTuple):
     """What is known of rounding an op in a module.
 
@@ -95,6 +107,10 @@ class EffectRow(Protocol):
         """The relative error of its results; 0 where nothing is rounded."""
 
     @property
+    def unseen(self) -> int:
+        """How many calls round something, but no gradient arrives at them."""
+
+    @property
     def fits(self) -> bool:
         """Whether fp32 inputs and outputs lie in the low type's range."""
 
@@ -113,6 +129,8 @@ class Candidate:
         is_hard: Some of its values leave the low type's range.
         is_unseen: The score leaves out some of its calls, at which no gradient arrives.
         prior: Order where scores are unknown: the smallest is kept first.
+        saved: What low precision saves of the time of all calls in fp32, as a share; below 0 where it
+            takes longer. None if that was not measured.
     """
 
     name: str
@@ -124,6 +142,23 @@ class Candidate:
     is_hard: bool = False
     is_unseen: bool = False
     prior: float = 0.0
+    saved: float | None = None
+
+    @property
+    def is_free(self) -> bool:
+        """Whether it is known that low precision saves no time: keeping it in fp32 costs nothing."""
+        return self.saved is not None and self.saved <= 0
+
+
+def timed(candidates: Iterable[Candidate], seconds: Mapping[Spot, Seconds]) -> list[Candidate]:
+    """Returns the candidates with the time that low precision saves as their benefit."""
+    whole = sum(each.fp32 for each in seconds.values()) or 1.0
+    found = []
+    for each in candidates:
+        known = [seconds[spot] for spot in each.spots]
+        saved = sum(one.fp32 - one.low for one in known) / whole
+        found.append(replace(each, benefit=max(saved, 0.0), saved=saved))
+    return found
 
 
 def called_spots(rows: Iterable[CallRow]) -> dict[Spot, tuple[int, int]]:
@@ -158,7 +193,7 @@ def effects(rows: Iterable[EffectRow]) -> dict[Spot, Score]:
         found[row.op, row.module] = Score(
             math.hypot(before.effect, row.effect if math.isfinite(row.effect) else 0.0),
             before.is_hard or not row.fits or math.isinf(row.effect),
-            before.is_unseen or (math.isnan(row.effect) and row.rel != 0),
+            before.is_unseen or row.unseen > 0 or (math.isnan(row.effect) and row.rel != 0),
         )
     return found
 
@@ -218,6 +253,7 @@ def split(
                 benefit=each.benefit * part.bytes / whole,
                 prior=each.prior,
                 is_hard=each.is_hard,
+                saved=None if each.saved is None else each.saved * part.bytes / whole,
             )
             for part in shares.values()
         ]

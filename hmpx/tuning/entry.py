@@ -15,7 +15,7 @@ from .. import arguments
 from ..errors import OptionError, shown
 from ..policy import LowType
 from . import scoring
-from .candidates import Candidate, by_module, by_op, split
+from .candidates import Candidate, by_module, by_op, split, timed
 from .choosing import Prices, bits_of, choose_within, search_types
 from .evaluating import FRESH, TUNING, Task
 from .journal import Journal
@@ -25,7 +25,7 @@ from .request import Request, checked
 from .result import Tuned
 from .runner import Evaluator, Runner
 from .sampling import Sampling
-from .search import Search, search
+from .search import Search, search, search_in_time
 from .searching import LEAST_OVER_NOISE, Found, Searching
 from .working import Workers
 
@@ -38,6 +38,7 @@ def tune(
     tolerance: float = 1e-2,
     *,
     by: str = "op",
+    objective: str = "work",
     fresh_inputs: Any = None,
     measure: Callable[..., Any] | None = None,
     samples: int = 1,
@@ -74,6 +75,9 @@ def tune(
             computed in fp32 or wider.
         tolerance: The largest error that passes.
         by: ``"op"`` decides for each op by name; ``"module"`` for each op in each module that matters.
+        objective: What is to be in low precision: ``"work"``, as many FLOPs and bytes as possible, or
+            ``"time"``, what saves most of the time that ops take, as measured here with ``legalize`` as it
+            is given. What is no faster in low precision, as on hardware without bfloat16, stays in fp32.
         fresh_inputs: Batches that the set must pass on at the end.
         measure: Instead of a metric: ``measure(model, seed)`` returns a number that should be small, such
             as the loss after a short training. It gets a copy of the model. The error is the mean of what it is
@@ -135,6 +139,7 @@ def tune(
         journal=journal,
         types=candidates,
         limit=limit,
+        objective=objective,
     )
     is_shown = arguments.truth("progress", progress)
     if executor is not None and not hasattr(executor, "submit"):
@@ -176,6 +181,11 @@ class _Tuning:
         else:
             found = by_module(spots, scores)
         make = self._search_for_types(journal, spots, found) if request.types else search
+        if request.objective == "time":
+            found, make = (
+                timed(found, scoring.seconds_of_spots(request, spots, journal)),
+                search_in_time,
+            )
         finest = split(found, spots) if is_finer else []
         names = {each.name for each in found}
         task.candidates = (*found, *(each for each in finest if each.name not in names))

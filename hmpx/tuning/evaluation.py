@@ -13,8 +13,8 @@ class Evaluation:
 
     Attributes:
         kept: What was computed in fp32.
-        phase: What it was for: ``"all fp32"``, ``"all low"``, ``"unseen"``, ``"range"``, ``"prefix"``,
-            ``"exchange"``, ``"prune"``, ``"sweep"``, ``"fresh inputs"``.
+        phase: What it was for: ``"all fp32"``, ``"all low"``, ``"free"``, ``"unseen"``, ``"range"``,
+            ``"prefix"``, ``"exchange"``, ``"prune"``, ``"sweep"``, ``"fresh inputs"``.
         error: The error; infinite where outputs are not finite.
         passed: Whether that was within the tolerance of that time.
     """

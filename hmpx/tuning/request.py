@@ -24,6 +24,7 @@ from .evaluating import FRESH, TUNING
 from .metrics import METRICS
 
 BY = ("op", "module")
+OBJECTIVES = ("work", "time")
 
 
 @dataclass(frozen=True)
@@ -48,6 +49,7 @@ class Request:
         journal: A path, or ``""``.
         types: Names of the types to choose among, the cheapest first; ``()`` for ``low_type`` and fp32.
         limit: What is limited, and to what; None for nothing.
+        objective: ``"work"`` or ``"time"``.
     """
 
     model: Any
@@ -66,6 +68,7 @@ class Request:
     journal: str
     types: tuple[str, ...] = ()
     limit: tuple[str, float] | None = None
+    objective: str = "work"
 
     def header(self) -> dict[str, Any]:
         """Returns what a journal of this search belongs to. The tolerance may differ."""
@@ -84,6 +87,7 @@ class Request:
             "by": self.by,
             "low_precision_type": self.low_type,
             "types": list(self.types),
+            "objective": self.objective,
             "device_types": sorted(self.device_types),
             "options": str(self.options),
             "seed": self.seed,
@@ -110,6 +114,7 @@ def checked(
     journal: Any,
     types: Any,
     limit: Any,
+    objective: Any = "work",
 ) -> Request:
     """Returns the request that `tune`'s arguments make.
 
@@ -129,6 +134,11 @@ def checked(
     names = () if types is None else _types(types)
     if limit is not None and not names:
         raise OptionError("limit chooses among several types; name them: candidates=[...]")
+    objective = arguments.choice("objective", objective, OBJECTIVES)
+    if objective == "time" and names:
+        raise OptionError(
+            "objective='time' weighs one low_precision_type against float32; leave out candidates"
+        )
     return Request(
         model=model,
         inputs=_inputs(inputs, fresh_inputs),
@@ -146,6 +156,7 @@ def checked(
         journal=arguments.path("journal", journal),
         types=names,
         limit=None if limit is None else _limit(limit),
+        objective=objective,
     )
 
 

@@ -100,6 +100,16 @@ class Tuned:
         """The share of the bytes that ops read and write, as counted in fp32, in low precision."""
         return shares(self.candidates, self.keep_fp32)[1]
 
+    @property
+    def time_share(self) -> float | None:
+        """The time that ops take, as a share of that in fp32, by what was measured of each.
+
+        None without ``objective="time"``.
+        """
+        known = [each for each in self.candidates if each.saved is not None]
+        low = [each.saved or 0.0 for each in known if each.name not in self.keep_fp32]
+        return 1 - sum(low) if known else None
+
     def error_without(self, name: str) -> float | None:
         """Returns the error with the set but without ``name``; None if that was not evaluated."""
         without = self.kept - {name}

@@ -10,10 +10,11 @@ from ..errors import OptionError
 from ..torch_state import unchanged
 from .assignment import FP32, policy_of
 from .batches import Batch
-from .candidates import Candidate, Score, Spot, effects
+from .candidates import Candidate, Score, Seconds, Spot, effects
 from .evaluating import TUNING
 from .journal import Journal
 from .metrics import loss_of
+from .profiling import seconds_of
 from .request import Request
 from .seeding import seed_all
 
@@ -48,6 +49,24 @@ def scores_of(request: Request, spots: Costs, low_type: str) -> Scores | None:
             ).rows
     found = {spot: each for spot, each in effects(rows).items() if spot in spots}
     return found if any(each.effect for each in found.values()) else None
+
+
+def seconds_of_spots(request: Request, spots: Costs, journal: Journal) -> dict[Spot, Seconds]:
+    """Returns how long each spot takes in either type: as the journal has it, else measured."""
+    for record in journal.records:
+        if "seconds" in record:
+            return {(op, module): Seconds(*both) for op, module, *both in record["seconds"]}
+    found = seconds_of(
+        request.model,
+        request.inputs[TUNING],
+        request.device_types,
+        request.options,
+        request.seed,
+        spots=spots,
+        low_type=request.low_type,
+    )
+    journal.write({"seconds": [[*spot, *each] for spot, each in found.items()]})
+    return found
 
 
 def errors_of(

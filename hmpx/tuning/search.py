@@ -40,8 +40,8 @@ class Ask:
 
     Attributes:
         kept: The set.
-        phase: What it is asked for: ``"all low"``, ``"unseen"``, ``"range"``, ``"prefix"``,
-            ``"exchange"``, ``"prune"``, ``"sweep"``.
+        phase: What it is asked for: ``"all low"``, ``"free"``, ``"unseen"``, ``"range"``,
+            ``"prefix"``, ``"exchange"``, ``"prune"``, ``"sweep"``.
         ahead: Sets that may be asked for next, the likeliest first.
     """
 
@@ -77,6 +77,27 @@ def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
         if kept != before or reserve > 1:
             kept = yield from _noted(_minimal(_members(ordered, kept), tolerance), errors)
     return kept
+
+
+def search_in_time(candidates: Sequence[Candidate], tolerance: float) -> Search:
+    """Yields what to evaluate, and returns a set within the tolerance that takes little time.
+
+    What is no faster in low precision stays in fp32; of all else no single member can be taken out.
+    """
+    free = frozenset(each.name for each in candidates if each.is_free)
+    if not free:
+        return (yield from search(candidates, tolerance))
+    yield Ask(frozenset(), "all low", (free,))
+    asking = search([each for each in candidates if not each.is_free], tolerance)
+    try:
+        asked = next(asking)
+        while True:
+            ahead = tuple(free | each for each in asked.ahead)
+            phase = asked.phase if asked.kept else "free"
+            asked = asking.send((yield Ask(free | asked.kept, phase, ahead)))
+    except StopIteration as done:
+        others: Kept = done.value
+        return free | others
 
 
 def _members(candidates: Sequence[Candidate], kept: Kept) -> list[Candidate]:

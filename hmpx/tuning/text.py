@@ -47,14 +47,22 @@ def verdict(tuned: Tuned) -> str:
         f"{kept}: {said}",
         f"{_shares(tuned)}. {tuned.evaluations} evaluations.",
     ]
+    if tuned.time_share is not None:
+        lines.append(
+            f"Ops take {tuned.time_share:.2f} of their time in fp32, as measured one by one."
+        )
     if tuned.limit:
         lines.append(f"The choice with the least predicted error of those with {tuned.limit}.")
     if tuned.fresh_error is not None:
         lines.append(f"On inputs that the search has not seen: error {shown(tuned.fresh_error)}.")
     if tuned.is_complete:
         failing = "the check fails" if tuned.metric == CHECK else "the error is too large"
-        if count and not tuned.limit:
-            lines.append(f"None of these can be taken out: without it {failing}.")
+        free = {each.name for each in tuned.candidates if each.is_free} & tuned.kept
+        if free:
+            lines.append(f"No faster in {low}: {names(free, 10)}.")
+        if count > len(free) and not tuned.limit:
+            which = "the others" if free else "these"
+            lines.append(f"None of {which} can be taken out: without it {failing}.")
     else:
         why = {"budget": "the budget was spent", "interrupt": "it was interrupted"}
         lines.append(

@@ -16,6 +16,8 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
+from hmpx.tuning import scoring
+from hmpx.tuning.candidates import Seconds
 from hmpx.tuning.sampling import Sampling, sampled
 
 from .planted import Block, Faulty, inputs
@@ -141,6 +143,41 @@ def test_several_types() -> None:
     assert "bits at most 16" in str(limited)
 
 
+def test_measured_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is no faster in low precision stays in fp32, and is said; times are measured once."""
+    seconds = {"linear": (3.0, 1.0), "gelu": (0.5, 0.9), "tanh": (0.5, 0.5)}
+    asked = []
+
+    def seconds_of(*_: Any, spots: Any, low_type: str) -> dict[Any, Seconds]:
+        asked.append(low_type)
+        return {spot: Seconds(*seconds.get(spot[0], (1.0, 0.5))) for spot in spots}
+
+    monkeypatch.setattr(scoring, "seconds_of", seconds_of)
+    journal = tmp_path / "journal"
+    best = tune(faulty(), inputs(), objective="time", journal=journal)
+    assert best.keep_fp32 == {"gelu", "tanh", "add", "sub"}
+    assert best == tune(faulty(), inputs(), objective="time", journal=journal)
+    assert asked == ["bfloat16"]
+    # In low precision: linear in three modules, sigmoid and relu. All: these, and gelu, tanh, add, sub.
+    assert best.time_share == pytest.approx(1 - (3 * 2.0 + 2 * 0.5) / (3 * 3.0 + 2 * 0.5 + 4 * 1.0))
+    assert "No faster in bfloat16: gelu, tanh." in str(best)
+    assert "None of the others can be taken out" in str(best)
+    assert tune(faulty(), inputs()).time_share is None
+    with pytest.raises(hmpx.OptionError, match="belongs to another search: objective differs"):
+        tune(faulty(), inputs(), journal=journal)
+
+
+def test_times_are_measured_with_their_casts() -> None:
+    """Of each op, in either type; what is no faster is kept."""
+    model = nn.Sequential(nn.Linear(16, 2048), nn.ReLU(), nn.Linear(2048, 16))
+    best = tune(model, torch.randn(64, 16), objective="time", by="module", tolerance=0.5)
+    saved = {each.name: each.saved for each in best.candidates}
+    assert saved.keys() == {"0:linear", "1:relu", "2:linear"}
+    assert all(each is not None and each < 1 for each in saved.values())
+    assert best.time_share <= 1
+    assert best.keep_fp32 == {name for name, each in saved.items() if each <= 0}
+
+
 # --- metrics -----------------------------------------------------------------------------------------
 
 
@@ -233,6 +270,11 @@ def test_samples_are_taken_until_it_is_clear() -> None:
         ({"low_precision_type": "float33"}, "low_precision_type must be"),
         ({"device_types": {"gpu"}}, "gpu"),
         ({"candidates": ["bfloat16"]}, "candidates must hold float32 and at least one other type"),
+        ({"objective": "memory"}, "objective must be 'work' or 'time'"),
+        (
+            {"objective": "time", "candidates": ["float8_e4m3fn", "float32"]},
+            "objective='time' weighs one low_precision_type",
+        ),
         ({"limit": ("bits", 8)}, "limit chooses among several types"),
         ({"candidates": ["bfloat16", "float32"], "limit": 8}, "limit must be a pair"),
         ({"candidates": ["bfloat16", "float32"], "limit": ("mb", 8)}, "limit must be one of"),
