@@ -34,6 +34,9 @@ _NO_EFFECT: Final = 0.02**2
 #: How fast effects are fitted to errors: a rate, and how often all errors are gone through.
 _FITTING: Final = ((0.7, 30), (0.3, 20))
 
+#: A part of a set that fails by more than this factor is not tried: errors are not quite monotone.
+_CLEARLY: Final = 1.01
+
 #: Predicted and measured squared errors that differ by less agree.
 _AGREES: Final = 1.002
 
@@ -155,7 +158,7 @@ def _cheapest(
     free = [each for each in candidates if each.name not in fixed]
     free.sort(key=lambda each: (-effects[each.name] / cost(each), each.name))
     gains, costs = [effects[each.name] for each in free], [cost(each) for each in free]
-    failed = [kept for kept, error in errors.items() if not error <= tolerance]
+    failed = [kept for kept, error in errors.items() if not error <= _CLEARLY * tolerance]
     chosen: list[str] = []
     best: list[Kept] = []
     limit, branches = below, 0

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Final
 
 from .candidates import Candidate, Kept
-from .exchanging import cost, exchanges
+from .exchanging import cost, cost_of, exchanges
 
 #: Candidates whose predicted errors together are below this share of the tolerance come last.
 _NEGLIGIBLE: Final = 0.3
@@ -71,6 +71,7 @@ def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
         return kept
     if all(each.score is None for each in ordered):
         return (yield from _minimal(_members(ordered, kept), tolerance))
+    kept = yield from _noted(_without_the_dearest(ordered, kept, tolerance), errors)
     for reserve in (1.3, 0.5):  # of evaluations for each member, to make the set minimal
         before = kept
         kept = yield from _exchanged(ordered, kept, errors, tolerance, reserve)
@@ -113,6 +114,20 @@ def _noted(asking: Search, errors: dict[Kept, float]) -> Search:
             asked = asking.send(errors[asked.kept])
     except StopIteration as done:
         return done.value  # type: ignore[no-any-return]
+
+
+def _without_the_dearest(candidates: Sequence[Candidate], kept: Kept, tolerance: float) -> Search:
+    """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``.
+
+    Where one member costs more than all that is in low precision, one evaluation with that alone in low
+    precision tells whether it could be: if so the others are pruned later, else it stays for good.
+    """
+    dearest = max(_members(candidates, kept), key=lambda each: (cost(each), each.name))
+    others = frozenset(each.name for each in candidates) - {dearest.name}
+    if dearest.is_hard or cost_of(candidates, others) >= cost_of(candidates, kept):
+        return kept
+    error = yield Ask(others, "exchange")
+    return others if error <= tolerance else kept
 
 
 def _exchanged(
