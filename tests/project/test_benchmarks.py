@@ -136,6 +136,22 @@ def test_tuning(tmp_path: Path) -> None:
         assert found["hmpx"]["evaluations"] <= 40
 
 
+@pytest.mark.models
+@pytest.mark.slow
+def test_tuned_lists(tmp_path: Path) -> None:
+    """Within the error of each list, and of halving; what lists keep is counted among the candidates."""
+    run("tuned_lists.py", "--models", "vit", "--steps", "3", "--threads", "1", folder=tmp_path)
+    figures = saved(tmp_path / "tuned_lists-cpu.json")["figures"]["vit"]
+    assert figures.keys() == {"op", "module"}
+    for rivals in figures.values():
+        assert rivals.keys() == {"hmp", "autocast-cpu", "halving"}
+        for label, found in rivals.items():
+            assert 0 < found["rival"]["flops_share"] <= 1 or label == "halving"
+            assert found["rival"]["kept"] < found["rival"]["candidates"]
+            if label != "halving":  # which stops below its tolerance
+                assert found["hmpx"]["error"] <= found["rival"]["error"] * (1 + 1e-6)
+
+
 @pytest.mark.slow
 def test_compiled(tmp_path: Path) -> None:
     """The results of hmpx and of casts by hand are bit-equal, or the program would fail."""
