@@ -21,6 +21,7 @@ from hmpx.cli import doctor
 from hmpx.compute.legalize import capability
 from hmpx.policy.lists import sets as oplists
 from hmpx.torch_internals import torch_part as torch_parts
+from tests import forks
 
 
 class Outcome(NamedTuple):
@@ -42,31 +43,15 @@ def finish(command: list[str], directory: Path) -> Outcome:
     return Outcome(finished.returncode, finished.stdout, finished.stderr)
 
 
-#: Forks one child a command line, so that torch is imported once for all of them. `main` is called
-#: at the top of the program: what leaves it meets the interpreter, as it does in ``python -m hmpx``.
-FORKING = """
-import json, os, sys
-from hmpx import cli
-
-for number, arguments in enumerate(json.loads(sys.argv[1])):
-    child = os.fork()
-    if not child:
-        for descriptor, name in ((1, "out"), (2, "err")):
-            os.dup2(os.open(f"{number}.{name}", os.O_WRONLY | os.O_CREAT), descriptor)
-        sys.argv = ["hmpx", *arguments]
-        sys.exit(cli.main())
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
-"""
+def finish_fork(*arguments: str, directory: Path) -> Outcome:
+    """Returns what ``python ARGUMENTS`` gives in ``directory``, from a process that has torch already."""
+    done = forks.run(*arguments, cwd=directory)
+    return Outcome(done.returncode, done.stdout, done.stderr)
 
 
-def finish_all(command_lines: list[list[str]], directory: Path) -> list[Outcome]:
-    """Returns what each of ``hmpx``'s ``command_lines`` gives."""
-    finished = finish([*PYTHON, "-c", FORKING, json.dumps(command_lines)], directory)
-    assert (finished.status, finished.err) == (0, "")
-    return [
-        Outcome(int(status), *((directory / f"{i}.{n}").read_text() for n in ("out", "err")))
-        for i, status in enumerate(finished.out.split())
-    ]
+def finish_hmpx(*arguments: str, directory: Path) -> Outcome:
+    """Returns what ``hmpx ARGUMENTS`` gives."""
+    return finish_fork("-m", "hmpx", *arguments, directory=directory)
 
 
 def write(directory: Path, name: str, text: str) -> str:
@@ -452,8 +437,8 @@ def test_run_is_like_python(directory: Path) -> None:
         ["package", "--help"],
         ["-m", "package", "-m", "y"],
     ]
-    outcomes = finish_all([["run", *program] for program in programs], directory)
-    for program, actual in zip(programs, outcomes, strict=True):
+    for program in programs:
+        actual = finish_hmpx("run", *program, directory=directory)
         expected = finish([*PYTHON, *program], directory)
         assert (expected.status, expected.err) == (actual.status, actual.err) == (0, "")
         assert json.loads(actual.out) == json.loads(expected.out)
@@ -468,7 +453,8 @@ def test_run_ends_as_python_does(directory: Path) -> None:
     write(directory, "hook.py", "import sys\nsys.excepthook = lambda *a: print(a[1])\n1 / 0")
     write(directory, "bad_hook.py", "import sys\nsys.excepthook = lambda *a: a[9]\n1 / 0")
     names = sorted(path.name for path in directory.iterdir())
-    outcomes = dict(zip(names, finish_all([["run", n] for n in names], directory), strict=True))
+    outcomes = {name: finish_hmpx("run", name, directory=directory) for name in names}
+    outcomes["interrupt.py"] = finish([*RUN, "interrupt.py"], directory)  # the interpreter's status
     for name, actual in outcomes.items():
         assert actual == finish([*PYTHON, name], directory), name
     statuses = {name: outcome.status for name, outcome in outcomes.items()}
@@ -498,7 +484,8 @@ except RuntimeError as error:
         raise ValueError("second")
 """,
     )
-    expected, actual = finish([*PYTHON, script], directory), finish([*RUN, script], directory)
+    expected = finish_fork(script, directory=directory)
+    actual = finish_hmpx("run", script, directory=directory)
     assert actual == expected
     assert actual.status == 1
     assert "ValueError: second" in actual.err
@@ -515,7 +502,7 @@ def test_run_converts_by_the_lists_given(directory: Path) -> None:
     )
     options = ["--bf16", "my_bf16.txt", "--fp32", "my_fp32.txt", "--device-types", "cpu,cuda"]
     options += ["--legalize", "never"]
-    actual = finish([*RUN, *options, "--verbose-once", script], directory)
+    actual = finish_hmpx("run", *options, "--verbose-once", script, directory=directory)
     assert actual.status == 0
     assert actual.err.splitlines() == [
         "hmpx: warning: left out of the op lists:",
@@ -545,9 +532,9 @@ sections: [{module_class: Linear, low: [linear accumulate=float32]}]
         "print((x @ x).dtype, torch.nn.Linear(2, 2)(x).dtype)\n"
         "torch.nn.Linear(2, 2)(torch.ones(3, 3) @ torch.ones(3, 3))\n",
     )
-    expected = finish([*PYTHON, script], directory)
+    expected = finish_fork(script, directory=directory)
     options = ["--policy", "p.yaml", "--device-types", "cpu,cuda"]
-    actual = finish([*RUN, *options, script], directory)
+    actual = finish_hmpx("run", *options, script, directory=directory)
     assert actual.status == 1
     assert actual.out == "torch.float32 torch.bfloat16\n"
     warning, unknown, *traceback = actual.err.splitlines()
@@ -555,7 +542,7 @@ sections: [{module_class: Linear, low: [linear accumulate=float32]}]
     assert unknown.startswith("hmpx:   p.yaml:2: unknown op 'softmaxx'; did you mean ")
     assert traceback[:-1] == expected.err.splitlines()[:-1]  # the message may speak of dtypes
     write(directory, "bad.yaml", "lowe: 1\n")
-    assert finish([*RUN, "--policy", "bad.yaml", script], directory) == Outcome(
+    assert finish_hmpx("run", "--policy", "bad.yaml", script, directory=directory) == Outcome(
         2, "", "hmpx: bad.yaml:1: unknown key 'lowe' of a policy; did you mean 'low'?\n"
     )
 
@@ -572,8 +559,10 @@ def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
         "    project = staticmethod(F.linear)\n"
     )
     (tmp_path / "clean.py").write_text("import torch.nn.functional as F\n")
-    command_lines = [["doctor", "early"], ["doctor", "clean"], ["doctor", "none"], ["doctor"]]
-    early, clean, missing, plain = finish_all(command_lines, tmp_path)
+    early, clean, missing, plain = (
+        finish_hmpx("doctor", *modules, directory=tmp_path)
+        for modules in (["early"], ["clean"], ["none"], [])
+    )
     assert (early.status, early.err) == (1, "")
     capabilities = plain.out.splitlines()[3:]
     assert early.out.splitlines()[1:3] == [
@@ -595,7 +584,7 @@ def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
 
 def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     """What torch reports of each device's hardware, and each kind of op as measured."""
-    actual = finish([*PYTHON, "-m", "hmpx", "doctor", "--low-precision-type", "float16"], tmp_path)
+    actual = finish_hmpx("doctor", "--low-precision-type", "float16", directory=tmp_path)
     assert (actual.status, actual.err) == (0, "")
     said, what, head, *rows = actual.out.splitlines()[3:]
     assert re.fullmatch(r"float16 on cpu: torch reports that the hardware (has|lacks) it", said)
