@@ -16,6 +16,7 @@ import pytest
 import hmpx
 from hmpx.cli import main
 from hmpx.reports import Report, Row
+from tests import forks
 
 #: Passes if what the variables at its top say is in fp32; its first run writes a report.
 SCRIPT = """
@@ -316,15 +317,8 @@ def test_hmpx_run_obeys_the_policy_under_test(tmp_path: Path) -> None:
         "import torch\ny = torch.nn.Linear(2, 2)(torch.ones(1, 2))\nprint(y.dtype, (y + 1).dtype)\n"
     )
     environment = {"HMPX_POLICY": str(tmp_path / "policy.yaml"), "HMPX_REPORT": "report.json"}
-    command = [sys.executable, "-m", "hmpx", "run", "--lists", "o2", "script.py"]
-    done = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env={**os.environ, **environment},
-        capture_output=True,
-        text=True,
-        check=False,
-    )
+    command = ("-m", "hmpx", "run", "--lists", "o2", "script.py")
+    done = forks.run(*command, cwd=tmp_path, env={**os.environ, **environment})
     assert (done.returncode, done.stdout) == (0, "torch.bfloat16 torch.float32\n"), done.stderr
     assert (tmp_path / "report.json").is_file()
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import functools
 import math
 import random
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx.errors import OptionError
+from tests import forks
 
 CPU = {"device_types": {"cpu"}}
 
@@ -536,8 +535,8 @@ del model, x
 gc.collect()
 print([each() for each in living])
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
-    assert done.stdout == "[None, None, None]\n"
+    done = forks.run("-c", code)
+    assert (done.returncode, done.stdout) == (0, "[None, None, None]\n"), done.stderr
 
 
 def test_generators_draw_the_same_and_are_as_before():

@@ -1,8 +1,9 @@
 """The process that `tests.forks.run` starts: imports the modules it is given, then forks.
 
-Reads a program a line, as JSON: its arguments, directory, environment, the files for what it prints,
-and how many seconds it may take. Prints the child's exit status. The child ends without freeing what it
-shares with this process, which would take seconds.
+Reads a line for programs that run together, as a JSON list: of each its arguments, directory,
+environment, the files for what it prints, and how many seconds it may take. Prints their exit statuses;
+those that wait for one that has failed are killed. Children end without freeing what they share with
+this process, which would take seconds.
 """
 
 import atexit
@@ -106,10 +107,26 @@ def status(arguments: list[str], directory: str) -> int:
     return found
 
 
-for line in sys.stdin:
-    arguments, *surroundings = json.loads(line)
+def started(arguments: list[str], *surroundings: Any) -> int:
+    """Returns the process id of the child that runs a program."""
     child = os.fork()
     if not child:
         prepare(*surroundings)
         os._exit(status(arguments, surroundings[0]))
-    print(os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]), flush=True)
+    return child
+
+
+def ended(children: list[int]) -> list[int]:
+    """Returns the exit statuses of children; those that run when one fails are killed."""
+    found: dict[int, int] = {}
+    while len(found) < len(children):
+        child, how = os.wait()
+        found[child] = os.waitstatus_to_exitcode(how)
+        if found[child]:
+            for other in set(children) - found.keys():
+                os.kill(other, signal.SIGKILL)
+    return [found[child] for child in children]
+
+
+for line in sys.stdin:
+    print(*ended([started(*program) for program in json.loads(line)]), flush=True)

@@ -6,8 +6,6 @@ import copy
 import gc
 import io
 import re
-import subprocess
-import sys
 import weakref
 from collections import OrderedDict, namedtuple
 from collections.abc import Callable
@@ -915,7 +913,8 @@ def test_dynamo_is_not_imported() -> None:
         "assert model.weight.dtype is torch.bfloat16\n"
         "assert 'torch._dynamo' not in sys.modules"
     )
-    subprocess.run([sys.executable, "-c", code], check=True)
+    done = forks.run("-c", code, imported=forks.TORCH)
+    assert done.returncode == 0, done.stderr
 
 
 def test_undo_leaves_no_trace() -> None:

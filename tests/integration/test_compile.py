@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextvars
 import os
-import subprocess
-import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -454,6 +452,5 @@ print([name for name, kernel in vars(extern_kernels).items() if hasattr(kernel, 
 
 def test_compiled_code_calls_torchs_own_kernels() -> None:
     """Also where inductor is imported while torch is converted: nothing below is cast again."""
-    command = [sys.executable, "-c", KERNELS]
-    run = subprocess.run(command, capture_output=True, text=True, check=True)
-    assert run.stdout.split() == ["[]"]
+    run = forks.run("-c", KERNELS, imported=forks.TORCH)
+    assert (run.returncode, run.stdout.split()) == (0, ["[]"]), run.stderr

@@ -25,6 +25,7 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import Policy
+from tests import forks
 
 WORKER = Path(__file__).parent / "distributed_worker.py"
 EXAMPLE = Path(__file__).parents[2] / "examples" / "ddp.py"
@@ -78,28 +79,14 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> Reports:
 
 def run_workers(directory: Path) -> tuple[str, Reports]:
     """Runs one process a rank; returns what they wrote, errors if anything, and their reports."""
-    logs = [directory / f"{rank}.log" for rank in range(WORLD_SIZE)]
-    processes: list[subprocess.Popen[bytes]] = []
-    deadline = time.monotonic() + TIMEOUT_S
-    try:
-        for rank, log in enumerate(logs):
-            command = [sys.executable, str(WORKER), str(rank), str(WORLD_SIZE), str(directory)]
-            with log.open("wb") as output:
-                processes.append(
-                    subprocess.Popen(command, env=ENVIRONMENT, stdout=output, stderr=output)
-                )
-        # One that fails leaves the others waiting.
-        while (codes := [p.poll() for p in processes]) != [0] * WORLD_SIZE:
-            if any(codes) or time.monotonic() > deadline:
-                break
-            time.sleep(0.1)
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    errors = "".join(log.read_text("utf-8") for log in logs)
-    if errors or any(codes) or None in codes:
-        return f"exit codes {codes} (None: killed)\n{errors}", []
+    ranks = [str(rank) for rank in range(WORLD_SIZE)]
+    places = str(WORLD_SIZE), str(directory)
+    programs = [([str(WORKER), rank, *places], ENVIRONMENT) for rank in ranks]
+    ended = forks.run_together(programs, timeout=TIMEOUT_S)
+    codes = [each.returncode for each in ended]
+    errors = "".join(each.stdout + each.stderr for each in ended)
+    if errors or any(codes):
+        return f"exit codes {codes} (-9: killed, since another had failed)\n{errors}", []
     return "", [json.loads((directory / f"{r}.json").read_text("utf-8")) for r in range(WORLD_SIZE)]
 
 

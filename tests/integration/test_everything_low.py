@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Sequence
 from typing import Any
 
 import pytest
+
+from tests import forks
 
 #: The process' own, and one that measures.
 MOST_THREADS = 2
@@ -18,14 +18,8 @@ MOST_THREADS = 2
 def results(arguments: Sequence[str], *, give_up_after: int) -> Any:
     """Returns what the worker prints; it does not outlive ``give_up_after`` seconds."""
     environment = dict(os.environ, GIVE_UP_AFTER=str(give_up_after), OMP_NUM_THREADS="1")
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.integration.everything_low_worker", *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        env=environment,
-        timeout=give_up_after + 60,
-    )
+    worker = "tests.integration.everything_low_worker"
+    done = forks.run("-m", worker, *arguments, env=environment, timeout=give_up_after + 60)
     assert done.returncode == 0, done.stderr[-4000:]
     return json.loads(done.stdout)
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -58,8 +56,9 @@ def run_elsewhere(kind: str, folder: Path) -> Tensor:
     """Returns what the saved model gives in a process that never imports hmpx."""
     torch.save(data(), folder / "data.pt")
     paths = [str(folder / name) for name in ("model", "data.pt", "out.pt")]
-    command = [sys.executable, "-W", "ignore", "-c", LOADER, kind, *paths]
-    subprocess.run(command, check=True, cwd=folder)
+    loader = ("-W", "ignore", "-c", LOADER)
+    done = forks.run(*loader, kind, *paths, cwd=folder, imported=forks.TORCH)
+    assert done.returncode == 0, done.stderr
     return torch.load(folder / "out.pt")
 
 

@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.testing._internal.common_methods_invocations import op_db
-from torch.testing._internal.opinfo.core import OpInfo
+from torch.testing._internal.opinfo.core import OpInfo, SampleInput
 
 import hmpx
 from hmpx.observers import ATTACHED
@@ -53,14 +53,16 @@ def unobserved() -> Iterator[None]:
             attached.resume()
 
 
-def outcome(info: OpInfo, number: int, dtype: torch.dtype) -> list[Tensor] | str | None:
-    """Returns what a sample gives, and its gradients; the class of the error that it raises; None for none."""
+def outcomes(info: OpInfo, dtype: torch.dtype) -> list[list[Tensor] | str]:
+    """Returns what each sample gives, and its gradients; or the class of the error that it raises."""
     learns = dtype in (torch.float32, torch.complex64) and info.supports_autograd
     samples = sample_inputs(info, dtype, requires_grad=learns)
-    sample = next(itertools.islice(samples, number, None), None)
-    if sample is None:
-        return None
-    torch.manual_seed(0)
+    return [outcome(info, sample) for sample in list(itertools.islice(samples, SAMPLES))]
+
+
+def outcome(info: OpInfo, sample: SampleInput) -> list[Tensor] | str:
+    """Returns what a sample gives, and its gradients; or the class of the error that it raises."""
+    torch.default_generator.manual_seed(0)
     try:
         result = info.op(sample.input, *sample.args, **sample.kwargs)
         found = [each for each in tensors(result) if isinstance(each, Tensor)]
@@ -90,11 +92,12 @@ def test_observed_calls_do_the_same(chunk: int) -> None:
     ):
         for info in INFOS[chunk::CHUNKS]:
             for dtype in (torch.float32, torch.complex64, torch.int64):
-                for number in range(SAMPLES if dtype in info.dtypes else 0):
-                    with unobserved():
-                        expected = outcome(info, number, dtype)
-                    actual = outcome(info, number, dtype)
-                    if not is_same(actual, expected):
+                if dtype not in info.dtypes:
+                    continue
+                with unobserved():
+                    expected = outcomes(info, dtype)
+                for number, actual in enumerate(outcomes(info, dtype)):
+                    if not is_same(actual, expected[number]):
                         faults.append(f"{info.full_name}, sample {number} of {dtype}: {actual}")
     assert rec.report().totals.calls > SAMPLES
     assert not faults

@@ -10,6 +10,7 @@ import itertools
 import os
 import re
 import runpy
+import socket
 import sys
 from collections import Counter
 from collections.abc import Iterator
@@ -439,13 +440,21 @@ def test_loss_scaling_in_float16(lightning: Lightning, tmp_path: Path) -> None:
 # --- the examples ---------------------------------------------------------------------------------
 
 
-def run(*command: str, cwd: Path) -> str:
-    """Returns what ``python COMMAND`` prints; it may warn, but not of hmpx."""
-    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default"}
-    result = forks.run(*command, cwd=cwd, env=environment)
-    assert result.returncode == 0, result.stdout + result.stderr
-    assert "HmpxWarning" not in result.stderr
-    return result.stdout
+def run_in_two(script: Path, cwd: Path) -> str:
+    """Returns what two processes print that torchrun would start; they may warn, but not of hmpx."""
+    with socket.socket() as listening:
+        listening.bind(("localhost", 0))
+        port = str(listening.getsockname()[1])
+    places = {"MASTER_ADDR": "localhost", "MASTER_PORT": port, "LOCAL_WORLD_SIZE": "2"}
+    settings = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "default", "WORLD_SIZE": "2", **places}
+    ranks = [{"RANK": rank, "LOCAL_RANK": rank} for rank in ("0", "1")]
+    ended = forks.run_together(
+        [([str(script)], {**os.environ, **settings, **rank}) for rank in ranks], cwd=cwd
+    )
+    said = "".join(each.stderr for each in ended)
+    assert [each.returncode for each in ended] == [0, 0], said
+    assert "HmpxWarning" not in said
+    return "".join(each.stdout for each in ended)
 
 
 def run_here(name: str, monkeypatch: Any, capsys: Any, *arguments: str) -> str:
@@ -491,8 +500,7 @@ def test_accelerate_loop(monkeypatch: Any, capsys: Any) -> None:
 def test_accelerate_loop_in_two_processes(tmp_path: Path) -> None:
     """They share the batches, and one of them prints."""
     pytest.importorskip("accelerate")
-    launch = ("-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2")
-    output = run(*launch, str(EXAMPLES / "accelerate_loop.py"), cwd=tmp_path)
+    output = run_in_two(EXAMPLES / "accelerate_loop.py", cwd=tmp_path)
     assert_losses_agree(output)
     assert_ran(output, "convolution and linear layer", 5 * 8 // 2 * 2)
     assert output.count("epoch") == 1

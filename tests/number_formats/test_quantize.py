@@ -9,8 +9,6 @@ import gc
 import math
 import os
 import pickle
-import subprocess
-import sys
 from bisect import bisect_right
 from collections.abc import Callable
 from fractions import Fraction
@@ -32,6 +30,7 @@ from hmpx.number_formats import ROUNDING_MODES, rounder
 from hmpx.number_formats import rounding as rounding_routes
 from hmpx.number_formats.kernels import calls as rounding_kernels
 from hmpx.number_formats.kernels import library as kernel_library
+from tests import forks
 
 from .posit_reference import Reference
 
@@ -988,12 +987,5 @@ def test_threads_and_forks() -> None:
         "assert os.waitpid(child, 0)[1] == 0\n"
     )
     environment = {**os.environ, "HMPX_KERNELS": "wait"}
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-c", program],
-        env=environment,
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    done = forks.run("-W", "ignore", "-c", program, env=environment, imported=forks.TORCH)
     assert (done.returncode, done.stderr) == (0, "")

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import gc
-import subprocess
-import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator
@@ -18,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hmpx
 from hmpx.recording import recorder
+from tests import forks
 from tests.recording.test_counts import Counter
 
 X, WEIGHT = torch.ones(5, 4, 8), torch.ones(16, 8)
@@ -115,9 +114,7 @@ with hmpx.convert(device_types={"cpu"}, legalize="never"):
     compiled(x)
     print(seen)
 """
-    done = subprocess.run(
-        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=False
-    )
+    done = forks.run("-c", program, timeout=120, imported=forks.TORCH)
     assert done.returncode == 0, done.stderr
     assert done.stdout.splitlines() == ["[('mm', 1), ('softmax', 1)] []", "[1]"], done.stdout
 

@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import json
 import os
-import subprocess
 import sys
 from pathlib import Path
 from typing import Any
@@ -16,6 +15,7 @@ import torch
 import hmpx
 from hmpx.torch_internals import compiler as compiler_internals
 from hmpx.torch_internals import torch_part as torch_parts
+from tests import forks
 from tests.torch_internals.worker import STATES
 
 PACKAGE = Path(hmpx.__file__).parent
@@ -76,6 +76,9 @@ def test_all_is_as_expected_with_this_torch() -> None:
 #: Runs in a process of its own: there it breaks one part of torch after the other, each in a child.
 WORKER = Path(__file__).with_name("worker.py")
 
+#: What the worker imports: anew for each of its runs this would take as long as all that it tries.
+IMPORTED = ("torch._dynamo", "torch.distributed.tensor", "torch.utils.checkpoint")
+
 
 #: Parts that a test can't break.
 UNBREAKABLE = {
@@ -106,14 +109,8 @@ def test_without_a_part_results_are_as_right_or_refused(
 
 def run_worker(*arguments: str) -> dict[str, Any]:
     """Returns what the worker prints."""
-    done = subprocess.run(
-        [sys.executable, str(WORKER), *arguments],
-        capture_output=True,
-        text=True,
-        check=False,
-        timeout=600,
-        env={**os.environ, "PYTHONPATH": str(PACKAGE.parent)},
-    )
+    environment = {**os.environ, "PYTHONPATH": str(PACKAGE.parent)}
+    done = forks.run(str(WORKER), *arguments, env=environment, timeout=600, imported=IMPORTED)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout)
     return found

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import copy
-import subprocess
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Iterator
@@ -24,6 +22,7 @@ from torch.utils.checkpoint import checkpoint
 import hmpx
 from hmpx.torch_state import module_names
 from hmpx.torch_state import module_path as modules
+from tests import forks
 
 FP32, BF16 = torch.float32, torch.bfloat16
 MODULE_CALL = nn.Module.__call__
@@ -996,8 +995,7 @@ assert torch._dynamo.variables.nn_module.unpatched_nn_module_call is call
 
 def test_dynamo_may_be_imported_while_modules_are_noted() -> None:
     """It keeps what it finds as Module.__call__ for torch's own, past which it need not look."""
-    command = [sys.executable, "-c", IMPORTED_LATE]
-    run = subprocess.run(command, capture_output=True, text=True, check=False)
+    run = forks.run("-c", IMPORTED_LATE, imported=forks.TORCH)
     assert (run.stdout.split(), run.stderr) == (["torch.bfloat16", "torch.float32"], "")
 
 

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +11,7 @@ import pytest
 import torch.distributed
 
 import hmpx
+from tests import forks
 
 WORKER = Path(__file__).parent / "ddp_worker.py"
 TIMEOUT_S = 120
@@ -28,20 +27,10 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> list[dict[str, Any]]:
     directory = tmp_path_factory.mktemp("ddp")
     source = str(Path(hmpx.__file__).parents[1])
     environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": source}
-    processes = [
-        subprocess.Popen(
-            [sys.executable, str(WORKER), str(rank), str(directory)],
-            env=environment, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
-        )
-        for rank in range(2)
-    ]  # fmt: skip
-    try:
-        outputs = [process.communicate(timeout=TIMEOUT_S)[0] for process in processes]
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
-    assert [process.returncode for process in processes] == [0, 0], "".join(outputs)
+    programs = [([str(WORKER), str(rank), str(directory)], environment) for rank in range(2)]
+    ended = forks.run_together(programs, timeout=TIMEOUT_S)
+    outputs = "".join(each.stdout + each.stderr for each in ended)
+    assert [each.returncode for each in ended] == [0, 0], outputs
     return [json.loads((directory / f"{rank}.json").read_text("utf-8")) for rank in range(2)]
 
 
