@@ -54,10 +54,10 @@ def make_wrapper(
         return cast_args(recipe, args, kwargs)
 
     def settle() -> None:
-        made.settle()
+        settle_made()
 
     def narrowed_wrapper(others: Recipe) -> Callable[..., Any] | None:
-        return make_wrapper(original, others, public=public or made.wrapper)
+        return make_wrapper(original, others, public=shown)
 
     def override_here(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         cast_here = functools.partial(cast_where_on, recipe)
@@ -80,6 +80,8 @@ def make_wrapper(
         is_open=legalization.is_open,
         legalizes=recipe.legalizes,
     )
+    # Not `made` as a whole: a wrapper within an observed one would wait for a collection of garbage.
+    settle_made, shown = made.settle, public or made.wrapper
     return named_after(original, made.wrapper, recipe.site.name, made.variables)
 
 

@@ -45,7 +45,7 @@ from . import overriding
 from .descriptions import Description, Descriptions, decoded, describe
 from .making import cast_where_on, completed, make_wrapper, narrower
 from .overriding import is_overridden
-from .retiring import Variables, named_after
+from .retiring import OwnName, Variables, named_after
 
 #: How many distinct calls a site remembers.
 _MOST_CALLS: Final = 256
@@ -184,20 +184,26 @@ def make_observed_wrapper(
         narrowed = narrower(
             original, recipe, lambda others: make_observed_wrapper(original, others, attached)
         )
-    parts = make_wrapper(original, recipe, public=wrapper) or complete, narrowed, tell
+    within = make_wrapper(original, recipe, public=wrapper)
+    own_name = None if within is None else OwnName(within)
+    parts = within or complete, narrowed, tell
 
     def override(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
         cast_here = functools.partial(_amid_call, cast_where_on, recipe)
         return overriding.override(original, cast_here, wrapper, args, kwargs)
 
     def read() -> tuple[Any, ...]:
-        return wrapper, parts, override
+        return wrapper, parts, override, own_name and (own_name, own_name.read())
 
     def write(values: tuple[Any, ...]) -> None:
-        nonlocal wrapper, parts, override
-        wrapper, parts, override = values
+        nonlocal wrapper, parts, override, own_name
+        wrapper, parts, override, named = values
+        name, value = named or (own_name, wrapper)
+        if name is not None:
+            name.write(value)
+        own_name = None if named is None else name  # by which it leads back here
 
-    variables = Variables(("wrapper", "parts", "override"), read, write)
+    variables = Variables(("wrapper", "parts", "override", "own_name"), read, write)
     return named_after(original, wrapper, recipe.site.name, variables)
 
 

@@ -128,6 +128,7 @@ def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
         return forward
 
     return {
+        "own_name": None,
         "wrapper": forward,  # that refers to itself would wait for a collection of garbage
         "original": forward,
         "complete": forward,
@@ -142,6 +143,30 @@ def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
         "narrowed": nothing,
         "parts": (forward, None, nothing),
     }
+
+
+class OwnName:
+    """The variable by which a wrapper within another one calls itself.
+
+    The one within is not retired, since a call may be about to enter it. But as long as it refers to
+    itself, it and the other one would wait for a collection of garbage.
+    """
+
+    def __init__(self, wrapper: Callable[..., Any]) -> None:
+        """Takes the wrapper within; keeps no reference to it."""
+        variables = _variables(wrapper)
+        self._read, self._write = variables.read, variables.write
+        self._position = variables.names.index("wrapper")
+
+    def read(self) -> Callable[..., Any]:
+        """Returns the variable's value."""
+        return self._read()[self._position]  # type: ignore[no-any-return]
+
+    def write(self, value: Callable[..., Any]) -> None:
+        """Gives the variable another value."""
+        values = list(self._read())
+        values[self._position] = value
+        self._write(tuple(values))
 
 
 def _variables(wrapper: Callable[..., Any]) -> Variables:

@@ -334,6 +334,20 @@ def test_nothing_waits_for_a_collection_of_garbage(is_asked: bool) -> None:
             hmpx.unregister_rule("*")
 
 
+def test_observed_wrappers_do_not_wait_for_a_collection_of_garbage() -> None:
+    """Nor what is within them: a program may be recorded again and again."""
+    gc.collect()
+    gc.disable()
+    try:
+        with hmpx.convert(device_types={"cpu"}):
+            with hmpx.record():
+                F.linear(ones(), ones()).sum()
+                kept = [weakref.ref(each) for each in (F.linear, torch.softmax, torch.Tensor.mm)]
+            assert [each() for each in kept] == [None] * 3
+    finally:
+        gc.enable()
+
+
 #: What a retired wrapper need not change, since nothing else leads there.
 NOT_RETIRED = {
     "convert": "no dtype is among `other_dtypes` any more",
