@@ -6,6 +6,7 @@ Patches nothing itself, and is independent of sessions.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -77,17 +78,17 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             function = site.callable_of(slot)
             key = (id(slot), name)
             if key not in made:
-                recipe = recipe_of(
-                    name,
-                    site,
-                    lacks,
-                    decision,
-                    conversion.device_types,
-                    conversion.options,
-                    is_overridable=wrappers.hands_over(function),
-                )
                 seen = conversion if name in told_of else unobserved
-                made[key] = _made(seen, function, site, recipe, asked)
+                make = functools.partial(
+                    _made_for, seen, function, name, site, lacks, decision, asked
+                )
+                is_uncast = decision.cast_policy is CastPolicy.PASS and (site.in_place or not asked)
+                if lacks is None or not is_uncast or _is_observed(site, decision, seen.observers):
+                    made[key] = make()
+                else:
+                    made[key] = wrappers.shared_where_lacking(
+                        function, name, site.qualified, lacks, make
+                    )
             wrapper = made[key]
             if wrapper is not None and site.is_property:
                 getter = property(wrapper, slot.__set__, slot.__delete__, slot.__doc__)
@@ -95,6 +96,28 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             elif wrapper is not None:
                 found.append(Patch(site.owner, site.attribute, wrapper))
     return found, [wrapper for wrapper in made.values() if wrapper is not None]
+
+
+def _made_for(  # noqa: PLR0917  # all that a call site is
+    conversion: Conversion,
+    function: Callable[..., Any],
+    name: str,
+    site: ops.Site,
+    lacks: compute.Lacking | None,
+    decision: Decision,
+    asked: tuple[Rule, ...],
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of ``function`` at one of torch's call sites of an op."""
+    recipe = recipe_of(
+        name,
+        site,
+        lacks,
+        decision,
+        conversion.device_types,
+        conversion.options,
+        is_overridable=wrappers.hands_over(function),
+    )
+    return _made(conversion, function, site, recipe, asked)
 
 
 def _made(

@@ -24,7 +24,7 @@ from ..patching import Change, Draft, Patch
 from ..policy import Policy, policy_line
 from ..registry import exclusive
 from ..rules import RULES, Registered, all_rules
-from ..wrappers import in_force, retirement
+from ..wrappers import in_force, put_in_use, retirements
 from .changing import forget_what_is_cached, paused_gc
 from .installation import Installation
 from .messages import log_what_models_keep, said_of, say, warn_of_unmatched
@@ -173,6 +173,7 @@ class Session:
         conversion = self._conversion((*logs, *ATTACHED.value))
         context = StepContext(conversion, draft, callbacks, self._verbose, asked, replaced.wrappers)
         self._said = context.said
+        draft.apply(put_in_use(context.made, replaced.wrappers))
         return draft_steps(context)
 
     def _extend(
@@ -287,7 +288,8 @@ def switch_to(session: Session | None) -> None:
         torch_state.reserve_marks(device_types)
         draft.apply(torch_state.conversion_patches(epoch, decides, device_types))
         draft.apply([Patch(sys.modules[__name__], "_current", session)])
-        draft.apply(map(retirement, replaced.wrappers))
+        kept = () if session is None else installation.wrappers
+        draft.apply(retirements(replaced.wrappers, kept))
         said = said_of(covered)
 
         def finish() -> None:

@@ -6,7 +6,8 @@ from .by_rules import Maker, make_choosing_wrapper
 from .making import make_wrapper, make_wrapper_where_lacking
 from .observed import make_observed_wrapper
 from .overriding import hands_over
-from .retiring import in_force, retirement
+from .retiring import in_force
+from .sharing import put_in_use, retirements, shared_where_lacking
 
 __all__ = [
     "Maker",
@@ -16,5 +17,7 @@ __all__ = [
     "make_observed_wrapper",
     "make_wrapper",
     "make_wrapper_where_lacking",
-    "retirement",
+    "put_in_use",
+    "retirements",
+    "shared_where_lacking",
 ]

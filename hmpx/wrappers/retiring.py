@@ -67,9 +67,11 @@ def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
 class Retirement:
     """Has a wrapper act as what is in its slot from now on, wherever a reference to it was kept.
 
+    Or as itself again, where conversions share it.
+
     Attributes:
         wrapper: The wrapper.
-        value: Its module and name, and the values of its variables, once it is retired.
+        value: Its module and name, and the values of its variables, from then on.
     """
 
     wrapper: Callable[..., Any]
