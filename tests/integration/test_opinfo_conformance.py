@@ -83,7 +83,7 @@ def listed() -> list[OpInfo]:
 INFOS = listed()
 
 #: How many samples of an op run; all with ``--whole``.
-MOST_SAMPLES = 30
+MOST_SAMPLES = 20
 
 
 # --- the call by hand ---------------------------------------------------------------------------
