@@ -83,12 +83,12 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                     _made_for, seen, function, name, site, lacks, decision, asked
                 )
                 is_uncast = decision.cast_policy is CastPolicy.PASS and (site.in_place or not asked)
-                if lacks is None or not is_uncast or _is_observed(site, decision, seen.observers):
-                    made[key] = make()
-                else:
+                if is_uncast and not _is_observed(site, decision, seen.observers):
                     made[key] = wrappers.shared_where_lacking(
                         function, name, site.qualified, lacks, make
                     )
+                else:
+                    made[key] = make()
             wrapper = made[key]
             if wrapper is not None and site.is_property:
                 getter = property(wrapper, slot.__set__, slot.__delete__, slot.__doc__)

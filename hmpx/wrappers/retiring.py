@@ -148,7 +148,7 @@ def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
 
 
 class OwnName:
-    """The variable by which a wrapper within another one calls itself.
+    """The variable by which a wrapper within another one leads to itself.
 
     The one within is not retired, since a call may be about to enter it. But as long as it refers to
     itself, it and the other one would wait for a collection of garbage.
@@ -158,10 +158,11 @@ class OwnName:
         """Takes the wrapper within; keeps no reference to it."""
         variables = _variables(wrapper)
         self._read, self._write = variables.read, variables.write
-        self._position = variables.names.index("wrapper")
+        names = variables.names
+        self._position = names.index("wrapper" if "wrapper" in names else "complete")
 
     def read(self) -> Callable[..., Any]:
-        """Returns the variable's value."""
+        """Returns the variable's value, a function."""
         return self._read()[self._position]  # type: ignore[no-any-return]
 
     def write(self, value: Callable[..., Any]) -> None:

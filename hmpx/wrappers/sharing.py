@@ -1,4 +1,4 @@
-"""Wrappers that conversions share: of functions that nothing casts, whose kernels are lacking.
+"""Wrappers that conversions share: of functions that nothing casts, and that do what torch's lack.
 
 They follow from torch's functions alone, and are half of all that a conversion would make. Each is retired
 with its conversion, as others are, and put back in use by the next one.
@@ -19,7 +19,7 @@ class _Shared(NamedTuple):
 
     wrapper: Callable[..., Any]
     original: Callable[..., Any]
-    lacking: Lacking
+    lacking: Lacking | None
 
 
 #: ``id`` of torch's function, op, call site -> its wrapper.
@@ -33,7 +33,7 @@ def shared_where_lacking(
     original: Callable[..., Any],
     op: str,
     site: str,
-    lacking: Lacking,
+    lacking: Lacking | None,
     make: Callable[[], Callable[..., Any] | None],
 ) -> Callable[..., Any] | None:
     """Returns the wrapper of a function that nothing casts, that of an earlier conversion if there is one.
@@ -42,7 +42,7 @@ def shared_where_lacking(
         original: torch's function.
         op: What it computes.
         site: Dotted name of the slot.
-        lacking: The kernels that it lacks.
+        lacking: The kernels that it lacks; None for none.
         make: As `making.make_wrapper_where_lacking`.
     """
     key = id(original), op, site
