@@ -36,6 +36,10 @@ class FreezeError(HmpxError):
     """A model can't be frozen, or a frozen model can't do what it was asked to."""
 
 
+class PlanError(HmpxError):
+    """A step can't be planned: the model needs values, or raised an error."""
+
+
 class KernelsError(HmpxError):
     """Compiled kernels can't be built, kept or loaded; rounding by torch ops needs none."""
 

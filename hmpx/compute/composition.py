@@ -24,6 +24,7 @@ from ..tensors import (
     map_tensors,
     with_items,
 )
+from ..torch_internals import passes_for_real
 
 # Taken before anything is patched: op lists may name any of them.
 widen = CAST[torch.float32]
@@ -65,7 +66,7 @@ def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
                 found.low = tensor
             found.is_learning = found.is_learning or tensor.requires_grad
             is_dense = tensor.layout is _STRIDED and not tensor.is_nested
-            if not is_dense or type(tensor) not in PLAIN_TENSORS:
+            if not is_dense or (type(tensor) not in PLAIN_TENSORS and not passes_for_real(tensor)):
                 found.is_plain = False
     if found is not None and found.is_learning:
         found.is_learning = torch.is_grad_enabled()

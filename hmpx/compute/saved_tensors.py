@@ -15,12 +15,19 @@ import torch
 from torch import Tensor
 
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
-from ..torch_internals import hide_hook, pop_hooks, push_hooks, top_hooks
+from ..torch_internals import (
+    address_of,
+    hide_hook,
+    passes_for_real,
+    pop_hooks,
+    push_hooks,
+    top_hooks,
+)
 from .composition import raised, rounded, widen
 from .kept_tensors import Kept, is_read_alone, keep_output, unpack
 
 # Taken before anything is patched: op lists may name any of them.
-_data_ptr, _detach, _equal = Tensor.data_ptr, Tensor.detach, torch.equal
+_detach, _equal = Tensor.detach, torch.equal
 
 
 @dataclass(frozen=True, slots=True)
@@ -111,13 +118,13 @@ class _Packer:
         new_args = list(args)
         for position, value in enumerate(args):
             before = given[position]
-            is_parameter = type(before) is torch.nn.Parameter
+            is_parameter = isinstance(before, torch.nn.Parameter)
             if isinstance(value, Tensor):
                 if value.dtype in LOW_DTYPES:
                     source = before if is_parameter and before is not value else None
                     new_args[position] = note(value, source)
                 elif is_parameter:
-                    self.alive.add(_data_ptr(before))
+                    self.alive.add(address_of(before))
             elif isinstance(value, (list, tuple)):
                 new_args[position] = raised(value, note)
         if not kwargs:
@@ -132,13 +139,13 @@ class _Packer:
             source = tensor
         else:
             again = functools.partial(_reround, self.convert, again)
-        self.sources[_data_ptr(wide)] = source, again, wide.stride()
+        self.sources[address_of(wide)] = source, again, wide.stride()
         return wide
 
     def pack(self, tensor: Tensor) -> Kept:
         """Returns what is kept instead of ``tensor``, which autograd saves."""
         is_usual = tensor.dtype is torch.float32 and tensor.layout is torch.strided
-        pointer = _data_ptr(tensor) if is_usual else 0  # 0, too, if it is empty
+        pointer = address_of(tensor) if is_usual else 0  # 0, too, if it is empty
         found = self.sources.get(pointer)
         if found is not None and pointer:
             source, again, strides = found
@@ -149,7 +156,8 @@ class _Packer:
             return self.keep(Kept(tensor))
         if self.precision.is_product and self.precision.rounds_inputs:
             low = self.convert(tensor)
-            if _equal(widen(low), tensor):  # a copy of an input in another layout
+            # A copy of an input in another layout; planned ones have no values, and are copies.
+            if passes_for_real(tensor) or _equal(widen(low), tensor):
                 return self.keep(Kept(low, widen))
         kept = Kept(tensor)
         self.pending.append((pointer, kept))
@@ -173,7 +181,7 @@ class _Packer:
         """
         precision = self.precision
         is_dense = isinstance(result, Tensor) and result.layout is torch.strided
-        address = _data_ptr(result) if is_dense else 0
+        address = address_of(result) if is_dense else 0
         outputs = [kept for pointer, kept in self.pending if pointer == address]
         for kept in outputs:
             # If the formula also reads other tensors, which are not rounded, this must not be rounded

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from .context import record
+from .context import raised_at, record
 from .folding import counted_rows
+from .ledger import Ledger
 from .recorder import Recorder
 
-__all__ = ["Recorder", "counted_rows", "record"]
+__all__ = ["Ledger", "Recorder", "counted_rows", "raised_at", "record"]

@@ -13,11 +13,12 @@ from .. import arguments
 from ..errors import OptionError
 from ..observers import Attached, attach_to_values, user_location
 from ..policy import policy_line
-from ..reports import Groups, Report, Row, Waste, added_waste
+from ..reports import Groups, Memory, Report, Row, Waste, added_waste
 from ..session import current
 from ..torch_internals import uncompiled
 from ..version import __version__
 from .folding import counted_rows
+from .ledger import Ledger
 from .recorder import Recorder
 from .waste import waste
 
@@ -36,9 +37,12 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
 
     Args:
         times: Whether calls are timed. Where tensors are on an accelerator each call then waits for it.
+        memory: Whether the memory of tensors is followed, for `memory`: of what this thread computes,
+            and the backward that it starts. Each call then takes some 10 us longer, and what is kept
+            grows with calls; `torch.func.grad` and others that refuse hooks for saved tensors fail.
 
     Raises:
-        OptionError: ``times`` is not a bool, or the record is entered twice.
+        OptionError: ``times`` or ``memory`` is not a bool, or the record is entered twice.
 
     Example:
         >>> model, x = torch.nn.Linear(2, 3), torch.ones(4, 2)
@@ -48,9 +52,10 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
         [('linear', 'backward', 'bfloat16', 48), ('linear', 'forward', 'bfloat16', 48)]
     """
 
-    def __init__(self, *, times: bool = False) -> None:
+    def __init__(self, *, times: bool = False, memory: bool = False) -> None:
         """Records nothing until it is entered."""
         self._is_timed = arguments.truth("times", times)
+        self._ledger = Ledger() if arguments.truth("memory", memory) else None
         self._recorder = Recorder(is_timed=self._is_timed)
         self._attached: Attached | None = None
         self._open = contextlib.ExitStack()
@@ -65,13 +70,15 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
             stack.enter_context(uncompiled())
             self._attached = attach_to_values(self._recorder, times=self._is_timed)
             stack.callback(self._attached.detach)
+            if self._ledger is not None:
+                stack.enter_context(self._ledger.open())
             self._open = stack.pop_all()
         return self
 
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._about = _about()
         if error is not None:
-            self._error, self._error_location = _said(error), _raised_at(error)
+            self._error, self._error_location = _said(error), raised_at(error)
         try:
             self._open.close()
         finally:
@@ -88,6 +95,14 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
     def rows(self) -> tuple[Row, ...]:
         """The calls that were recorded, those that cost most first."""
         return self.report().rows
+
+    @property
+    def memory(self) -> Memory | None:
+        """The memory that tensors took so far; None without ``memory=True``.
+
+        What optimizers keep counts from the start, as it does in every step but the first.
+        """
+        return None if self._ledger is None else self._ledger.memory()
 
     def by_op(self) -> Groups:
         """Returns the calls by op and dtypes; see `Report.by_op`."""
@@ -140,7 +155,7 @@ def _said(error: BaseException) -> str:
         return type(error).__name__
 
 
-def _raised_at(error: BaseException) -> str:
+def raised_at(error: BaseException) -> str:
     """Returns the innermost line of the program that an exception came through; ``""`` if unknown."""
     for frame, line in reversed([*traceback.walk_tb(error.__traceback__)]):
         path = frame.f_code.co_filename

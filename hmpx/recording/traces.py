@@ -21,6 +21,7 @@ from ..policy import CastPolicy
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, tensors_in
 from ..torch_internals import TELLS_SAVED, is_of_transform
 from ..torch_state import place, running_module
+from .ledger import Held
 
 if TYPE_CHECKING:
     from .entries import Entry
@@ -107,7 +108,7 @@ class Traces:
                     is_promoted = given in LOW_DTYPES and call.dtype is torch.float32
                     if made is not None and is_promoted:
                         self._note_round_trip(entry, made, tensor, torch.float32)
-                elif type(tensor) is nn.Parameter:
+                elif isinstance(tensor, nn.Parameter):
                     self._note_again(entry, tensor, cast, "parameter cast again")
                 else:
                     self._note_again(entry, tensor, cast, "tensor cast again")
@@ -172,7 +173,7 @@ class Traces:
         weights = [
             tensor
             for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True)
-            if given is not cast and type(tensor) is nn.Parameter and tensor.dim() > 1
+            if given is not cast and isinstance(tensor, nn.Parameter) and tensor.dim() > 1
         ]
         if not weights:
             return
@@ -235,6 +236,7 @@ def _held_for(node: Any) -> Iterator[Tensor]:
         found = saved_by(node)
         if found or len(node.next_functions) != 1 or node.next_functions[0][0] is None:
             held = [saved.data for saved in found] if TELLS_SAVED else []
+            held = [each.tensor if isinstance(each, Held) else each for each in held]
             yield from [each for each in held if isinstance(each, Tensor)]
             return
         node = node.next_functions[0][0]

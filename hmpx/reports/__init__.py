@@ -16,6 +16,7 @@ from .cells import (
 from .export import csv_lines
 from .files import written
 from .groups import Groups, grouped
+from .memory import KINDS, Memory, Moment, saved_text
 from .pages import page_file, rendered
 from .reading import read_json
 from .report import Report, merged
@@ -23,9 +24,12 @@ from .rows import Group, Row, Totals, Waste, added, added_waste, totals
 from .tables import Column, column_rows
 
 __all__ = [
+    "KINDS",
     "Column",
     "Group",
     "Groups",
+    "Memory",
+    "Moment",
     "Report",
     "Row",
     "Totals",
@@ -42,6 +46,7 @@ __all__ = [
     "page_file",
     "read_json",
     "rendered",
+    "saved_text",
     "share",
     "short_dtype",
     "size",

@@ -24,11 +24,19 @@ class Groups(list[Group]):
         super().__init__(groups)
         self.titles = titles
 
+    def table(self, most: int | None = None) -> str:
+        """Returns a table of the first ``most`` groups; shares are of them all."""
+        return text_table(self, self.titles, most)
+
+    def html_table(self, most: int | None = 100) -> str:
+        """Returns the same as HTML, without scripts or styles."""
+        return html_table(self, self.titles, most)
+
     def __str__(self) -> str:
-        return text_table(self, self.titles)
+        return self.table()
 
     def _repr_html_(self) -> str:
-        return html_table(self, self.titles)
+        return self.html_table()
 
 
 def grouped(

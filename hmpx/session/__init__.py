@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .converting import casts_enabled, convert, is_converted, restore, revert
+from .converting import casts_enabled, convert, is_converted, restore, revert, unconverted
 from .session import Session, current
 
 __all__ = [
@@ -13,4 +13,5 @@ __all__ = [
     "is_converted",
     "restore",
     "revert",
+    "unconverted",
 ]

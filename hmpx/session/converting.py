@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
 
 import torch
@@ -159,6 +160,20 @@ def revert() -> None:
     session = current()
     if session is not None:
         session.revert()
+
+
+@contextlib.contextmanager
+def unconverted() -> Iterator[None]:
+    """Takes the conversion in force away, in the whole process, until the end of the block."""
+    before = current()
+    if before is None:
+        yield
+        return
+    switch_to(None)
+    try:
+        yield
+    finally:
+        switch_to(before)
 
 
 def is_converted() -> bool:

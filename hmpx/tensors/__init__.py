@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from .chunks import cast_as_one, chunk_of
 from .constants import Constant
-from .devices import is_available, parse_device_type, parse_device_types
+from .devices import default_device_types, is_available, parse_device_type, parse_device_types
 from .dtypes import (
     CAST,
     COMPUTED,
@@ -49,6 +49,7 @@ __all__ = [
     "cast_as_one",
     "chunk_of",
     "copied",
+    "default_device_types",
     "floating_in",
     "floats_of",
     "is_available",

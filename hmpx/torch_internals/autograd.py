@@ -104,6 +104,8 @@ _use_count = rely_on(
     instead=(lambda pointer: sys.maxsize,),
 )
 _storage = Tensor.untyped_storage
+#: Returns a tensor's memory, taken before anything is patched.
+storage_of: Callable[[Tensor], torch.UntypedStorage] = _storage
 
 
 def uses(tensor: Tensor) -> int:

@@ -6,14 +6,14 @@ import sys
 
 import torch
 
-from ...torch_internals import is_graph_made, is_jit_tracing
+from ...torch_internals import is_graph_made, is_jit_tracing, is_planned
 
 
 def is_traced() -> bool:
     """Whether the call becomes part of a graph, traced by Dynamo or by its back ends."""
     if torch.compiler.is_dynamo_compiling():
         return True
-    return is_graph_made()
+    return is_graph_made() and not is_planned()
 
 
 def is_exported() -> bool:

@@ -1,0 +1,255 @@
+"""Fake tensors: the mode that makes them, what it can't do, and devices that are not there.
+
+A build of torch without an accelerator refuses to copy or to differentiate fake tensors on it, since
+nobody is registered who could switch between devices. So these stand on the CPU with an index, which no other
+tensor has, and Python is told the device that they stand for: it is what decisions by device read.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import threading
+import types
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from .autograd import storage_of
+from .modes import FakeTensor
+from .tracing import has_fake_tensors
+
+_data_ptr: Final = Tensor.data_ptr  # taken before anything is patched
+
+#: Where stand-ins are.
+HERE: Final = torch.device("cpu", 0)
+
+
+def fake_mode() -> Any:
+    """Returns a new mode in which tensors have no values; real ones become fake where they are met."""
+    from torch._subclasses.fake_tensor import FakeTensorMode  # takes long to import
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def needs_values(error: BaseException) -> str:
+    """Returns the op that a fake tensor's error is about, whose result depends on values; ``""`` of others."""
+    from torch._subclasses.fake_tensor import (
+        DataDependentOutputException,
+        DynamicOutputShapeException,
+    )
+
+    if isinstance(error, (DataDependentOutputException, DynamicOutputShapeException)):
+        return str(error.func)
+    return ""
+
+
+def lacks_kernel(error: BaseException) -> str:
+    """Returns the op that fake tensors have no kernel for, if that is what an error is about, else ``""``."""
+    from torch._subclasses.fake_tensor import UnsupportedOperatorException
+
+    return str(error.func) if isinstance(error, UnsupportedOperatorException) else ""
+
+
+def differs_in_devices(error: BaseException) -> bool:
+    """Whether an error is about fake tensors on several devices."""
+    from torch._subclasses.fake_tensor import FakeTensorDeviceMismatchError
+
+    return isinstance(error, FakeTensorDeviceMismatchError)
+
+
+class _Hidden(type):
+    """The class of what stands for `FakeTensor` where other libraries look for it."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, FakeTensor) and not is_planned()
+
+
+class _Here(threading.local):
+    """Whether fake tensors pass for real ones in a thread."""
+
+    plans = False
+
+
+_here: Final = _Here()
+
+#: In how many threads they do: asked first, since torch.compile can't trace what is a thread's own.
+_planning = 0
+
+
+def is_planned() -> bool:
+    """Whether fake tensors pass for real ones here: what is computed with them is no graph."""
+    return _planning > 0 and _here.plans
+
+
+def passes_for_real(tensor: Tensor) -> bool:
+    """Whether a tensor is a fake one that passes for a real one."""
+    return _planning > 0 and _here.plans and isinstance(tensor, FakeTensor)
+
+
+def address_of(tensor: Tensor) -> int:
+    """Returns what tells a tensor's first element from those of others that are alive; 0 if it is empty."""
+    if _planning > 0 and isinstance(tensor, FakeTensor):
+        if not tensor.numel():
+            return 0
+        offset: int = tensor.storage_offset() * tensor.element_size()
+        return int(storage_of(tensor)._cdata) + offset
+    return int(_data_ptr(tensor))
+
+
+@contextlib.contextmanager
+def planning() -> Iterator[None]:
+    """Makes fake tensors pass for real ones, in this thread, for hmpx and for libraries that ask for them.
+
+    transformers takes another way with fake ones: it makes masks that are not needed, and copies keys.
+    """
+    import torch._subclasses
+
+    global _planning
+    owner: Any = torch._subclasses
+    found = owner.FakeTensor
+    before = _here.plans
+    owner.FakeTensor = _Hidden("FakeTensor", (), {})
+    _here.plans = True
+    _planning += 1
+    try:
+        yield
+    finally:
+        _planning -= 1
+        _here.plans = before
+        owner.FakeTensor = found
+
+
+@contextlib.contextmanager
+def quiet() -> Iterator[None]:
+    """Keeps torch from logging what fake tensors' kernels raise: it is raised, too."""
+    log = logging.getLogger("torch._subclasses.fake_tensor")
+    before = log.disabled
+    log.disabled = True
+    try:
+        yield
+    finally:
+        log.disabled = before
+
+
+@contextlib.contextmanager
+def standing_in(device_type: str) -> Iterator[None]:
+    """Makes fake tensors on devices of this type, which is not there, stand on the CPU meanwhile."""
+    from torch import _meta_registrations
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    shown = torch.device(device_type, 0)
+    device: Any = vars(FakeTensor)["device"]
+    normalize: Callable[[torch.device], torch.device] = FakeTensor._normalize_fake_device
+
+    def seen(self: Any) -> torch.device:
+        found: torch.device = device.__get__(self)
+        return shown if found == HERE else found
+
+    def placed(found: torch.device) -> torch.device:
+        return HERE if found.type == device_type else normalize(found)
+
+    FakeTensor.device = property(seen, device.__set__)
+    FakeTensor._normalize_fake_device = staticmethod(placed)
+    flag = f"is_{device_type}"
+    has_flag = hasattr(Tensor, flag)
+    if has_flag:
+        setattr(FakeTensor, flag, property(lambda self: seen(self) == shown))
+    meta: Any = _meta_registrations
+    hint: Callable[[Any], str] = meta.device_hint
+
+    def hinted(tensor: Any) -> str:
+        is_here = isinstance(tensor, FakeTensor) and tensor.fake_device == HERE
+        return device_type if is_here else hint(tensor)
+
+    meta.device_hint = hinted
+    lacks_module = not hasattr(torch, device_type)
+    if lacks_module:  # checkpoints ask it whether there are random numbers to restore
+        setattr(torch, device_type, _absent_module(device_type))
+    FakeTensorMode.cache_clear()  # what it keeps of calls names devices as they were seen
+    try:
+        yield
+    finally:
+        FakeTensorMode.cache_clear()
+        if lacks_module:
+            delattr(torch, device_type)
+        meta.device_hint = hint
+        FakeTensor.device = device
+        FakeTensor._normalize_fake_device = staticmethod(normalize)
+        if has_flag:
+            delattr(FakeTensor, flag)
+
+
+def _absent_module(device_type: str) -> types.ModuleType:
+    """Returns a module of torch's for a type of devices of which there are none."""
+    module = types.ModuleType(f"torch.{device_type}")
+    vars(module).update(
+        _initialized=False,
+        device_count=lambda: 0,
+        is_available=lambda: False,
+        is_initialized=lambda: False,
+    )
+    return module
+
+
+def here(value: Any, device_type: str) -> Any:
+    """Returns an argument as stand-ins take it: a device of this type as that on which they stand."""
+    if isinstance(value, (str, torch.device)) and not isinstance(value, torch.dtype):
+        with contextlib.suppress(RuntimeError):
+            return HERE if torch.device(value).type == device_type else value
+    return value
+
+
+@contextlib.contextmanager
+def replacing_parameters() -> Iterator[None]:
+    """Lets modules of fake tensors be cast and moved: torch would swap their parameters, and refuses to."""
+    owner: Any = nn.Module
+    apply: Callable[..., Any] = owner._apply
+    replaced: dict[int, tuple[Any, nn.Parameter]] = {}
+    depth = 0
+
+    def replacing(self: nn.Module, fn: Callable[[Tensor], Tensor], recurse: bool = True) -> Any:
+        nonlocal depth
+        if not has_fake_tensors():
+            return apply(self, fn, recurse)
+        depth += 1
+        try:
+            for child in self.children() if recurse else ():
+                each: Any = child
+                each._apply(fn)
+            for name, parameter in self._parameters.items():
+                if parameter is not None:
+                    self._parameters[name] = _replaced(parameter, fn, replaced)
+            for name, buffer in self._buffers.items():
+                if buffer is not None:
+                    self._buffers[name] = fn(buffer)
+        finally:
+            depth -= 1
+            if not depth:
+                replaced.clear()
+        return self
+
+    owner._apply = replacing
+    try:
+        yield
+    finally:
+        owner._apply = apply
+
+
+def _replaced(
+    parameter: nn.Parameter,
+    fn: Callable[[Tensor], Tensor],
+    replaced: dict[int, tuple[Any, nn.Parameter]],
+) -> nn.Parameter:
+    """Returns what takes a parameter's place: the same for all places of a shared one."""
+    known = replaced.get(id(parameter))
+    if known is not None:
+        return known[1]
+    with torch.no_grad():
+        found = fn(parameter)
+    is_other = found is not parameter
+    new = nn.Parameter(found, requires_grad=parameter.requires_grad) if is_other else parameter
+    replaced[id(parameter)] = parameter, new  # held, so that no other gets its id
+    return new
