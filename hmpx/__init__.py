@@ -14,6 +14,7 @@ from .errors import (
     NonFiniteError,
     OpListError,
     OptionError,
+    PlanError,
     PolicyFileError,
     RuleError,
     TorchError,
@@ -31,6 +32,7 @@ if TYPE_CHECKING:
     from .comparing import Comparison, compare
     from .drawing import Drawing, draw
     from .explaining import Explanation, Explanations, explain
+    from .planning import Plan, plan
     from .recording import record
     from .tuning import Tuned, tune
 
@@ -40,10 +42,12 @@ _LATER: Final = {
     "Drawing": "drawing",
     "Explanation": "explaining",
     "Explanations": "explaining",
+    "Plan": "planning",
     "compare": "comparing",
     "Tuned": "tuning",
     "draw": "drawing",
     "explain": "explaining",
+    "plan": "planning",
     "record": "recording",
     "tune": "tuning",
 }
@@ -83,6 +87,8 @@ __all__ = [
     "OpCall",
     "OpListError",
     "OptionError",
+    "Plan",
+    "PlanError",
     "Policy",
     "PolicyFileError",
     "RuleError",
@@ -102,6 +108,7 @@ __all__ = [
     "freeze",
     "is_converted",
     "load_policy",
+    "plan",
     "record",
     "register_rule",
     "revert",

@@ -1,0 +1,172 @@
+"""``hmpx plan``: what a training step of a model would take, without its device or its memory."""
+
+from __future__ import annotations
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from pathlib import Path
+from typing import Any
+
+from ..errors import HmpxError, said_by, suggestion
+from . import output, scripts
+from .options import add_command, add_list_options, list_options
+
+
+class PlanArgumentError(HmpxError):
+    """A function that a plan is made of can't be found."""
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of ``hmpx plan``."""
+    parser = add_command(
+        commands,
+        "plan",
+        run,
+        help="show what a training step would take: precision, memory, casts",
+        usage="hmpx plan FILE.py:FUNCTION [--inputs FUNCTION] [--device TYPE] [options]\n"
+        "       hmpx plan MODULE:FUNCTION ...",
+        description="Runs a training step on tensors without values, in float32, as torch.autocast casts and\n"
+        "as hmpx does, and prints what runs in low precision and the memory of tensors. It needs\n"
+        "neither the device nor the memory, whatever the size of the model.",
+        epilog="""\
+FUNCTION returns the model, and that of --inputs what it is called with: a tuple of arguments, a dict
+of those by name, or a tensor. --inputs and --loss name functions of the same file, or have a FILE.py: or
+MODULE: of their own. The file is imported: what it runs belongs under `if __name__ == "__main__":`.
+
+exit status:
+  0; 2 if the model can't be planned, or the arguments are wrong
+
+examples:
+  hmpx plan train.py:build_model --inputs make_batch --device hpu
+  hmpx plan models/llama.py:build_70b --optimizer Adafactor --world-size 8 --html plan.html
+  hmpx plan my_package.models:build --inference --lists hmp""",
+    )
+    parser.add_argument("model", metavar="FILE.py:FUNCTION", help="what returns the model")
+    parser.add_argument(
+        "--inputs",
+        default="inputs",
+        metavar="FUNCTION",
+        help="what returns its inputs; default: inputs",
+    )
+    parser.add_argument(
+        "--loss", metavar="FUNCTION", help="gets what the model returns, and returns the loss"
+    )
+    parser.add_argument(
+        "--device", metavar="TYPE", help="cpu, cuda, hpu, ..., here or not; default: the one here"
+    )
+    parser.add_argument(
+        "--optimizer",
+        default="AdamW",
+        metavar="NAME",
+        help='of torch.optim, also with options: "SGD momentum=0.9"; none for none; default: AdamW',
+    )
+    parser.add_argument("--inference", action="store_true", help="a forward instead of a step")
+    parser.add_argument(
+        "--small",
+        action="store_true",
+        help="run on real tensors, for a small model that computes what depends on values",
+    )
+    parser.add_argument(
+        "--world-size", type=int, metavar="N", help="also print what each of N processes holds"
+    )
+    parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    add_list_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Plans, prints the plan and writes what was asked for."""
+    source, name = _split(options.model, "")
+    model = _found(source, name)
+    inputs = _found(*_split(options.inputs, source))
+    loss = None if options.loss is None else _found(*_split(options.loss, source))
+    from ..planning import plan  # which takes a moment to import
+
+    found = plan(
+        model,
+        inputs,
+        options.device,
+        loss_fn=loss,
+        optimizer=None if options.optimizer.lower() == "none" else options.optimizer,
+        training=False if options.inference else None,
+        small=options.small,
+        **list_options(options),
+    )
+    lines = str(found).splitlines()
+    if options.world_size is not None:
+        lines += ["", *found.ranks(options.world_size).splitlines()]
+    if options.html:
+        found.to_html(options.html)
+        lines += ["", f"wrote {options.html}"]
+    if options.json:
+        found.to_json(options.json)
+        lines += [f"wrote {options.json}"]
+    return output.show(lines)
+
+
+def _split(text: str, default: str) -> tuple[str, str]:
+    """Returns the file or module, and the function.
+
+    Raises:
+        PlanArgumentError: There is no function in it.
+    """
+    source, colon, name = text.rpartition(":")
+    if not colon:
+        source = default
+    if not source or not name:
+        raise PlanArgumentError(
+            f"{text}: name a file and a function in it, as in train.py:build_model"
+        )
+    return source, name
+
+
+def _found(source: str, name: str) -> Any:
+    """Returns a function of a file or module.
+
+    Raises:
+        PlanArgumentError: There is no such file, module or function, or importing it failed.
+    """
+    module = _imported(source)
+    found: Any = module
+    for part in name.split("."):
+        found = getattr(found, part, None)
+    if found is None:
+        raise PlanArgumentError(
+            f"{source} has no {name!r}{suggestion(name, vars(module)) or ': give the name of a function'}"
+        )
+    return found
+
+
+def _imported(source: str) -> Any:
+    is_file = source.endswith(".py") or scripts.exists(source)
+    try:
+        if not is_file:
+            if str(Path.cwd()) not in sys.path:
+                sys.path.insert(0, str(Path.cwd()))
+            return importlib.import_module(source)
+        path = Path(source).resolve()
+        name = path.stem
+        known = sys.modules.get(name)
+        if known is not None and getattr(known, "__file__", None) == str(path):
+            return known
+        scripts.put_first_on_path(path.parent)
+        spec = importlib.util.spec_from_file_location(name, path)
+        if spec is None or spec.loader is None:
+            raise PlanArgumentError(f"{source}: this is no Python file")
+        module = importlib.util.module_from_spec(spec)
+        sys.modules[name] = module
+        try:
+            spec.loader.exec_module(module)
+        except BaseException:
+            del sys.modules[name]
+            raise
+    except HmpxError:
+        raise
+    except Exception as error:
+        raise PlanArgumentError(
+            f"{source} can't be imported: {said_by(error)}; what it runs belongs under "
+            '`if __name__ == "__main__":`'
+        ) from error
+    return module

@@ -1,0 +1,10 @@
+"""Planning: what a training step would take, on tensors without values."""
+
+from __future__ import annotations
+
+from .planning import plan
+from .result import Plan
+from .sharding import PerRank
+from .steps import Run
+
+__all__ = ["PerRank", "Plan", "Run", "plan"]

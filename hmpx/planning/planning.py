@@ -1,0 +1,235 @@
+"""`plan`: what a training step would take, before there is a device, or memory, to run it on."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from .. import arguments
+from ..errors import FreezeError, OptionError, said_by, shown
+from ..freezing import freeze
+from ..session import convert, unconverted
+from ..tensors import default_device_types, parse_device_type
+from ..torch_internals import DisableAutocast, uncompiled
+from ..torch_state import reached_by
+from .optimizers import Optimizer, parsed
+from .places import Place
+from .result import Plan
+from .sharding import ShardGroup
+from .steps import KEEPS_CASTS, Program, Run, explained
+
+#: Arguments of `convert` that are of no use for what is over before anything could be printed, or are given
+#: in another way.
+_REFUSED: Final = ("isVerbose", "device_types")
+
+
+def plan(
+    model_fn: Callable[[], Any],
+    inputs_fn: Any,
+    device: str | None = None,
+    *,
+    loss_fn: Callable[[Any], Tensor] | None = None,
+    optimizer: Optimizer = "AdamW",
+    training: bool | None = None,
+    small: bool = False,
+    **conversion: Any,
+) -> Plan:
+    """Plans a training step: what runs in which precision, and the memory that its tensors take.
+
+    The step is run on tensors without values, so that it needs neither the device nor the memory, whatever
+    the size of the model: once in float32, once as torch.autocast would cast, and as hmpx does. Sizes are
+    those of tensors: what an allocator or a library adds is not in them. The conversion in force is taken
+    away meanwhile; gradients and random numbers of the program stay as they are.
+
+    Args:
+        model_fn: Returns the model; or a model. One with weights of its own is copied without them.
+        inputs_fn: Returns what it is called with, or is that: a tuple holds positional arguments, a mapping
+            those by name, anything else is the only one. Tensors are made on ``device``, or brought there.
+        device: A device type, such as ``"hpu"``, whether it is here or not; None for that which
+            `hmpx.convert` would cast on here.
+        loss_fn: Gets what the model returns, and returns a tensor of one element. None: its attribute
+            ``loss`` or item ``"loss"``, or else the sum of its outputs.
+        optimizer: A name in `torch.optim`, with options: ``"SGD momentum=0.9"``; a class, or a function of
+            a list of parameters that returns an optimizer; None for none. It makes one step.
+        training: False plans a forward under `torch.no_grad` in evaluation mode. None: a training step,
+            if the model has parameters that learn.
+        small: Runs on real tensors, on the CPU, for models that compute what depends on values: give a
+            small config. Shares are then those of the small model.
+        **conversion: Arguments of `hmpx.convert`: ``policy=...``, ``low_precision_type=...``. ``legalize``
+            is ``"never"`` where the device has native kernels, or is taken to have them: all but the CPU.
+
+    Returns:
+        The plan.
+
+    Raises:
+        OptionError: An argument has a value that it can't have, ``model_fn`` returns no model, or ``loss_fn``
+            returns no scalar.
+        PlanError: What the model computes depends on values, or it raised an error.
+
+    Example:
+        >>> def build():
+        ...     return torch.nn.Sequential(torch.nn.Linear(4096, 4096), torch.nn.Linear(4096, 4096))
+        >>> p = hmpx.plan(build, lambda: torch.randn(8, 4096), device="hpu", keep_weight_casts=True)
+        >>> p.parameter_bytes, p.weight_cast_bytes, p.optimizer_bytes
+        (134250496, 33554432, 268501008)
+        >>> p.run("float32").memory.saved_bytes, p.saved_bytes
+        (262144, 131072)
+    """
+    small = arguments.truth("small", small)
+    device_type = _device_type(device)
+    name, make_optimizer = parsed(optimizer)
+    _check(model_fn, inputs_fn, loss_fn, training, conversion)
+    place = Place(device_type, is_small=small)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(unconverted())
+        stack.enter_context(uncompiled())
+        stack.enter_context(torch.inference_mode(False))
+        stack.enter_context(torch.enable_grad())
+        stack.enter_context(DisableAutocast())
+        stack.enter_context(torch.random.fork_rng(devices=[]))
+        stack.enter_context(place.entered())
+        program = _program(model_fn, inputs_fn, loss_fn, make_optimizer, training, place)
+        options = _options(place, conversion)
+        runs, groups = _runs(program, options)
+        frozen, notes = _frozen(program, options)
+    if small:
+        notes += ("run on real tensors, on the CPU, in a small size",)
+    learns = any(each.learns for group in groups for each in group)
+    if program.is_training and not learns:
+        notes += ("no gradient comes from what the model returns, so that this is a forward",)
+    return Plan(
+        model=_name_of(program.model),
+        device_type=device_type,
+        optimizer=name,
+        is_training=program.is_training and learns,
+        parameters=sum(each.numel() for each in program.parameters),
+        runs=runs,
+        frozen_bytes=frozen,
+        notes=notes,
+        groups=groups,
+    )
+
+
+def _check(
+    model_fn: Any, inputs_fn: Any, loss_fn: Any, training: Any, conversion: Mapping[str, Any]
+) -> None:
+    if not callable(model_fn):
+        raise OptionError(
+            f"model_fn must be a function that returns a model, or a module, not {shown(model_fn)}"
+        )
+    if inputs_fn is None:
+        raise OptionError("inputs_fn must return what the model is called with, not None")
+    if loss_fn is not None and not callable(loss_fn):
+        raise OptionError(
+            f"loss_fn must be a function of the model's outputs, not {shown(loss_fn)}"
+        )
+    if training is not None:
+        arguments.truth("training", training)
+    for each in _REFUSED:
+        if each in conversion:
+            hint = "; pass device" if each == "device_types" else ""
+            raise OptionError(f"hmpx.plan takes no {each}{hint}")
+
+
+def _device_type(device: str | torch.device | None) -> str:
+    if device is None:
+        return min(default_device_types())
+    if isinstance(device, torch.device):
+        return device.type
+    return parse_device_type(
+        "device", device.partition(":")[0] if isinstance(device, str) else device
+    )
+
+
+def _program(  # noqa: PLR0917  # all there is to it
+    model_fn: Any,
+    inputs_fn: Any,
+    loss_fn: Any,
+    make_optimizer: Any,
+    training: bool | None,
+    place: Place,
+) -> Program:
+    with place.making():
+        model = model_fn if isinstance(model_fn, nn.Module) else _called(model_fn, "model_fn")
+        is_given = isinstance(inputs_fn, (Tensor, Mapping, list, tuple)) or not callable(inputs_fn)
+        inputs = inputs_fn if is_given else _called(inputs_fn, "inputs_fn")
+    if not callable(model):
+        raise OptionError(
+            f"model_fn must return a model, or another function of the inputs, not {shown(model)}"
+        )
+    if isinstance(model, nn.Module):
+        model = place.model(model)
+        modules: tuple[nn.Module, ...] = (model,)
+    else:
+        modules = reached_by(model).modules
+    learns = any(each.requires_grad for module in modules for each in module.parameters())
+    is_training = learns if training is None else bool(training)
+    for module in modules:
+        module.train(is_training)
+    return Program(
+        model, modules, place.inputs(inputs), loss_fn, make_optimizer, is_training, place
+    )
+
+
+def _called(function: Callable[[], Any], name: str) -> Any:
+    try:
+        return function()
+    except Exception as error:
+        found = explained(error)
+        found.add_note(f"{name} raised it")
+        raise found from error
+
+
+def _options(place: Place, conversion: Mapping[str, Any]) -> dict[str, Any]:
+    native = {} if place.decided_by == "cpu" and not place.is_small else {"legalize": "never"}
+    return {**native, **conversion, "device_types": {place.decided_by}}
+
+
+def _runs(
+    program: Program, options: Mapping[str, Any]
+) -> tuple[tuple[Run, ...], tuple[ShardGroup, ...]]:
+    """Returns the runs, and the groups of parameters."""
+    types = options["device_types"]
+    lists = "autocast-cpu" if types == {"cpu"} else "autocast-cuda"
+    autocast = {"lists": lists, "legalize": "never", "reuse_casts": True, "device_types": types}
+    if KEEPS_CASTS:
+        autocast["keep_weight_casts"] = True
+    if (low := options.get("low_precision_type")) in (torch.bfloat16, torch.float16):
+        autocast["low_precision_type"] = low
+    runs = [program.run("float32", None)[0], program.run("autocast", autocast)[0]]
+    found, groups = program.run("hmpx", options)
+    runs.append(found)
+    if KEEPS_CASTS and found.memory.weight_cast_bytes:
+        runs.append(program.run("casts not kept", {**options, "keep_weight_casts": False})[0])
+    return tuple(runs), groups
+
+
+def _frozen(program: Program, options: Mapping[str, Any]) -> tuple[int | None, tuple[str, ...]]:
+    """Returns the bytes of weights as `freeze` would store them, and why not."""
+    model, inputs = program.model, program.inputs
+    if not isinstance(model, nn.Module) or program.place.is_small:
+        return None, ()
+    model.eval()
+    args, kwargs = (), {}
+    if isinstance(inputs, Mapping):
+        kwargs = dict(inputs)
+    else:
+        args = inputs if isinstance(inputs, tuple) else (inputs,)
+    try:
+        with convert(**options), torch.no_grad():
+            frozen = freeze(model, *args, keep_fp32=False, **kwargs)
+    except FreezeError as error:
+        return None, (f"hmpx.freeze can't freeze it: {said_by(error)}",)
+    return sum(weight.stored_bytes for weight in frozen.weights), ()
+
+
+def _name_of(model: Any) -> str:
+    return (
+        type(model).__name__
+        if isinstance(model, nn.Module)
+        else getattr(model, "__name__", "model")
+    )

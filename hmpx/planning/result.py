@@ -1,0 +1,209 @@
+"""What `plan` has found, and its views."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass
+from typing import Any, Final
+
+from .. import arguments
+from ..errors import OptionError, shown
+from ..reports import Memory, Report, written
+from . import html_page, text
+from .sharding import PerRank, ShardGroup, ddp, fsdp2
+from .steps import Run
+
+#: The version of the JSON that `Plan.to_json` writes.
+SCHEMA: Final = 1
+
+_STRATEGIES: Final = ("fsdp2", "ddp")
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What a training step, or a forward, would take.
+
+    Printing it prints how much runs in low precision, a table of memory with float32, torch.autocast
+    and hmpx side by side, what to do about it, and the decisions by op.
+
+    Attributes:
+        model: Name of the model's class.
+        device_type: The type of the device that was planned for.
+        optimizer: Name of the optimizer.
+        is_training: Whether it is a training step.
+        parameters: How many parameters the model has.
+        runs: What it costs in each precision: ``"float32"``, ``"autocast"``, ``"hmpx"`` as asked for,
+            and ``"casts not kept"``, which is hmpx with ``keep_weight_casts=False``.
+        frozen_bytes: Bytes of parameters and buffers as `hmpx.freeze` would store them, for inference; None
+            where it can't freeze the model.
+        notes: What else there is to know.
+        groups: Parameters that FSDP2 gathers together.
+
+    Example:
+        >>> def inputs():
+        ...     return torch.randn(32, 256)
+        >>> p = hmpx.plan(lambda: torch.nn.Linear(256, 10), inputs, device="hpu")
+        >>> p.parameter_bytes, p.saved_bytes, p.weight_cast_bytes, p.low_precision_flops_share
+        (10280, 16384, 0, 1.0)
+    """
+
+    model: str
+    device_type: str
+    optimizer: str
+    is_training: bool
+    parameters: int
+    runs: tuple[Run, ...]
+    frozen_bytes: int | None = None
+    notes: tuple[str, ...] = ()
+    groups: tuple[ShardGroup, ...] = ()
+
+    def run(self, name: str = "hmpx") -> Run:
+        """Returns what the step costs in one precision.
+
+        Raises:
+            OptionError: It was not planned in that one.
+        """
+        for each in self.runs:
+            if each.name == name:
+                return each
+        known = ", ".join(repr(each.name) for each in self.runs)
+        raise OptionError(f"this plan has no {shown(name)} (there is: {known})")
+
+    @property
+    def memory(self) -> Memory:
+        """The memory of a step under hmpx."""
+        return self.run().memory
+
+    @property
+    def report(self) -> Report:
+        """The calls of a step under hmpx, as `hmpx.record` reports them."""
+        return self.run().report
+
+    @property
+    def parameter_bytes(self) -> int:
+        """Bytes of the parameters."""
+        return self.memory.parameter_bytes
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Bytes of their gradients."""
+        return self.memory.gradient_bytes
+
+    @property
+    def optimizer_bytes(self) -> int:
+        """Bytes that the optimizer keeps."""
+        return self.memory.optimizer_bytes
+
+    @property
+    def saved_bytes(self) -> int:
+        """Bytes that autograd keeps for the backward, without casts of weights."""
+        return self.memory.saved_bytes
+
+    @property
+    def weight_cast_bytes(self) -> int:
+        """Bytes of casts of weights that autograd keeps for the backward."""
+        return self.memory.weight_cast_bytes
+
+    @property
+    def peak_bytes(self) -> int:
+        """Bytes of all tensors at the moment of the step when they take most."""
+        return self.memory.peak_bytes
+
+    @property
+    def low_precision_flops_share(self) -> float:
+        """The share of floating-point operations in low precision, from 0 to 1."""
+        totals = self.report.totals
+        return totals.low_flops / totals.flops if totals.flops else 0.0
+
+    @property
+    def low_precision_bytes_share(self) -> float:
+        """The share of bytes that are read and written by calls in low precision, from 0 to 1."""
+        totals = self.report.totals
+        return totals.low_bytes / totals.bytes if totals.bytes else 0.0
+
+    def per_rank(self, world_size: int, strategy: str = "fsdp2", run: str = "hmpx") -> PerRank:
+        """Returns what each of several processes holds; the inputs are those of one.
+
+        Args:
+            world_size: How many processes there are.
+            strategy: ``"fsdp2"``, with a group for each item of a ``ModuleList``, or ``"ddp"``.
+            run: Name of one of ``runs``.
+
+        Raises:
+            OptionError: An argument has a value that it can't have.
+
+        Example:
+            >>> p = hmpx.plan(lambda: torch.nn.Linear(256, 10), torch.ones(32, 256), device="hpu")
+            >>> p.per_rank(2).parameter_bytes, p.per_rank(2, "ddp").parameter_bytes
+            (5140, 10280)
+        """
+        if type(world_size) is not int or world_size < 1:
+            raise OptionError(f"world_size must be an int of at least 1, not {shown(world_size)}")
+        strategy = arguments.choice("strategy", strategy, _STRATEGIES)
+        memory = self.run(run).memory
+        kept = memory.saved_bytes, memory.weight_cast_bytes
+        if strategy == "ddp":
+            return ddp(self.groups, *kept)
+        return fsdp2(self.groups, world_size, *kept)
+
+    def ranks(self, world_size: int) -> str:
+        """Returns a table of what each of several processes holds, by FSDP2 and by DDP.
+
+        Raises:
+            OptionError: ``world_size`` is not a number of processes.
+
+        Example:
+            >>> p = hmpx.plan(lambda: torch.nn.Linear(256, 10), torch.ones(32, 256), device="hpu")
+            >>> print(p.ranks(2).splitlines()[1])
+            parameters          5.1 kB  10 kB
+        """
+        return text.rank_table(self, world_size)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the plan as JSON, without single calls, and writes it to ``path`` if that is given.
+
+        Raises:
+            OptionError: The file can't be written.
+        """
+        found: dict[str, Any] = {
+            "hmpx_plan": SCHEMA,
+            "model": self.model,
+            "device_type": self.device_type,
+            "optimizer": self.optimizer,
+            "is_training": self.is_training,
+            "parameters": self.parameters,
+            "frozen_bytes": self.frozen_bytes,
+            "notes": list(self.notes),
+            "runs": {each.name: _of_run(each) for each in self.runs},
+        }
+        return written(json.dumps(found, indent=1) + "\n", path)[:-1]
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns a page that needs no network, and writes it to ``path`` if that is given.
+
+        Raises:
+            OptionError: The file can't be written.
+        """
+        return written(html_page.page(self), path)
+
+    def __str__(self) -> str:
+        return text.text(self)
+
+    def _repr_html_(self) -> str:
+        return html_page.notebook_part(self)
+
+
+def _of_run(run: Run) -> Mapping[str, Any]:
+    memory = asdict(run.memory)
+    for name in ("peak", "phases"):
+        del memory[name]
+    peak = run.memory.peak
+    return {
+        **memory,
+        "saved_bytes": run.memory.saved_bytes,
+        "peak_bytes": run.memory.peak_bytes,
+        "peak": {"phase": peak.phase, **peak.kinds},
+        **run.report.totals._asdict(),
+    }

@@ -1,0 +1,204 @@
+"""One training step, or one forward, of a model as it is planned; and what it costs in each precision."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ..errors import HmpxError, OptionError, PlanError, said_by, shown
+from ..observers import attach_to_values
+from ..recording import Ledger, Recorder, counted_rows, raised_at
+from ..reports import Memory, Report
+from ..session import convert
+from ..tensors import floats_of
+from ..torch_internals import differs_in_devices, lacks_kernel, needs_values
+from .optimizers import made
+from .places import Place
+from .sharding import ShardGroup, groups_of
+
+#: Whether casts of weights may be left out of what autograd keeps.
+KEEPS_CASTS: Final = "keep_weight_casts" in inspect.signature(convert).parameters
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a step costs in one precision.
+
+    Attributes:
+        name: ``"float32"``, ``"autocast"``, ``"hmpx"``, ``"casts not kept"``.
+        memory: The memory of its tensors.
+        report: Its calls; without rows in float32.
+    """
+
+    name: str
+    memory: Memory
+    report: Report
+
+
+@dataclass(frozen=True)
+class Program:
+    """What is planned.
+
+    Attributes:
+        model: The model, or a function that calls some.
+        modules: Its outermost modules.
+        inputs: What it is called with.
+        loss_fn: The loss of what it returns, or None.
+        make_optimizer: Makes an optimizer of parameters; None for none.
+        is_training: Whether gradients are computed.
+        place: Where.
+    """
+
+    model: Callable[..., Any]
+    modules: tuple[nn.Module, ...]
+    inputs: Any
+    loss_fn: Callable[[Any], Any] | None
+    make_optimizer: Callable[[list[nn.Parameter]], Any] | None
+    is_training: bool
+    place: Place
+
+    @property
+    def parameters(self) -> list[nn.Parameter]:
+        """The parameters, each once."""
+        found = {id(each): each for module in self.modules for each in module.parameters()}
+        return list(found.values())
+
+    def run(
+        self, name: str, conversion: Mapping[str, Any] | None
+    ) -> tuple[Run, tuple[ShardGroup, ...]]:
+        """Runs a step.
+
+        Args:
+            name: See `Run`.
+            conversion: Arguments of `convert`; None for float32.
+
+        Returns:
+            What it costs, and the groups of parameters.
+
+        Raises:
+            PlanError: The model needs values, or raised an error.
+        """
+        ledger, recorder = Ledger(), Recorder()
+        with contextlib.ExitStack() as stack:
+            stack.callback(self._forget)
+            if conversion is not None:
+                attached = attach_to_values(recorder)
+                stack.callback(attached.detach)
+                stack.enter_context(convert(**conversion))
+            stack.enter_context(ledger.open())
+            for module in self.modules:
+                ledger.note_module(module)
+            groups = groups_of(self.modules, self._step())
+        rows = counted_rows(recorder.counted(), is_timed=False)
+        return Run(name, ledger.memory(), Report(rows)), groups
+
+    def _step(self) -> Any:
+        with _explained(), torch.set_grad_enabled(self.is_training):
+            output = self._called()
+            loss = self._loss(output)
+            if loss is None:
+                return None
+            loss.backward()  # type: ignore[no-untyped-call]
+        learning = [each for each in self.parameters if each.requires_grad]
+        if self.make_optimizer is None or not learning:
+            return None
+        optimizer = made(self.make_optimizer, learning, self.place.device_type)
+        with self.place.without_values():
+            try:
+                optimizer.step()
+            except Exception as error:
+                raise PlanError(
+                    f"{type(optimizer).__name__}.step() failed: {said_by(error)}; plan without it by "
+                    "optimizer=None, or with another one"
+                ) from error
+        return optimizer
+
+    def _called(self) -> Any:
+        given = self.inputs
+        if isinstance(given, Mapping):
+            return self.model(**given)
+        return self.model(*given) if isinstance(given, tuple) else self.model(given)
+
+    def _loss(self, output: Any) -> Tensor | None:
+        """Returns the loss; None where nothing learns.
+
+        Raises:
+            OptionError: ``loss_fn`` returns no scalar.
+        """
+        if not self.is_training:
+            return None
+        if self.loss_fn is not None:
+            return _checked(self.loss_fn(output))
+        loss = output.get("loss") if isinstance(output, Mapping) else getattr(output, "loss", None)
+        if isinstance(loss, Tensor) and loss.numel() == 1:
+            return loss.reshape(()) if loss.requires_grad else None
+        learning = [each for each in floats_of(output) if each.requires_grad]
+        if not learning:
+            return None
+        return torch.stack([each.float().sum() for each in learning]).sum()
+
+    def _forget(self) -> None:
+        for parameter in self.parameters:
+            parameter.grad = None
+
+
+def _checked(loss: Any) -> Tensor:
+    if not isinstance(loss, Tensor) or loss.numel() != 1 or not loss.dtype.is_floating_point:
+        raise OptionError(
+            f"loss_fn must return a floating-point tensor of one element, not {_described(loss)}"
+        )
+    if not loss.requires_grad:
+        raise OptionError(
+            "loss_fn returns a tensor that no gradient comes from: it depends on no parameter, or was "
+            "computed under torch.no_grad(); for inference pass training=False"
+        )
+    return loss.reshape(())
+
+
+def _described(value: Any) -> str:
+    if isinstance(value, Tensor):
+        return f"one of shape {list(value.shape)} and {value.dtype}"
+    return shown(value)
+
+
+@contextlib.contextmanager
+def _explained() -> Iterator[None]:
+    """Says of errors what and where they are about, and what to do."""
+    try:
+        yield
+    except HmpxError:
+        raise
+    except Exception as error:
+        raise explained(error) from error
+
+
+def explained(error: Exception) -> PlanError:
+    """Returns the error that says what a model's error means for a plan."""
+    where = raised_at(error)
+    at = f" at {where}" if where else ""
+    op = needs_values(error)
+    if op:
+        return PlanError(
+            f"what the model computes depends on values{at}: {op} (of .item(), nonzero, a mask as an "
+            "index, or an if on a tensor), and tensors of a plan have none; pass small=True and a small "
+            "config, with which it is run on real tensors"
+        )
+    op = lacks_kernel(error)
+    if op:
+        return PlanError(
+            f"{op}{at} has no kernel for tensors without values; pass small=True and a small config, "
+            "with which it is run on real tensors"
+        )
+    hint = ""
+    if differs_in_devices(error):
+        hint = (
+            "; make all tensors inside model_fn or inputs_fn, and give a module with its weights, not a "
+            "function of one"
+        )
+    return PlanError(f"the model failed{at}: {said_by(error)}{hint}")

@@ -1,0 +1,427 @@
+"""`hmpx.plan`: devices that are not there, figures by arithmetic, and programs that resist."""
+
+from __future__ import annotations
+
+import json
+import re
+import time
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+import transformers
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx import OptionError, PlanError
+
+from .models import MODELS, llama
+
+
+def linear() -> nn.Module:
+    return nn.Linear(4, 4)
+
+
+def batch() -> Tensor:
+    return torch.randn(2, 4)
+
+
+def mlp() -> nn.Module:
+    return nn.Sequential(nn.Linear(256, 512), nn.ReLU(), nn.Linear(512, 64))
+
+
+# --- figures that follow from the shapes -----------------------------------------------------------
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda", "hpu", "xpu"])
+def test_figures_of_a_perceptron_are_those_of_arithmetic(device: str) -> None:
+    """Whatever the device, here or not."""
+    plan = hmpx.plan(
+        mlp,
+        lambda: torch.randn(8, 256),
+        device=device,
+        legalize="never",
+        optimizer="Adam",
+        keep_weight_casts=True,
+    )
+    weights = 256 * 512 + 512 + 512 * 64 + 64
+    assert plan.parameters == weights
+    assert plan.parameter_bytes == plan.gradient_bytes == 4 * weights
+    assert plan.optimizer_bytes == 2 * 4 * weights + 4 * 4  # two moments, and the steps' numbers
+    assert plan.run("float32").memory.saved == {"float32": 4 * 8 * (256 + 512)}
+    assert plan.memory.saved == {"bfloat16": 2 * 8 * (256 + 512)}
+    assert plan.weight_cast_bytes == 2 * 512 * 64  # the first layer's input gets no gradient
+    assert plan.report.totals.flops == 2 * 8 * (2 * 256 * 512 + 3 * 512 * 64)
+    assert plan.low_precision_flops_share == 1.0
+    assert {row.device_type for row in plan.report.rows} == {device}
+
+
+@pytest.mark.parametrize("device", ["cuda", "hpu"])
+def test_accelerators_keep_masks_of_dropout_as_bools(device: str) -> None:
+    """The CPU keeps floats."""
+    plan = hmpx.plan(
+        lambda: nn.Sequential(linear(), nn.Dropout(0.5), nn.ReLU()), batch, device=device
+    )
+    assert plan.memory.saved["bool"] == 8
+    assert "bool" not in hmpx.plan(nn.Dropout(0.5), batch, device="cpu").memory.saved
+
+
+@pytest.mark.parametrize(("mask", "dropout"), [(False, 0.0), (False, 0.1), (True, 0.1)])
+def test_attention_is_fused_on_accelerators(mask: bool, dropout: float) -> None:
+    """So no scores are kept, with dropout neither: inputs, output, a sum for each row, and seeds."""
+    tokens, heads, width = 64, 4, 16
+
+    class Attention(nn.Module):
+        def forward(self, x: Tensor) -> Tensor:
+            bias = torch.zeros(tokens, tokens, device=x.device) if mask else None
+            return F.scaled_dot_product_attention(x, x, x, bias, dropout)
+
+    x = torch.randn(1, heads, tokens, width, requires_grad=True)
+    plan = hmpx.plan(Attention, x, device="cuda", training=True)
+    kept = plan.memory.saved
+    one = 4 * heads * tokens * width
+    scores = 4 * heads * tokens * tokens
+    sums = 4 * heads * tokens
+    assert kept["float32"] == 2 * one + sums + (4 * tokens * tokens if mask else 0)
+    assert kept["float32"] < scores
+    real = hmpx.plan(Attention, x, device="cpu", training=True).memory.saved["float32"]
+    assert (real >= scores) is (dropout > 0)  # torch's CPU has no fused one with dropout
+
+
+def test_checkpoints_keep_no_activations() -> None:
+    """But the inputs of blocks; and the step computes more."""
+    blocks = nn.ModuleList(
+        nn.Sequential(nn.Linear(64, 256), nn.GELU(), nn.Linear(256, 64)) for _ in range(4)
+    )
+
+    class Model(nn.Module):
+        def __init__(self, recomputes: bool) -> None:
+            super().__init__()
+            self.blocks, self.recomputes = blocks, recomputes
+
+        def forward(self, x: Tensor) -> Tensor:
+            for block in self.blocks:
+                x = checkpoint(block, x, use_reentrant=False) if self.recomputes else block(x)
+            return x
+
+    x = torch.randn(8, 64)
+    plain = hmpx.plan(Model(False), x, device="hpu")
+    recomputed = hmpx.plan(Model(True), x, device="hpu")
+    assert recomputed.saved_bytes + recomputed.weight_cast_bytes < plain.saved_bytes
+    assert recomputed.report.totals.flops > plain.report.totals.flops
+    assert recomputed.weight_cast_bytes < plain.weight_cast_bytes / 3
+
+
+def test_layers_add_equally() -> None:
+    """A deep stack takes what the figures of two depths say."""
+    ids = torch.randint(0, 100, (2, 16))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    found = [
+        hmpx.plan(lambda layers=layers: llama(layers), inputs, device="hpu") for layers in (1, 2, 5)
+    ]
+    for name in (
+        "parameter_bytes",
+        "gradient_bytes",
+        "optimizer_bytes",
+        "saved_bytes",
+        "weight_cast_bytes",
+    ):
+        one, two, five = (getattr(plan, name) for plan in found)
+        assert five - one == 4 * (two - one) > 0
+
+
+def test_freeze_stores_what_it_stores() -> None:
+    """In a real model."""
+    plan = hmpx.plan(mlp, torch.randn(8, 256), device="cpu", legalize="never")
+    model = mlp().eval()
+    with hmpx.convert(device_types={"cpu"}, legalize="never"):
+        frozen = hmpx.freeze(model, torch.randn(8, 256))
+    assert plan.frozen_bytes == sum(each.stored_bytes for each in frozen.weights)
+    assert plan.frozen_bytes == plan.parameter_bytes // 2
+
+
+def test_a_large_model_takes_little(pytestconfig: pytest.Config) -> None:
+    """Seven billion parameters, which would be 28 GB: seconds, and no memory."""
+
+    def build() -> nn.Module:
+        return transformers.LlamaForCausalLM(transformers.LlamaConfig(num_hidden_layers=32))
+
+    def inputs() -> dict[str, Any]:
+        ids = torch.randint(0, 100, (1, 2048))
+        return {"input_ids": ids, "labels": ids, "use_cache": False}
+
+    began = time.process_time()
+    plan = hmpx.plan(build, inputs, device="hpu")
+    assert time.process_time() - began < 120
+    assert plan.parameters == 6_738_415_616
+    assert plan.peak_bytes > 16 * plan.parameters
+    linear_weights = plan.parameters - 32_000 * 4096 - (2 * 32 + 1) * 4096
+    assert plan.weight_cast_bytes == 2 * linear_weights
+
+
+# --- what resists --------------------------------------------------------------------------------
+
+
+class NeedsValues(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        if x.sum() > -1e9:
+            return super().forward(x)
+        return x
+
+
+class NeedsIndices(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x)[x[:, 0].nonzero()[:, 0]]
+
+
+@pytest.mark.parametrize("kind", [NeedsValues, NeedsIndices])
+def test_what_depends_on_values_is_named_with_its_line(kind: type[nn.Linear]) -> None:
+    """And the remedy works."""
+    line = kind.forward.__code__.co_firstlineno + 1
+    with pytest.raises(PlanError, match=rf"test_plan\.py:{line}: .*small=True"):
+        hmpx.plan(lambda: kind(4, 4), batch, device="hpu")
+    plan = hmpx.plan(lambda: kind(4, 4), batch, device="hpu", small=True)
+    assert plan.parameter_bytes == 80
+    assert plan.weight_cast_bytes + plan.saved_bytes > 0
+    assert "real tensors" in str(plan)
+
+
+def test_a_mixture_of_experts_is_planned_small() -> None:
+    """Its experts are chosen by values."""
+    config = transformers.MixtralConfig(
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        num_key_value_heads=2,
+        vocab_size=100,
+        num_local_experts=4,
+    )
+    config._experts_implementation = "eager"
+    ids = torch.randint(0, 100, (1, 16))
+    inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
+    with pytest.raises(PlanError, match=r"modeling_mixtral\.py:\d+: aten\.nonzero"):
+        hmpx.plan(lambda: transformers.MixtralForCausalLM(config), inputs, device="hpu")
+    plan = hmpx.plan(
+        lambda: transformers.MixtralForCausalLM(config), inputs, device="hpu", small=True
+    )
+    assert plan.low_precision_flops_share > 0.5
+
+
+def test_models_of_others_are_planned() -> None:
+    """An encoder and decoder, speech, a classifier of images."""
+    ids = torch.randint(0, 9, (1, 16))
+    t5 = transformers.T5Config(d_model=64, d_ff=128, num_layers=1, decoder_start_token_id=0)
+    whisper = transformers.WhisperConfig(
+        encoder_layers=1, decoder_layers=1, d_model=60, vocab_size=100, pad_token_id=1,
+        bos_token_id=1, eos_token_id=1, decoder_start_token_id=1,
+    )  # fmt: skip
+    cases: list[tuple[Any, Any]] = [
+        (lambda: transformers.T5ForConditionalGeneration(t5), {"input_ids": ids, "labels": ids}),
+        (
+            lambda: transformers.WhisperForConditionalGeneration(whisper),
+            {"input_features": torch.randn(1, 80, 3000), "labels": ids},
+        ),
+        MODELS["ResNet-18"],
+    ]
+    for build, inputs in cases:
+        for device in ("cuda", "hpu"):
+            plan = hmpx.plan(build, inputs, device=device)
+            assert plan.is_training
+            assert plan.low_precision_flops_share > 0.5
+            assert plan.saved_bytes < plan.run("float32").memory.saved_bytes
+
+
+def test_a_model_with_weights_stays_as_it_is() -> None:
+    """It is copied without them; its mode, gradients and random numbers stay, and the conversion."""
+    model = nn.Sequential(linear(), nn.BatchNorm1d(4)).eval()
+    state = {name: value.clone() for name, value in model.state_dict().items()}
+    before = torch.random.get_rng_state()
+    with hmpx.convert(device_types={"cpu"}, lists="hmp"):
+        planned = hmpx.plan(model, batch, device="hpu")
+        assert F.linear(torch.ones(1, 2), torch.ones(3, 2)).dtype is torch.bfloat16
+    assert planned.parameter_bytes == 112
+    assert torch.equal(torch.random.get_rng_state(), before)
+    assert not model.training
+    for name, value in model.state_dict().items():
+        assert type(value) is Tensor
+        assert torch.equal(value, state[name])
+    assert all(each.grad is None for each in model.parameters())
+    assert hmpx.plan(lambda: model, batch, device="hpu").parameter_bytes == 112
+
+
+def test_shared_weights_count_once() -> None:
+    """In a copy, and in modules that are cast."""
+
+    class Tied(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.embedding, self.head = nn.Embedding(10, 4), nn.Linear(4, 10, bias=False)
+            self.head.weight = self.embedding.weight
+
+        def forward(self, ids: Tensor) -> Tensor:
+            return self.head(self.embedding(ids))  # type: ignore[no-any-return]
+
+    ids = torch.randint(0, 10, (2, 3))
+    assert hmpx.plan(Tied(), ids, device="hpu").parameter_bytes == 160
+    assert (
+        hmpx.plan(lambda: Tied().to("hpu", torch.bfloat16), ids, device="hpu").parameter_bytes == 80
+    )
+
+
+@pytest.mark.parametrize("device", ["cuda", "hpu"])
+def test_programs_may_name_the_device(device: str) -> None:
+    """And move models, which are there already, and inputs."""
+
+    class Model(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = linear()
+
+        def forward(self, x: Tensor) -> Tensor:
+            assert x.device.type == device
+            same = x.to(x.device)
+            assert same is x
+            return self.inner(x) + torch.ones(4, device=device) + torch.zeros(4, device=x.device)  # type: ignore[no-any-return]
+
+    plan = hmpx.plan(
+        lambda: Model().to(device), lambda: torch.randn(2, 4).to(device), device=device
+    )
+    assert plan.parameter_bytes == 80
+    elsewhere = hmpx.plan(Model, lambda: torch.randn(2, 4, device="cpu"), device=device)
+    assert elsewhere.memory == plan.memory
+    assert Tensor.to is torch._C.TensorBase.to
+    assert torch.ones(1).device.type == "cpu"
+
+
+def test_without_gradients_it_is_a_forward() -> None:
+    """By the argument, for a model that learns nothing, and for one that records no gradients."""
+
+    class Unrecorded(nn.Linear):
+        @torch.no_grad()
+        def forward(self, x: Tensor) -> Tensor:
+            return super().forward(x)
+
+    plans = [
+        hmpx.plan(linear, batch, device="hpu", training=False),
+        hmpx.plan(lambda: linear().requires_grad_(False), batch, device="hpu"),
+        hmpx.plan(lambda: Unrecorded(4, 4), batch, device="hpu"),
+    ]
+    for plan in plans:
+        assert not plan.is_training
+        assert "a forward on hpu" in str(plan)
+        assert plan.gradient_bytes == plan.optimizer_bytes == plan.saved_bytes == 0
+        assert plan.low_precision_flops_share == 1.0
+    assert "no gradient" in str(plans[2])
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"model_fn": lambda: None}, "model_fn must return a model"),
+        ({"model_fn": 3}, "model_fn must be a function"),
+        ({"inputs_fn": None}, "inputs_fn must return"),
+        ({"loss_fn": lambda y: y}, r"one of shape \[2, 4\] and torch.float32"),
+        ({"loss_fn": lambda y: 1.0}, r"of one element, not 1.0"),
+        ({"loss_fn": lambda y: y.detach().sum()}, "training=False"),
+        ({"loss_fn": 3}, "loss_fn must be a function"),
+        ({"device": "hpuu"}, "did you mean 'hpu'"),
+        ({"device": 3}, "device"),
+        ({"optimizer": "Adamm"}, "did you mean 'adam'"),
+        ({"optimizer": "SGD momentum"}, "SGD momentum=0.9"),
+        ({"optimizer": 3}, "optimizer must be a name"),
+        ({"optimizer": lambda parameters: 3}, "optimizer must make an optimizer"),
+        ({"training": "yes"}, "training"),
+        ({"small": 3}, "small"),
+        ({"device_types": {"cpu"}}, "pass device"),
+        ({"lists": "nonsense"}, "nonsense"),
+    ],
+    ids=lambda each: each if isinstance(each, str) else next(iter(each)),
+)  # fmt: skip
+def test_wrong_arguments_are_errors(arguments: dict[str, Any], message: str) -> None:
+    """That name the argument, before anything stays patched."""
+    given: dict[str, Any] = {"model_fn": linear, "inputs_fn": batch, "device": "hpu", **arguments}
+    with pytest.raises(OptionError, match=message):
+        hmpx.plan(**given)
+    assert not hmpx.is_converted()
+
+
+@pytest.mark.parametrize(
+    ("model", "inputs", "message"),
+    [
+        (lambda: 1 // 0, batch, r"failed at .*test_plan\.py:\d+: ZeroDivisionError"),
+        (linear, lambda: torch.randn(2, 5), "same reduction dim"),
+        (linear, lambda: {"nonsense": torch.ones(1)}, "nonsense"),
+    ],
+)
+def test_what_models_raise_is_passed_on(model: Any, inputs: Any, message: str) -> None:
+    """As an error of a plan, whose cause it is; torch is as it was."""
+    with pytest.raises(PlanError, match=message) as caught:
+        hmpx.plan(model, inputs, device="hpu")
+    assert caught.value.__cause__ is not None
+    assert vars(F)["scaled_dot_product_attention"] is torch._C._nn.scaled_dot_product_attention
+    assert "dropout" not in vars(torch._VF)
+
+
+def test_tensors_made_before_are_elsewhere() -> None:
+    """As they would be on the device."""
+    before = torch.ones(4)
+    with pytest.raises(PlanError, match="make all tensors inside model_fn"):
+        hmpx.plan(lambda: lambda x: x * before, batch, device="hpu")
+    assert hmpx.plan(lambda: lambda x: x * before, batch, device="cpu").peak_bytes > 0
+
+
+def test_modes_around_a_plan_don_t_change_it() -> None:
+    """Nor does a region of torch.autocast."""
+    expected = hmpx.plan(mlp, torch.ones(8, 256), device="hpu").run("float32").memory
+    for mode in (
+        torch.no_grad(),
+        torch.inference_mode(),
+        torch.autocast("cpu"),
+        torch.device("meta"),
+    ):
+        inputs = torch.ones(8, 256, device="cpu")
+        with mode:
+            found = hmpx.plan(mlp, inputs, device="hpu").run("float32").memory
+        assert found == expected
+
+
+# --- views ---------------------------------------------------------------------------------------
+
+
+def test_a_plan_prints_in_80_columns() -> None:
+    """The verdict, memory side by side, the remedy for kept casts, decisions by op."""
+    plan = hmpx.plan(mlp, torch.randn(8, 256), device="hpu", keep_weight_casts=True)
+    lines = str(plan).splitlines()
+    assert max(map(len, lines)) <= 80
+    text = " ".join(str(plan).split())
+    assert "164,416 parameters: a training step with AdamW on hpu" in text
+    assert "100 % of FLOPs and" in text
+    assert re.search(r"weight casts kept +- +66 kB +66 kB", str(plan))
+    assert "keep_weight_casts=False" in text
+    assert "hmpx.freeze(model, x) would store 329 kB" in text
+    assert re.search(r"^linear +fp32 +bf16 +bf16", str(plan), flags=re.MULTILINE)
+
+
+def test_a_plan_is_written(tmp_path: Any) -> None:
+    """As JSON and as a page without a network, in which the model's name is text."""
+
+    class Model(nn.Linear):
+        pass
+
+    Model.__name__ = "<script>alert(1)</script>"
+    plan = hmpx.plan(lambda: Model(4, 4), batch, device="hpu")
+    found = json.loads(plan.to_json(tmp_path / "plan.json"))
+    assert json.loads((tmp_path / "plan.json").read_text()) == found
+    assert found["runs"]["hmpx"]["saved"] == dict(plan.memory.saved)
+    assert found["runs"]["float32"]["peak_bytes"] == plan.run("float32").memory.peak_bytes
+    page = plan.to_html(tmp_path / "plan.html")
+    assert (tmp_path / "plan.html").read_text() == page
+    assert "<script" not in page
+    assert "&lt;script&gt;" in page
+    assert "default-src 'none'" in page
+    assert "<script" not in plan._repr_html_()
+    with pytest.raises(OptionError, match="this plan has no 'bf16'"):
+        plan.run("bf16")
