@@ -20,7 +20,7 @@ from .optimizers import Optimizer, parsed
 from .places import Place
 from .result import Plan
 from .sharding import ShardGroup
-from .steps import KEEPS_CASTS, Program, Run, explained
+from .steps import Program, Run, explained
 
 #: Arguments of `convert` that are of no use for what is over before anything could be printed, or are given
 #: in another way.
@@ -195,15 +195,19 @@ def _runs(
     """Returns the runs, and the groups of parameters."""
     types = options["device_types"]
     lists = "autocast-cpu" if types == {"cpu"} else "autocast-cuda"
-    autocast = {"lists": lists, "legalize": "never", "reuse_casts": True, "device_types": types}
-    if KEEPS_CASTS:
-        autocast["keep_weight_casts"] = True
+    autocast = {
+        "lists": lists,
+        "legalize": "never",
+        "reuse_casts": True,
+        "keep_weight_casts": True,
+        "device_types": types,
+    }
     if (low := options.get("low_precision_type")) in (torch.bfloat16, torch.float16):
         autocast["low_precision_type"] = low
     runs = [program.run("float32", None)[0], program.run("autocast", autocast)[0]]
     found, groups = program.run("hmpx", options)
     runs.append(found)
-    if KEEPS_CASTS and found.memory.weight_cast_bytes:
+    if found.memory.weight_cast_bytes:
         runs.append(program.run("casts not kept", {**options, "keep_weight_casts": False})[0])
     return tuple(runs), groups
 

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +20,6 @@ from ..torch_internals import differs_in_devices, lacks_kernel, needs_values
 from .optimizers import made
 from .places import Place
 from .sharding import ShardGroup, groups_of
-
-#: Whether casts of weights may be left out of what autograd keeps.
-KEEPS_CASTS: Final = "keep_weight_casts" in inspect.signature(convert).parameters
 
 
 @dataclass(frozen=True)

@@ -6,7 +6,6 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING
 
 from ..reports import Column, Totals, clean, column_rows, count, share, short_dtype, size, wrapped
-from .steps import KEEPS_CASTS
 
 if TYPE_CHECKING:
     from .result import Plan
@@ -32,12 +31,7 @@ def remedies(plan: Plan) -> Iterator[str]:
     """Yields what to do about what autograd keeps, and what else there is to know."""
     memory = plan.memory
     if memory.weight_cast_bytes:
-        fix = (
-            "hmpx.convert(keep_weight_casts=False) casts weights again in the backward"
-            if KEEPS_CASTS
-            else "torch.utils.checkpoint.checkpoint(block, ...) computes blocks again, and with them "
-            "the casts"
-        )
+        fix = "hmpx.convert(keep_weight_casts=False) casts weights again in the backward"
         yield (
             f"{size(memory.weight_cast_bytes)} are casts of weights, which autograd keeps for the "
             f"backward: {fix}; parameters in bf16 need none"
