@@ -144,7 +144,11 @@ def test_results_and_gradients_are_those_of_casts(
             close = torch.allclose(got.double(), wanted.double(), rtol=ulp, atol=ulp * scale * part)
             if not same_dtype or not close:
                 faults.append(f"{op} {shapes}: {got} instead of {wanted}")
-        differing = sum(int((a != b).sum()) for a, b in zip(actual[:1], expected[:1], strict=True))
+        got, wanted = actual[0].double(), expected[0].double()
+        # What sums in another order differ by: they are not rounded where the output is wide.
+        scale = wanted.abs().max().item() if wanted.numel() else 0.0
+        last_bits = 0.0 if output in (None, FP16) else 2.0**-22 * scale
+        differing = int(((got - wanted).abs() > last_bits).sum())
         if differing > 1:
             faults.append(f"{op} {shapes}: {differing} elements differ")
     assert not faults, "\n".join(faults)
