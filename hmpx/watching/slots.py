@@ -7,6 +7,7 @@ from each device. On the CPU compiled kernels find them, if there are any; elsew
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import math
 from collections.abc import Iterable, Mapping
@@ -56,6 +57,8 @@ class Slots:
         self._open: dict[tuple[torch.device, torch.dtype], _Piece] = {}
         self._on_cpu: _Piece | None = None
         self._kernels = extremes_kernels()
+        self._extremes = (ctypes.c_float * 2)()
+        self._extremes_address = ctypes.addressof(self._extremes)
         self.count = 0
 
     @property
@@ -128,6 +131,9 @@ class Slots:
 
     def read(self) -> Mapping[int, Extremes] | None:
         """Returns what `read_all` does; None if all are finite, which is told without a look at each."""
+        if self._is_all_finite_on_cpu():
+            self._empty_all()
+            return None
         values = self._read()
         # A sum of products with zero is not finite exactly if one of the values is not.
         if all(math.isfinite(sum([each * 0.0 for each in found])) for _, found in values):
@@ -145,11 +151,26 @@ class Slots:
             if piece.used:
                 on_devices.setdefault(piece.memory.device, []).append(piece)
         found = [_values_on(device, pieces) for device, pieces in on_devices.items()]
+        self._empty_all()
+        return found
+
+    def _is_all_finite_on_cpu(self) -> bool:
+        """Whether a kernel, of all that was written, tells that it is finite; False if none can tell."""
+        kernel = self._kernels.get(torch.float32)
+        used = [piece for piece in self._pieces if piece.used]
+        if kernel is None or any(not piece.is_of_kernels for piece in used):
+            return False
+        for piece in used:
+            kernel(piece.address, 2 * piece.used, self._extremes_address, 1)
+            if not (math.isfinite(self._extremes[0]) and math.isfinite(self._extremes[1])):
+                return False
+        return True
+
+    def _empty_all(self) -> None:
         self._kernels = extremes_kernels()  # they may have been built by now
         self.count, self._pieces = 0, list(self._open.values())
         for number, piece in enumerate(self._pieces):
             piece.used, piece.first_slot = 0, number * _MOST
-        return found
 
 
 class _Piece:
@@ -160,6 +181,7 @@ class _Piece:
         size: How many slots there are.
         address: Where that begins.
         views: Two tensors of no dimension for each slot.
+        is_of_kernels: Kernels read it: on the CPU, of float32.
         first_slot: Number of the first slot.
         used: How many slots are in use.
     """
@@ -171,6 +193,7 @@ class _Piece:
             self.memory = _empty((size, 2), dtype=dtype, device=device)
             columns = [_unbind(column) for column in _unbind(self.memory, 1)]
         self.address = self.memory.data_ptr()
+        self.is_of_kernels = device.type == "cpu" and dtype is torch.float32
         self.views = list(zip(*columns, strict=True))
         self.first_slot = self.used = 0
 

@@ -161,3 +161,39 @@ def test_complex_numbers(found: Any) -> None:
     slots = Slots()
     slot = slots.measure(values)
     assert slot is not None and slots.read_all()[slot] == (-3.0, INFINITY)
+
+
+@pytest.mark.parametrize("position", [0, 255, 256, 299])
+@pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
+def test_one_value_in_one_of_many_slots_is_read(found: Any, value: float, position: int) -> None:
+    """Slots are in several pieces of memory from the 256th on."""
+    tensors = [torch.tensor([0.5, float(each)]) for each in range(300)]
+    tensors[position][0] = value
+    measured = Slots()
+    numbers = [measured.measure(each) for each in tensors]
+    values = measured.read()
+    assert values is not None
+    for number, tensor in zip(numbers, tensors, strict=True):
+        assert number is not None
+        assert_same(values[number], expected(tensor))
+    assert measured.read() is None
+
+
+def test_slots_are_taken_anew_once_all_was_finite(found: Any) -> None:
+    measured = Slots()
+    for _ in range(2):
+        numbers = [measured.measure(torch.tensor([float(each)])) for each in range(300)]
+        assert len(set(numbers)) == 300
+        assert measured.read() is None
+        assert measured.count == 0
+    number = measured.measure(torch.tensor([INFINITY, 1.0]))
+    values = measured.read()
+    assert number is not None and values is not None
+    assert values == {number: (1.0, INFINITY)}
+
+
+def test_a_value_that_only_float64_has_is_finite(found: Any) -> None:
+    measured = Slots()
+    measured.measure(torch.tensor([1.0]))
+    measured.measure(torch.tensor([1e300], dtype=torch.float64))
+    assert measured.read() is None
