@@ -25,7 +25,7 @@ from ..torch_internals import (
     top_hooks,
     transforms,
 )
-from .kept_tensors import Kept, unpack
+from .kept_tensors import Kept, is_dynamo_compiling, unpack
 
 # Taken before anything is patched: op lists may name any of them.
 _detach, _storage = Tensor.detach, Tensor.untyped_storage
@@ -65,6 +65,10 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
         given: The positional arguments as they were given.
         given_kwargs: The keyword arguments as they were given; None if none was cast.
     """
+    if (
+        is_choosy and is_dynamo_compiling()
+    ):  # without guards on sizes; partitioned graphs choose later
+        return function(*args, **kwargs)
     pairs: list[Pair] = []
     if torch.is_grad_enabled() and not is_jit_tracing():  # which has tensors as sizes
         least = LEAST_ELEMENTS if is_choosy else 0
@@ -100,7 +104,9 @@ def _note(pairs: list[Pair], least: int, given: Iterable[Any], cast: Iterable[An
         if value is before:
             continue
         if isinstance(value, Tensor):
-            is_matrix = value.dim() > 1 and value.numel() >= least and value.dtype in LOW_DTYPES
+            size = value.numel()
+            is_large = size >= least if isinstance(size, int) else not least  # without a guard
+            is_matrix = value.dim() > 1 and is_large and value.dtype in LOW_DTYPES
             if is_matrix and (_is_parameter(before) or _is_parameter(before._base)):
                 pairs.append((before, value))
         elif isinstance(value, (list, tuple)):
@@ -114,6 +120,8 @@ def _is_parameter(tensor: Tensor | None) -> bool:
 
 def _is_worthwhile(cast: Tensor, args: Args) -> bool:
     others = [each for each in args if isinstance(each, Tensor) and each is not cast]
+    if any([not isinstance(each.numel(), int) for each in (cast, *others)]):  # noqa: C419
+        return False  # an exported graph would hold for the sizes alone that decide alike
     return bool(others) and pays(cast, max(others, key=Tensor.numel))
 
 
@@ -123,7 +131,7 @@ def pays(weight: Tensor, other: Tensor) -> bool:
     How many times the product uses each of its elements is told from the usual layout.
     """
     size, other_size = weight.numel(), other.numel()
-    if size < LEAST_ELEMENTS or size * _LEAST_SHARE < other_size:
+    if not other.dim() or size < LEAST_ELEMENTS or size * _LEAST_SHARE < other_size:
         return False
     channels = 1 if weight.dim() > 2 and weight.dim() == other.dim() else -1
     uses = other_size // max(1, other.shape[channels])
@@ -136,13 +144,16 @@ def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor:
     if tensor.dtype in LOW_DTYPES and tensor.layout is torch.strided:
         memory = _storage(tensor)._cdata
         for parameter, cast in pairs:
-            if _storage(cast)._cdata == memory:
+            # No version is known of an inference tensor; its cast is an ordinary one.
+            if _storage(cast)._cdata == memory and not parameter.is_inference():
                 offset = tensor.storage_offset() - cast.storage_offset()
                 layout = (cast.stride(), tensor.shape, tensor.stride(), offset)
-                again = functools.partial(_cast_again, cast.dtype)
                 # A leaf is kept itself, as autograd does: what shards parameters may give it other
                 # memory in the meantime.
                 is_leaf = _is_parameter(parameter) and pack_outer is None
+                again = functools.partial(
+                    _cast_again, cast.dtype, parameter._cdata if is_leaf else None
+                )
                 kept = Kept(parameter if is_leaf else _detach(parameter), again, layout)
                 break
     if kept is None:
@@ -152,5 +163,12 @@ def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor:
     return kept
 
 
-def _cast_again(dtype: torch.dtype, parameter: Tensor) -> Tensor:
+def _cast_again(dtype: torch.dtype, identity: int | None, parameter: Tensor) -> Tensor:
+    """Returns the cast of a parameter, which must have this identity below Python, if one is given."""
+    if identity is not None and not is_dynamo_compiling() and parameter._cdata != identity:
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been swapped for another by "
+            f"torch.utils.swap_tensors: [{parameter.dtype}, {list(parameter.shape)}]; swap after the "
+            "backward, or convert with keep_weight_casts=True"
+        )
     return CAST[dtype](_detach(parameter))

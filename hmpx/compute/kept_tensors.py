@@ -18,6 +18,7 @@ from .composition import widen
 # Taken before anything is patched: op lists may name any of them.
 _add_, _clamp_, _masked_fill_ = Tensor.add_, Tensor.clamp_, Tensor.masked_fill_
 _as_strided, _copy_, _detach = Tensor.as_strided, Tensor.copy_, Tensor.detach
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 _abs, _gt, _sub, _to, _view = torch.abs, torch.gt, torch.sub, Tensor.to, Tensor.view
 
 
@@ -31,7 +32,7 @@ class Kept:
         raise_again: Makes the fp32 tensor again; None if ``tensor`` already is it.
         rest: What to add to its bits afterwards, see `remainder`; None for nothing.
         layout: The strides of the tensor that ``raise_again`` first made, then the shape and strides
-            of the view of it to return, and where it begins; None for the tensor itself.
+            of the view of it to return, and where that begins in it; None for the tensor itself.
     """
 
     __slots__ = ("layout", "raise_again", "rest", "tensor", "version")
@@ -50,13 +51,15 @@ class Kept:
 def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> Tensor:
     """Returns the tensor that ``kept`` stands for.
 
+    Under compiled autograd writes are not noticed, as torch notices none to what hooks keep.
+
     Raises:
         RuntimeError: The tensor that it is made from was written to.
     """
     tensor: Tensor = kept.tensor
     if unpack_outer is not None:
         tensor = unpack_outer(tensor)
-    elif tensor._version != kept.version:
+    elif not is_dynamo_compiling() and tensor._version != kept.version:  # it would trace its own
         raise RuntimeError(
             "one of the variables needed for gradient computation has been modified by an "
             f"inplace operation: [{tensor.dtype}, {list(tensor.shape)}] is at version "
@@ -78,7 +81,7 @@ def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any, offse
         tensor = _copy_(same, tensor)
     if tensor.shape == shape and strides == view_strides:
         return tensor
-    return _as_strided(tensor, shape, view_strides, offset)
+    return _as_strided(tensor, shape, view_strides, tensor.storage_offset() + offset)
 
 
 def is_read_alone(kept: Kept, result: Tensor) -> bool:

@@ -7,7 +7,7 @@ parameter again is wanted, the casts are marked so that the backward computes th
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final
 
 import torch
@@ -50,15 +50,34 @@ def partition_patches(module: Any, draft: Draft, *, is_choosy: bool) -> Iterator
     @functools.wraps(partition)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         *others, partition_fn = args
-        return partition(
-            *others, functools.partial(_partitioned, is_choosy, partition_fn), **kwargs
-        )
+        written = _written_inputs(others)
+        if written is None:
+            return partition(*args, **kwargs)
+        marking = functools.partial(_partitioned, is_choosy, written, partition_fn)
+        return partition(*others, marking, **kwargs)
 
     yield Patch(module, _PARTITION, wrapper)
 
 
+def _written_inputs(facts: Iterable[Any]) -> set[int] | None:
+    """Returns the indices of the inputs that a graph writes to, None if torch doesn't tell.
+
+    A backward that cast one of these again would read what was written.
+
+    Args:
+        facts: What is known of the graph; the first that speaks of its inputs is asked.
+    """
+    for each in facts:
+        infos, tokens = getattr(each, "input_info", None), getattr(each, "tokens", None)
+        if infos is not None and tokens is not None:  # which are inputs as well, the first ones
+            writes = [info.mutates_data or info.mutates_metadata for info in infos]
+            return {len(tokens) + index for index, is_written in enumerate(writes) if is_written}
+    return None
+
+
 def _partitioned(
     is_choosy: bool,
+    written: set[int],
     partition: Callable[..., Any],
     graph: fx.GraphModule,
     *args: Any,
@@ -67,7 +86,8 @@ def _partitioned(
 ) -> Any:
     """Partitions a graph once its casts of parameters are marked."""
     indices = static_lifetime_input_indices or []
-    mark_casts(graph.graph, indices, is_choosy=is_choosy)
+    unwritten = [index for index in indices if index not in written]
+    mark_casts(graph.graph, unwritten, is_choosy=is_choosy)
     return partition(graph, *args, static_lifetime_input_indices=indices, **kwargs)
 
 
@@ -76,7 +96,7 @@ def mark_casts(graph: fx.Graph, indices: list[int], *, is_choosy: bool) -> None:
 
     Args:
         graph: Forward and backward.
-        indices: Those of its inputs that are parameters or buffers.
+        indices: Those of its inputs that are parameters or buffers, and not written to.
         is_choosy: Leave casts that cost more time than they are worth.
     """
     inputs = graph.find_nodes(op="placeholder")
