@@ -14,8 +14,9 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
+from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs
 from ..torch_internals import (
+    has_fake_tensors,
     hide_hook,
     hooks_refused,
     is_jit_tracing,
@@ -145,7 +146,11 @@ def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor:
         memory = _storage(tensor)._cdata
         for parameter, cast in pairs:
             # No version is known of an inference tensor; its cast is an ordinary one.
-            if _storage(cast)._cdata == memory and not parameter.is_inference():
+            if (
+                _storage(cast)._cdata == memory
+                and _has_strides(cast)
+                and not parameter.is_inference()
+            ):
                 offset = tensor.storage_offset() - cast.storage_offset()
                 layout = (cast.stride(), tensor.shape, tensor.stride(), offset)
                 # A leaf is kept itself, as autograd does: what shards parameters may give it other
@@ -161,6 +166,12 @@ def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor:
     if pack_outer is not None:
         kept.tensor = pack_outer(kept.tensor)
     return kept
+
+
+def _has_strides(tensor: Tensor) -> bool:
+    """Whether a tensor is of a class whose views may be made by strides, unlike DTensor."""
+    kind = type(tensor)
+    return kind in PLAIN_TENSORS or (has_fake_tensors() and not hasattr(kind, "__tensor_flatten__"))
 
 
 def _cast_again(dtype: torch.dtype, identity: int | None, parameter: Tensor) -> Tensor:
