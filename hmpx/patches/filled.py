@@ -18,15 +18,12 @@ from .. import torch_state
 from ..compute import held
 from ..patching import Draft, Patch
 from ..tensors import LOW_DTYPES
-
-# Contexts of devices know the functions that make tensors from their first use on; none may be patched
-# by then.
-with torch.device("cpu"):
-    torch.empty(0)
+from ..torch_internals import device_constructors
 
 
 def filled_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches by which numbers that a low-precision dtype does not hold fill new tensors."""
+    device_constructors()  # has torch know its own `torch.full`
     yield Patch(torch, "full", _full(draft.attribute(torch, "full")))
     yield Patch(Tensor, "new_full", _new_full(draft.attribute(Tensor, "new_full")))
 

@@ -87,6 +87,17 @@ def _current_function_modes() -> Sequence[Any]:
     return ()
 
 
+#: The functions that a context of a device gives that device: known from the first call on, which none
+#: may be patched before.
+device_constructors = rely_on(
+    "torch.utils._device._device_constructors",
+    feature="torch.full in contexts of devices",
+    since="2.13",
+    without="it fills tensors on the CPU there, while torch is converted",
+    behaves=lambda constructors: torch.full in constructors(),
+    instead=(frozenset,),
+)
+
 #: The active function modes, and the class of the one that `torch.device` enters.
 function_modes, DeviceContext = rely_on(
     "torch.overrides._get_current_function_mode_stack",

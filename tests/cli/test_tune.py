@@ -274,6 +274,14 @@ def test_what_a_command_leaves_behind_is_ended(
     assert not processes_with(marker)
 
 
+#: Runs hmpx such that it obeys interrupts, also where the tests run in the background of a shell.
+OBEDIENT = """
+import runpy, signal
+signal.signal(signal.SIGINT, signal.default_int_handler)
+runpy.run_module("hmpx", run_name="__main__")
+"""
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["called", "0003"])
 def test_an_interruption_ends_the_command_too(
@@ -283,19 +291,26 @@ def test_an_interruption_ends_the_command_too(
     marker = f"sleeper-{os.getpid()}-{number}"
     command = check(tmp_path, [("", "softmax"), ("", "sub")])
     hang = f"if [ -e slow ] && [ -d o/{when} ]; then {sys.executable} sleeper.py {marker}; fi"
-    tune = [sys.executable, "-m", "hmpx", "tune", "--check", f"{hang}; {command}", "--output", "o"]
+    hanging = f"{hang}; {command}"
+    tune = [sys.executable, "-c", OBEDIENT, "tune", "--check", hanging, "--output", "o"]
     (tmp_path / "sleeper.py").write_text("import time; open('asleep', 'w'); time.sleep(60)")
     (tmp_path / "slow").touch()
     with subprocess.Popen(
-        tune, cwd=tmp_path, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True
+        tune,
+        cwd=tmp_path,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
     ) as process:
-        while (
-            process.poll() is None and len(processes_with(marker)) < 2
-        ):  # the shell, and what it runs
-            time.sleep(0.1)
-        time.sleep(0.2)
-        process.send_signal(number)
-        said, _ = process.communicate(timeout=60)
+        try:
+            # The shell, and what it runs.
+            while process.poll() is None and len(processes_with(marker)) < 2:
+                time.sleep(0.1)
+            time.sleep(0.2)
+            process.send_signal(number)
+            said, _ = process.communicate(timeout=60)
+        finally:
+            process.kill()  # or leaving the block would wait for the whole search
     assert "Traceback" not in said
     assert not processes_with(marker)
     if when == "called":
