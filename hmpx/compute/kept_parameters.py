@@ -36,9 +36,9 @@ Pair = tuple[Tensor, Tensor]
 
 #: How many times a call must use each of a parameter's elements before ``"auto"`` casts again. The
 #: products of forward and backward take 6 operations for each use of an element, casting it 6 bytes; so
-#: from here on that takes at most 3 % of their time, if a device computes as many products a byte that it
-#: moves: 8 on a processor, 120 on an accelerator.
-LEAST_USES: Final = {"cpu": 256}
+#: from here on that takes at most 3 % of their time, if a device computes so many operations for each byte that
+#: it moves: 8 on a processor, 120 on an accelerator.
+_LEAST_USES: Final = {"cpu": 256}
 _LEAST_USES_ELSEWHERE: Final = 4096
 
 #: Smaller parameters are not worth the hooks.
@@ -66,9 +66,7 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
         given: The positional arguments as they were given.
         given_kwargs: The keyword arguments as they were given; None if none was cast.
     """
-    if (
-        is_choosy and is_dynamo_compiling()
-    ):  # without guards on sizes; partitioned graphs choose later
+    if is_choosy and is_dynamo_compiling():  # sizes set no guards; partitioned graphs choose later
         return function(*args, **kwargs)
     pairs: list[Pair] = []
     if torch.is_grad_enabled() and not is_jit_tracing():  # which has tensors as sizes
@@ -121,7 +119,7 @@ def _is_parameter(tensor: Tensor | None) -> bool:
 
 def _is_worthwhile(cast: Tensor, args: Args) -> bool:
     others = [each for each in args if isinstance(each, Tensor) and each is not cast]
-    if any([not isinstance(each.numel(), int) for each in (cast, *others)]):  # noqa: C419
+    if not all(isinstance(each.numel(), int) for each in (cast, *others)):
         return False  # an exported graph would hold for the sizes alone that decide alike
     return bool(others) and pays(cast, max(others, key=Tensor.numel))
 
@@ -136,7 +134,7 @@ def pays(weight: Tensor, other: Tensor) -> bool:
         return False
     channels = 1 if weight.dim() > 2 and weight.dim() == other.dim() else -1
     uses = other_size // max(1, other.shape[channels])
-    return uses >= LEAST_USES.get(weight.device.type, _LEAST_USES_ELSEWHERE)
+    return uses >= _LEAST_USES.get(weight.device.type, _LEAST_USES_ELSEWHERE)
 
 
 def _pack(pairs: list[Pair], pack_outer: Callable[[Tensor], Any] | None, tensor: Tensor) -> Kept:

@@ -112,12 +112,12 @@ def mark_casts(graph: fx.Graph, indices: list[int], *, is_choosy: bool) -> None:
 
 
 def _is_marked(cast: fx.Node, *, is_choosy: bool) -> bool:
-    made, source = cast.meta["val"], cast.args[0].meta["val"]  # type: ignore[union-attr]  # a node
+    made, source = cast.meta["val"], cast.all_input_nodes[0].meta["val"]
     if source.dtype in LOW_DTYPES:
         return True  # a marked cast, in float32 again
     if made.dtype not in LOW_DTYPES or made.dim() < 2:  # a matrix's
         return False
-    return not is_choosy or any([pays(made, other) for other in _beside(cast)])  # noqa: C419
+    return not is_choosy or any(pays(made, other) for other in _beside(cast))
 
 
 def _beside(node: fx.Node) -> Iterator[Tensor]:
@@ -128,5 +128,5 @@ def _beside(node: fx.Node) -> Iterator[Tensor]:
             continue
         values = [each.meta.get("val") for each in user.all_input_nodes if each is not node]
         sizes = [(each.numel(), each) for each in values if isinstance(each, Tensor)]
-        if sizes and all([isinstance(size, int) for size, _ in sizes]):  # noqa: C419
+        if sizes and all(isinstance(size, int) for size, _ in sizes):
             yield max(sizes, key=lambda pair: pair[0])[1]
