@@ -391,6 +391,33 @@ def test_auto_casts_again_where_a_weight_is_used_often(tokens: int) -> None:
     assert kept == (1 if tokens == 16 else 0)
 
 
+def test_auto_keeps_casts_that_are_small_beside_the_other_input() -> None:
+    """They save less than a 32nd of what is kept anyway."""
+    layer = nn.Linear(128, 128)
+    x = normal(8192, 128, requires_grad=True)
+    with converted("auto"):
+        assert low_matrices(lambda: layer(x), {(128, 128)}) == 1
+
+
+def test_attention_to_another_sequence(tmp_path: Path) -> None:
+    """Its projections take parts of one cast, which begin where that does not."""
+    low = tmp_path / "bf16.txt"
+    low.write_text("@hmpx\nmulti_head_attention_forward\n", encoding="utf-8")
+    torch.manual_seed(0)
+    attention = nn.MultiheadAttention(16, 4, batch_first=True)
+    x, y = normal(2, 5, 16, requires_grad=True), normal(2, 7, 16, seed=1, requires_grad=True)
+
+    def run() -> Tensor:
+        return attention(x, y, y, need_weights=False)[0]  # type: ignore[no-any-return]
+
+    inputs = [x, y, *attention.parameters()]
+    with converted(True, bf16_file_path=low):
+        expected = gradients(run, inputs)
+    with converted(False, bf16_file_path=low):
+        same(gradients(run, inputs), expected)
+        assert low_matrices(run, {(48, 16)}) == 0
+
+
 def test_nothing_changes_without_gradients() -> None:
     """Inference has nothing to keep."""
     layer = nn.Linear(6, 8)
