@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any, Final, Literal
 
@@ -87,11 +88,9 @@ class Watch:
                 undo.enter_context(session.convert(policy=Policy.from_ops()))
             self._attached = undo.enter_context(attach_to_values(self._observe))
             undo.callback(self._end)
-            for register, hook in (
-                (register_optimizer_step_pre_hook, self._before_optimizer),
-                (register_optimizer_step_post_hook, self._after_optimizer),
-            ):
-                undo.callback(register(hook).remove)
+            before: Any = self._before_optimizer  # torch takes new arguments from it, undeclared
+            undo.callback(register_optimizer_step_pre_hook(before).remove)
+            undo.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
             undo.enter_context(uncompiled())
             self._undo = undo.pop_all()
         self._notes.is_open = True
@@ -176,13 +175,35 @@ class Watch:
 
     def _before_optimizer(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
-    ) -> None:
-        if not self._steps_by_hand:
-            self._has_optimizer = True
+    ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
+        """Ends the step; where the optimizer is given a closure, has that end one, since it runs the step."""
+        self._has_optimizer = self._has_optimizer or not self._steps_by_hand
+        closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
+        if not closures and not self._steps_by_hand:
             self._close_step()
-        has_closure = any(map(callable, (*args[1:], *kwargs.values())))
-        if self._attached is not None and not has_closure:
-            self._attached.pause()  # its arithmetic is not observed: this is the fastest way to say so
+        if self._attached is None:
+            return None
+        self._attached.pause()  # its arithmetic is not observed: this is the fastest way to say so
+        if not closures:
+            return None
+        watched = {id(closure): self._ending_a_step(closure) for closure in closures}
+        new_kwargs = {name: watched.get(id(value), value) for name, value in kwargs.items()}
+        return tuple(watched.get(id(value), value) for value in args), new_kwargs
+
+    def _ending_a_step(self, closure: Callable[..., Any]) -> Callable[..., Any]:
+        """Returns an optimizer's closure with calls observed in it, and the step ended after it."""
+
+        @functools.wraps(closure)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            self._pause_or_resume()
+            result = closure(*args, **kwargs)
+            if not self._steps_by_hand:
+                self._close_step()
+            if self._attached is not None:
+                self._attached.pause()
+            return result
+
+        return watched
 
     def _after_optimizer(self, *_: Any) -> None:
         self._pause_or_resume()

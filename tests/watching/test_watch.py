@@ -404,3 +404,44 @@ def test_a_script_is_watched(mode: str, tmp_path: Path) -> None:
     assert finished.stdout.split() == (["stepping"] if mode == "raise" else ["stepping", "stepped"])
     assert "exp: infinity in step 0, forward" in finished.stderr
     assert "script.py:5" in finished.stderr
+
+
+def test_an_optimizers_closure_is_a_step_that_ends_before_a_weight_changes() -> None:
+    weight = nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.1)
+    scale = [1.0, 1e30]
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = torch.exp(weight * scale.pop(0)).sum()
+        loss.backward()
+        return loss
+
+    with hmpx.watch() as w, pytest.raises(hmpx.NonFiniteError) as raised:
+        optimizer.step(closure)
+        before = weight.detach().clone()
+        optimizer.step(closure)
+    assert (raised.value.offence.op, raised.value.offence.step) == ("exp", 1)
+    assert torch.equal(weight.detach(), before)
+    assert w.first is raised.value.offence
+
+
+def test_a_closure_that_an_optimizer_calls_many_times_is_watched_each_time() -> None:
+    weight = nn.Parameter(torch.tensor([3.0, -2.0]))
+    optimizer = torch.optim.LBFGS([weight], max_iter=3)
+    seen = []
+
+    def closure() -> torch.Tensor:
+        optimizer.zero_grad()
+        loss = (weight**2).sum()
+        if len(seen) == 1:
+            loss = loss + torch.log(weight.detach() * 0 - 1).sum()
+        seen.append(loss)
+        loss.backward()
+        return loss
+
+    with hmpx.watch("collect") as w:
+        optimizer.step(closure=closure)
+    assert len(seen) > 1
+    assert w.first is not None
+    assert (w.first.op, w.first.step) == ("log", 1)
