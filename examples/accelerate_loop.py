@@ -3,8 +3,8 @@
     python examples/accelerate_loop.py
     torchrun --standalone --nproc-per-node 2 examples/accelerate_loop.py
 
-Accelerate needs no plugin: ``mixed_precision="no"``, so that ``torch.autocast`` stays out of it, and
-`hmpx.convert`, which every process that torchrun or ``accelerate launch`` starts calls for itself.
+``mixed_precision="no"`` keeps ``torch.autocast`` out of it. Every process that torchrun or ``accelerate
+launch`` starts converts for itself, for the accelerator's device; ``save_state`` saves the policy, too.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import hmpx
+from hmpx.integrations.accelerate import convert
 
 SIZE, CLASSES = 8, 3
 
@@ -90,7 +90,7 @@ def main() -> None:
 
     accelerator = Accelerator(mixed_precision="no", cpu=not torch.cuda.is_available())
     fp32_losses, fp32_ran, _ = train(accelerator, options.epochs)
-    with hmpx.convert(device_types={accelerator.device.type}):
+    with convert(accelerator):
         hmpx_losses, hmpx_ran, kept = train(accelerator, options.epochs)
 
     accelerator.print("epoch    fp32    hmpx")

@@ -3,10 +3,10 @@
     python examples/hf_trainer.py
     python examples/hf_trainer.py --steps 100
 
-The Trainer needs no plugin: `hmpx.convert` before ``train()``, and no ``bf16=True`` in the
-`TrainingArguments`, which would have ``torch.autocast`` cast as well, after hmpx. Gradient
-accumulation, gradient checkpointing, evaluation and checkpoints of the Trainer work as they do in
-fp32. The weights are random and the data made up, so nothing is downloaded.
+`HmpxCallback` converts torch from the beginning of ``train()`` to its end, and each checkpoint carries the
+policy. There is no ``bf16=True`` in the `TrainingArguments`, which would have ``torch.autocast`` cast as
+well. Gradient accumulation, gradient checkpointing, evaluation and checkpoints of the Trainer work as
+they do in fp32. The weights are random and the data made up, so nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -18,9 +18,16 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import LlamaConfig, LlamaForCausalLM, PrinterCallback, Trainer, TrainingArguments
+from transformers import (
+    LlamaConfig,
+    LlamaForCausalLM,
+    PrinterCallback,
+    Trainer,
+    TrainerCallback,
+    TrainingArguments,
+)
 
-import hmpx
+from hmpx.integrations.transformers import HmpxCallback
 
 VOCABULARY, LENGTH = 32, 16
 
@@ -48,7 +55,9 @@ def build() -> LlamaForCausalLM:
     return LlamaForCausalLM(config)
 
 
-def train(steps: int) -> tuple[list[float], Counter[torch.dtype], set[torch.dtype]]:
+def train(
+    steps: int, callbacks: list[TrainerCallback]
+) -> tuple[list[float], Counter[torch.dtype], set[torch.dtype]]:
     """Returns the losses, the dtypes that linear layers ran in, and those of what is kept."""
     model = build()
     ran: Counter[torch.dtype] = Counter()
@@ -71,7 +80,7 @@ def train(steps: int) -> tuple[list[float], Counter[torch.dtype], set[torch.dtyp
             disable_tqdm=True,
             dataloader_pin_memory=False,
         )
-        trainer = Trainer(model, arguments, train_dataset=Sequences())
+        trainer = Trainer(model, arguments, train_dataset=Sequences(), callbacks=callbacks)
         trainer.remove_callback(PrinterCallback)  # the losses are printed below
         trainer.train()
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -87,9 +96,8 @@ def main() -> None:
     if not torch.cuda.is_available():
         torch.set_num_threads(1)  # at this size a second thread costs more than it gains
 
-    fp32_losses, fp32_ran, _ = train(options.steps)
-    with hmpx.convert():
-        hmpx_losses, hmpx_ran, kept = train(options.steps)
+    fp32_losses, fp32_ran, _ = train(options.steps, [])
+    hmpx_losses, hmpx_ran, kept = train(options.steps, [HmpxCallback()])
 
     print(" step    fp32    hmpx")
     for step, (fp32, mixed) in enumerate(zip(fp32_losses, hmpx_losses, strict=True), start=1):

@@ -3,10 +3,8 @@
     python examples/lightning_module.py
     python examples/lightning_module.py --fp16
 
-In bfloat16 Lightning needs no plugin: `hmpx.convert` before ``fit()``, and no ``precision`` for the
-Trainer, so that ``torch.autocast`` stays out of it. In float16 the loss must be scaled. Lightning
-does that together with autocast; `LossScaling` takes its scaler alone, and is handed to the Trainer
-as ``plugins=[LossScaling("16-mixed", "cuda")]``.
+`HmpxPrecision` converts torch while the Trainer fits; torch.autocast stays out of it. In float16 it
+scales the loss as well. Checkpoints carry the policy.
 
 Don't put `hmpx.disable_casts` around the optimizer's step, in ``optimizer_step`` of the module, say:
 Lightning runs the forward pass inside it, as the optimizer's closure, so that nothing would be cast
@@ -16,7 +14,6 @@ at all. hmpx keeps the optimizer's own arithmetic in fp32 without being asked.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import logging
 import warnings
 from collections import Counter
@@ -24,21 +21,13 @@ from typing import Any
 
 import lightning.pytorch as lightning
 import torch
-from lightning.pytorch.plugins import MixedPrecision
 from torch import Tensor, nn
 from torch.nn import functional as F
 from torch.utils.data import DataLoader, TensorDataset
 
-import hmpx
+from hmpx.integrations.lightning import HmpxPrecision
 
 FEATURES, CLASSES = 16, 4
-
-
-class LossScaling(MixedPrecision):
-    """Lightning's loss scaling for float16 without its autocast: it is hmpx that casts."""
-
-    def forward_context(self) -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext()
 
 
 class Classifier(lightning.LightningModule):
@@ -100,13 +89,10 @@ def main() -> None:
     options = parser.parse_args()
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)  # no hints on hardware
     warnings.filterwarnings("ignore", "The 'train_dataloader' does not have many workers")
-    device_type = "cuda" if torch.cuda.is_available() else "cpu"
-    plugins = [LossScaling("16-mixed", device_type)] if options.fp16 else []
-    low = torch.float16 if options.fp16 else torch.bfloat16
+    plugin = HmpxPrecision(low_precision_type="float16" if options.fp16 else "bfloat16")
 
     fp32, _ = train(options.steps, [])
-    with hmpx.convert(low_precision_type=low):
-        mixed, kept = train(options.steps, plugins)
+    mixed, kept = train(options.steps, [plugin])
 
     print(" step    fp32    hmpx")
     for step, losses in enumerate(zip(fp32.losses, mixed.losses, strict=True), start=1):
@@ -117,7 +103,7 @@ def main() -> None:
         print(f"linear layers, {run}: {counts}")
     print(f"parameters and optimizer state: {', '.join(map(str, kept))}")
     if options.fp16:
-        scale = plugins[0].scaler.get_scale()
+        scale = plugin.scaler.get_scale()
         print(f"loss scale: {scale:.0f} (each step that overflows is skipped and halves it)")
 
 

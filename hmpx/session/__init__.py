@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
-from .converting import casts_enabled, convert, is_converted, restore, revert, unconverted
+from .converting import (
+    casts_enabled,
+    checked_policy,
+    convert,
+    is_converted,
+    restore,
+    revert,
+    unconverted,
+)
 from .session import Session, current
 
 __all__ = [
     "Session",
     "casts_enabled",
+    "checked_policy",
     "convert",
     "current",
     "is_converted",

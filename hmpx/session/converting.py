@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, NoReturn
@@ -11,6 +12,7 @@ import torch
 
 from .. import torch_internals, torch_state
 from ..casting import Options
+from ..errors import OptionError, shown, suggestion
 from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import LowType, Policy, PolicySource
 from ..registry import exclusive
@@ -122,6 +124,24 @@ def convert(
             found,
         )
     return session
+
+
+def checked_policy(**options: Any) -> Policy:
+    """Returns the policy of a conversion with these arguments of `convert`; changes nothing.
+
+    Raises:
+        OpListError: A list can't be read, or an op stands in two lists.
+        PolicyFileError: ``policy`` can't be read, or is not a policy.
+        OptionError: There is no such argument, or one has a value that it can't have.
+    """
+    known = inspect.signature(convert).parameters
+    for name in options:
+        if name not in known or name == "too_many":
+            hint = suggestion(name, known)
+            raise OptionError(f"hmpx.convert has no argument {shown(name)}{hint}")
+    given = {name: options.get(name, each.default) for name, each in known.items()}
+    given["verbose"] = given.pop("isVerbose")
+    return request.checked(**{**given, "too_many": ()}).policy
 
 
 def restore(

@@ -415,28 +415,6 @@ def test_disable_casts_around_lightnings_optimizer_step(
     assert set(products.dtypes) == {FP32}
 
 
-def test_loss_scaling_in_float16(lightning: Lightning, tmp_path: Path) -> None:
-    """The example's plugin scales, unscales, and skips a step that overflows, without autocast."""
-    plugin = runpy.run_path(str(EXAMPLES / "lightning_module.py"))["LossScaling"]
-    expected, actual = Network(), Network()
-    optimizers = sgd(expected), sgd(actual)
-    scalers = [torch.amp.GradScaler("cpu", init_scale=2.0**18) for _ in optimizers]
-    with converted(FP16):
-        for batch in data():
-            scalers[0].scale(expected(**batch)["loss"]).backward()
-            scalers[0].unscale_(optimizers[0])
-            nn.utils.clip_grad_norm_(expected.parameters(), 1.0)
-            scalers[0].step(optimizers[0])
-            scalers[0].update()
-            optimizers[0].zero_grad()
-    with converted(FP16):
-        plugins = [plugin("16-mixed", "cpu", scalers[1])]
-        trainer = lightning.trainer(tmp_path, max_steps=STEPS, plugins=plugins)
-        trainer.fit(lightning.module(actual, optimizers[1]), data())
-    assert 1 < scalers[1].get_scale() == scalers[0].get_scale() < 2.0**18
-    assert_same(kept(actual, optimizers[1]), kept(expected, optimizers[0]))
-
-
 # --- the examples ---------------------------------------------------------------------------------
 
 

@@ -1,0 +1,196 @@
+"""A conversion for as long as a framework trains, with a report and a watch if they are asked for."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import warnings
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+import torch.distributed
+import yaml
+from torch import nn
+
+from .. import arguments
+from ..errors import HmpxWarning, NonFiniteError, OptionError, shown
+from ..policy import UNDECIDED, Policy, load_policy
+from ..recording import record as Record  # a class, and the name of an argument here
+from ..session import checked_policy, convert, current
+from ..version import __version__
+from ..watching import Watch
+from ..watching import watch as watching
+
+#: How many ops a message names.
+_MOST_NAMED: Final = 3
+
+#: By the end of a report's path -> how it is written.
+_FORMATS: Final = {".html": Record.to_html, ".json": Record.to_json, ".csv": Record.to_csv}
+
+
+class ConvertedRun:
+    """A conversion of torch from `start` to `end`.
+
+    Without options the conversion in force is kept, if there is one, so that a script which calls
+    `hmpx.convert` itself can still have a report or a watch.
+
+    Attributes:
+        policy: The policy by which it converts; None for that of the conversion in force.
+        record: What the report is made of; None without one.
+        watch: The watch; None without one.
+        carried: The policy of the checkpoint that was loaded; None if none was.
+    """
+
+    def __init__(
+        self,
+        options: Mapping[str, Any],
+        record: str | os.PathLike[str] | None,
+        watch: str | None,
+    ) -> None:
+        """Checks everything and changes nothing.
+
+        Args:
+            options: Arguments of `hmpx.convert`.
+            record: Where the report is written at the end: a path that ends in ``.html``, ``.json`` or
+                ``.csv``. Only the process of rank 0 records.
+            watch: A mode of `hmpx.watch`.
+
+        Raises:
+            OptionError: An option is unknown or has a value that it can't have.
+            OpListError: A list can't be read, or an op stands in two lists.
+            PolicyFileError: ``policy`` can't be read, or is not a policy.
+        """
+        self.policy = checked_policy(**options) if options else None
+        self._options = dict(options)
+        self._path = None if record is None else _report_path(record)
+        if watch is not None:
+            watching(watch)  # type: ignore[arg-type]  # it checks
+        self._mode = watch
+        self.record: Record | None = None
+        self.watch: Watch | None = None
+        self.carried: Policy | None = None
+        self._open: contextlib.ExitStack | None = None
+
+    def computes_in_float16(self) -> bool:
+        """Whether any op computes in float16 by the policy, so that losses need scaling."""
+        policy = self._policy()
+        if policy is None:
+            return False
+        decided = [*policy.decisions.values()]
+        for section in policy.sections:
+            decided += section.decisions.values()
+        return any((each.dtype or policy.low_precision_type) is torch.float16 for each in decided)
+
+    def start(self, device_type: str | None) -> None:
+        """Converts torch, and begins to record and to watch; does nothing if that is done.
+
+        Args:
+            device_type: That of the model, for want of ``device_types`` among the options.
+        """
+        if self._open is not None:
+            return
+        with contextlib.ExitStack() as stack:
+            if self._options or current() is None:
+                found = {"device_types": device_type and {device_type}, **self._options}
+                stack.enter_context(convert(**found))
+            if self._path is not None and _rank() == 0:
+                self.record = stack.enter_context(Record())
+            if self._mode is not None:
+                self.watch = stack.enter_context(watching(self._mode))  # type: ignore[arg-type]
+            self._open = stack.pop_all()
+
+    def end(self) -> None:
+        """Undoes the conversion and writes the report; does nothing if that is done.
+
+        Raises:
+            NonFiniteError: With ``watch="raise"``, of the last step.
+        """
+        self._close(None, None, None)
+
+    def __enter__(self) -> ConvertedRun:
+        self.start(None)
+        return self
+
+    def __exit__(self, *exc_info: Any) -> None:
+        self._close(*exc_info)
+
+    def _close(self, kind: Any, error: BaseException | None, trace: Any) -> None:
+        if self._open is None:
+            return
+        stack, self._open = self._open, None
+        if error is None and self._mode == "raise" and self.watch is not None and self.watch.first:
+            error = NonFiniteError(
+                self.watch.first
+            )  # raised before: not again, of what became of it
+            kind = type(error)
+        try:
+            stack.__exit__(kind, error, trace)
+        finally:
+            if self.record is not None and self._path is not None:
+                _FORMATS[self._path.suffix](self.record, self._path)
+
+    # --- checkpoints ---------------------------------------------------------------------------
+
+    def state_dict(self) -> dict[str, str]:
+        """Returns what a checkpoint carries: the version of hmpx and the policy, as a policy file."""
+        policy = self._policy()
+        return {"hmpx": __version__, "policy": "" if policy is None else policy.to_yaml()}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Keeps a checkpoint's policy as `carried`, and warns if it is another one than here.
+
+        Raises:
+            PolicyFileError: This version of hmpx can't read it.
+        """
+        if not state.get("policy"):
+            return
+        self.carried = load_policy(policy=yaml.safe_load(state["policy"]))
+        policy = self._policy()
+        if policy is not None and policy != self.carried:
+            warnings.warn(
+                f"the checkpoint was made under another policy: {_difference(self.carried, policy)}; "
+                "to go on with that one, pass policy=run.carried of this run to the next",
+                HmpxWarning,
+                stacklevel=2,
+            )
+
+    def _policy(self) -> Policy | None:
+        session = current()
+        return session.policy if self.policy is None and session is not None else self.policy
+
+
+def device_type_of(model: nn.Module) -> str | None:
+    """Returns the type of the device that a model's first parameter is on; None without any."""
+    return next((parameter.device.type for parameter in model.parameters()), None)
+
+
+def _report_path(path: str | os.PathLike[str]) -> Path:
+    found = Path(arguments.path("record", path))
+    if found.suffix not in _FORMATS:
+        raise OptionError(
+            f"record must be a path that ends in {', '.join(_FORMATS)}, not {shown(str(path))}"
+        )
+    return found
+
+
+def _rank() -> int:
+    is_distributed = torch.distributed.is_available() and torch.distributed.is_initialized()
+    return torch.distributed.get_rank() if is_distributed else 0
+
+
+def _difference(there: Policy, here: Policy) -> str:
+    """Returns what two policies decide otherwise, in a line."""
+    names = sorted(
+        name
+        for name in there.decisions.keys() | here.decisions.keys()
+        if there.decisions.get(name, UNDECIDED) != here.decisions.get(name, UNDECIDED)
+    )
+    if not names:
+        types = [settled.low_precision_type for settled in (there, here)]
+        if types[0] != types[1]:
+            return f"its low precision is {types[0]}, here it is {types[1]}"
+        return "its sections differ"
+    more = f", and {len(names) - _MOST_NAMED} more" if len(names) > _MOST_NAMED else ""
+    return f"it decides otherwise for {', '.join(names[:_MOST_NAMED])}{more}"

@@ -1,0 +1,84 @@
+"""A precision plugin for the Trainer of Lightning."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from typing import Any
+
+import torch
+from lightning.pytorch.plugins import MixedPrecision
+from torch import nn
+
+from .converted_run import ConvertedRun, device_type_of
+
+
+class HmpxPrecision(MixedPrecision):
+    """Converts torch while a Trainer fits, validates, tests or predicts.
+
+    Parameters and the optimizer's state stay float32. If any op computes in float16, losses are scaled as
+    ``precision="16-mixed"`` does it. Checkpoints carry the policy; a warning says so if one was made under
+    another one.
+
+    Args:
+        scaler: Scales losses; None: a `torch.amp.GradScaler` with its defaults, if any op computes in
+            float16.
+        record: Where a report of the run is written at its end: a path that ends in ``.html``, ``.json`` or
+            ``.csv``. By the process of rank 0 only.
+        watch: ``"raise"``, ``"log"`` or ``"collect"``: looks for the first NaN, see `hmpx.watch`.
+        **options: Arguments of `hmpx.convert`. Without any the conversion in force is kept, if there is
+            one.
+
+    Attributes:
+        run: The conversion, with ``.record`` and ``.watch``; ``.carried`` is the checkpoint's policy.
+
+    Raises:
+        HmpxError: An argument has a value that it can't have.
+
+    Example:
+        >>> from lightning.pytorch import Trainer
+        >>> from hmpx.integrations.lightning import HmpxPrecision
+        >>> trainer = Trainer(plugins=[HmpxPrecision()], logger=False, enable_checkpointing=False)
+    """
+
+    def __init__(
+        self,
+        *,
+        scaler: torch.amp.GradScaler | None = None,
+        record: str | os.PathLike[str] | None = None,
+        watch: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.run = ConvertedRun(options, record, watch)
+        self._has_default_scaler = scaler is None
+        found = torch.accelerator.current_accelerator()
+        device_type = "cpu" if found is None else found.type
+        precision: Any = "16-mixed" if self.run.computes_in_float16() else "bf16-mixed"
+        super().__init__(precision, device_type, scaler)
+
+    def connect(
+        self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
+    ) -> tuple[nn.Module, list[Any], list[Any]]:
+        """Converts torch for the devices of the model's type."""
+        device_type = device_type_of(model)
+        if self.scaler is not None and self._has_default_scaler and device_type:
+            self.scaler = torch.amp.GradScaler(device_type)
+        self.run.start(device_type)
+        return super().connect(model, optimizers, lr_schedulers)
+
+    def forward_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]  # Precision's own
+        """Returns a context that does nothing: it is not torch.autocast that casts."""
+        return contextlib.nullcontext()
+
+    def teardown(self) -> None:
+        """Undoes the conversion."""
+        self.run.end()
+
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the policy, and the state of the scaler."""
+        return {**self.run.state_dict(), "scaler": super().state_dict()}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Loads the scaler's state, and compares the policy."""
+        self.run.load_state_dict(state_dict)
+        super().load_state_dict(state_dict["scaler"])

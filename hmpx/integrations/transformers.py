@@ -1,0 +1,125 @@
+"""A callback for the Trainer of Hugging Face."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any, Final
+
+import yaml
+from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import ExportableState
+
+from ..errors import OptionError
+from .converted_run import ConvertedRun
+
+#: The policy's file in the folder of each checkpoint.
+POLICY_FILE: Final = "hmpx_policy.yaml"
+
+
+class HmpxCallback(TrainerCallback, ExportableState):
+    """Converts torch from the beginning of ``train()`` to its end, evaluation in between included.
+
+    Parameters and the optimizer's state stay float32. Checkpoints carry the policy as
+    ``hmpx_policy.yaml``; a warning says so if one was made under another one. Evaluation and prediction
+    outside of ``train()`` are converted in `converted`. If ``train()`` raises, the Trainer tells no
+    callback: `end` undoes the conversion then.
+
+    Args:
+        record: Where a report of the run is written at its end: a path that ends in ``.html``, ``.json`` or
+            ``.csv``. By the process of rank 0 only.
+        watch: ``"raise"``, ``"log"`` or ``"collect"``: looks for the first NaN, see `hmpx.watch`.
+        **options: Arguments of `hmpx.convert`. Without any the conversion in force is kept, if there is
+            one.
+
+    Attributes:
+        run: The conversion, with ``.record`` and ``.watch``; ``.carried`` is the checkpoint's policy.
+
+    Raises:
+        HmpxError: An argument has a value that it can't have.
+
+    Example:
+        >>> from hmpx.integrations.transformers import HmpxCallback
+        >>> callback = HmpxCallback(lists="hmpx")      # Trainer(model, args, callbacks=[callback])
+    """
+
+    def __init__(
+        self,
+        *,
+        record: str | os.PathLike[str] | None = None,
+        watch: str | None = None,
+        **options: Any,
+    ) -> None:
+        self.run = ConvertedRun(options, record, watch)
+
+    @contextlib.contextmanager
+    def converted(self, device_type: str | None = None) -> Iterator[ConvertedRun]:
+        """Converts torch in a block, for evaluation or prediction by themselves.
+
+        Args:
+            device_type: Type of the device; None for the accelerator's if there is one, else the CPU's.
+        """
+        self.run.start(device_type)
+        try:
+            yield self.run
+        finally:
+            self.run.end()
+
+    def end(self) -> None:
+        """Undoes the conversion, and writes the report; does nothing if that is done."""
+        self.run.end()
+
+    def on_train_begin(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Converts torch.
+
+        Raises:
+            OptionError: The Trainer's own mixed precision is on, or float16 has no loss scaling.
+        """
+        self._check(args)
+        self.run.start(args.device.type)
+        callbacks: Any = state.stateful_callbacks  # by class name, whatever its annotation says
+        saved = callbacks and callbacks.get(type(self).__name__)
+        if saved and state.global_step:  # else it is this run's own
+            self.run.load_state_dict(saved["attributes"]["_carried"])
+
+    def on_train_end(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Undoes the conversion."""
+        self.run.end()
+
+    def on_save(
+        self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
+    ) -> None:
+        """Writes the policy beside the model."""
+        folder = Path(args.output_dir or "", f"checkpoint-{state.global_step}")
+        if state.is_world_process_zero and folder.is_dir():
+            (folder / POLICY_FILE).write_text(self.run.state_dict()["policy"], encoding="utf-8")
+
+    def state(self) -> dict[str, Any]:
+        """Returns what the Trainer's state carries, and a callback like this one is made of."""
+        found = self.run.state_dict()
+        policy = {"policy": yaml.safe_load(found["policy"])} if found["policy"] else {}
+        return {"args": policy, "attributes": {"_carried": found}}
+
+    def _check(self, args: TrainingArguments) -> None:
+        if args.bf16:
+            raise OptionError(
+                "TrainingArguments(bf16=True) has torch.autocast cast as well; leave it out, and give "
+                "HmpxCallback the type: low_precision_type=torch.bfloat16"
+            )
+        needs_scaling = self.run.computes_in_float16()
+        if args.fp16 and not needs_scaling:
+            raise OptionError(
+                "TrainingArguments(fp16=True) has torch.autocast cast as well, to float16, which is not "
+                "the policy's type; leave it out, or give HmpxCallback low_precision_type=torch.float16"
+            )
+        if needs_scaling and (not args.fp16 or args.device.type == "cpu"):
+            raise OptionError(
+                "float16 needs loss scaling, which the Trainer has with TrainingArguments(fp16=True), not "
+                "on CPUs; bfloat16 needs none"
+            )
