@@ -7,6 +7,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..tensors import CAST
+from . import compiled_codes
 from .bits import FP32, FP64
 from .families import Format
 from .quantization import quantize
@@ -57,10 +58,16 @@ def encode(
         raise OptionError(f"encode takes a tensor, not {type(x).__name__}")
     check_dense(x)
     with torch.no_grad():
-        work = x
+        work = x.detach()
         if x.dtype in CAST and x.dtype is not torch.float64:
-            work = CAST[torch.float32 if format.is_exact_in_float32 else torch.float64](x)
-        rounded = quantize(work.detach(), format, rounding, overflow, generator)
+            work = CAST[torch.float32](work)
+        if work.dtype in CAST and (generator is None or isinstance(generator, torch.Generator)):
+            found = compiled_codes.encode(work, format, rounding, overflow, generator)
+            if found is not None:
+                return found
+        if work.dtype is torch.float32 and not format.is_exact_in_float32:
+            work = CAST[torch.float64](work)
+        rounded = quantize(work, format, rounding, overflow, generator)
         return format.encoded(rounded, FP64 if rounded.dtype is torch.float64 else FP32)
 
 
@@ -83,4 +90,5 @@ def decode(codes: Tensor | tuple[Tensor, Tensor], format: str | Format) -> Tenso
     """
     format = get(format)
     format.check_coded()
-    return format.decoded(codes)
+    values = compiled_codes.decode(codes, format)
+    return format.decoded(codes) if values is None else values

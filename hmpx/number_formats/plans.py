@@ -73,11 +73,12 @@ class Plan:
             return ()
         return tuple(f"{cls.kernel}_f{binary.width}" for binary in cls.kernel_binaries)
 
-    def kernel_spec(self, length: int) -> Any:
+    def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the ctypes object that tells the kernel what to do; None if it can't do it.
 
         Args:
             length: Elements of a row, for plans that round by row.
+            inner: The distance of neighbours in a row.
         """
         raise NotImplementedError
 

@@ -20,25 +20,29 @@ from .kernels import calls
 from .kernels import library as kernel_library
 from .noise import Key, random_bits
 from .plans import Plan
-from .unpatched import CLONE, CONTIGUOUS, EMPTY, EMPTY_LIKE, MOVEDIM, RANDINT
+from .unpatched import CONTIGUOUS, EMPTY, EMPTY_LIKE, MOVEDIM, RANDINT
 
 #: Torch runs smaller work on one thread, too.
-_THREADED: Final = 32768
+THREADED: Final = 32768
 
 #: Elements of a part: intermediate results stay in the cache, and calls take little of the time.
 _CACHED: Final = 131072
 
-_NO_KEYS: Final = (0, 0)
+NO_KEYS: Final = (0, 0)
+
+#: Of what is rounded value by value.
+ONE_ROW: Final = (0, 1)
 
 
 class Rounding:
     """Rounds to one format in one way; plans and kernels are made once for each dtype."""
 
-    __slots__ = ("_by_dtype", "format", "mode", "overflow")
+    __slots__ = ("_by_dtype", "encoders", "format", "mode", "overflow")
 
     def __init__(self, format: Format, mode: str, overflow: str | None) -> None:
         self.format, self.mode, self.overflow = format, mode, overflow
         self._by_dtype: dict[torch.dtype, DtypeRounding] = {}
+        self.encoders: dict[torch.dtype, calls.Encoder | None] = {}
 
     def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
         """Returns ``x`` rounded; records no gradient."""
@@ -49,39 +53,25 @@ class Rounding:
             step = self.for_dtype(x.dtype)
         if step.plan is None:
             return x if step.function is None else step.function(x)
-        if (
-            type(x) not in PLAIN_TENSORS
-            or not x.is_cpu
-            or dispatch_modes()
-            or transforms() is not None
-            or jit_tracing_state() is not None
-            or x.layout is not torch.strided
-        ):
+        if not has_own_memory(x):
             check_dense(x)
             with torch.no_grad():
                 return _by_traceable_ops(x, step.plan, step.axis, generator)
         if x.is_neg() or x._is_zerotensor():  # without memory of its values
             x = EMPTY_LIKE(x).copy_(x.detach())
-        keys = _NO_KEYS if self.mode != "stochastic" else _draw(generator)
+        keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
         kernel = step.kernel or step.find_kernel()
-        # Kernels that round by row take the rows of the last axis only.
-        length = 0 if step.axis is None else _row_length(x, step.axis)
-        if (
-            kernel is not None
-            and step.is_native
-            and (step.axis is None or length)
-            and x.is_contiguous()
-        ):
+        if kernel is not None and step.is_native and x.is_contiguous():
+            rows = ONE_ROW if step.axis is None else rows_of(x, step.axis)
             result, count = EMPTY_LIKE(x), x.numel()
-            threads = 1 if count < _THREADED else torch.get_num_threads()
-            kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, length)
+            if count:
+                threads = 1 if count < THREADED else torch.get_num_threads()
+                kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, rows)
             return result
         with torch.no_grad():
-            if kernel is None or step.axis is not None:
-                return _arranged(x, step, keys)
-            if not step.is_native:
-                return _in_wider_dtype(x, step.plan, kernel, keys)
-            return _strided(x, self.mode, kernel, keys)
+            if kernel is None:
+                return _by_ops(x, step, keys)
+            return _laid_out(x, step, kernel, keys)
 
     def _in_dynamo(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
         """Returns ``x`` rounded by ops that become part of the graph."""
@@ -143,6 +133,18 @@ class DtypeRounding:
         return self.kernel
 
 
+def has_own_memory(x: Tensor) -> bool:
+    """Whether kernels may read the memory of ``x``, with nobody between who is to see it."""
+    return (
+        type(x) in PLAIN_TENSORS
+        and x.is_cpu
+        and not dispatch_modes()
+        and transforms() is None
+        and jit_tracing_state() is None
+        and x.layout is torch.strided
+    )
+
+
 def rounding_of(format: Format, mode: str, overflow: str | None) -> Rounding:
     """Returns what rounds to a format in one way, made once for each.
 
@@ -195,7 +197,8 @@ def _plan_of(kind: str, mantissa: int, *rest: Any) -> Plan:
 # --- noise -------------------------------------------------------------------------------------
 
 
-def _draw(generator: torch.Generator | None) -> tuple[int, int]:
+def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
+    """Returns two numbers of 32 bits, for one call."""
     device = "cpu" if generator is None else generator.device
     key = int(EMPTY(1, dtype=torch.int64, device=device).random_(generator=generator).item())
     return key & 0xFFFFFFFF, key >> 32
@@ -213,7 +216,7 @@ def _by_traceable_ops(
 ) -> Tensor:
     """Returns ``x`` rounded by torch ops on the whole of it: traceable, on any device."""
     x = x.detach()
-    keys: tuple[Key, Key] = _NO_KEYS
+    keys: tuple[Key, Key] = NO_KEYS
     if plan.mode == "stochastic":
         device = x.device if generator is None else generator.device
         drawn = RANDINT(
@@ -229,42 +232,36 @@ def _by_traceable_ops(
     return CAST[x.dtype](_from_rows(plan.round(work, noise), x, axis))
 
 
-def _in_wider_dtype(x: Tensor, plan: Plan, kernel: calls.Kernel, keys: tuple[int, int]) -> Tensor:
-    """Returns ``x`` rounded by a kernel that computes in another dtype."""
-    work = CAST[plan.binary.dtype](CONTIGUOUS(x))
-    _round_in_place(work, kernel, keys)
-    found = CAST[x.dtype](work)
-    return found if x.is_contiguous() else EMPTY_LIKE(x).copy_(found)
+def _laid_out(
+    x: Tensor, step: DtypeRounding, kernel: calls.Kernel, keys: tuple[int, int]
+) -> Tensor:
+    """Returns ``x`` rounded by a kernel, in other strides or another dtype than it wants."""
+    if keys is not NO_KEYS and not x.is_contiguous():
+        # An element's noise depends on its place, not on strides.
+        return EMPTY_LIKE(x).copy_(_laid_out(CONTIGUOUS(x), step, kernel, keys))
+    assert step.plan is not None
+    if step.is_native:
+        source, result = x, EMPTY_LIKE(x)
+        if result.stride() != x.stride():  # there is memory between its elements
+            source = result.copy_(x)
+    else:
+        source = result = CAST[step.plan.binary.dtype](x)
+    rows = ONE_ROW if step.axis is None else rows_of(source, step.axis)
+    count = source.numel()
+    if count:
+        threads = 1 if count < THREADED else torch.get_num_threads()
+        kernel(source.data_ptr(), result.data_ptr(), count, *keys, threads, rows)
+    return CAST[x.dtype](result)
 
 
-def _strided(x: Tensor, mode: str, kernel: calls.Kernel, keys: tuple[int, int]) -> Tensor:
-    """Returns ``x``, which is not contiguous, rounded by a kernel, with its strides if they are dense."""
-    # An element's noise depends on its place, not on strides.
-    work = CONTIGUOUS(x) if mode == "stochastic" else CLONE(x)
-    _round_in_place(work, kernel, keys)
-    return EMPTY_LIKE(x).copy_(work) if mode == "stochastic" else work
-
-
-def _round_in_place(work: Tensor, kernel: calls.Kernel, keys: tuple[int, int]) -> None:
-    address, count = work.data_ptr(), work.numel()
-    threads = 1 if count < _THREADED else torch.get_num_threads()
-    kernel(address, address, count, *keys, threads, 0)
-
-
-def _arranged(x: Tensor, step: DtypeRounding, keys: tuple[int, int]) -> Tensor:
-    """Returns ``x`` rounded: laid out as kernels and blocks want it, and with its strides again."""
+def _by_ops(x: Tensor, step: DtypeRounding, keys: tuple[int, int]) -> Tensor:
+    """Returns ``x`` rounded by torch ops, a part at a time, with its strides."""
     assert step.plan is not None
     work = CAST[step.plan.binary.dtype](x)
     rows = CONTIGUOUS(_to_rows(work, step.axis))
     is_own = rows.data_ptr() != x.data_ptr()
     result = rows if is_own else EMPTY_LIKE(rows)
-    if step.kernel is not None:
-        if rows.numel():
-            threads = 1 if rows.numel() < _THREADED else torch.get_num_threads()
-            length = rows.shape[-1]
-            step.kernel(rows.data_ptr(), result.data_ptr(), rows.numel(), *keys, threads, length)
-    else:
-        _round_in_parts(rows, result, step.plan, keys)
+    _round_in_parts(rows, result, step.plan, keys)
     found = CAST[x.dtype](_from_rows(result, x, step.axis))
     if found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous()):
         return found
@@ -273,6 +270,8 @@ def _arranged(x: Tensor, step: DtypeRounding, keys: tuple[int, int]) -> Tensor:
 
 def _round_in_parts(source: Tensor, target: Tensor, plan: Plan, keys: tuple[int, int]) -> None:
     """Rounds contiguous tensors by torch ops, a part at a time that fits into the cache."""
+    if not source.numel():
+        return
     length = source.shape[-1] if plan.is_by_row and source.dim() else 1
     source, target = source.view(-1, length), target.view(-1, length)
     rows = max(_CACHED // max(length, 1), 1)
@@ -290,9 +289,23 @@ def _round_in_parts(source: Tensor, target: Tensor, plan: Plan, keys: tuple[int,
 # --- rows --------------------------------------------------------------------------------------
 
 
-def _row_length(x: Tensor, axis: int) -> int:
-    """Returns the length of rows along an axis, 0 unless it is the last."""
-    return x.shape[-1] if x.dim() and axis in (-1, x.dim() - 1) else 0
+def rows_of(x: Tensor, axis: int) -> calls.Rows:
+    """Returns the length of rows along an axis, and the distance of neighbours in them.
+
+    Args:
+        x: Without memory between its elements.
+        axis: Of ``x``.
+
+    Raises:
+        OptionError: ``x`` has no such axis.
+    """
+    shape = x.shape
+    if not -max(len(shape), 1) <= axis < max(len(shape), 1):
+        raise OptionError(
+            f"blocks lie along axis {axis}, which a tensor of shape {tuple(shape)} lacks"
+        )
+    length = shape[axis] if shape else 1
+    return (length, x.stride(axis)) if length > 1 else (length, 1)
 
 
 def _to_rows(x: Tensor, axis: int | None) -> Tensor:
@@ -305,10 +318,7 @@ def _to_rows(x: Tensor, axis: int | None) -> Tensor:
         return x
     if x.dim() == 0:
         x = x.view(1)
-    if not -x.dim() <= axis < x.dim():
-        raise OptionError(
-            f"blocks lie along axis {axis}, which a tensor of shape {tuple(x.shape)} lacks"
-        )
+    rows_of(x, axis)
     return MOVEDIM(x, axis, -1)
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,6 +14,7 @@ from ...arguments import is_a
 from ...errors import OptionError, shown
 from ...tensors import CAST
 from ..bits import FP64, Binary
+from ..codings import Coding
 from ..plans import Overflow, Plan
 from ..unpatched import (
     ADD,
@@ -36,6 +37,9 @@ from ..unpatched import (
 from .float_plans import FloatPlan
 from .floats import Float
 from .number_format import NumberFormat, check_codes, check_int, check_name, code_dtype
+
+#: Elements of the largest block that the kernel encodes, STRIP_ELEMENTS in ``code_kernels.h``.
+_MOST_ENCODED: Final = 2048
 
 
 @dataclass(frozen=True)
@@ -105,10 +109,10 @@ class BlockPlan(Plan):
             bits = bits.masked_fill_(EQ(bits, 0), 1 << 22)  # 2**-127 is subnormal
         return bits.view(binary.dtype)
 
-    def kernel_spec(self, length: int) -> Any:
+    def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``block_spec`` for rows of ``length`` elements."""
         numbers = (*self.element.kernel_numbers(), self.element.max_exponent, self.size)
-        return (ctypes.c_int64 * 11)(*numbers, length)
+        return (ctypes.c_int64 * 12)(*numbers, length, inner)
 
     @classmethod
     def from_constants(cls, binary: Binary, *rest: Any) -> Plan:
@@ -219,12 +223,23 @@ class Block(NumberFormat):
         rows = MOVEDIM(rows, self.axis if rounded.dim() else -1, -1).contiguous()
         blocks = exact.split(rows)
         exponent, is_bad = exact.exponents(blocks)
-        codes = self.element.codes_of(exact.scaled(blocks, exponent, None), binary)
+        elements = exact.scaled(blocks, exponent, None).masked_fill_(is_bad, math.nan)
+        codes = self.element.codes_of(elements, binary)
         codes = codes.flatten(-2)[..., : rows.shape[-1]].to(code_dtype(self.element.bits))
         scales = ADD(exponent, 127).masked_fill_(is_bad, 255).squeeze(-1).to(torch.uint8)
         if rounded.dim() == 0:
             return codes.view(()), scales
         return MOVEDIM(codes, -1, self.axis), MOVEDIM(scales, -1, self.axis)
+
+    def coding(self, binary: Binary) -> Coding:
+        """Returns what kernels are told to make or read the codes of values of a binary type."""
+        element = self.element.coding(binary, keeps_sign_of_nan=False)
+        return Coding(
+            "block",
+            element.spec,
+            can_encode=self.size <= _MOST_ENCODED,
+            can_decode=element.can_decode,
+        )
 
     def decoded(self, codes: Any) -> Tensor:
         """Returns the values that the pair (codes, scales) stands for, in float32.

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ..bits import Binary
+from ..codings import Coding, FixedCodes
 from ..noise import uniform
 from ..plans import Overflow, Plan
 from ..unpatched import ABS, ADD, AND, CLAMP, EQ, FLOOR, GE, LT, MUL, SUB, TRUNC, WHERE
@@ -74,7 +75,7 @@ class FixedPlan(Plan):
         bits = whole.view(self.binary.integer)  # compilers may take -0 for 0
         return bits.masked_fill_(EQ(whole, 0), 0).view(self.binary.dtype)
 
-    def kernel_spec(self, length: int) -> Any:
+    def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``fixed_spec``."""
         most = (1 << (self.bits - 1)) - 1
         scale = 1 << self.fraction
@@ -175,6 +176,10 @@ class Fixed(CodedFormat):
         scaled = MUL(rounded, math.ldexp(1.0, self.fraction_bits))
         codes = scaled.nan_to_num_(nan=0.0).to(torch.int64)
         return codes.bitwise_and_((1 << self.bits) - 1)
+
+    def coding(self, binary: Binary) -> Coding:
+        """Returns what kernels are told to make or read the codes of values of a binary type."""
+        return Coding("fixed", FixedCodes(self.bits, 1.0 / self.epsilon, self.epsilon))
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""

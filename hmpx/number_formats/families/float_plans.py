@@ -149,7 +149,7 @@ class FloatPlan(Plan):
             self.has_negative_zero,
         )
 
-    def kernel_spec(self, length: int) -> Any:
+    def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``float_spec``."""
         return (ctypes.c_int64 * 8)(*self.kernel_numbers())
 
@@ -252,13 +252,14 @@ class BitsPlan(Plan):
         rounded = CLAMP(rounded, max=self.max)
         return rounded.masked_fill_(AND(is_over, goes_beyond), self.beyond)
 
-    def kernel_spec(self, length: int) -> Any:
+    def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``bits_spec``."""
-        return (ctypes.c_int64 * 6)(
+        return (ctypes.c_int64 * 7)(
             self.mode_number,
             self.unit,
             self.lowest_unit,
             self.max,
             self.beyond,
             self.has_negative_zero,
+            self.unit.bit_length() - 1,
         )

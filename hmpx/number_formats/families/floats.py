@@ -13,6 +13,7 @@ from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown
 from ..bits import FP64, Binary
+from ..codings import Coding, integers
 from ..plans import Overflow, Plan
 from ..unpatched import ADD, AND, EQ, GT, LEFT, LT, MUL, NE, OR, RIGHT, SUB, WHERE
 from .float_plans import BitsPlan, FloatPlan
@@ -266,6 +267,49 @@ class Float(CodedFormat):
             codes = codes.masked_fill_(is_nan, 0)
             sign = WHERE(is_nan, SUB(1, sign), sign)
         return OR(codes, LEFT(sign, self.bits - 1))
+
+    def coding(self, binary: Binary, keeps_sign_of_nan: bool = True) -> Coding:
+        """Returns what kernels are told to make or read the codes of values of a binary type.
+
+        Args:
+            binary: The type.
+            keeps_sign_of_nan: Whether that of a NaN is its code's, where the format has both.
+        """
+        mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
+        rebias = (binary.bias - self.exponent_bias) << mantissa
+        is_lifted = self.min_exponent > 1 - binary.bias
+        power = math.ldexp(1.0, self.min_exponent + dropped) if is_lifted else 1.0
+        top = ((1 << self.exponent_bits) - 1) << mantissa
+        ones = top | ((1 << mantissa) - 1)
+        # Of a NaN: its code, whether the sign is kept, and whether that is turned round.
+        nan, keeps, flips = {
+            "ieee": (top | (1 << (mantissa - 1)), 1, 0),
+            "fn": (ones, 1, 0),
+            "fnuz": (0, 0, 1),
+            "finite": (0, 1, 1),
+        }[self.kind]
+        is_scaled = is_lifted or not self.subnormals
+        step = self.smallest_subnormal if self.subnormals and is_lifted else 0.0
+        spec = integers(
+            dropped,
+            rebias,
+            (self.min_exponent + binary.bias) << binary.mantissa if is_lifted else 0,
+            binary.bits_of(power),
+            self.bits - 1,
+            top,
+            nan,
+            keeps and keeps_sign_of_nan,
+            flips,
+            ones,
+            1 << mantissa if is_scaled else 0,
+            binary.bits_of(step),
+            top if self.kind == "ieee" else -1,
+            {"ieee": top, "fn": ones - 1}.get(self.kind, ones),
+            binary.sign if self.kind == "fnuz" else -1,
+        )
+        # A subnormal step is 0 where the processor takes subnormals for that.
+        is_normal = step == 0 or step >= math.ldexp(1.0, 1 - binary.bias)
+        return Coding("float", spec, can_decode=is_normal)
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""

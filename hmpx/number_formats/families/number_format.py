@@ -16,6 +16,7 @@ from ...arguments import is_a
 from ...errors import OptionError, shown, suggestion
 from ...tensors import CAST, Constant
 from ..bits import FP32, FP64, Binary
+from ..codings import Coding
 from ..plans import ROUNDING_MODES, Overflow, Plan
 from ..unpatched import AND, ARANGE, TAKE
 
@@ -156,6 +157,19 @@ class NumberFormat:
             OptionError: ``codes`` are not as `encoded` returns them.
         """
         raise NotImplementedError
+
+    def coded_plan(self, dtype: torch.dtype, mode: str, overflow: Overflow | None) -> Plan | None:
+        """Returns the plan in the type of ``dtype`` by which a kernel finds codes, if there is one."""
+        is_wide = dtype is torch.float64
+        plan = self.plan(dtype, mode, overflow) if is_wide or self.is_exact_in_float32 else None
+        return plan if plan is not None and plan.binary.dtype is dtype else None
+
+    def coding(self, binary: Binary) -> Coding | None:
+        """Returns what kernels are told to make or read the codes of values of a binary type.
+
+        None if there are no such kernels.
+        """
+        return None
 
 
 class CodedFormat(NumberFormat):

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ..bits import FP64, Binary, may_grow, ones_if_positive
+from ..codings import Coding, integers
 from ..noise import uniform
 from ..plans import Overflow, Plan
 from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
@@ -118,7 +119,7 @@ class PositPlan(Plan):
         share = DIV(SUB(magnitude, low), SUB(high, low))
         return WHERE(GE(share, uniform(noise, binary)), above, below)
 
-    def kernel_spec(self, length: int) -> Any:
+    def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``posit_spec``."""
         return (ctypes.c_int64 * 7)(
             self.mode_number, self.bits, self.es, self.least, self.most, self.parity, self.last
@@ -235,6 +236,11 @@ class Posit(CodedFormat):
         codes = WHERE(LT(bits, 0), -codes, codes).to(torch.int64)
         codes = codes.bitwise_and_((1 << self.bits) - 1).masked_fill_(EQ(whole, 0), 0)
         return codes.masked_fill_(GT(whole, binary.infinity), 1 << (self.bits - 1))
+
+    def coding(self, binary: Binary) -> Coding:
+        """Returns what kernels are told to make or read the codes of values of a binary type."""
+        spec = integers(self.bits, self.es, self.max_exponent)
+        return Coding("posit", spec, can_decode=self.bits <= binary.mantissa + 2)
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from bisect import bisect_left
 from dataclasses import dataclass
 from fractions import Fraction
 from itertools import pairwise
@@ -16,9 +17,10 @@ from ... import arguments
 from ...errors import OptionError, shown
 from ...tensors import Constant
 from ..bits import FP32, FP64, Binary, to_float32
+from ..codings import Coding, TableCodes
 from ..noise import uniform
 from ..plans import Overflow, Plan
-from ..unpatched import ADD, BUCKETIZE, CLAMP, DIV, GE, NE, SUB, TAKE, WHERE
+from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, TAKE, WHERE
 from .number_format import CodedFormat, check_name
 
 _MOST_VALUES: Final = 65536
@@ -63,7 +65,7 @@ class TablePlan(Plan):
 
     def index(self, x: Tensor) -> Tensor:
         """Returns the index of each rounded value; the lower one if the mode is stochastic."""
-        return BUCKETIZE(x, self._constant("thresholds", self.thresholds, x))
+        return BUCKETIZE(CONTIGUOUS(x), self._constant("thresholds", self.thresholds, x))
 
     def _constant(self, name: str, numbers: tuple[float, ...], like: Tensor) -> Tensor:
         """Returns ``numbers`` on the device of ``like`` and in its dtype, the one to compute in."""
@@ -78,11 +80,11 @@ class TablePlan(Plan):
         return constant.on(like.device)
 
     @property
-    def has_kernel(self) -> bool:
-        """Whether there is a kernel for this type and mode."""
-        return super().has_kernel and self.mode != "stochastic"
+    def zero_index(self) -> int:
+        """The index of the value nearest to 0."""
+        return bisect_left(_thresholds(self.values, self.binary, "nearest"), 0.0)
 
-    def kernel_spec(self, length: int) -> Any:
+    def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``table_spec``; None if it would take too much memory."""
         return _table_spec(self)
 
@@ -197,6 +199,26 @@ class Table(CodedFormat):
         assert isinstance(nearest, TablePlan)
         return nearest.index(WHERE(NE(rounded, rounded), 0.0, rounded))
 
+    def coding(self, binary: Binary) -> Coding | None:
+        """Returns what kernels are told to make or read the codes of values of a binary type."""
+        count = 1 << self.bits
+        kind = ctypes.c_float if binary is FP32 else ctypes.c_double
+        values = (kind * count)(*self.values, *(math.nan,) * (count - len(self.values)))
+        spec = TableCodes(count - 1, ctypes.addressof(values))
+        return Coding("table", spec, can_encode=binary is FP32, memory=values)
+
+    def coded_plan(self, dtype: torch.dtype, mode: str, overflow: Overflow | None) -> Plan | None:
+        """Returns the plan in the type of ``dtype`` by which a kernel finds codes, if there is one."""
+        if mode == "stochastic":
+            return None
+        if dtype is not torch.float32 or not self.fits_in_float32 or self.is_exact_in_float32:
+            return super().coded_plan(dtype, mode, overflow)
+        # Which float32 are above a threshold is known by the largest one that is not.
+        floors = tuple(FP32.floor(Fraction(each)) for each in _thresholds(self.values, FP64, mode))
+        plan = TablePlan(FP32, mode, tuple(map(to_float32, self.values)), floors)
+        zero_index = bisect_left(_thresholds(self.values, FP64, "nearest"), 0.0)
+        return plan if plan.zero_index == zero_index else None
+
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""
         known = torch.tensor(self.values, dtype=torch.float64, device=codes.device)
@@ -230,15 +252,23 @@ def _thresholds(values: tuple[float, ...], binary: Binary, mode: str) -> tuple[f
     return tuple(found)
 
 
+class _TableEntry(ctypes.Structure):
+    """The kernel's ``table_entry``."""
+
+    _fields_ = (("threshold", ctypes.c_float), ("index", ctypes.c_int32))
+
+
 class _TableSpec(ctypes.Structure):
     """The kernel's ``table_spec``."""
 
     _fields_ = (
+        ("mode", ctypes.c_int64),
         ("count", ctypes.c_int64),
         ("shift", ctypes.c_int64),
+        ("nan_index", ctypes.c_int64),
         ("values", ctypes.POINTER(ctypes.c_float)),
         ("thresholds", ctypes.POINTER(ctypes.c_float)),
-        ("entries", ctypes.POINTER(ctypes.c_float)),
+        ("entries", ctypes.POINTER(_TableEntry)),
     )
 
 
@@ -249,26 +279,25 @@ def _table_spec(plan: TablePlan) -> _TableSpec | None:
     """
     count = len(plan.values)
     thresholds = torch.tensor(plan.thresholds, dtype=torch.float32)
-    if count <= _SMALL_TABLE:
-        entries: list[float] = []
-        shift = 0
-    else:
+    entries: list[tuple[float, int]] = []
+    shift = 0
+    if count > _SMALL_TABLE:
         for shift in _SHIFTS:
             first, last = _first_and_last(shift, thresholds)
             if int((last - first).max()) <= 1:
                 break
         else:
             return None
-        values = torch.tensor(plan.values, dtype=torch.float32)
-        # A threshold between the two values; or any, between a value and itself.
-        between = thresholds[first.clamp(max=count - 2)]
-        entries = torch.stack((between, values[first], values[last]), 1).flatten().tolist()
+        between = thresholds[first.clamp(max=count - 2)].masked_fill(first == last, math.inf)
+        entries = list(zip(between.tolist(), first.tolist(), strict=True))
     return _TableSpec(
+        plan.mode_number,
         count,
         shift,
-        (ctypes.c_float * count)(*plan.values),
-        (ctypes.c_float * count)(*plan.thresholds, float("inf")),
-        (ctypes.c_float * len(entries))(*entries),
+        plan.zero_index,
+        (ctypes.c_float * (count + 1))(*plan.values, plan.values[-1]),
+        (ctypes.c_float * count)(*plan.thresholds, math.inf),
+        (_TableEntry * len(entries))(*(_TableEntry(*entry) for entry in entries)),
     )
 
 

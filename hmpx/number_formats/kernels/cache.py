@@ -25,8 +25,18 @@ from .files import PrivateFolder, Stamp
 
 _SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 
+#: What it includes.
+_PARTS: Final = (Path(__file__).with_name("code_kernels.h"),)
+
 _SYMBOLS: Final = (
     *(symbol for plan in PLANS.values() for symbol in plan.symbols()),
+    *(f"encode_{symbol}" for plan in PLANS.values() for symbol in plan.symbols()),
+    *(
+        f"decode_{kind}_{width}"
+        for kind in ("float", "posit", "fixed", "table")
+        for width in ("f32", "f64")
+    ),
+    "decode_block_f32",
     *("extremes_f32", "extremes_bf16", "extremes_f16"),
 )
 
@@ -119,7 +129,11 @@ def _with_symbols(library: ctypes.CDLL) -> ctypes.CDLL:
 @functools.cache
 def _source_digest() -> str:
     """Returns a digest that changes when kernels are called in another way, or give other values."""
-    return hashlib.sha256(_SOURCE.read_bytes() + repr(compiler.FLAGS).encode()).hexdigest()
+    digest = hashlib.sha256(repr(compiler.FLAGS).encode())
+    for part in (_SOURCE, *_PARTS):
+        content = part.read_bytes()
+        digest.update(len(content).to_bytes(8, "big") + content)
+    return digest.hexdigest()
 
 
 def _system() -> str:

@@ -1,9 +1,10 @@
-/* Rounding to number formats on the CPU, as the plans of their families do in torch ops, bit for bit; and
- * the extremes of tensors.
+/* Rounding to number formats on the CPU, as the plans of their families do in torch ops, bit for bit;
+ * their codes, in code_kernels.h; and the extremes of tensors.
  *
  * The specs mirror those plans; integers that hold bits of a value hold them in their low half
  * for float. Input and output may be the same. Compiled without any option that changes values.
- * This file includes itself, once for float and once for double.
+ * This file includes itself, once for float and once for double. Conditions are masks of bits where
+ * compilers would otherwise not make vectors of a loop.
  */
 #ifndef REAL
 
@@ -24,7 +25,7 @@ struct float_spec {
   int64_t mode, lowest, highest, lift, lowest_power, max, beyond, negative_zero;
 };
 struct bits_spec {
-  int64_t mode, unit, lowest_unit, max, beyond, negative_zero;
+  int64_t mode, unit, lowest_unit, max, beyond, negative_zero, shift;
 };
 struct posit_spec {
   int64_t mode, bits, es, least, most, parity, last;
@@ -33,18 +34,20 @@ struct fixed_spec {
   int64_t mode;
   double scale, step, least, most;
 };
-/* For some upper bits of a number: at most one threshold, and the values on both sides of it. */
+/* For some upper bits of a number: at most one threshold, and the index of the value below it. */
 struct table_entry {
-  float threshold, values[2];
+  float threshold;
+  int32_t index;
 };
 struct table_spec {
-  int64_t count, shift;
+  int64_t mode, count, shift, nan_index;
   const float *values, *thresholds;
   const struct table_entry *entries;
 };
+/* Tensors of [outer, length, inner] elements, of which `size` that lie `inner` apart are a block. */
 struct block_spec {
   struct float_spec element;
-  int64_t max_exponent, size, length;
+  int64_t max_exponent, size, length, inner;
 };
 
 /* random_bits of noise.py */
@@ -166,6 +169,7 @@ EXTREMES(f16, int16_t, 0x7FFF, 0x7C00)
 #define MAGNITUDE ((SINT)((UINT)-1 >> 1))
 #define SIGN ((SINT)((UINT)1 << (sizeof(REAL) * 8 - 1)))
 #define ONE ((SINT)1)
+#define WIDTH_LESS_ONE ((int)sizeof(REAL) * 8 - 1)
 #define INF (MAGNITUDE & -(ONE << MANTISSA))
 #define QUIET_NAN (INF | (ONE << (MANTISSA - 1)))
 
@@ -190,50 +194,57 @@ INLINE REAL NAME(uniform)(uint32_t noise) {
 #endif
 }
 
-INLINE REAL NAME(round_float)(REAL x, int mode, struct float_spec s, uint32_t noise) {
+/* `is_plain`: below the smallest normal number are subnormal ones, and -0 is a value. */
+INLINE REAL NAME(round_float)(REAL x, int mode, int is_plain, struct float_spec s, uint32_t noise) {
   const SINT lowest = (SINT)s.lowest, highest = (SINT)s.highest, lift = (SINT)s.lift;
   const SINT lowest_power = (SINT)s.lowest_power, keep = s.negative_zero ? SIGN : 0;
   const REAL max = NAME(from_bits)((SINT)s.max), beyond = NAME(from_bits)((SINT)s.beyond);
   const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE, field = bits & INF;
   const SINT capped = field < highest ? field : highest;
-  const REAL power = NAME(from_bits)(field < lowest ? lowest_power : capped + lift);
+  const SINT raised = (capped > lowest ? capped : lowest) + lift;
+  const SINT power_bits = is_plain || field >= lowest ? raised : lowest_power;
+  const REAL power = NAME(from_bits)(power_bits);
   const REAL magnitude = NAME(from_bits)(whole);
   REAL rounded = (magnitude + power) - power;
   REAL over = beyond;
   if (mode != NEAREST) {
     const SINT found = NAME(to_bits)(rounded);
-    const REAL step = power * (IS_FLOAT ? 0x1p-23f : 0x1p-52);
-    const REAL higher = rounded + step, lower = rounded - step;
-    const int is_below = found < whole, is_above = found > whole;
+    const SINT step_bits = power_bits - ((SINT)MANTISSA << MANTISSA);
+    const REAL step = NAME(from_bits)(step_bits);
+    const SINT is_below = -(SINT)(found < whole), is_above = -(SINT)(found > whole);
+    const SINT grows = mode == UP ? ~(bits >> WIDTH_LESS_ONE) : mode == DOWN ? bits >> WIDTH_LESS_ONE : 0;
     const REAL inward = whole == INF ? beyond : max;
     if (mode == NEAREST_AWAY) {
-      rounded = magnitude - rounded == step * (REAL)0.5 ? higher : rounded;
+      const SINT is_tie = -(SINT)(magnitude - rounded == step * (REAL)0.5);
+      rounded += NAME(from_bits)(step_bits & is_tie);
     } else if (mode == STOCHASTIC) {
-      const REAL below = is_above ? lower : rounded;
-      rounded = (magnitude - below) / step >= NAME(uniform)(noise) ? below + step : below;
-    } else if (mode == TOWARD_ZERO) {
-      rounded = is_above ? lower : rounded;
-      over = inward;
+      /* The step is a power of two, by whose inverse is multiplied as exactly as it divides. */
+      const REAL inverse = NAME(from_bits)(((SINT)(2 * BIAS) << MANTISSA) - step_bits);
+      const REAL below = rounded - NAME(from_bits)(step_bits & is_above);
+      const SINT is_drawn = -(SINT)((magnitude - below) * inverse >= NAME(uniform)(noise));
+      rounded = below + NAME(from_bits)(step_bits & is_drawn);
     } else {
-      const int grows = mode == UP ? bits >= 0 : bits < 0;
-      const REAL outward = is_below ? higher : rounded;
-      rounded = is_above ? lower : rounded;
-      rounded = grows ? (is_above ? NAME(from_bits)(found) : outward) : rounded;
-      over = grows ? beyond : inward;
+      const SINT moves = (grows & is_below) | (~grows & is_above);
+      rounded += NAME(from_bits)(moves & (step_bits | (~grows & SIGN)));
+      over = NAME(from_bits)((grows & NAME(to_bits)(beyond)) | (~grows & NAME(to_bits)(inward)));
     }
   }
   rounded = rounded > max ? over : rounded;
   const SINT result = NAME(to_bits)(rounded);
-  return NAME(from_bits)(result | (bits & (result ? SIGN : keep)));
+  return NAME(from_bits)(result | (bits & (is_plain || result ? SIGN : keep)));
 }
 
-INLINE REAL NAME(round_bits)(REAL x, int mode, struct bits_spec s, uint32_t noise) {
+INLINE REAL NAME(round_bits)(REAL x, int mode, int is_plain, struct bits_spec s, uint32_t noise) {
   const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE;
   const SINT max = (SINT)s.max, beyond = (SINT)s.beyond, keep = s.negative_zero ? SIGN : 0;
-  const SINT unit = whole < ONE << MANTISSA ? (SINT)s.lowest_unit : (SINT)s.unit;
+  const SINT unit =
+      is_plain || whole >= ONE << MANTISSA ? (SINT)s.unit : (SINT)s.lowest_unit;
   const SINT half = unit >> 1;
   SINT added = 0, over = beyond;
-  if (mode == NEAREST) {
+  if (mode == NEAREST && is_plain) {
+    const SINT is_cut = half != 0;
+    added = half - is_cut + ((whole >> s.shift) & is_cut);
+  } else if (mode == NEAREST) {
     added = half - (half != 0) + ((whole & unit) != 0 && half != 0);
   } else if (mode == NEAREST_AWAY) {
     added = half;
@@ -248,10 +259,11 @@ INLINE REAL NAME(round_bits)(REAL x, int mode, struct bits_spec s, uint32_t nois
   SINT rounded = (SINT)((UINT)whole + (UINT)added) & -unit;
   rounded = rounded > max ? over : rounded;
   rounded = whole > INF ? whole : rounded;
-  return NAME(from_bits)(rounded | (bits & (rounded ? SIGN : keep)));
+  return NAME(from_bits)(rounded | (bits & (is_plain || rounded ? SIGN : keep)));
 }
 
-INLINE REAL NAME(round_posit)(REAL x, int mode, struct posit_spec s, uint32_t noise) {
+INLINE REAL NAME(round_posit)(REAL x, int mode, int is_plain, struct posit_spec s, uint32_t noise) {
+  (void)is_plain;
   const SINT least = (SINT)s.least, most = (SINT)s.most, parity = (SINT)s.parity;
   const SINT last = (SINT)s.last, places = MANTISSA + (SINT)s.es, bits_of_code = (SINT)s.bits;
   const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE;
@@ -289,7 +301,8 @@ INLINE REAL NAME(round_posit)(REAL x, int mode, struct posit_spec s, uint32_t no
   return NAME(from_bits)(rounded | (rounded ? bits & SIGN : 0));
 }
 
-INLINE REAL NAME(round_fixed)(REAL x, int mode, struct fixed_spec s, uint32_t noise) {
+INLINE REAL NAME(round_fixed)(REAL x, int mode, int is_plain, struct fixed_spec s, uint32_t noise) {
+  (void)is_plain;
   const REAL scaled = x * (REAL)s.scale;
   const REAL least = (REAL)s.least, most = (REAL)s.most;
 #if IS_FLOAT
@@ -321,147 +334,331 @@ INLINE REAL NAME(round_fixed)(REAL x, int mode, struct fixed_spec s, uint32_t no
   return result == 0 ? 0 : result;
 }
 
-#define CASE_OF(MODE, KIND)                                                                   \
+/* Where a tensor's elements `first` to `end` are rounded. The noise of an element depends on its place. */
+#define CASE_OF(MODE, KIND, IS_PLAIN)                                                         \
+  SIMD for (int64_t i = first; i < end; i++) {                                                \
+    const uint32_t noise = MODE == STOCHASTIC ? random_bits((uint32_t)i, key0, key1) : 0;     \
+    out[i - first] = NAME(round_##KIND)(in[i - first], MODE, IS_PLAIN, s, noise);             \
+  }
+
+#define CASE_BOTH(MODE, KIND)                                                                 \
   case MODE:                                                                                  \
-    SIMD for (int64_t i = first; i < end; i++) {                                              \
-      const uint32_t noise =                                                                  \
-          MODE == STOCHASTIC ? random_bits((uint32_t)i, key0, key1) : 0;                      \
-      out[i] = NAME(round_##KIND)(in[i], MODE, s, noise);                                     \
+    if (NAME(is_plain_##KIND)(s)) {                                                           \
+      CASE_OF(MODE, KIND, 1)                                                                  \
+    } else {                                                                                  \
+      CASE_OF(MODE, KIND, 0)                                                                  \
     }                                                                                         \
     break;
 
+#define CASE_ONE(MODE, KIND)                                                                  \
+  case MODE:                                                                                  \
+    CASE_OF(MODE, KIND, 0)                                                                    \
+    break;
+
+INLINE int NAME(is_plain_float)(struct float_spec s) {
+  return s.negative_zero && s.lowest_power == s.lowest + s.lift;
+}
+
+INLINE int NAME(is_plain_bits)(struct bits_spec s) {
+  return s.negative_zero && s.lowest_unit == s.unit;
+}
+
 #define KERNEL(KIND)                                                                          \
+  static void NAME(KIND##_part)(const REAL *in, REAL *out, int64_t first, int64_t end,        \
+                                const struct KIND##_spec *spec, uint32_t key0,                \
+                                uint32_t key1) {                                              \
+    const struct KIND##_spec s = *spec;                                                       \
+    switch (s.mode) { EACH_MODE(CASE_##KIND) }                                                \
+  }                                                                                           \
+                                                                                              \
   API void NAME(KIND)(const REAL *in, REAL *out, int64_t count,                               \
                       const struct KIND##_spec *spec, uint32_t key0, uint32_t key1,           \
                       int threads) {                                                          \
-    const struct KIND##_spec s = *spec;                                                       \
     (void)threads;                                                                            \
     PARALLEL {                                                                                \
       int64_t first, end;                                                                     \
       my_share(count, &first, &end);                                                          \
-      switch (s.mode) { EACH_MODE(CASE_##KIND) }                                              \
+      NAME(KIND##_part)(in + first, out + first, first, end, spec, key0, key1);               \
     }                                                                                         \
   }
 
-#define CASE_float(MODE) CASE_OF(MODE, float)
-#define CASE_bits(MODE) CASE_OF(MODE, bits)
-#define CASE_posit(MODE) CASE_OF(MODE, posit)
-#define CASE_fixed(MODE) CASE_OF(MODE, fixed)
+#define CASE_float(MODE) CASE_BOTH(MODE, float)
+#define CASE_bits(MODE) CASE_BOTH(MODE, bits)
+#define CASE_posit(MODE) CASE_ONE(MODE, posit)
+#define CASE_fixed(MODE) CASE_ONE(MODE, fixed)
 
 KERNEL(float)
 KERNEL(bits)
 KERNEL(posit)
 KERNEL(fixed)
 
+/* --- blocks --- */
+
+/* Blocks that are worked on together. */
+#define STRIP 64
+
 INLINE REAL NAME(power_of_two)(SINT exponent) {
   const SINT bits = (exponent + BIAS) << MANTISSA;
   return NAME(from_bits)(IS_FLOAT && bits == 0 ? ONE << (MANTISSA - 1) : bits);
 }
 
-INLINE void NAME(round_block)(const REAL *in, REAL *out, int64_t size, int mode,
-                              struct block_spec s, uint32_t index, uint32_t key0,
-                              uint32_t key1) {
-  SINT most = 0;
-  SIMD
-  for (int64_t i = 0; i < size; i++) {
-    const SINT whole = NAME(to_bits)(in[i]) & MAGNITUDE;
-    most = whole > most ? whole : most;
-  }
-  SINT exponent = (most >> MANTISSA) - BIAS - (SINT)s.max_exponent;
-  exponent = exponent < -127 ? -127 : exponent > 127 ? 127 : exponent;
-  const REAL inverse = NAME(power_of_two)(-exponent);
-  const REAL scale = most >= INF ? NAME(from_bits)(QUIET_NAN) : NAME(power_of_two)(exponent);
-  SIMD
-  for (int64_t i = 0; i < size; i++) {
-    const uint32_t noise = mode == STOCHASTIC ? random_bits(index + (uint32_t)i, key0, key1) : 0;
-    REAL scaled = in[i] * inverse;
-    if (mode == UP || mode == DOWN) {
-      /* What the division made zero was not. */
-      const SINT bits = NAME(to_bits)(in[i]);
-      const SINT tiny = (SINT)(BIAS - 126) << MANTISSA;
-      const int is_lost = (NAME(to_bits)(scaled) & MAGNITUDE) < tiny && (bits & MAGNITUDE) != 0;
-      scaled = is_lost ? NAME(from_bits)((bits & SIGN) | tiny) : scaled;
+/* The exponent that a block shares, given the bits of its largest magnitude. */
+INLINE SINT NAME(shared_exponent)(SINT most, const struct block_spec *s) {
+  const SINT exponent = (most >> MANTISSA) - BIAS - (SINT)s->max_exponent;
+  const SINT raised = exponent < -127 ? -127 : exponent;
+  return raised > 127 ? 127 : raised;
+}
+
+/* An element divided by its block's scale. */
+INLINE REAL NAME(unscaled)(REAL x, REAL inverse, int mode) {
+  const REAL scaled = x * inverse;
+  if (mode != UP && mode != DOWN) return scaled;
+  /* What the division made zero was not. */
+  const SINT bits = NAME(to_bits)(x), tiny = (SINT)(BIAS - 126) << MANTISSA;
+  const SINT is_lost = -(SINT)((NAME(to_bits)(scaled) & MAGNITUDE) < tiny);
+  const SINT is_other = -(SINT)((bits & MAGNITUDE) != 0), chosen = is_lost & is_other;
+  return NAME(from_bits)((NAME(to_bits)(scaled) & ~chosen) | (((bits & SIGN) | tiny) & chosen));
+}
+
+/* The bits of the largest magnitudes of blocks. The elements of a block lie `inner` apart, `each` is
+ * the distance of blocks.
+ */
+INLINE void NAME(largest)(const REAL *in, int64_t blocks, int64_t size, int64_t inner, int64_t each,
+                          SINT *most) {
+  if (inner == 1) {
+    for (int64_t b = 0; b < blocks; b++) {
+      SINT found = 0;
+      SIMD for (int64_t i = 0; i < size; i++) {
+        const SINT whole = NAME(to_bits)(in[b * each + i]) & MAGNITUDE;
+        found = whole > found ? whole : found;
+      }
+      most[b] = found;
     }
-    out[i] = NAME(round_float)(scaled, mode, s.element, noise) * scale;
+    return;
+  }
+  for (int64_t b = 0; b < blocks; b++) most[b] = 0;
+  for (int64_t i = 0; i < size; i++)
+    SIMD for (int64_t b = 0; b < blocks; b++) {
+      const SINT whole = NAME(to_bits)(in[i * inner + b]) & MAGNITUDE;
+      most[b] = whole > most[b] ? whole : most[b];
+    }
+}
+
+/* Some blocks of a tensor that lie beside each other. */
+#ifndef STRIPS
+#define STRIPS
+struct strip {
+  int64_t place, blocks, size, next;
+  uint32_t index;
+};
+
+/* The strip of at most `most` blocks that begins with block `b`; `end` is beyond the last. Blocks are
+ * counted in the order of their scales, [outer, blocks of a row, inner].
+ */
+INLINE struct strip strip_at(int64_t b, int64_t end, int64_t most, const struct block_spec *s) {
+  const int64_t per_row = (s->length + s->size - 1) / s->size;
+  const int64_t column = b % s->inner, row = b / s->inner % per_row, outer = b / s->inner / per_row;
+  const int64_t left = s->length - row * s->size;
+  int64_t blocks = s->inner - column;
+  if (s->inner == 1) blocks = left / s->size ? left / s->size : 1;
+  blocks = blocks < most ? blocks : most;
+  blocks = blocks < end - b ? blocks : end - b;
+  const struct strip found = {
+      .place = (outer * s->length + row * s->size) * s->inner + column,
+      .blocks = blocks,
+      .size = left < s->size ? left : s->size,
+      .next = b + blocks,
+      .index = (uint32_t)((outer * s->inner + column) * s->length + row * s->size),
+  };
+  return found;
+}
+
+/* How many blocks there are among `count` elements. */
+INLINE int64_t blocks_of(int64_t count, const struct block_spec *s) {
+  return count / s->length * ((s->length + s->size - 1) / s->size);
+}
+#endif
+
+struct NAME(scales) {
+  SINT exponents[STRIP];
+  REAL inverses[STRIP], scales[STRIP];
+};
+
+INLINE void NAME(find_scales)(const REAL *in, struct strip part, const struct block_spec *s,
+                              struct NAME(scales) * found) {
+  SINT most[STRIP];
+  if (s->inner == 1 && part.size == 32)
+    NAME(largest)(in, part.blocks, 32, 1, 32, most);
+  else
+    NAME(largest)(in, part.blocks, part.size, s->inner, s->size, most);
+  SIMD for (int64_t b = 0; b < part.blocks; b++) {
+    const SINT exponent = NAME(shared_exponent)(most[b], s);
+    found->exponents[b] = most[b] >= INF ? 128 : exponent;
+    found->inverses[b] = NAME(power_of_two)(-exponent);
+    found->scales[b] = most[b] >= INF ? NAME(from_bits)(QUIET_NAN) : NAME(power_of_two)(exponent);
   }
 }
 
-/* Rows of s.length elements, one after the other. */
+/* Rounds a strip: neighbours in a row if `inner` is 1, else side by side, with a row of elements
+ * `out_inner` after the one before it.
+ */
+INLINE void NAME(round_strip)(const REAL *in, REAL *out, struct strip part, int64_t size, int mode,
+                              int is_plain, const struct block_spec *spec, int64_t inner,
+                              int64_t out_inner, const struct NAME(scales) * found,
+                              uint32_t key0, uint32_t key1) {
+  const struct float_spec s = spec->element;
+  if (inner == 1) {
+    for (int64_t b = 0; b < part.blocks; b++) {
+      const REAL inverse = found->inverses[b], scale = found->scales[b];
+      const int64_t start = b * spec->size;
+      SIMD for (int64_t i = 0; i < size; i++) {
+        const uint32_t place = part.index + (uint32_t)(start + i);
+        const uint32_t noise = mode == STOCHASTIC ? random_bits(place, key0, key1) : 0;
+        const REAL scaled = NAME(unscaled)(in[start + i], inverse, mode);
+        out[start + i] = NAME(round_float)(scaled, mode, is_plain, s, noise) * scale;
+      }
+    }
+    return;
+  }
+  const uint32_t length = (uint32_t)spec->length;
+  const REAL *inverses = found->inverses, *scales = found->scales;
+  for (int64_t i = 0; i < size; i++) {
+    const REAL *row = in + i * inner;
+    REAL *target = out + i * out_inner;
+    SIMD for (int64_t b = 0; b < part.blocks; b++) {
+      const uint32_t place = part.index + (uint32_t)i + (uint32_t)b * length;
+      const uint32_t noise = mode == STOCHASTIC ? random_bits(place, key0, key1) : 0;
+      const REAL scaled = NAME(unscaled)(row[b], inverses[b], mode);
+      target[b] = NAME(round_float)(scaled, mode, is_plain, s, noise) * scales[b];
+    }
+  }
+}
+
+#define STRIP_BY(MODE, IS_PLAIN, SIZE, INNER)                                                 \
+  NAME(round_strip)(in, out, part, SIZE, MODE, IS_PLAIN, s, INNER, out_inner, scales, key0, key1)
+
 #define CASE_block(MODE)                                                                      \
   case MODE:                                                                                  \
-    for (int64_t b = first; b < end; b++) {                                                   \
-      const int64_t place = b / per_row * s.length + b % per_row * s.size;                    \
-      const int64_t left = s.length - b % per_row * s.size;                                   \
-      if (s.size == 32 && left >= 32)                                                         \
-        NAME(round_block)(in + place, out + place, 32, MODE, s, (uint32_t)place, key0, key1); \
-      else                                                                                    \
-        NAME(round_block)(in + place, out + place, left < s.size ? left : s.size, MODE, s,    \
-                          (uint32_t)place, key0, key1);                                       \
-    }                                                                                         \
+    if (!is_plain)                                                                            \
+      STRIP_BY(MODE, 0, part.size, s->inner);                                                 \
+    else if (s->inner > 1)                                                                    \
+      STRIP_BY(MODE, 1, part.size, s->inner);                                                 \
+    else if (part.size == 32)                                                                 \
+      STRIP_BY(MODE, 1, 32, 1);                                                               \
+    else                                                                                      \
+      STRIP_BY(MODE, 1, part.size, 1);                                                        \
     break;
+
+/* Rounds one strip; both addresses are those of its first element. */
+static void NAME(block_part)(const REAL *in, REAL *out, int64_t out_inner, struct strip part,
+                             const struct NAME(scales) * scales, const struct block_spec *s,
+                             uint32_t key0, uint32_t key1) {
+  const int is_plain = NAME(is_plain_float)(s->element);
+  switch (s->element.mode) { EACH_MODE(CASE_block) }
+}
 
 API void NAME(block)(const REAL *in, REAL *out, int64_t count, const struct block_spec *spec,
                      uint32_t key0, uint32_t key1, int threads) {
-  const struct block_spec s = *spec;
-  const int64_t per_row = (s.length + s.size - 1) / s.size;
   (void)threads;
   PARALLEL {
-    int64_t first, end;
-    my_share(count / s.length * per_row, &first, &end);
-    switch (s.element.mode) { EACH_MODE(CASE_block) }
+    int64_t b, end;
+    struct NAME(scales) scales;
+    my_share(blocks_of(count, spec), &b, &end);
+    while (b < end) {
+      const struct strip part = strip_at(b, end, STRIP, spec);
+      const REAL *source = in + part.place;
+      NAME(find_scales)(source, part, spec, &scales);
+      NAME(block_part)(source, out + part.place, spec->inner, part, &scales, spec, key0, key1);
+      b = part.next;
+    }
   }
 }
 
 #if IS_FLOAT
+/* --- tables --- */
+
 #define SMALL_TABLE 16
+
+/* One of the two values beside x, or a NaN. */
+INLINE float table_pick(float x, float low, float high, int mode, uint32_t noise) {
+  if (mode == STOCHASTIC) low = (x - low) / (high - low) >= uniform_f32(noise) ? high : low;
+  return x != x ? x : low;
+}
+
+INLINE void table_small(const float *in, float *out, int64_t first, int64_t end,
+                        const struct table_spec *s, int mode, uint32_t key0, uint32_t key1) {
+  float values[SMALL_TABLE + 1], thresholds[SMALL_TABLE];
+  for (int j = 0; j <= SMALL_TABLE; j++) values[j] = s->values[j < s->count ? j : s->count - 1];
+  for (int j = 0; j < SMALL_TABLE; j++)
+    thresholds[j] = j < s->count - 1 ? s->thresholds[j] : INFINITY;
+  SIMD for (int64_t i = first; i < end; i++) {
+    const float x = in[i - first];
+    float low = values[0], high = values[1];
+#pragma GCC unroll 16
+    for (int j = 0; j < SMALL_TABLE - 1; j++) {
+      low = x > thresholds[j] ? values[j + 1] : low;
+      if (mode == STOCHASTIC) high = x > thresholds[j] ? values[j + 2] : high;
+    }
+    const uint32_t noise = mode == STOCHASTIC ? random_bits((uint32_t)i, key0, key1) : 0;
+    out[i - first] = table_pick(x, low, high, mode, noise);
+  }
+}
+
+/* The index of the rounded value, the lower one if the mode is stochastic; of a NaN any. */
+INLINE int32_t table_index(float x, const struct table_spec *s) {
+  const struct table_entry entry = s->entries[(uint32_t)to_bits_f32(x) >> s->shift];
+  return entry.index + (x > entry.threshold);
+}
+
+INLINE void table_large(const float *in, float *out, int64_t first, int64_t end,
+                        const struct table_spec *s, int mode, uint32_t key0, uint32_t key1) {
+  for (int64_t i = first; i < end; i++) {
+    const float x = in[i - first];
+    const int32_t index = table_index(x, s);
+    const uint32_t noise = mode == STOCHASTIC ? random_bits((uint32_t)i, key0, key1) : 0;
+    const float high = mode == STOCHASTIC ? s->values[index + 1] : 0;
+    out[i - first] = table_pick(x, s->values[index], high, mode, noise);
+  }
+}
 
 API void table_f32(const float *in, float *out, int64_t count, const struct table_spec *spec,
                    uint32_t key0, uint32_t key1, int threads) {
   const struct table_spec s = *spec;
-  (void)key0, (void)key1, (void)threads;
+  const int is_small = s.count <= SMALL_TABLE;
+  (void)threads;
   PARALLEL {
     int64_t first, end;
     my_share(count, &first, &end);
-    if (s.count <= SMALL_TABLE) {
-      float values[SMALL_TABLE], thresholds[SMALL_TABLE];
-      for (int j = 0; j < SMALL_TABLE; j++) {
-        values[j] = s.values[j < s.count ? j : s.count - 1];
-        thresholds[j] = j < s.count - 1 ? s.thresholds[j] : INFINITY;
-      }
-      SIMD
-      for (int64_t i = first; i < end; i++) {
-        const float x = in[i];
-        float found = values[0];
-#pragma GCC unroll 16
-        for (int j = 0; j < SMALL_TABLE - 1; j++)
-          found = x > thresholds[j] ? values[j + 1] : found;
-        out[i] = x != x ? x : found;
-      }
-    } else {
-      const int shift = (int)s.shift;
-#pragma GCC ivdep
-      for (int64_t i = first; i < end; i++) {
-        const float x = in[i];
-        const struct table_entry *entry = s.entries + ((uint32_t)to_bits_f32(x) >> shift);
-        const float found = entry->values[x > entry->threshold];
-        out[i] = x != x ? x : found;
-      }
-    }
+    if (is_small && s.mode == STOCHASTIC)
+      table_small(in + first, out + first, first, end, &s, STOCHASTIC, key0, key1);
+    else if (is_small)
+      table_small(in + first, out + first, first, end, &s, NEAREST, key0, key1);
+    else if (s.mode == STOCHASTIC)
+      table_large(in + first, out + first, first, end, &s, STOCHASTIC, key0, key1);
+    else
+      table_large(in + first, out + first, first, end, &s, NEAREST, key0, key1);
   }
 }
 #endif
+
+#include "code_kernels.h"
 
 #undef MAGNITUDE
 #undef SIGN
 #undef ONE
 #undef INF
 #undef QUIET_NAN
+#undef WIDTH_LESS_ONE
 #undef CASE_OF
+#undef CASE_BOTH
+#undef CASE_ONE
 #undef KERNEL
 #undef CASE_float
 #undef CASE_bits
 #undef CASE_posit
 #undef CASE_fixed
 #undef CASE_block
+#undef STRIP_BY
+#undef STRIP
 
 #endif

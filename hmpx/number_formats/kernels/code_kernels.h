@@ -1,0 +1,441 @@
+/* Codes of number formats: the bits in which hardware stores values, as the families make them in torch
+ * ops. A part of rounding_kernels.c, which includes it once for float and once for double.
+ */
+#ifndef CODE_SPECS
+#define CODE_SPECS
+
+/* The first numbers are for encoding, `mask` and what follows for decoding. */
+struct float_codes {
+  int64_t dropped, rebias, low_limit, low_power, sign_place, infinity, nan, nan_keeps, nan_flips;
+  int64_t mask, first_normal, step, infinite, last_number, nan_code;
+};
+struct posit_codes {
+  int64_t bits, es, max_exponent;
+};
+struct fixed_codes {
+  int64_t bits;
+  double scale, step;
+};
+struct table_codes {
+  int64_t mask;
+  const void *values;
+};
+
+#define bits_codes float_codes
+#define block_codes float_codes
+
+/* Elements of a part that stays in the cache. */
+#define PART 1024
+
+#endif
+
+/* Widths of codes in bytes: float holds no values of longer ones. */
+#if IS_FLOAT
+#define EACH_WIDTH(CASE) CASE(1, uint8_t) CASE(2, uint16_t) CASE(4, uint32_t)
+#else
+#define EACH_WIDTH(CASE) CASE(1, uint8_t) CASE(2, uint16_t) CASE(4, uint32_t) CASE(8, uint64_t)
+#endif
+
+INLINE UINT NAME(code_float)(REAL value, struct float_codes s) {
+  const SINT bits = NAME(to_bits)(value), whole = bits & MAGNITUDE;
+  const REAL power = NAME(from_bits)((SINT)s.low_power);
+  /* Adding a power of two leaves multiples of the smallest number in the lowest bits. */
+  const SINT low = NAME(to_bits)(NAME(from_bits)(whole) + power) - (SINT)s.low_power;
+  SINT code = (SINT)((UINT)(whole >> s.dropped) - (UINT)s.rebias);
+  code = whole < (SINT)s.low_limit ? low : code;
+  code = whole == INF ? (SINT)s.infinity : code;
+  code = whole > INF ? (SINT)s.nan : code;
+  const UINT sign = (UINT)bits >> WIDTH_LESS_ONE;
+  const UINT of_nan = (sign & (UINT)s.nan_keeps) ^ (UINT)s.nan_flips;
+  return (UINT)code | ((whole > INF ? of_nan : sign) << s.sign_place);
+}
+
+INLINE REAL NAME(value_float)(UINT code, struct float_codes s) {
+  const SINT whole = (SINT)(code & (UINT)s.mask);
+  const SINT sign = (SINT)((code >> s.sign_place) << WIDTH_LESS_ONE);
+  const REAL low = (REAL)whole * NAME(from_bits)((SINT)s.step);
+  SINT bits = (SINT)(((UINT)whole << s.dropped) + ((UINT)s.rebias << s.dropped));
+  bits = whole < (SINT)s.first_normal ? NAME(to_bits)(low) : bits;
+  bits = whole == (SINT)s.infinite ? INF : bits;
+  bits = whole > (SINT)s.last_number ? QUIET_NAN : bits;
+  bits = (whole | (sign & SIGN)) == (SINT)s.nan_code ? QUIET_NAN : bits;
+  return NAME(from_bits)(bits | sign);
+}
+
+INLINE UINT NAME(code_posit)(REAL value, struct posit_codes s) {
+  const int bits_of_code = (int)s.bits, places = MANTISSA + (int)s.es;
+  const SINT bits = NAME(to_bits)(value), whole = bits & MAGNITUDE;
+  const SINT most = (SINT)s.max_exponent << MANTISSA;
+  SINT scaled = whole - ((SINT)BIAS << MANTISSA);
+  scaled = scaled < -most ? -most : scaled;
+  scaled = scaled > most ? most : scaled;
+  const SINT regime = scaled >> places, is_low = regime >> WIDTH_LESS_ONE;
+  SINT kept = bits_of_code - 3 - (regime ^ is_low);
+  kept = kept < 0 ? 0 : kept;
+  /* 1...10 above 1, 0...01 below */
+  const SINT ones = ((regime + 2) & ~is_low);
+  const SINT run = ((((ONE << ones) - 2) & ~is_low) | (1 & is_low)) << kept;
+  SINT code = run | ((scaled & ((ONE << places) - 1)) >> (places - kept));
+  code = regime == bits_of_code - 2 ? (ONE << (bits_of_code - 1)) - 1 : code;
+  const SINT is_negative = bits >> WIDTH_LESS_ONE;
+  UINT found = (UINT)((code ^ is_negative) - is_negative);
+  found &= ((UINT)2 << (bits_of_code - 1)) - 1;
+  found = whole == 0 ? 0 : found;
+  return whole > INF ? (UINT)1 << (bits_of_code - 1) : found;
+}
+
+/* For up to MANTISSA + 2 bits, so that the number of a code is a value of the type. */
+INLINE REAL NAME(value_posit)(UINT code, struct posit_codes s) {
+  const int bits = (int)s.bits, es = (int)s.es;
+  const SINT all = (ONE << (bits - 1)) - 1;
+  const SINT masked = (SINT)(code & (((UINT)2 << (bits - 1)) - 1));
+  const SINT is_negative = -(masked >> (bits - 1));
+  const SINT whole = ((masked ^ is_negative) - is_negative) & all;
+  const SINT is_above = -(whole >> (bits - 2));
+  /* The run of leading bits ends at the highest bit that differs from the first. */
+  const SINT differing = whole ^ (is_above & all);
+  const SINT exponent_of = (NAME(to_bits)((REAL)differing) >> MANTISSA) - BIAS;
+  const SINT highest = differing == 0 ? -1 : exponent_of;
+  const SINT run = bits - 2 - highest;
+  const SINT regime = ((run - 1) & is_above) | (-run & ~is_above);
+  const SINT left = highest < 0 ? 0 : highest;
+  const UINT rest = (UINT)(whole & ((ONE << left) - 1)) << (MANTISSA + es - left);
+  const UINT lifted = ((UINT)regime << es) + (rest >> MANTISSA) + BIAS;
+  SINT found = (SINT)((lifted << MANTISSA) | (rest & (((UINT)1 << MANTISSA) - 1)));
+  found = masked == 0 ? 0 : found | (is_negative & SIGN);
+  return NAME(from_bits)(masked == ONE << (bits - 1) ? QUIET_NAN : found);
+}
+
+INLINE UINT NAME(code_fixed)(REAL value, struct fixed_codes s) {
+  const REAL scaled = value * (REAL)s.scale;
+  const SINT code = (SINT)(value != value ? 0 : scaled);
+  return (UINT)code & (((UINT)2 << (s.bits - 1)) - 1);
+}
+
+INLINE REAL NAME(value_fixed)(UINT code, struct fixed_codes s) {
+  const int unused = (int)sizeof(REAL) * 8 - (int)s.bits;
+  return (REAL)((SINT)(code << unused) >> unused) * (REAL)s.step;
+}
+
+/* The code of a number rounded to nearest in a format that rounds by addition and has -0: what the
+ * addition leaves in the lowest bits are steps of the number's binade, below which there are others.
+ */
+INLINE UINT NAME(direct_float)(REAL x, struct float_spec s, struct float_codes c, SINT largest,
+                               SINT beyond) {
+  const SINT lowest = (SINT)s.lowest, highest = (SINT)s.highest;
+  const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE, field = bits & INF;
+  const SINT capped = field < highest ? field : highest;
+  const SINT raised = capped > lowest ? capped : lowest;
+  const SINT power = raised + (SINT)s.lift;
+  const SINT steps = NAME(to_bits)(NAME(from_bits)(whole) + NAME(from_bits)(power)) - power;
+  SINT code = steps + ((raised - lowest) >> c.dropped);
+  code = code > largest ? beyond : code;
+  code = whole > INF ? (SINT)c.nan : code;
+  const UINT flips = (UINT)-(SINT)(whole > INF) & (UINT)c.nan_flips;
+  return (UINT)code | ((((UINT)bits >> WIDTH_LESS_ONE) ^ flips) << c.sign_place);
+}
+
+/* The same of a format with the exponents of the type. */
+INLINE UINT NAME(direct_bits)(REAL x, struct bits_spec s, struct float_codes c, SINT largest,
+                              SINT beyond) {
+  (void)largest, (void)beyond;
+  const SINT bits = NAME(to_bits)(NAME(round_bits)(x, NEAREST, 1, s, 0));
+  const UINT found = (UINT)bits >> c.dropped;
+  const UINT sign = (((UINT)bits >> WIDTH_LESS_ONE) & (UINT)c.nan_keeps) ^ (UINT)c.nan_flips;
+  const UINT nan = (UINT)c.nan | (sign << c.sign_place);
+  return (bits & MAGNITUDE) > INF ? nan : found;
+}
+
+#define DIRECT_OF(WIDTH, CODE)                                                                 \
+  case WIDTH:                                                                                  \
+    SIMD for (int64_t i = first; i < end; i++) ((CODE *)out)[i] =                              \
+        (CODE)DIRECT(in[i], s, c, largest, beyond);                                                             \
+    break;
+
+#define DIRECTLY(KIND)                                                                         \
+  static void NAME(directly_##KIND)(const REAL *in, void *out, int64_t first, int64_t end,     \
+                                    const struct KIND##_spec *spec,                            \
+                                    const struct float_codes *codes, int width) {              \
+    const struct KIND##_spec s = *spec;                                                        \
+    const struct float_codes c = *codes;                                                       \
+    const SINT largest = (SINT)NAME(code_float)(NAME(from_bits)((SINT)s.max), c);              \
+    const SINT beyond = (SINT)NAME(code_float)(NAME(from_bits)((SINT)s.beyond), c);            \
+    switch (width) { EACH_WIDTH(DIRECT_OF) }                                                   \
+  }
+
+#define DIRECT NAME(direct_float)
+DIRECTLY(float)
+#undef DIRECT
+#define DIRECT NAME(direct_bits)
+DIRECTLY(bits)
+#undef DIRECT
+
+#define STORE_OF(WIDTH, CODE)                                                                  \
+  case WIDTH:                                                                                  \
+    SIMD for (int64_t i = 0; i < count; i++) ((CODE *)out)[i] = (CODE)CODE_OF(in[i], s);       \
+    break;
+
+#define LOAD_OF(WIDTH, CODE)                                                                   \
+  case WIDTH:                                                                                  \
+    SIMD for (int64_t i = 0; i < count; i++) out[i] = VALUE_OF(((const CODE *)in)[i], s);      \
+    break;
+
+#define CODER(KIND)                                                                            \
+  static void NAME(store_##KIND)(const REAL *in, void *out, int64_t count,                     \
+                                 const struct KIND##_codes *codes, int width) {                \
+    const struct KIND##_codes s = *codes;                                                      \
+    switch (width) { EACH_WIDTH(STORE_OF) }                                                    \
+  }                                                                                            \
+                                                                                               \
+  static void NAME(load_##KIND)(const void *in, REAL *out, int64_t count,                      \
+                                const struct KIND##_codes *codes, int width) {                 \
+    const struct KIND##_codes s = *codes;                                                      \
+    switch (width) { EACH_WIDTH(LOAD_OF) }                                                     \
+  }
+
+/* Rounds numbers to codes. */
+#define ENCODER(KIND, CODED)                                                                   \
+  API void NAME(encode_##KIND)(const REAL *in, char *out, int64_t count,                       \
+                               const struct KIND##_spec *spec, uint32_t key0, uint32_t key1,   \
+                               int threads, const struct KIND##_codes *codes, int width) {     \
+    (void)threads;                                                                             \
+    PARALLEL {                                                                                 \
+      int64_t first, end;                                                                      \
+      REAL part[PART];                                                                         \
+      my_share(count, &first, &end);                                                           \
+      DIRECT_##KIND                                                                            \
+      for (int64_t start = first; start < end; start += PART) {                                \
+        const int64_t next = start + PART < end ? start + PART : end;                          \
+        NAME(KIND##_part)(in + start, part, start, next, spec, key0, key1);                    \
+        NAME(store_##CODED)(part, out + start * width, next - start, codes, width);            \
+      }                                                                                        \
+    }                                                                                          \
+  }
+
+#define DECODER(KIND)                                                                          \
+  API void NAME(decode_##KIND)(const char *in, REAL *out, int64_t count,                       \
+                               const struct KIND##_codes *codes, int width, int threads) {     \
+    (void)threads;                                                                             \
+    PARALLEL {                                                                                 \
+      int64_t first, end;                                                                      \
+      my_share(count, &first, &end);                                                           \
+      NAME(load_##KIND)(in + first * width, out + first, end - first, codes, width);           \
+    }                                                                                          \
+  }
+
+#define CODE_OF NAME(code_float)
+#define VALUE_OF NAME(value_float)
+CODER(float)
+#undef CODE_OF
+#undef VALUE_OF
+#define CODE_OF NAME(code_posit)
+#define VALUE_OF NAME(value_posit)
+CODER(posit)
+#undef CODE_OF
+#undef VALUE_OF
+#define CODE_OF NAME(code_fixed)
+#define VALUE_OF NAME(value_fixed)
+CODER(fixed)
+#undef CODE_OF
+#undef VALUE_OF
+
+#define DIRECT_float                                                                           \
+  if (spec->mode == NEAREST && NAME(is_plain_float)(*spec)) {                                  \
+    NAME(directly_float)(in, out, first, end, spec, codes, width);                             \
+    first = end;                                                                               \
+  }
+#define DIRECT_bits                                                                            \
+  if (spec->mode == NEAREST && NAME(is_plain_bits)(*spec) && !codes->low_limit) {              \
+    NAME(directly_bits)(in, out, first, end, spec, codes, width);                              \
+    first = end;                                                                               \
+  }
+#define DIRECT_posit
+#define DIRECT_fixed
+ENCODER(float, float)
+ENCODER(bits, float)
+ENCODER(posit, posit)
+ENCODER(fixed, fixed)
+DECODER(float)
+DECODER(posit)
+DECODER(fixed)
+
+/* --- blocks --- */
+
+/* Of a buffer for the elements of a strip, and thus of the largest block that is encoded. */
+#ifndef STRIP_ELEMENTS
+#define STRIP_ELEMENTS 2048
+#endif
+
+#define BLOCK_STORE_OF(WIDTH, CODE)                                                            \
+  case WIDTH:                                                                                  \
+    SIMD for (int64_t i = 0; i < count; i++)                                                   \
+        ((CODE *)out)[i] = (CODE)NAME(code_float)(in[i] * INVERSE, s);                         \
+    break;
+
+/* The codes of values that share a scale, or of values that have one each. */
+INLINE void NAME(store_row)(const REAL *in, void *out, int64_t count, REAL inverse,
+                            const struct float_codes *codes, int width) {
+  const struct float_codes s = *codes;
+#define INVERSE inverse
+  switch (width) { EACH_WIDTH(BLOCK_STORE_OF) }
+#undef INVERSE
+}
+
+INLINE void NAME(store_column)(const REAL *in, void *out, int64_t count, const REAL *inverses,
+                               const struct float_codes *codes, int width) {
+  const struct float_codes s = *codes;
+#define INVERSE inverses[i]
+  switch (width) { EACH_WIDTH(BLOCK_STORE_OF) }
+#undef INVERSE
+}
+
+/* Encodes a rounded strip: divided by their scales, values are elements again. */
+static void NAME(store_strip)(const REAL *values, char *out, struct strip part,
+                              const struct block_spec *spec, const struct NAME(scales) * scales,
+                              const struct float_codes *codes, int width) {
+  const int64_t size = spec->size;
+  if (spec->inner > 1)
+    for (int64_t i = 0; i < part.size; i++)
+      NAME(store_column)(values + i * part.blocks, out + i * spec->inner * width, part.blocks,
+                         scales->inverses, codes, width);
+  else if (part.size == 32 && width == 1)
+    for (int64_t b = 0; b < part.blocks; b++)
+      NAME(store_row)(values + b * 32, out + b * 32, 32, scales->inverses[b], codes, 1);
+  else
+    for (int64_t b = 0; b < part.blocks; b++)
+      NAME(store_row)(values + b * size, out + b * size * width, part.size, scales->inverses[b],
+                      codes, width);
+}
+
+API void NAME(encode_block)(const REAL *in, char *out, int64_t count, const struct block_spec *spec,
+                            uint32_t key0, uint32_t key1, int threads,
+                            const struct float_codes *codes, int width, uint8_t *scale_codes) {
+  const int64_t most = STRIP_ELEMENTS / spec->size < STRIP ? STRIP_ELEMENTS / spec->size : STRIP;
+  (void)threads;
+  PARALLEL {
+    int64_t b, end;
+    REAL values[STRIP_ELEMENTS];
+    struct NAME(scales) scales;
+    my_share(blocks_of(count, spec), &b, &end);
+    while (b < end) {
+      const struct strip part = strip_at(b, end, most, spec);
+      const REAL *source = in + part.place;
+      NAME(find_scales)(source, part, spec, &scales);
+      for (int64_t i = 0; i < part.blocks; i++) scale_codes[b + i] = (uint8_t)(scales.exponents[i] + 127);
+      const int64_t row = spec->inner == 1 ? 1 : part.blocks;
+      NAME(block_part)(source, values, row, part, &scales, spec, key0, key1);
+      NAME(store_strip)(values, out + part.place * width, part, spec, &scales, codes, width);
+      b = part.next;
+    }
+  }
+}
+
+#if IS_FLOAT
+API void decode_block_f32(const char *in, const uint8_t *scale_codes, float *out, int64_t count,
+                          const struct block_spec *spec, const struct float_codes *codes, int width,
+                          int threads) {
+  const int64_t inner = spec->inner, size = spec->size;
+  (void)threads;
+  PARALLEL {
+    int64_t b, end;
+    float scales[STRIP];
+    my_share(blocks_of(count, spec), &b, &end);
+    while (b < end) {
+      const struct strip part = strip_at(b, end, STRIP, spec);
+      const char *source = in + part.place * width;
+      float *target = out + part.place;
+      for (int64_t i = 0; i < part.blocks; i++) {
+        const int32_t code = scale_codes[b + i];
+        scales[i] = code == 255 ? from_bits_f32(QUIET_NAN) : power_of_two_f32(code - 127);
+      }
+      if (inner == 1) {
+        load_float_f32(source, target, (part.blocks - 1) * size + part.size, codes, width);
+        for (int64_t i = 0; i < part.blocks; i++) {
+          const float scale = scales[i];
+          SIMD for (int64_t j = 0; j < part.size; j++) target[i * size + j] *= scale;
+        }
+      } else {
+        for (int64_t i = 0; i < part.size; i++) {
+          float *row = target + i * inner;
+          load_float_f32(source + i * inner * width, row, part.blocks, codes, width);
+          SIMD for (int64_t j = 0; j < part.blocks; j++) row[j] *= scales[j];
+        }
+      }
+      b = part.next;
+    }
+  }
+}
+
+/* --- tables --- */
+
+#define TABLE_STORE_OF(WIDTH, CODE)                                                            \
+  case WIDTH:                                                                                  \
+    for (int64_t i = first; i < end; i++) {                                                    \
+      const float x = in[i];                                                                   \
+      ((CODE *)out)[i] = (CODE)(x != x ? s.nan_index : table_index(x, &s));                    \
+    }                                                                                          \
+    break;
+
+#define SMALL_TABLE_STORE_OF(WIDTH, CODE)                                                      \
+  case WIDTH:                                                                                  \
+    SIMD for (int64_t i = first; i < end; i++) {                                               \
+      const float x = in[i];                                                                   \
+      int32_t found = 0;                                                                       \
+      _Pragma("GCC unroll 16") for (int j = 0; j < SMALL_TABLE - 1; j++)                       \
+          found += (int32_t)(x > thresholds[j]);                                              \
+      ((CODE *)out)[i] = (CODE)(x != x ? (int32_t)s.nan_index : found);                        \
+    }                                                                                          \
+    break;
+
+/* Indices of rounded values; not for stochastic rounding. */
+API void encode_table_f32(const float *in, void *out, int64_t count, const struct table_spec *spec,
+                          uint32_t key0, uint32_t key1, int threads,
+                          const struct table_codes *codes, int width) {
+  const struct table_spec s = *spec;
+  float thresholds[SMALL_TABLE];
+  for (int j = 0; j < SMALL_TABLE; j++)
+    thresholds[j] = j < s.count - 1 ? s.thresholds[j] : INFINITY;
+  (void)threads, (void)key0, (void)key1, (void)codes;
+  PARALLEL {
+    int64_t first, end;
+    my_share(count, &first, &end);
+    if (s.count <= SMALL_TABLE)
+      switch (width) { EACH_WIDTH(SMALL_TABLE_STORE_OF) }
+    else
+      switch (width) { EACH_WIDTH(TABLE_STORE_OF) }
+  }
+}
+
+#endif
+
+#define TABLE_LOAD_OF(WIDTH, CODE)                                                             \
+  case WIDTH:                                                                                  \
+    for (int64_t i = first; i < end; i++) out[i] = values[((const CODE *)in)[i] & mask];       \
+    break;
+
+API void NAME(decode_table)(const void *in, REAL *out, int64_t count,
+                            const struct table_codes *codes, int width, int threads) {
+  const REAL *values = codes->values;
+  const uint64_t mask = (uint64_t)codes->mask;
+  (void)threads;
+  PARALLEL {
+    int64_t first, end;
+    my_share(count, &first, &end);
+    switch (width) { EACH_WIDTH(TABLE_LOAD_OF) }
+  }
+}
+
+#undef EACH_WIDTH
+#undef STORE_OF
+#undef LOAD_OF
+#undef CODER
+#undef ENCODER
+#undef DECODER
+#undef BLOCK_STORE_OF
+#undef TABLE_LOAD_OF
+#undef DIRECT_OF
+#undef DIRECTLY
+#undef DIRECT_float
+#undef DIRECT_bits
+#undef DIRECT_posit
+#undef DIRECT_fixed
