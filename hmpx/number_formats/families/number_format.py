@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +22,7 @@ from ..plans import ROUNDING_MODES, Overflow, Plan
 from ..unpatched import AND, ARANGE, TAKE
 
 Rounder: TypeAlias = Callable[[Tensor], Tensor]
+Same = TypeVar("Same", bound="NumberFormat")
 
 _MOST_NAME: Final = 100
 
@@ -29,6 +31,9 @@ _TABLED: Final = 16
 
 #: Under which that is kept among what is derived from a format.
 _VALUES: Final = "values of all codes"
+
+#: Under which, with the axis, the same format along another axis is kept there.
+_ALONG: Final = "along"
 
 _PLAIN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter})
 
@@ -67,6 +72,32 @@ class NumberFormat:
     def block_axis(self) -> int | None:
         """The axis along which values are rounded together; None if each is rounded by itself."""
         return None
+
+    def along(self: Same, axis: int) -> Same:
+        """Returns the same format with values rounded together along another axis.
+
+        Ops pass the axis that they reduce over. Made once for each axis, and so is what rounds to it.
+
+        Args:
+            axis: As the `block_axis` of a format that has one; any other format is returned as it is.
+
+        Raises:
+            OptionError: The format can't have that axis.
+
+        Example:
+            >>> hmpx.formats.get("mxfp4_e2m1").along(0).axis
+            0
+        """
+        if self.block_axis is None:
+            return self
+        check_int(self.name, "axis", axis, -64, 63)
+        if axis == self.block_axis:
+            return self
+        found: Same | None = self.derived.get((_ALONG, axis))
+        if found is None:
+            turned = replace(self, axis=axis)  # type: ignore[type-var]  # families are dataclasses
+            found = self.derived.setdefault((_ALONG, axis), turned)
+        return found
 
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
