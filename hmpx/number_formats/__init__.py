@@ -13,6 +13,7 @@ from .families import (
     Format,
     Posit,
     Rounder,
+    Scaled,
     Table,
     code_dtype,
 )
@@ -38,6 +39,7 @@ __all__ = [
     "Format",
     "Posit",
     "Rounder",
+    "Scaled",
     "Table",
     "build_kernels",
     "build_portable",

@@ -21,7 +21,7 @@ def encode(
     rounding: str = "nearest",
     overflow: str | None = None,
     generator: torch.Generator | None = None,
-) -> Tensor | tuple[Tensor, Tensor]:
+) -> Tensor | tuple[Tensor, ...]:
     """Returns the codes of ``x`` rounded to a format.
 
     Codes of up to 8 bits are uint8, of up to 16 uint16, of up to 32 int32, whose sign is the highest
@@ -30,7 +30,9 @@ def encode(
 
     In blocks, codes are the elements', and their scales have codes, too: uint8, the shared exponent
     plus 127; 255 says that the block held infinity or NaN. Scales have x's shape, but along the axis
-    of blocks there are as many as blocks.
+    of blocks there are as many as blocks. `Scaled` formats are coded in the same way, with scales in
+    float32 as they are, and those in e4m3 as codes of that; with ``tensor_scale`` the tensor's scale
+    is the third part.
 
     NaN becomes the format's own. Where there is none it becomes a zero, in floats with the other
     sign as ml_dtypes has it; in tables the value nearest to zero.
@@ -43,7 +45,8 @@ def encode(
         generator: As for `quantize`.
 
     Returns:
-        Codes in x's shape; for a `Block` format the pair (codes, scales).
+        Codes in x's shape; for a `Block` or `Scaled` format (codes, scales), or with ``tensor_scale``
+        (codes, scales, the tensor's scale).
 
     Raises:
         OptionError: As for `quantize`; or the format is a `Custom` one, which has no codes.
@@ -68,14 +71,14 @@ def encode(
         if work.dtype is torch.float32 and not format.is_exact_in_float32:
             work = CAST[torch.float64](work)
         rounded = quantize(work, format, rounding, overflow, generator)
-        return format.encoded(rounded, FP64 if rounded.dtype is torch.float64 else FP32)
+        return format.encoded(work, rounded, FP64 if rounded.dtype is torch.float64 else FP32)
 
 
-def decode(codes: Tensor | tuple[Tensor, Tensor], format: str | Format) -> Tensor:
+def decode(codes: Tensor | tuple[Tensor, ...], format: str | Format) -> Tensor:
     """Returns the values that codes stand for.
 
     Args:
-        codes: Integers as `encode` returns them; for a `Block` format the pair (codes, scales).
+        codes: As `encode` returns them: integers, or for a `Block` or `Scaled` format a tuple.
         format: A format, or the name of a registered one; not a `Custom` one.
 
     Returns:

@@ -76,7 +76,9 @@ def decode(codes: Any, format: Format) -> Tensor | None:
         return None
     if isinstance(format, Block):
         return _decoded_blocks(codes, format)
-    if not isinstance(codes, Tensor) or codes.dtype is not code_dtype(_bits(format)):
+    if not isinstance(format, CodedFormat) or not isinstance(codes, Tensor):
+        return None
+    if codes.dtype is not code_dtype(_bits(format)):
         return None
     if not has_own_memory(codes):
         return None

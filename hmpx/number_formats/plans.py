@@ -26,11 +26,15 @@ class Plan:
         kernel: The name of the compiled kernel in ``rounding_kernels.c``; None if it has none.
         kernel_binaries: The types that it is compiled for.
         is_by_row: How a value is rounded depends on its neighbours in the last dimension.
+        is_whole: It may depend on all other values.
+        takes_strides: The kernel takes rows whose elements lie apart.
     """
 
     kernel: ClassVar[str | None] = None
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32, FP64)
     is_by_row: ClassVar[bool] = False
+    is_whole: ClassVar[bool] = False
+    takes_strides: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # else the fields of the dataclasses would take these for their defaults
 
@@ -48,6 +52,16 @@ class Plan:
         Args:
             x: Of the plan's binary dtype.
             noise: Random int32 of x's shape; only for the mode ``"stochastic"``.
+        """
+        raise NotImplementedError
+
+    def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor) -> Tensor:
+        """Returns the values of ``x`` rounded by scales that are given; for plans that have scales.
+
+        Args:
+            x: As for `round`.
+            noise: As for `round`.
+            scale: float32, laid out as ``x`` is.
         """
         raise NotImplementedError
 
@@ -78,7 +92,7 @@ class Plan:
 
         Args:
             length: Elements of a row, for plans that round by row.
-            inner: The distance of neighbours in a row.
+            inner: The distance of neighbours in a row; for tiles how many rows a matrix has.
         """
         raise NotImplementedError
 

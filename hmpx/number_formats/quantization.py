@@ -20,6 +20,8 @@ def quantize(
     rounding: str = "nearest",
     overflow: str | None = None,
     generator: torch.Generator | None = None,
+    *,
+    scale: Tensor | None = None,
 ) -> Tensor:
     """Returns ``x`` rounded to a number format, in the same shape and dtype.
 
@@ -37,10 +39,14 @@ def quantize(
         overflow: What becomes of values beyond the largest: ``"saturate"``, ``"inf"`` or ``"nan"``,
             if the format has them; None: what its standard says.
         generator: Gives ``"stochastic"`` its seed; None: torch's own. One draw a call.
+        scale: For a `Scaled` format: its scales, such as `Scaled.scale` makes of the largest magnitudes of
+            earlier tensors, instead of those of ``x``; of the shape of `Scaled.amax`. With
+            ``tensor_scale`` the tensor's; blocks have their own even so. What is beyond the largest
+            element saturates, infinities too.
 
     Raises:
         OptionError: There is no such format, or it can't be rounded to in this way, or ``x`` is not a
-            tensor of these dtypes; or ``HMPX_KERNELS`` is wrong.
+            tensor of these dtypes, or ``scale`` not as the format has them; or ``HMPX_KERNELS`` is wrong.
 
     Example:
         >>> x = torch.tensor([1.1, 1000.0])
@@ -59,8 +65,8 @@ def quantize(
     else:
         run, function = rounding_of(get(format), rounding, overflow), _ForwardToo
     if torch.is_grad_enabled() and (x.requires_grad or has_tangents()):
-        return cast(Tensor, function.apply(x, run, generator))  # type: ignore[no-untyped-call]
-    return run(x, generator)
+        return cast(Tensor, function.apply(x, run, generator, scale))  # type: ignore[no-untyped-call]
+    return run(x, generator, scale)
 
 
 def rounder(
@@ -89,8 +95,10 @@ class _StraightThrough(torch.autograd.Function):
     generate_vmap_rule = True
 
     @staticmethod
-    def forward(x: Tensor, run: Rounding, generator: torch.Generator | None) -> Tensor:
-        rounded = run(x, generator)
+    def forward(
+        x: Tensor, run: Rounding, generator: torch.Generator | None, scale: Tensor | None
+    ) -> Tensor:
+        rounded = run(x, generator, scale)
         return x.view_as(x) if rounded is x else rounded
 
     @staticmethod
@@ -98,8 +106,8 @@ class _StraightThrough(torch.autograd.Function):
         """Keeps nothing."""
 
     @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        return gradient, None, None
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None, None]:
+        return gradient, None, None, None
 
 
 class _ForwardToo(_StraightThrough):

@@ -10,7 +10,7 @@ from .. import arguments
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
 from ..registry import Registry, exclusive
-from .families import FORMATS, Block, Custom, Float, Format, Posit
+from .families import FORMATS, Block, Custom, Fixed, Float, Format, Posit, Scaled
 
 #: TVM's custom types have codes from here on, below are its own; a code is one byte.
 _FIRST_CODE: Final = 129
@@ -23,6 +23,9 @@ _E5M2: Final = Float("float8_e5m2", 5, 2)
 _E3M2FN: Final = Float("float6_e3m2fn", 3, 2, kind="finite")
 _E2M3FN: Final = Float("float6_e2m3fn", 2, 3, kind="finite")
 _E2M1FN: Final = Float("float4_e2m1fn", 2, 1, kind="finite")
+
+_INTEGER8: Final = Fixed("integer8", 8, 0)
+_INTEGER4: Final = Fixed("integer4", 4, 0)
 
 _SHIPPED: Final[dict[str, Format]] = {
     format.name: format
@@ -52,6 +55,17 @@ _SHIPPED: Final[dict[str, Format]] = {
         Block("mxfp6_e3m2", _E3M2FN),
         Block("mxfp6_e2m3", _E2M3FN),
         Block("mxfp4_e2m1", _E2M1FN),
+        Scaled("nvfp4", _E2M1FN, 16, "e4m3", tensor_scale=True),
+        Scaled("float8_e4m3fn_tensor", _E4M3FN),
+        Scaled("float8_e4m3fn_row", _E4M3FN, "row"),
+        Scaled("float8_e4m3fn_block128", _E4M3FN, 128),
+        Scaled("float8_e4m3fn_block128x128", _E4M3FN, (128, 128)),
+        Scaled("float8_e5m2_tensor", _E5M2),
+        Scaled("int8", _INTEGER8),
+        Scaled("int8_row", _INTEGER8, "row"),
+        Scaled("int4", _INTEGER4),
+        Scaled("int4_row", _INTEGER4, "row"),
+        Scaled("int4_block128", _INTEGER4, 128),
     )
 }
 

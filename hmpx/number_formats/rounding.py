@@ -18,9 +18,10 @@ from .bits import FP32, FP64
 from .families import PLANS, Format, Rounder
 from .kernels import calls
 from .kernels import library as kernel_library
+from .layouts import Layout
 from .noise import Key, random_bits
 from .plans import Plan
-from .unpatched import CONTIGUOUS, EMPTY, EMPTY_LIKE, MOVEDIM, RANDINT
+from .unpatched import CONTIGUOUS, EMPTY, EMPTY_LIKE, RANDINT
 
 #: Torch runs smaller work on one thread, too.
 THREADED: Final = 32768
@@ -44,10 +45,23 @@ class Rounding:
         self._by_dtype: dict[torch.dtype, DtypeRounding] = {}
         self.encoders: dict[torch.dtype, calls.Encoder | None] = {}
 
-    def __call__(self, x: Tensor, generator: torch.Generator | None = None) -> Tensor:
-        """Returns ``x`` rounded; records no gradient."""
+    def __call__(
+        self, x: Tensor, generator: torch.Generator | None = None, scale: Tensor | None = None
+    ) -> Tensor:
+        """Returns ``x`` rounded; records no gradient.
+
+        Args:
+            x: As for `quantize`.
+            generator: As for `quantize`.
+            scale: As for `quantize`.
+
+        Raises:
+            OptionError: As for `quantize`.
+        """
+        if scale is not None:
+            self.format.check_scale(scale, x)
         if torch.compiler.is_dynamo_compiling():
-            return self._in_dynamo(x, generator)
+            return self._in_dynamo(x, generator, scale)
         step = self._by_dtype.get(x.dtype)
         if step is None:
             step = self.for_dtype(x.dtype)
@@ -56,24 +70,27 @@ class Rounding:
         if not has_own_memory(x):
             check_dense(x)
             with torch.no_grad():
-                return _by_traceable_ops(x, step.plan, step.axis, generator)
+                return _by_traceable_ops(x, step.plan, step.layout, generator, scale)
         if x.is_neg() or x._is_zerotensor():  # without memory of its values
             x = EMPTY_LIKE(x).copy_(x.detach())
         keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
         kernel = step.kernel or step.find_kernel()
-        if kernel is not None and step.is_native and x.is_contiguous():
-            rows = ONE_ROW if step.axis is None else rows_of(x, step.axis)
-            result, count = EMPTY_LIKE(x), x.numel()
-            if count:
-                threads = 1 if count < THREADED else torch.get_num_threads()
-                kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, rows)
-            return result
+        if kernel is not None and step.is_native and scale is None and x.is_contiguous():
+            rows = ONE_ROW if step.layout is None else step.rows(x)
+            if rows is not None:
+                result, count = EMPTY_LIKE(x), x.numel()
+                if count:
+                    threads = 1 if count < THREADED else torch.get_num_threads()
+                    kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, rows)
+                return result
         with torch.no_grad():
-            if kernel is None:
-                return _by_ops(x, step, keys)
+            if kernel is None or step.plan.is_whole:
+                return _in_rows(x, step, keys, scale)
             return _laid_out(x, step, kernel, keys)
 
-    def _in_dynamo(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+    def _in_dynamo(
+        self, x: Tensor, generator: torch.Generator | None, scale: Tensor | None
+    ) -> Tensor:
         """Returns ``x`` rounded by ops that become part of the graph."""
         function = self.format.own_function
         if function is not None:
@@ -81,7 +98,7 @@ class Rounding:
         constants = _constants_of(self.format, self.mode, self.overflow, x.dtype)
         if not constants:
             return x
-        return _by_traceable_ops(x, _plan_of(*constants), self.format.block_axis, generator)
+        return _by_traceable_ops(x, _plan_of(*constants), self.format.layout, generator, scale)
 
     def for_dtype(self, dtype: torch.dtype) -> DtypeRounding:
         """Returns how tensors of one dtype are rounded.
@@ -108,16 +125,16 @@ class DtypeRounding:
         function: The user's own.
         kernel: The compiled plan, once there is one.
         is_native: The plan computes in the tensors' own dtype.
-        axis: The axis of blocks.
+        layout: Which values are rounded together; None if each is rounded by itself.
     """
 
-    __slots__ = ("axis", "function", "has_no_kernel", "is_native", "kernel", "plan")
+    __slots__ = ("function", "has_no_kernel", "is_native", "kernel", "layout", "plan")
 
     def __init__(self, rounding: Rounding, dtype: torch.dtype) -> None:
         format = rounding.format
         self.function: Rounder | None = format.own_function
         self.plan: Plan | None = format.plan(dtype, rounding.mode, rounding.overflow)  # type: ignore[arg-type]  # checked
-        self.axis = format.block_axis
+        self.layout = format.layout
         self.is_native = self.plan is not None and self.plan.binary.dtype is dtype
         self.kernel: calls.Kernel | None = None
         self.has_no_kernel = False
@@ -131,6 +148,18 @@ class DtypeRounding:
             self.kernel = calls.kernel(self.plan, library)
             self.has_no_kernel = self.kernel is None
         return self.kernel
+
+    def rows(self, x: Tensor) -> calls.Rows | None:
+        """Returns the rows of a tensor that has no memory between its elements, as the kernel takes them.
+
+        None if they lie otherwise in memory.
+        """
+        if self.layout is None:
+            return ONE_ROW
+        assert self.plan is not None
+        if self.plan.takes_strides:
+            return rows_of(x, self.layout.axis)
+        return self.layout.rows_in_memory(x)
 
 
 def has_own_memory(x: Tensor) -> bool:
@@ -212,7 +241,11 @@ def _signed(key: int) -> int:
 
 
 def _by_traceable_ops(
-    x: Tensor, plan: Plan, axis: int | None, generator: torch.Generator | None
+    x: Tensor,
+    plan: Plan,
+    layout: Layout | None,
+    generator: torch.Generator | None,
+    scale: Tensor | None,
 ) -> Tensor:
     """Returns ``x`` rounded by torch ops on the whole of it: traceable, on any device."""
     x = x.detach()
@@ -224,12 +257,26 @@ def _by_traceable_ops(
         )
         drawn = drawn.to(x.device, torch.int32)
         keys = (drawn[0], drawn[1])
-    work = CAST[plan.binary.dtype](x)
-    work = _to_rows(work, axis)
+    rows = CAST[plan.binary.dtype](x)
+    if layout is not None:
+        rows = layout.to_rows(rows)
+    rounded = _rounded(rows, plan, layout, keys, scale)
+    if layout is not None:
+        rounded = layout.from_rows(rounded, x.shape)
+    return CAST[x.dtype](rounded)
+
+
+def _rounded(
+    rows: Tensor, plan: Plan, layout: Layout | None, keys: tuple[Key, Key], scale: Tensor | None
+) -> Tensor:
+    """Returns rows rounded by torch ops, by their own scales or by those that are given."""
     noise = None
     if plan.mode == "stochastic":
-        noise = random_bits(work.numel(), 0, keys, x.device).view(work.shape)
-    return CAST[x.dtype](_from_rows(plan.round(work, noise), x, axis))
+        noise = random_bits(rows.numel(), 0, keys, rows.device).view(rows.shape)
+    if scale is None or layout is None:
+        return plan.round(rows, noise)
+    scale = CAST[torch.float32](scale.detach())
+    return plan.round_by(rows, noise, layout.to_rows(scale) if scale.dim() else scale.view(1))
 
 
 def _laid_out(
@@ -246,7 +293,8 @@ def _laid_out(
             source = result.copy_(x)
     else:
         source = result = CAST[step.plan.binary.dtype](x)
-    rows = ONE_ROW if step.axis is None else rows_of(source, step.axis)
+    rows = step.rows(source)
+    assert rows is not None
     count = source.numel()
     if count:
         threads = 1 if count < THREADED else torch.get_num_threads()
@@ -254,15 +302,25 @@ def _laid_out(
     return CAST[x.dtype](result)
 
 
-def _by_ops(x: Tensor, step: DtypeRounding, keys: tuple[int, int]) -> Tensor:
-    """Returns ``x`` rounded by torch ops, a part at a time, with its strides."""
-    assert step.plan is not None
-    work = CAST[step.plan.binary.dtype](x)
-    rows = CONTIGUOUS(_to_rows(work, step.axis))
-    is_own = rows.data_ptr() != x.data_ptr()
-    result = rows if is_own else EMPTY_LIKE(rows)
-    _round_in_parts(rows, result, step.plan, keys)
-    found = CAST[x.dtype](_from_rows(result, x, step.axis))
+def _in_rows(x: Tensor, step: DtypeRounding, keys: tuple[int, int], scale: Tensor | None) -> Tensor:
+    """Returns ``x`` rounded in rows, with its strides: by the kernel, or by torch ops if there is none."""
+    plan, layout = step.plan, step.layout
+    assert plan is not None
+    work = CAST[plan.binary.dtype](x)
+    rows = CONTIGUOUS(work if layout is None else layout.to_rows(work))
+    if scale is not None or (step.kernel is None and plan.is_whole):
+        result = _rounded(rows, plan, layout, (_signed(keys[0]), _signed(keys[1])), scale)
+    else:
+        is_own = rows.data_ptr() != x.data_ptr()
+        result = rows if is_own else EMPTY_LIKE(rows)
+        count = rows.numel()
+        if step.kernel is None:
+            _round_in_parts(rows, result, plan, keys)
+        elif count:
+            threads = 1 if count < THREADED else torch.get_num_threads()
+            extent = (rows.shape[-1], rows.shape[-2] if rows.dim() > 1 else 1)
+            step.kernel(rows.data_ptr(), result.data_ptr(), count, *keys, threads, extent)
+    found = CAST[x.dtype](result if layout is None else layout.from_rows(result, x.shape))
     if found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous()):
         return found
     return EMPTY_LIKE(x).copy_(found)
@@ -306,23 +364,3 @@ def rows_of(x: Tensor, axis: int) -> calls.Rows:
         )
     length = shape[axis] if shape else 1
     return (length, x.stride(axis)) if length > 1 else (length, 1)
-
-
-def _to_rows(x: Tensor, axis: int | None) -> Tensor:
-    """Returns ``x`` with the axis of blocks last; without one, as it is.
-
-    Raises:
-        OptionError: ``x`` has no such axis.
-    """
-    if axis is None:
-        return x
-    if x.dim() == 0:
-        x = x.view(1)
-    rows_of(x, axis)
-    return MOVEDIM(x, axis, -1)
-
-
-def _from_rows(rows: Tensor, x: Tensor, axis: int | None) -> Tensor:
-    if axis is None:
-        return rows
-    return MOVEDIM(rows, -1, axis).view(x.shape) if x.dim() else rows.view(())

@@ -10,6 +10,7 @@ import torch
 
 ABS, ADD, SUB, MUL, DIV = torch.abs, torch.add, torch.sub, torch.mul, torch.div
 FLOOR, TRUNC, CLAMP, AMAX = torch.floor, torch.trunc, torch.clamp, torch.amax
+RECIPROCAL = torch.reciprocal
 AND, OR, XOR = torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor
 LEFT, RIGHT = torch.bitwise_left_shift, torch.bitwise_right_shift
 EQ, NE, GT, GE, LT = torch.eq, torch.ne, torch.gt, torch.ge, torch.lt

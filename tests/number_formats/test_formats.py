@@ -25,6 +25,9 @@ SHIPPED = (
     *("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
     *("posit8_0", "posit8_1", "posit8_2", "posit16_1", "posit16_2"),
     *("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"),
+    *("nvfp4", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "float8_e4m3fn_block128"),
+    *("float8_e4m3fn_block128x128", "float8_e5m2_tensor"),
+    *("int8", "int8_row", "int4", "int4_row", "int4_block128"),
 )
 
 
@@ -40,7 +43,8 @@ def registry() -> Iterator[None]:
 def test_menu() -> None:
     """The module holds what it says, and its names are those of the design."""
     assert set(formats.__all__) == {
-        *("Float", "Posit", "Fixed", "Block", "Table", "Custom", "register", "unregister"),
+        *("Float", "Posit", "Fixed", "Block", "Scaled", "Table", "Custom", "register"),
+        "unregister",
         *("get", "names", "quantize", "encode", "decode", "register_op", "create_lower_func"),
     }
     assert all(hasattr(formats, name) for name in formats.__all__)
@@ -356,7 +360,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: formats.register("float16"),  # type: ignore[arg-type]
-        "register takes a Float, Posit, Fixed, Block, Table or Custom format, not 'float16'",
+        "register takes a Float, Posit, Fixed, Block, Scaled, Table or Custom format, not 'float16'",
     ),
     (
         lambda: formats.register(Float("float16", 5, 9)),

@@ -15,6 +15,7 @@ from .fixed import Fixed
 from .floats import Float
 from .number_format import CodedFormat, NumberFormat, Rounder, code_dtype
 from .posits import Posit
+from .scaled import Scaled
 from .tables import Table
 
 __all__ = [
@@ -28,12 +29,13 @@ __all__ = [
     "Format",
     "Posit",
     "Rounder",
+    "Scaled",
     "Table",
     "code_dtype",
 ]
 
 #: A format of any family: the one list of families.
-Format: TypeAlias = Float | Posit | Fixed | Block | Table | Custom
+Format: TypeAlias = Float | Posit | Fixed | Block | Scaled | Table | Custom
 
 #: The classes of formats.
 FORMATS: Final[tuple[type[NumberFormat], ...]] = get_args(Format)

@@ -15,6 +15,7 @@ from ...errors import OptionError, shown
 from ...tensors import CAST
 from ..bits import FP64, Binary
 from ..codings import Coding
+from ..layouts import Layout
 from ..plans import Overflow, Plan
 from ..unpatched import (
     ADD,
@@ -60,6 +61,7 @@ class BlockPlan(Plan):
 
     kernel = "block"
     is_by_row = True
+    takes_strides = True
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded; blocks lie along its last dimension."""
@@ -202,9 +204,9 @@ class Block(NumberFormat):
     # --- rounding ------------------------------------------------------------------------------
 
     @property
-    def block_axis(self) -> int:
-        """The axis along which elements form blocks."""
-        return self.axis
+    def layout(self) -> Layout:
+        """Blocks lie along the axis."""
+        return Layout("rows", self.axis)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
         """Returns how to round tensors of a binary type that the format fits in."""
@@ -214,7 +216,7 @@ class Block(NumberFormat):
 
     # --- codes ---------------------------------------------------------------------------------
 
-    def encoded(self, rounded: Tensor, binary: Binary) -> tuple[Tensor, Tensor]:
+    def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, Tensor]:
         """Returns the codes of the elements, and those of their blocks' scales."""
         # Rounding leaves the shared exponent as it is: the largest element keeps its exponent.
         exact = self.plan(binary.dtype, "nearest", "saturate")

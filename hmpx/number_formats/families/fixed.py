@@ -40,14 +40,22 @@ class FixedPlan(Plan):
         mode: The rounding mode.
         bits: Bits of a code.
         fraction: Bits after the point.
+        is_symmetric: The least number is the largest with the other sign.
     """
 
     binary: Binary
     mode: str
     bits: int
     fraction: int
+    is_symmetric: bool = False
 
     kernel = "fixed"
+
+    @property
+    def limits(self) -> tuple[int, int]:
+        """The least and the largest number, in units of the last place."""
+        most = (1 << (self.bits - 1)) - 1
+        return -most if self.is_symmetric else -most - 1, most
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded."""
@@ -70,16 +78,14 @@ class FixedPlan(Plan):
             whole = FLOOR(scaled)
             is_drawn = GE(SUB(scaled, whole), uniform(noise, self.binary))
             whole = WHERE(is_drawn, ADD(whole, 1.0), whole)
-        most = (1 << (self.bits - 1)) - 1
-        whole = CLAMP(whole, -most - 1, most).mul_(math.ldexp(1.0, -self.fraction))
+        whole = CLAMP(whole, *self.limits).mul_(math.ldexp(1.0, -self.fraction))
         bits = whole.view(self.binary.integer)  # compilers may take -0 for 0
         return bits.masked_fill_(EQ(whole, 0), 0).view(self.binary.dtype)
 
     def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``fixed_spec``."""
-        most = (1 << (self.bits - 1)) - 1
         scale = 1 << self.fraction
-        return _FixedSpec(self.mode_number, scale, 1 / scale, -most - 1, most)
+        return _FixedSpec(self.mode_number, scale, 1 / scale, *self.limits)
 
 
 @dataclass(frozen=True)

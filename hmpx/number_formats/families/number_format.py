@@ -18,6 +18,7 @@ from ...errors import OptionError, shown, suggestion
 from ...tensors import CAST, Constant
 from ..bits import FP32, FP64, Binary
 from ..codings import Coding
+from ..layouts import Layout
 from ..plans import ROUNDING_MODES, Overflow, Plan
 from ..unpatched import AND, ARANGE, TAKE
 
@@ -69,9 +70,15 @@ class NumberFormat:
         return None
 
     @property
-    def block_axis(self) -> int | None:
-        """The axis along which values are rounded together; None if each is rounded by itself."""
+    def layout(self) -> Layout | None:
+        """Which values are rounded together; None if each is rounded by itself."""
         return None
+
+    @property
+    def block_axis(self) -> int | None:
+        """The axis that `layout` depends on; None if it depends on none."""
+        layout = self.layout
+        return None if layout is None or layout.kind == "whole" else layout.axis
 
     def along(self: Same, axis: int) -> Same:
         """Returns the same format with values rounded together along another axis.
@@ -135,6 +142,15 @@ class NumberFormat:
             )
         self.check_overflow(overflow)
 
+    def check_scale(self, scale: object, x: Tensor) -> None:
+        """Checks scales that the values of ``x`` are to be rounded by.
+
+        Raises:
+            OptionError: The format has no scales, or these are not as it has them.
+        """
+        if scale is not None:
+            raise OptionError(f"format {self.name} has no scales to be given; a Scaled format has")
+
     def check_overflow(self, overflow: object) -> None:
         """Checks an overflow behaviour.
 
@@ -177,8 +193,16 @@ class NumberFormat:
             OptionError: It has none.
         """
 
-    def encoded(self, rounded: Tensor, binary: Binary) -> Tensor | tuple[Tensor, Tensor]:
-        """Returns the codes of values of the format, which are of the type ``binary``."""
+    def encoded(
+        self, values: Tensor, rounded: Tensor, binary: Binary
+    ) -> Tensor | tuple[Tensor, ...]:
+        """Returns the codes of values of the format.
+
+        Args:
+            values: As they were before they were rounded, of the type ``binary``.
+            rounded: The same, rounded.
+            binary: Their type.
+        """
         raise NotImplementedError
 
     def decoded(self, codes: Any) -> Tensor:
@@ -220,7 +244,7 @@ class CodedFormat(NumberFormat):
         """Returns the values of int64 codes, in float64."""
         raise NotImplementedError
 
-    def encoded(self, rounded: Tensor, binary: Binary) -> Tensor:
+    def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> Tensor:
         """Returns the codes of values of the format, which are of the type ``binary``."""
         return self.codes_of(rounded, binary).to(code_dtype(self.bits))
 

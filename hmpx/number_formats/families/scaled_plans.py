@@ -1,0 +1,209 @@
+"""Rounding by scales that follow from the largest magnitudes."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+
+from ...tensors import CAST
+from ..bits import FP32, Binary
+from ..layouts import Kind
+from ..plans import Plan
+from ..unpatched import (
+    ADD,
+    AMAX,
+    AND,
+    CLAMP,
+    DIV,
+    EQ,
+    GE,
+    LEFT,
+    LT,
+    MOVEDIM,
+    MUL,
+    NE,
+    PAD,
+    RECIPROCAL,
+    RIGHT,
+    WHERE,
+)
+from .fixed import FixedPlan
+from .float_plans import BitsPlan, FloatPlan
+from .tables import TablePlan
+
+FLOAT32_MOST: Final = float(torch.finfo(torch.float32).max)
+
+#: Scales in e4m3.
+_E4M3_LEAST: Final = 2.0**-6
+_E4M3_MOST: Final = 448.0
+_E4M3: Final = FloatPlan(FP32, "nearest", 3, -6, 8, _E4M3_MOST, _E4M3_MOST, True, True)
+
+_ELEMENTS: Final = {plan.__name__: plan for plan in (FloatPlan, BitsPlan, FixedPlan, TablePlan)}
+
+
+@dataclass(frozen=True)
+class ScaledPlan(Plan):
+    """Elements that share scales.
+
+    Attributes:
+        binary: The type that it computes in.
+        mode: The rounding mode.
+        element: How the elements are rounded, divided by their scale.
+        kind: How the values that share a scale lie in rows.
+        size: How many of a row share a scale; 0 for all.
+        height: How many rows do, of tiles.
+        scale_format: ``"float32"``, ``"e8m0"`` or ``"e4m3"``.
+        has_tensor_scale: Scales are divided by one of the whole tensor.
+        largest: The largest magnitude of an element.
+        least_scale: Scales are not below this one, and not above the next: those of the tensor if it has
+            one, else those of blocks.
+        most_scale: See there.
+        max_exponent: The exponent of ``largest``.
+        carry: What is added to the bits of a magnitude in float32 before its exponent is taken.
+    """
+
+    binary: Binary
+    mode: str
+    element: FloatPlan | BitsPlan | FixedPlan | TablePlan
+    kind: Kind
+    size: int
+    height: int
+    scale_format: str
+    has_tensor_scale: bool
+    largest: float
+    least_scale: float
+    most_scale: float
+    max_exponent: int
+    carry: int
+
+    is_by_row = True
+    is_whole = True
+
+    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the values of rows rounded."""
+        if x.numel() == 0:
+            return x.clone()
+        blocks = self.split(x)
+        tensor_scale = self.scale(self.amax(x.reshape(-1))) if self.has_tensor_scale else None
+        return self._rounded(blocks, noise, self.block_scale(blocks, tensor_scale), tensor_scale, x)
+
+    def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor) -> Tensor:
+        """Returns the values of rows rounded by scales that are given."""
+        if x.numel() == 0:
+            return x.clone()
+        blocks = self.split(x)
+        scale = block_scale = CLAMP(scale, self.least_scale, self.most_scale)
+        if self.has_tensor_scale:
+            block_scale = self.block_scale(blocks, scale)
+            return self._rounded(blocks, noise, block_scale, scale, x)
+        if self.kind != "whole":
+            block_scale = block_scale.unsqueeze(-1)
+        return self._rounded(blocks, noise, block_scale, None, x)
+
+    # --- scales --------------------------------------------------------------------------------
+
+    def amax(self, blocks: Tensor) -> Tensor:
+        """Returns the largest magnitudes in the last dimension, kept, as float32.
+
+        NaN where there is infinity or NaN; at most float32's largest number.
+        """
+        binary = self.binary
+        most = AMAX(AND(blocks.view(binary.integer), binary.magnitude), -1, True)
+        found = CLAMP(CAST[torch.float32](most.view(binary.dtype)), max=FLOAT32_MOST)
+        return found.masked_fill_(GE(most, binary.infinity), math.nan)
+
+    def scale(self, amax: Tensor) -> Tensor:
+        """Returns the scales for largest magnitudes, of the tensor if it has one; NaN for infinity."""
+        amax = amax.masked_fill(EQ(amax, math.inf), math.nan)
+        if self.scale_format == "e8m0":
+            exponent = RIGHT(ADD(amax.view(torch.int32), self.carry), 23).sub_(self.max_exponent)
+            power = LEFT(CLAMP(exponent, 1, 254), 23).view(torch.float32)
+            scale = power.masked_fill_(NE(amax, amax), math.nan)
+        else:
+            scale = DIV(amax, self.largest * (_E4M3_MOST if self.has_tensor_scale else 1.0))
+        scale = CLAMP(scale, self.least_scale, self.most_scale)
+        is_coarse = self.scale_format == "e4m3" and not self.has_tensor_scale
+        return _E4M3.round(scale, None) if is_coarse else scale
+
+    def block_scale(self, blocks: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        """Returns the scales of blocks: [..., 1], the tensor's not included."""
+        amax = self.amax(blocks)
+        if tensor_scale is None:
+            return self.scale(amax)
+        scale = DIV(DIV(amax, self.largest), tensor_scale)
+        return _E4M3.round(CLAMP(scale, _E4M3_LEAST, _E4M3_MOST), None)
+
+    # --- elements ------------------------------------------------------------------------------
+
+    def _rounded(
+        self,
+        blocks: Tensor,
+        noise: Tensor | None,
+        block_scale: Tensor,
+        tensor_scale: Tensor | None,
+        rows: Tensor,
+    ) -> Tensor:
+        scale = block_scale
+        by: Callable[..., Tensor] = DIV
+        if self.scale_format == "e4m3":
+            by, divisor = MUL, RECIPROCAL(block_scale)
+            if tensor_scale is not None:
+                scale = MUL(tensor_scale, block_scale)
+                divisor = DIV(RECIPROCAL(tensor_scale), block_scale)
+        else:
+            divisor = block_scale
+        scaled = by(blocks, CAST[self.binary.dtype](divisor))
+        if self.mode in ("up", "down"):
+            # What the division has flushed to zero was not zero.
+            least = math.ldexp(1.0, -126)
+            tiny = WHERE(LT(blocks, 0), -least, least)
+            is_lost = AND(LT(scaled.abs(), least), NE(blocks, 0))
+            scaled = WHERE(is_lost, CAST[self.binary.dtype](tiny), scaled)
+        elements = self.element.round(scaled, None if noise is None else self.split(noise))
+        # A value is a number of float32, whatever it is computed in.
+        values = MUL(CAST[torch.float32](elements), scale)
+        return CAST[self.binary.dtype](self.join(values, rows))
+
+    # --- blocks --------------------------------------------------------------------------------
+
+    def split(self, x: Tensor) -> Tensor:
+        """Returns rows in blocks, [..., values of a block]; what is missing is filled with zeros."""
+        if self.kind == "whole":
+            return x
+        if not self.size:
+            return x.unsqueeze(-2)
+        down, across = self._missing(x)
+        if down or across:
+            x = PAD(x, (0, across, 0, down) if self.kind == "tiles" else (0, across))
+        if self.kind != "tiles":
+            return x.reshape(*x.shape[:-1], x.shape[-1] // self.size, self.size)
+        rows, length = x.shape[-2:]
+        tiled = (rows // self.height, self.height, length // self.size, self.size)
+        return MOVEDIM(x.reshape(*x.shape[:-2], *tiled), -3, -2).flatten(-2)
+
+    def join(self, blocks: Tensor, like: Tensor) -> Tensor:
+        """Returns blocks as the rows that `split` made them from."""
+        if self.kind == "whole":
+            return blocks
+        if not self.size:
+            return blocks.squeeze(-2)
+        length = like.shape[-1]
+        if self.kind != "tiles":
+            return blocks.flatten(-2)[..., :length]
+        tiles = MOVEDIM(blocks.view(*blocks.shape[:-1], self.height, self.size), -2, -3)
+        return tiles.flatten(-4, -3).flatten(-2)[..., : like.shape[-2], :length]
+
+    def _missing(self, x: Tensor) -> tuple[int, int]:
+        return (-x.shape[-2] % self.height if self.kind == "tiles" else 0, -x.shape[-1] % self.size)
+
+    @classmethod
+    def from_constants(cls, binary: Binary, *rest: Any) -> Plan:
+        """Returns the plan whose `constants` these are, after its name and its binary's mantissa."""
+        mode, element, *others = rest
+        made = _ELEMENTS[element[0]].from_constants(binary, *element[2:])
+        return cls(binary, mode, made, *others)  # type: ignore[arg-type]  # one of these
