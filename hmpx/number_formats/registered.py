@@ -55,6 +55,7 @@ _SHIPPED: Final[dict[str, Format]] = {
         Block("mxfp6_e3m2", _E3M2FN),
         Block("mxfp6_e2m3", _E2M3FN),
         Block("mxfp4_e2m1", _E2M1FN),
+        Block("mxint8", Fixed("integer8_6", 2, 6)),
         Scaled("nvfp4", _E2M1FN, 16, "e4m3", tensor_scale=True),
         Scaled("float8_e4m3fn_tensor", _E4M3FN),
         Scaled("float8_e4m3fn_row", _E4M3FN, "row"),

@@ -25,7 +25,7 @@ SHIPPED = (
     *("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
     *("posit8_0", "posit8_1", "posit8_2", "posit16_1", "posit16_2"),
     *("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"),
-    *("nvfp4", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "float8_e4m3fn_block128"),
+    *("mxint8", "nvfp4", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "float8_e4m3fn_block128"),
     *("float8_e4m3fn_block128x128", "float8_e5m2_tensor"),
     *("int8", "int8_row", "int4", "int4_row", "int4_block128"),
 )
@@ -332,7 +332,8 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     (lambda: Fixed("q", 0, 4), "format q: integer_bits must be an integer from 1 to 32, not 0"),
     (
         lambda: Block("b", "float8_e4m3fn"),  # type: ignore[arg-type]
-        "format b: element must be a Float, not 'float8_e4m3fn'; get(name) returns a registered one",
+        "format b: element must be a Float or Fixed, not 'float8_e4m3fn'; get(name) returns a "
+        "registered one",
     ),
     (lambda: Block("b", E2M1, size=0), "format b: size must be an integer from 1 to 65536, not 0"),
     (

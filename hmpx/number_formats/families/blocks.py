@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import ctypes
 import math
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown
 from ...tensors import CAST
@@ -35,9 +36,11 @@ from ..unpatched import (
     SUB,
     WHERE,
 )
+from .fixed import Fixed, FixedPlan
 from .float_plans import FloatPlan
 from .floats import Float
 from .number_format import NumberFormat, check_codes, check_int, check_name, code_dtype
+from .shared_exponents import RULES, Rule, carry, exponent_of
 
 #: Elements of the largest block that the kernel encodes, STRIP_ELEMENTS in ``code_kernels.h``.
 _MOST_ENCODED: Final = 2048
@@ -52,12 +55,16 @@ class BlockPlan(Plan):
         mode: The rounding mode.
         element: How the elements are rounded, divided by their scale.
         size: Elements of a block.
+        max_exponent: The exponent of the largest element.
+        carry: What is added to the bits of the largest magnitude before its exponent is taken.
     """
 
     binary: Binary
     mode: str
-    element: FloatPlan
+    element: FloatPlan | FixedPlan
     size: int
+    max_exponent: int
+    carry: int
 
     kernel = "block"
     is_by_row = True
@@ -86,13 +93,18 @@ class BlockPlan(Plan):
         """Returns the shared exponents, and whether a block holds infinity or NaN: [..., n, 1]."""
         binary = self.binary
         most = AMAX(AND(blocks.view(binary.integer), binary.magnitude), -1, True)
-        exponent = RIGHT(most, binary.mantissa).sub_(binary.bias + self.element.max_exponent)
-        return CLAMP(exponent, -127, 127), GE(most, binary.infinity)
+        carried = ADD(most, self.carry) if self.carry else most
+        exponent = RIGHT(carried, binary.mantissa).sub_(binary.bias + self.max_exponent)
+        return CLAMP(exponent, -127, 127 - self.max_exponent), GE(most, binary.infinity)
 
     def scaled(self, blocks: Tensor, exponent: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the elements: ``blocks`` divided by their scale, rounded."""
         binary = self.binary
-        scaled = MUL(blocks, self._power(-exponent))
+        if self.max_exponent < 1:  # a processor may take 2**-127 for zero
+            half = RIGHT(exponent, 1)
+            scaled = MUL(MUL(blocks, self._power(half.neg())), self._power(SUB(half, exponent)))
+        else:
+            scaled = MUL(blocks, self._power(exponent.neg()))
         if self.mode in ("up", "down"):
             # What the division has flushed to zero was not zero.
             bits = blocks.view(binary.integer)
@@ -113,28 +125,41 @@ class BlockPlan(Plan):
 
     def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``block_spec`` for rows of ``length`` elements."""
-        numbers = (*self.element.kernel_numbers(), self.element.max_exponent, self.size)
-        return (ctypes.c_int64 * 12)(*numbers, length, inner)
+        assert isinstance(self.element, FloatPlan)
+        numbers = (*self.element.kernel_numbers(), self.max_exponent, self.carry, self.size)
+        return (ctypes.c_int64 * 13)(*numbers, length, inner)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel for this type and mode."""
+        return super().has_kernel and isinstance(self.element, FloatPlan)
 
     @classmethod
     def from_constants(cls, binary: Binary, *rest: Any) -> Plan:
         """Returns the plan whose `constants` these are, after its name and its binary's mantissa."""
-        mode, element, size = rest
-        return cls(binary, mode, FloatPlan(binary, *element[2:]), size)
+        mode, element, *others = rest
+        family = FloatPlan if element[0] == FloatPlan.__name__ else FixedPlan
+        return cls(binary, mode, family(binary, *element[2:]), *others)
 
 
 @dataclass(frozen=True)
 class Block(NumberFormat):
     """Blocks of elements that share a power of two, as in the OCP Microscaling (MX) specification.
 
-    The shared exponent is that of the block's largest magnitude less the element's largest exponent,
-    from -127 to 127, stored in 8 bits (E8M0).
+    The shared exponent follows from the block's largest magnitude (amax), is from -127 to 127, and stored
+    in 8 bits (E8M0). It is never so large that an element times the scale would be infinite.
 
     Attributes:
         name: An identifier.
-        element: The format of the elements, divided by their block's scale.
+        element: The format of the elements, divided by their block's scale: a `Float`, or a `Fixed` one as
+            in MXINT8, whose least number is left out so that it is symmetric.
         size: Elements of a block; the last block of a row may be shorter.
         axis: The axis along which elements form blocks.
+        rule: How the shared exponent is chosen, in torchao's words (ScaleCalculationMode). ``"floor"``: that
+            of amax less that of the largest element, as the OCP specification has it; amax may
+            saturate. ``"rceil"``: the least with which nothing saturates, as Blackwell computes it.
+            ``"ceil"``: as ``"floor"``, of the power of two that is not below amax. ``"even"``: as
+            ``"floor"``, of amax rounded to the element's mantissa bits.
 
     Example:
         >>> element = hmpx.formats.Float("e2m1", exponent_bits=2, mantissa_bits=1, kind="finite")
@@ -144,9 +169,10 @@ class Block(NumberFormat):
     """
 
     name: str
-    element: Float
+    element: Float | Fixed
     size: int = 32
     axis: int = -1
+    rule: Rule = "floor"
 
     plans = (BlockPlan,)
 
@@ -157,17 +183,23 @@ class Block(NumberFormat):
             OptionError: A field has a value that it can't have.
         """
         check_name(self.name)
-        if not is_a(self.element, Float):
+        if not is_a(self.element, (Float, Fixed)):
             raise OptionError(
-                f"format {self.name}: element must be a Float, not {shown(self.element)}; "
+                f"format {self.name}: element must be a Float or Fixed, not {shown(self.element)}; "
                 "get(name) returns a registered one"
             )
         # Then elements are exact in float32, also divided by their scale and multiplied with it.
-        if not 1 <= self.element.max_exponent <= 16 or self.element.smallest_subnormal < 2.0**-22:
+        least = 1 if is_a(self.element, Float) else -1
+        if (
+            not least <= exponent_of(self.element.max) <= 16
+            or self.element.smallest_subnormal < 2.0**-22
+        ):
             raise OptionError(
                 f"format {self.name}: element {self.element.name} must have a largest exponent from "
-                "1 to 16 and no numbers below 2**-22"
+                f"{least} to 16 and no numbers below 2**-22"
             )
+        what = f"format {self.name}: rule"
+        object.__setattr__(self, "rule", arguments.choice(what, self.rule, RULES))
         check_int(self.name, "size", self.size, 1, 65536)
         check_int(self.name, "axis", self.axis, -64, 63)
 
@@ -189,7 +221,7 @@ class Block(NumberFormat):
     @property
     def max(self) -> float:
         """The largest number."""
-        return math.ldexp(self.element.max, 127 - self.element.max_exponent)
+        return math.ldexp(self.element.max, 127 - exponent_of(self.element.max))
 
     @property
     def smallest_normal(self) -> float:
@@ -211,21 +243,22 @@ class Block(NumberFormat):
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
         """Returns how to round tensors of a binary type that the format fits in."""
         element = self.element.plan_in(binary, mode, "saturate")
-        assert isinstance(element, FloatPlan)
-        return BlockPlan(binary, mode, element, self.size)
+        if isinstance(element, FixedPlan):
+            element = replace(element, is_symmetric=True)
+        assert isinstance(element, FloatPlan | FixedPlan)
+        largest = self.element.max
+        added = carry(self.rule, largest, self.significand_bits, binary.mantissa)
+        return BlockPlan(binary, mode, element, self.size, exponent_of(largest), added)
 
     # --- codes ---------------------------------------------------------------------------------
 
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, Tensor]:
         """Returns the codes of the elements, and those of their blocks' scales."""
-        # Rounding leaves the shared exponent as it is: the largest element keeps its exponent.
         exact = self.plan(binary.dtype, "nearest", "saturate")
         assert isinstance(exact, BlockPlan)
-        rows = MOVEDIM(rounded.view(1), 0, -1) if rounded.dim() == 0 else rounded
-        rows = MOVEDIM(rows, self.axis if rounded.dim() else -1, -1).contiguous()
-        blocks = exact.split(rows)
-        exponent, is_bad = exact.exponents(blocks)
-        elements = exact.scaled(blocks, exponent, None).masked_fill_(is_bad, math.nan)
+        before, rows = self._rows(values), self._rows(rounded)
+        exponent, is_bad = exact.exponents(exact.split(before))
+        elements = exact.scaled(exact.split(rows), exponent, None).masked_fill_(is_bad, math.nan)
         codes = self.element.codes_of(elements, binary)
         codes = codes.flatten(-2)[..., : rows.shape[-1]].to(code_dtype(self.element.bits))
         scales = ADD(exponent, 127).masked_fill_(is_bad, 255).squeeze(-1).to(torch.uint8)
@@ -233,8 +266,10 @@ class Block(NumberFormat):
             return codes.view(()), scales
         return MOVEDIM(codes, -1, self.axis), MOVEDIM(scales, -1, self.axis)
 
-    def coding(self, binary: Binary) -> Coding:
+    def coding(self, binary: Binary) -> Coding | None:
         """Returns what kernels are told to make or read the codes of values of a binary type."""
+        if not isinstance(self.element, Float):
+            return None
         element = self.element.coding(binary, keeps_sign_of_nan=False)
         return Coding(
             "block",
@@ -242,6 +277,11 @@ class Block(NumberFormat):
             can_encode=self.size <= _MOST_ENCODED,
             can_decode=element.can_decode,
         )
+
+    def _rows(self, x: Tensor) -> Tensor:
+        """Returns ``x`` with its axis last, contiguous."""
+        x = x.view(1) if x.dim() == 0 else MOVEDIM(x, self.axis, -1)
+        return x.contiguous()
 
     def decoded(self, codes: Any) -> Tensor:
         """Returns the values that the pair (codes, scales) stands for, in float32.

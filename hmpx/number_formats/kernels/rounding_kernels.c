@@ -47,7 +47,7 @@ struct table_spec {
 /* Tensors of [outer, length, inner] elements, of which `size` that lie `inner` apart are a block. */
 struct block_spec {
   struct float_spec element;
-  int64_t max_exponent, size, length, inner;
+  int64_t max_exponent, carry, size, length, inner;
 };
 
 /* random_bits of noise.py */
@@ -404,9 +404,10 @@ INLINE REAL NAME(power_of_two)(SINT exponent) {
 
 /* The exponent that a block shares, given the bits of its largest magnitude. */
 INLINE SINT NAME(shared_exponent)(SINT most, const struct block_spec *s) {
-  const SINT exponent = (most >> MANTISSA) - BIAS - (SINT)s->max_exponent;
+  const SINT carried = (SINT)((UINT)most + (UINT)s->carry), highest = 127 - (SINT)s->max_exponent;
+  const SINT exponent = (carried >> MANTISSA) - BIAS - (SINT)s->max_exponent;
   const SINT raised = exponent < -127 ? -127 : exponent;
-  return raised > 127 ? 127 : raised;
+  return raised > highest ? highest : raised;
 }
 
 /* An element divided by its block's scale. */
