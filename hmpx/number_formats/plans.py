@@ -25,6 +25,7 @@ class Plan:
     Attributes:
         kernel: The name of the compiled kernel in ``rounding_kernels.c``; None if it has none.
         kernel_binaries: The types that it is compiled for.
+        has_encoder: There is a kernel that makes codes, too.
         is_by_row: How a value is rounded depends on its neighbours in the last dimension.
         is_whole: It may depend on all other values.
         takes_strides: The kernel takes rows whose elements lie apart.
@@ -32,6 +33,7 @@ class Plan:
 
     kernel: ClassVar[str | None] = None
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32, FP64)
+    has_encoder: ClassVar[bool] = True
     is_by_row: ClassVar[bool] = False
     is_whole: ClassVar[bool] = False
     takes_strides: ClassVar[bool] = False

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import math
 import pickle
 from collections.abc import Callable
@@ -18,10 +19,18 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from hmpx import formats
 from hmpx.errors import OptionError
 from hmpx.formats import Fixed, Float, Scaled, Table, decode, encode, get, quantize
-from hmpx.number_formats import rounder
+from hmpx.number_formats import ROUNDING_MODES, rounder
 
 from .scaled_reference import quantized
-from .test_quantize import NF4, assert_same, implementation, name_of, quiet  # noqa: F401  # a fixture
+from .test_quantize import (
+    FLUSHED,
+    NF4,
+    assert_same,
+    compiled,
+    implementation,  # noqa: F401  # a fixture
+    name_of,
+    quiet,
+)
 
 E4M3 = get("float8_e4m3fn")
 E2M1 = get("float4_e2m1fn")
@@ -93,6 +102,49 @@ def test_shipped_formats_as_defined(name: str, implementation: str) -> None:  # 
     expected = torch.from_numpy(quantized(x.numpy(), format))
     assert torch.equal(quantize(x, name), expected)
     assert quantize(quantize(x, name).t(), format.along(0)).stride() == (1, 300)
+
+
+def rounded_by(x: Tensor, format: Scaled, mode: str, kernels: bool) -> Tensor:
+    """Returns ``x`` rounded by the kernel, or by torch ops."""
+    run = rounder(copy.copy(format), mode)  # with plans and kernels of its own
+    run.for_dtype(x.dtype).has_no_kernel = not kernels  # type: ignore[attr-defined]
+    return run(x, torch.Generator().manual_seed(0))  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
+@pytest.mark.parametrize("granularity", GRANULARITIES, ids=str)
+@pytest.mark.parametrize("element", (*ELEMENTS, FLUSHED), ids=name_of)
+def test_kernels_as_torch_ops(element: Float, granularity: str, mode: str) -> None:
+    """Bit for bit, in all modes, of all scales, in other strides, and what is not finite."""
+    if compiled() is None:
+        pytest.skip("no compiler builds the kernels here")
+    x = torch.randn(3, 18, 70) * torch.exp2(torch.randint(-40, 40, (3, 18, 70)).float())
+    x[1, :, :40], x[2, 5], x[2, 6, 8], x[2, 10, 7], x[2, 17, 7] = (
+        0.0,
+        1e-41,
+        2.0**126,
+        math.nan,
+        math.inf,
+    )
+    for scale_format, tensor_scale in SCALES:
+        format = Scaled("f", element, granularity, scale_format, tensor_scale=tensor_scale)  # type: ignore[arg-type]
+        for part in (x, x[1].t()):
+            found = rounded_by(part, format, mode, kernels=True)
+            assert_same(found, rounded_by(part, format, mode, kernels=False), part)
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_threads(name: str) -> None:
+    """Two of them round as one does."""
+    x, threads = torch.randn(300, 300), torch.get_num_threads()
+    found = {}
+    try:
+        for count in (1, 2):
+            torch.set_num_threads(count)
+            found[count] = rounded_by(x, scaled(name), "stochastic", kernels=compiled() is not None)
+    finally:
+        torch.set_num_threads(threads)
+    assert torch.equal(found[1], found[2])
 
 
 def test_properties() -> None:

@@ -19,7 +19,7 @@ from ..unpatched import ABS, ADD, AND, CLAMP, EQ, FLOOR, GE, LT, MUL, SUB, TRUNC
 from .number_format import CodedFormat, check_int, check_name
 
 
-class _FixedSpec(ctypes.Structure):
+class FixedSpec(ctypes.Structure):
     """The kernel's ``fixed_spec``."""
 
     _fields_ = (
@@ -85,7 +85,7 @@ class FixedPlan(Plan):
     def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``fixed_spec``."""
         scale = 1 << self.fraction
-        return _FixedSpec(self.mode_number, scale, 1 / scale, *self.limits)
+        return FixedSpec(self.mode_number, scale, 1 / scale, *self.limits)
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -20,6 +21,7 @@ from ..unpatched import (
     AND,
     CLAMP,
     DIV,
+    EMPTY_LIKE,
     EQ,
     GE,
     LEFT,
@@ -32,7 +34,7 @@ from ..unpatched import (
     RIGHT,
     WHERE,
 )
-from .fixed import FixedPlan
+from .fixed import FixedPlan, FixedSpec
 from .float_plans import BitsPlan, FloatPlan
 from .tables import TablePlan
 
@@ -44,6 +46,31 @@ _E4M3_MOST: Final = 448.0
 _E4M3: Final = FloatPlan(FP32, "nearest", 3, -6, 8, _E4M3_MOST, _E4M3_MOST, True, True)
 
 _ELEMENTS: Final = {plan.__name__: plan for plan in (FloatPlan, BitsPlan, FixedPlan, TablePlan)}
+
+
+#: Values of the largest table that the kernel takes.
+_SMALL_TABLE: Final = 16
+
+
+class ScaledSpec(ctypes.Structure):
+    """The kernel's ``scaled_spec``."""
+
+    _fields_ = (
+        ("element", ctypes.c_int64 * 8),
+        ("e4m3", ctypes.c_int64 * 8),
+        ("fixed", FixedSpec),
+        *(
+            (name, ctypes.c_int64)
+            for name in ("kind", "scale_format", "has_tensor_scale", "max_exponent", "carry")
+        ),
+        *((name, ctypes.c_int64) for name in ("size", "height", "length", "rows")),
+        *(
+            (name, ctypes.c_float)
+            for name in ("largest", "tensor_largest", "least_scale", "most_scale")
+        ),
+        ("values", ctypes.c_float * _SMALL_TABLE),
+        ("thresholds", ctypes.c_float * _SMALL_TABLE),
+    )
 
 
 @dataclass(frozen=True)
@@ -81,6 +108,9 @@ class ScaledPlan(Plan):
     max_exponent: int
     carry: int
 
+    kernel = "scaled"
+    kernel_binaries = (FP32,)
+    has_encoder = False
     is_by_row = True
     is_whole = True
 
@@ -125,7 +155,8 @@ class ScaledPlan(Plan):
             power = LEFT(CLAMP(exponent, 1, 254), 23).view(torch.float32)
             scale = power.masked_fill_(NE(amax, amax), math.nan)
         else:
-            scale = DIV(amax, self.largest * (_E4M3_MOST if self.has_tensor_scale else 1.0))
+            divisor = self.largest * (_E4M3_MOST if self.has_tensor_scale else 1.0)
+            scale = _divided(amax, divisor)
         scale = CLAMP(scale, self.least_scale, self.most_scale)
         is_coarse = self.scale_format == "e4m3" and not self.has_tensor_scale
         return _E4M3.round(scale, None) if is_coarse else scale
@@ -135,7 +166,7 @@ class ScaledPlan(Plan):
         amax = self.amax(blocks)
         if tensor_scale is None:
             return self.scale(amax)
-        scale = DIV(DIV(amax, self.largest), tensor_scale)
+        scale = DIV(_divided(amax, self.largest), tensor_scale)
         return _E4M3.round(CLAMP(scale, _E4M3_LEAST, _E4M3_MOST), None)
 
     # --- elements ------------------------------------------------------------------------------
@@ -201,9 +232,49 @@ class ScaledPlan(Plan):
     def _missing(self, x: Tensor) -> tuple[int, int]:
         return (-x.shape[-2] % self.height if self.kind == "tiles" else 0, -x.shape[-1] % self.size)
 
+    # --- the kernel ----------------------------------------------------------------------------
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel for these elements and this mode."""
+        is_small = isinstance(self.element, TablePlan) and len(self.element.values) <= _SMALL_TABLE
+        is_known = isinstance(self.element, FloatPlan | FixedPlan)
+        return super().has_kernel and (is_known or (is_small and self.mode == "nearest"))
+
+    def kernel_spec(self, length: int, inner: int) -> Any:
+        """Returns the kernel's ``scaled_spec``."""
+        element, spec = self.element, ScaledSpec()
+        spec.element[0] = self.mode_number
+        if isinstance(element, FloatPlan):
+            spec.kind, spec.element[:] = 0, element.kernel_numbers()
+        elif isinstance(element, FixedPlan):
+            spec.kind, spec.fixed = 1, element.kernel_spec(0, 1)
+        else:
+            assert isinstance(element, TablePlan)
+            spec.kind, count = 2, len(element.values)
+            for j in range(_SMALL_TABLE):
+                spec.values[j] = element.values[min(j, count - 1)]
+                spec.thresholds[j] = element.thresholds[j] if j < count - 1 else math.inf
+        spec.e4m3[:] = _E4M3.kernel_numbers()
+        spec.scale_format = ("float32", "e8m0", "e4m3").index(self.scale_format)
+        spec.has_tensor_scale = self.has_tensor_scale
+        spec.max_exponent, spec.carry = self.max_exponent, self.carry
+        is_tiled = self.kind == "tiles"
+        spec.size = 0 if self.kind == "whole" else self.size or length
+        spec.height, spec.rows = (self.height, inner) if is_tiled else (1, 1)
+        spec.length, spec.largest = length, self.largest
+        spec.tensor_largest = self.largest * _E4M3_MOST
+        spec.least_scale, spec.most_scale = self.least_scale, self.most_scale
+        return spec
+
     @classmethod
     def from_constants(cls, binary: Binary, *rest: Any) -> Plan:
         """Returns the plan whose `constants` these are, after its name and its binary's mantissa."""
         mode, element, *others = rest
         made = _ELEMENTS[element[0]].from_constants(binary, *element[2:])
         return cls(binary, mode, made, *others)  # type: ignore[arg-type]  # one of these
+
+
+def _divided(amax: Tensor, number: float) -> Tensor:
+    """Returns magnitudes divided by a number: by a tensor, since some devices multiply with inverses."""
+    return DIV(amax, EMPTY_LIKE(amax).fill_(number))

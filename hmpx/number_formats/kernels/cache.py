@@ -26,11 +26,18 @@ from .files import PrivateFolder, Stamp
 _SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 
 #: What it includes.
-_PARTS: Final = (Path(__file__).with_name("code_kernels.h"),)
+_PARTS: Final = tuple(
+    Path(__file__).with_name(name) for name in ("code_kernels.h", "scaled_kernels.h")
+)
 
 _SYMBOLS: Final = (
     *(symbol for plan in PLANS.values() for symbol in plan.symbols()),
-    *(f"encode_{symbol}" for plan in PLANS.values() for symbol in plan.symbols()),
+    *(
+        f"encode_{symbol}"
+        for plan in PLANS.values()
+        if plan.has_encoder
+        for symbol in plan.symbols()
+    ),
     *(
         f"decode_{kind}_{width}"
         for kind in ("float", "posit", "fixed", "table")

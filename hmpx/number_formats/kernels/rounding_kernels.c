@@ -643,6 +643,9 @@ API void table_f32(const float *in, float *out, int64_t count, const struct tabl
 #endif
 
 #include "code_kernels.h"
+#if IS_FLOAT
+#include "scaled_kernels.h"
+#endif
 
 #undef MAGNITUDE
 #undef SIGN
