@@ -13,7 +13,6 @@ from .families.number_format import NumberFormat
 from .kernels import calls
 from .kernels import library as kernel_library
 from .rounding import (
-    NO_KEYS,
     ONE_ROW,
     THREADED,
     Rounding,
@@ -22,6 +21,7 @@ from .rounding import (
     rounding_of,
     rows_of,
 )
+from .torch_rounding import NO_KEYS
 from .unpatched import CLONE, CONTIGUOUS, EMPTY, EMPTY_LIKE
 
 #: Under which the kernel is kept among what is derived from a format; False if there is none.

@@ -68,6 +68,11 @@ class Plan:
         raise NotImplementedError
 
     @property
+    def has_one_scale(self) -> bool:
+        """Whether what `round_by` is given is one scale of the whole tensor, which the kernel takes, too."""
+        return False
+
+    @property
     def mode_number(self) -> int:
         """The rounding mode, as the kernels take it."""
         return ROUNDING_MODES.index(self.mode)

@@ -18,18 +18,12 @@ from .bits import FP32, FP64
 from .families import PLANS, Format, Rounder
 from .kernels import calls
 from .kernels import library as kernel_library
-from .layouts import Layout
-from .noise import Key, random_bits
 from .plans import Plan
-from .unpatched import CONTIGUOUS, EMPTY, EMPTY_LIKE, RANDINT
+from .torch_rounding import NO_KEYS, by_traceable_ops, round_in_parts, rounded_rows, signed
+from .unpatched import CONTIGUOUS, EMPTY, EMPTY_LIKE
 
 #: Torch runs smaller work on one thread, too.
 THREADED: Final = 32768
-
-#: Elements of a part: intermediate results stay in the cache, and calls take little of the time.
-_CACHED: Final = 131072
-
-NO_KEYS: Final = (0, 0)
 
 #: Of what is rounded value by value.
 ONE_ROW: Final = (0, 1)
@@ -70,21 +64,22 @@ class Rounding:
         if not has_own_memory(x):
             check_dense(x)
             with torch.no_grad():
-                return _by_traceable_ops(x, step.plan, step.layout, generator, scale)
+                return by_traceable_ops(x, step.plan, step.layout, generator, scale)
         if x.is_neg() or x._is_zerotensor():  # without memory of its values
             x = EMPTY_LIKE(x).copy_(x.detach())
         keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
         kernel = step.kernel or step.find_kernel()
-        if kernel is not None and step.is_native and scale is None and x.is_contiguous():
+        if kernel is not None and step.is_native and x.is_contiguous():
             rows = ONE_ROW if step.layout is None else step.rows(x)
-            if rows is not None:
+            given = () if scale is None else step.given(scale)
+            if rows is not None and given is not None:
                 result, count = EMPTY_LIKE(x), x.numel()
                 if count:
                     threads = 1 if count < THREADED else torch.get_num_threads()
-                    kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, rows)
+                    kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, rows, *given)
                 return result
         with torch.no_grad():
-            if kernel is None or step.plan.is_whole:
+            if kernel is None or not (step.layout is None or step.plan.takes_strides):
                 return _in_rows(x, step, keys, scale)
             return _laid_out(x, step, kernel, keys)
 
@@ -98,7 +93,7 @@ class Rounding:
         constants = _constants_of(self.format, self.mode, self.overflow, x.dtype)
         if not constants:
             return x
-        return _by_traceable_ops(x, _plan_of(*constants), self.format.layout, generator, scale)
+        return by_traceable_ops(x, _plan_of(*constants), self.format.layout, generator, scale)
 
     def for_dtype(self, dtype: torch.dtype) -> DtypeRounding:
         """Returns how tensors of one dtype are rounded.
@@ -160,6 +155,13 @@ class DtypeRounding:
         if self.plan.takes_strides:
             return rows_of(x, self.layout.axis)
         return self.layout.rows_in_memory(x)
+
+    def given(self, scale: Tensor) -> tuple[float] | None:
+        """Returns the one scale that the kernel is given; None if there are more, or it is elsewhere."""
+        assert self.plan is not None
+        if not self.plan.has_one_scale or not has_own_memory(scale):
+            return None
+        return (scale.item(),)
 
 
 def has_own_memory(x: Tensor) -> bool:
@@ -233,50 +235,7 @@ def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
     return key & 0xFFFFFFFF, key >> 32
 
 
-def _signed(key: int) -> int:
-    return key - 2**32 if key >= 2**31 else key
-
-
 # --- routes ------------------------------------------------------------------------------------
-
-
-def _by_traceable_ops(
-    x: Tensor,
-    plan: Plan,
-    layout: Layout | None,
-    generator: torch.Generator | None,
-    scale: Tensor | None,
-) -> Tensor:
-    """Returns ``x`` rounded by torch ops on the whole of it: traceable, on any device."""
-    x = x.detach()
-    keys: tuple[Key, Key] = NO_KEYS
-    if plan.mode == "stochastic":
-        device = x.device if generator is None else generator.device
-        drawn = RANDINT(
-            -(2**31), 2**31, (2,), generator=generator, dtype=torch.int64, device=device
-        )
-        drawn = drawn.to(x.device, torch.int32)
-        keys = (drawn[0], drawn[1])
-    rows = CAST[plan.binary.dtype](x)
-    if layout is not None:
-        rows = layout.to_rows(rows)
-    rounded = _rounded(rows, plan, layout, keys, scale)
-    if layout is not None:
-        rounded = layout.from_rows(rounded, x.shape)
-    return CAST[x.dtype](rounded)
-
-
-def _rounded(
-    rows: Tensor, plan: Plan, layout: Layout | None, keys: tuple[Key, Key], scale: Tensor | None
-) -> Tensor:
-    """Returns rows rounded by torch ops, by their own scales or by those that are given."""
-    noise = None
-    if plan.mode == "stochastic":
-        noise = random_bits(rows.numel(), 0, keys, rows.device).view(rows.shape)
-    if scale is None or layout is None:
-        return plan.round(rows, noise)
-    scale = CAST[torch.float32](scale.detach())
-    return plan.round_by(rows, noise, layout.to_rows(scale) if scale.dim() else scale.view(1))
 
 
 def _laid_out(
@@ -308,40 +267,23 @@ def _in_rows(x: Tensor, step: DtypeRounding, keys: tuple[int, int], scale: Tenso
     assert plan is not None
     work = CAST[plan.binary.dtype](x)
     rows = CONTIGUOUS(work if layout is None else layout.to_rows(work))
-    if scale is not None or (step.kernel is None and plan.is_whole):
-        result = _rounded(rows, plan, layout, (_signed(keys[0]), _signed(keys[1])), scale)
+    given = () if scale is None else step.given(scale)
+    if given is None or (step.kernel is None and plan.is_whole):
+        result = rounded_rows(rows, plan, layout, (signed(keys[0]), signed(keys[1])), scale)
     else:
         is_own = rows.data_ptr() != x.data_ptr()
         result = rows if is_own else EMPTY_LIKE(rows)
         count = rows.numel()
         if step.kernel is None:
-            _round_in_parts(rows, result, plan, keys)
+            round_in_parts(rows, result, plan, keys)
         elif count:
             threads = 1 if count < THREADED else torch.get_num_threads()
             extent = (rows.shape[-1], rows.shape[-2] if rows.dim() > 1 else 1)
-            step.kernel(rows.data_ptr(), result.data_ptr(), count, *keys, threads, extent)
+            step.kernel(rows.data_ptr(), result.data_ptr(), count, *keys, threads, extent, *given)
     found = CAST[x.dtype](result if layout is None else layout.from_rows(result, x.shape))
     if found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous()):
         return found
     return EMPTY_LIKE(x).copy_(found)
-
-
-def _round_in_parts(source: Tensor, target: Tensor, plan: Plan, keys: tuple[int, int]) -> None:
-    """Rounds contiguous tensors by torch ops, a part at a time that fits into the cache."""
-    if not source.numel():
-        return
-    length = source.shape[-1] if plan.is_by_row and source.dim() else 1
-    source, target = source.view(-1, length), target.view(-1, length)
-    rows = max(_CACHED // max(length, 1), 1)
-    signed = (_signed(keys[0]), _signed(keys[1]))
-    for start in range(0, source.shape[0], rows):
-        part = source[start : start + rows]
-        part = part if plan.is_by_row else part.view(-1)
-        noise = None
-        if plan.mode == "stochastic":
-            noise = random_bits(part.numel(), start * length, signed, part.device)
-            noise = noise.view(part.shape)
-        target[start : start + rows].view(part.shape).copy_(plan.round(part, noise))
 
 
 # --- rows --------------------------------------------------------------------------------------

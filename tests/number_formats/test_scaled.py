@@ -18,7 +18,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from hmpx import formats
 from hmpx.errors import OptionError
-from hmpx.formats import Fixed, Float, Scaled, Table, decode, encode, get, quantize
+from hmpx.formats import Block, Fixed, Float, Scaled, Table, decode, encode, get, quantize
 from hmpx.number_formats import ROUNDING_MODES, rounder
 
 from .scaled_reference import quantized
@@ -104,7 +104,7 @@ def test_shipped_formats_as_defined(name: str, implementation: str) -> None:  # 
     assert quantize(quantize(x, name).t(), format.along(0)).stride() == (1, 300)
 
 
-def rounded_by(x: Tensor, format: Scaled, mode: str, kernels: bool) -> Tensor:
+def rounded_by(x: Tensor, format: Scaled | Block, mode: str, kernels: bool) -> Tensor:
     """Returns ``x`` rounded by the kernel, or by torch ops."""
     run = rounder(copy.copy(format), mode)  # with plans and kernels of its own
     run.for_dtype(x.dtype).has_no_kernel = not kernels  # type: ignore[attr-defined]

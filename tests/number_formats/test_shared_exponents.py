@@ -14,8 +14,10 @@ from torch import Tensor
 
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Fixed, Float, Table, decode, encode, get, quantize
+from hmpx.number_formats import ROUNDING_MODES
 
-from .test_quantize import assert_same, implementation  # noqa: F401  # a fixture
+from .test_quantize import assert_same, compiled, implementation  # noqa: F401  # a fixture
+from .test_scaled import rounded_by
 
 RULES = ("floor", "rceil", "ceil", "even")
 NAMES = ("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1", "mxint8")
@@ -40,8 +42,9 @@ def shared_exponent(amax: float, format: Block, rule: str) -> int:
     """Returns the shared exponent of a block, by the definitions of torchao's ScaleCalculationMode."""
     largest = Fraction(format.element.max)
     highest = floor_log2(largest)
+    lowest = -126 if isinstance(format.element, Fixed) else -127
     if amax == 0:
-        return -127
+        return lowest
     exact = Fraction(amax)
     if rule == "floor":
         found = floor_log2(exact) - highest
@@ -53,7 +56,7 @@ def shared_exponent(amax: float, format: Block, rule: str) -> int:
     else:  # rounded to the element's mantissa bits, half away
         step = Fraction(2) ** (floor_log2(exact) - format.significand_bits + 1)
         found = floor_log2((exact / step + Fraction(1, 2)).__floor__() * step) - highest
-    return max(-127, min(found, 127 - highest))
+    return max(lowest, min(found, 127 - highest))
 
 
 @given(
@@ -184,3 +187,17 @@ def test_kept_for_graphs(implementation: str) -> None:  # noqa: F811
             torch.compiler.reset()
             compiled = torch.compile(function, fullgraph=True, backend="eager")
             assert torch.equal(compiled(x), quantize(x, format))
+
+
+@pytest.mark.parametrize("mode", ROUNDING_MODES)
+@pytest.mark.parametrize("rule", RULES)
+def test_kernels_as_torch_ops(rule: str, mode: str) -> None:
+    """MXINT8 has the kernel of scaled formats: bit for bit in all modes, along each axis."""
+    if compiled() is None:
+        pytest.skip("no compiler builds the kernels here")
+    x = torch.randn(9, 70) * torch.exp2(torch.randint(-60, 60, (9, 70)).float())
+    x[0], x[1], x[2, 3], x[3, 60], x[4, 5] = 0.0, 1e-41, math.nan, -math.inf, MOST
+    for axis in (0, 1):
+        format = Block("b", block("mxint8").element, rule=rule, axis=axis)  # type: ignore[arg-type]
+        found = [rounded_by(x, format, mode, kernels=is_used) for is_used in (True, False)]
+        assert_same(*found, x)

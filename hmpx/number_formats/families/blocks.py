@@ -14,7 +14,7 @@ from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown
 from ...tensors import CAST
-from ..bits import FP64, Binary
+from ..bits import FP32, FP64, Binary
 from ..codings import Coding
 from ..layouts import Layout
 from ..plans import Overflow, Plan
@@ -23,6 +23,7 @@ from ..unpatched import (
     AMAX,
     AND,
     CLAMP,
+    DIV,
     EQ,
     GE,
     LEFT,
@@ -40,6 +41,7 @@ from .fixed import Fixed, FixedPlan
 from .float_plans import FloatPlan
 from .floats import Float
 from .number_format import NumberFormat, check_codes, check_int, check_name, code_dtype
+from .scaled_plans import ScaledPlan
 from .shared_exponents import RULES, Rule, carry, exponent_of
 
 #: Elements of the largest block that the kernel encodes, STRIP_ELEMENTS in ``code_kernels.h``.
@@ -68,7 +70,6 @@ class BlockPlan(Plan):
 
     kernel = "block"
     is_by_row = True
-    takes_strides = True
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded; blocks lie along its last dimension."""
@@ -95,14 +96,13 @@ class BlockPlan(Plan):
         most = AMAX(AND(blocks.view(binary.integer), binary.magnitude), -1, True)
         carried = ADD(most, self.carry) if self.carry else most
         exponent = RIGHT(carried, binary.mantissa).sub_(binary.bias + self.max_exponent)
-        return CLAMP(exponent, -127, 127 - self.max_exponent), GE(most, binary.infinity)
+        return CLAMP(exponent, self.lowest, 127 - self.max_exponent), GE(most, binary.infinity)
 
     def scaled(self, blocks: Tensor, exponent: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the elements: ``blocks`` divided by their scale, rounded."""
         binary = self.binary
-        if self.max_exponent < 1:  # a processor may take 2**-127 for zero
-            half = RIGHT(exponent, 1)
-            scaled = MUL(MUL(blocks, self._power(half.neg())), self._power(SUB(half, exponent)))
+        if isinstance(self.element, FixedPlan):  # 2**-127, which may be flushed, is no divisor
+            scaled = DIV(blocks, self._power(exponent))
         else:
             scaled = MUL(blocks, self._power(exponent.neg()))
         if self.mode in ("up", "down"):
@@ -125,14 +125,38 @@ class BlockPlan(Plan):
 
     def kernel_spec(self, length: int, inner: int) -> Any:
         """Returns the kernel's ``block_spec`` for rows of ``length`` elements."""
-        assert isinstance(self.element, FloatPlan)
+        if not isinstance(self.element, FloatPlan):
+            return self._scaled().kernel_spec(length, inner)
         numbers = (*self.element.kernel_numbers(), self.max_exponent, self.carry, self.size)
         return (ctypes.c_int64 * 13)(*numbers, length, inner)
 
     @property
     def has_kernel(self) -> bool:
         """Whether there is a kernel for this type and mode."""
-        return super().has_kernel and isinstance(self.element, FloatPlan)
+        is_float = isinstance(self.element, FloatPlan)
+        return super().has_kernel and (is_float or self.binary is FP32)
+
+    @property
+    def symbol(self) -> str:
+        """The kernel's function in the compiled library."""
+        return super().symbol if isinstance(self.element, FloatPlan) else "scaled_f32"
+
+    @property
+    def takes_strides(self) -> bool:  # type: ignore[override]  # depends on the element
+        """Whether the kernel takes rows whose elements lie apart."""
+        return isinstance(self.element, FloatPlan)
+
+    @property
+    def lowest(self) -> int:
+        """The least shared exponent."""
+        return -127 if isinstance(self.element, FloatPlan) else -126
+
+    def _scaled(self) -> ScaledPlan:
+        """Returns the same with the kernel of scaled elements."""
+        most = math.ldexp(1.0, 127 - self.max_exponent)
+        shape = ("rows", self.size, 1, "e8m0", False)
+        limits = (1.0, 2.0**-126, most, self.max_exponent, self.carry)
+        return ScaledPlan(self.binary, self.mode, self.element, *shape, *limits)  # type: ignore[arg-type]
 
     @classmethod
     def from_constants(cls, binary: Binary, *rest: Any) -> Plan:
@@ -146,8 +170,8 @@ class BlockPlan(Plan):
 class Block(NumberFormat):
     """Blocks of elements that share a power of two, as in the OCP Microscaling (MX) specification.
 
-    The shared exponent follows from the block's largest magnitude (amax), is from -127 to 127, and stored
-    in 8 bits (E8M0). It is never so large that an element times the scale would be infinite.
+    The shared exponent follows from the block's largest magnitude (amax), is from -127 to 127 (in fixed point
+    from -126), and stored in 8 bits (E8M0). It is never so large that an element times the scale would be infinite.
 
     Attributes:
         name: An identifier.
@@ -226,12 +250,16 @@ class Block(NumberFormat):
     @property
     def smallest_normal(self) -> float:
         """The smallest positive normal element times the smallest scale."""
-        return math.ldexp(self.element.smallest_normal, -127)
+        return math.ldexp(self.element.smallest_normal, self._lowest)
 
     @property
     def smallest_subnormal(self) -> float:
         """The smallest positive element times the smallest scale."""
-        return math.ldexp(self.element.smallest_subnormal, -127)
+        return math.ldexp(self.element.smallest_subnormal, self._lowest)
+
+    @property
+    def _lowest(self) -> int:
+        return -127 if isinstance(self.element, Float) else -126
 
     # --- rounding ------------------------------------------------------------------------------
 

@@ -63,10 +63,10 @@ class ScaledSpec(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("kind", "scale_format", "has_tensor_scale", "max_exponent", "carry")
         ),
-        *((name, ctypes.c_int64) for name in ("size", "height", "length", "rows")),
+        *((name, ctypes.c_int64) for name in ("size", "height", "length", "rows", "is_given")),
         *(
             (name, ctypes.c_float)
-            for name in ("largest", "tensor_largest", "least_scale", "most_scale")
+            for name in ("largest", "tensor_largest", "least_scale", "most_scale", "given")
         ),
         ("values", ctypes.c_float * _SMALL_TABLE),
         ("thresholds", ctypes.c_float * _SMALL_TABLE),
@@ -134,6 +134,11 @@ class ScaledPlan(Plan):
         if self.kind != "whole":
             block_scale = block_scale.unsqueeze(-1)
         return self._rounded(blocks, noise, block_scale, None, x)
+
+    @property
+    def has_one_scale(self) -> bool:
+        """Whether what is given is one scale of the whole tensor."""
+        return self.has_tensor_scale or self.kind == "whole"
 
     # --- scales --------------------------------------------------------------------------------
 

@@ -15,8 +15,9 @@ from ..plans import Plan
 #: Of plans that round by row: the length of a row, and the distance of neighbours in it.
 Rows: TypeAlias = tuple[int, int]
 
-#: (source address, target address, elements, key, key, threads, rows)
-Kernel: TypeAlias = Callable[[int, int, int, int, int, int, Rows], None]
+#: (source address, target address, elements, key, key, threads, rows); a plan with scales takes that of the
+#: whole tensor, too
+Kernel: TypeAlias = Callable[..., None]
 
 #: The same, and the width of a code in bytes; for blocks also the address of their scales' codes.
 Encoder: TypeAlias = Callable[..., None]
@@ -157,9 +158,19 @@ def _run_by_row(plan: Plan, function: Any) -> Kernel:
     specs = _Specs(plan)
 
     def run(  # noqa: PLR0917  # as the C function
-        source: int, target: int, count: int, key0: int, key1: int, threads: int, rows: Rows
+        source: int,
+        target: int,
+        count: int,
+        key0: int,
+        key1: int,
+        threads: int,
+        rows: Rows,
+        scale: float | None = None,
     ) -> None:
         spec = specs.of(rows)
+        if scale is not None:  # of this call only
+            spec = type(spec).from_buffer_copy(spec)
+            spec.is_given, spec.given = True, scale
         function(source, target, count, ctypes.addressof(spec), key0, key1, threads)
 
     return run

@@ -4,13 +4,13 @@
 enum { FLOAT_ELEMENTS, FIXED_ELEMENTS, TABLE_ELEMENTS };
 enum { SCALES_FLOAT32, SCALES_E8M0, SCALES_E4M3 };
 
-/* Matrices of `rows` rows of `length` elements in tiles of `height` times `size`; a size of 0: the whole. */
+/* With `is_given` the scale of the tensor, or of the whole, is `given`. Matrices of `rows` rows of `length` elements in tiles of `height` times `size`; a size of 0: the whole. */
 struct scaled_spec {
   struct float_spec element, e4m3;
   struct fixed_spec fixed;
   int64_t kind, scale_format, has_tensor_scale, max_exponent, carry;
-  int64_t size, height, length, rows;
-  float largest, tensor_largest, least_scale, most_scale;
+  int64_t size, height, length, rows, is_given;
+  float largest, tensor_largest, least_scale, most_scale, given;
   float values[SMALL_TABLE], thresholds[SMALL_TABLE];
 };
 
@@ -126,9 +126,6 @@ static void scaled_part(const float *in, float *out, int64_t count, struct share
     SCALED_LOOP(NEAREST, EITHER, round_float_f32(quotient, NEAREST, 0, element, noise))
   } else if (s->scale_format != SCALES_E4M3) {
     SCALED_LOOP(NEAREST, x / shared.by, round_float_f32(quotient, NEAREST, 1, element, noise))
-  } else if (count == 16) {
-    const int64_t count = 16;
-    SCALED_LOOP(NEAREST, x * shared.by, round_float_f32(quotient, NEAREST, 1, element, noise))
   } else {
     SCALED_LOOP(NEAREST, x * shared.by, round_float_f32(quotient, NEAREST, 1, element, noise))
   }
@@ -146,9 +143,36 @@ static void scaled_whole(const float *in, float *out, int64_t count, struct shar
 
 #define TILES 64
 
+/* Tiles of 16 neighbours, of floats rounded to nearest. */
+static void scaled_sixteens(const float *in, float *out, int64_t tiles, const float *by,
+                            const float *scales, const struct scaled_spec *s) {
+  const struct float_spec element = s->element;
+  for (int64_t t = 0; t < tiles; t++) {
+    const float factor = by[t], scale = scales[t];
+    SIMD for (int64_t i = t * 16; i < t * 16 + 16; i++)
+      out[i] = round_float_f32(in[i] * factor, NEAREST, 1, element, 0) * scale;
+  }
+}
+
+/* The same as shared_of, of many tiles in a tensor that has a scale. */
+static void shared_of_tiles(const int32_t *mosts, int64_t tiles, float tensor, float *by,
+                            float *scales, const struct scaled_spec *s) {
+  const struct float_spec e4m3 = s->e4m3;
+  const float largest = s->largest, inverse = 1.0f / tensor;
+  SIMD for (int64_t t = 0; t < tiles; t++) {
+    const float scale = within(amax_of(mosts[t]) / largest / tensor, 0x1p-6f, 448.0f);
+    const float block = round_float_f32(scale, NEAREST, 1, e4m3, 0);
+    by[t] = inverse / block;
+    scales[t] = tensor * block;
+  }
+}
+
 static void scaled_tiles(const float *in, float *out, int64_t count, float tensor,
                          const struct scaled_spec *s, uint32_t key0, uint32_t key1, int threads) {
   const int64_t size = s->size, length = s->length;
+  const int is_simple = size == 16 && s->height == 1 && s->scale_format == SCALES_E4M3 &&
+                        s->kind == FLOAT_ELEMENTS && s->element.mode == NEAREST &&
+                        is_plain_float_f32(s->element);
   const int64_t across = (length + size - 1) / size, down = (s->rows + s->height - 1) / s->height;
   (void)threads;
   PARALLEL {
@@ -162,24 +186,33 @@ static void scaled_tiles(const float *in, float *out, int64_t count, float tenso
       tiles = end - b < tiles ? end - b : tiles;
       const int64_t last = length - (column + tiles - 1) * size;
       int32_t mosts[TILES] = {0};
-      struct shared shared[TILES];
+      float by[TILES], scales[TILES];
       for (int64_t r = 0; r < height; r++)
         for (int64_t t = 0; t < tiles; t++) {
           const float *source = in + place + r * length + t * size;
           const int64_t width = t == tiles - 1 && last < size ? last : size;
-          const int32_t most = size == 16 && width == 16 ? most_of(source, 16) : most_of(source, width);
+          const int32_t most = width == 16 ? most_of(source, 16) : most_of(source, width);
           mosts[t] = most > mosts[t] ? most : mosts[t];
         }
-      SIMD for (int64_t t = 0; t < tiles; t++) {
-        const float block = s->has_tensor_scale ? e4m3_of(amax_of(mosts[t]) / s->largest / tensor, s)
-                                                : scale_for(mosts[t], s);
-        shared[t] = shared_of(block, tensor, s);
+      if (s->has_tensor_scale) {
+        shared_of_tiles(mosts, tiles, tensor, by, scales, s);
+      } else {
+        for (int64_t t = 0; t < tiles; t++) {
+          const struct shared found = shared_of(scale_for(mosts[t], s), tensor, s);
+          by[t] = found.by, scales[t] = found.scale;
+        }
+      }
+      if (is_simple && last >= size) {
+        scaled_sixteens(in + place, out + place, tiles, by, scales, s);
+        b += tiles;
+        continue;
       }
       for (int64_t r = 0; r < height; r++)
         for (int64_t t = 0; t < tiles; t++) {
           const int64_t start = place + r * length + t * size;
           const int64_t width = t == tiles - 1 && last < size ? last : size;
-          scaled_part(in + start, out + start, width, shared[t], s, (uint32_t)start, key0, key1);
+          const struct shared shared = {by[t], scales[t]};
+          scaled_part(in + start, out + start, width, shared, s, (uint32_t)start, key0, key1);
         }
       b += tiles;
     }
@@ -191,8 +224,9 @@ API void scaled_f32(const float *in, float *out, int64_t count, const struct sca
   float tensor = 1.0f;
   threads = threads < MOST_THREADS ? threads : MOST_THREADS;
   if (s->has_tensor_scale || !s->size) {
-    const int32_t most = most_of_all(in, count, threads);
-    tensor = scale_for(most, s);
+    const int is_read = !s->is_given || (s->has_tensor_scale && !s->size);
+    const int32_t most = is_read ? most_of_all(in, count, threads) : 0;
+    tensor = s->is_given ? within(s->given, s->least_scale, s->most_scale) : scale_for(most, s);
     if (!s->size) {
       const float block =
           s->has_tensor_scale ? e4m3_of(amax_of(most) / s->largest / tensor, s) : tensor;
