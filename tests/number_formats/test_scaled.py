@@ -178,6 +178,8 @@ def test_what_is_not_finite(
     assert torch.equal(rounded.isnan(), expected)
     assert_same(decode(encode(x, format), format), rounded, x)
     assert torch.equal(format.amax(x).isnan(), expected[:, ::4])
+    flipped = encode(x.where(x.isfinite(), -x), format)[0]  # NaNs of the other sign
+    assert torch.equal(flipped[expected], encode(x, format)[0][expected])
     assert quantize(x, Scaled("t", element, "tensor", scale_format)).isnan().all()  # type: ignore[arg-type]
     if scale_format == "e4m3":
         assert quantize(x, Scaled("t", element, 4, "e4m3", tensor_scale=True)).isnan().all()

@@ -12,7 +12,7 @@ from ...errors import OptionError
 from ...tensors import CAST
 from ..bits import FP32, FP64, Binary
 from ..layouts import Layout
-from ..unpatched import DIV, EQ, LEFT, MUL, RIGHT
+from ..unpatched import DIV, EQ, LEFT, MUL, NE, RIGHT
 from .floats import Float
 from .number_format import check_codes, code_dtype
 from .scale_checks import check_scales, check_shape
@@ -42,6 +42,7 @@ def encoded(format: Scaled, values: Tensor, rounded: Tensor, binary: Binary) -> 
     )
     # The product was rounded to float32, so that the quotient is only near an element.
     elements = format.element_plan(FP64, "nearest").round(exact, None)
+    elements = elements.masked_fill_(NE(elements, elements), math.nan)  # of one sign
     codes = plan.join(format.element.codes_of(elements, FP64), layout.to_rows(rounded))
     codes = layout.from_rows(codes, shape).to(code_dtype(format.element.bits))
     scales = layout.from_rows(block_scale.squeeze(-1), scales_shape).contiguous()
