@@ -40,8 +40,19 @@ def text(name: str, value: object, what: str = "a string") -> str:
     return str.__str__(value)
 
 
-def choice(name: str, value: object, known: Iterable[str]) -> str:
+def choice(
+    name: str,
+    value: object,
+    known: Iterable[str],
+    spellings: Mapping[str, str] | None = None,
+) -> str:
     """Returns ``value``, which is one of ``known``.
+
+    Args:
+        name: The argument.
+        value: What was given.
+        known: What may be given.
+        spellings: Other names of some of these, for hints, as `suggestion` takes them.
 
     Raises:
         OptionError: It is not among them.
@@ -52,7 +63,7 @@ def choice(name: str, value: object, known: Iterable[str]) -> str:
         listed = " or ".join(map(repr, known))
         if len(known) > 2:
             listed = f"one of {', '.join(map(repr, known))}"
-        hint = suggestion(plain, known) if plain is not None else ""
+        hint = suggestion(plain, known, spellings) if plain is not None else ""
         raise OptionError(f"{name} must be {listed}, not {shown(value)}{hint}")
     return plain
 

@@ -20,6 +20,7 @@ class DeviceType(NamedTuple):
             kernel anywhere are tried.
         spare: Its place in the order in which autocast bits of absent devices are taken for marks, see
             ``torch_state.marks``; None for a type whose bit is not taken.
+        spellings: What people call it otherwise, for hints.
     """
 
     name: str
@@ -27,16 +28,19 @@ class DeviceType(NamedTuple):
     has_autocast: bool
     has_kernel_table: bool
     spare: int | None
+    spellings: tuple[str, ...] = ()
 
 
 DEVICE_TYPES: Final = (
     DeviceType("cpu", True, True, True, None),
-    DeviceType("cuda", True, True, True, 6),
-    DeviceType("hpu", True, True, False, 3),
-    DeviceType("xpu", True, True, False, 4),
-    DeviceType("mps", True, True, False, 0),  # first: autocast itself never reads its bit
+    DeviceType("cuda", True, True, True, 6, ("gpu", "nvidia", "rocm", "amd")),
+    DeviceType("hpu", True, True, False, 3, ("gaudi", "habana")),
+    DeviceType("xpu", True, True, False, 4, ("intel",)),
+    DeviceType(
+        "mps", True, True, False, 0, ("metal", "apple")
+    ),  # first: autocast itself never reads its bit
     DeviceType("mtia", True, False, False, 1),
-    DeviceType("xla", True, False, False, 2),
+    DeviceType("xla", True, False, False, 2, ("tpu",)),
     DeviceType("ipu", False, False, False, None),  # its bit marks training
     DeviceType("privateuseone", False, True, False, 5),
 )

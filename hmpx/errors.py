@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 import itertools
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
 
@@ -170,9 +170,20 @@ def gathered(faults: Iterable[str], count: int, most: int = MOST_SHOWN) -> list[
     return [*first, f"and {more:,} more"] if more > 0 else first
 
 
-def suggestion(name: str, candidates: Iterable[str]) -> str:
-    """Returns ``"; did you mean 'matmul'?"`` for the nearest candidate, or ``""``."""
+def suggestion(
+    name: str, candidates: Iterable[str], spellings: Mapping[str, str] | None = None
+) -> str:
+    """Returns ``"; did you mean 'matmul'?"`` for the nearest candidate, or ``""``.
+
+    Args:
+        name: What the user wrote.
+        candidates: What is known.
+        spellings: Other names, in lower case and with ``_`` for ``-`` and blanks, of some candidates.
+    """
     if len(name) > _MOST_COMPARED:
         return ""
+    spelled = name.strip().lower().replace("-", "_").replace(" ", "_")
+    if spellings and spelled in spellings:
+        return f"; did you mean {spellings[spelled]!r}?"
     nearest = difflib.get_close_matches(name, candidates, n=1)
     return f"; did you mean {nearest[0]!r}?" if nearest else ""

@@ -23,8 +23,9 @@ from .kernels.extremes import MOST_THREADS, extremes_kernels
 from .kernels.library import kernels_state
 from .plans import ROUNDING_MODES
 from .quantization import quantize, rounder
-from .registered import FORMATS_BY_NAME, get, names, register, without
+from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
 from .uint16 import from_uint16, to_uint16
+from .vocabulary import name_of, said_of, spellings
 
 __all__ = [
     "FORMATS",
@@ -43,6 +44,7 @@ __all__ = [
     "Table",
     "build_kernels",
     "build_portable",
+    "canonical",
     "code_dtype",
     "decode",
     "encode",
@@ -52,11 +54,14 @@ __all__ = [
     "get",
     "kernels_path",
     "kernels_state",
+    "name_of",
     "names",
     "quantize",
     "register",
     "rounder",
+    "said_of",
     "shown_command",
+    "spellings",
     "to_uint16",
     "without",
 ]

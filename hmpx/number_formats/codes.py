@@ -17,7 +17,7 @@ from .rounding import check_dense
 
 def encode(
     x: Tensor,
-    format: str | Format,
+    format: str | torch.dtype | Format,
     rounding: str = "nearest",
     overflow: str | None = None,
     generator: torch.Generator | None = None,
@@ -74,12 +74,12 @@ def encode(
         return format.encoded(work, rounded, FP64 if rounded.dtype is torch.float64 else FP32)
 
 
-def decode(codes: Tensor | tuple[Tensor, ...], format: str | Format) -> Tensor:
+def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Format) -> Tensor:
     """Returns the values that codes stand for.
 
     Args:
         codes: As `encode` returns them: integers, or for a `Block` or `Scaled` format a tuple.
-        format: A format, or the name of a registered one; not a `Custom` one.
+        format: A format, or what `get` takes for one; not a `Custom` one.
 
     Returns:
         float32, or float64 if float32 lacks some of the format's values.

@@ -16,7 +16,7 @@ from .rounding import Rounding, rounding_of
 
 def quantize(
     x: Tensor,
-    format: str | Format,
+    format: str | torch.dtype | Format,
     rounding: str = "nearest",
     overflow: str | None = None,
     generator: torch.Generator | None = None,
@@ -32,7 +32,7 @@ def quantize(
 
     Args:
         x: float32, float64, bfloat16 or float16; on any device; dense, of any strides.
-        format: A format, or the name of a registered one.
+        format: A format, or what `get` takes for one.
         rounding: ``"nearest"`` (ties to even), ``"nearest_away"`` (ties away from zero),
             ``"toward_zero"``, ``"up"``, ``"down"``, or ``"stochastic"``: to one of the neighbours,
             by chance in proportion to how near they are.
@@ -70,7 +70,7 @@ def quantize(
 
 
 def rounder(
-    format: str | Format,
+    format: str | torch.dtype | Format,
     rounding: str = "nearest",
     overflow: str | None = None,
     generator: torch.Generator | None = None,

@@ -6,17 +6,21 @@ import re
 from collections.abc import Mapping
 from typing import Final, NamedTuple
 
+import torch
+
 from .. import arguments
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
 from ..registry import Registry, exclusive
 from .families import FORMATS, Block, Custom, Fixed, Float, Format, Posit, Scaled
+from .vocabulary import meaning, name_of, plain, said_of
 
 #: TVM's custom types have codes from here on, below are its own; a code is one byte.
 _FIRST_CODE: Final = 129
 _LAST_CODE: Final = 255
 
-_CUSTOM: Final = re.compile(r"custom\[(\w{1,100})\]([0-9]{1,4})")
+#: TVM's spelling: with the bits, and with lanes, which mean nothing here.
+_CUSTOM: Final = re.compile(r"custom\[(\w{1,100})\]([0-9]{1,4})(?:x[0-9]{1,4})?")
 
 _E4M3FN: Final = Float("float8_e4m3fn", 4, 3, kind="fn")
 _E5M2: Final = Float("float8_e5m2", 5, 2)
@@ -143,38 +147,49 @@ def without(name: str) -> _Known:
     )
 
 
-def get(name: str | Format) -> Format:
+def get(name: str | torch.dtype | Format) -> Format:
     """Returns the format of that name; a format is returned as it is.
 
     Args:
-        name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` as TVM spells it.
+        name: Such as ``"posit16_1"``, or ``"custom[posit16_1]16"`` as TVM spells it; a name that people
+            use for one format, such as ``"e4m3"`` or ``"half"``, see docs/formats.md; or a dtype of
+            torch, numpy or ml_dtypes.
 
     Raises:
-        OptionError: No format has that name.
+        OptionError: No format has that name, or several may be meant.
 
     Example:
         >>> hmpx.formats.get("posit16_1")
         Posit(name='posit16_1', bits=16, es=1)
+        >>> hmpx.formats.get(torch.float8_e5m2).name
+        'float8_e5m2'
     """
     if is_a(name, FORMATS):
         return name  # type: ignore[return-value]
-    if is_a(name, str):
-        name = str.__str__(name)
-        formats = FORMATS_BY_NAME.value.formats
-        known = formats.get(name)
-        if known is not None:
+    spelling = name_of(name)
+    if spelling is None:
+        raise OptionError(f"a format must be a name or a format, not {shown(name)}")
+    formats = FORMATS_BY_NAME.value.formats
+    known = formats.get(canonical(spelling))
+    if known is not None:
+        return known
+    match = _CUSTOM.fullmatch(spelling)
+    if match is not None:
+        known = get(match[1])
+        if isinstance(known, Custom) or known.bits == int(match[2]):
             return known
-        match = _CUSTOM.fullmatch(name)
-        if match is not None:
-            known = get(match[1])
-            if isinstance(known, Custom) or known.bits == int(match[2]):
-                return known
-            raise OptionError(
-                f"format {match[1]} has {known.bits} bits, not {match[2]}: {shown(name)}"
-            )
-        hint = suggestion(name, formats) or "; names() lists the known ones"
-        raise OptionError(f"no format {shown(name)} is known{hint}")
-    raise OptionError(f"a format must be a name or a format, not {shown(name)}")
+        raise OptionError(f"format {match[1]} has {known.bits} bits, not {match[2]}: {shown(name)}")
+    hint = said_of(spelling) or suggestion(spelling, formats) or "; names() lists the known ones"
+    raise OptionError(f"no format {shown(name)} is known{hint}")
+
+
+def canonical(name: str) -> str:
+    """Returns the registered name that a name stands for; any other name as it is."""
+    formats = FORMATS_BY_NAME.value.formats
+    if name in formats:
+        return name
+    spelled = plain(name)
+    return spelled if spelled in formats else meaning(spelled) or name
 
 
 def _families() -> str:

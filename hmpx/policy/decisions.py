@@ -164,25 +164,27 @@ def parse_low_type(value: object) -> LowType:
     """Returns the low-precision type ``value``, or the one of that name.
 
     Args:
-        value: ``torch.bfloat16``, ``torch.float16`` or one of their names; a number format, or the
-            name of a registered one.
+        value: ``torch.bfloat16``, ``torch.float16`` or one of their names; a number format, or
+            anything that `hmpx.formats.get` takes for one.
 
     Raises:
         OptionError: It is not one of these.
     """
     if is_a(value, FORMATS):
         return value  # type: ignore[return-value]
-    native = {n: d for d in tensors.LOW_PRECISION for n in (str(d), tensors.short_name(d))}
-    native |= {name.removeprefix("torch."): dtype for name, dtype in native.items()}
-    name = str.__str__(value) if is_a(value, str) else ""
+    native = {tensors.long_name(dtype): dtype for dtype in tensors.LOW_PRECISION}
+    given = number_formats.name_of(value) or ""
+    name = number_formats.canonical(given)
     if name in native:
         return native[name]
+    if is_a(value, torch.dtype) and value in tensors.COMPUTED:
+        name = ""  # the format float32 has a name for those who mean it
     if name in number_formats.names() or name.startswith("custom["):
         return number_formats.get(name)
-    if isinstance(value, torch.dtype) and value in tensors.LOW_PRECISION:
-        return value
     known = " or ".join(str(dtype) for dtype in tensors.LOW_PRECISION)
-    hint = suggestion(name, [*native, *number_formats.names()]) if name else ""
+    hint = number_formats.said_of(given)
+    if not hint and name:
+        hint = suggestion(name, [*native, *number_formats.names()])
     raise OptionError(
         f"low_precision_type must be {known}, or a number format, not {shown(value)}{hint}"
     )

@@ -12,6 +12,7 @@ from ..casting import Options
 from ..compute import LEGALIZE_MODES
 from ..errors import OptionError, shown
 from ..number_formats import ROUNDING_MODES as ROUNDINGS
+from ..number_formats import spellings
 from ..policy import Policy, path_and_policy, policy_request, read_source, requested_policy
 from ..tensors import parse_device_types
 
@@ -66,7 +67,7 @@ def checked(
         legalize=arguments.choice("legalize", legalize, LEGALIZE_MODES),
         reuse_casts=arguments.truth("reuse_casts", reuse_casts),
         keep_weight_casts=_kept_casts(keep_weight_casts),
-        rounding=arguments.choice("rounding", rounding, ROUNDINGS),
+        rounding=arguments.choice("rounding", rounding, ROUNDINGS, spellings("rounding")),
         round_gradients=arguments.truth("round_gradients", round_gradients),
     )
     found_types = parse_device_types(device_types)

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import importlib.machinery
 import sys
+from typing import Final
 
 import torch
 
 from .. import arguments
 from ..device_types import DEVICE_TYPES
 from ..errors import OptionError, shown, suggestion
+
+_SPELLINGS: Final = {other: each.name for each in DEVICE_TYPES for other in each.spellings}
 
 
 def default_device_types() -> frozenset[str]:
@@ -65,7 +68,7 @@ def parse_device_type(argument: str, value: object) -> str:
         parsed = None
     if parsed != name:
         known = tuple([each.name for each in DEVICE_TYPES if each.is_suggested])
-        hint = suggestion(name, known)
+        hint = suggestion(name, known, _SPELLINGS)
         raise OptionError(
             f"{argument}: torch has no device type {shown(name)}{hint or f' (known: {known})'}"
         )

@@ -671,5 +671,5 @@ def test_formats_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
     assert "linear  LOW posit16_1" in " ".join(capsys.readouterr().out.split()).replace(
         "linear LOW", "linear  LOW"
     )
-    assert cli.main(["ops", "--low-precision-type", "int8"]) == 2
+    assert cli.main(["ops", "--low-precision-type", "uint8"]) == 2
     assert capsys.readouterr().err.startswith("hmpx: low_precision_type must be torch.bfloat16 or ")

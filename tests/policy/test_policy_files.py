@@ -442,9 +442,9 @@ FAULTS: dict[str, tuple[str, str]] = {
     "low type": ("low_precision_type: float23\n",
         "p.yaml:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
         "not 'float23'; did you mean 'float32'?"),
-    "low type that is not low": ("low_precision_type: int8\n",
+    "low type that is not low": ("low_precision_type: uint8\n",
         "p.yaml:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
-        "not 'int8'"),
+        "not 'uint8'; integers have a sign here: int8 and int4 are symmetric, and share a scale"),
     "base": ("lists: hpm\n", "p.yaml:1: lists 'hpm' is neither a shipped set (autocast-cpu, autocast-cuda, "
         "hmp, hmpx, o2), nor a directory, nor none; did you mean 'hmp'?"),
     "option": ("low:\n- mm\n- sum accumulte=float32\n",

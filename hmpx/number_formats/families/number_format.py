@@ -6,7 +6,7 @@ A family is one module: its data, its plans, its codes, and the specs of its ker
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar
 
@@ -21,6 +21,7 @@ from ..codings import Coding
 from ..layouts import Layout
 from ..plans import ROUNDING_MODES, Overflow, Plan
 from ..unpatched import AND, ARANGE, TAKE
+from ..vocabulary import spellings
 
 Rounder: TypeAlias = Callable[[Tensor], Tensor]
 Same = TypeVar("Same", bound="NumberFormat")
@@ -139,6 +140,7 @@ class NumberFormat:
         if not is_a(mode, str) or str.__str__(mode) not in ROUNDING_MODES:
             raise OptionError(
                 f"rounding must be one of {listed(ROUNDING_MODES)}, not {shown(mode)}"
+                f"{hint(mode, ROUNDING_MODES, spellings('rounding'))}"
             )
         self.check_overflow(overflow)
 
@@ -341,6 +343,6 @@ def listed(names: Iterable[str]) -> str:
     return ", ".join(repr(name) for name in names)
 
 
-def hint(value: object, candidates: Iterable[str]) -> str:
+def hint(value: object, candidates: Iterable[str], others: Mapping[str, str] | None = None) -> str:
     """Returns which of the candidates may have been meant, as the end of a message."""
-    return suggestion(str.__str__(value), candidates) if is_a(value, str) else ""
+    return suggestion(str.__str__(value), candidates, others) if is_a(value, str) else ""

@@ -7,7 +7,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ... import ops, tensors
+from ... import number_formats, ops, tensors
 from ...errors import OpListError, OptionError, shown, suggestion
 from ...torch_internals import torch_version
 from ..decisions import INPUT, parse_low_type
@@ -72,7 +72,8 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
         try:
             options[_OPTIONS[key]] = _option(key, value)
         except OptionError as error:
-            if not is_option and len(words) == 1 and ops.resolve(word) in ops.table():
+            is_op = ops.resolve(word) in ops.table() and not number_formats.said_of(word)
+            if not is_option and len(words) == 1 and is_op:
                 raise OpListError(
                     f"{where}: expected one op per line, found {shown(content)}"
                 ) from None
