@@ -9,6 +9,7 @@ from .compute import create_lower_func, register_op, unregister
 from .number_formats import (
     Block,
     Custom,
+    Exponent,
     Fixed,
     Float,
     Posit,
@@ -25,6 +26,7 @@ from .number_formats import (
 __all__ = [
     "Block",
     "Custom",
+    "Exponent",
     "Fixed",
     "Float",
     "Posit",

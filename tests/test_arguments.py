@@ -109,7 +109,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "(5,016 characters) is known; names() lists the known ones"),
     (lambda: formats.unregister([]), "name must be the name of a format, not []"),
     (lambda: formats.Float("f", 4, 3, kind=[]),
-     "format f: kind must be one of 'ieee', 'fn', 'fnuz', 'finite', not []"),
+     "format f: kind must be one of 'ieee', 'p3109', 'fn', 'fnuz', 'finite', not []"),
     (lambda: formats.Float("f", 4, 3, subnormals="no"),
      "format f: subnormals must be True or False, not 'no'"),
     (lambda: formats.Table("t", [1, 10**400]), "format t: values must be numbers, not [1, an integer of "

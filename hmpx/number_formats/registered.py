@@ -12,7 +12,7 @@ from .. import arguments
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
 from ..registry import Registry, exclusive
-from .families import FORMATS, Block, Custom, Fixed, Float, Format, Posit, Scaled
+from .families import FORMATS, Block, Custom, Exponent, Fixed, Float, Format, Posit, Scaled
 from .vocabulary import meaning, name_of, plain, said_of
 
 #: TVM's custom types have codes from here on, below are its own; a code is one byte.
@@ -46,14 +46,19 @@ _SHIPPED: Final[dict[str, Format]] = {
         _E5M2,
         Float("float8_e5m2fnuz", 5, 2, kind="fnuz"),
         Float("float8_e3m4", 3, 4),
+        Float("p3109_k8p3se", 5, 2, kind="p3109"),
+        Float("p3109_k8p4se", 4, 3, kind="p3109"),
         _E2M3FN,
         _E3M2FN,
         _E2M1FN,
+        Float("float4_e3m0", 3, 0, kind="finite"),
+        Exponent("float8_e8m0fnu", 8),
         Posit("posit8_0", 8, 0),
         Posit("posit8_1", 8, 1),
         Posit("posit8_2", 8, 2),
         Posit("posit16_1", 16, 1),
         Posit("posit16_2", 16, 2),
+        Posit("posit32_2", 32, 2),
         Block("mxfp8_e4m3", _E4M3FN),
         Block("mxfp8_e5m2", _E5M2),
         Block("mxfp6_e3m2", _E3M2FN),

@@ -13,7 +13,18 @@ from torch import Tensor
 
 from hmpx import formats
 from hmpx.errors import OptionError
-from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, decode, encode, quantize
+from hmpx.formats import (
+    Block,
+    Custom,
+    Exponent,
+    Fixed,
+    Float,
+    Posit,
+    Table,
+    decode,
+    encode,
+    quantize,
+)
 from hmpx.number_formats import rounder
 
 from .posit_reference import Reference, value
@@ -22,8 +33,9 @@ from .test_quantize import NF4, ORACLES, POSITS, Q4_4, SQUARES, bits_of, name_of
 SHIPPED = (
     *("float32", "bfloat16", "float16", "tf32", "fp24", "float8_e4m3", "float8_e4m3fn"),
     *("float8_e4m3fnuz", "float8_e4m3b11fnuz", "float8_e5m2", "float8_e5m2fnuz", "float8_e3m4"),
-    *("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn"),
-    *("posit8_0", "posit8_1", "posit8_2", "posit16_1", "posit16_2"),
+    *("p3109_k8p3se", "p3109_k8p4se"),
+    *("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn", "float4_e3m0", "float8_e8m0fnu"),
+    *("posit8_0", "posit8_1", "posit8_2", "posit16_1", "posit16_2", "posit32_2"),
     *("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"),
     *("mxint8", "nvfp4", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "float8_e4m3fn_block128"),
     *("float8_e4m3fn_block128x128", "float8_e5m2_tensor"),
@@ -43,8 +55,8 @@ def registry() -> Iterator[None]:
 def test_menu() -> None:
     """The module holds what it says, and its names are those of the design."""
     assert set(formats.__all__) == {
-        *("Float", "Posit", "Fixed", "Block", "Scaled", "Table", "Custom", "register"),
-        "unregister",
+        *("Float", "Exponent", "Posit", "Fixed", "Block", "Scaled", "Table", "Custom"),
+        *("register", "unregister"),
         *("get", "names", "quantize", "encode", "decode", "register_op", "create_lower_func"),
     }
     assert all(hasattr(formats, name) for name in formats.__all__)
@@ -145,7 +157,7 @@ def test_every_code_of_posits(bits: int, es: int) -> None:
 
 WIDE = [
     *(formats.get(name) for name in ("tf32", "fp24", "float32")),
-    Posit("posit32_2", 32, 2),
+    formats.get("posit32_2"),
     Posit("posit20_1", 20, 1),
     Fixed("q16_16", 16, 16),
     Float("e10m20", 10, 20),
@@ -301,12 +313,23 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     ),
     (lambda: Float("f", 4, 0), "format f: mantissa_bits must be an integer from 1 to 52, not 0"),
     (
+        lambda: Float("f", 11, 0, bias=1023, kind="finite"),
+        "format f: exponents from -1022 to 1024 with 0 mantissa bits are beyond float64, in which "
+        "formats are computed; take fewer exponent bits or another bias",
+    ),
+    (lambda: Exponent("e", 11), "format e: bits must be an integer from 2 to 10, not 11"),
+    (
+        lambda: Exponent("e", 10, bias=-10),
+        "format e: exponents from 10 to 1032 are beyond float64, in which formats are computed; "
+        "take fewer bits or another bias",
+    ),
+    (
         lambda: Float("f", 4, 3, bias=1.5),  # type: ignore[arg-type]
         "format f: bias must be an integer from -1023 to 2046, not 1.5",
     ),
     (
         lambda: Float("f", 4, 3, kind="fnu"),  # type: ignore[arg-type]
-        "format f: kind must be one of 'ieee', 'fn', 'fnuz', 'finite', not 'fnu'; did you mean "
+        "format f: kind must be one of 'ieee', 'p3109', 'fn', 'fnuz', 'finite', not 'fnu'; did you mean "
         "'fnuz'?",
     ),
     (
@@ -361,7 +384,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: formats.register("float16"),  # type: ignore[arg-type]
-        "register takes a Float, Posit, Fixed, Block, Scaled, Table or Custom format, not 'float16'",
+        "register takes a Float, Exponent, Posit, Fixed, Block, Scaled, Table or Custom format, not 'float16'",
     ),
     (
         lambda: formats.register(Float("float16", 5, 9)),

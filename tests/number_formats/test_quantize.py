@@ -139,7 +139,7 @@ def magnitudes(format: Float) -> list[Fraction]:
     """Returns the format's values from 0 up, and the one that would follow the largest."""
     found = []
     bias = format.bias if format.bias is not None else 2 ** (format.exponent_bits - 1) - 1
-    if format.bias is None and format.kind == "fnuz":
+    if format.bias is None and format.kind in ("fnuz", "p3109"):
         bias += 1
     unit = 2**format.mantissa_bits
     for field in range(2**format.exponent_bits):
@@ -151,7 +151,9 @@ def magnitudes(format: Float) -> list[Fraction]:
     if format.kind == "ieee":
         return found[: -unit + 1]
     return (
-        found if format.kind == "fn" else [*found, Fraction(2) ** (2**format.exponent_bits - bias)]
+        found
+        if format.kind in ("fn", "p3109")
+        else [*found, Fraction(2) ** (2**format.exponent_bits - bias)]
     )
 
 
@@ -170,7 +172,9 @@ def neighbours(values: list[Fraction]) -> Tensor:
 
 def rounded_by_fractions(x: float, values: list[Fraction], format: Float, mode: str) -> float:
     """Returns ``x`` rounded by the definition; the last value is beyond the largest."""
-    overflow = format.overflow or {"ieee": "inf", "finite": "saturate"}.get(format.kind, "nan")
+    overflow = format.overflow or {"ieee": "inf", "p3109": "inf", "finite": "saturate"}.get(
+        format.kind, "nan"
+    )
     beyond = {"inf": math.inf, "nan": math.nan, "saturate": float(values[-2])}[overflow]
     sign = math.copysign(1.0, x)
     if math.isinf(x):
@@ -189,11 +193,13 @@ def rounded_by_fractions(x: float, values: list[Fraction], format: Float, mode: 
         else:
             middle = (low + high) / 2
             code = at if format.subnormals or at == 0 else at + 2**format.mantissa_bits - 1
-            is_tie_up = mode == "nearest_away" or code % 2 == 1
+            # In units of the lower of two powers of two, the upper is 2, which is even.
+            is_odd = at > 0 if format.mantissa_bits == 0 else code % 2 == 1
+            is_tie_up = mode == "nearest_away" or is_odd
             goes_up = magnitude > middle or (magnitude == middle and is_tie_up)
         is_beyond = at + goes_up == len(values) - 1
         rounded = sign * (beyond if is_beyond else float(values[at + goes_up]))
-    return 0.0 if rounded == 0 and format.kind == "fnuz" else rounded
+    return 0.0 if rounded == 0 and format.kind in ("fnuz", "p3109") else rounded
 
 
 @pytest.mark.parametrize("name", ORACLES)
@@ -236,7 +242,11 @@ def test_every_value_of_16_bit_inputs(name: str) -> None:
 
 
 SMALL = [
-    *(Float(f"{kind}_e3m2", 3, 2, kind=kind) for kind in ("ieee", "fn", "fnuz", "finite")),
+    *(Float(f"{kind}_e3m2", 3, 2, kind=kind) for kind in ("ieee", "p3109", "fn", "fnuz", "finite")),
+    formats.get("float4_e3m0"),
+    Float("powers", 5, 0, kind="fnuz"),
+    Float("low_powers", 4, 0, bias=127, kind="finite"),
+    Float("flushed_powers", 4, 0, kind="finite", subnormals=False),
     Float("saturating", 3, 2, overflow="saturate"),
     Float("nan_beyond", 3, 2, overflow="nan"),
     Float("fn_saturating", 4, 3, kind="fn", overflow="saturate"),
@@ -626,12 +636,13 @@ def test_kernels_do_as_ops(format: str | Float, monkeypatch: pytest.MonkeyPatch)
 @given(
     x=st.floats(width=32),
     exponent_bits=st.integers(2, 7),
-    mantissa_bits=st.integers(1, 10),
-    kind=st.sampled_from(["ieee", "fn", "fnuz", "finite"]),
+    mantissa_bits=st.integers(0, 10),
+    kind=st.sampled_from(["ieee", "p3109", "fn", "fnuz", "finite"]),
     mode=st.sampled_from(ROUNDING_MODES),
 )
 def test_properties(x: float, exponent_bits: int, mantissa_bits: int, kind: str, mode: str) -> None:
     """Rounding twice is rounding once; order is kept; directions hold; the sign does, too."""
+    mantissa_bits += mantissa_bits == 0 and kind not in ("fnuz", "finite")
     format = Float("any", exponent_bits, mantissa_bits, kind=kind, overflow="saturate")  # type: ignore[arg-type]
     tensor = torch.tensor([x, x * 1.0625])
     once = quantize(tensor, format, mode)
@@ -935,7 +946,7 @@ def test_custom_formats() -> None:
         (
             (torch.ones(2), "float16", "even"),
             "rounding must be one of 'nearest', 'toward_zero', 'up', 'down', 'nearest_away', "
-            "'stochastic', not 'even'",
+            "'stochastic', not 'even'; did you mean 'nearest'?",
         ),
         (
             (torch.ones(2), "float8_e4m3fn", "nearest", "inf"),

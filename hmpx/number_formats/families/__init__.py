@@ -11,6 +11,7 @@ from typing import Final, TypeAlias, get_args
 from ..plans import Plan
 from .blocks import Block
 from .customs import Custom
+from .exponents import Exponent
 from .fixed import Fixed
 from .floats import Float
 from .number_format import CodedFormat, NumberFormat, Rounder, code_dtype
@@ -24,6 +25,7 @@ __all__ = [
     "Block",
     "CodedFormat",
     "Custom",
+    "Exponent",
     "Fixed",
     "Float",
     "Format",
@@ -35,7 +37,7 @@ __all__ = [
 ]
 
 #: A format of any family: the one list of families.
-Format: TypeAlias = Float | Posit | Fixed | Block | Scaled | Table | Custom
+Format: TypeAlias = Float | Exponent | Posit | Fixed | Block | Scaled | Table | Custom
 
 #: The classes of formats.
 FORMATS: Final[tuple[type[NumberFormat], ...]] = get_args(Format)

@@ -13,25 +13,34 @@ from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown
 from ..bits import FP64, Binary
-from ..codings import Coding, integers
+from ..codings import Coding
 from ..plans import Overflow, Plan
 from ..unpatched import ADD, AND, EQ, GT, LEFT, LT, MUL, NE, OR, RIGHT, SUB, WHERE
+from .float_codings import coding
 from .float_plans import BitsPlan, FloatPlan
 from .number_format import CodedFormat, check_int, check_name, hint, listed
 
-Kind: TypeAlias = Literal["ieee", "fn", "fnuz", "finite"]
+Kind: TypeAlias = Literal["ieee", "p3109", "fn", "fnuz", "finite"]
 
 #: Kind -> what becomes of values beyond the largest, unless the format says otherwise.
 _STANDARD_OVERFLOW: Final[dict[str, Overflow]] = {
     "ieee": "inf",
+    "p3109": "inf",
     "fn": "nan",
     "fnuz": "nan",
     "finite": "saturate",
 }
 
+#: Kinds without -0: its code is the only NaN.
+_UNSIGNED_ZERO: Final = frozenset({"p3109", "fnuz"})
+
+#: Kinds that may have no mantissa bits: the codes with the largest exponent are numbers.
+_POWERS: Final = frozenset({"fnuz", "finite"})
+
 #: Kind -> what may become of them.
 _ALLOWED_OVERFLOW: Final[dict[str, tuple[Overflow, ...]]] = {
     "ieee": ("inf", "nan", "saturate"),
+    "p3109": ("inf", "nan", "saturate"),
     "fn": ("nan", "saturate"),
     "fnuz": ("nan", "saturate"),
     "finite": ("saturate",),
@@ -45,12 +54,14 @@ class Float(CodedFormat):
     Attributes:
         name: An identifier.
         exponent_bits: Width of the exponent field.
-        mantissa_bits: Width of the fraction field; the leading 1 is not stored.
+        mantissa_bits: Width of the fraction field; the leading 1 is not stored. 0 only in the kinds
+            ``"fnuz"`` and ``"finite"``.
         bias: What is added to exponents in the exponent field; None: ``2**(exponent_bits - 1) - 1``, for
-            ``"fnuz"`` one more.
-        kind: ``"ieee"``: the largest exponent field holds infinities and NaNs. ``"fn"``: no
-            infinities, NaN is the code with all bits set. ``"fnuz"``: no infinities, no -0, whose
-            code is the only NaN. ``"finite"``: neither infinities nor NaN.
+            ``"fnuz"`` and ``"p3109"`` one more.
+        kind: ``"ieee"``: the largest exponent field holds infinities and NaNs. ``"p3109"``: as in the
+            draft of IEEE P3109, the largest code is infinity, and there is no -0, whose code is the
+            only NaN. ``"fn"``: no infinities, NaN is the code with all bits set. ``"fnuz"``: no
+            infinities, no -0, whose code is the only NaN. ``"finite"``: neither infinities nor NaN.
         subnormals: Whether an exponent field of 0 holds numbers below the smallest normal one, or
             zero only.
         overflow: What becomes of values beyond the largest: ``"inf"``, ``"nan"`` or ``"saturate"``;
@@ -90,7 +101,8 @@ class Float(CodedFormat):
         arguments.truth(f"format {self.name}: subnormals", self.subnormals)
         least = 2 if self.kind == "ieee" else 1
         check_int(self.name, "exponent_bits", self.exponent_bits, least, 11)
-        check_int(self.name, "mantissa_bits", self.mantissa_bits, 1, 52)
+        least = 0 if self.kind in _POWERS else 1
+        check_int(self.name, "mantissa_bits", self.mantissa_bits, least, 52)
         if self.bias is not None:
             check_int(self.name, "bias", self.bias, -1023, 2046)
         self.check_overflow(self.overflow)
@@ -98,7 +110,7 @@ class Float(CodedFormat):
         is_inside = (
             lowest - self.mantissa_bits - 1 >= -1022 and highest + 53 - self.mantissa_bits <= 1023
         )
-        is_double = lowest == -1022 and highest <= 1023
+        is_double = lowest == -1022 and highest <= 1023 and self.mantissa_bits > 0
         if not (is_inside or is_double):
             raise OptionError(
                 f"format {self.name}: exponents from {lowest} to {highest} with {self.mantissa_bits} "
@@ -111,7 +123,7 @@ class Float(CodedFormat):
         """What is added to exponents in the exponent field."""
         if self.bias is not None:
             return self.bias
-        return (1 << (self.exponent_bits - 1)) - (self.kind != "fnuz")
+        return (1 << (self.exponent_bits - 1)) - self.has_negative_zero
 
     @property
     def min_exponent(self) -> int:
@@ -141,8 +153,8 @@ class Float(CodedFormat):
     @property
     def max(self) -> float:
         """The largest finite number."""
-        # With "fn" the code with all bits set is NaN, so the largest is one below.
-        steps = (2 << self.mantissa_bits) - (2 if self.kind == "fn" else 1)
+        # The code with all bits set may be NaN or infinity: then the largest is one below.
+        steps = (2 << self.mantissa_bits) - (2 if self.kind in ("fn", "p3109") else 1)
         return math.ldexp(steps, self.max_exponent - self.mantissa_bits)
 
     @property
@@ -160,7 +172,7 @@ class Float(CodedFormat):
     @property
     def has_inf(self) -> bool:
         """Whether there are infinities."""
-        return self.kind == "ieee"
+        return self.kind in ("ieee", "p3109")
 
     @property
     def has_nan(self) -> bool:
@@ -170,7 +182,7 @@ class Float(CodedFormat):
     @property
     def has_negative_zero(self) -> bool:
         """Whether 0 and -0 differ."""
-        return self.kind != "fnuz"
+        return self.kind not in _UNSIGNED_ZERO
 
     # --- rounding ------------------------------------------------------------------------------
 
@@ -189,7 +201,7 @@ class Float(CodedFormat):
         """Whether float32 has room for all values, and for what rounding adds to them."""
         lowest, highest, mantissa = self.min_exponent, self.max_exponent, self.mantissa_bits
         if lowest == -126:
-            return highest <= 127 and mantissa <= 23
+            return highest <= 127 and 0 < mantissa <= 23
         return mantissa <= 22 and lowest - mantissa - 1 >= -126 and highest + 24 - mantissa <= 127
 
     @property
@@ -203,7 +215,7 @@ class Float(CodedFormat):
 
     def includes(self, dtype: torch.dtype, overflow: Overflow) -> bool:
         """Whether all values of ``dtype``, infinities and NaNs too, are values of this format."""
-        if overflow != "inf" or not self.subnormals:
+        if overflow != "inf" or not self.subnormals or not self.has_negative_zero:
             return False
         info = torch.finfo(dtype)
         return (
@@ -260,7 +272,8 @@ class Float(CodedFormat):
             codes = codes.masked_fill_(is_nan, top | (1 << (mantissa - 1)))
         elif self.kind == "fn":
             codes = codes.masked_fill_(is_nan, top | ((1 << mantissa) - 1))
-        elif self.kind == "fnuz":
+        elif self.kind in _UNSIGNED_ZERO:
+            codes = codes.masked_fill_(EQ(whole, binary.infinity), top | ((1 << mantissa) - 1))
             codes = codes.masked_fill_(is_nan, 0)
             sign = sign.masked_fill_(is_nan, 1)
         else:
@@ -275,41 +288,7 @@ class Float(CodedFormat):
             binary: The type.
             keeps_sign_of_nan: Whether that of a NaN is its code's, where the format has both.
         """
-        mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
-        rebias = (binary.bias - self.exponent_bias) << mantissa
-        is_lifted = self.min_exponent > 1 - binary.bias
-        power = math.ldexp(1.0, self.min_exponent + dropped) if is_lifted else 1.0
-        top = ((1 << self.exponent_bits) - 1) << mantissa
-        ones = top | ((1 << mantissa) - 1)
-        # Of a NaN: its code, whether the sign is kept, and whether that is turned round.
-        nan, keeps, flips = {
-            "ieee": (top | (1 << (mantissa - 1)), 1, 0),
-            "fn": (ones, 1, 0),
-            "fnuz": (0, 0, 1),
-            "finite": (0, 1, 1),
-        }[self.kind]
-        is_scaled = is_lifted or not self.subnormals
-        step = self.smallest_subnormal if self.subnormals and is_lifted else 0.0
-        spec = integers(
-            dropped,
-            rebias,
-            (self.min_exponent + binary.bias) << binary.mantissa if is_lifted else 0,
-            binary.bits_of(power),
-            self.bits - 1,
-            top,
-            nan,
-            keeps and keeps_sign_of_nan,
-            flips,
-            ones,
-            1 << mantissa if is_scaled else 0,
-            binary.bits_of(step),
-            top if self.kind == "ieee" else -1,
-            {"ieee": top, "fn": ones - 1}.get(self.kind, ones),
-            binary.sign if self.kind == "fnuz" else -1,
-        )
-        # A subnormal step is 0 where the processor takes subnormals for that.
-        is_normal = step == 0 or step >= math.ldexp(1.0, 1 - binary.bias)
-        return Coding("float", spec, can_decode=is_normal)
+        return coding(self, binary, keeps_sign_of_nan)
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""
@@ -325,10 +304,10 @@ class Float(CodedFormat):
             is_top = EQ(field, (1 << self.exponent_bits) - 1)
             values = values.masked_fill_(is_top, math.inf)
             values = values.masked_fill_(AND(is_top, NE(fraction, 0)), math.nan)
-        elif self.kind == "fn":
-            whole = AND(codes, (1 << (self.bits - 1)) - 1)
-            values = values.masked_fill_(EQ(whole, (1 << (self.bits - 1)) - 1), math.nan)
-        elif self.kind == "fnuz":
+        elif self.kind in ("fn", "p3109"):
+            is_last = EQ(AND(codes, (1 << (self.bits - 1)) - 1), (1 << (self.bits - 1)) - 1)
+            values = values.masked_fill_(is_last, math.nan if self.kind == "fn" else math.inf)
+        if self.kind in _UNSIGNED_ZERO:
             values = values.masked_fill_(
                 EQ(AND(codes, (1 << self.bits) - 1), 1 << (self.bits - 1)), math.nan
             )

@@ -1,0 +1,181 @@
+"""Exponents: powers of two without sign or zero, as scales of blocks are stored."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ...errors import OptionError
+from ..bits import FP64, Binary
+from ..plans import Overflow, Plan
+from ..unpatched import ADD, AND, CLAMP, EQ, GT, LE, LEFT, LT, OR, RIGHT, SUB, WHERE
+from .number_format import CodedFormat, check_int, check_name
+
+
+@dataclass(frozen=True)
+class ExponentPlan(Plan):
+    """Powers of two: on the bits, of which the mantissa is cut off.
+
+    Attributes:
+        binary: The type that it computes in, float64.
+        mode: The rounding mode.
+        least: The bits of the smallest number.
+        most: The bits of the largest.
+        beyond: The bits of what numbers beyond that become: NaN or the largest.
+    """
+
+    binary: Binary
+    mode: str
+    least: int
+    most: int
+    beyond: int
+
+    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the values of ``x`` rounded."""
+        binary = self.binary
+        bits = x.view(binary.integer)
+        rounded = AND(ADD(bits, self._added(noise)), -(1 << binary.mantissa))
+        # Down and toward zero, only infinity is beyond the largest.
+        is_inward = self.mode in ("down", "toward_zero")
+        is_over = GT(
+            bits if is_inward else rounded, binary.infinity - 1 if is_inward else self.most
+        )
+        rounded = CLAMP(rounded, self.least, self.most).masked_fill_(is_over, self.beyond)
+        is_no_power = OR(LE(bits, 0), GT(bits, binary.infinity))
+        return rounded.masked_fill_(is_no_power, binary.nan).view(binary.dtype)
+
+    def _added(self, noise: Tensor | None) -> Tensor | int:
+        """Returns what the mantissa is added before it is cut off."""
+        place = self.binary.mantissa
+        if self.mode == "stochastic":
+            assert noise is not None
+            low = AND(noise.to(torch.int64), 0xFFFFFFFF)
+            return AND(OR(LEFT(low, 32), low), (1 << place) - 1)
+        # Between two powers of two the larger one is the even: in units of the smaller it is 2.
+        return {
+            "nearest": 1 << (place - 1),
+            "nearest_away": 1 << (place - 1),
+            "up": (1 << place) - 1,
+        }.get(self.mode, 0)
+
+
+@dataclass(frozen=True)
+class Exponent(CodedFormat):
+    """Powers of two, without a sign or a zero: a code is the exponent plus the bias, the last one NaN.
+
+    Scales of blocks are stored so. Zero and negative numbers become NaN, smaller ones than the
+    smallest become that.
+
+    Attributes:
+        name: An identifier.
+        bits: Bits of a code.
+        bias: What is added to exponents; None: ``2**(bits - 1) - 1``.
+
+    Example:
+        >>> e5m0 = hmpx.formats.Exponent("e5m0", bits=5)
+        >>> hmpx.formats.quantize(torch.tensor([1.4, 1.5, 1e-9, -1.0]), e5m0)
+        tensor([1.0000e+00, 2.0000e+00, 3.0518e-05,        nan])
+    """
+
+    name: str
+    bits: int
+    bias: int | None = None
+
+    plans = (ExponentPlan,)
+
+    def __post_init__(self) -> None:
+        """Checks the fields.
+
+        Raises:
+            OptionError: A field has a value that it can't have, or the format has values beyond
+                those of float64.
+        """
+        check_name(self.name)
+        check_int(self.name, "bits", self.bits, 2, 10)
+        if self.bias is not None:
+            check_int(self.name, "bias", self.bias, -1023, 1022)
+        if self.max_exponent > 1023:
+            raise OptionError(
+                f"format {self.name}: exponents from {-self.exponent_bias} to {self.max_exponent} are "
+                "beyond float64, in which formats are computed; take fewer bits or another bias"
+            )
+
+    @property
+    def exponent_bias(self) -> int:
+        """What is added to exponents."""
+        return (1 << (self.bits - 1)) - 1 if self.bias is None else self.bias
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest number."""
+        return (1 << self.bits) - 2 - self.exponent_bias
+
+    @property
+    def significand_bits(self) -> int:
+        """Bits of the significand: the leading 1."""
+        return 1
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next larger number."""
+        return 1.0
+
+    @property
+    def max(self) -> float:
+        """The largest number."""
+        return math.ldexp(1.0, self.max_exponent)
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest number."""
+        return math.ldexp(1.0, -self.exponent_bias)
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest number."""
+        return self.smallest_normal
+
+    # --- rounding ------------------------------------------------------------------------------
+
+    @property
+    def allowed_overflow(self) -> tuple[Overflow, ...]:
+        """What values beyond the largest may become."""
+        return ("nan", "saturate")
+
+    @property
+    def default_overflow(self) -> Overflow:
+        """What they become unless something else is asked for."""
+        return "nan"
+
+    @property
+    def fits_in_float32(self) -> bool:
+        """Whether float32 has room for all values: not the smallest of E8M0, with all its bits."""
+        return False
+
+    @property
+    def is_exact_in_float32(self) -> bool:
+        """Whether every value is one of float32."""
+        return self.exponent_bias <= 149 and self.max_exponent <= 127
+
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+        """Returns how to round tensors of a binary type that the format fits in."""
+        least, most = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
+        return ExponentPlan(binary, mode, least, most, binary.nan if overflow == "nan" else most)
+
+    # --- codes ---------------------------------------------------------------------------------
+
+    def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
+        """Returns the codes of values of the format."""
+        bits = rounded.to(torch.float64).view(torch.int64)
+        codes = SUB(RIGHT(bits, FP64.mantissa), FP64.bias - self.exponent_bias)
+        return WHERE(LT(bits, FP64.infinity), codes, (1 << self.bits) - 1)
+
+    def values_of(self, codes: Tensor) -> Tensor:
+        """Returns the values of int64 codes, in float64."""
+        codes = AND(codes, (1 << self.bits) - 1)
+        fields = LEFT(ADD(codes, FP64.bias - self.exponent_bias), FP64.mantissa)
+        values = fields.view(torch.float64)
+        return values.masked_fill_(EQ(codes, (1 << self.bits) - 1), math.nan)
