@@ -1,10 +1,11 @@
-"""Number formats: define one, register it, round tensors to it, and store them in its codes.
+"""Number formats: define one, register it, round tensors to it, see what that costs, store them in codes.
 
 The public menu, ``hmpx.formats``; holds nothing of its own.
 """
 
 from __future__ import annotations
 
+from .accuracy import ErrorStatistics, ErrorTable, error, plot, table
 from .compute import create_lower_func, register_op, unregister
 from .number_formats import (
     Block,
@@ -26,6 +27,8 @@ from .number_formats import (
 __all__ = [
     "Block",
     "Custom",
+    "ErrorStatistics",
+    "ErrorTable",
     "Exponent",
     "Fixed",
     "Float",
@@ -35,10 +38,13 @@ __all__ = [
     "create_lower_func",
     "decode",
     "encode",
+    "error",
     "get",
     "names",
+    "plot",
     "quantize",
     "register",
     "register_op",
+    "table",
     "unregister",
 ]

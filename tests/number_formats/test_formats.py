@@ -56,7 +56,7 @@ def test_menu() -> None:
     """The module holds what it says, and its names are those of the design."""
     assert set(formats.__all__) == {
         *("Float", "Exponent", "Posit", "Fixed", "Block", "Scaled", "Table", "Custom"),
-        *("register", "unregister"),
+        *("register", "unregister", "error", "table", "plot", "ErrorStatistics", "ErrorTable"),
         *("get", "names", "quantize", "encode", "decode", "register_op", "create_lower_func"),
     }
     assert all(hasattr(formats, name) for name in formats.__all__)

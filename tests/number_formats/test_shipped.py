@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import math
+import re
 from fractions import Fraction
 from pathlib import Path
+from typing import get_args, get_type_hints
 
 import gfloat
 import gfloat.formats
@@ -233,11 +235,42 @@ def test_posit32_rounds_as_the_standard_says(implementation: str) -> None:
 # --- documentation -----------------------------------------------------------------------------
 
 
+DOCUMENT = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
+
+
+def rows_after(text: str) -> list[list[str]]:
+    """Returns the cells of the first table after a text of the document."""
+    table = DOCUMENT.partition(text)[2].partition("\n\n|")[2].split("\n\n")[0]
+    return [[cell.strip() for cell in row.strip("| ").split("|")] for row in table.split("\n")[2:]]
+
+
+def test_modes_and_kinds_in_the_docs() -> None:
+    """Are those that there are."""
+    cells = " ".join([row[0] for row in rows_after("## Rounding")])
+    assert sorted(re.findall(r'"(\w+)"', cells)) == sorted(ROUNDING_MODES)
+    kinds = [row[0].strip('`"') for row in rows_after("tables up to 65,536 values")]
+    assert kinds == list(get_args(get_type_hints(Float)["kind"]))
+
+
+def test_other_names_in_the_docs() -> None:
+    """Each is taken for the format beside it, or one of those beside it."""
+    faults = []
+    for written, meant in rows_after("### Other names"):
+        known = [get(name) for name in re.findall(r"`(\w+)`", meant) if name in formats.names()]
+        for name in re.findall(r"`([^`]+)`", written):
+            if name.startswith(("numpy.", "ml_dtypes.", "torch.")):
+                found = get(eval(name, {"numpy": np, "ml_dtypes": ml_dtypes, "torch": torch}))
+                is_meant = get(name.partition("(")[0]) is found if "(" not in name else True
+            else:
+                is_meant = not known or get(name) in known
+            if not is_meant:
+                faults.append(name)
+    assert not faults
+
+
 def test_the_table_in_the_docs_is_what_there_is() -> None:
     """A row for each format, in order, with its numbers and what becomes of larger ones."""
-    text = (Path(__file__).parents[2] / "docs" / "formats.md").read_text("utf-8")
-    table = text.partition("## What comes with hmpx")[2].partition("\n\n|")[2].split("\n\n")[0]
-    rows = [[cell.strip() for cell in row.strip("| ").split("|")] for row in table.split("\n")[2:]]
+    rows = rows_after("## What comes with hmpx")
     assert [row[0].strip("`") for row in rows] == list(formats.names())
     faults = []
     for name, *cells in rows:

@@ -1,0 +1,9 @@
+"""Accuracy: what rounding a tensor to number formats costs, as figures, a table and a picture."""
+
+from __future__ import annotations
+
+from .measuring import error, table
+from .picture import plot
+from .statistics import ErrorStatistics, ErrorTable
+
+__all__ = ["ErrorStatistics", "ErrorTable", "error", "plot", "table"]
