@@ -12,7 +12,7 @@ from .. import arguments
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
 from ..registry import Registry, exclusive
-from .families import FORMATS, Block, Custom, Exponent, Fixed, Float, Format, Posit, Scaled
+from .families import FORMATS, Block, Custom, Exponent, Fixed, Float, Format, Posit, Scaled, Table
 from .vocabulary import meaning, name_of, plain, said_of
 
 #: TVM's custom types have codes from here on, below are its own; a code is one byte.
@@ -30,6 +30,51 @@ _E2M1FN: Final = Float("float4_e2m1fn", 2, 1, kind="finite")
 
 _INTEGER8: Final = Fixed("integer8", 8, 0)
 _INTEGER4: Final = Fixed("integer4", 4, 0)
+
+#: NormalFloat, of QLoRA: quantiles of the normal distribution, with bitsandbytes' digits.
+_NF4: Final = Table(
+    "nf4_values",
+    (
+        -1.0,
+        -0.6961928009986877,
+        -0.5250730514526367,
+        -0.39491748809814453,
+        -0.28444138169288635,
+        -0.18477343022823334,
+        -0.09105003625154495,
+        0.0,
+        0.07958029955625534,
+        0.16093020141124725,
+        0.24611230194568634,
+        0.33791524171829224,
+        0.44070982933044434,
+        0.5626170039176941,
+        0.7229568362236023,
+        1.0,
+    ),
+)
+
+#: What bitsandbytes calls fp4; not the e2m1 of hardware.
+_BNB_FP4: Final = Table(
+    "bnb_fp4_values",
+    (
+        -1.0,
+        -0.6666666865348816,
+        -0.5,
+        -0.3333333432674408,
+        -0.25,
+        -0.1666666716337204,
+        -0.0052083334885537624,
+        0.0,
+        0.0052083334885537624,
+        0.1666666716337204,
+        0.25,
+        0.3333333432674408,
+        0.5,
+        0.6666666865348816,
+        1.0,
+    ),
+)
 
 _SHIPPED: Final[dict[str, Format]] = {
     format.name: format
@@ -76,6 +121,8 @@ _SHIPPED: Final[dict[str, Format]] = {
         Scaled("int4", _INTEGER4),
         Scaled("int4_row", _INTEGER4, "row"),
         Scaled("int4_block128", _INTEGER4, 128),
+        Scaled("nf4", _NF4, 64),
+        Scaled("bnb_fp4", _BNB_FP4, 64),
     )
 }
 

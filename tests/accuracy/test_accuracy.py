@@ -125,6 +125,8 @@ def test_known_facts() -> None:
         assert found.sqnr_db == pytest.approx(20 * math.log10(2) * bits, abs=0.1)
     normal = torch.randn(2**20, generator=generator)
     assert error(normal, "mxfp4_e2m1").sqnr_db == pytest.approx(18.78, abs=0.03)
+    even = Block("even", formats.get("float4_e2m1fn"), rule="even")  # type: ignore[arg-type]
+    assert error(normal, even).sqnr_db == pytest.approx(19.01, abs=0.03)
     for name, mantissa in (("bfloat16", 7), ("float16", 10)):
         x = normal[normal.abs() > 1e-3]
         assert error(x, name).max_rel == pytest.approx(2.0 ** -(mantissa + 1), rel=0.05)

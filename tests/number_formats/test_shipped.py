@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import math
 import re
 from fractions import Fraction
@@ -17,9 +18,10 @@ import torch
 from torch import Tensor
 
 from hmpx import formats
-from hmpx.formats import Custom, Exponent, Float, decode, encode, get, quantize
+from hmpx.formats import Custom, Exponent, Float, Scaled, Table, decode, encode, get, quantize
 from hmpx.number_formats import ROUNDING_MODES
 
+from .bitsandbytes_golden import GOLDEN, digest, inputs, on_threshold
 from .posit_reference import value
 from .test_quantize import (
     assert_same,
@@ -230,6 +232,44 @@ def test_posit32_rounds_as_the_standard_says(implementation: str) -> None:
         assert magnitude == 1 or low <= exact
         assert magnitude == 2**31 - 1 or (high is not None and exact <= high)
         assert magnitude % 2 == 0 or exact not in (low, high)
+
+
+# --- bitsandbytes ------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", ["nf4", "fp4"])
+@pytest.mark.parametrize("name", inputs())
+def test_four_bits_as_bitsandbytes(kind: str, name: str, implementation: str) -> None:
+    """Every code, and millions of numbers, bit for bit; with its scales, and its codes where it sorts them."""
+    golden = json.loads(GOLDEN.read_text("utf-8"))[kind]
+    x, format = inputs()[name], get("nf4" if kind == "nf4" else "bnb_fp4")
+    assert isinstance(format, Scaled)
+    assert isinstance(format.element, Table)
+    assert sorted({*golden["code"]} | {0.0}) == list(format.element.values)
+    rounded = quantize(x, format)
+    assert rounded[:8].tolist() == golden[name]["first"]
+    left_out = on_threshold(x, golden["code"])
+    assert left_out.sum() == golden[name]["left_out"] < 10
+    assert digest(rounded.masked_fill(left_out, 0.0) + 0.0) == golden[name]["values"]
+    codes, scales = encode(x, format)
+    assert torch.equal(decode((codes, scales), format), rounded)
+    assert codes.unique().numel() == (1 if name == "zeros" else len(format.element.values))
+    if kind == "nf4":
+        assert digest(codes.masked_fill(left_out, 0)) == golden[name]["codes"]
+    if name != "zeros":  # where a scale is never 0 here
+        assert digest(scales) == golden[name]["absmax"]
+
+
+def test_four_bits_in_tensors_of_more_dimensions() -> None:
+    """Bitsandbytes takes 64 in memory whatever the shape: the same where rows are multiples of 64."""
+    x = torch.randn(8, 128)
+    assert torch.equal(quantize(x, "nf4"), quantize(x.view(-1), "nf4").view(8, 128))
+    odd = torch.randn(2, 70)
+    assert torch.equal(quantize(odd, "nf4")[1], quantize(odd[1], "nf4"))
+    format = get("nf4")
+    assert isinstance(format, Scaled)
+    block, amax = x[0, :64], x[0, :64].abs().max()
+    assert torch.equal(quantize(block, "nf4"), quantize(block / amax, format.element) * amax)
 
 
 # --- documentation -----------------------------------------------------------------------------
