@@ -63,11 +63,11 @@ def largest_of(element: Float | Fixed | Table) -> float:
 def elements_of(x: Floats, element: Float | Fixed | Table) -> Floats:
     """Returns values that are divided by their scale, rounded to elements."""
     most = np.float32(largest_of(element))
+    clipped = np.clip(x, -most, most)  # else float64 could not tell which value is nearer
     if isinstance(element, Table):
         known = np.array(element.values, np.float32)
-        distance = np.abs(x.astype(np.float64)[:, None] - known.astype(np.float64))
+        distance = np.abs(clipped.astype(np.float64)[:, None] - known.astype(np.float64))
         return known[distance.argmin(axis=1)]
-    clipped = np.clip(x, -most, most)
     if isinstance(element, Fixed):
         step = np.float32(2.0**-element.fraction_bits)
         return np.rint(clipped / step) * step + np.float32(0)
