@@ -7,7 +7,9 @@ compare within a table only. On Linux the process starts itself anew with malloc
 result take longer than rounding does. Candidates:
 
 NAME           hmpx, with kernels that the system's compiler built
-NAME, ops      hmpx, by torch ops: where there is no compiler, and on other devices than the CPU
+NAME, ops      hmpx, by torch ops: where there is no compiler, and on most other devices
+NAME, encode   hmpx, with kernels: to codes; "decode" is from these to values
+NAME, axis 0   hmpx, with kernels: blocks along the first axis of a square matrix
 torch ...      x.to(dtype).to(x.dtype); rounds as hmpx does but for overflow to float8_e4m3fn
 PEER NAME      ml_dtypes, gfloat, qtorch and pychop, those that are installed; with --peers
 """
@@ -15,6 +17,7 @@ PEER NAME      ml_dtypes, gfloat, qtorch and pychop, those that are installed; w
 from __future__ import annotations
 
 import copy
+import dataclasses
 import importlib
 import os
 import sys
@@ -26,11 +29,11 @@ import timing
 import torch
 from torch import Tensor
 
-from hmpx.formats import Fixed, Float, Table, get
+from hmpx.formats import Fixed, Float, Table, decode, encode, get
 from hmpx.number_formats import rounder
 from hmpx.number_formats.kernels import library as kernel_library
 
-LARGE, SMALL = 2**24, 4096
+LARGE, MEDIUM, SMALL = 2**24, 2**20, 4096
 
 #: (format, rounding)
 CASES: tuple[tuple[str | Fixed | Float | Table, str], ...] = (
@@ -66,6 +69,14 @@ CASES: tuple[tuple[str | Fixed | Float | Table, str], ...] = (
     (Fixed("q4_12", 4, 12), "nearest"),
     (Table("table16", tuple(i * abs(i) / 64 for i in range(-8, 8))), "nearest"),
     (Table("table199", tuple(i * abs(i) / 2500 for i in range(-99, 100))), "nearest"),
+    (Table("table16", tuple(i * abs(i) / 64 for i in range(-8, 8))), "stochastic"),
+)
+
+#: Formats whose codes are made and read.
+CODED: tuple[str | Fixed | Table, ...] = (
+    *("bfloat16", "float8_e4m3fn", "posit8_0", "posit16_1", "mxfp8_e4m3"),
+    Fixed("q4_12", 4, 12),
+    Table("table16", tuple(i * abs(i) / 64 for i in range(-8, 8))),
 )
 
 TORCH_DTYPES = {
@@ -103,6 +114,20 @@ def own(x: Tensor) -> dict[str, Step]:
             run = rounder(own_format, rounding)
             run.for_dtype(x.dtype).has_no_kernel = not has_kernels
             steps[name if has_kernels else f"{name}, ops"] = lambda run=run: run(x)
+    return steps
+
+
+def codes(x: Tensor) -> dict[str, Step]:
+    """Returns what makes and reads codes, and blocks along another axis, by kernels."""
+    steps: dict[str, Step] = {}
+    for format in CODED:
+        known = get(format)
+        coded = encode(x, known)
+        steps[f"{known.name}, encode"] = lambda known=known: encode(x, known)
+        steps[f"{known.name}, decode"] = lambda known=known, coded=coded: decode(coded, known)
+    square = x.view(int(x.numel() ** 0.5), -1)
+    along = rounder(dataclasses.replace(get("mxfp8_e4m3"), axis=0))  # type: ignore[type-var]
+    steps["mxfp8_e4m3, axis 0"] = lambda: along(square)
     return steps
 
 
@@ -187,23 +212,31 @@ def main() -> None:
         raise SystemExit("no compiler builds the kernels here; the log says why")
     print(f"kernels built or loaded in {time.perf_counter() - start:.1f} s")
 
-    x, tiny = torch.randn(options.elements), torch.randn(SMALL)
-    steps = {"clone": x.clone, **own(x), **casts(x), **(peers(x) if options.peers else {})}
+    x, medium, tiny = (torch.randn(n) for n in (options.elements, MEDIUM, SMALL))
+    steps = {"clone": x.clone, **own(x), **codes(x), **casts(x)}
+    steps.update(peers(x) if options.peers else {})
     for step in steps.values():
         step()
     large_us = timing.fastest(steps, 1, options.rounds)
-    steps = {"clone": tiny.clone, **own(tiny), **casts(tiny)}
+    steps = {"clone": medium.clone, **own(medium), **codes(medium), **casts(medium)}
+    for step in steps.values():
+        step()
+    medium_us = timing.fastest(steps, 2, options.rounds)
+    steps = {"clone": tiny.clone, **own(tiny), **codes(tiny), **casts(tiny)}
     small_us = timing.fastest(steps, 200, options.rounds)
-    print(f"\n{'elements':34}{options.elements:12,}{options.elements:16,}{SMALL:12,}")
-    print(f"{'':34}{'over clone':>12}{'milliseconds':>16}{'us a call':>12}")
+    print(f"\n{'elements':34}{options.elements:12,}{options.elements:16,}{MEDIUM:12,}{SMALL:12,}")
+    print(f"{'':34}{'over clone':>12}{'milliseconds':>16}{'over clone':>12}{'us a call':>12}")
     ratios = {name: us / large_us["clone"] for name, us in large_us.items()}
     for name, ratio in ratios.items():
-        small = f"{small_us[name]:12.2f}" if name in small_us else ""
+        small = ""
+        if name in small_us:
+            small = f"{medium_us[name] / medium_us['clone']:12.2f}{small_us[name]:12.2f}"
         print(f"{name:34}{ratio:12.2f}{large_us[name] / 1e3:16.2f}{small}")
     figures = {
         "elements": options.elements,
         "ratios": ratios,
         "large_us": large_us,
+        "medium_us": medium_us,
         "small_us": small_us,
     }
     timing.save(options.save, "formats", figures, device="cpu", threads=options.threads)

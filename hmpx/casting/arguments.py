@@ -55,6 +55,7 @@ from .recipe import Recipe
 
 def cast_args(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments that ``recipe`` makes of ``args`` and ``kwargs``; changes neither."""
+    given = args, kwargs
     if recipe.emulation is not None:
         args, kwargs = recipe.emulation.decoded(args, kwargs)
     elif args:
@@ -64,11 +65,16 @@ def cast_args(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     dtype = target_dtype(recipe, args, kwargs)
     if dtype is None:
         return args, kwargs
+    round_ = (
+        None
+        if recipe.emulation is None
+        else _rounder(recipe.emulation.round, given, (args, kwargs))
+    )
     args, kwargs = _cast_to(dtype, recipe, args, kwargs)
-    if recipe.emulation is None or written(recipe, args, kwargs) is not None:
+    if round_ is None or written(recipe, args, kwargs) is not None:
         return args, kwargs
     keeps_parameters = _takes_mixed_parameters(recipe, args, kwargs)
-    return _with_inputs(recipe.emulation.round, recipe, args, kwargs, keeps_parameters)
+    return _with_inputs(round_, recipe, args, kwargs, keeps_parameters)
 
 
 def is_settled(value: Any, dtype: object) -> bool:
@@ -186,6 +192,28 @@ def _cast_to(dtype: torch.dtype, recipe: Recipe, args: Args, kwargs: Kwargs) -> 
     return _with_inputs(
         convert, recipe, args, kwargs, mixes, convert_list if may_be_chunk else _no_chunk
     )
+
+
+def _rounder(
+    round_: Callable[[Tensor], Tensor], given: tuple[Args, Kwargs], decoded: tuple[Args, Kwargs]
+) -> Callable[[Tensor], Tensor]:
+    """Returns what rounds the arguments of a call: not those that codes were decoded to, which need none.
+
+    Args:
+        round_: What rounds a tensor.
+        given: The arguments.
+        decoded: The same, with values in place of codes.
+    """
+    if decoded[0] is given[0]:
+        return round_
+    old = (*given[0], *given[1].values())
+    new = (*decoded[0], *decoded[1].values())
+    values = [value for value, code in zip(new, old, strict=True) if value is not code]
+
+    def round_others(tensor: Tensor) -> Tensor:
+        return tensor if any(tensor is value for value in values) else round_(tensor)
+
+    return round_others
 
 
 def _no_chunk(tensors: Sequence[Any]) -> None:

@@ -19,8 +19,8 @@ from .rounding import (
     draw_keys,
     has_own_memory,
     rounding_of,
-    rows_of,
 )
+from .rows import rows_of
 from .torch_rounding import NO_KEYS
 from .unpatched import CLONE, CONTIGUOUS, EMPTY, EMPTY_LIKE
 

@@ -6,6 +6,7 @@ device. Autograd is for `quantization`.
 
 from __future__ import annotations
 
+import functools
 from typing import Any, Final
 
 import torch
@@ -14,12 +15,23 @@ from torch import Tensor
 from ..errors import OptionError
 from ..tensors import CAST, PLAIN_TENSORS, SPARSE
 from ..torch_internals import dispatch_modes, jit_tracing_state, run_when_traced, transforms
+from . import graph_op
 from .bits import FP32, FP64
 from .families import PLANS, Format, Rounder
-from .kernels import calls
+from .gpu_rounding import rounded_on_gpu
+from .kernels import calls, gpu
 from .kernels import library as kernel_library
+from .layouts import Layout
 from .plans import Plan
-from .torch_rounding import NO_KEYS, by_traceable_ops, round_in_parts, rounded_rows, signed
+from .rows import rows_of
+from .torch_rounding import (
+    NO_KEYS,
+    by_traceable_ops,
+    round_in_parts,
+    rounded_rows,
+    signed,
+    traced_keys,
+)
 from .unpatched import CONTIGUOUS, EMPTY, EMPTY_LIKE
 
 #: Torch runs smaller work on one thread, too.
@@ -62,26 +74,15 @@ class Rounding:
         if step.plan is None:
             return x if step.function is None else step.function(x)
         if not has_own_memory(x):
+            if scale is None and graph_op.is_taken(x):
+                return self._in_graph(x, generator)
             check_dense(x)
             with torch.no_grad():
+                if x.is_cuda and _has_own_values(x) and gpu.has_kernel(step.plan):
+                    return rounded_on_gpu(x, step.plan, generator)
                 return by_traceable_ops(x, step.plan, step.layout, generator, scale)
-        if x.is_neg() or x._is_zerotensor():  # without memory of its values
-            x = EMPTY_LIKE(x).copy_(x.detach())
         keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
-        kernel = step.kernel or step.find_kernel()
-        if kernel is not None and step.is_native and x.is_contiguous():
-            rows = ONE_ROW if step.layout is None else step.rows(x)
-            given = () if scale is None else step.given(scale)
-            if rows is not None and given is not None:
-                result, count = EMPTY_LIKE(x), x.numel()
-                if count:
-                    threads = 1 if count < THREADED else torch.get_num_threads()
-                    kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, rows, *given)
-                return result
-        with torch.no_grad():
-            if kernel is None or not (step.layout is None or step.plan.takes_strides):
-                return _in_rows(x, step, keys, scale)
-            return _laid_out(x, step, kernel, keys)
+        return rounded(x, step, keys, scale)
 
     def _in_dynamo(
         self, x: Tensor, generator: torch.Generator | None, scale: Tensor | None
@@ -93,7 +94,16 @@ class Rounding:
         constants = _constants_of(self.format, self.mode, self.overflow, x.dtype)
         if not constants:
             return x
-        return by_traceable_ops(x, _plan_of(*constants), self.format.layout, generator, scale)
+        if scale is None and graph_op.is_taken(x):
+            return self._in_graph(x, generator)
+        return by_traceable_ops(x, plan_of(*constants), self.format.layout, generator, scale)
+
+    def _in_graph(self, x: Tensor, generator: torch.Generator | None) -> Tensor:
+        """Returns ``x`` rounded by one op of a graph."""
+        text = _text_of(self.format, self.mode, self.overflow, x.dtype)
+        keys = traced_keys(x, generator) if self.mode == "stochastic" else None
+        found: Tensor = graph_op.OP(x.detach(), text, keys)
+        return found
 
     def for_dtype(self, dtype: torch.dtype) -> DtypeRounding:
         """Returns how tensors of one dtype are rounded.
@@ -108,8 +118,41 @@ class Rounding:
                     f"quantize takes tensors of {', '.join(str(known) for known in CAST)}, not {dtype}; "
                     "cast it first"
                 )
-            step = self._by_dtype[dtype] = DtypeRounding(self, dtype)
+            format = self.format
+            plan = format.plan(dtype, self.mode, self.overflow)  # type: ignore[arg-type]  # checked
+            step = DtypeRounding(plan, format.layout, dtype, format.own_function)
+            self._by_dtype[dtype] = step
         return step
+
+
+def rounded(
+    x: Tensor, step: DtypeRounding, keys: tuple[int, int], scale: Tensor | None = None
+) -> Tensor:
+    """Returns ``x``, which has memory of its own, rounded by a kernel, or else by torch ops.
+
+    Args:
+        x: On the CPU.
+        step: How; with a plan.
+        keys: Of the noise.
+        scale: As for `quantize`.
+    """
+    if x.is_neg() or x._is_zerotensor():  # without memory of its values
+        x = EMPTY_LIKE(x).copy_(x.detach())
+    kernel = step.kernel or step.find_kernel()
+    if kernel is not None and step.is_native and x.is_contiguous():
+        rows = ONE_ROW if step.layout is None else step.rows(x)
+        given = () if scale is None else step.given(scale)
+        if rows is not None and given is not None:
+            result, count = EMPTY_LIKE(x), x.numel()
+            if count:
+                threads = 1 if count < THREADED else torch.get_num_threads()
+                kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, rows, *given)
+            return result
+    assert step.plan is not None
+    with torch.no_grad():
+        if kernel is None or not (step.layout is None or step.plan.takes_strides):
+            return _in_rows(x, step, keys, scale)
+        return _laid_out(x, step, kernel, keys)
 
 
 class DtypeRounding:
@@ -125,11 +168,14 @@ class DtypeRounding:
 
     __slots__ = ("function", "has_no_kernel", "is_native", "kernel", "layout", "plan")
 
-    def __init__(self, rounding: Rounding, dtype: torch.dtype) -> None:
-        format = rounding.format
-        self.function: Rounder | None = format.own_function
-        self.plan: Plan | None = format.plan(dtype, rounding.mode, rounding.overflow)  # type: ignore[arg-type]  # checked
-        self.layout = format.layout
+    def __init__(
+        self,
+        plan: Plan | None,
+        layout: Layout | None,
+        dtype: torch.dtype,
+        function: Rounder | None = None,
+    ) -> None:
+        self.plan, self.layout, self.function = plan, layout, function
         self.is_native = self.plan is not None and self.plan.binary.dtype is dtype
         self.kernel: calls.Kernel | None = None
         self.has_no_kernel = False
@@ -166,9 +212,12 @@ class DtypeRounding:
 
 def has_own_memory(x: Tensor) -> bool:
     """Whether kernels may read the memory of ``x``, with nobody between who is to see it."""
+    return x.is_cpu and _has_own_values(x)
+
+
+def _has_own_values(x: Tensor) -> bool:
     return (
         type(x) in PLAIN_TENSORS
-        and x.is_cpu
         and not dispatch_modes()
         and transforms() is None
         and jit_tracing_state() is None
@@ -217,15 +266,20 @@ def _constants_of(
     return () if plan is None else plan.constants()
 
 
+def _text_of(format: Format, mode: str, overflow: str | None, dtype: torch.dtype) -> str:
+    """Returns what a graph's op is told, the plan and which values it rounds together."""
+    plan = rounding_of(format, mode, overflow).for_dtype(dtype).plan
+    assert plan is not None
+    return graph_op.text_of(plan, format.layout)
+
+
 run_when_traced(_constants_of)
+run_when_traced(_text_of)
 
 
-def _plan_of(kind: str, mantissa: int, *rest: Any) -> Plan:
+def plan_of(kind: str, mantissa: int, *rest: Any) -> Plan:
     """Returns the plan whose `Plan.constants` these are."""
     return PLANS[kind].from_constants(FP32 if mantissa == 23 else FP64, *rest)
-
-
-# --- noise -------------------------------------------------------------------------------------
 
 
 def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
@@ -233,9 +287,6 @@ def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
     device = "cpu" if generator is None else generator.device
     key = int(EMPTY(1, dtype=torch.int64, device=device).random_(generator=generator).item())
     return key & 0xFFFFFFFF, key >> 32
-
-
-# --- routes ------------------------------------------------------------------------------------
 
 
 def _laid_out(
@@ -286,23 +337,14 @@ def _in_rows(x: Tensor, step: DtypeRounding, keys: tuple[int, int], scale: Tenso
     return EMPTY_LIKE(x).copy_(found)
 
 
-# --- rows --------------------------------------------------------------------------------------
+@functools.lru_cache(maxsize=4096)
+def _step_of(text: str, dtype: torch.dtype) -> DtypeRounding:
+    constants, layout = graph_op.read(text)
+    return DtypeRounding(plan_of(*constants), layout, dtype)
 
 
-def rows_of(x: Tensor, axis: int) -> calls.Rows:
-    """Returns the length of rows along an axis, and the distance of neighbours in them.
+def _op(x: Tensor, text: str, keys: tuple[int, int] | None) -> Tensor:
+    return rounded(x, _step_of(text, x.dtype), keys or NO_KEYS)
 
-    Args:
-        x: Without memory between its elements.
-        axis: Of ``x``.
 
-    Raises:
-        OptionError: ``x`` has no such axis.
-    """
-    shape = x.shape
-    if not -max(len(shape), 1) <= axis < max(len(shape), 1):
-        raise OptionError(
-            f"blocks lie along axis {axis}, which a tensor of shape {tuple(shape)} lacks"
-        )
-    length = shape[axis] if shape else 1
-    return (length, x.stride(axis)) if length > 1 else (length, 1)
+graph_op.run_by(_op)

@@ -30,11 +30,7 @@ def by_traceable_ops(
     x = x.detach()
     keys: tuple[Key, Key] = NO_KEYS
     if plan.mode == "stochastic":
-        device = x.device if generator is None else generator.device
-        drawn = RANDINT(
-            -(2**31), 2**31, (2,), generator=generator, dtype=torch.int64, device=device
-        )
-        drawn = drawn.to(x.device, torch.int32)
+        drawn = traced_keys(x, generator).to(torch.int32)
         keys = (drawn[0], drawn[1])
     rows = CAST[plan.binary.dtype](x)
     if layout is not None:
@@ -43,6 +39,13 @@ def by_traceable_ops(
     if layout is not None:
         rounded = layout.from_rows(rounded, x.shape)
     return CAST[x.dtype](rounded)
+
+
+def traced_keys(x: Tensor, generator: torch.Generator | None) -> Tensor:
+    """Returns two numbers of 32 bits in an int64 tensor on the device of ``x``, for one call."""
+    device = x.device if generator is None else generator.device
+    drawn = RANDINT(-(2**31), 2**31, (2,), generator=generator, dtype=torch.int64, device=device)
+    return drawn.to(x.device)
 
 
 def rounded_rows(

@@ -32,6 +32,7 @@ from hmpx import FreezeError, Frozen, OptionError, Policy
 from hmpx.compute.legalize import legalization
 from hmpx.compute.legalize.capability import Capability
 from hmpx.freezing import originals
+from hmpx.number_formats.rounding import Rounding
 from tests import forks
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -717,6 +718,24 @@ def test_weights_that_are_first_inputs_are_not_stored_as_codes() -> None:
         assert torch.equal(model(x), expected)
         compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
         assert torch.equal(compiled(x), expected)
+
+
+def test_values_of_codes_are_not_rounded_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They are values of the format already; what else comes into an op is rounded."""
+    model, x = nn.Linear(6, 7).eval(), torch.randn(5, 6)
+    with hmpx.convert(low_precision_type="float8_e4m3fn", device_types={"cpu"}):
+        expected = model(x)
+        hmpx.freeze(model, x, store="codes")
+        shapes = []
+        original = Rounding.__call__
+
+        def noted(self: Rounding, tensor: Tensor, *rest: Any) -> Tensor:
+            shapes.append(tuple(tensor.shape))
+            return original(self, tensor, *rest)
+
+        monkeypatch.setattr(Rounding, "__call__", noted)
+        assert torch.equal(model(x), expected)
+    assert shapes == [(5, 6), (5, 7)]
 
 
 # --- sharing -----------------------------------------------------------------------------------

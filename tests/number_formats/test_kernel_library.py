@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import shutil
 import signal
 import stat
@@ -1091,3 +1092,27 @@ def test_a_portable_library_runs_on_this_machine(run: Run, place: Path) -> None:
     assert exit_status(run(hmpx_kernels("--build", "--output", str(path)), CC=None)) == 0
     assert run(HMPX_KERNELS=str(path)) == (0, BY_KERNELS, "")
     assert set(stamp_of(path).features) < {*kernel_cache._features(), ""}
+
+
+@pytest.mark.parametrize("part", ["_SOURCE", "_PARTS"])
+def test_changed_sources_are_another_version(
+    part: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of the C file and of what it includes: kernels of the version before are not found."""
+    before = kernel_cache._source_digest()
+    value = getattr(kernel_cache, part)
+    original = value if isinstance(value, Path) else value[0]
+    changed = tmp_path / original.name
+    changed.write_text(original.read_text() + "/* changed */\n")
+    monkeypatch.setattr(kernel_cache, part, changed if value is original else (changed,))
+    assert kernel_cache._source_digest.__wrapped__() != before
+
+
+def test_all_that_is_included_is_part_of_the_version() -> None:
+    """A file that the digest left out could change without the kernels being built anew."""
+    source = kernel_cache._SOURCE
+    known = {part.name for part in (source, *kernel_cache._PARTS)}
+    for name in known:
+        text = source.with_name(name).read_text()
+        assert set(re.findall(r'#include "(.*)"', text)) <= known
+    assert known == {path.name for path in source.parent.glob("*.[ch]")}

@@ -67,6 +67,15 @@ def check_setting() -> None:
         _begin()
 
 
+def is_off() -> bool:
+    """Whether ``HMPX_KERNELS`` says that no kernel is to be used.
+
+    Raises:
+        OptionError: It has a value that it can't have.
+    """
+    return _setting() == "off"
+
+
 def _setting() -> str | Path:
     """Returns ``on``, ``off``, ``wait``, or the path of a library.
 
