@@ -14,7 +14,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..compute import SLOW_KINDS
+from ..compute import SLOW_KINDS, Emulation
 from ..number_formats import Format
 from ..policy import CastPolicy
 from ..tensors import (
@@ -65,16 +65,10 @@ def cast_args(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     dtype = target_dtype(recipe, args, kwargs)
     if dtype is None:
         return args, kwargs
-    round_ = (
-        None
-        if recipe.emulation is None
-        else _rounder(recipe.emulation.round, given, (args, kwargs))
-    )
-    args, kwargs = _cast_to(dtype, recipe, args, kwargs)
-    if round_ is None or written(recipe, args, kwargs) is not None:
-        return args, kwargs
-    keeps_parameters = _takes_mixed_parameters(recipe, args, kwargs)
-    return _with_inputs(round_, recipe, args, kwargs, keeps_parameters)
+    if recipe.emulation is None or written(recipe, args, kwargs) is not None:
+        return _cast_to(dtype, recipe, args, kwargs)
+    exact = _decoded_values(given, (args, kwargs))
+    return _rounded_inputs(recipe.emulation, dtype, recipe, args, kwargs, exact)
 
 
 def is_settled(value: Any, dtype: object) -> bool:
@@ -165,7 +159,7 @@ def cast_dtypes(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[torch.dtype]
     if dtype is not None:
         mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(recipe, args, kwargs)
 
-        def cast(tensor: Tensor) -> Any:
+        def cast(name: str, tensor: Tensor) -> Any:
             return tensor if tensor.dtype is dtype else _Cast(dtype)
 
         args, kwargs = _with_inputs(cast, recipe, args, kwargs, mixes)
@@ -179,7 +173,7 @@ def cast_dtypes(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[torch.dtype]
 def _cast_to(dtype: torch.dtype, recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     cast = converter(recipe, dtype)
 
-    def convert(tensor: Tensor) -> Tensor:
+    def convert(name: str, tensor: Tensor) -> Tensor:
         return tensor if tensor.dtype is dtype else cast(tensor)
 
     def convert_list(tensors: Sequence[Any]) -> list[Tensor] | None:
@@ -194,26 +188,38 @@ def _cast_to(dtype: torch.dtype, recipe: Recipe, args: Args, kwargs: Kwargs) -> 
     )
 
 
-def _rounder(
-    round_: Callable[[Tensor], Tensor], given: tuple[Args, Kwargs], decoded: tuple[Args, Kwargs]
-) -> Callable[[Tensor], Tensor]:
-    """Returns what rounds the arguments of a call: not those that codes were decoded to, which need none.
+def _decoded_values(given: tuple[Args, Kwargs], decoded: tuple[Args, Kwargs]) -> list[Any]:
+    """Returns the arguments that codes were decoded to: they are values of the format already.
 
     Args:
-        round_: What rounds a tensor.
-        given: The arguments.
+        given: The arguments of a call.
         decoded: The same, with values in place of codes.
     """
     if decoded[0] is given[0]:
-        return round_
+        return []
     old = (*given[0], *given[1].values())
     new = (*decoded[0], *decoded[1].values())
-    values = [value for value, code in zip(new, old, strict=True) if value is not code]
+    return [value for value, code in zip(new, old, strict=True) if value is not code]
 
-    def round_others(tensor: Tensor) -> Tensor:
-        return tensor if any(tensor is value for value in values) else round_(tensor)
 
-    return round_others
+def _rounded_inputs(  # noqa: PLR0917  # all there is to one call
+    emulation: Emulation,
+    dtype: torch.dtype,
+    recipe: Recipe,
+    args: Args,
+    kwargs: Kwargs,
+    exact: list[Any],
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments as an op in number formats takes them; those in ``exact`` need no rounding."""
+    cast = CAST[dtype]
+
+    def convert(name: str, tensor: Tensor) -> Tensor:
+        if exact and any(tensor is value for value in exact):
+            return cast(tensor)
+        return emulation.rounded_input(name, tensor, cast(tensor))
+
+    keeps_parameters = _takes_mixed_parameters(recipe, args, kwargs)
+    return _with_inputs(convert, recipe, args, kwargs, keeps_parameters)
 
 
 def _no_chunk(tensors: Sequence[Any]) -> None:
@@ -221,7 +227,7 @@ def _no_chunk(tensors: Sequence[Any]) -> None:
 
 
 def _with_inputs(  # noqa: PLR0917  # all there is to one call
-    convert: Callable[[Tensor], Any],
+    convert: Callable[[str, Tensor], Any],
     recipe: Recipe,
     args: Args,
     kwargs: Kwargs,
@@ -245,7 +251,7 @@ def _with_inputs(  # noqa: PLR0917  # all there is to one call
             and tensor.dtype is torch.float32
             and tensor.device.type in recipe.facts.mixed_device_types
         )
-        return tensor if keeps_fp32 else convert(tensor)
+        return tensor if keeps_fp32 else convert(name, tensor)
 
     names = padded_names(recipe.site.parameters.names, len(args))
     new_args = tuple(

@@ -12,8 +12,8 @@ from typing import Any
 import torch
 
 from .. import compute
-from ..compute import PRODUCTS, Emulation, Lacking, Lowering
-from ..number_formats import Format
+from ..compute import PRODUCTS, Emulation, Formats, Lacking, Lowering
+from ..number_formats import Format, rounds_nothing
 from ..ops import Numbers, Parameters
 from ..policy import INPUT, RELATIVE, Decision
 from ..tensors import LOW_DTYPES
@@ -91,7 +91,8 @@ class Options:
     reuse_casts: bool = False
     keep_weight_casts: bool | str = "auto"
     rounding: str = "nearest"
-    round_gradients: bool = False
+    overflow: str | None = None
+    round_gradients: bool | Format = False
 
 
 @dataclass(frozen=True, eq=False)
@@ -247,20 +248,39 @@ def _norms(recipe: Recipe) -> dict[str, Any]:
     }
 
 
+def _formats(decision: Decision, format: Format, options: Options) -> Formats:
+    """Returns the formats of an op that runs in ``format``."""
+    gradients = decision.gradients
+    if gradients is None and options.round_gradients is not False:
+        gradients = format if options.round_gradients is True else options.round_gradients
+    rounding = decision.rounding or options.rounding
+    overflow = decision.overflow or options.overflow
+    if gradients is not None and rounds_nothing(gradients):
+        gradients = None
+    return Formats(
+        result=format,
+        weights=decision.weights or format,
+        activations=decision.activations or format,
+        gradients=gradients,
+        rounding=rounding,
+        overflow=overflow,
+    )
+
+
 def _computations(recipe: Recipe) -> dict[str, Any]:
     """Returns how calls are computed once their inputs are cast; asks for their target, if any."""
     decision, facts, options = recipe.decision, recipe.facts, recipe.options
     emulation = None
     if isinstance(decision.dtype, Format) and recipe.target is None:
         emulation = Emulation(
-            decision.dtype,
-            options.rounding,
-            options.round_gradients,
+            _formats(decision, decision.dtype, options),
+            recipe.site.op,
+            recipe.site.parameters.names,
             decision.accumulate_dtype,
             None if decision.output_dtype == INPUT else decision.output_dtype,
             facts.is_view,
+            facts.kind in PRODUCTS,
             recipe.lowerings,
-            takes_codes=facts.kind in PRODUCTS,
         )
     may_be_legalized = compute.may_be_legalized(
         options.legalize,

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 from .accumulation import Accumulation
 from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
-from .emulation import Emulation, watched_emulation
+from .emulation import Emulation, Formats
+from .frozen_codes import watched_emulation
 from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
 from .kept_tensors import saved_by
 from .legalize.capability import (
@@ -41,6 +42,7 @@ __all__ = [
     "Callee",
     "Capability",
     "Emulation",
+    "Formats",
     "Inputs",
     "Lacking",
     "Legalization",

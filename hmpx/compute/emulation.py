@@ -1,27 +1,34 @@
-"""Ops in a number format that no hardware has: rounded inputs, a wider kernel, rounded outputs.
+"""Ops in number formats that no hardware need have: rounded inputs, a wider kernel, rounded outputs.
 
 Values live in fp32 tensors and are always representable in the format. The kernel computes in fp32,
 or in fp64 where rounding the fp32 results a second time would show. Gradients pass as if nothing had
-been rounded, or are rounded too. Independent of op lists and of how wrappers are installed in torch.
+been rounded, or are rounded too. Where an op returns a dtype instead, its outputs are not rounded, nor
+what is added to a product. Independent of op lists and of how wrappers are installed in torch.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator, Mapping
+import functools
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
+from .. import ops
 from ..errors import OptionError
-from ..number_formats import Custom, Format, Rounder, decode, rounder
-from ..tensors import CAST, ELIGIBLE, Args, Kwargs
-from ..torch_internals import FunctionalTensor, disable_modes, is_jit_tracing
+from ..number_formats import Custom, Format, Rounder, rounder
+from ..tensors import CAST, ELIGIBLE, Args, Kwargs, map_tensors
+from ..torch_internals import disable_modes, is_jit_tracing
 from ..torch_state import without_casts
+from . import frozen_codes
 from .composition import call_raised, rounded
+from .emulated_products import ByAxis, EmulatedProduct
+from .factored import factored, may_be_factored
+from .legalize.graphs import is_traced
 from .lowering import Lowering
+from .straight_through import straight_through
 
 #: fp32 results may be rounded again to formats with up to this many significand bits: 2 * 11 + 2 <= 24.
 _MOST_BITS: Final = 11
@@ -29,92 +36,201 @@ _FP32_BITS: Final = 24
 
 
 @dataclass(frozen=True)
-class Emulation:
-    """Computes one op in a number format.
+class Formats:
+    """The number formats of one op.
 
     Attributes:
-        format: The format.
-        rounding: How values are rounded, as `formats.quantize` takes it.
-        rounds_gradients: Gradients are rounded as well, both incoming and outgoing.
-        accumulate_dtype: The dtype the op computes in; None for fp32, or fp64 for a wide format.
-        output_dtype: The dtype outputs are cast to after rounding; None for fp32.
-        is_view: The op computes nothing, so its outputs need no rounding.
-        lowerings: Device type -> the function that computes the op instead of torch; None stands for
-            every other device type.
-        takes_codes: Its weights may be frozen to codes.
+        result: What results are rounded to, unless they are returned in a dtype.
+        weights: What weights are rounded to.
+        activations: What other inputs are rounded to.
+        gradients: What gradients are rounded to, incoming and outgoing; None leaves them alone.
+        rounding: How, as `formats.quantize` takes it.
+        overflow: What becomes of values beyond the largest, likewise.
     """
 
-    format: Format
+    result: Format
+    weights: Format
+    activations: Format
+    gradients: Format | None = None
     rounding: str = "nearest"
-    rounds_gradients: bool = False
+    overflow: str | None = None
+
+    def rounder(self, format: Format, axis: int | None = None) -> Rounder:
+        """Returns what rounds to ``format``, along ``axis`` where values are rounded together."""
+        along = format if axis is None or not has_axis(format) else format.along(axis)
+        return rounder(along, self.rounding, self.overflow)
+
+
+def has_axis(format: Format) -> bool:
+    """Whether values that lie along an axis are rounded together."""
+    return format.block_axis is not None
+
+
+@dataclass(frozen=True)
+class Emulation:
+    """Computes one op in number formats.
+
+    Attributes:
+        formats: The formats.
+        op: Op name.
+        names: Names of the op's parameters, by position.
+        accumulate_dtype: The dtype the op computes in; None for fp32, or fp64 for a wide format.
+        output_dtype: The dtype of outputs, which are not rounded to a format then; None for fp32, and
+            rounded.
+        is_view: The op computes nothing, so its outputs need no rounding.
+        is_product: It multiplies and adds, mostly with weights, which may be frozen to codes.
+        lowerings: Device type -> the function that computes the op instead of torch; None stands for
+            every other device type.
+    """
+
+    formats: Formats
+    op: str = ""
+    names: tuple[str, ...] = ()
     accumulate_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
     is_view: bool = False
+    is_product: bool = False
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
-    takes_codes: bool = False
 
-    _round: Rounder = field(init=False, repr=False, compare=False)
+    rounds_late: bool = field(init=False, repr=False, compare=False)
+    _tells_weights: bool = field(init=False, repr=False, compare=False)
+    _addend: str | None = field(init=False, repr=False, compare=False)
+    _result: Rounder | None = field(init=False, repr=False, compare=False)
+    _weight: Rounder = field(init=False, repr=False, compare=False)
+    _activation: Rounder = field(init=False, repr=False, compare=False)
+    _gradient: Rounder | None = field(init=False, repr=False, compare=False)
     _computes_in: torch.dtype = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        round_ = rounder(self.format, self.rounding)
-        if isinstance(self.format, Custom):  # torch functions called inside it must not be cast
-            round_ = without_casts()(round_)
-        object.__setattr__(self, "_round", round_)
-        is_wide = (
-            not isinstance(self.format, Custom)
-            and _MOST_BITS < self.format.significand_bits < _FP32_BITS
-        )
-        usual = torch.float64 if is_wide else torch.float32
-        object.__setattr__(self, "_computes_in", self.accumulate_dtype or usual)
-
-    def round(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor`` rounded to the format, in its own dtype.
+        """Works out what follows from the rest.
 
         Raises:
-            OptionError: It is not a dense tensor, or torch.jit.trace runs, which can't hold roundings.
+            OptionError: A format can't be rounded to in the way that is asked for.
         """
+        formats, gradients = self.formats, self.formats.gradients
+        found = ops.product(self.op)
+        factors = [formats.weights, formats.activations]
+        needs_axes = any(map(has_axis, [*factors, *([] if gradients is None else [gradients])]))
+        is_late = needs_axes or (gradients is not None and self.output_dtype is not None)
+        is_wide = any(map(_is_wide, factors)) or _is_wide(formats.result)
+        usual = torch.float64 if is_wide else torch.float32
+        derived: dict[str, Any] = {
+            "rounds_late": is_late and self.is_product and may_be_factored(self.op),
+            "_tells_weights": formats.weights != formats.activations,
+            "_addend": found.addend if found is not None else None,
+            "_result": self._rounder(formats.result) if self.output_dtype is None else None,
+            "_weight": self._rounder(formats.weights),
+            "_activation": self._rounder(formats.activations),
+            "_gradient": None if gradients is None else self._rounder(gradients),
+            "_computes_in": self.accumulate_dtype or usual,
+        }
+        vars(self).update(derived)
+
+    def _rounder(self, format: Format, axis: int | None = None) -> Rounder:
+        found = self.formats.rounder(format, axis)
+        # torch functions called inside it must not be cast
+        return without_casts()(found) if isinstance(format, Custom) else found
+
+    @property
+    def format(self) -> Format:
+        """The format that the op is said to run in."""
+        return self.formats.result
+
+    # --- inputs --------------------------------------------------------------------------------
+
+    def rounded_input(self, name: str, given: Tensor, tensor: Tensor) -> Tensor:
+        """Returns an input as the op takes it, in its own dtype.
+
+        Factors of products that are rounded for each product anew are left to `compute`.
+
+        Args:
+            name: The argument's name, or ``""``.
+            given: The input as it was given.
+            tensor: The same, cast.
+
+        Raises:
+            OptionError: It is not a dense tensor, or a graph is traced that can't hold the rounding.
+        """
+        self._check(tensor)
+        name = "self" if name == "input" and "input" not in self.names else name
+        if name == self._addend and name:
+            return self._rounded_addend(tensor)
+        return tensor if self.rounds_late else self._rounded_factor(name, given, tensor)
+
+    def _check(self, tensor: Tensor) -> None:
+        name = self.format.name
         if tensor.is_nested or tensor.layout is not torch.strided:
             kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
             raise OptionError(
-                f"{self.format.name}: number formats take dense tensors, not {kind} ones; leave the "
+                f"{name}: number formats take dense tensors, not {kind} ones; leave the "
                 "op out of the low-precision list"
             )
         if is_jit_tracing():
             raise OptionError(
-                f"{self.format.name}: torch.jit.trace can't hold a number format; use torch.export"
+                f"{name}: torch.jit.trace can't hold a number format; use torch.export"
             )
-        if _watchers and self.takes_codes and type(tensor) is nn.Parameter:
-            for note in _watchers:
-                note(tensor, self.format, False)
+
+    def _rounded_addend(self, tensor: Tensor) -> Tensor:
+        """Returns what is added to a product: as it is where sums are, for hardware adds it to them."""
+        if self._result is None:
+            return tensor
+        return self._rounded(tensor, self._result, self.formats.result)
+
+    def _rounded_factor(self, name: str, given: Tensor, tensor: Tensor) -> Tensor:
+        if self._is_weight(name, given):
+            return self._rounded(tensor, self._weight, self.formats.weights)
+        return self._rounded(tensor, self._activation, self.formats.activations)
+
+    def _rounded(self, tensor: Tensor, round_: Rounder, format: Format) -> Tensor:
+        is_parameter = self.is_product and type(tensor) is nn.Parameter
+        if is_parameter and frozen_codes.note_rounding(tensor, format, is_first=False):
             with disable_modes():
-                return self._round(tensor)
-        if tensor.requires_grad and torch.is_grad_enabled():
-            return _Rounded.apply(tensor, self._round, self.rounds_gradients)  # type: ignore[no-any-return, no-untyped-call]
-        return self._round(tensor)
+                return round_(tensor)
+        return straight_through(tensor, round_, self._outgoing)
+
+    @property
+    def _outgoing(self) -> Rounder | None:
+        """What rounds gradients that leave the op, which are results as its outputs are."""
+        return None if self._result is None else self._gradient
+
+    def _is_weight(self, name: str, given: Tensor) -> bool:
+        """Whether an input is a weight: by its argument's name, or since it is a parameter."""
+        if name == "weight":
+            return True
+        if not self._tells_weights or name == "bias":
+            return False
+        if is_traced():
+            raise OptionError(
+                f"{self.op}: in graphs that are traced nothing tells which of its inputs are weights; leave "
+                f"weights= and activations= out of the line of {self.op}, or run it uncompiled"
+            )
+        return isinstance(given, nn.Parameter)
 
     def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Returns the arguments, with weights that were frozen to codes decoded to values."""
-        if _watchers and args and isinstance(args[0], nn.Parameter):
-            for note in _watchers:
-                note(args[0], self.format, True)
-        if not self.takes_codes or not any(map(_is_integer, (*args[1:], *kwargs.values()))):
+        if args and isinstance(args[0], nn.Parameter):
+            frozen_codes.note_rounding(args[0], self.formats.weights, is_first=True)
+        if not self.is_product:
             return args, kwargs
-        given = (*args, *kwargs.values())
-        holds_codes = _is_traced_code if any(map(_is_floating, given)) else _is_frozen
+        return frozen_codes.decoded(args, kwargs, self.formats.weights)
 
-        def value(given: Any) -> Any:
-            return decode(given, self.format) if holds_codes(given) else given
+    # --- the op --------------------------------------------------------------------------------
 
-        new_args = (args[0], *map(value, args[1:])) if args else args
-        return new_args, {name: value(given) for name, given in kwargs.items()}
+    def compute(self, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        """Returns the result of ``function``, rounded.
 
-    def compute(self, function: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        """Returns the result of ``function`` on rounded inputs."""
+        Args:
+            function: torch's function.
+            args: Positional arguments, rounded except as `rounded_input` says.
+            kwargs: Keyword arguments, likewise.
+            given: The positional arguments before they were cast.
+        """
         if self.is_view:
             return function(*args, **kwargs)
         dtype = self._computes_in
-        if dtype is torch.float32:
+        if self.rounds_late:
+            result, args, kwargs = self._product(function, args, kwargs, given)
+        elif dtype is torch.float32:
             result = function(*args, **kwargs)
         else:
             result = call_raised(function, args, kwargs, CAST[dtype], ELIGIBLE)
@@ -124,8 +240,59 @@ class Emulation:
                 result = lowering.in_place_of(result, args, kwargs)
         return rounded(result, self._finish, dtype)
 
+    def _product(
+        self, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
+    ) -> tuple[Any, Args, Kwargs]:
+        """Returns a product whose factors are rounded here, and the arguments as it has rounded them."""
+        if self._computes_in is not torch.float32:
+            raise_one = CAST[self._computes_in]
+            args, kwargs = call_raised(lambda *a, **k: (a, k), args, kwargs, raise_one, ELIGIBLE)
+        call = factored(self.op, self.names, function, args, kwargs)
+        if call is None:  # its last axes are rounded along, as those of ops that are no products
+            args, kwargs = self._with_rounded(args, kwargs, given)
+            return function(*args, **kwargs), args, kwargs
+        originals = {id(new): old for new, old in zip(args, given, strict=False)}
+        factors: list[Tensor] = []
+        rounders: list[ByAxis | None] = []
+        for name, factor in zip(call.names, call.factors, strict=True):
+            original = originals.get(id(factor), factor)
+            is_weight = self._is_weight(name, original)
+            format = self.formats.weights if is_weight else self.formats.activations
+            if has_axis(format):
+                factors.append(straight_through(factor, None, self._outgoing))
+                rounders.append(functools.partial(self._rounder, format))
+            else:
+                factors.append(self._rounded_factor(name, original, factor))
+                rounders.append(None)
+        gradients = self.formats.gradients
+        by_axis = None if gradients is None else functools.partial(self._rounder, gradients)
+        product = EmulatedProduct(call.multiplication, tuple(rounders), by_axis)
+        result = call.finish(product.compute(factors))
+        if self.lowerings:
+            args, kwargs = call.replace(product.rounded(factors))
+        return result, args, kwargs
+
+    def _with_rounded(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[Args, Kwargs]:
+        names = (*self.names, *("",) * len(args))
+
+        def round_one(name: str, value: Any) -> Any:
+            if name == self._addend:
+                return value
+            return map_tensors(
+                value,
+                lambda t: self._rounded_factor(name, t, t) if t.is_floating_point() else t,
+            )
+
+        new_args = tuple([round_one(n, v) for n, v in zip(names, args, strict=False)])
+        return new_args, {name: round_one(name, value) for name, value in kwargs.items()}
+
     def _finish(self, tensor: Tensor) -> Tensor:
-        return CAST[self.output_dtype or torch.float32](self.round(tensor))
+        incoming = None if self.rounds_late else self._gradient
+        self._check(tensor)
+        if self._result is not None:
+            return CAST[torch.float32](straight_through(tensor, self._result, incoming))
+        assert self.output_dtype is not None
+        return CAST[self.output_dtype](straight_through(tensor, None, incoming))
 
     def _lowering(self, args: Args) -> Lowering | None:
         if not self.lowerings:
@@ -135,70 +302,6 @@ class Emulation:
         return self.lowerings.get(device_type) or self.lowerings.get(None)
 
 
-_CODES: Final = frozenset({torch.uint8, torch.uint16, torch.int32})
-
-
-def _is_integer(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype in _CODES
-
-
-def _is_floating(value: Any) -> bool:
-    return isinstance(value, Tensor) and value.dtype.is_floating_point
-
-
-def _is_frozen(value: Any) -> bool:
-    """Whether ``value`` is a weight frozen to codes: no other parameters are integers."""
-    return _is_integer(value) and isinstance(value, nn.Parameter)
-
-
-def _is_traced_code(value: Any) -> bool:
-    """The same, for a value beside floating-point tensors.
-
-    What AOTAutograd traces is no longer marked as a parameter. But it was traced before with tensors
-    that are, and any other integer beside floating-point tensors was an error of torch's there.
-    """
-    return _is_frozen(value) or (_is_integer(value) and isinstance(value, FunctionalTensor))
-
-
-#: Called with each parameter that is rounded, its format, and whether it is an op's first input,
-#: where integers are never codes.
-Note = Callable[[Tensor, Format, bool], None]
-
-_watchers: Final[list[Note]] = []
-
-
-@contextlib.contextmanager
-def watched_emulation(note: Note) -> Iterator[None]:
-    """Calls ``note`` for each parameter rounded in the block; dispatch modes don't see this rounding."""
-    _watchers.append(note)
-    try:
-        yield
-    finally:
-        _watchers.remove(note)
-
-
-class _Rounded(torch.autograd.Function):
-    """Rounds values, and gradients if requested."""
-
-    generate_vmap_rule = True
-
-    @staticmethod
-    def forward(tensor: Tensor, round_: Rounder, rounds_gradients: bool) -> Tensor:
-        result = round_(tensor)
-        return tensor.view_as(tensor) if result is tensor else result
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        ctx.round = inputs[1] if inputs[2] else None
-
-    @staticmethod
-    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
-        if ctx.round is None:
-            return gradient, None, None
-        if gradient.requires_grad and torch.is_grad_enabled():  # create_graph=True
-            return _Rounded.apply(gradient, ctx.round, True), None, None  # type: ignore[no-untyped-call]
-        return ctx.round(gradient), None, None
-
-    @staticmethod
-    def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
-        return tangent.view_as(tangent) if ctx.round is None else ctx.round(tangent)
+def _is_wide(format: Format) -> bool:
+    """Whether results in fp32, rounded again, would differ from results that are rounded once."""
+    return not isinstance(format, Custom) and _MOST_BITS < format.significand_bits < _FP32_BITS

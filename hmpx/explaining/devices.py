@@ -26,7 +26,7 @@ def device_note(
     """
     dtype = decision.dtype
     if isinstance(dtype, Format):
-        return _emulated(op, dtype)
+        return _emulated(op, decision, dtype)
     said = [_lacking(op, device_type, decision)]
     if decision.cast_policy is CastPolicy.LOW and isinstance(dtype, torch.dtype):
         said.append(_legalized(op, dtype, device_type, legalize))
@@ -41,11 +41,18 @@ def device_note(
     return "; ".join(filter(None, said))
 
 
-def _emulated(op: str, number_format: Format) -> str:
+def _emulated(op: str, decision: Decision, number_format: Format) -> str:
     if compute.lowerings(op, number_format):
         return "computed by a function that formats.register_op registered"
     name = number_format.name
-    return f"emulated: inputs are rounded to {name}, fp32 computes, results are rounded"
+    roles = [
+        f"{role} to {format.name}"
+        for role in ("weights", "activations")
+        if (format := getattr(decision, role)) is not None
+    ]
+    to = f" ({', '.join(roles)})" if roles else ""
+    results = "are rounded" if decision.output_dtype is None else "are not"
+    return f"emulated: inputs are rounded to {name}{to}, fp32 computes, results {results}"
 
 
 def _lacking(op: str, device_type: str, decision: Decision) -> str:

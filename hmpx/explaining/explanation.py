@@ -116,6 +116,11 @@ class Explanation:
             to = decision.output_dtype
             named = "the first input's type" if isinstance(to, str) else short_name(to)
             said += f", results cast to {named}"
+        said += "".join(
+            f", {word} {short_name(value)}"
+            for word, value in decision.options()
+            if word not in ("accumulate", "output")
+        )
         return f"{decision.cast_policy.name}, {said}"
 
     def _writes(self) -> str:

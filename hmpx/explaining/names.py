@@ -62,10 +62,7 @@ def outcome(decision: Decision) -> str:
     words = [decision.cast_policy.name]
     if decision.cast_policy is CastPolicy.LOW and decision.dtype is not None:
         words.append(short_name(decision.dtype))
-    if decision.accumulate_dtype is not None:
-        words.append(f"accumulate={short_name(decision.accumulate_dtype)}")
-    if decision.output_dtype is not None:
-        words.append(f"output={short_name(decision.output_dtype)}")
+    words += [f"{word}={short_name(value)}" for word, value in decision.options()]
     return " ".join(words)
 
 

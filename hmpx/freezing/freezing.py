@@ -14,7 +14,7 @@ from torch import nn
 from .. import arguments, patches, session, torch_state
 from ..errors import FreezeError
 from .frozen import Frozen
-from .judging import judged, rounds_in_one_way
+from .judging import judged, one_rounding
 from .originals import Originals
 from .outputs import WidensOutputs
 from .refusals import REMEDY
@@ -78,14 +78,14 @@ def freeze(
     in_force = _checked(model, has_example=bool(example_inputs or kwargs))
     found = found_tensors(model)
     watch = watch_forward(model, found, example_inputs, kwargs)
-    as_codes = store == "codes" and rounds_in_one_way(in_force)
-    weights = tuple(judged(found, watch, replaced(model, found), as_codes))
+    rounding = one_rounding(in_force) if store == "codes" else None
+    weights = tuple(judged(found, watch, replaced(model, found), rounding is not None))
     dtypes = {w.name: w.stored_dtype for w in weights if w.is_low}
     lows: dict[int, FoundTensor] = {}
     for f in found:
         if f.name in dtypes:
             lows.setdefault(id(f.tensor), f)
-    stored = low_copies(lows.values(), dtypes)
+    stored = low_copies(lows.values(), dtypes, rounding)
     check_values_last(model, lows.values(), stored, keep_fp32)
     slots = slots_of(model, [f.tensor for f in lows.values()])
     kept_alive = {

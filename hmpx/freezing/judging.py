@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import nn
@@ -15,16 +16,31 @@ from .weight_uses import FoundTensor, Place, Watch
 from .weights import Weight, listed
 
 
-def rounds_in_one_way(in_force: session.Session) -> bool:
-    """Whether every use of a weight rounds it in the same way: codes don't state their format."""
+class Rounding(NamedTuple):
+    """How weights are rounded to the codes that they are stored as; see `formats.quantize`."""
+
+    mode: str
+    overflow: str | None
+
+
+def one_rounding(in_force: session.Session) -> Rounding | None:
+    """Returns how every use of a weight rounds it; None where uses differ: codes don't state their format."""
     policy = in_force.policy
     decisions = [
         *policy.decisions.values(),
         *[decision for section in policy.sections for decision in section.decisions.values()],
     ]
-    formats = {decision.dtype for decision in decisions if isinstance(decision.dtype, Format)}
-    is_random = in_force.options.rounding == "stochastic"
-    return len(formats) == 1 and not in_force.rules and not is_random
+    options = in_force.options
+    ways = {
+        (format, said.rounding or options.rounding, said.overflow or options.overflow)
+        for said in decisions
+        if isinstance(said.dtype, Format)
+        for format in (said.dtype, said.weights or said.dtype)
+    }
+    if len(ways) != 1 or in_force.rules:
+        return None
+    ((_, mode, overflow),) = ways
+    return None if mode == "stochastic" else Rounding(mode, overflow)
 
 
 def judged(

@@ -9,15 +9,16 @@ from torch import Tensor, nn
 
 from .. import torch_state
 from ..errors import FreezeError
-from ..number_formats import encode
+from ..number_formats import encode, quantize
 from ..policy import LowType
 from ..tensors import chunk_of
 from ..torch_internals import FakeTensor
+from .judging import Rounding
 from .weight_uses import FoundTensor, Place
 
 
 def low_copies(
-    lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType]
+    lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType], rounding: Rounding | None
 ) -> list[tuple[Tensor, Tensor]]:
     """Returns each tensor to be stored low, with its new contents; one copy per place.
 
@@ -39,7 +40,7 @@ def low_copies(
                 if chunk is not None and isinstance(low, torch.dtype):
                     stored = chunk.parts(chunk.elements(values[0]).to(low))
                 else:
-                    stored = [_low_copy(each, low) for each in values]
+                    stored = [_low_copy(each, low, rounding) for each in values]
             copies.update(zip(group, stored, strict=True))
     return [(f.tensor, copies[f.place]) for f in lows]
 
@@ -76,10 +77,11 @@ def flatten_rnns(modules: Iterable[nn.Module]) -> None:
                 module.flatten_parameters()
 
 
-def _low_copy(values: Tensor, low: LowType) -> Tensor:
+def _low_copy(values: Tensor, low: LowType, rounding: Rounding | None) -> Tensor:
     """Returns the values in the dtype, or as the codes of the format."""
     if isinstance(low, torch.dtype):
         return values.to(low)
-    codes = encode(values, low)
+    assert rounding is not None
+    codes = encode(quantize(values, low, rounding.mode, rounding.overflow), low)
     assert isinstance(codes, Tensor)
     return codes

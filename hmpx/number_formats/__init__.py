@@ -22,8 +22,8 @@ from .kernels.cache import build_kernels, build_portable, kernels_path
 from .kernels.compiler import find_compiler, shown_command
 from .kernels.extremes import MOST_THREADS, extremes_kernels
 from .kernels.library import kernels_state
-from .plans import ROUNDING_MODES
-from .quantization import quantize, rounder
+from .plans import OVERFLOWS, ROUNDING_MODES
+from .quantization import quantize, rounder, rounds_nothing
 from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
 from .uint16 import from_uint16, to_uint16
 from .vocabulary import name_of, said_of, spellings
@@ -32,6 +32,7 @@ __all__ = [
     "FORMATS",
     "FORMATS_BY_NAME",
     "MOST_THREADS",
+    "OVERFLOWS",
     "ROUNDING_MODES",
     "Block",
     "CodedFormat",
@@ -61,6 +62,7 @@ __all__ = [
     "quantize",
     "register",
     "rounder",
+    "rounds_nothing",
     "said_of",
     "shown_command",
     "spellings",

@@ -11,6 +11,9 @@ from .bits import FP32, FP64, Binary
 
 Overflow: TypeAlias = Literal["inf", "nan", "saturate"]
 
+#: What values beyond the largest may become.
+OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "nan", "saturate")
+
 #: In the order of the compiled kernels' numbers.
 ROUNDING_MODES: Final = ("nearest", "toward_zero", "up", "down", "nearest_away", "stochastic")
 

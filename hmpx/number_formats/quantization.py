@@ -89,6 +89,11 @@ def rounder(
     return lambda x: run(x, generator)
 
 
+def rounds_nothing(format: Format) -> bool:
+    """Whether every value of float32 is one of the format."""
+    return format.own_function is None and format.plan(torch.float32, "nearest", None) is None
+
+
 class _StraightThrough(torch.autograd.Function):
     """Rounds; gradients pass."""
 

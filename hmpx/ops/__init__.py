@@ -18,6 +18,7 @@ from .foreign import (
 from .known_facts import facts
 from .numbers import Numbers, converting, converts_numbers, numbers
 from .op_table import Op, covered, covering, is_known, names, resolve, root, table
+from .products import Product, product
 from .signatures import Parameters, parameters, python_parameters, statistics, written
 from .sites import Site
 from .traits import computing, is_castable, is_decisive, is_view, kind
@@ -28,6 +29,7 @@ __all__ = [
     "Numbers",
     "Op",
     "Parameters",
+    "Product",
     "Site",
     "computing",
     "converting",
@@ -49,6 +51,7 @@ __all__ = [
     "numbers",
     "operator_of",
     "parameters",
+    "product",
     "python_parameters",
     "refusal",
     "resolve",

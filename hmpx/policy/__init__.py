@@ -14,6 +14,7 @@ from .decisions import (
     CastPolicy,
     Decision,
     LowType,
+    parse_format,
     settled_dtype,
 )
 from .files.reading import is_policy_file, read_policy_file
@@ -47,6 +48,7 @@ __all__ = [
     "check_files",
     "is_policy_file",
     "load_policy",
+    "parse_format",
     "path_and_policy",
     "policy_line",
     "policy_request",

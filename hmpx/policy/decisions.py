@@ -3,15 +3,16 @@
 from __future__ import annotations
 
 import enum
-from dataclasses import dataclass, field, fields
-from typing import Final, Literal
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, fields, replace
+from typing import Any, Final, Literal
 
 import torch
 
 from .. import arguments, number_formats, tensors
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
-from ..number_formats import FORMATS, Format
+from ..number_formats import FORMATS, OVERFLOWS, ROUNDING_MODES, Format
 
 #: What low precision may be: a dtype of torch, or a number format, which is emulated.
 LowType = torch.dtype | Format
@@ -46,6 +47,23 @@ INPUT: Final = "input"
 
 OutputType = torch.dtype | Literal["input"]
 
+#: Word on a list's line -> the field of `Decision` that it sets, besides the type itself.
+OPTIONS: Final[Mapping[str, str]] = {
+    "accumulate": "accumulate_dtype",
+    "output": "output_dtype",
+    "weights": "weights",
+    "activations": "activations",
+    "gradients": "gradients",
+    "rounding": "rounding",
+    "overflow": "overflow",
+}
+
+#: Those that name the format of some of an op's tensors.
+ROLES: Final = ("weights", "activations", "gradients")
+
+#: Those that only number formats have.
+_OF_FORMATS: Final = (*ROLES, "rounding", "overflow")
+
 #: As TVM's mixed-precision pass calls them.
 ALLOW: Final = CastPolicy.LOW
 FOLLOW: Final = CastPolicy.FOLLOW
@@ -64,7 +82,16 @@ class Decision:
         accumulate_dtype: The op computes in it: inputs are rounded as usual, then upcast to it. None:
             as its kernel for the inputs' dtype computes.
         output_dtype: Floating outputs are cast to it; ``"input"``: to the dtype that the first
-            floating input was given in. None: the inputs' dtype.
+            floating input was given in. None: the inputs' dtype. What an op computes in a number
+            format is rounded to the format only if this is None.
+        weights: The number format, or its name, that weights are rounded to: arguments called
+            ``weight``, and other parameters. None: ``dtype``. If any of these three is given and
+            ``dtype`` is one of torch's, that is emulated as a format, too.
+        activations: The one that all other inputs are rounded to; None: ``dtype``.
+        gradients: The one that gradients are rounded to, ``"float32"`` for none; None: as `convert` is
+            told by ``round_gradients``.
+        rounding: How values are rounded to these formats; None: as `convert` is told.
+        overflow: What becomes of values beyond a format's largest; None: as `convert` is told.
         reason: Where it comes from: ``"my_bf16.txt:3"``. Not part of equality.
 
     Raises:
@@ -83,6 +110,11 @@ class Decision:
     dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = field(default=None, kw_only=True)
     output_dtype: OutputType | None = field(default=None, kw_only=True)
+    weights: Format | None = field(default=None, kw_only=True)
+    activations: Format | None = field(default=None, kw_only=True)
+    gradients: Format | None = field(default=None, kw_only=True)
+    rounding: str | None = field(default=None, kw_only=True)
+    overflow: str | None = field(default=None, kw_only=True)
     reason: str = field(default="", compare=False, kw_only=True)
 
     def __post_init__(self) -> None:
@@ -93,13 +125,14 @@ class Decision:
             )
         if self.dtype is not None:
             self._check_dtype()
+        self._check_formats()
         for name in ("accumulate_dtype", "output_dtype"):
             value = getattr(self, name)
             if name == "output_dtype" and is_a(value, str) and value == INPUT:
                 if is_a(self.dtype, FORMATS):
                     raise OptionError(
-                        "output_dtype 'input' is for dtypes; what a number format computes is "
-                        "rounded to it"
+                        "output_dtype 'input' is for dtypes; an op in a number format returns what "
+                        "is rounded to it, or a dtype such as torch.float32"
                     )
                 continue
             if value is not None and not (is_a(value, torch.dtype) and value in tensors.COMPUTED):
@@ -124,9 +157,33 @@ class Decision:
                 f"dtype of {self.cast_policy.name} must be {kinds}, not {shown(self.dtype)}"
             )
 
+    def _check_formats(self) -> None:
+        given = [name for name in _OF_FORMATS if getattr(self, name) is not None]
+        if not given:
+            return
+        if self.cast_policy is not CastPolicy.LOW:
+            raise OptionError(
+                f"{given[0]} is for ops in low precision, not for those of {self.cast_policy.name}"
+            )
+        for role in ROLES:
+            value = getattr(self, role)
+            if value is not None:
+                object.__setattr__(self, role, parse_format(role, value))
+        for name, known in (("rounding", ROUNDING_MODES), ("overflow", OVERFLOWS)):
+            value = getattr(self, name)
+            if value is not None:
+                object.__setattr__(self, name, arguments.choice(name, value, known))
+        if isinstance(self.dtype, torch.dtype):
+            if not set(given) & set(ROLES):
+                raise OptionError(
+                    f"{given[0]} has no effect on {self.dtype}, which torch rounds to; take a number "
+                    f"format, such as hmpx.formats.get({tensors.long_name(self.dtype)!r})"
+                )
+            object.__setattr__(self, "dtype", parse_format("dtype", self.dtype))
+
     def __repr__(self) -> str:
         shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in ("accumulate_dtype", "output_dtype"):
+        for name in OPTIONS.values():
             if shown[name] is None:
                 del shown[name]
         return f"Decision({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
@@ -141,9 +198,52 @@ class Decision:
         """Whether more is done than casting inputs."""
         return self.accumulate_dtype is not None or self.output_dtype is not None
 
+    def options(self) -> Iterator[tuple[str, Any]]:
+        """Yields the words of a list's line that make this decision, after the type, and their values."""
+        for word, name in OPTIONS.items():
+            value = getattr(self, name)
+            if value is not None:
+                yield word, value
+
 
 #: Of an op that no list names, and no rule decides.
 UNDECIDED: Final = Decision(CastPolicy.PASS, reason="in no list")
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOptions:
+    """What a policy file says of all its ops in number formats, unless their lines say otherwise.
+
+    Attributes:
+        rounding: As `Decision.rounding`.
+        overflow: As `Decision.overflow`.
+        round_gradients: Whether gradients are rounded to the op's format, or to which format they are;
+            None leaves that to `convert`.
+    """
+
+    rounding: str | None = None
+    overflow: str | None = None
+    round_gradients: bool | Format | None = None
+
+    def given(self) -> list[str]:
+        """Returns the names of those that are given."""
+        return [each.name for each in fields(self) if getattr(self, each.name) is not None]
+
+    def settled(self, decision: Decision) -> Decision:
+        """Returns a decision with these options, where it has a format and does not say otherwise."""
+        if not is_a(decision.dtype, FORMATS):
+            return decision
+        gradients: Any = self.round_gradients
+        if gradients is True:
+            gradients = decision.dtype
+        elif gradients is False:
+            gradients = number_formats.get("float32")
+        return replace(
+            decision,
+            rounding=decision.rounding or self.rounding,
+            overflow=decision.overflow or self.overflow,
+            gradients=decision.gradients or gradients,
+        )
 
 
 def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:
@@ -188,3 +288,17 @@ def parse_low_type(value: object) -> LowType:
     raise OptionError(
         f"low_precision_type must be {known}, or a number format, not {shown(value)}{hint}"
     )
+
+
+def parse_format(name: str, value: object) -> Format:
+    """Returns the number format ``value``, or the one of that name; a dtype's is what emulates it.
+
+    Raises:
+        OptionError: It is not one of these; ``name`` is what messages call it.
+    """
+    if is_a(value, torch.dtype) and value in tensors.COMPUTED:
+        value = tensors.long_name(value)
+    try:
+        return number_formats.get(value)  # type: ignore[arg-type]
+    except OptionError as error:
+        raise OptionError(f"{name}: {error}") from None

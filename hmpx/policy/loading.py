@@ -194,7 +194,33 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
         for section, lists in zip(source.sections, by_section, strict=True)
     ]
     _check_sections(made)
-    return Policy(decisions, low_dtype, tuple(made))
+    return _with_formats(Policy(decisions, low_dtype, tuple(made)), source)
+
+
+def _with_formats(policy: Policy, source: PolicySource) -> Policy:
+    """Returns the policy with what the file says of all ops in number formats.
+
+    Raises:
+        PolicyFileError: It says something, and there are none.
+    """
+    given = source.formats.given()
+    if not given:
+        return policy
+    if not policy.formats():
+        raise PolicyFileError(
+            f"{source.where}: {given[0]} has no effect: no op runs in a number format; name one as "
+            "low_precision_type, or on an op's line"
+        )
+    settled: dict[int, Decision] = {}  # a line of ``*`` is one decision for all its ops
+
+    def settle(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+        return {
+            op: settled.setdefault(id(said), source.formats.settled(said))
+            for op, said in decisions.items()
+        }
+
+    sections = [each.with_decisions(settle(each.decisions)) for each in policy.sections]
+    return Policy(settle(policy.decisions), policy.low_precision_type, tuple(sections))
 
 
 def _of_libraries(lists: Iterable[Listed]) -> Listed:

@@ -14,6 +14,7 @@ import torch
 from .. import arguments, ops
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
+from ..number_formats import Format
 from . import sections, tables
 from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
 from .files import writing
@@ -95,6 +96,12 @@ class Policy:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return Policy, (dict(self.decisions), self.low_precision_type, self.sections)
+
+    def formats(self) -> frozenset[Format]:
+        """Returns the number formats that ops run in, by any decision."""
+        of_sections = [each.decisions for each in self.sections]
+        decided = [said for each in (self.decisions, *of_sections) for said in each.values()]
+        return frozenset([said.dtype for said in decided if isinstance(said.dtype, Format)])
 
     def section_rules(self) -> dict[str, list[SectionRule]]:
         """Returns op -> its decisions in sections, in the order in which they are asked."""
@@ -182,7 +189,7 @@ def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, list[str]]]:
         d = decisions[name]
         names = bare.get(id(d))
         if names is None:
-            said = repr((d.cast_policy.name, d.dtype, d.accumulate_dtype, d.output_dtype))
+            said = repr((d.cast_policy.name, d.dtype, *d.options()))
             names = bare[id(d)] = found.setdefault(said, [])
         names.append(name)
     return sorted(found.items())

@@ -50,6 +50,10 @@ class Section:
     def __reduce__(self) -> tuple[Any, ...]:
         return _remade, (dict(self.decisions), self.where, dict(self._conditions))
 
+    def with_decisions(self, decisions: Mapping[str, Decision]) -> Section:
+        """Returns a section with the same conditions."""
+        return Section(decisions, where=self.where, **dict(self._conditions))
+
     def conditions(self) -> tuple[tuple[str, Any], ...]:
         """Returns the conditions that there are, by name."""
         return self._conditions

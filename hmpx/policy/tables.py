@@ -92,11 +92,7 @@ def _rows(decisions: Mapping[str, Decision]) -> Iterator[Row]:
     for op in sorted(decisions):
         decision = decisions[op]
         words = [] if decision.dtype is None else [short_name(decision.dtype)]
-        for word, dtype in (
-            ("accumulate", decision.accumulate_dtype),
-            ("output", decision.output_dtype),
-        ):
-            words += [f"{word}={short_name(dtype)}"] if dtype is not None else []
+        words += [f"{word}={short_name(value)}" for word, value in decision.options()]
         yield Row(op, decision.cast_policy.name, " ".join(words), decision.reason)
 
 

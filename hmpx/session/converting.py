@@ -13,6 +13,7 @@ import torch
 from .. import torch_internals, torch_state
 from ..casting import Options
 from ..errors import OptionError, shown, suggestion
+from ..number_formats import Format
 from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import LowType, Policy, PolicySource
 from ..registry import exclusive
@@ -36,7 +37,8 @@ def convert(
     reuse_casts: bool = False,
     keep_weight_casts: bool | str = "auto",
     rounding: str = "nearest",
-    round_gradients: bool = False,
+    overflow: str | None = None,
+    round_gradients: bool | str | Format = False,
 ) -> Session:
     """Patches torch so that every op casts its inputs as the op lists say.
 
@@ -77,7 +79,10 @@ def convert(
             where casting again takes little of the product's time.
         rounding: How values are rounded to a number format, as `formats.quantize` takes it. Those
             of torch's own dtypes are always rounded to nearest.
-        round_gradients: Whether gradients through a number format are rounded, too.
+        overflow: What becomes of values beyond a number format's largest, as `formats.quantize` takes
+            it: ``"saturate"`` keeps the largest; None does what the format's standard says.
+        round_gradients: Whether gradients of ops in a number format are rounded to it, too; or the format,
+            or its name, that they are all rounded to, such as ``"float8_e5m2"``.
 
     Returns:
         The session in force: ``.revert()`` undoes it, and so does leaving a ``with`` block on it.
@@ -112,6 +117,7 @@ def convert(
         reuse_casts=reuse_casts,
         keep_weight_casts=keep_weight_casts,
         rounding=rounding,
+        overflow=overflow,
         round_gradients=round_gradients,
     )
     if asked.verbose == "hmp":

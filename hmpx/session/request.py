@@ -11,9 +11,17 @@ from ..arguments import is_a
 from ..casting import Options
 from ..compute import LEGALIZE_MODES
 from ..errors import OptionError, shown
+from ..number_formats import FORMATS, OVERFLOWS, Format, spellings
 from ..number_formats import ROUNDING_MODES as ROUNDINGS
-from ..number_formats import spellings
-from ..policy import Policy, path_and_policy, policy_request, read_source, requested_policy
+from ..policy import (
+    Policy,
+    parse_format,
+    path_and_policy,
+    policy_request,
+    read_source,
+    requested_policy,
+)
+from ..rules import all_rules
 from ..tensors import parse_device_types
 
 
@@ -51,6 +59,7 @@ def checked(
     reuse_casts: object,
     keep_weight_casts: object,
     rounding: object,
+    overflow: object,
     round_gradients: object,
 ) -> Request:
     """Returns the request that `convert`'s arguments make; ``too_many`` are positional ones.
@@ -68,7 +77,8 @@ def checked(
         reuse_casts=arguments.truth("reuse_casts", reuse_casts),
         keep_weight_casts=_kept_casts(keep_weight_casts),
         rounding=arguments.choice("rounding", rounding, ROUNDINGS, spellings("rounding")),
-        round_gradients=arguments.truth("round_gradients", round_gradients),
+        overflow=None if overflow is None else arguments.choice("overflow", overflow, OVERFLOWS),
+        round_gradients=_rounded_gradients(round_gradients),
     )
     found_types = parse_device_types(device_types)
     bf16_path, policy = path_and_policy(bf16_file_path, policy)
@@ -85,12 +95,43 @@ def checked(
         policy=policy,
         strict=strict,
     )
+    made = requested_policy(asked)
+    _check_effect(options, made)
     return Request(
-        policy=requested_policy(asked),
+        policy=made,
         device_types=found_types,
         verbose=is_verbose,
         options=options,
     )
+
+
+def _rounded_gradients(value: object) -> bool | Format:
+    if is_a(value, (str, *FORMATS)):
+        return parse_format("round_gradients", value)
+    if is_a(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    raise OptionError(
+        f"round_gradients must be True, False, or a number format or its name, not {shown(value)}"
+    )
+
+
+def _check_effect(options: Options, policy: Policy) -> None:
+    """Checks that there are ops for the options of number formats; rules may give some a format.
+
+    Raises:
+        OptionError: There are none.
+    """
+    unset = Options()
+    given = [name for name in _OF_FORMATS if getattr(options, name) != getattr(unset, name)]
+    if given and not policy.formats() and not all_rules():
+        raise OptionError(
+            f"{given[0]} has no effect: no op runs in a number format; name one as low_precision_type "
+            f"or on an op's line, register the rule that does before, or leave {given[0]} out"
+        )
+
+
+#: The options that only ops in number formats have.
+_OF_FORMATS: Final = ("rounding", "overflow", "round_gradients")
 
 
 _EXPECTED: Final = "True, False, 'once' or 'hmp'"

@@ -202,7 +202,7 @@ def _emulated(recipe: Recipe, emulation: Emulation, run: Runner) -> Runner:
         if not is_on_device(recipe, args, kwargs):
             return run(function, args, kwargs, given)
         wrapped = functools.partial(_run_with, run, function, given)
-        return emulation.compute(wrapped, args, kwargs)
+        return emulation.compute(wrapped, args, kwargs, given)
 
     return run_emulated
 

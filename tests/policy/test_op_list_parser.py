@@ -134,7 +134,7 @@ def test_options_stand_after_the_name(line: str, kind: str, options: tuple[objec
     """A low-precision dtype of its own, ``accumulate=`` and ``output=``, in any order."""
     read = oplists.parse(line, "a.txt", kind)
     (entry,) = [*read.ops.values(), *([read.everything] if read.everything else [])]
-    assert entry.options() == options
+    assert entry == type(entry)(entry.text, entry.where, *options)
     assert entry.text == line.split(maxsplit=1)[0]
     assert entry.where == "a.txt:1"
 
@@ -145,7 +145,7 @@ def test_options_stand_after_the_name(line: str, kind: str, options: tuple[objec
         ("sum acumulate=fp32", "low",
          "a.txt:1: unknown option 'acumulate' of 'sum'; did you mean 'accumulate'?"),
         ("sum x=fp32", "low",
-         "a.txt:1: unknown option 'x' of 'sum' (dtype, accumulate, output)"),
+         "a.txt:1: unknown option 'x' of 'sum' (dtype, accumulate, output, weights, activations, gradients, rounding, overflow)"),
         ("sum output=int8", "low",
          "a.txt:1: unknown dtype 'int8' (bfloat16, float16, float32, float64)"),
         ("sum output=", "low",
@@ -188,8 +188,8 @@ def test_options_hold_for_their_own_line_only() -> None:
     )
     assert read.ops["sum"].output_dtype is FP32
     assert read.everything is not None
-    assert read.everything.options() == read.ops["mm"].options() == (None, None, None)
-    assert read.ops["add"].options() == (None, None, None)
+    assert set(read.everything.options()) == set(read.ops["mm"].options()) == {None}
+    assert set(read.ops["add"].options()) == {None}
     with pytest.raises(OpListError, match="a:2: expected one op per line, found 'sum mm'"):
         oplists.from_lines([(" mm", "a:1"), ("sum mm", "a:2")])
     with pytest.raises(OpListError, match="a:2: an op name is empty"):

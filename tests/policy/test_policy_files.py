@@ -408,7 +408,7 @@ def test_hmp_is_verbose_turns_the_log_on(
 
 # --- faults -------------------------------------------------------------------------------------
 
-KEYS = "(low_precision_type, lists, low, fp32, widest, first, follow, pass, sections)"
+KEYS = "(low_precision_type, rounding, overflow, round_gradients, lists, low, fp32, widest, first, follow, pass, sections)"
 
 FAULTS: dict[str, tuple[str, str]] = {
     "unknown key": ("low: [mm]\nfp23: [exp]\n",

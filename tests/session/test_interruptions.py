@@ -63,7 +63,6 @@ OPTIONS: dict[str, Any] = {
     "isVerbose": "once",
     "legalize": "always",
     "reuse_casts": True,
-    "round_gradients": True,
     "rounding": "nearest",
     "device_types": {"cpu"},
 }

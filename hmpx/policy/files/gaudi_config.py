@@ -10,7 +10,7 @@ import yaml
 from ..lists.op_list import Entry, OpList
 from ..lists.sets import DEFAULT_SET
 from . import json_nodes
-from .policy_reader import PolicyReader
+from .policy_reader import PolicyReader, format_options
 from .sources import PolicySource
 
 #: What else gaudi_config.json may hold, none of which is about casting.
@@ -48,6 +48,8 @@ def parse(text: str, source: str) -> PolicySource:
             "hmp_fp32_ops": ops_of("fp32"),
             "autocast_bf16_ops": ops_of("low"),
             "autocast_fp32_ops": ops_of("fp32"),
+            "low_precision_type": reader.low_type,
+            **reader.of_formats,
             **dict.fromkeys(_OTHER_KEYS, lambda key, each: None),
         },
         "a Gaudi configuration",
@@ -77,6 +79,8 @@ def parse(text: str, source: str) -> PolicySource:
         # As with HMP's files, a list that is given takes the place of the shipped one.
         removed=dict.fromkeys(lists, _EVERYTHING),
         base=base,
+        low_precision_type=found.get("low_precision_type"),
+        formats=format_options(found),
         is_verbose=found.get("hmp_is_verbose", False),
         notes=tuple(notes),
         where=source,

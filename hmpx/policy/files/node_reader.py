@@ -12,7 +12,8 @@ import yaml
 
 from ... import tensors
 from ...errors import OptionError, PolicyFileError, shown, suggestion
-from ..decisions import LowType, parse_low_type
+from ...number_formats import Format
+from ..decisions import LowType, parse_format, parse_low_type
 
 #: Of all lists in a file together.
 MOST_ITEMS: Final = 100_000
@@ -117,6 +118,16 @@ class NodeReader:
         """Returns the low-precision type of that name: a dtype or a number format."""
         try:
             return parse_low_type(self.text(key, node))
+        except OptionError as error:
+            raise self.error(node, str(error)) from None
+
+    def truth_or_format(self, key: str, node: yaml.Node) -> bool | Format:
+        """Returns ``true`` or ``false`` as a bool, and any other name as the number format of it."""
+        text = self.text(key, node)
+        if text in ("true", "false"):
+            return text == "true"
+        try:
+            return parse_format(key, text)
         except OptionError as error:
             raise self.error(node, str(error)) from None
 

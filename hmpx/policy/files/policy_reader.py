@@ -4,19 +4,27 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
 import yaml
 
 from ...errors import OpListError, PolicyFileError, shown, suggestion
+from ...number_formats import OVERFLOWS, ROUNDING_MODES
 from ..conditions import CONDITIONS, contradiction_of
+from ..decisions import FormatOptions
 from ..lists.kinds import KEYS
 from ..lists.op_list import NOTHING, Entry, OpList
 from ..lists.sets import from_lines, set_names
 from .node_reader import NodeReader
 from .sources import SectionSource
+
+
+def format_options(found: Mapping[str, Any]) -> FormatOptions:
+    """Returns what the keys of `PolicyReader.of_formats` say, among what was found in a file."""
+    return FormatOptions(*[found.get(each.name) for each in fields(FormatOptions)])
 
 
 class PolicyReader(NodeReader):
@@ -45,6 +53,15 @@ class PolicyReader(NodeReader):
     def _removed(self, node: yaml.Node, kind: str) -> tuple[Entry, ...]:
         items = self.items(kind, node)
         return tuple([Entry(self.text("an op", item), self.where(item)) for item in items])
+
+    @property
+    def of_formats(self) -> dict[str, Callable[[str, yaml.Node], Any]]:
+        """The readers of what a file says of all ops in number formats: keys are `FormatOptions`'."""
+        return {
+            "rounding": lambda key, each: self.choice(key, each, ROUNDING_MODES),
+            "overflow": lambda key, each: self.choice(key, each, OVERFLOWS),
+            "round_gradients": self.truth_or_format,
+        }
 
     def section(self, node: yaml.Node) -> SectionSource:
         """Returns the content of a section."""

@@ -21,7 +21,7 @@ from ..lists.kinds import KEYS
 from ..lists.sets import DEFAULT_SET
 from . import gaudi_config, yaml_nodes
 from .plain_values import SOURCE, PlainValues
-from .policy_reader import PolicyReader
+from .policy_reader import PolicyReader, format_options
 from .sources import PolicySource
 
 #: Endings of the files' names.
@@ -81,6 +81,7 @@ def parse(text: str, source: str, folder: Path) -> PolicySource:
         node,
         {
             "low_precision_type": reader.low_type,
+            **reader.of_formats,
             "lists": functools.partial(reader.base, folder),
             **dict.fromkeys(KEYS, reader.op_list),
             "sections": lambda key, each: tuple(map(reader.section, reader.items(key, each))),
@@ -93,6 +94,7 @@ def parse(text: str, source: str, folder: Path) -> PolicySource:
         removed={key: removed for key, (_, removed) in lists.items() if removed},
         base=found.get("lists", DEFAULT_SET),
         low_precision_type=found.get("low_precision_type"),
+        formats=format_options(found),
         sections=found.get("sections", ()),
         where=source,
     )

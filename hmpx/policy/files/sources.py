@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..decisions import LowType
+from ..decisions import FormatOptions, LowType
 from ..lists.op_list import Entry, OpList
 from ..lists.sets import DEFAULT_SET
 
@@ -37,6 +37,7 @@ class PolicySource:
         removed: Name in `lists.kinds.KEYS` -> the lines that take ops out of the shipped list.
         base: The shipped set, or a directory; None for none.
         low_precision_type: None if the file names none.
+        formats: What it says of all ops in number formats.
         sections: In their order.
         is_verbose: Whether the file asks for logging.
         notes: Messages to the user.
@@ -47,6 +48,7 @@ class PolicySource:
     removed: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
     base: str | None = DEFAULT_SET
     low_precision_type: LowType | None = None
+    formats: FormatOptions = field(default_factory=FormatOptions)
     sections: tuple[SectionSource, ...] = ()
     is_verbose: bool = False
     notes: tuple[str, ...] = ()

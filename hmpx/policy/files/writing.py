@@ -9,6 +9,7 @@ import torch
 import yaml
 
 from ... import ops, tensors
+from ...number_formats import Float
 from ..decisions import YIELDING, CastPolicy, Decision, LowType
 from ..lists.kinds import KEYS, KINDS
 from ..sections import Section
@@ -19,7 +20,7 @@ def to_yaml(
 ) -> str:
     """Returns the policy file that makes these decisions, spelled out one by one."""
     content: dict[str, Any] = {
-        "low_precision_type": tensors.long_name(low_dtype),
+        "low_precision_type": _type_name(low_dtype),
         "lists": "none",
         **_lists(decisions, low_dtype),
     }
@@ -43,12 +44,8 @@ def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, l
             continue
         words = [op]
         if decision.cast_policy is CastPolicy.LOW and decision.dtype not in (None, low_dtype):
-            words.append(tensors.long_name(decision.dtype))
-        for word, dtype in (
-            ("accumulate", decision.accumulate_dtype),
-            ("output", decision.output_dtype),
-        ):
-            words += [f"{word}={tensors.long_name(dtype)}"] if dtype is not None else []
+            words.append(_type_name(decision.dtype))
+        words += [f"{word}={tensors.long_name(value)}" for word, value in decision.options()]
         lines = found.setdefault(keys[decision.cast_policy], [])
         lines.append(" ".join(words))
         lines += [
@@ -57,6 +54,15 @@ def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, l
             if each not in decisions or _gives_way(decisions[each], decision)
         ]
     return {key: found[key] for key in KEYS if key in found}
+
+
+def _type_name(low_type: LowType | None) -> str:
+    """Returns the name of a low-precision type; a format that is called as a dtype is, as TVM has it."""
+    assert low_type is not None
+    name = tensors.long_name(low_type)
+    if isinstance(low_type, Float) and name in map(tensors.long_name, tensors.LOW_PRECISION):
+        return f"custom[{name}]{low_type.bits}"
+    return name
 
 
 def _gives_way(decision: Decision, other: Decision) -> bool:

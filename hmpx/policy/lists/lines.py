@@ -7,22 +7,27 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from ... import number_formats, ops, tensors
+from ... import arguments, number_formats, ops, tensors
 from ...errors import OpListError, OptionError, shown, suggestion
+from ...number_formats import OVERFLOWS, ROUNDING_MODES
 from ...torch_internals import torch_version
-from ..decisions import INPUT, parse_low_type
+from ..decisions import INPUT, OPTIONS, ROLES, parse_format, parse_low_type
 from .kinds import KINDS
 from .op_list import Entry
 
 #: Word before ``=`` -> attribute of `Entry`.
-_OPTIONS: Final[Mapping[str, str]] = {
-    "dtype": "dtype",
-    "accumulate": "accumulate_dtype",
-    "output": "output_dtype",
+_OPTIONS: Final[Mapping[str, str]] = {"dtype": "dtype", **OPTIONS}
+
+#: Options of more words than there are: such a line is wrong however it goes on.
+_MOST_WORDS: Final = 2 * len(_OPTIONS)
+
+_CHOICES: Final[Mapping[str, tuple[str, ...]]] = {
+    "rounding": ROUNDING_MODES,
+    "overflow": OVERFLOWS,
 }
 
-#: There are three options, so a longer line is wrong however it goes on.
-_MOST_WORDS: Final = 8
+#: What lines of every kind of list may say.
+_OF_ALL: Final = frozenset({"accumulate_dtype", "output_dtype"})
 
 _CONDITION: Final = re.compile(
     r"torch\s*(?P<sign><|>=)\s*(?P<major>\d{1,4})\.(?P<minor>\d{1,4})", re.ASCII
@@ -82,7 +87,7 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
         raise OpListError(f"{where}: {shown(name)} takes no options; put them after an op's name")
     if not KINDS[kind].takes_options:
         raise OpListError(f"{where}: {shown(content)} names a dtype, but is left alone")
-    if "dtype" in options and not KINDS[kind].takes_dtype:
+    if not KINDS[kind].takes_dtype and not options.keys() <= _OF_ALL:
         raise OpListError(
             f"{where}: {shown(content)} names a dtype, but only low-precision lists have a choice"
         )
@@ -95,4 +100,8 @@ def _option(key: str, value: str) -> Any:
         return parse_low_type(value)
     if key == "output" and value == INPUT:
         return INPUT
+    if key in ROLES:
+        return parse_format(key, value)
+    if key in _CHOICES:
+        return arguments.choice(key, value, _CHOICES[key])
     return tensors.parse_name(value)

@@ -5,11 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from ..decisions import Decision, LowType, OutputType
+from ...errors import OpListError, OptionError
+from ...number_formats import Format
+from ..decisions import OPTIONS, Decision, LowType, OutputType
 
 #: How many lines with a fault of one kind are kept; the others are only counted.
 MOST_KEPT: Final = 100
@@ -23,8 +25,13 @@ class Entry:
         text: The name as written, with its prefix: ``"-mul"``.
         where: ``"my_bf16.txt:3"``.
         dtype: The low-precision type of this op alone; None for that of the list.
-        accumulate_dtype: See `decisions.Decision`, and
-        output_dtype: there.
+        accumulate_dtype: See `decisions.Decision`, as for
+        output_dtype:
+        weights:
+        activations:
+        gradients:
+        rounding:
+        overflow: these.
     """
 
     text: str
@@ -32,10 +39,15 @@ class Entry:
     dtype: LowType | None = None
     accumulate_dtype: torch.dtype | None = None
     output_dtype: OutputType | None = None
+    weights: Format | None = None
+    activations: Format | None = None
+    gradients: Format | None = None
+    rounding: str | None = None
+    overflow: str | None = None
 
-    def options(self) -> tuple[LowType | str | None, ...]:
-        """Returns the options after the name."""
-        return self.dtype, self.accumulate_dtype, self.output_dtype
+    def options(self) -> tuple[Any, ...]:
+        """Returns the options after the name, in the order of the fields."""
+        return (self.dtype, *[getattr(self, name) for name in OPTIONS.values()])
 
 
 @dataclass(frozen=True)
@@ -78,11 +90,17 @@ class Listed(NamedTuple):
     decision: Decision
 
     def decided(self, entry: Entry) -> Decision:
-        """Returns the decision of a line: that of its list, except where the line says otherwise."""
-        return dataclasses.replace(
-            self.decision,
-            dtype=entry.dtype or self.decision.dtype,
-            accumulate_dtype=entry.accumulate_dtype,
-            output_dtype=entry.output_dtype,
-            reason=entry.where,
-        )
+        """Returns the decision of a line: that of its list, except where the line says otherwise.
+
+        Raises:
+            OpListError: What the line says does not go together.
+        """
+        try:
+            return dataclasses.replace(
+                self.decision,
+                dtype=entry.dtype or self.decision.dtype,
+                reason=entry.where,
+                **{name: getattr(entry, name) for name in OPTIONS.values()},
+            )
+        except OptionError as error:
+            raise OpListError(f"{entry.where}: {error}") from None

@@ -21,7 +21,7 @@ _MOST_LINES: Final = 1_000_000
 #: Each brings in a whole list.
 _MOST_INCLUDES: Final = 100
 
-_NO_OPTIONS: Final = (None, None, None)
+_NO_OPTIONS: Final = Entry("", "").options()
 
 
 class Shipped(Protocol):
