@@ -267,6 +267,15 @@ def _formats(decision: Decision, format: Format, options: Options) -> Formats:
     )
 
 
+def _numbers(site: CallSite) -> frozenset[int]:
+    """Returns the positions of a call where a tensor may stand, and a number instead.
+
+    Operators in Python have no schema that says so; all else there may be a dimension, say.
+    """
+    kinds, is_operator = site.parameters.kinds, site.parameters.names == ("self", "other")
+    return frozenset([p for p, kind in kinds.items() if kind != "A" or is_operator])
+
+
 def _computations(recipe: Recipe) -> dict[str, Any]:
     """Returns how calls are computed once their inputs are cast; asks for their target, if any."""
     decision, facts, options = recipe.decision, recipe.facts, recipe.options
@@ -281,6 +290,8 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
             facts.is_view,
             facts.kind in PRODUCTS,
             recipe.lowerings,
+            decision.reason,
+            _numbers(recipe.site),
         )
     may_be_legalized = compute.may_be_legalized(
         options.legalize,

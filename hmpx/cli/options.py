@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any
 
 from .. import policy
+from ..number_formats import OVERFLOWS, ROUNDING_MODES
 
 
 def add_command(
@@ -55,6 +56,30 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
         help="bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
     )
     group.add_argument("--strict", action="store_true", help="an unknown name is an error")
+
+
+def add_format_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of ops in number formats, as the arguments of `hmpx.convert`."""
+    group = parser.add_argument_group("options of number formats, as in hmpx.convert")
+    group.add_argument("--rounding", choices=ROUNDING_MODES, help="how values are rounded")
+    group.add_argument(
+        "--overflow", choices=OVERFLOWS, help="what values beyond a format's largest become"
+    )
+    group.add_argument(
+        "--round-gradients",
+        metavar="yes|FORMAT",
+        help="round gradients, too: to the op's own format, or to this one, such as float8_e5m2",
+    )
+
+
+def format_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of number formats that were given, as arguments of `hmpx.convert`."""
+    gradients = options.round_gradients
+    return only_given(
+        rounding=options.rounding,
+        overflow=options.overflow,
+        round_gradients=True if gradients == "yes" else gradients,
+    )
 
 
 def list_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -16,7 +16,14 @@ from ..errors import short
 from ..tensors import parse_device_types
 from ..watching import watch
 from . import output, run_report, scripts, tracebacks
-from .options import add_command, add_list_options, list_options, only_given
+from .options import (
+    add_command,
+    add_format_options,
+    add_list_options,
+    format_options,
+    list_options,
+    only_given,
+)
 from .scripts import ScriptError
 
 
@@ -78,6 +85,7 @@ examples:
         choices=_KEPT,
         help="whether autograd keeps casts of weights for the backward, instead of casting again there",
     )
+    add_format_options(parser)
     parser.add_argument(
         "--report",
         metavar="FILE",
@@ -156,6 +164,7 @@ def _run_options(options: argparse.Namespace) -> dict[str, Any]:
     verbose = "once" if options.verbose_once else "hmp" if options.verbose_hmp else options.verbose
     types = options.device_types.split(",") if options.device_types else None
     more = only_given(isVerbose=verbose, device_types=types, legalize=options.legalize)
+    more |= format_options(options)
     if options.keep_weight_casts:
         more["keep_weight_casts"] = _KEPT[options.keep_weight_casts]
     tried = os.environ.get(POLICY_VARIABLE)

@@ -28,11 +28,15 @@ from .emulated_products import ByAxis, EmulatedProduct
 from .factored import factored, may_be_factored
 from .legalize.graphs import is_traced
 from .lowering import Lowering
+from .overflowing import may_overflow, warning_of_overflow
 from .straight_through import straight_through
 
 #: fp32 results may be rounded again to formats with up to this many significand bits: 2 * 11 + 2 <= 24.
 _MOST_BITS: Final = 11
 _FP32_BITS: Final = 24
+
+#: Classes of numbers that are values, as those in tensors are.
+_NUMBERS: Final = frozenset({int, float})
 
 
 @dataclass(frozen=True)
@@ -81,6 +85,8 @@ class Emulation:
         is_product: It multiplies and adds, mostly with weights, which may be frozen to codes.
         lowerings: Device type -> the function that computes the op instead of torch; None stands for
             every other device type.
+        line: Where the decision comes from.
+        numbers: The positions where a tensor may stand, and a number instead.
     """
 
     formats: Formats
@@ -91,6 +97,8 @@ class Emulation:
     is_view: bool = False
     is_product: bool = False
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
+    line: str = field(default="", compare=False)
+    numbers: frozenset[int] = frozenset()
 
     rounds_late: bool = field(init=False, repr=False, compare=False)
     _tells_weights: bool = field(init=False, repr=False, compare=False)
@@ -118,9 +126,11 @@ class Emulation:
             "rounds_late": is_late and self.is_product and may_be_factored(self.op),
             "_tells_weights": formats.weights != formats.activations,
             "_addend": found.addend if found is not None else None,
-            "_result": self._rounder(formats.result) if self.output_dtype is None else None,
-            "_weight": self._rounder(formats.weights),
-            "_activation": self._rounder(formats.activations),
+            "_result": (
+                self._looking(formats.result, "a result") if self.output_dtype is None else None
+            ),
+            "_weight": self._looking(formats.weights, "a weight"),
+            "_activation": self._looking(formats.activations, "an input"),
             "_gradient": None if gradients is None else self._rounder(gradients),
             "_computes_in": self.accumulate_dtype or usual,
         }
@@ -130,6 +140,12 @@ class Emulation:
         found = self.formats.rounder(format, axis)
         # torch functions called inside it must not be cast
         return without_casts()(found) if isinstance(format, Custom) else found
+
+    def _looking(self, format: Format, what: str) -> Rounder:
+        found = self._rounder(format)
+        if not may_overflow(format, self.formats.overflow):
+            return found
+        return warning_of_overflow(found, format, self.op, what, self.line)
 
     @property
     def format(self) -> Format:
@@ -236,6 +252,8 @@ class Emulation:
             result = call_raised(function, args, kwargs, CAST[dtype], ELIGIBLE)
         lowering = self._lowering(args)
         if lowering is not None:
+            if lowering.takes_codes:
+                args, kwargs = self._with_tensors_for_numbers(args, kwargs)
             with without_casts():
                 result = lowering.in_place_of(result, args, kwargs)
         return rounded(result, self._finish, dtype)
@@ -285,6 +303,19 @@ class Emulation:
 
         new_args = tuple([round_one(n, v) for n, v in zip(names, args, strict=False)])
         return new_args, {name: round_one(name, value) for name, value in kwargs.items()}
+
+    def _with_tensors_for_numbers(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Returns the arguments with numbers that stand where tensors may in tensors of no dimension."""
+        first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
+        names = {self.names[position] for position in self.numbers}
+
+        def value(name: str, given: Any) -> Any:
+            if first is None or name not in names or type(given) not in _NUMBERS:
+                return given
+            return torch.full((), given, dtype=self._computes_in, device=first.device)
+
+        new_args = tuple([value(n, v) for n, v in zip(self.names, args, strict=False)])
+        return new_args, {name: value(name, given) for name, given in kwargs.items()}
 
     def _finish(self, tensor: Tensor) -> Tensor:
         incoming = None if self.rounds_late else self._gradient

@@ -18,6 +18,8 @@ from ..errors import OptionError, said_by, shown, suggestion
 from ..number_formats import Custom, Format, decode, encode, get
 from ..registry import Registry, change_together, exclusive
 from ..tensors import Args, Kwargs, map_tensors
+from . import opaque
+from .legalize.graphs import is_exported, is_traced
 
 
 @dataclass(frozen=True)
@@ -37,11 +39,20 @@ class Lowering:
 
     Attributes:
         function: Takes the op's arguments, with tensors rounded to the format, and returns the result.
-        name: The names of the op and the format, for error messages.
+        op: The name of the op, and
+        format: of the format that it was registered for.
+        takes_codes: It computes with codes, so that it can't take plain numbers for values.
     """
 
     function: Callable[..., Any]
-    name: str
+    op: str
+    format: str
+    takes_codes: bool = False
+
+    @property
+    def name(self) -> str:
+        """The names of the op and the format, for error messages."""
+        return f"{self.op} in {self.format}"
 
     def in_place_of(self, result: Any, args: Args, kwargs: Kwargs) -> Any:
         """Returns the function's result instead of torch's ``result``, with the latter's gradient.
@@ -49,18 +60,42 @@ class Lowering:
         Raises:
             OptionError: The function returns another shape.
         """
-        with torch.no_grad():
-            found = self.function(
-                *map(_detached, args), **{n: _detached(v) for n, v in kwargs.items()}
-            )
-        if not isinstance(found, Tensor) or not isinstance(result, Tensor):
+        if not isinstance(result, Tensor):
             raise OptionError(f"{self.name}: an op that is lowered returns one tensor")
-        if found.shape != result.shape:
-            raise OptionError(
-                f"{self.name} returned the shape {tuple(found.shape)} instead of {tuple(result.shape)}"
-            )
-        found = found.to(result.dtype)
+        if is_traced() and not is_exported():
+            found = opaque.lowered(self.op, self.format, args, kwargs, result)
+        else:
+            with torch.no_grad():
+                found = self.called(args, kwargs)
+            if found.shape != result.shape:
+                raise OptionError(
+                    f"{self.name} returned the shape {tuple(found.shape)} instead of "
+                    f"{tuple(result.shape)}"
+                )
+            found = found.to(result.dtype)
         return _InPlaceOf.apply(result, found) if result.requires_grad else found  # type: ignore[no-untyped-call]
+
+    def called(self, args: Args, kwargs: Kwargs) -> Tensor:
+        """Returns the function's result; it gets copies, which it may write to.
+
+        Raises:
+            OptionError: It does not return a tensor.
+        """
+        found = self.function(*map(_copied, args), **{n: _copied(v) for n, v in kwargs.items()})
+        if not isinstance(found, Tensor):
+            raise OptionError(f"{self.name}: an op that is lowered returns one tensor")
+        return found
+
+
+@opaque.called_by
+def _call_registered(op: str, format: str, device_type: str, args: Args, kwargs: Kwargs) -> Tensor:
+    found = lowerings(op, format)
+    lowering = found.get(device_type) or found.get(None)
+    if lowering is None:
+        raise OptionError(
+            f"{op} in {format}: no function is registered any more; compile the model again"
+        )
+    return lowering.called(args, kwargs)
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -85,8 +120,8 @@ class _InPlaceOf(torch.autograd.Function):
         return tangent.view_as(tangent)
 
 
-def _detached(value: Any) -> Any:
-    return map_tensors(value, Tensor.detach)
+def _copied(value: Any) -> Any:
+    return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
 #: Ops whose first argument is the right-hand operand.
@@ -146,7 +181,7 @@ def register_op(
     if device_type is not None:
         device_type = tensors.parse_device_type("device_type", device_type)
     function = _on_values(fn, known) if isinstance(fn, OnCodes) else fn
-    lowering = Lowering(function, f"{name} in {known.name}")
+    lowering = Lowering(function, name, known.name, isinstance(fn, OnCodes))
     key, lowerings = (name, known.name), LOWERINGS.value
     LOWERINGS.change({**lowerings, key: {**lowerings.get(key, {}), device_type: lowering}})
 
@@ -188,18 +223,19 @@ def create_lower_func(function: str | Callable[..., Any]) -> OnCodes:
     return OnCodes(function)
 
 
-def lowerings(op: str, format: Format) -> Mapping[str | None, Lowering]:
-    """Returns device type -> the function that computes ``op`` in ``format``.
+def lowerings(op: str, format: str) -> Mapping[str | None, Lowering]:
+    """Returns device type -> the function that computes ``op`` in the format of that name.
 
     Operators without a function of their own take that of their op, reflected ones with operands
     swapped.
     """
-    own = LOWERINGS.value.get((op, format.name))
+    own = LOWERINGS.value.get((op, format))
     if own is not None:
         return dict(own)
-    found = LOWERINGS.value.get((ops.root(op), format.name), {})
+    found = LOWERINGS.value.get((ops.root(op), format), {})
+    found = {d: replace(known, op=op) for d, known in found.items()}
     if op not in _REFLECTED:
-        return dict(found)
+        return found
     return {d: replace(known, function=_swapped(known.function)) for d, known in found.items()}
 
 

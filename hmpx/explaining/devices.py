@@ -42,7 +42,7 @@ def device_note(
 
 
 def _emulated(op: str, decision: Decision, number_format: Format) -> str:
-    if compute.lowerings(op, number_format):
+    if compute.lowerings(op, number_format.name):
         return "computed by a function that formats.register_op registered"
     name = number_format.name
     roles = [

@@ -271,7 +271,7 @@ def _maker(
         if decision is not recipe.decision:
             decided = dataclasses.replace(recipe, decision=decision)
         if isinstance(decision.dtype, Format):
-            lowerings = compute.lowerings(recipe.site.op, decision.dtype)
+            lowerings = compute.lowerings(recipe.site.op, decision.dtype.name)
             decided = dataclasses.replace(decided, lowerings=lowerings)
         if _is_observed(site, decision, observers):
             return wrappers.make_observed_wrapper(function, decided, observers)

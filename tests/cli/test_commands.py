@@ -514,6 +514,29 @@ def test_run_converts_by_the_lists_given(directory: Path) -> None:
     assert log.endswith("script.py:3")
 
 
+def test_run_takes_the_options_of_number_formats(directory: Path) -> None:
+    """As `convert` does, so that a sweep needs no change to a script."""
+    script = write(
+        directory,
+        "script.py",
+        "import torch\nx = torch.full((1, 1), 1.1e3, requires_grad=True)\n"
+        "y = torch.nn.functional.linear(x, torch.ones(1, 1))\n"
+        "print(y.item(), torch.autograd.grad(y, x, torch.full((1, 1), 0.3))[0].item())\n",
+    )
+    options = ["--low-precision-type", "float8_e4m3fn", "--device-types", "cpu,cuda"]
+    for more, expected in (
+        (["--overflow", "saturate"], "448.0 0.3"),
+        (["--overflow", "saturate", "--round-gradients", "yes"], "448.0 0.3125"),
+        (["--rounding", "toward_zero", "--round-gradients", "float8_e5m2"], "448.0 0.25"),
+    ):
+        actual = finish_hmpx("run", *options, *more, script, directory=directory)
+        assert (actual.status, actual.err) == (0, "")
+        assert actual.out.startswith(expected)
+    actual = finish_hmpx("run", "--rounding", "stochastic", script, directory=directory)
+    assert actual.status == 2
+    assert "rounding has no effect: no op runs in a number format" in actual.err
+
+
 def test_run_converts_by_a_policy_file(directory: Path) -> None:
     """Lists, sections and accumulate dtypes; a traceback shows no frame of hmpx there either."""
     write(

@@ -324,7 +324,8 @@ def test_files_hold_what_lines_and_arguments_do(tmp_path: Path) -> None:
     (tmp_path / "again.yaml").write_text(policy.to_yaml())
     assert hmpx.load_policy(tmp_path / "again.yaml") == policy
     with hmpx.convert(policy=path):
-        assert torch.mm(torch.full((1, 1), 1000.0), torch.ones(1, 1)).isnan().all()
+        with pytest.warns(hmpx.HmpxWarning, match="beyond float8_e4m3fn"):
+            assert torch.mm(torch.full((1, 1), 1000.0), torch.ones(1, 1)).isnan().all()
         same_or_nan(torch.full((1, 1), 1000.0) @ torch.ones(1, 1), torch.full((1, 1), 448.0))
 
 
@@ -339,7 +340,8 @@ def test_overflow_is_an_argument() -> None:
     x = torch.tensor([[1000.0]])
     with hmpx.convert(low_precision_type="float8_e4m3fn", overflow="saturate"):
         same_or_nan(F.linear(x, torch.ones(1, 1)), torch.tensor([[448.0]]))
-    with hmpx.convert(low_precision_type="float8_e5m2"):
+    warns = pytest.warns(hmpx.HmpxWarning, match="beyond float8_e5m2")
+    with hmpx.convert(low_precision_type="float8_e5m2"), warns:
         same_or_nan(F.linear(x * 1000, torch.ones(1, 1)), torch.tensor([[torch.inf]]))
 
 
@@ -500,3 +502,56 @@ def test_a_function_of_ones_own_gets_rounded_factors() -> None:
         same_or_nan(seen, [(quantize(a, kind), quantize(b, kind.along(0)))])
     finally:
         formats.unregister("own_blocks")
+
+
+# --- overflow ------------------------------------------------------------------------------------
+
+
+class Wide(nn.Module):
+    """A layer whose inputs a format can't hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+
+    def forward(self, value: Tensor) -> Tensor:
+        return self.layer(value * 1e5)
+
+
+def test_values_that_overflow_are_warned_of_once(tmp_path: Path) -> None:
+    """With op, module, line and remedy; again in the next conversion."""
+    path = tmp_path / "low.txt"
+    path.write_text("# mine\nlinear\n")
+    model, value = Wide(), torch.full((2, 4), 0.5)
+    for _ in range(2):
+        with (
+            hmpx.convert(path, low_precision_type="float8_e4m3fn", device_types={"cpu"}),
+            pytest.warns(hmpx.HmpxWarning) as caught,
+        ):
+            model(value)
+            model(value)
+        (warning,) = caught
+        assert str(warning.message) == (
+            "linear in layer: an input of 5e+04 is beyond float8_e4m3fn, whose largest is 448, and became "
+            'infinite or NaN; convert(overflow="saturate"), or overflow=saturate on the op\'s line '
+            f"({path}:2), keeps the largest value instead. Said once"
+        )
+        assert warning.filename == __file__
+
+
+@pytest.mark.parametrize(
+    ("options", "value"),
+    [
+        ({"overflow": "saturate"}, 0.5),
+        ({}, 1e-3),
+        ({}, float("inf")),
+        ({}, float("nan")),
+        ({"low_precision_type": "mxfp8_e4m3"}, 0.5),
+    ],
+)
+def test_values_that_fit_or_were_not_finite_are_not_warned_of(
+    options: dict[str, Any], value: float
+) -> None:
+    """Nor what a format saturates."""
+    with hmpx.convert(**{"low_precision_type": "float8_e4m3fn", **options}):
+        Wide()(torch.full((2, 4), value))

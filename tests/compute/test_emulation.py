@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -399,6 +400,112 @@ def test_a_function_of_codes_gets_and_gives_integers(lowered: None) -> None:
     with hmpx.convert(policy=POSITS):
         same_or_nan(normal(5) + normal(5, seed=1), -quantize(normal(5), "posit16_1"))
     assert seen == [(torch.uint16, torch.uint16)]
+
+
+@pytest.mark.parametrize(
+    ("call", "expected"),
+    [
+        (lambda x: x + 1, (1.0, False)),
+        (lambda x: 1 + x, (1.0, True)),
+        (lambda x: x + 0.3, (0.3, False)),
+        (lambda x: torch.add(x, 2), (2.0, False)),
+        (lambda x: torch.add(x, other=2), (2.0, False)),
+        (lambda x: x * 3, (3.0, False)),
+    ],
+)
+def test_functions_of_codes_get_codes_of_numbers(
+    lowered: None, call: Callable[[Tensor], Tensor], expected: tuple[float, bool]
+) -> None:
+    """`x + 1` passes the code of 1.0, not that of the integer; in a tensor of no dimension."""
+    seen: list[tuple[Tensor, Tensor]] = []
+
+    def first(a: Tensor, b: Tensor = None, *, other: Tensor = None) -> Tensor:  # type: ignore[assignment]
+        seen.append((a, other if b is None else b))
+        return seen[-1][0].expand(5).clone()
+
+    for op in ("add", "mul"):
+        formats.register_op(formats.create_lower_func(first), op, "posit16_1")
+    with hmpx.convert(policy=POSITS):
+        call(normal(5))
+    number, is_first = expected
+    code = formats.encode(torch.tensor(number), "posit16_1")
+    found = seen[0][0] if is_first else seen[0][1]
+    assert found.dtype is torch.uint16 and found.shape == ()
+    assert found.item() == code.item()
+
+
+def test_numbers_that_are_no_values_stay_numbers(lowered: None) -> None:
+    """A dimension; and a factor, of which the function may make what it likes."""
+    seen: list[Any] = []
+
+    def note(codes: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+        seen.append((args, kwargs))
+        return codes
+
+    for op in ("softmax", "cumsum"):
+        formats.register_op(formats.create_lower_func(note), op, "posit16_1")
+    policy = hmpx.Policy.from_ops(low=["softmax", "cumsum"], low_precision_type="posit16_1")
+    with hmpx.convert(policy=policy):
+        torch.softmax(normal(2, 3), -1), torch.cumsum(normal(2, 3), dim=1), F.softmax(normal(2), 0)
+    assert [type(value) for args, kwargs in seen for value in (*args, *kwargs.values())][:2] == [
+        int,
+        int,
+    ]
+    assert not any(
+        isinstance(v, Tensor) for args, kwargs in seen for v in (*args, *kwargs.values())
+    )
+
+
+def test_functions_that_write_to_their_arguments_change_copies(
+    lowered: None, registered: Callable[..., None]
+) -> None:
+    """A format's own function, and one that computes an op: weights and inputs stay as they are."""
+    registered(formats.Custom("in_place", lambda t: t.mul_(0).add_(1)))
+    x, w = normal(4, 8), nn.Parameter(normal(3, 8, seed=1))
+    before = x.clone(), w.detach().clone()
+    with hmpx.convert(low_precision_type="in_place"):
+        same_or_nan(F.linear(x, w).detach(), torch.ones(4, 3))
+    same_or_nan(quantize(x, "in_place"), torch.ones(4, 8))
+    identity = hmpx.Policy.from_ops(low=["add"], low_precision_type="posit16_1")
+    formats.register_op(lambda a, b: a.add_(b), "add", "posit16_1")
+    values = quantize(x, "posit16_1")
+    kept = values.clone()
+    with hmpx.convert(policy=identity):
+        values + values
+    same_or_nan((x, w.detach(), values), (*before, kept))
+
+
+class Library:
+    """A function that no compiler can look into: it needs memory, and has a side effect."""
+
+    def __init__(self) -> None:
+        self.calls = 0
+
+    def __call__(self, a: Tensor, b: Tensor) -> Tensor:
+        self.calls += 1
+        return torch.from_numpy(np.asarray(a) + np.asarray(b) + np.float32(0.25))
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+def test_compiled_models_call_registered_functions(lowered: None) -> None:
+    """One graph, in which the function is called each time it runs."""
+    library = Library()
+    formats.register_op(library, "add", "posit16_1")
+    with hmpx.convert(policy=POSITS):
+        expected = normal(5) + normal(5, seed=1)
+        compiled = torch.compile(lambda a, b: a + b, fullgraph=True, backend="aot_eager")
+        a = normal(5, requires_grad=True)
+        result = compiled(a, normal(5, seed=1))
+        calls = library.calls
+        same_or_nan(result.detach(), expected)
+        same_or_nan(torch.autograd.grad(result.sum(), a)[0], torch.ones(5))
+        compiled(a, normal(5, seed=1))
+        assert library.calls == calls + 1
+        same_or_nan(
+            torch.compile(lambda a: 1 + a, fullgraph=True, backend="aot_eager")(a.detach()),
+            1 + a.detach(),
+        )
 
 
 def test_a_function_for_one_device_type_is_for_that_alone(lowered: None) -> None:

@@ -19,8 +19,8 @@ class Custom(NumberFormat):
 
     Attributes:
         name: An identifier.
-        quantize: Takes a floating tensor and returns one of the same shape and dtype. Casting calls
-            it without autograd.
+        quantize: Takes a floating tensor, which it may write to, and returns one of the same shape and
+            dtype. Casting calls it without autograd.
 
     Example:
         >>> whole = hmpx.formats.Custom("whole", torch.round)
@@ -54,7 +54,7 @@ class Custom(NumberFormat):
         Raises:
             OptionError: It is not a tensor of the same shape and dtype.
         """
-        found = self.quantize(x)
+        found = self.quantize(x.clone())  # it may work in place
         if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
             what = (
                 f"{found.dtype} of shape {tuple(found.shape)}"

@@ -1,0 +1,98 @@
+"""One warning of a conversion where a number format makes finite values infinite or NaN.
+
+On the CPU only: to look at values elsewhere would wait for the device. What is looked at is the sum of what
+was rounded, a tenth to a third of the time of rounding; `hmpx.watch` looks everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+import sys
+import warnings
+from collections.abc import Callable
+from typing import Final
+
+import torch
+from torch import Tensor
+
+from ..errors import HmpxWarning
+from ..frames import is_ours
+from ..number_formats import Format, Rounder
+from ..tensors import PLAIN_TENSORS
+from ..torch_internals import disable_modes, dispatch_modes, transforms
+from ..torch_state import in_force, place, without_casts
+
+# Taken before anything is patched: op lists may name any of them.
+_sum, _isfinite, _and, _not = torch.sum, torch.isfinite, torch.logical_and, torch.logical_not
+_where, _abs, _amax = torch.where, torch.abs, torch.amax
+
+#: The conversion that has been warned of.
+_warned: object = None
+
+
+def may_overflow(format: Format, overflow: str | None) -> bool:
+    """Whether values beyond the format's largest become infinite or NaN."""
+    return (overflow or format.default_overflow) != "saturate"
+
+
+def warning_of_overflow(round_: Rounder, format: Format, op: str, what: str, line: str) -> Rounder:
+    """Returns ``round_`` with a warning where it makes finite values of a CPU tensor infinite or NaN.
+
+    Args:
+        round_: Rounds to the format.
+        format: The format.
+        op: The op whose values these are.
+        what: Which they are: ``"an input"``.
+        line: Where the op's decision comes from.
+    """
+
+    def round_and_look(tensor: Tensor) -> Tensor:
+        result = round_(tensor)
+        if torch.compiler.is_dynamo_compiling():
+            return result
+        if type(result) in PLAIN_TENSORS and result.is_cpu and _warned is not in_force():
+            _look(tensor, result, lambda most: _message(format, op, what, line, most))
+        return result
+
+    return round_and_look
+
+
+def _look(tensor: Tensor, result: Tensor, message: Callable[[float], str]) -> None:
+    global _warned
+    if dispatch_modes() or transforms() is not None:
+        return
+    with torch.no_grad():
+        if math.isfinite(_sum(result).item()):  # NaN and infinity stay in a sum
+            return
+        with without_casts(), disable_modes():
+            is_new = _and(_isfinite(tensor), _not(_isfinite(result)))
+            if not is_new.any().item():
+                return
+            most = _amax(_abs(_where(is_new, tensor, 0.0))).item()
+    _warned = in_force()
+    warnings.warn(message(most), HmpxWarning, stacklevel=_users_level())
+
+
+def _message(format: Format, op: str, what: str, line: str, most: float) -> str:
+    module = place().path
+    limit = f", whose largest is {format.max:g}," if hasattr(format, "max") else ""
+    return (
+        f"{op}{f' in {module}' if module else ''}: {what} of {most:.4g} is beyond {format.name}{limit} and "
+        'became infinite or NaN; convert(overflow="saturate"), or overflow=saturate on the op\'s line '
+        f"({line or 'a rule'}), keeps the largest value instead. Said once"
+    )
+
+
+#: Frames between a user's line and hmpx.
+_TORCH: Final = "torch"
+
+
+def _users_level() -> int:
+    """Returns the stack level, for the caller's `warnings.warn`, of the first caller outside hmpx and torch."""
+    level, frame = 1, sys._getframe(1)
+    while frame.f_back is not None:
+        name = str(frame.f_globals.get("__name__"))
+        if not is_ours(name) and name.partition(".")[0] != _TORCH:
+            break
+        level, frame = level + 1, frame.f_back
+    return level
