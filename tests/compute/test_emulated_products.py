@@ -213,6 +213,28 @@ def test_products_in_e4m3_are_those_of_the_hardware(output: torch.dtype) -> None
         same_or_nan(F.linear(x, w), rounded)
 
 
+@pytest.mark.parametrize("axis", [None, -1], ids=["tensor", "row"])
+@pytest.mark.parametrize("output", [torch.float32, torch.bfloat16])
+def test_products_of_scaled_e4m3_are_those_of_the_hardware(
+    axis: int | None, output: torch.dtype
+) -> None:
+    """torch._scaled_mm with a scale a tensor, or a row, from the largest magnitude."""
+    x, w = normal(16, 64) * 3, normal(32, 64, seed=1)
+    scales = [
+        (t.abs().amax() if axis is None else t.abs().amax(axis, keepdim=True)) / 448 for t in (x, w)
+    ]
+    low_x, low_w = ((t / s).to(torch.float8_e4m3fn) for t, s in zip((x, w), scales, strict=True))
+    of_x, of_w = scales
+    expected = torch._scaled_mm(
+        low_x, low_w.t(), scale_a=of_x, scale_b=of_w if axis is None else of_w.t(), out_dtype=output
+    )
+    kind = "tensor" if axis is None else "row"
+    with converted(f"linear float8_e4m3fn_{kind} output={str(output).removeprefix('torch.')}"):
+        actual = F.linear(x, w)
+    rtol = 1e-5 if output is torch.float32 else 2**-8
+    torch.testing.assert_close(actual, expected, rtol=rtol, atol=1e-4)
+
+
 def test_forward_e4m3_and_gradients_e5m2_are_one_line() -> None:
     """As FP8 training has it; the bias's gradient is a sum of gradients that were not rounded."""
     x, w, b = (

@@ -68,6 +68,25 @@ def test_bf16_is_bf16_and_float8_learns(
     assert scaled < unscaled
 
 
+# --- fp8_recipes.py ------------------------------------------------------------------------------
+
+
+@pytest.mark.models
+def test_recipes_of_hardware_learn_as_fp32_does(tmp_path: Path) -> None:
+    """One table: bf16 and fp8 with scales are close to fp32, and fp4 learns, too; one figure."""
+    pytest.importorskip("matplotlib")
+    output = run_example("fp8_recipes.py", "--steps", "12", "--draw", "a.svg", cwd=tmp_path)
+    rows = re.findall(r"^(gpt|resnet) +(\w+) +12 +(\S+) +(\S+) +\S+%$", output, re.MULTILINE)
+    found = {(model, recipe): (float(a), float(b)) for model, recipe, a, b in rows}
+    recipes = ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")
+    assert list(found) == [(model, recipe) for model in ("gpt", "resnet") for recipe in recipes]
+    for (model, recipe), (first, last) in found.items():
+        assert last < 0.97 * first
+        if recipe != "nvfp4":
+            assert last == pytest.approx(found[model, "fp32"][1], rel=RTOL)
+    assert "</svg>" in (tmp_path / "a.svg").read_text("utf-8")
+
+
 # --- formats_sweep.py ----------------------------------------------------------------------------
 
 
