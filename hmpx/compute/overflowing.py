@@ -9,7 +9,6 @@ from __future__ import annotations
 import math
 import sys
 import warnings
-from collections.abc import Callable
 from typing import Final
 
 import torch
@@ -19,12 +18,13 @@ from ..errors import HmpxWarning
 from ..frames import is_ours
 from ..number_formats import Format, Rounder
 from ..tensors import PLAIN_TENSORS
-from ..torch_internals import disable_modes, dispatch_modes, transforms
+from ..torch_internals import dispatch_modes, transforms
 from ..torch_state import in_force, place, without_casts
 
 # Taken before anything is patched: op lists may name any of them.
 _sum, _isfinite, _and, _not = torch.sum, torch.isfinite, torch.logical_and, torch.logical_not
 _where, _abs, _amax = torch.where, torch.abs, torch.amax
+_isfinite_number = math.isfinite
 
 #: The conversion that has been warned of.
 _warned: object = None
@@ -50,27 +50,35 @@ def warning_of_overflow(round_: Rounder, format: Format, op: str, what: str, lin
         result = round_(tensor)
         if torch.compiler.is_dynamo_compiling():
             return result
-        if type(result) in PLAIN_TENSORS and result.is_cpu and _warned is not in_force():
-            _look(tensor, result, lambda most: _message(format, op, what, line, most))
+        if (
+            type(result) in PLAIN_TENSORS
+            and result.is_cpu
+            and _warned is not in_force()
+            and not dispatch_modes()
+            and transforms() is None
+            and not _isfinite_number(_sum(result).item())  # NaN and infinity stay in a sum
+        ):
+            most = _largest_lost(tensor, result)
+            if most is not None:
+                _warn(_message(format, op, what, line, most))
         return result
 
     return round_and_look
 
 
-def _look(tensor: Tensor, result: Tensor, message: Callable[[float], str]) -> None:
+def _largest_lost(tensor: Tensor, result: Tensor) -> float | None:
+    """Returns the largest magnitude that was finite and is not any more; None if there is none."""
+    with torch.no_grad(), without_casts():
+        is_lost = _and(_isfinite(tensor), _not(_isfinite(result)))
+        if not is_lost.any().item():
+            return None
+        return float(_amax(_abs(_where(is_lost, tensor, 0.0))).item())
+
+
+def _warn(message: str) -> None:
     global _warned
-    if dispatch_modes() or transforms() is not None:
-        return
-    with torch.no_grad():
-        if math.isfinite(_sum(result).item()):  # NaN and infinity stay in a sum
-            return
-        with without_casts(), disable_modes():
-            is_new = _and(_isfinite(tensor), _not(_isfinite(result)))
-            if not is_new.any().item():
-                return
-            most = _amax(_abs(_where(is_new, tensor, 0.0))).item()
     _warned = in_force()
-    warnings.warn(message(most), HmpxWarning, stacklevel=_users_level())
+    warnings.warn(message, HmpxWarning, stacklevel=_users_level())
 
 
 def _message(format: Format, op: str, what: str, line: str, most: float) -> str:

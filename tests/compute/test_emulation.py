@@ -521,6 +521,7 @@ def test_a_function_for_one_device_type_is_for_that_alone(lowered: None) -> None
         ((print, "ad", "posit16_1"), "unknown op 'ad'; did you mean 'add'?"),
         ((print, "add", "posit16_9"), "no format 'posit16_9' is known; did you mean 'posit16_2'?"),
         ((3, "add", "posit16_1"), "register_op takes a function, not 3"),
+        ((print, "add", "posit16_1", "llvm"), "device_type: torch has no device type 'llvm' "),
     ],
 )
 def test_wrong_registrations_are_errors(arguments: tuple[Any, ...], message: str) -> None:
