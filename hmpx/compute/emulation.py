@@ -101,6 +101,7 @@ class Emulation:
     numbers: frozenset[int] = frozenset()
 
     rounds_late: bool = field(init=False, repr=False, compare=False)
+    _has_axes: bool = field(init=False, repr=False, compare=False)
     _tells_weights: bool = field(init=False, repr=False, compare=False)
     _addend: str | None = field(init=False, repr=False, compare=False)
     _result: Rounder | None = field(init=False, repr=False, compare=False)
@@ -124,6 +125,7 @@ class Emulation:
         usual = torch.float64 if is_wide else torch.float32
         derived: dict[str, Any] = {
             "rounds_late": is_late and self.is_product and may_be_factored(self.op),
+            "_has_axes": needs_axes,
             "_tells_weights": formats.weights != formats.activations,
             "_addend": found.addend if found is not None else None,
             "_result": (
@@ -168,6 +170,8 @@ class Emulation:
             OptionError: It is not a dense tensor, or a graph is traced that can't hold the rounding.
         """
         self._check(tensor)
+        if self.is_view and self._has_axes:  # the op that takes the view knows the axis
+            return tensor
         name = "self" if name == "input" and "input" not in self.names else name
         if name == self._addend and name:
             return self._rounded_addend(tensor)
@@ -210,10 +214,10 @@ class Emulation:
         return None if self._result is None else self._gradient
 
     def _is_weight(self, name: str, given: Tensor) -> bool:
-        """Whether an input is a weight: by its argument's name, or since it is a parameter."""
-        if name == "weight":
+        """Whether an input is a weight: by the end of its argument's name, or since it is a parameter."""
+        if name.endswith("weight"):
             return True
-        if not self._tells_weights or name == "bias":
+        if not self._tells_weights or name.endswith("bias"):
             return False
         if is_traced():
             raise OptionError(
@@ -244,8 +248,9 @@ class Emulation:
         if self.is_view:
             return function(*args, **kwargs)
         dtype = self._computes_in
+        incoming = self._gradient
         if self.rounds_late:
-            result, args, kwargs = self._product(function, args, kwargs, given)
+            result, args, kwargs, incoming = self._product(function, args, kwargs, given)
         elif dtype is torch.float32:
             result = function(*args, **kwargs)
         else:
@@ -256,19 +261,22 @@ class Emulation:
                 args, kwargs = self._with_tensors_for_numbers(args, kwargs)
             with without_casts():
                 result = lowering.in_place_of(result, args, kwargs)
-        return rounded(result, self._finish, dtype)
+        return rounded(result, functools.partial(self._finish, incoming), dtype)
 
     def _product(
         self, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
-    ) -> tuple[Any, Args, Kwargs]:
-        """Returns a product whose factors are rounded here, and the arguments as it has rounded them."""
+    ) -> tuple[Any, Args, Kwargs, Rounder | None]:
+        """Returns a product whose factors are rounded here, and the arguments as it has rounded them.
+
+        Last comes what is left to round the result's gradient.
+        """
         if self._computes_in is not torch.float32:
             raise_one = CAST[self._computes_in]
             args, kwargs = call_raised(lambda *a, **k: (a, k), args, kwargs, raise_one, ELIGIBLE)
         call = factored(self.op, self.names, function, args, kwargs)
         if call is None:  # its last axes are rounded along, as those of ops that are no products
             args, kwargs = self._with_rounded(args, kwargs, given)
-            return function(*args, **kwargs), args, kwargs
+            return function(*args, **kwargs), args, kwargs, self._gradient
         originals = {id(new): old for new, old in zip(args, given, strict=False)}
         factors: list[Tensor] = []
         rounders: list[ByAxis | None] = []
@@ -288,7 +296,7 @@ class Emulation:
         result = call.finish(product.compute(factors))
         if self.lowerings:
             args, kwargs = call.replace(product.rounded(factors))
-        return result, args, kwargs
+        return result, args, kwargs, None
 
     def _with_rounded(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[Args, Kwargs]:
         names = (*self.names, *("",) * len(args))
@@ -317,8 +325,7 @@ class Emulation:
         new_args = tuple([value(n, v) for n, v in zip(self.names, args, strict=False)])
         return new_args, {name: value(name, given) for name, given in kwargs.items()}
 
-    def _finish(self, tensor: Tensor) -> Tensor:
-        incoming = None if self.rounds_late else self._gradient
+    def _finish(self, incoming: Rounder | None, tensor: Tensor) -> Tensor:
         self._check(tensor)
         if self._result is not None:
             return CAST[torch.float32](straight_through(tensor, self._result, incoming))

@@ -471,6 +471,54 @@ LINES = (
 )
 
 
+def test_views_of_weights_are_left_to_what_multiplies_by_them() -> None:
+    """Rounded as a view, and again by the product, values would be another's."""
+    x, w = normal(2, 40), normal(40, 40, seed=1)
+    with converted("matmul mxfp4_e2m1 output=float32", "t mxfp4_e2m1"):
+        torch.testing.assert_close(
+            x @ w.t(), blocks(-1, "mxfp4_e2m1")(x) @ blocks(0, "mxfp4_e2m1")(w.t()), **ORDER
+        )
+        same_or_nan(w.t(), w.T)
+    with converted("t float8_e4m3fn"):
+        same_or_nan(w.t(), quantize(w, "float8_e4m3fn").T)
+
+
+def test_calls_that_cant_be_taken_apart_round_gradients_too() -> None:
+    """Along the last axes: the letters of an equation with dots depend on the call."""
+    x, w = normal(2, 3, 40, requires_grad=True), normal(5, 40, seed=1, requires_grad=True)
+    g = normal(2, 3, 5, seed=2)
+    with converted("einsum mxfp6_e2m3 output=float32", round_gradients=True):
+        result = torch.einsum("...k,nk->...n", x, w)
+        dx, dw = torch.autograd.grad(result, (x, w), g)
+    last = blocks(-1)
+    torch.testing.assert_close(result, last(x) @ last(w).T, **ORDER)
+    torch.testing.assert_close(dx, last(g) @ last(w), **ORDER)
+    torch.testing.assert_close(dw, torch.einsum("bmn,bmk->nk", last(g), last(x)), **ORDER)
+
+
+def test_codes_are_stored_of_weights_that_are_rounded_for_each_product() -> None:
+    """The line of a training recipe, in inference; a bias stays as it is."""
+    model = nn.Linear(8, 8).eval()
+    line = "linear float8_e4m3fn gradients=float8_e5m2 output=float32"
+    with converted(line), torch.no_grad():
+        expected = model(normal(2, 8))
+        frozen = hmpx.freeze(model, normal(2, 8), store="codes")
+        assert {w.name for w in frozen.weights if w.is_low} == {"weight"}
+        same_or_nan(model(normal(2, 8)), expected)
+
+
+def test_gaudis_json_holds_formats_too(tmp_path: Path) -> None:
+    """On lines, and at the top."""
+    path = tmp_path / "gaudi_config.json"
+    path.write_text(
+        '{"hmp_bf16_ops": ["linear output=bfloat16"], "low_precision_type": "float8_e4m3fn", '
+        '"round_gradients": "float8_e5m2", "overflow": "saturate"}'
+    )
+    said = hmpx.load_policy(path)["linear"]
+    assert (said.dtype, said.output_dtype) == (formats.get("float8_e4m3fn"), torch.bfloat16)
+    assert (said.gradients, said.overflow) == (formats.get("float8_e5m2"), "saturate")
+
+
 @pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")  # by torch.func's import
 @pytest.mark.parametrize("line", LINES)
 def test_func_and_checkpoints_and_second_derivatives_work(line: str) -> None:

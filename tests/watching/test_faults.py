@@ -511,6 +511,7 @@ def found(options: str) -> dict[str, list[Offence]]:
 
 
 @pytest.mark.usefixtures("no_search_for_early_names")
+@pytest.mark.filterwarnings("ignore:linear. a result of 4608 is beyond float8_e4m3fn")
 @pytest.mark.parametrize("name", FAULTS)
 def test_the_producer_is_named(name: str) -> None:
     fault = FAULTS[name]
