@@ -28,6 +28,7 @@ class Parameters:
         required: How many of the positions in ``kinds`` every call fills.
         plain: Names that never hold a tensor to be cast (``alpha``, ``eps``, ``dim``).
         has_keyword_tensors: A keyword-only argument may hold a tensor to be cast.
+        fillable: Positions of ``"O"`` that are as good as None in every call that leaves them out.
     """
 
     names: tuple[str, ...]
@@ -35,6 +36,7 @@ class Parameters:
     required: int
     plain: frozenset[str]
     has_keyword_tensors: bool = False
+    fillable: frozenset[int] = frozenset()
 
     @property
     def has_several_tensors(self) -> bool:
@@ -87,6 +89,7 @@ def _schema_parameters(name: str, is_method: bool) -> Parameters:
         seen = {s[position][1] for s in schemas if position < len(s) and not s[position][2]}
         if seen - {""}:
             kinds[position] = _merged_kind(seen)
+    defaults = {p for p, kind in kinds.items() if kind == "O" and _are_none(schemas, p)}
     arguments = [argument for s in schemas for argument in s]
     tensors = {name for name, kind, *_ in arguments if kind}
     return Parameters(
@@ -95,7 +98,15 @@ def _schema_parameters(name: str, is_method: bool) -> Parameters:
         required=min(sum(not kw and not default for *_, kw, default in s) for s in schemas),
         plain=frozenset({name for name, *_ in arguments} - tensors),
         has_keyword_tensors=any(kind and is_keyword for _, kind, is_keyword, _ in arguments),
+        fillable=frozenset(defaults),
     )
+
+
+def _are_none(schemas: list[list[tuple[str, str, bool, bool]]], position: int) -> bool:
+    """Whether it is one and the same argument in all ``schemas``, a tensor or None by default."""
+    return all(len(s) > position for s in schemas) and {s[position] for s in schemas} == {
+        (schemas[0][position][0], "O", False, True)
+    }
 
 
 def _merged_kind(kinds: set[str]) -> str:

@@ -15,7 +15,7 @@ from torch.overrides import has_torch_function, has_torch_function_variadic
 
 from ..casting import Recipe, is_settled
 from ..compute import has_own_gradients
-from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS
+from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
 from ..torch_internals import DisableAutocast, transforms
 from ..torch_state import switch  # its gate, as it is at each call
 from .overriding import is_overridden
@@ -81,7 +81,13 @@ def given(*values: Any) -> tuple[Any, ...]:
     return (*[value for value in named if value is not missing], *rest)
 
 
+def are_plain(kwargs: Kwargs) -> bool:
+    """Whether nobody overrides a call for these arguments, and none of them is written to."""
+    return "out" not in kwargs and not has_torch_function(tuple(kwargs.values()))
+
+
 _CONSTANTS: Final = {
+    "are_plain": are_plain,
     "missing": missing,
     "plain_tensors": PLAIN_TENSORS,
     "low_dtypes": LOW_DTYPES,

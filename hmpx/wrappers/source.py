@@ -16,6 +16,9 @@ from ..compute import LEAST_ELEMENTS
 from ..tensors import LOW_DTYPES
 from .templates import (
     CAST,
+    FILL,
+    FILL_ONE,
+    IS_PLAIN,
     MIXES,
     NARROWS,
     NUMBER,
@@ -47,6 +50,9 @@ PARAMETERS: Final = (
     "is_open",  # whether the first input is not on a device type that is left to torch's kernels
     "legalizes",  # False where ``run`` would do nothing else than call the function
 )
+
+#: The most arguments that a call lists after those that are looked at.
+_MOST_LISTED: Final = 4
 
 #: What changes when the wrapper is retired: itself, by which it would be kept alive, and those of
 #: `PARAMETERS` that are reached then. Others are not: without ``other_dtypes`` there is nothing to
@@ -144,7 +150,9 @@ def _body(recipe: Recipe, names: str) -> str:
         return body  # its dtype need not be that of the first argument
     if recipe.is_relative:
         first = min(recipe.cast_kinds)
-        return _settled(recipe, names, first) + body if recipe.cast_kinds[first] == "T" else body
+        if recipe.cast_kinds[first] != "T":
+            return body
+        return _filled(recipe) + _settled(recipe, names, first) + body
     kinds = recipe.site.parameters.kinds
     is_fixed = not (
         "A" in recipe.cast_kinds.values()
@@ -156,13 +164,30 @@ def _body(recipe: Recipe, names: str) -> str:
         body = _unrolled(recipe, names) + body
     if recipe.widens_to_fp32 and set(recipe.cast_kinds.values()) <= {"T", "O", "N"}:
         body = _widened(recipe, names) + body
-    body = _settled(recipe, names, None) + body
+    body = _filled(recipe) + _settled(recipe, names, None) + body
     if not recipe.casts_late:
         return body
     test = _legalizes(recipe)
     if recipe.options.legalize != "fast":
         test += " and has_own_gradients(a0, a1)"
     return RUN.format(names=names, legalizes=test) + body
+
+
+def _filled(recipe: Recipe) -> str:
+    """Returns the part that puts optional tensors at the end into their places."""
+    parameters, count = recipe.site.parameters, _count(recipe)
+    first = count
+    while first - 1 in parameters.fillable & recipe.cast_kinds.keys():
+        first -= 1
+    if not 0 < first < count:
+        return ""
+    kinds = recipe.cast_kinds
+    tests = [
+        f"type(a{p}) in plain_tensors" if kinds.get(p) == "T" else f"a{p} is not missing"
+        for p in range(first)
+    ]
+    fills = [FILL_ONE.format(position=p, name=parameters.names[p]) for p in range(first, count)]
+    return FILL.format(last=f"a{count - 1}", tests=" and ".join(tests), fills="\n".join(fills))
 
 
 def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
@@ -184,22 +209,39 @@ def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
             "N": f"(type({value}) in numbers or {value}.dtype is {dtype})",
             "A": f"is_settled({value}, {dtype})",
         }[kind]
-        if position in (recipe.fp32_positions or ()):
-            test = f"({value} is None or {value}.dtype is float32 or {value}.dtype is {dtype})"
-        tests.append(test)
+        if position not in (recipe.fp32_positions or ()):
+            tests.append(test)
     if recipe.cast_kinds[last] == "A":
         tests.append(f"a{last} is not missing")  # the others have no dtype if they are missing
+    if recipe.fp32_positions:
+        tests.append(IS_PLAIN)
     if recipe.site.statistics:
         tests.append(_fitting(recipe, dtype))
-    if recipe.fp32_positions:
-        tests.append(MIXES)
+    elif recipe.fp32_positions:
+        tests.append(_mixing(recipe, dtype))
+    may_have_keywords = not recipe.site.parameters.has_keyword_tensors
+    tests.append('(not kwargs or "out" not in kwargs)' if may_have_keywords else "not kwargs")
     run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
-    call = _short_call(names)
+    call = _call(recipe, names, has_keywords=may_have_keywords)
     if recipe.composes:
         call = run
     elif recipe.legalizes:
         call = f"{run} if {_legalizes(recipe)}{is_low} else {call}"
-    return SETTLED.format(test=" and ".join([*tests, "not kwargs"]), call=call)
+    return SETTLED.format(test=" and ".join(tests), call=call)
+
+
+def _mixing(recipe: Recipe, dtype: str) -> str:
+    """Returns the test whether a norm's kernel takes its parameters beside an input of ``dtype``.
+
+    What tells whether it takes them in fp32 is asked only where one of them is.
+    """
+    positions = sorted(recipe.fp32_positions or ())
+    alike = [f"(d{p} := {dtype} if a{p} is None else a{p}.dtype) is {dtype}" for p in positions]
+    # The first is known; the others are not where one before them was another dtype.
+    first, *others = positions
+    either = [f"(d{first} is float32 or d{first} is {dtype})"]
+    either += [f"(a{p} is None or a{p}.dtype is float32 or a{p}.dtype is {dtype})" for p in others]
+    return f"({' and '.join(f'({each})' for each in alike)} or {' and '.join(either)} and {MIXES})"
 
 
 def _widened(recipe: Recipe, names: str) -> str:
@@ -224,7 +266,7 @@ def _fitting(recipe: Recipe, dtype: str, cast: str = "a") -> str:
     may_be_fp32 = recipe.decision.dtype in LOW_DTYPES and recipe.takes_fp32_statistics
     if not may_be_fp32:
         return f"({are(dtype)})"
-    mixes = "mixes and " if cast == "b" and recipe.fp32_positions else ""
+    mixes = f"{'mixes' if cast == 'b' else MIXES} and " if recipe.fp32_positions else ""
     return f"({mixes}{are('float32')} or {are(dtype)})"
 
 
@@ -235,10 +277,16 @@ def _sharing(recipe: Recipe) -> list[int]:
     return sorted([*parameters, *recipe.statistic_positions])
 
 
-def _short_call(names: str) -> str:
-    """Returns the call without keywords; a star in it takes 0.1 us."""
-    one_more = f"original({names}rest[0]) if len(rest) == 1"
-    return f"original({names}) if not rest else {one_more} else original({names}*rest)"
+def _call(recipe: Recipe, names: str, *, has_keywords: bool) -> str:
+    """Returns the call of torch's function, without a star where few arguments follow: it takes 0.1 us."""
+    call = f"original({names}*rest)"
+    further = len(recipe.site.parameters.names) - _count(recipe)
+    lengths = {0, 1, *[length for length in (2, further) if length <= min(further, _MOST_LISTED)]}
+    for length in sorted(lengths, reverse=True):
+        listed = names + _listed([f"rest[{position}]" for position in range(length)])
+        test = f"len(rest) == {length}" if length else "not rest"
+        call = f"original({listed}) if {test} else {call}"
+    return f"({call}) if not kwargs else original({names}*rest, **kwargs)" if has_keywords else call
 
 
 def _unrolled(recipe: Recipe, names: str) -> str:
@@ -267,7 +315,7 @@ def _unrolled(recipe: Recipe, names: str) -> str:
             )
         )
     cast = _listed(arguments)
-    call = f"original({cast}*rest, **kwargs)"
+    call = f"({_call(recipe, cast, has_keywords=True)})"
     if recipe.keeps_parameters:
         is_choosy = recipe.options.keep_weight_casts == "auto"
         size = f" and b{{0}}.nbytes >= {2 * LEAST_ELEMENTS}" if is_choosy else ""
@@ -288,7 +336,7 @@ def _unrolled(recipe: Recipe, names: str) -> str:
         last=f"a{_count(recipe) - 1}",
         kwargs_are_plain="not kwargs" if has_keywords else '"out" not in kwargs',
         names=names,
-        mixes=f"\n            mixes = {MIXES}" if recipe.fp32_positions else "",
+        mixes=f"\n            mixes = {IS_PLAIN} and {MIXES}" if recipe.fp32_positions else "",
         casts="".join(casts),
         call=call,
     )

@@ -72,6 +72,15 @@ RUN = """
             return run(original, args, kwargs, args)
 """
 
+#: A call that leaves out optional tensors, or gives them by name, is as good as one that gives all.
+FILL = """
+        if {last} is missing and {tests} and (not kwargs or are_plain(kwargs)):
+{fills}
+"""
+
+FILL_ONE = """            if a{position} is missing:
+                a{position} = kwargs.pop("{name}", None)"""
+
 #: Nothing is to be cast.
 SETTLED = """
         try:
@@ -123,5 +132,8 @@ NUMBER = """
                     elif not b{position}.dim():
                         is_usual = False"""
 
-#: Whether a norm's parameters may stay fp32, as `casting` has it.
-MIXES = "type(a0) in plain_tensors and not a0.is_nested and transforms() is None"
+#: Whether the first input is a tensor without a class of its own.
+IS_PLAIN = "type(a0) in plain_tensors"
+
+#: Whether a norm's parameters may stay fp32 beside such an input, as `casting` has it.
+MIXES = "not a0.is_nested and transforms() is None"
