@@ -13,12 +13,11 @@ from typing import Any, Final, Generic, TypeVar
 import torch
 from torch import Tensor
 
-from .. import torch_state
 from ..errors import RuleError, shown
 from ..ops import Parameters
 from ..policy import FIELDS, Call, CastPolicy, Decision, LowType, Rule, settled_dtype
 from ..tensors import SEQUENCES
-from ..torch_state import is_below_dispatcher, without_casts
+from ..torch_state import is_below_dispatcher, place, without_casts
 
 _T = TypeVar("_T")
 
@@ -59,7 +58,7 @@ class Judge(Generic[_T]):
         """Returns the result of ``follow`` for a call with these arguments."""
         fields, known = self._state
         try:
-            return known[self._key(fields, args, kwargs)]
+            return known[place() if fields is _PLACE else self._key(fields, args, kwargs)]
         except (KeyError, TypeError):  # sizes that are symbols have no hash
             return self._ask(args, kwargs)
 
@@ -70,8 +69,8 @@ class Judge(Generic[_T]):
             if not self._may_be_nested:
                 return tuple([value.shape for value in args if isinstance(value, Tensor)])
             return tuple([tensor.shape for tensor in _tensors(args, kwargs, self._names)])
-        if fields == _PLACE:
-            return torch_state.place()
+        if fields is _PLACE:
+            return place()
         if not fields:
             return None
         tensors = _tensors(args, kwargs, self._names)
@@ -88,7 +87,7 @@ class Judge(Generic[_T]):
             case "devices":
                 return tuple([tensor.device for tensor in tensors])
             case "place":
-                return torch_state.place()
+                return place()
             case _:
                 plain = _plain_arguments(args, kwargs, self._names)
                 return tuple([(name, *_typed(value)) for name, value in plain.items()])
@@ -104,13 +103,14 @@ class Judge(Generic[_T]):
             "dtypes": tuple([tensor.dtype for tensor in tensors]),
             "devices": tuple([tensor.device for tensor in tensors]),
             "kwargs": types.MappingProxyType(_plain_arguments(args, kwargs, self._names)),
-            "place": torch_state.place,
+            "place": place,
         }
         read: set[str] = set()
         with without_casts():
             followed = self._follow(self._verdict(Call(self._op, values, read)))
         before, known = self._state
         fields = tuple([name for name in FIELDS if name in read or name in before])
+        fields = _PLACE if fields == _PLACE else fields  # found by identity
         if fields != before or len(known) >= MOST_VERDICTS:
             known = {}  # the verdicts depend on more than was known
             self._state = fields, known

@@ -12,7 +12,7 @@ import sys
 import threading
 import types
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, Final, TypeVar
 
 import torch
@@ -31,24 +31,37 @@ from ..torch_internals import (
     leave_to_callees,
 )
 from .module_names import names_change, place_in
-from .traced_modules import EXPORT_ROOT, is_compiled, traced_place
+from .traced_modules import EXPORT_ROOT, is_compiled, may_be_compiled, traced_place
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
+
+
+class _Modules(list[nn.Module]):
+    """The modules whose call is running, outermost first.
+
+    Attributes:
+        place: The place of the innermost one, once it has been asked for.
+    """
+
+    __slots__ = ("place",)  # read on every call; attributes of `_Running` take far longer to read
+    place: Place | None
+
+    def __init__(self, modules: Iterable[nn.Module] = ()) -> None:
+        super().__init__(modules)
+        self.place = None
 
 
 class _Running(threading.local):
     """What is running in a thread.
 
     Attributes:
-        modules: The modules whose call is running, outermost first.
-        place: The place of the innermost one, once it has been asked for.
+        modules: The modules whose call is running.
         since: The `_noting` for which all running calls are known to have gone through its patches.
     """
 
     def __init__(self) -> None:
-        self.modules: list[nn.Module] = []
-        self.place: Place | None = None
+        self.modules = _Modules()
         self.since: object = None
 
     @property
@@ -79,14 +92,14 @@ def place() -> Place:
     """
     if _noting is None:
         _ask()
-    if has_fake_tensors() and is_compiled():
+    if may_be_compiled() and has_fake_tensors() and is_compiled():
         return traced_place(_running_modules(), _running)
-    found = _running.place
+    running = _running.modules
+    found = running.place
     if found is None:
-        running = _running.modules
         if not running:
             return place_in(_running_modules())
-        found = _running.place = place_in(running)
+        found = running.place = place_in(running)
     return found
 
 
@@ -120,16 +133,16 @@ def module_patches(
         running = _running.modules
         if not running:
             return call_outermost(self, running, args, kwargs)
-        outer = _running.place
+        outer = running.place
         running.append(self)
-        _running.place = None
+        running.place = None
         try:
             return call(self, *args, **kwargs)
         finally:
             running.pop()
-            _running.place = outer
+            running.place = outer
 
-    def call_outermost(module: nn.Module, running: list[nn.Module], args: Any, kwargs: Any) -> Any:
+    def call_outermost(module: nn.Module, running: _Modules, args: Any, kwargs: Any) -> Any:
         nonlocal has_ended
         began = _noting
         if _running.since is not began:
@@ -137,12 +150,12 @@ def module_patches(
             if not running:
                 _running.since = began
         running.append(module)
-        _running.place = None
+        running.place = None
         try:
             result = call(module, *args, **kwargs)
         finally:
             running.clear()
-            _running.place = None
+            running.place = None
         if not has_ended and module not in without_parameters:
             if next(module.parameters(), None) is None:
                 without_parameters.add(module)
@@ -155,15 +168,16 @@ def module_patches(
     def traced(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
         if EXPORT_ROOT in self._modules:
             return call(self, *args, **kwargs)
-        running, outer = _running.modules, _running.place
+        running = _running.modules
+        outer = running.place
         stand_in: Any = self
         running.append(stand_in.get_base() if hasattr(type(self), "get_base") else self)
-        _running.place = None
+        running.place = None
         try:
             return call(self, *args, **kwargs)
         finally:
             running.pop()
-            _running.place = outer
+            running.place = outer
 
     leave_to_callees(wrapper)
     leave_to_callees(call_outermost)
@@ -182,7 +196,7 @@ def asked_by(put_in_place: Callable[[], None]) -> Patch:
 
 def forget_modules() -> None:
     """Drops what was noted, because the patches have changed."""
-    _running.place = None
+    _running.modules.place = None
     for name in DYNAMO_MODULE_CALLS:
         dynamo = vars(sys.modules.get(name, types))
         noted: Any = dynamo.get("unpatched_nn_module_call")  # as of its import
@@ -204,12 +218,12 @@ def keeps_place(function: _F) -> _F:
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        there = _running.modules, _running.place
-        _running.modules, _running.place = list(kept), None
+        there = _running.modules
+        _running.modules = _Modules(kept)
         try:
             return function(*args, **kwargs)
         finally:
-            _running.modules, _running.place = there
+            _running.modules = there
 
     return wrapper  # type: ignore[return-value]
 

@@ -34,9 +34,14 @@ EXPORT_ROOT, _EXPORTED = "_export_root", "L__self__"
 _traced: weakref.WeakValueDictionary[str, nn.Module] = weakref.WeakValueDictionary()
 
 
+def may_be_compiled() -> bool:
+    """Whether torch.compile has been used at all: asked first, since it takes the least time."""
+    return DYNAMO_TRANSLATION in sys.modules
+
+
 def is_compiled() -> bool:
     """Whether fake tensors here are torch.compile's, in whose graphs no module's call runs."""
-    return DYNAMO_TRANSLATION in sys.modules and tracing_context() is not None
+    return may_be_compiled() and tracing_context() is not None
 
 
 def traced_place(around: Sequence[nn.Module], state: object) -> Place:

@@ -25,6 +25,7 @@ from .templates import (
     RUN,
     RUN_LATE,
     SETTLED,
+    SETTLED_BESIDE_KEYWORDS,
     TRY,
     UNROLLED,
     UNROLLED_CAST,
@@ -50,9 +51,6 @@ PARAMETERS: Final = (
     "is_open",  # whether the first input is not on a device type that is left to torch's kernels
     "legalizes",  # False where ``run`` would do nothing else than call the function
 )
-
-#: The most arguments that a call lists after those that are looked at.
-_MOST_LISTED: Final = 4
 
 #: What changes when the wrapper is retired: itself, by which it would be kept alive, and those of
 #: `PARAMETERS` that are reached then. Others are not: without ``other_dtypes`` there is nothing to
@@ -152,7 +150,8 @@ def _body(recipe: Recipe, names: str) -> str:
         first = min(recipe.cast_kinds)
         if recipe.cast_kinds[first] != "T":
             return body
-        return _filled(recipe) + _settled(recipe, names, first) + body
+        settled = _settled(recipe, names, first)
+        return settled + _filled(recipe, settled) + body
     kinds = recipe.site.parameters.kinds
     is_fixed = not (
         "A" in recipe.cast_kinds.values()
@@ -164,7 +163,8 @@ def _body(recipe: Recipe, names: str) -> str:
         body = _unrolled(recipe, names) + body
     if recipe.widens_to_fp32 and set(recipe.cast_kinds.values()) <= {"T", "O", "N"}:
         body = _widened(recipe, names) + body
-    body = _filled(recipe) + _settled(recipe, names, None) + body
+    settled = _settled(recipe, names, None)
+    body = settled + _filled(recipe, settled) + body
     if not recipe.casts_late:
         return body
     test = _legalizes(recipe)
@@ -173,8 +173,8 @@ def _body(recipe: Recipe, names: str) -> str:
     return RUN.format(names=names, legalizes=test) + body
 
 
-def _filled(recipe: Recipe) -> str:
-    """Returns the part that puts optional tensors at the end into their places."""
+def _filled(recipe: Recipe, settled: str) -> str:
+    """Returns the part that puts optional tensors at the end into their places, and asks ``settled`` again."""
     parameters, count = recipe.site.parameters, _count(recipe)
     first = count
     while first - 1 in parameters.fillable & recipe.cast_kinds.keys():
@@ -187,7 +187,12 @@ def _filled(recipe: Recipe) -> str:
         for p in range(first)
     ]
     fills = [FILL_ONE.format(position=p, name=parameters.names[p]) for p in range(first, count)]
-    return FILL.format(last=f"a{count - 1}", tests=" and ".join(tests), fills="\n".join(fills))
+    return FILL.format(
+        last=f"a{count - 1}",
+        tests=" and ".join(tests),
+        fills="\n".join(fills),
+        settled=textwrap.indent(settled, "    "),
+    )
 
 
 def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
@@ -219,15 +224,17 @@ def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
         tests.append(_fitting(recipe, dtype))
     elif recipe.fp32_positions:
         tests.append(_mixing(recipe, dtype))
-    may_have_keywords = not recipe.site.parameters.has_keyword_tensors
-    tests.append('(not kwargs or "out" not in kwargs)' if may_have_keywords else "not kwargs")
-    run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
-    call = _call(recipe, names, has_keywords=may_have_keywords)
-    if recipe.composes:
-        call = run
-    elif recipe.legalizes:
-        call = f"{run} if {_legalizes(recipe)}{is_low} else {call}"
-    return SETTLED.format(test=" and ".join(tests), call=call)
+
+    def call(plain: str) -> str:
+        run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
+        if recipe.composes:
+            return run
+        return f"{run} if {_legalizes(recipe)}{is_low} else {plain}" if recipe.legalizes else plain
+
+    settled = SETTLED.format(test=" and ".join(tests), call=call(_call(names)))
+    if recipe.site.parameters.has_keyword_tensors:
+        return settled
+    return settled + SETTLED_BESIDE_KEYWORDS.format(call=call(f"original({names}*rest, **kwargs)"))
 
 
 def _mixing(recipe: Recipe, dtype: str) -> str:
@@ -277,16 +284,14 @@ def _sharing(recipe: Recipe) -> list[int]:
     return sorted([*parameters, *recipe.statistic_positions])
 
 
-def _call(recipe: Recipe, names: str, *, has_keywords: bool) -> str:
-    """Returns the call of torch's function, without a star where few arguments follow: it takes 0.1 us."""
-    call = f"original({names}*rest)"
-    further = len(recipe.site.parameters.names) - _count(recipe)
-    lengths = {0, 1, *[length for length in (2, further) if length <= min(further, _MOST_LISTED)]}
-    for length in sorted(lengths, reverse=True):
-        listed = names + _listed([f"rest[{position}]" for position in range(length)])
-        test = f"len(rest) == {length}" if length else "not rest"
-        call = f"original({listed}) if {test} else {call}"
-    return f"({call}) if not kwargs else original({names}*rest, **kwargs)" if has_keywords else call
+def _call(names: str) -> str:
+    """Returns the call without keywords; without a star, which takes 0.1 us, where few arguments follow.
+
+    So many for all ops: the fewer sources there are, the fewer have to be compiled.
+    """
+    two = f"original({names}rest[0], rest[1]) if len(rest) == 2 else original({names}*rest)"
+    one = f"original({names}rest[0]) if len(rest) == 1 else {two}"
+    return f"original({names}) if not rest else {one}"
 
 
 def _unrolled(recipe: Recipe, names: str) -> str:
@@ -315,7 +320,7 @@ def _unrolled(recipe: Recipe, names: str) -> str:
             )
         )
     cast = _listed(arguments)
-    call = f"({_call(recipe, cast, has_keywords=True)})"
+    call = f"(original({cast}*rest, **kwargs) if kwargs else {_call(cast)})"
     if recipe.keeps_parameters:
         is_choosy = recipe.options.keep_weight_casts == "auto"
         size = f" and b{{0}}.nbytes >= {2 * LEAST_ELEMENTS}" if is_choosy else ""

@@ -76,6 +76,7 @@ RUN = """
 FILL = """
         if {last} is missing and {tests} and (not kwargs or are_plain(kwargs)):
 {fills}
+{settled}
 """
 
 FILL_ONE = """            if a{position} is missing:
@@ -87,7 +88,13 @@ SETTLED = """
             settled = {test}
         except AttributeError:
             settled = False
-        if settled:
+        if settled and not kwargs:
+            return {call}
+"""
+
+#: As that, where keywords hold no tensor but ``out``.
+SETTLED_BESIDE_KEYWORDS = """
+        if settled and "out" not in kwargs:
             return {call}
 """
 
