@@ -116,6 +116,18 @@ def test_overhead(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_calls(tmp_path: Path) -> None:
+    """Each case is measured in both checkouts."""
+    checkout = str(BENCHMARKS.parent)
+    run("calls.py", "--rounds", "1", "--against", checkout, folder=tmp_path)
+    figures = saved(tmp_path / "calls-cpu.json")["calls_us"]
+    assert {"linear", "linear, casting 3", "module"} <= figures.keys()
+    for figure in figures.values():
+        assert figure.keys() == {"raw", "adds", "adds there"}
+        assert figure["raw"] > 0
+
+
+@pytest.mark.slow
 def test_observers(tmp_path: Path) -> None:
     """Each candidate trains, and has its ratio."""
     options = "--models gpt --sizes small --rounds 1 --steps 1 --candidates record watch"
