@@ -163,6 +163,7 @@ STEPS: dict[str, Callable[[], str]] = {
     "spelling": command("codespell"),
     "layers": command("lint-imports"),
     "types": command("mypy", "--strict", "hmpx"),
+    "site": command("mkdocs", "build", "--strict", "--quiet"),
     "wheel": test_wheel,
 }
 

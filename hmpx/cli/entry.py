@@ -13,10 +13,10 @@ from typing import Final
 
 from .. import __version__
 from ..errors import HmpxError, HmpxWarning
-from . import check, doctor, kernels, ops, output, plan, report, run, tune
+from . import check, completion, doctor, kernels, ops, output, plan, report, run, tune
 
 #: In the order in which ``hmpx --help`` lists them.
-_COMMANDS: Final = (run, report, plan, tune, check, ops, doctor, kernels)
+_COMMANDS: Final = (run, report, plan, tune, check, ops, doctor, kernels, completion)
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: The arguments are wrong, ``--help`` was asked for, or the script raised it.
         KeyboardInterrupt: The script was interrupted.
     """
-    options = _parser().parse_args(argv)
+    options = parser().parse_args(argv)
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)
@@ -38,15 +38,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 2
 
 
-def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
+def parser() -> argparse.ArgumentParser:
+    """Returns the parser of the whole command line."""
+    whole = argparse.ArgumentParser(
         prog="hmpx",
         description="Mixed precision for PyTorch, op by op, from plain-text op lists.",
         epilog="Each command explains itself: hmpx run --help",
         allow_abbrev=False,
     )
-    parser.add_argument("--version", action="version", version=f"hmpx {__version__}")
-    commands = parser.add_subparsers(metavar="COMMAND", required=True)
+    whole.add_argument("--version", action="version", version=f"hmpx {__version__}")
+    commands = whole.add_subparsers(metavar="COMMAND", required=True)
     for command in _COMMANDS:
         command.add_parser(commands)
-    return parser
+    return whole

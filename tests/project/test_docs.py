@@ -1,37 +1,100 @@
-"""The table of what hmpx works with: each line names a test that exists."""
+"""The tables of what hmpx does and works with: each line names a test that exists. Links lead somewhere."""
 
 from __future__ import annotations
 
 import re
+import runpy
 from pathlib import Path
 
-ROOT = Path(__file__).parents[2]
+import pytest
+
+import hmpx
+import hmpx.legalize
+
+from . import markdown
+from .markdown import DOCUMENTS, ROOT
+
+TEST_LINK = re.compile(r"\[(\w+)::(\w+)\]\(\.\./(tests/\w+/\w+\.py)\)")
+
+#: `[text](target)`, and images.
+LINK = re.compile(r"!?\[[^\]]*\]\(([^()\s]+)\)")
 
 
-def test_the_examples_for_users_of_hmp_run() -> None:
-    """As they are."""
-    text = (ROOT / "docs" / "hmp.md").read_text("utf-8")
-    blocks = re.findall(r"^```python\n(.*?)^```$", text, flags=re.MULTILINE | re.DOTALL)
-    assert blocks
-    for block in blocks:
-        exec(block, {})
+def without_code(text: str) -> str:
+    return re.sub(r"^( *)```.*?^\1```$", "", text, flags=re.MULTILINE | re.DOTALL)
 
 
-def test_each_line_links_to_its_test() -> None:
-    """The file and the function in it."""
-    text = (ROOT / "docs" / "works_with.md").read_text("utf-8")
-    rows = [line for line in text.splitlines() if line.startswith("| ") and "**" not in line][1:]
+@pytest.mark.parametrize("document", DOCUMENTS, ids=markdown.name)
+def test_tests_that_are_named_exist(document: Path) -> None:
+    """The file, and the function in it."""
     faults = []
-    for row in rows:
-        link = re.search(r"\[(\w+)::(\w+)\]\(\.\./tests/(\w+/\w+)\.py\) \|$", row)
-        if link is None:
-            faults.append(row)
-            continue
-        module, test, file = link.groups()
-        source = ROOT / "tests" / f"{file}.py"
-        if module != Path(file).name or f"\ndef {test}(" not in source.read_text("utf-8"):
-            faults.append(row)
-        if row.split(" | ")[1] not in {"yes", "note", "no", "untried"}:
-            faults.append(row)
+    for module, test, file in TEST_LINK.findall(document.read_text("utf-8")):
+        path = ROOT / file
+        if path.stem != module or f"\ndef {test}(" not in path.read_text("utf-8"):
+            faults.append(f"{module}::{test}")
     assert not faults
-    assert len(rows) > 50
+
+
+@pytest.mark.parametrize(("name", "count"), [("works_with", 60), ("semantics", 80)])
+def test_each_line_links_to_its_test(name: str, count: int) -> None:
+    """In its last column."""
+    text = (ROOT / "docs" / f"{name}.md").read_text("utf-8")
+    heads = ("| what |", "| rule |", "|---")
+    rows = [
+        line
+        for line in text.splitlines()
+        if line.startswith("| ") and "**" not in line and not line.startswith(heads)
+    ]
+    assert [row for row in rows if not TEST_LINK.search(row.rsplit(" | ", 1)[1])] == []
+    assert len(rows) >= count
+    if name == "works_with":
+        assert {row.split(" | ")[1] for row in rows} <= {"yes", "note", "no", "untried"}
+
+
+@pytest.mark.parametrize("document", DOCUMENTS, ids=markdown.name)
+def test_links_lead_to_files_and_headings(document: Path) -> None:
+    """Those inside of the repository; a heading is spelled as GitHub and the site spell it."""
+    faults = []
+    for target in LINK.findall(without_code(document.read_text("utf-8"))):
+        if re.match(r"\w+:", target):
+            continue
+        file, _, heading = target.partition("#")
+        path = (document.parent / file).resolve() if file else document
+        is_there = path.exists() and path.is_relative_to(ROOT)
+        if not is_there or (heading and heading not in headings(path)):
+            faults.append(target)
+    assert not faults
+
+
+def headings(document: Path) -> set[str]:
+    lines = re.findall(r"^#+ (.*)$", without_code(document.read_text("utf-8")), re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", line.lower()).strip().replace(" ", "-") for line in lines}
+
+
+def test_the_picture_of_the_rooms_is_that_of_the_layers() -> None:
+    """Which import-linter checks; `python scripts/rooms_picture.py` draws it."""
+    drawn = runpy.run_path(str(ROOT / "scripts" / "rooms_picture.py"))
+    assert drawn["PICTURE"].read_text("utf-8") == drawn["picture"]()
+
+
+def test_the_api_page_has_the_menu() -> None:
+    """Each name once."""
+    text = (ROOT / "docs" / "api.md").read_text("utf-8")
+    listed = sorted(re.findall(r"^::: (\S+)$", text, re.MULTILINE))
+    constants = {"ALLOW", "DENY", "FOLLOW", "formats"}
+    expected = [f"hmpx.{name}" for name in hmpx.__all__ if name not in constants]
+    expected += [f"hmpx.formats.{name}" for name in hmpx.formats.__all__]
+    expected += [f"hmpx.legalize.{name}" for name in hmpx.legalize.__all__]
+    assert listed == sorted(expected)
+    assert all(f"`hmpx.{name}`" in text for name in constants)
+
+
+def test_every_page_is_in_the_menu_of_the_site() -> None:
+    """And nothing else is."""
+    menu = (ROOT / "mkdocs.yml").read_text("utf-8").partition("\nnav:")[2]
+    pages = {path.name for path in (ROOT / "docs").glob("*.md")}
+    assert set(re.findall(r"[\w/]+\.md", menu)) == pages | {
+        "index.md",
+        "contributing.md",
+        "changelog.md",
+    }

@@ -1,8 +1,8 @@
 """Figures of speed and size in the documents are those of benchmarks/results.
 
 A figure, or a range, is followed by where it comes from: ``4 to 27<!-- train-cpu: PATH -->``. PATH is
-keys joined by dots, where ``*`` means every key, or one path ``over`` another; a range goes from the
-least to the largest value. Figures count with as many decimals as they are written.
+keys joined by dots, where ``*`` means every key, or one path ``over`` or ``less`` another; a range goes
+from the least to the largest value. Figures count with as many decimals as they are written.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ def values(tree: Any, keys: list[str]) -> Iterator[float]:
 
 
 def measured(name: str, path: str) -> list[float]:
-    """Returns what is at ``path`` in a result file, or at one path over what is at another."""
-    numerator, _, denominator = path.partition(" over ")
-    found = list(values(result(name), numerator.split(".")))
-    if not denominator:
+    """Returns what is at ``path`` in a result file, or at one path over, or less, what is at another."""
+    first, word, second = [*re.split(r" (over|less) ", path, maxsplit=1), "", ""][:3]
+    found = list(values(result(name), first.split(".")))
+    if not word:
         return found
-    (divisor,) = values(result(name), denominator.split("."))
-    return [value / divisor for value in found]
+    (other,) = values(result(name), second.split("."))
+    return [value / other if word == "over" else value - other for value in found]
 
 
 def like(figure: str, value: float) -> str:
@@ -83,14 +83,17 @@ def test_how_much_slower_something_is_is_said_with_its_source(document: Path) ->
 
 
 def test_most_figures_of_native_bf16_have_one_source() -> None:
-    """The README and docs/legalize.md both say how slow it is."""
-    for document in (ROOT / "README.md", ROOT / "docs" / "legalize.md"):
+    """The README, docs/speed.md and docs/legalize.md say how slow it is."""
+    for document in (
+        ROOT / "README.md",
+        *(ROOT / "docs" / f"{n}.md" for n in ("legalize", "speed")),
+    ):
         assert "<!-- train-cpu: figures.*.*.autocast.ratio --> times" in " ".join(
             document.read_text("utf-8").split()
         )
 
 
-# --- tables of the README ----------------------------------------------------------------------
+# --- tables of docs/speed.md ----------------------------------------------------------------------
 
 MODELS = {"GPT": "gpt", "BERT": "bert", "ViT": "vit", "ResNet": "resnet"}
 CASES = {
@@ -103,8 +106,8 @@ CASES = {
 
 
 def rows(first: str) -> dict[str, list[str]]:
-    """Returns label -> cells of the README's table whose head begins so."""
-    text = (ROOT / "README.md").read_text("utf-8")
+    """Returns label -> cells of the table in docs/speed.md whose head begins so."""
+    text = (ROOT / "docs" / "speed.md").read_text("utf-8")
     (body,) = re.findall(rf"^\| {first} \|.*\n\|[-|]+\|\n((?:\|.*\n)+)", text, re.MULTILINE)
     lines = [[cell.strip() for cell in line.strip("|").split("|")] for line in body.splitlines()]
     return {label: cells for label, *cells in lines}
@@ -150,8 +153,8 @@ def test_tables_are_those_of_the_results(
 
 
 def test_compiled_casts_cost_what_casts_by_hand_cost() -> None:
-    """Within the 2 % that the README says, and with equal results."""
-    text = (ROOT / "README.md").read_text("utf-8")
+    """Within the 2 % that docs/speed.md says, and with equal results."""
+    text = (ROOT / "docs" / "speed.md").read_text("utf-8")
     assert "Under torch.compile the two are equal within 2 %, with bit-equal results" in " ".join(
         text.split()
     )

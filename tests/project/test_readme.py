@@ -1,51 +1,52 @@
-"""What the README shows is what happens."""
+"""What the README shows is what there is; that its code runs is tested with all documents'."""
 
 from __future__ import annotations
 
+import inspect
 import re
-from pathlib import Path
 
+import pytest
+
+import hmpx
+from hmpx import CastPolicy
 from tests import forks
 
-README = (Path(__file__).parents[2] / "README.md").read_text(encoding="utf-8")
+from . import markdown
+
+README = (markdown.ROOT / "README.md").read_text(encoding="utf-8")
+
+DOCUMENTS = [each for each in markdown.DOCUMENTS if "hmpx.convert(" in each.read_text("utf-8")]
 
 
-def blocks(language: str) -> list[str]:
-    return re.findall(rf"^```{language}\n(.*?)^```$", README, flags=re.MULTILINE | re.DOTALL)
+def test_it_is_short() -> None:
+    """What a newcomer reads in one go; the rest has pages of its own."""
+    assert len(README.splitlines()) <= 180
 
 
-def test_the_example_prints_what_the_readme_says(tmp_path: Path) -> None:
-    """The 30-second example, run as a script."""
-    (tmp_path / "example.py").write_text(blocks("python")[0])
-    run = forks.run("example.py", cwd=tmp_path)
-    assert run.stdout.replace(f"{tmp_path.resolve()}/", "") == blocks("text")[0]
-
-
-def test_the_report_is_as_shown(tmp_path: Path) -> None:
-    """That of `hmpx.record`, run as a script."""
-    (source,) = [block for block in blocks("python") if "print(rec)" in block]
-    (tmp_path / "see.py").write_text(source)
-    run = forks.run("see.py", cwd=tmp_path)
-    assert run.stdout.replace(f"{tmp_path.resolve()}/", "") in blocks("text")
-
-
-def test_the_options_shown_exist() -> None:
-    """Each call of convert in the README is made of arguments that it has."""
-    import inspect
-
-    import hmpx
-
+@pytest.mark.parametrize("document", DOCUMENTS, ids=markdown.name)
+def test_the_options_shown_exist(document: markdown.Path) -> None:
+    """Each call of convert, in code or in a sentence, is made of arguments that it has."""
     known = set(inspect.signature(hmpx.convert).parameters)
-    calls = re.findall(r"hmpx\.convert\((.*?)\)(?:;|\s|$)", "\n".join(blocks("python")))
-    used = {name for call in calls for name in re.findall(r"(\w+)=", call)}
-    assert used
-    assert used - known <= {"low", "fp32"}  # arguments of Policy.from_ops inside one of them
+    calls = re.findall(
+        r"hmpx\.convert\(([^()]*(?:\([^()]*\)[^()]*)*)\)", document.read_text("utf-8")
+    )
+    without_calls_inside = [re.sub(r"\([^()]*\)", "", call) for call in calls]
+    used = {name for call in without_calls_inside for name in re.findall(r"(\w+)=", call)}
+    assert used <= known
 
 
 def test_the_table_of_policies_has_each() -> None:
     """In a row of its own."""
-    from hmpx import CastPolicy
-
     (table,) = re.findall(r"^## The policies\n(.*?)^## ", README, flags=re.MULTILINE | re.DOTALL)
     rows = re.findall(r"^\| `(\w+)` \|", table, flags=re.MULTILINE)
     assert sorted(rows) == sorted(policy.name for policy in CastPolicy)
+
+
+def test_the_log_is_as_shown(tmp_path: markdown.Path) -> None:
+    """Also where the example is a script, which a person has copied."""
+    python, text, *_ = (
+        b for b in markdown.blocks(markdown.ROOT / "README.md") if b.language != "sh"
+    )
+    (tmp_path / "example.py").write_text(python.text)
+    run = forks.run("example.py", cwd=tmp_path)
+    assert run.stdout.replace(f"{tmp_path.resolve()}/", "") == text.text

@@ -1,0 +1,62 @@
+"""``hmpx completion``: what a shell needs to complete commands and options."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Iterator
+from typing import Any, Final
+
+from . import output
+from .options import add_command
+
+_SHELLS: Final = ("bash", "zsh", "tcsh", "fish")
+
+#: What arguments are called that name files or directories.
+_PATHS: Final = {"DIR", "FILE", "FILES", "NAME_OR_DIR", "OUT", "PATH"}
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of ``hmpx completion``."""
+    parser = add_command(
+        commands,
+        "completion",
+        run,
+        help="print what a shell needs to complete commands and options",
+        usage="hmpx completion SHELL",
+        description="Prints a script for the shell that completes the commands and options of hmpx. The shell\n"
+        "then asks nobody: completing starts no Python. Needs `pip install 'hmpx[completion]'`.",
+        epilog="""\
+exit status:
+  0; 1 if the extra is not installed; 2 wrong arguments
+
+examples:
+  hmpx completion bash >> ~/.bashrc
+  hmpx completion zsh > ~/.zfunc/_hmpx
+  hmpx completion fish > ~/.config/fish/completions/hmpx.fish""",
+    )
+    parser.add_argument("shell", choices=_SHELLS, metavar="SHELL", help=", ".join(_SHELLS))
+
+
+def run(options: argparse.Namespace) -> int:
+    """Prints the script; status 1 if the package that writes it is missing."""
+    try:
+        import shtab
+    except ImportError:
+        output.complain("this needs the package shtab: pip install 'hmpx[completion]'")
+        return 1
+    from .entry import parser
+
+    whole = parser()
+    for action in _actions(whole):
+        if action.metavar in _PATHS or action.nargs == argparse.REMAINDER:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]  # where shtab looks for it
+    return output.show(shtab.complete(whole, options.shell).splitlines())
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Yields the arguments of a parser and of the commands in it."""
+    for action in parser._actions:
+        yield action
+        if isinstance(action, argparse._SubParsersAction):
+            for each in action.choices.values():
+                yield from _actions(each)

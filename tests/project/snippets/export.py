@@ -1,0 +1,3 @@
+import torch
+
+tensor = torch.ones(3, dtype=torch.bfloat16)

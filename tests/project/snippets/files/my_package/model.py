@@ -1,0 +1,5 @@
+"""Calls torch by its name."""
+
+import torch
+
+function = torch.nn.functional

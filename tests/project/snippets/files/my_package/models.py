@@ -1,0 +1,11 @@
+"""Another model to plan with."""
+
+import torch
+
+
+def build():
+    return torch.nn.Linear(8, 8)
+
+
+def inputs():
+    return torch.randn(2, 8)

@@ -1,0 +1,22 @@
+"""A training script that knows nothing of hmpx; `hmpx run` and `hmpx plan` are shown with it."""
+
+import torch
+
+
+def build_model():
+    return torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Softmax(-1), torch.nn.Linear(8, 4))
+
+
+def make_batch():
+    return torch.randn(2, 8)
+
+
+inputs = make_batch
+
+if __name__ == "__main__":
+    model = build_model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    for _ in range(2):
+        loss = model(make_batch()).square().mean()
+        loss.backward()
+        optimizer.step()

@@ -1,0 +1,1 @@
+KEEPS = True  # the model goes on being used

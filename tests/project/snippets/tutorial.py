@@ -1,0 +1,1 @@
+KEEPS = True  # it is one session
