@@ -11,7 +11,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 PICTURE = ROOT / "docs" / "images" / "rooms.svg"
 
-WIDTH, HEIGHT, GAP = 860, 30, 10
+WIDTH, HEIGHT, GAP = 720, 30, 10
 CHARACTER, PADDING = 7.2, 22
 
 STYLE = """\
@@ -58,7 +58,7 @@ def picture() -> str:
         y = 40 + index * (HEIGHT + GAP)
         is_package = [(ROOT / "hmpx" / room).is_dir() for room in rooms]
         widths = [len(room) * CHARACTER + PADDING for room in rooms]
-        x = (WIDTH + 24 - sum(widths) - GAP * (len(rooms) - 1)) / 2
+        x = 44.0
         for room, width, is_room in zip(rooms, widths, is_package, strict=True):
             kind = "room" if is_room else "root"
             parts += [

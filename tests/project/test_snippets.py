@@ -30,10 +30,10 @@ from .markdown import DOCUMENTS, ROOT
 SNIPPETS = Path(__file__).parent / "snippets"
 RUNNER = Path(__file__).with_name("run_snippets.py")
 
-#: Outputs whose numbers come from a training: they may differ a little between machines.
+#: Outputs whose fractions come from a training: they may differ a little between machines.
 ROUGH = {"tutorial": 0.2}
 
-NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d+)?(?:e[-+]?\d+)?")
+FRACTION = re.compile(r"-?\d+\.\d+(?:e[-+]?\d+)?")
 
 
 @pytest.fixture
@@ -64,8 +64,8 @@ def assert_alike(actual: str, expected: str, tolerance: float | None) -> None:
     if tolerance is None:
         assert actual == expected
         return
-    assert NUMBER.sub("#", actual).split() == NUMBER.sub("#", expected).split()
-    numbers = [[float(n.replace(",", "")) for n in NUMBER.findall(s)] for s in (actual, expected)]
+    assert FRACTION.sub("#", actual).split() == FRACTION.sub("#", expected).split()
+    numbers = [[float(number) for number in FRACTION.findall(text)] for text in (actual, expected)]
     assert numbers[0] == pytest.approx(numbers[1], rel=tolerance)
 
 
