@@ -9,7 +9,9 @@ from __future__ import annotations
 import difflib
 import itertools
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
+
+_Error = TypeVar("_Error", bound=BaseException)
 
 
 class HmpxError(Exception):
@@ -149,6 +151,15 @@ def said_by(error: BaseException) -> str:
     except Exception:  # an error of the user's own class
         message = ""
     return f"{type(error).__name__}: {message}" if message else type(error).__name__
+
+
+def noted(error: _Error, note: str) -> _Error:
+    """Adds a note to an error, which tracebacks show below its message; to the message before Python 3.11."""
+    if hasattr(error, "add_note"):
+        error.add_note(note)
+    else:
+        error.args = (f"{error}\n{note}",)
+    return error
 
 
 def short(path: str) -> str:

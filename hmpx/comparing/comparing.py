@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, said_by, shown
+from ..errors import OptionError, noted, said_by, shown
 from ..session import Session, convert, current
 from ..torch_internals import DisableAutocast, uncompiled
 from .comparison import Comparison
@@ -159,11 +159,11 @@ def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:
         try:
             return (run, *runs.low(run))
         except RuntimeError:
-            error.add_note(
+            note = (
                 "The model fails in low precision: keep the op that fails in fp32, by a list or a "
                 "policy, and compare again"
             )
-            raise error from None
+            raise noted(error, note) from None
 
 
 def _parts(low_run: LowRun, passes: int) -> dict[int, int]:

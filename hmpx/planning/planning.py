@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments
-from ..errors import FreezeError, OptionError, said_by, shown
+from ..errors import FreezeError, OptionError, noted, said_by, shown
 from ..freezing import freeze
 from ..session import convert, unconverted
 from ..tensors import default_device_types, parse_device_type
@@ -180,8 +180,7 @@ def _called(function: Callable[[], Any], name: str) -> Any:
         return function()
     except Exception as error:
         found = explained(error)
-        found.add_note(f"{name} raised it")
-        raise found from error
+        raise noted(found, f"{name} raised it") from error
 
 
 def _options(place: Place, conversion: Mapping[str, Any]) -> dict[str, Any]:
