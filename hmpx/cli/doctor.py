@@ -4,16 +4,18 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import math
 import platform
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import torch
 
-from .. import __version__, compute, session, torch_internals
+from .. import compute, session, torch_internals
 from ..errors import said_by, shown
+from ..version import TESTED_TORCH, __version__
 from . import output
 from .options import add_command, add_list_options, list_options
 
@@ -35,6 +37,7 @@ exit status:
 
 examples:
   hmpx doctor
+  hmpx doctor --json
   hmpx doctor --torch
   hmpx doctor my_package.model transformers.models.bert.modeling_bert""",
     )
@@ -46,13 +49,16 @@ examples:
         action="store_true",
         help="try each part of torch that hmpx relies on and torch does not document, and exit",
     )
+    parser.add_argument("--json", action="store_true", help="print the same as data")
     add_list_options(parser)
 
 
 def run(options: argparse.Namespace) -> int:
     """Prints versions, devices and what stays uncast; status 1 if something does."""
     if options.torch:
-        return _doctor_of_torch()
+        parts = [*torch_internals.parts(), *torch_internals.later_parts(), *torch_internals.tries()]
+        found = {**_versions(), "parts": [_part(part) for part in parts]}
+        return _show(found, options, _torch_lines, status=any(part.fault for part in parts))
     sys.path.insert(0, "")  # as `python -m` does
     for name in options.modules:
         try:
@@ -62,72 +68,136 @@ def run(options: argparse.Namespace) -> int:
             output.complain(f"can't import {shown(name)}: {reason}")
             return 2
     with output.with_warnings_shown(session.convert, **list_options(options)) as active:
-        lines = [
-            f"hmpx {__version__}, torch {torch.__version__}, Python {platform.python_version()}",
-            _summary(torch_internals.parts()),
-            f"casts tensors on: {', '.join(sorted(active.device_types))}",
-        ]
         missed = sorted(active.missed())
         low_type = active.policy.low_precision_type
-        for device_type in sorted(active.device_types):
-            if isinstance(low_type, torch.dtype):
-                lines += _capability_lines(device_type, low_type)
-            else:
-                lines.append(f"{low_type.name} on {device_type}: emulated")
-    for path, function in missed:
-        lines.append(f"{path} keeps {function!r}, which is not cast")
-    if missed:
-        lines.append(
-            "take these functions from torch where they are called, or after hmpx.convert()"
-        )
-    elif options.modules:
-        lines.append(f"{output.counted(len(options.modules), 'module')}: nothing stays uncast")
-    return output.show(lines, status=1 if missed else 0)
+        found = {
+            **_versions(),
+            "parts": [_part(part) for part in torch_internals.parts()],
+            "low_precision_type": str(getattr(low_type, "name", low_type)).removeprefix("torch."),
+            "devices": {
+                device_type: _capabilities(device_type, low_type)
+                for device_type in sorted(active.device_types)
+            },
+            "modules": options.modules,
+            "uncast": [{"place": place, "function": repr(each)} for place, each in missed],
+        }
+    return _show(found, options, _lines, status=bool(missed))
 
 
-def _summary(parts: Sequence[torch_internals.Part]) -> str:
-    faults = sum(1 for part in parts if part.fault)
+def _show(
+    found: dict[str, Any],
+    options: argparse.Namespace,
+    text: Callable[[dict[str, Any]], Iterable[str]],
+    status: bool,
+) -> int:
+    lines = json.dumps(found, indent=1).splitlines() if options.json else text(found)
+    return output.show(lines, status=int(status))
+
+
+def _versions() -> dict[str, Any]:
+    return {
+        "hmpx": __version__,
+        "torch": torch.__version__,
+        "python": platform.python_version(),
+        "tested_torch": list(TESTED_TORCH),
+    }
+
+
+def _part(part: torch_internals.Part) -> dict[str, str]:
+    return {"feature": part.feature, "fault": part.fault, "without": part.without}
+
+
+def _capabilities(device_type: str, dtype: Any) -> dict[str, Any]:
+    """Returns what is known of the low type on a device; None stands for what is not."""
+    if not isinstance(dtype, torch.dtype):
+        return {"emulated": True}
+    found = {kind: compute.capability(kind, device_type, dtype) for kind in compute.KINDS}
+    return {
+        "emulated": False,
+        "reported": compute.reported(device_type, dtype),
+        "native_over_fp32": {
+            kind: {
+                "inference": _finite(known.inference),
+                "training": _finite(known.training),
+                "slow_in_inference": known.is_slow(training=False),
+                "slow_in_training": known.is_slow(training=True),
+            }
+            for kind, known in found.items()
+        },
+    }
+
+
+def _finite(ratio: float | None) -> float | str | None:
+    """Returns what JSON has for a ratio."""
+    return "no kernel" if ratio is not None and math.isinf(ratio) else ratio
+
+
+def _head(found: dict[str, Any]) -> str:
+    tested = ", ".join(found["tested_torch"])
+    is_tested = found["torch"].startswith(tuple(f"{each}." for each in found["tested_torch"]))
+    known = "" if is_tested else f" (the tests were run with {tested})"
+    return f"hmpx {found['hmpx']}, torch {found['torch']}{known}, Python {found['python']}"
+
+
+def _summary(parts: Sequence[dict[str, str]]) -> str:
+    faults = sum(1 for part in parts if part["fault"])
     known = "all as expected" if not faults else f"{faults} not as expected; see doctor --torch"
     return f"relies on {len(parts)} parts of torch that it does not document: {known}"
 
 
-def _doctor_of_torch() -> int:
-    """Shows each undocumented part of torch that hmpx relies on, after trying it."""
-    imported, later = torch_internals.parts(), [*torch_internals.later_parts()]
-    parts = [*imported, *later, *torch_internals.tries()]
-    lines = [f"hmpx {__version__}, torch {torch.__version__}", _summary(parts)]
-    width = max(len(part.feature) for part in parts)
+def _torch_lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yields a line for each undocumented part of torch that hmpx relies on, after trying it."""
+    parts = found["parts"]
+    yield _head(found)
+    yield _summary(parts)
+    width = max(len(part["feature"]) for part in parts)
     for part in parts:
-        said = f"{part.fault}; {part.without}" if part.fault else "as expected"
-        lines.append(f"  {part.feature:{width}}  {said}")
-    return output.show(lines, status=1 if any(part.fault for part in parts) else 0)
+        said = f"{part['fault']}; {part['without']}" if part["fault"] else "as expected"
+        yield f"  {part['feature']:{width}}  {said}"
 
 
-def _capability_lines(device_type: str, dtype: torch.dtype) -> Iterator[str]:
-    """Yields lines on ``dtype`` on the device: whether the hardware has it, and how fast it was measured to be."""
-    name = str(dtype).removeprefix("torch.")
+def _lines(found: dict[str, Any]) -> Iterator[str]:
+    """Yields what was found, as text."""
+    yield _head(found)
+    yield _summary(found["parts"])
+    yield f"casts tensors on: {', '.join(found['devices'])}"
+    for device_type, known in found["devices"].items():
+        yield from _capability_lines(device_type, found["low_precision_type"], known)
+    for each in found["uncast"]:
+        yield f"{each['place']} keeps {each['function']}, which is not cast"
+    if found["uncast"]:
+        yield "take these functions from torch where they are called, or after hmpx.convert()"
+    elif found["modules"]:
+        yield f"{output.counted(len(found['modules']), 'module')}: nothing stays uncast"
+
+
+def _capability_lines(device_type: str, name: str, known: dict[str, Any]) -> Iterator[str]:
+    """Yields lines on the low type on a device: whether the hardware has it, and how fast it was measured to be."""
+    if known["emulated"]:
+        yield f"{name} on {device_type}: emulated"
+        return
     said = {
         True: "torch reports that the hardware has it",
         False: "torch reports that the hardware lacks it",
         None: "torch does not report whether the hardware has it",
     }
-    yield f"{name} on {device_type}: {said[compute.reported(device_type, dtype)]}"
-    found = {kind: compute.capability(kind, device_type, dtype) for kind in compute.KINDS}
-    if all(known.inference is None for known in found.values()):
+    yield f"{name} on {device_type}: {said[known['reported']]}"
+    kinds = known["native_over_fp32"]
+    if all(each["inference"] is None for each in kinds.values()):
         yield "  not measured: every op runs in its native kernel"
         return
     yield "  time of the native kernel divided by that of fp32 with casts; slow kernels are not used"
     yield f"  {'ops':14}{'inference':>13}{'training':>13}"
-    for kind, known in found.items():
-        cells = [_measured(known, training=training) for training in (False, True)]
+    for kind, each in kinds.items():
+        cells = [_measured(each, phase) for phase in ("inference", "training")]
         yield f"  {kind:14}{cells[0]:>13}{cells[1]:>13}".rstrip()
 
 
-def _measured(known: compute.Capability, *, training: bool) -> str:
+def _measured(known: dict[str, Any], phase: str) -> str:
     """Returns a cell, padded such that numbers with and without a remark line up."""
-    ratio = known.training if training else known.inference
+    ratio = known[phase]
     if ratio is None:
         return f"{'-':6}"
-    if math.isinf(ratio):
-        return "no kernel"
-    return f"{ratio:.1f}{' slow' if known.is_slow(training=training) else '':5}"
+    if isinstance(ratio, str):
+        return ratio
+    return f"{ratio:.1f}{' slow' if known[f'slow_in_{phase}'] else '':5}"

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 from .. import explaining, formats, policy
@@ -19,9 +19,10 @@ def add_parser(commands: Any) -> None:
         "ops",
         run,
         help="show what a list may name, and what is done with it",
-        usage="hmpx ops [list options] [--why] [PATTERN]\n       hmpx ops --formats",
+        usage="hmpx ops [list options] [--why] [PATTERN...]\n       hmpx ops --formats",
         description="Prints every op that a list may hold, what the policy does with it, the line\n"
-        "that says so, and the places in torch where it is called.",
+        "that says so, and the places in torch where it is called. On a terminal the table is as wide as\n"
+        "that, and in colours, unless NO_COLOR is set.",
         epilog="""\
 what is done:
   LOW bf16  inputs are cast to bf16        FIRST  ... to the type of the first one
@@ -31,10 +32,11 @@ what is done:
   Lines without an op's name are what sections of the policy file do with it.
 
 exit status:
-  0; 1 if no op matches; 2 wrong arguments or op lists
+  0; 1 if a pattern matches no op; 2 wrong arguments or op lists
 
 examples:
   hmpx ops softmax
+  hmpx ops matmul softmax 'conv*'
   hmpx ops --why torch.nn.functional.gelu
   hmpx ops --fp32 my_fp32.txt 'conv*'
   hmpx ops --formats""",
@@ -48,11 +50,11 @@ examples:
     parser.add_argument(
         "--why",
         action="store_true",
-        help="explain one op: the line that decides, what may outrank it, how it computes here",
+        help="explain ops: the line that decides, what may outrank it, how it computes here",
     )
     parser.add_argument(
-        "pattern",
-        nargs="?",
+        "patterns",
+        nargs="*",
         metavar="PATTERN",
         help="part of a name, a glob such as 'conv*', or any spelling: truediv, F.gelu, Tensor.add",
     )
@@ -62,44 +64,57 @@ def run(options: argparse.Namespace) -> int:
     """Prints a row for each op, or for each number format; status 1 if no op matches."""
     if options.formats:
         return output.show(_format_lines())
-    if options.why and options.pattern is None:
+    patterns: list[str] = options.patterns
+    if options.why and not patterns:
         options.parser.error("--why explains an op: name one")
     loaded = output.with_warnings_shown(policy.load_policy, **list_options(options))
     if options.why:
-        return _explain(options, loaded)
+        return _explain(patterns, loaded)
     names = explaining.listable(loaded)
+    found = {pattern: explaining.matching(pattern, names) for pattern in patterns}
+    for pattern in (each for each, matching in found.items() if not matching):
+        without = "; hmpx ops without a pattern shows all"
+        output.complain(explaining.why_no_match(pattern, names, without))
+    status = 0 if all(found.values()) else 1
+    if patterns:
+        names = list(dict.fromkeys(name for matching in found.values() for name in matching))
+    if not names:
+        return status
+    return output.show(output.table([*_rows(names, loaded)], _colours), status)
+
+
+def _rows(names: list[str], loaded: policy.Policy) -> Iterator[tuple[str, str, str, str]]:
+    """Yields the titles, then a row for each op, and below it what sections do with it."""
     by_section = loaded.section_rules()
-    if options.pattern is not None:
-        matching = explaining.matching(options.pattern, names)
-        if not matching:
-            without = "; hmpx ops without a pattern shows all"
-            output.complain(explaining.why_no_match(options.pattern, names, without))
-            return 1
-        names = matching
-    rows = [("op", "policy", "reason", "call sites")]
+    yield "op", "policy", "reason", "call sites"
     for name in names:
         decision = loaded[name]
         sites = ", ".join(explaining.call_sites(name))
-        rows.append((name, explaining.outcome(decision), decision.reason, sites))
-        rows += [
-            ("", explaining.outcome(each.decision), str(each), "")
-            for each in by_section.get(name, ())
-        ]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    return output.show(
-        "  ".join([*(cell.ljust(w) for cell, w in zip(row, widths, strict=False)), row[3]])
-        for row in rows
-    )
+        yield name, explaining.outcome(decision), decision.reason, sites
+        for each in by_section.get(name, ()):
+            yield "", explaining.outcome(each.decision), str(each), ""
 
 
-def _explain(options: argparse.Namespace, loaded: policy.Policy) -> int:
-    """Prints what `hmpx.explain` says of an op; status 1 if there is none."""
-    try:
-        found = explaining.explain(options.pattern, policy=loaded)
-    except OptionError as error:
-        output.complain(str(error))
-        return 1
-    return output.show(str(found).splitlines())
+def _colours(row: Sequence[str]) -> tuple[str | None, ...]:
+    """Returns the colours of a row's cells: low types blue, fp32 yellow, what is left alone dim."""
+    known = {"LOW": "blue", "FP32": "yellow", "-": "dim"}
+    colour = known.get(row[1].partition(" ")[0])
+    return None, colour, "dim"
+
+
+def _explain(patterns: list[str], loaded: policy.Policy) -> int:
+    """Prints what `hmpx.explain` says of ops; status 1 if there is none of a name."""
+    lines: list[str] = []
+    status = 0
+    for pattern in patterns:
+        try:
+            found = explaining.explain(pattern, policy=loaded)
+        except OptionError as error:
+            output.complain(str(error))
+            status = 1
+        else:
+            lines += ["", *str(found).splitlines()] if lines else str(found).splitlines()
+    return output.show(lines, status)
 
 
 def _format_lines() -> Iterator[str]:

@@ -3,10 +3,19 @@
 from __future__ import annotations
 
 import os
+import shutil
 import sys
+import textwrap
 import warnings
-from collections.abc import Callable, Iterable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, Final
+
+#: Names of colours -> what terminals take for them.
+_COLOURS: Final = {"blue": "34", "bold": "1", "dim": "2", "red": "31", "yellow": "33"}
+
+#: Least width of a table's last column; where there is less room, it is below the others, so far in.
+_LEAST: Final = 24
+_INDENT: Final = 4
 
 
 def show(lines: Iterable[str], status: int = 0) -> int:
@@ -42,3 +51,48 @@ def with_warnings_shown(function: Callable[..., Any], **arguments: Any) -> Any:
 def counted(count: int, noun: str) -> str:
     """Returns ``"1 file"``, ``"2 files"``."""
     return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
+def is_terminal() -> bool:
+    """Whether a person reads what is printed."""
+    return sys.stdout.isatty()
+
+
+def painted(text: str, colour: str | None) -> str:
+    """Returns ``text`` in a colour of `_COLOURS`, if stdout is a terminal and ``NO_COLOR`` is not set."""
+    if colour is None or not is_terminal():
+        return text
+    if os.environ.get("NO_COLOR") or os.environ.get("TERM") == "dumb":
+        return text
+    return f"\x1b[{_COLOURS[colour]}m{text}\x1b[0m"
+
+
+def table(
+    rows: Sequence[Sequence[str]], colours: Callable[[Sequence[str]], Sequence[str | None]]
+) -> Iterator[str]:
+    """Yields the lines of a table; on a terminal its last column is broken such that it fits.
+
+    Args:
+        rows: Of equally many cells; the first has the titles.
+        colours: Returns the colours of a row's cells, but for the last one.
+    """
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    used = sum(widths) + 2 * len(widths)
+    columns = shutil.get_terminal_size().columns if is_terminal() else 0
+    is_beside = not columns or columns - used >= _LEAST
+    indent = used if is_beside else _INDENT
+    for index, row in enumerate(rows):
+        chosen = ["bold"] * len(row) if not index else [*colours(row), None]
+        padded = [*map(str.ljust, row, widths), row[-1]]
+        if not is_beside:
+            padded[-2] = row[-2]
+        *cells, _ = map(painted, padded, chosen)
+        last = [row[-1]]
+        if columns:
+            room = max(columns - indent, _LEAST)
+            last = textwrap.wrap(row[-1], room, break_long_words=False) or [""]
+        if is_beside:
+            cells.append(painted(last.pop(0), chosen[-1]))
+        yield "  ".join(cells)
+        for more in last:
+            yield " " * indent + painted(more, chosen[-1])

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import pytest
 import torch
 
-from hmpx import CastPolicy, cli, compute, ops
-from hmpx.cli import doctor
+import hmpx
+from hmpx import CastPolicy, cli, compute, ops, version
+from hmpx.cli import doctor, output
 from hmpx.compute.legalize import capability
 from hmpx.policy.lists import sets as oplists
 from hmpx.torch_internals import torch_part as torch_parts
@@ -32,6 +33,7 @@ class Outcome(NamedTuple):
     err: str
 
 
+ROOT = Path(__file__).parents[2]
 HMPX = [sys.executable, "-m", "hmpx"]
 RUN = [*HMPX, "run"]
 PYTHON = [sys.executable]
@@ -237,6 +239,61 @@ def test_ops_takes_globs_and_parts_of_names(capsys: pytest.CaptureFixture[str]) 
     assert "linalg_inv" in {row[0] for row in table(["torch.linalg.*"], capsys)}
 
 
+def test_ops_takes_several_patterns(capsys: pytest.CaptureFixture[str]) -> None:
+    """Their ops in the order of the patterns, each once; what matches nothing is said."""
+    found = [row[0] for row in table(["truediv", "conv?d", "conv1d"], capsys)]
+    assert found == ["truediv", "itruediv", "rtruediv", "conv1d", "conv2d", "conv3d"]
+    assert cli.main(["ops", "conv?d", "sofmax"]) == 1
+    out, err = capsys.readouterr()
+    assert [line.split()[0] for line in out.splitlines()] == ["op", "conv1d", "conv2d", "conv3d"]
+    assert err == "hmpx: no op matches 'sofmax'; did you mean 'softmax'?\n"
+    assert cli.main(["ops", "--why", "mm", "softmax"]) == 0
+    heads = [each.split(":")[0] for each in capsys.readouterr().out.split("\n\n")]
+    assert heads == ["mm", "softmax"]
+
+
+@pytest.fixture
+def terminal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Has stdout be a terminal of 90 columns."""
+    monkeypatch.setattr(output, "is_terminal", lambda: True)
+    monkeypatch.setenv("COLUMNS", "90")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    monkeypatch.setenv("TERM", "xterm")
+
+
+def test_ops_fits_a_terminal_and_has_colours(
+    terminal: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The same words as elsewhere; the policy tells its colour."""
+    assert cli.main(["ops", "softmax", "matmul"]) == 0
+    shown = capsys.readouterr().out
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert cli.main(["ops", "softmax", "matmul"]) == 0
+    plain = capsys.readouterr().out
+    assert re.sub(r"\x1b\[\d+m", "", shown) == plain
+    assert "\x1b[33mFP32" in shown and "\x1b[34mLOW bf16" in shown
+    assert max(map(len, plain.splitlines())) <= 90
+    monkeypatch.setattr(output, "is_terminal", lambda: False)
+    assert cli.main(["ops", "softmax", "matmul"]) == 0
+    piped = capsys.readouterr().out
+    assert piped.split() == plain.split()
+    assert max(map(len, piped.splitlines())) > 90
+
+
+@pytest.mark.parametrize("columns", ["20", "0", "1000"])
+def test_ops_is_complete_on_any_terminal(
+    columns: str,
+    terminal: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """Where there is no room, the terminal breaks the lines."""
+    monkeypatch.setenv("COLUMNS", columns)
+    monkeypatch.setenv("TERM", "dumb")
+    assert cli.main(["ops", "softmax"]) == 0
+    assert "torch.nn.functional.softmax" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("pattern", "message"),
     [
@@ -316,7 +373,33 @@ def test_ops_is_quiet_when_its_reader_leaves(directory: Path) -> None:
 # --- errors and help ---------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("command", ["run", "check", "ops"])
+def test_completion_knows_commands_options_and_files(capsys: pytest.CaptureFixture[str]) -> None:
+    """Of each shell; bash says so in a program that bash reads."""
+    pytest.importorskip("shtab")
+    for shell in ("bash", "zsh", "tcsh", "fish"):
+        assert cli.main(["completion", shell]) == 0
+        script = capsys.readouterr().out
+        assert "doctor" in script and "habana-shim" in script
+        if shell == "bash":
+            done = subprocess.run(["bash", "-n"], input=script, text=True, check=False)
+            assert done.returncode == 0
+            assert "_shtab_hmpx_check_pos_0_COMPGEN=_shtab_compgen_files" in script
+
+
+def test_completion_says_what_to_install(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Where the package that writes it is missing."""
+    monkeypatch.setitem(sys.modules, "shtab", None)
+    assert cli.main(["completion", "bash"]) == 1
+    said = "hmpx: this needs the package shtab: pip install 'hmpx[completion]'\n"
+    assert capsys.readouterr() == ("", said)
+
+
+@pytest.mark.parametrize(
+    "command",
+    ["run", "report", "plan", "tune", "check", "ops", "doctor", "kernels", "completion"],
+)
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command's help explains its exit status and gives an example."""
     with pytest.raises(SystemExit) as caught:
@@ -639,6 +722,36 @@ def test_doctor_tries_what_torch_does_not_document(
     ]
 
 
+def test_doctor_gives_data(tmp_path: Path) -> None:
+    """The same as the text, for scripts."""
+    (tmp_path / "early.py").write_text(
+        "import torch\nclass Block:\n    f = staticmethod(torch.mm)\n"
+    )
+    actual = finish_hmpx("doctor", "--json", "early", directory=tmp_path)
+    assert (actual.status, actual.err) == (1, "")
+    found = json.loads(actual.out)
+    assert found["hmpx"] == hmpx.__version__
+    assert found["torch"] == torch.__version__
+    assert found["low_precision_type"] == "bfloat16"
+    assert [each["place"] for each in found["uncast"]] == ["early.Block.f"]
+    assert found["devices"]["cpu"]["native_over_fp32"].keys() == set(capability.KINDS)
+    assert all(part["fault"] == "" for part in found["parts"])
+
+
+def test_doctor_says_with_which_torch_the_tests_were_run() -> None:
+    """Those of docs/versions.md; another torch is told so."""
+    results = json.loads((ROOT / "scripts" / "versions.json").read_text("utf-8"))
+    tested = {".".join(each.split(".")[:2]) for each in results}
+    assert set(version.TESTED_TORCH) == tested
+    found = {"hmpx": "1", "python": "3", "tested_torch": list(version.TESTED_TORCH)}
+    assert (
+        doctor._head({**found, "torch": "2.14.1+cu130"}) == "hmpx 1, torch 2.14.1+cu130, Python 3"
+    )
+    assert doctor._head({**found, "torch": "9.1.0"}) == (
+        "hmpx 1, torch 9.1.0 (the tests were run with 2.13, 2.14, 2.15), Python 3"
+    )
+
+
 _NATIVE, _SLOW, _MISSING = (0.8, 0.9), (0.7, 16.14), (math.inf, math.inf)
 
 
@@ -671,7 +784,8 @@ def test_doctor_speaks_of_every_state(
     found = capability.Capability(reported, *measured)
     monkeypatch.setattr(compute, "reported", lambda *_: reported)
     monkeypatch.setattr(compute, "capability", lambda *_: found)
-    first, *rest = doctor._capability_lines("cpu", torch.bfloat16)
+    known = doctor._capabilities("cpu", torch.bfloat16)
+    first, *rest = doctor._capability_lines("cpu", "bfloat16", json.loads(json.dumps(known)))
     assert first == f"bfloat16 on cpu: {says}"
     if cells is None:
         assert rest == ["  not measured: every op runs in its native kernel"]
