@@ -8,6 +8,7 @@ before the new one comes, and calls in other threads would find torch without ei
 from __future__ import annotations
 
 import dataclasses
+import html
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -125,6 +126,10 @@ class Session:
         devices = sorted(self.device_types)
         more = f" and {len(devices) - 3} more" if len(devices) > 3 else ""
         return f"<hmpx.Session {state}: {made} on {', '.join(devices[:3])}{more}>"
+
+    def _repr_html_(self) -> str:
+        """Returns what notebooks show: the state, and the table of the policy."""
+        return f"<p><code>{html.escape(repr(self))}</code></p>{self.policy._repr_html_()}"
 
     def answers(self, other: Session) -> bool:
         """Whether this session does what ``other`` would; if so it is left once more often."""

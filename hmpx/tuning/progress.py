@@ -1,4 +1,4 @@
-"""What a search shows while it runs: a line on a terminal where `rich` is installed, else the log."""
+"""What a search shows while it runs: a line in a notebook, on a terminal where `rich` is installed; else the log."""
 
 from __future__ import annotations
 
@@ -23,6 +23,9 @@ class Progress(Protocol):
 @contextlib.contextmanager
 def progress(*, is_shown: bool) -> Iterator[Progress]:
     """Yields what shows evaluations, until the end of the block."""
+    if is_shown and (display := _display_of_notebook()) is not None:
+        yield _Line(display)
+        return
     if not is_shown or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
         yield _log
         return
@@ -34,6 +37,31 @@ def progress(*, is_shown: bool) -> Iterator[Progress]:
             status.update(_line(number, evaluation, candidates))
 
         yield show
+
+
+class _Line:
+    """One line below a notebook's cell, which each evaluation replaces."""
+
+    def __init__(self, display: Any) -> None:
+        self._display = display
+        self._shown: Any = None
+
+    def __call__(self, number: int, evaluation: Evaluation, candidates: int) -> None:
+        _log(number, evaluation, candidates)
+        data = {"text/plain": _line(number, evaluation, candidates)}
+        if self._shown is None:
+            self._shown = self._display(data, raw=True, display_id=True)
+        else:
+            self._shown.update(data, raw=True)
+
+
+def _display_of_notebook() -> Any:
+    """Returns IPython's function that shows something, if this is a notebook; else None."""
+    if "ipykernel" not in sys.modules:
+        return None
+    ipython = importlib.import_module("IPython")
+    shell = ipython.get_ipython()
+    return importlib.import_module("IPython.display").display if hasattr(shell, "kernel") else None
 
 
 def _log(number: int, evaluation: Evaluation, candidates: int) -> None:
