@@ -115,6 +115,15 @@ def test_overhead(tmp_path: Path) -> None:
     assert list(result)[len(HEADER) :] == ["convert_ms", "ops_us", "models_us"]
 
 
+def test_first_use(tmp_path: Path) -> None:
+    """Neither the import nor `convert` compiles or opens a connection, or the program would fail."""
+    run("first_use.py", "--processes", "1", folder=tmp_path)
+    figures = saved(tmp_path / "first_use-cpu.json")["figures"]
+    assert 0 < figures["import_share"] < 1
+    assert 0 < figures["convert_share"] < 1
+    assert figures["import_gc_ms"] < figures["import_ms"]
+
+
 @pytest.mark.slow
 def test_calls(tmp_path: Path) -> None:
     """Each case is measured in both checkouts."""

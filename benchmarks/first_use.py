@@ -1,0 +1,83 @@
+"""What a program pays before its first op: `import hmpx` after torch, and the first `convert()`.
+
+    python benchmarks/first_use.py --save
+
+CPU time, in processes of their own, median over them. Also as shares of what `import torch` takes in the
+same process, which hold on a machine that is busy, too. ``gc_ms`` is the part of the import that Python's
+garbage collector takes, which looks through what torch has made. Nothing is compiled and no connection is
+opened: the processes have no compiler to call and no sockets to open.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import statistics
+import subprocess
+import sys
+
+import timing
+
+PROGRAM = """
+import gc, json, os, socket, subprocess, time
+
+def refuse(*arguments, **more):
+    raise AssertionError("no compiler and no network on the way to the first op")
+
+start = time.process_time()
+import torch
+torch_s = time.process_time() - start
+subprocess.Popen = socket.socket = os.system = refuse
+spent = begun = 0.0
+
+def watch(phase, info):
+    global spent, begun
+    if phase == "start":
+        begun = time.process_time()
+    else:
+        spent += time.process_time() - begun
+
+gc.callbacks.append(watch)
+start = time.process_time()
+import hmpx
+import_s, gc_s = time.process_time() - start, spent
+start = time.process_time()
+hmpx.convert()
+print(json.dumps([torch_s, import_s, gc_s, time.process_time() - start]))
+"""
+
+
+def measure() -> list[float]:
+    """Returns the CPU seconds of importing torch, of importing hmpx, of its garbage, and of `convert`."""
+    environment = {k: v for k, v in os.environ.items() if k != "PYTHONDONTWRITEBYTECODE"}
+    done = subprocess.run(
+        [sys.executable, "-c", PROGRAM], env=environment, check=True, capture_output=True, text=True
+    )
+    return [float(each) for each in json.loads(done.stdout)]
+
+
+def main() -> None:
+    """Prints the figures, and saves them if asked to."""
+    parser = timing.make_parser(__doc__)
+    parser.add_argument("--processes", type=int, default=9)
+    options = parser.parse_args()
+    measure()  # writes the bytecode
+    runs = [measure() for _ in range(options.processes)]
+    torch_ms, import_ms, gc_ms, convert_ms = (
+        1e3 * statistics.median(column) for column in zip(*runs, strict=True)
+    )
+    figures = {
+        "import_torch_ms": torch_ms,
+        "import_ms": import_ms,
+        "import_gc_ms": gc_ms,
+        "convert_ms": convert_ms,
+        "import_share": statistics.median(run[1] / run[0] for run in runs),
+        "convert_share": statistics.median(run[3] / run[0] for run in runs),
+    }
+    for name, figure in figures.items():
+        print(f"{name:16} {figure:8.3f}")
+    timing.save(options.save, "first_use", {"figures": figures}, device="cpu", threads=1)
+
+
+if __name__ == "__main__":
+    main()
