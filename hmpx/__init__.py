@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from . import formats
 from .errors import (
+    BenchError,
     CheckpointError,
     FreezeError,
     HmpxError,
@@ -29,6 +30,7 @@ from .version import __version__ as __version__
 from .watching import Offence, Watch, watch
 
 if TYPE_CHECKING:
+    from .benchmarking import Bench, bench
     from .comparing import Comparison, compare
     from .drawing import Drawing, draw
     from .explaining import Explanation, Explanations, explain
@@ -38,11 +40,13 @@ if TYPE_CHECKING:
 
 #: What is imported when it is first asked for -> its room: looking back at a run can wait.
 _LATER: Final = {
+    "Bench": "benchmarking",
     "Comparison": "comparing",
     "Drawing": "drawing",
     "Explanation": "explaining",
     "Explanations": "explaining",
     "Plan": "planning",
+    "bench": "benchmarking",
     "compare": "comparing",
     "Tuned": "tuning",
     "draw": "drawing",
@@ -69,6 +73,8 @@ __all__ = [
     "DENY",
     "FOLLOW",
     "Attached",
+    "Bench",
+    "BenchError",
     "Call",
     "CallTensors",
     "CastPolicy",
@@ -98,6 +104,7 @@ __all__ = [
     "Watch",
     "Weight",
     "attach",
+    "bench",
     "casts_enabled",
     "compare",
     "convert",

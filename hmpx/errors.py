@@ -38,6 +38,10 @@ class FreezeError(HmpxError):
     """A model can't be frozen, or a frozen model can't do what it was asked to."""
 
 
+class BenchError(HmpxError):
+    """A step can't be measured: there is none, or it fails in float32."""
+
+
 class PlanError(HmpxError):
     """A step can't be planned: the model needs values, or raised an error."""
 

@@ -1,4 +1,4 @@
-"""Where the command line starts: ``hmpx run``, ``report``, ``plan``, ``tune``, ``check``, ``ops``, ...
+"""Where the command line starts: ``hmpx run``, ``report``, ``bench``, ``plan``, ``tune``, ``check``, ``ops``, ...
 
 A command is a module with two functions: ``add_parser(commands)`` adds its parser, and
 ``run(options)`` runs it and returns the exit status. Besides, a new command needs
@@ -13,10 +13,12 @@ from typing import Final
 
 from .. import __version__
 from ..errors import HmpxError, HmpxWarning
-from . import check, completion, doctor, kernels, ops, output, plan, report, run, tune
+from . import bench, check, completion, doctor, kernels, ops, output, plan, report, run, tune
 
 #: In the order in which ``hmpx --help`` lists them.
-_COMMANDS: Final = (run, report, plan, tune, check, ops, doctor, kernels, completion)
+_COMMANDS: Final = (
+    run, report, bench, plan, tune, check, ops, doctor, kernels, completion,
+)  # fmt: skip
 
 
 def main(argv: Sequence[str] | None = None) -> int:

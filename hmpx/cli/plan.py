@@ -3,19 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import importlib
-import importlib.util
-import sys
-from pathlib import Path
 from typing import Any
 
-from ..errors import HmpxError, said_by, suggestion
-from . import output, scripts
+from . import functions, output
 from .options import add_command, add_list_options, list_options
-
-
-class PlanArgumentError(HmpxError):
-    """A function that a plan is made of can't be found."""
 
 
 def add_parser(commands: Any) -> None:
@@ -78,10 +69,12 @@ examples:
 
 def run(options: argparse.Namespace) -> int:
     """Plans, prints the plan and writes what was asked for."""
-    source, name = _split(options.model, "")
-    model = _found(source, name)
-    inputs = _found(*_split(options.inputs, source))
-    loss = None if options.loss is None else _found(*_split(options.loss, source))
+    source, name = functions.split(options.model)
+    model = functions.found(source, name)
+    inputs = functions.found(*functions.split(options.inputs, source))
+    loss = None
+    if options.loss is not None:
+        loss = functions.found(*functions.split(options.loss, source))
     from ..planning import plan  # which takes a moment to import
 
     found = plan(
@@ -104,69 +97,3 @@ def run(options: argparse.Namespace) -> int:
         found.to_json(options.json)
         lines += [f"wrote {options.json}"]
     return output.show(lines)
-
-
-def _split(text: str, default: str) -> tuple[str, str]:
-    """Returns the file or module, and the function.
-
-    Raises:
-        PlanArgumentError: There is no function in it.
-    """
-    source, colon, name = text.rpartition(":")
-    if not colon:
-        source = default
-    if not source or not name:
-        raise PlanArgumentError(
-            f"{text}: name a file and a function in it, as in train.py:build_model"
-        )
-    return source, name
-
-
-def _found(source: str, name: str) -> Any:
-    """Returns a function of a file or module.
-
-    Raises:
-        PlanArgumentError: There is no such file, module or function, or importing it failed.
-    """
-    module = _imported(source)
-    found: Any = module
-    for part in name.split("."):
-        found = getattr(found, part, None)
-    if found is None:
-        raise PlanArgumentError(
-            f"{source} has no {name!r}{suggestion(name, vars(module)) or ': give the name of a function'}"
-        )
-    return found
-
-
-def _imported(source: str) -> Any:
-    is_file = source.endswith(".py") or scripts.exists(source)
-    try:
-        if not is_file:
-            if str(Path.cwd()) not in sys.path:
-                sys.path.insert(0, str(Path.cwd()))
-            return importlib.import_module(source)
-        path = Path(source).resolve()
-        name = path.stem
-        known = sys.modules.get(name)
-        if known is not None and getattr(known, "__file__", None) == str(path):
-            return known
-        scripts.put_first_on_path(path.parent)
-        spec = importlib.util.spec_from_file_location(name, path)
-        if spec is None or spec.loader is None:
-            raise PlanArgumentError(f"{source}: this is no Python file")
-        module = importlib.util.module_from_spec(spec)
-        sys.modules[name] = module
-        try:
-            spec.loader.exec_module(module)
-        except BaseException:
-            del sys.modules[name]
-            raise
-    except HmpxError:
-        raise
-    except Exception as error:
-        raise PlanArgumentError(
-            f"{source} can't be imported: {said_by(error)}; what it runs belongs under "
-            '`if __name__ == "__main__":`'
-        ) from error
-    return module

@@ -1,0 +1,253 @@
+"""`bench`: a user's own step in several precisions, in turns within one process."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Final
+
+import torch
+
+from .. import arguments, compute, session
+from ..errors import BenchError, HmpxError, OptionError, said_by, shown, suggestion
+from ..tensors import default_device_types, parse_device_type
+from . import turns
+from .randomness import Randomness
+from .result import Bench, Measured
+from .runner import Runner, made
+from .variants import BASE, DEFAULT, VARIANTS, Conditions
+
+#: Options of `hmpx.convert` that `bench` itself decides.
+_DECIDED: Final = {"legalize": "variants", "device_types": "device"}
+
+_CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.process_time}
+
+#: Where the upper quartile of fp32's own times is so many times the lower one, the figures say little.
+_NOISY: Final = 1.3
+
+
+def bench(
+    make: Callable[[], Any],
+    inputs: Any = None,
+    *,
+    variants: Iterable[str] | None = None,
+    runs: int = 10,
+    warmup: int = 3,
+    run_s: float = 0.2,
+    device: str | None = None,
+    threads: int | None = None,
+    clock: str = "wall",
+    seed: int = 0,
+    progress: Callable[[str], object] | None = None,
+    **conversion: Any,
+) -> Bench:
+    """Measures a program's own step in float32, under torch.autocast, and under hmpx.
+
+    Each variant gets a step of its own, made from the same seed, and draws the random numbers that it
+    would draw alone. They take turns within this process, in reversed order every other turn; a run's
+    time is divided by that of fp32's run of the same turn.
+
+    Args:
+        make: Returns the step: a function without arguments, with a model, an optimizer and data of its
+            own. What it returns, if that is a number or a tensor of one element, is the loss. Or it
+            returns a model, whose forward is measured, in evaluation mode and without gradients.
+            It is called for each variant, with torch unconverted.
+        inputs: What the model is called with: a tuple of arguments, a mapping of those by name, another
+            argument, or a function that returns one of these.
+        variants: Of ``"fp32"``, which is always there, ``"autocast"``, ``"auto"``, ``"fast"``,
+            ``"frozen"`` (a model only), ``"always"`` and ``"never"``, as ``legalize`` has them. None for
+            the first four, and ``"frozen"`` where there is a model.
+        runs: How many runs each variant has.
+        warmup: Steps before the first run.
+        run_s: Seconds that a run takes, if that is time for more than one step.
+        device: Type of the device that the step computes on; None for the accelerator, or the CPU if
+            there is none.
+        threads: Of torch; None for as many as it has now.
+        clock: ``"wall"``, or ``"cpu"`` for the processor time of this process, which other programs that
+            keep the machine busy don't change, for one thread above all.
+        seed: Of all random generators.
+        progress: Is called with a line of text before each turn.
+        **conversion: Options of `hmpx.convert`, for all of hmpx's variants.
+
+    Returns:
+        All figures. What a variant's step raises, other than fp32's, is in them.
+
+    Raises:
+        BenchError: torch is converted already, ``make`` returns no step, or fp32's raises an error.
+        OptionError: An argument has a value that it can't have.
+
+    Example:
+        >>> model = torch.nn.Linear(64, 8)
+        >>> found = hmpx.bench(lambda: model, torch.ones(4, 64), device="cpu", runs=2, run_s=0.0)
+        >>> [each.name for each in found.variants]
+        ['fp32', 'autocast', 'auto', 'fast', 'frozen']
+    """
+    if not callable(make):
+        raise OptionError(f"make must be a function that returns a step, not {shown(make)}")
+    names = None if variants is None else _known(variants)
+    runs = _whole("runs", runs, 1)
+    warmup = _whole("warmup", warmup, 0)
+    seed = _whole("seed", seed, 0)
+    if not isinstance(run_s, (int, float)) or not 0 <= run_s < math.inf:
+        raise OptionError(f"run_s must be seconds, 0 or more, not {shown(run_s)}")
+    if threads is not None:
+        threads = _whole("threads", threads, 1)
+    for name, ours in _DECIDED.items():
+        if name in conversion:
+            raise OptionError(f"bench decides {name} itself; it takes {ours} instead")
+    if session.is_converted():
+        raise BenchError(
+            "torch is converted already, and fp32 needs it as it is: hmpx.revert() first"
+        )
+    conditions = _conditions(device, clock, conversion)
+    with _threads(threads), contextlib.ExitStack() as on_exit:
+        runners = _runners(make, inputs, names, conditions, seed)
+        for runner in runners:
+            on_exit.callback(runner.close)
+        turns.take(runners, runs, warmup, run_s, progress)
+        measured = turns.summarized(runners)
+        return Bench(
+            _name_of_device(conditions.device_type),
+            torch.get_num_threads(),
+            clock,
+            runs,
+            seed,
+            measured,
+            tuple(_notes(measured, conditions)),
+        )
+
+
+# --- arguments -----------------------------------------------------------------------------------
+
+
+def _known(variants: object) -> list[str]:
+    names = arguments.texts("variants", variants, 'names of variants, such as ["auto", "fast"]')
+    for name in names:
+        if name not in VARIANTS:
+            known = ", ".join(map(repr, VARIANTS))
+            raise OptionError(
+                f"unknown variant {shown(name)} (there is: {known}){suggestion(name, VARIANTS)}"
+            )
+    return [BASE, *dict.fromkeys(name for name in names if name != BASE)]
+
+
+def _whole(name: str, value: object, least: int) -> int:
+    if type(value) is not int or value < least:
+        raise OptionError(f"{name} must be an int of at least {least}, not {shown(value)}")
+    return value
+
+
+def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -> Conditions:
+    """Returns what all variants have in common, after trying the options of `hmpx.convert`."""
+    if device is None:
+        (device_type,) = default_device_types()
+    else:
+        device_type = parse_device_type("device", device)
+    with session.convert(device_types={device_type}, **conversion) as tried:
+        low = tried.policy.low_precision_type
+    clock = arguments.choice("clock", clock, _CLOCKS)
+    if clock == "cpu" and device_type != "cpu":
+        raise OptionError(f"clock='cpu' says nothing of {device_type}, which computes meanwhile")
+    low_dtype = low if isinstance(low, torch.dtype) else None
+    return Conditions(device_type, low_dtype, conversion, _CLOCKS[clock])
+
+
+@contextlib.contextmanager
+def _threads(count: int | None) -> Iterator[None]:
+    before = torch.get_num_threads()
+    torch.set_num_threads(before if count is None else count)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
+
+
+# --- variants ------------------------------------------------------------------------------------
+
+
+def _runners(
+    make: Callable[[], Any],
+    inputs: Any,
+    names: Sequence[str] | None,
+    conditions: Conditions,
+    seed: int,
+) -> list[Runner]:
+    """Returns a runner for each variant.
+
+    Raises:
+        BenchError: There is no step, or it can't be made, or not run as a variant that was asked for.
+    """
+    runners: list[Runner] = []
+    for name in DEFAULT if names is None else names:
+        variant = VARIANTS[name]
+        is_asked = names is not None
+        if variant.is_autocast and conditions.low_dtype is None:
+            if is_asked:
+                raise BenchError("torch.autocast knows bfloat16 and float16 only; leave it out")
+            continue
+        if variant.is_frozen and runners and runners[0].model is None:
+            if is_asked:
+                raise BenchError(
+                    "to freeze weights, bench needs the model: make() has to return it, instead of a step"
+                )
+            continue
+        randomness = Randomness(conditions.device_type, seed)
+        with randomness.in_force():
+            step, model, given = _made(make, inputs, [each.model for each in runners])
+        step = conditions.step(variant, step)
+        runners.append(Runner(variant, conditions, randomness, step, model, given))
+    return runners
+
+
+def _made(
+    make: Callable[[], Any], inputs: Any, taken: Sequence[torch.nn.Module | None]
+) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
+    try:
+        found = made(make, inputs, taken)
+    except HmpxError:
+        raise
+    except Exception as error:
+        raise BenchError(f"the step can't be made: {said_by(error)}") from error
+    if session.is_converted():
+        session.revert()
+        raise BenchError("make() converts torch, which bench does itself: leave hmpx.convert() out")
+    return found
+
+
+def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str]:
+    """Yields what explains the figures."""
+    base = measured[0].step_s
+    if base is not None and base.high > _NOISY * base.low:
+        yield (
+            f"fp32's own runs vary from {base.low / base.median:.2f} to {base.high / base.median:.2f} of "
+            "their median, so don't trust these figures: the machine is busy. More runs help, and on the "
+            'CPU one thread and the clock "cpu".'
+        )
+    if conditions.low_dtype is None:
+        yield "There is no torch.autocast to this number format, which hmpx emulates."
+        return
+    device = conditions.device_type
+    asked = {each.name for each in measured}
+    if device != "cpu" or not asked & {"auto", "fast"}:
+        return
+    name = str(conditions.low_dtype).removeprefix("torch.")
+    slow = [
+        kind
+        for kind in compute.KINDS
+        if any(
+            compute.capability(kind, device, conditions.low_dtype).is_slow(training=training)
+            for training in (True, False)
+        )
+    ]
+    if slow:
+        yield f"Slow in {name} on this CPU, so computed in fp32 and rounded: {', '.join(slow)}."
+    else:
+        yield f"{name} is fast on this CPU, so `fast` computes what `auto` computes."
+
+
+def _name_of_device(device_type: str) -> str:
+    if device_type == "cuda":
+        return f"cuda ({torch.cuda.get_device_name()})"
+    return device_type

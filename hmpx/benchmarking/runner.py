@@ -1,0 +1,159 @@
+"""One variant of a benchmark: its own step, its own random numbers, and what its runs gave."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Callable, Collection, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from .. import arguments, freezing
+from ..errors import BenchError, shown
+from ..tensors import floats_of
+from .memory import peak_bytes
+from .randomness import Randomness
+from .variants import Conditions, Variant
+
+#: Most steps of a run.
+_MOST_STEPS: Final = 10_000
+
+
+@dataclass
+class Runner:
+    """A variant that takes turns with others.
+
+    Attributes:
+        variant: What it is.
+        conditions: What it has in common with the others.
+        randomness: Its random numbers.
+        step: What is timed.
+        model: The model, if one was given instead of a step.
+        inputs: What the model is called with.
+        run_times: Seconds of a step, for each run.
+        losses: What each step returned, if that is a number.
+        outputs: What the first step returned, if that is no number.
+        error: What ended it, or None.
+        memory_bytes: What `measure_memory` found.
+    """
+
+    variant: Variant
+    conditions: Conditions
+    randomness: Randomness
+    step: Callable[[], Any]
+    model: nn.Module | None = None
+    inputs: Any = None
+    run_times: list[float] = field(default_factory=list)
+    losses: list[Tensor | float] = field(default_factory=list)
+    outputs: list[Tensor] | None = None
+    error: BaseException | None = None
+    memory_bytes: int | None = None
+    _steps: int = 1
+    _frozen: freezing.Frozen | None = None
+
+    @property
+    def steps_per_run(self) -> int:
+        """How many steps a run has."""
+        return self._steps
+
+    def warm_up(self, steps: int, run_s: float) -> None:
+        """Makes some steps, and decides how many a run has: as many as ``run_s`` has time for."""
+        with self._region():
+            for _ in range(steps):
+                self._noted(self.step())
+            self.synchronize()
+            start = self.conditions.clock()
+            self._noted(self.step())
+            self.synchronize()
+            elapsed_s = self.conditions.clock() - start
+        self._steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(elapsed_s, 1e-9))))
+
+    def run(self) -> None:
+        """Makes one step that is not timed, as torch has just been changed, and then those that are."""
+        with self._region():
+            self._noted(self.step())
+            self.synchronize()
+            start = self.conditions.clock()
+            for _ in range(self._steps):
+                self._noted(self.step())  # at once: a loss keeps the step's activations alive
+            self.synchronize()
+            self.run_times.append((self.conditions.clock() - start) / self._steps)
+
+    def measure_memory(self) -> None:
+        """Makes one more step, whose memory is measured."""
+        with self._region():
+            self.memory_bytes = peak_bytes(self.step, self.conditions.device_type)
+
+    def close(self) -> None:
+        """Leaves the model as it was given."""
+        if self._frozen is not None:
+            self._frozen.undo()
+
+    def synchronize(self) -> None:
+        """Waits until the device has done all that it was asked to."""
+        if self.conditions.device_type != "cpu":
+            module: Any = torch.get_device_module(self.conditions.device_type)
+            module.synchronize()
+
+    @contextlib.contextmanager
+    def _region(self) -> Iterator[None]:
+        with self.conditions.region(self.variant), self.randomness.in_force():
+            if self.variant.is_frozen and self._frozen is None:
+                args, kwargs = given_to(self.inputs)
+                assert self.model is not None
+                self._frozen = freezing.freeze(self.model, *args, **kwargs)
+            yield
+
+    def _noted(self, returned: Any) -> None:
+        if isinstance(returned, (int, float)):
+            self.losses.append(float(returned))
+        elif isinstance(returned, Tensor) and returned.numel() == 1:
+            self.losses.append(returned.detach())
+        elif self.outputs is None:
+            self.outputs = [each.detach().clone() for each in floats_of(returned)]
+
+
+def made(
+    make: Callable[[], Any], inputs: Any, taken: Collection[nn.Module | None]
+) -> tuple[Callable[[], Any], nn.Module | None, Any]:
+    """Returns a step, made anew; and if ``make`` returns a model, that and its inputs.
+
+    A model that is one of those ``taken`` by other variants is copied.
+
+    Raises:
+        BenchError: ``make`` returns something else, or a model without inputs.
+    """
+    found = arguments.has_run("make", make())
+    if not isinstance(found, nn.Module):
+        if not callable(found):
+            raise BenchError(
+                "make() must return the step, a function without arguments, or a model; it returned "
+                f"{shown(found)}"
+            )
+        return found, None, None
+    if inputs is None:
+        raise BenchError(
+            f"make() returned a model, {type(found).__name__}: inputs must be what its forward is called "
+            "with; for training, return a function that makes a step"
+        )
+    is_given = isinstance(inputs, (Tensor, Mapping, list, tuple)) or not callable(inputs)
+    given = inputs if is_given else inputs()
+    args, kwargs = given_to(given)
+    model = (copy.deepcopy(found) if found in taken else found).eval()
+
+    def forward() -> Any:
+        with torch.no_grad():
+            return model(*args, **kwargs)
+
+    return forward, model, given
+
+
+def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns positional and keyword arguments: a tuple holds the former, a mapping the latter."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}

@@ -1,0 +1,129 @@
+"""Lets variants take turns, and sums up what their runs gave."""
+
+from __future__ import annotations
+
+import gc
+from collections.abc import Callable, Sequence
+
+import torch
+from torch import Tensor
+
+from .. import session
+from ..errors import BenchError, said_by
+from .result import Measured, Quartiles
+from .runner import Runner
+from .variants import BASE
+
+
+def take(
+    runners: Sequence[Runner],
+    runs: int,
+    warmup: int,
+    run_s: float,
+    progress: Callable[[str], object] | None = None,
+) -> None:
+    """Lets each variant warm up, and then run in turns; the order is reversed every other turn.
+
+    A variant whose step raises an error keeps that, and takes no more turns.
+
+    Args:
+        runners: The variants, fp32 first.
+        runs: How many runs each has.
+        warmup: Steps before the first run.
+        run_s: Seconds of a run.
+        progress: Is called with a line of text before each turn.
+
+    Raises:
+        BenchError: fp32's step raises an error, converts torch, or leaves the device unused.
+    """
+    say = progress or (lambda line: None)
+    for runner in runners:
+        say(f"{runner.variant.label}: warming up")
+        _tried(runner, lambda each=runner: each.warm_up(warmup, run_s))  # type: ignore[misc]
+        if runner.variant.name == BASE:
+            _check_device(runner)
+    for turn in range(runs):
+        gc.collect()
+        say(f"run {turn + 1} of {runs}")
+        for runner in runners if turn % 2 == 0 else reversed(runners):
+            _tried(runner, runner.run)
+    say("memory")
+    for runner in runners:
+        _tried(runner, runner.measure_memory)
+
+
+def _tried(runner: Runner, part: Callable[[], None]) -> None:
+    if runner.error is not None:
+        return
+    try:
+        part()
+    except Exception as error:
+        runner.error = error
+    if runner.variant.name != BASE:
+        return
+    if runner.error is not None:
+        raise BenchError(f"the step fails in fp32: {said_by(runner.error)}") from runner.error
+    if session.is_converted():
+        session.revert()
+        raise BenchError(
+            "the step converts torch, which bench does itself: leave hmpx.convert() out"
+        )
+
+
+def _check_device(runner: Runner) -> None:
+    """Raises an error if the step has not touched the device that it is said to compute on."""
+    device_type = runner.conditions.device_type
+    if device_type == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+        raise BenchError(
+            "the step has not used CUDA: move its model and data there, or choose device='cpu' "
+            "(--device cpu)"
+        )
+
+
+# --- figures -------------------------------------------------------------------------------------
+
+
+def summarized(runners: Sequence[Runner]) -> tuple[Measured, ...]:
+    """Returns the figures of all variants; the first is what the others are compared with."""
+    base = runners[0]
+    counts = [len(each.losses) for each in runners if each.error is None]
+    common = min(counts, default=0)
+    return tuple(_measured(each, base, common) for each in runners)
+
+
+def _measured(runner: Runner, base: Runner, common: int) -> Measured:
+    variant = runner.variant
+    if runner.error is not None:
+        return Measured(variant.name, variant.label, error=said_by(runner.error))
+    ratios = [own / of_base for own, of_base in zip(runner.run_times, base.run_times, strict=True)]
+    loss = float(runner.losses[common - 1]) if common else None
+    difference = None if loss is None else loss - float(base.losses[common - 1])
+    error = None
+    if runner.outputs and base.outputs:
+        error = _relative_error(runner.outputs, base.outputs)
+    return Measured(
+        variant.name,
+        variant.label,
+        ratio=Quartiles.of(ratios),
+        step_s=Quartiles.of(runner.run_times),
+        steps=runner.steps_per_run,
+        loss=loss,
+        loss_step=common,
+        loss_difference=difference,
+        output_error=error,
+        memory_bytes=runner.memory_bytes,
+    )
+
+
+def _relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
+    """Returns the norm of the difference divided by that of what is expected; None if shapes differ."""
+    if [each.shape for each in found] != [each.shape for each in expected]:
+        return None
+    difference = sum(
+        float((a.double() - b.double()).square().sum())
+        for a, b in zip(found, expected, strict=True)
+    )
+    whole = sum(float(each.double().square().sum()) for each in expected)
+    if not whole:
+        return None if difference else 0.0
+    return float((difference / whole) ** 0.5)

@@ -1,0 +1,90 @@
+"""The ways to run one fp32 program that `bench` compares: what each does to torch, and undoes."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+
+from .. import session
+
+#: What all others are compared with.
+BASE: Final = "fp32"
+
+
+@dataclass(frozen=True, slots=True)
+class Variant:
+    """One way to run a program.
+
+    Attributes:
+        name: As users ask for it.
+        label: As tables show it.
+        legalize: What `hmpx.convert` is given; None leaves torch unconverted.
+        is_autocast: The step runs in a region of torch.autocast.
+        is_frozen: The model's weights are stored by `hmpx.freeze`; for inference.
+    """
+
+    name: str
+    label: str
+    legalize: str | None = None
+    is_autocast: bool = False
+    is_frozen: bool = False
+
+
+#: Name -> variant, in the order of tables.
+VARIANTS: Final[Mapping[str, Variant]] = {
+    variant.name: variant
+    for variant in (
+        Variant(BASE, BASE),
+        Variant("autocast", "torch.autocast", is_autocast=True),
+        Variant("auto", "hmpx auto", legalize="auto"),
+        Variant("fast", "hmpx fast", legalize="fast"),
+        Variant("frozen", "hmpx frozen", legalize="auto", is_frozen=True),
+        Variant("always", "hmpx always", legalize="always"),
+        Variant("never", "hmpx never", legalize="never"),
+    )
+}
+
+#: Those that run unless others are asked for; ``"frozen"`` where a model is given.
+DEFAULT: Final = (BASE, "autocast", "auto", "fast", "frozen")
+
+
+@dataclass(frozen=True, slots=True)
+class Conditions:
+    """What all variants of one benchmark have in common.
+
+    Attributes:
+        device_type: Of the device that the step computes on.
+        low_dtype: What torch.autocast casts to; None for a number format, which it doesn't know.
+        conversion: Options of `hmpx.convert`.
+        clock: Tells the seconds.
+    """
+
+    device_type: str
+    low_dtype: torch.dtype | None
+    conversion: Mapping[str, Any]
+    clock: Callable[[], float] = time.perf_counter
+
+    def step(self, variant: Variant, step: Callable[[], Any]) -> Callable[[], Any]:
+        """Returns ``step`` as ``variant`` runs it."""
+        if not variant.is_autocast:
+            return step
+
+        def in_region() -> Any:
+            # A region for each step: a region keeps its casts of weights, which optimizers change.
+            with torch.autocast(self.device_type, self.low_dtype):
+                return step()
+
+        return in_region
+
+    def region(self, variant: Variant) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context that the steps of ``variant`` run in."""
+        if variant.legalize is None:
+            return contextlib.nullcontext()
+        return session.convert(
+            legalize=variant.legalize, device_types={self.device_type}, **self.conversion
+        )

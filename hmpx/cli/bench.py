@@ -1,0 +1,148 @@
+"""``hmpx bench``: the user's own step in float32, under torch.autocast and under hmpx, timed in turns."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from . import functions, output
+from .options import add_command, add_list_options, list_options
+
+
+def add_parser(commands: Any) -> None:
+    """Adds the parser of ``hmpx bench``."""
+    parser = add_command(
+        commands,
+        "bench",
+        run,
+        help="time your own step in float32, under torch.autocast and under hmpx",
+        usage="hmpx bench FILE.py:FUNCTION [--variants NAME ...] [options]\n"
+        "       hmpx bench MODULE:FUNCTION ...",
+        description="Runs your step in float32, under torch.autocast and under hmpx, in turns within one process,\n"
+        "and prints the time of each over that of float32, the loss, and the memory of a step.",
+        epilog="""\
+FUNCTION is one of these:
+  make_step    returns the step: a function without arguments, with a model, an optimizer and data of
+               its own; what a step returns, if that is a number, is the loss
+  step         is the step itself
+  build_model  returns a model, whose forward is timed, in evaluation mode and without gradients, on what
+               the function of --inputs returns
+The file is run anew for each variant, with the same seed. What it runs by itself belongs under
+`if __name__ == "__main__":`.
+
+exit status:
+  0; 1 if the step fails in some variant; 2 if it fails in float32, or the arguments are wrong
+
+examples:
+  hmpx bench train.py:make_step
+  hmpx bench train.py:make_step --variants auto fast --runs 20 --threads 4 --json bench.json
+  hmpx bench model.py:build --inputs batch --variants auto frozen --device cuda""",
+    )
+    parser.add_argument("step", metavar="FILE.py:FUNCTION", help="what makes the step")
+    parser.add_argument(
+        "--inputs",
+        metavar="FUNCTION",
+        help="returns what a model is called with; default: inputs",
+    )
+    parser.add_argument(
+        "--variants",
+        nargs="+",
+        metavar="NAME",
+        help="of fp32, autocast, auto, fast, frozen, always, never; default: the first four, and frozen "
+        "for models",
+    )
+    parser.add_argument("--runs", type=int, metavar="N", help="of each variant; default: 10")
+    parser.add_argument(
+        "--warmup", type=int, metavar="N", help="steps before the first run; default: 3"
+    )
+    parser.add_argument(
+        "--run-seconds",
+        type=float,
+        metavar="SECONDS",
+        help="that a run takes, if that is time for more than a step; default: 0.2",
+    )
+    parser.add_argument("--threads", type=int, metavar="N", help="of torch")
+    parser.add_argument(
+        "--clock",
+        choices=("wall", "cpu"),
+        help="cpu is this process's processor time, for machines that others keep busy; default: wall",
+    )
+    parser.add_argument(
+        "--device", metavar="TYPE", help="the step's; default: the accelerator, else cpu"
+    )
+    parser.add_argument("--seed", type=int, metavar="N", help="of all variants; default: 0")
+    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    parser.add_argument("--quiet", action="store_true", help="say nothing before the table")
+    add_list_options(parser)
+
+
+def run(options: argparse.Namespace) -> int:
+    """Runs the variants, prints the table and writes what was asked for."""
+    source, name = functions.split(options.step)
+    inputs = _Inputs(source, options.inputs)
+    from ..benchmarking import bench  # which takes a moment to import
+
+    given = {
+        "runs": options.runs,
+        "warmup": options.warmup,
+        "run_s": options.run_seconds,
+        "threads": options.threads,
+        "clock": options.clock,
+        "seed": options.seed,
+    }
+    found = bench(
+        _maker(source, name, inputs),
+        inputs,
+        variants=options.variants,
+        device=options.device,
+        progress=None if options.quiet else _say,
+        **{key: value for key, value in given.items() if value is not None},
+        **list_options(options),
+    )
+    lines = str(found).splitlines()
+    if options.json:
+        found.to_json(options.json)
+        lines += ["", f"wrote {options.json}"]
+    return output.show(lines, status=any(each.error is not None for each in found.variants))
+
+
+def _say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+class _Inputs:
+    """Looks for the function of ``--inputs`` when a model asks for it: steps need none."""
+
+    def __init__(self, source: str, name: str | None) -> None:
+        self._source, self._name = source, name
+
+    def __call__(self) -> Any:
+        source, name = functions.split(self._name or "inputs", self._source)
+        return functions.found(source, name)()
+
+    def refuse(self) -> None:
+        """Raises an error if the option was given: nothing asks for inputs."""
+        if self._name is not None:
+            raise functions.FunctionError(
+                "--inputs is for a function that returns a model; this one returns no model"
+            )
+
+
+def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
+    """Returns what makes a step: runs the file anew, and calls the function unless it is the step."""
+
+    def make() -> Any:
+        function = functions.function_of(functions.imported(source, anew=True), source, name)
+        if not callable(function):
+            raise functions.FunctionError(f"{source}:{name} is not a function")
+        made = function()
+        if isinstance(made, nn.Module):
+            return made
+        inputs.refuse()
+        return made if callable(made) else function
+
+    return make

@@ -1,0 +1,115 @@
+"""Functions of the user's that a command is given: ``FILE.py:FUNCTION`` or ``MODULE:FUNCTION``."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import sys
+import types
+from pathlib import Path
+from typing import Any
+
+from ..errors import HmpxError, said_by, suggestion
+from . import scripts
+
+
+class FunctionError(HmpxError):
+    """A function that a command was given can't be found."""
+
+
+def split(text: str, default: str = "") -> tuple[str, str]:
+    """Returns the file or module, and the function.
+
+    Args:
+        text: What was given.
+        default: The file or module, if ``text`` is a function alone.
+
+    Raises:
+        FunctionError: There is no function in it.
+    """
+    source, colon, name = text.rpartition(":")
+    if not colon:
+        source = default
+    if not source or not name:
+        raise FunctionError(f"{text}: name a file and a function in it, as in train.py:build_model")
+    return source, name
+
+
+def found(source: str, name: str) -> Any:
+    """Returns a function of a file or module.
+
+    Raises:
+        FunctionError: There is no such file, module or function, or importing it failed.
+    """
+    return function_of(imported(source), source, name)
+
+
+def function_of(module: types.ModuleType, source: str, name: str) -> Any:
+    """Returns the function ``name``, which may be a dotted path, of a module.
+
+    Raises:
+        FunctionError: There is none.
+    """
+    function: Any = module
+    for part in name.split("."):
+        function = getattr(function, part, None)
+    if function is None:
+        raise FunctionError(
+            f"{source} has no {name!r}{suggestion(name, vars(module)) or ': give the name of a function'}"
+        )
+    return function
+
+
+def imported(source: str, *, anew: bool = False) -> types.ModuleType:
+    """Returns a file, or a module of a package, as a module.
+
+    Args:
+        source: Its path, or its dotted name.
+        anew: Whether its code is run again, in a new module, if it was imported before.
+
+    Raises:
+        FunctionError: There is none, or it raised an error.
+    """
+    is_file = source.endswith(".py") or scripts.exists(source)
+    try:
+        if is_file:
+            return _of_file(source, anew)
+        if str(Path.cwd()) not in sys.path:
+            sys.path.insert(0, str(Path.cwd()))
+        module = importlib.import_module(source)
+        spec = module.__spec__
+        return _executed(spec, source) if anew and spec is not None else module
+    except HmpxError:
+        raise
+    except Exception as error:
+        raise FunctionError(
+            f"{source} can't be imported: {said_by(error)}; what it runs belongs under "
+            '`if __name__ == "__main__":`'
+        ) from error
+
+
+def _of_file(source: str, anew: bool) -> types.ModuleType:
+    path = Path(source).resolve()
+    name = path.stem
+    known = sys.modules.get(name)
+    if not anew and known is not None and getattr(known, "__file__", None) == str(path):
+        return known
+    scripts.put_first_on_path(path.parent)
+    return _executed(importlib.util.spec_from_file_location(name, path), source)
+
+
+def _executed(spec: importlib.machinery.ModuleSpec | None, source: str) -> types.ModuleType:
+    if spec is None or spec.loader is None:
+        raise FunctionError(f"{source}: this is no Python file")
+    module = importlib.util.module_from_spec(spec)
+    before = sys.modules.get(spec.name)
+    sys.modules[spec.name] = module
+    try:
+        spec.loader.exec_module(module)
+    except BaseException:
+        if before is None:
+            del sys.modules[spec.name]
+        else:
+            sys.modules[spec.name] = before
+        raise
+    return module

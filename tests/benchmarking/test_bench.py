@@ -1,0 +1,255 @@
+"""`hmpx.bench`: what each variant runs under, how it is compared, and what is refused."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import random
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hmpx
+from hmpx.benchmarking import VARIANTS, Quartiles
+from hmpx.benchmarking.memory import peak_bytes
+
+QUICK: dict[str, Any] = {"device": "cpu", "runs": 2, "warmup": 1, "run_s": 0.0, "threads": 1}
+
+
+def training(width: int = 32) -> Callable[[], Tensor]:
+    """Returns a step that trains a perceptron on random numbers drawn in each step."""
+    model = nn.Sequential(nn.Linear(width, width), nn.ReLU(), nn.Linear(width, 1))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+
+    def step() -> Tensor:
+        optimizer.zero_grad()
+        x = torch.randn(16, width)
+        loss = nn.functional.mse_loss(model(x), x.sum(1, keepdim=True))
+        loss.backward()
+        optimizer.step()
+        return loss
+
+    return step
+
+
+def alone(region: Callable[[], contextlib.AbstractContextManager[Any]], steps: int) -> float:
+    """Returns the last loss of a variant that nothing takes turns with."""
+    torch.manual_seed(0)
+    step = training()
+    for _ in range(steps):
+        with region():
+            loss = step()
+    return loss.item()
+
+
+def test_each_variant_trains_as_it_does_alone() -> None:
+    """Weights, random numbers and casts are those of a program of its own: losses are equal bit for bit."""
+    names = ["autocast", "always", "never"]
+    found = hmpx.bench(training, variants=names, **QUICK)
+    steps = found.variant("fp32").loss_step
+    assert (
+        steps == 1 + 1 + 2 * 2
+    )  # the warm-up and its timed step; two runs of one step and one before
+    expected = {
+        "fp32": contextlib.nullcontext,
+        "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+        "always": lambda: hmpx.convert(device_types={"cpu"}, legalize="always"),
+        "never": lambda: hmpx.convert(device_types={"cpu"}, legalize="never"),
+    }
+    for name, region in expected.items():
+        assert found.variant(name).loss == alone(region, steps), name
+    assert found.variant("fp32").loss_difference == 0
+    assert found.variant("always").loss_difference == found.variant("always").loss - alone(
+        contextlib.nullcontext, steps
+    )
+
+
+def test_what_variants_run_under() -> None:
+    """Each in its turn, and the order of the turns is reversed every other time."""
+    seen: list[tuple[bool, bool]] = []
+
+    def make() -> Callable[[], None]:
+        return lambda: seen.append((hmpx.is_converted(), torch.is_autocast_enabled("cpu")))
+
+    hmpx.bench(make, variants=["autocast", "auto"], **{**QUICK, "warmup": 0})
+    fp32, autocast, auto = (False, False), (False, True), (True, False)
+    warming = [fp32, autocast, auto]
+    turn = [fp32, fp32, autocast, autocast, auto, auto]
+    assert seen == [*warming, *turn, *reversed(turn), *warming]  # the last are for memory
+
+
+def test_a_slow_variant_is_seen_to_be_slow() -> None:
+    """By the ratio, by the verdict, and by quartiles that leave out 1."""
+
+    def make() -> Callable[[], None]:
+        x = torch.randn(64, 64)
+
+        def step() -> None:
+            for _ in range(40 if hmpx.is_converted() else 1):
+                torch.linalg.svdvals(x)
+
+        return step
+
+    found = hmpx.bench(make, variants=["never"], clock="cpu", **{**QUICK, "runs": 5})
+    slow = found.variant("never")
+    assert slow.ratio is not None
+    assert slow.ratio.low > 5
+    assert slow.is_other
+    assert "None is faster than fp32. The nearest is hmpx never" in str(found)
+
+
+def test_a_model_is_run_without_gradients_and_frozen() -> None:
+    """In evaluation mode; its error is that of its outputs, and afterwards it is as it was."""
+    model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 8)).eval()
+    weight = model[0].weight.detach().clone()
+    x = torch.randn(4, 64)
+    found = hmpx.bench(lambda: model, x, variants=["always", "frozen"], **QUICK)
+    with torch.no_grad():
+        exact = model(x)
+        with hmpx.convert(device_types={"cpu"}, legalize="always"):
+            low = model(x)
+    expected = ((low.double() - exact.double()).norm() / exact.double().norm()).item()
+    assert found.variant("always").output_error == pytest.approx(expected, rel=1e-12)
+    frozen = found.variant("frozen")
+    assert frozen.error is None
+    assert frozen.output_error is not None
+    assert 0 < frozen.output_error < 0.02
+    assert model[0].weight.dtype is torch.float32
+    assert torch.equal(model[0].weight, weight)
+
+
+@pytest.mark.parametrize("inputs", [{"input": torch.ones(2, 4)}, (torch.ones(2, 4),), None])
+def test_inputs_of_a_model(inputs: Any) -> None:
+    """By name, by position, or from a function."""
+    given = inputs if inputs is not None else lambda: torch.ones(2, 4)
+    found = hmpx.bench(lambda: nn.Linear(4, 4), given, variants=["never"], **QUICK)
+    assert found.variant("never").error is None
+
+
+def test_a_variant_that_fails_is_reported() -> None:
+    """The others go on."""
+
+    def make() -> Callable[[], Tensor]:
+        def step() -> Tensor:
+            if torch.is_autocast_enabled("cpu"):
+                raise ValueError("not in here")
+            return torch.ones(2, 2).sum()
+
+        return step
+
+    found = hmpx.bench(make, variants=["autocast", "never"], **QUICK)
+    assert found.variant("autocast").error == "ValueError: not in here"
+    assert found.variant("autocast").ratio is None
+    assert found.variant("never").ratio is not None
+    assert "torch.autocast failed: ValueError: not in here" in str(found)
+
+
+def test_random_numbers_and_threads_of_the_user_stay() -> None:
+    """Those of torch and of Python, and the number of threads."""
+    torch.manual_seed(7)
+    random.seed(7)
+    expected = torch.rand(3), random.random()
+    torch.manual_seed(7)
+    random.seed(7)
+    hmpx.bench(training, variants=["never"], **QUICK)
+    assert torch.equal(torch.rand(3), expected[0])
+    assert random.random() == expected[1]
+    assert torch.get_num_threads() == 1
+
+
+def test_json_holds_what_the_object_holds(tmp_path: Any) -> None:
+    """And the table shows the ratio."""
+    found = hmpx.bench(training, variants=["never"], **QUICK)
+    found.to_json(tmp_path / "bench.json")
+    read = json.loads((tmp_path / "bench.json").read_text("utf-8"))
+    never = found.variant("never")
+    assert never.ratio is not None
+    assert read["hmpx_bench"] == 1
+    assert read["variants"]["never"]["ratio"]["median"] == never.ratio.median
+    assert read["variants"]["never"]["loss"] == never.loss
+    (row,) = [line for line in str(found).splitlines() if line.startswith("hmpx never")]
+    assert row.split()[2] == f"{never.ratio.median:.2f}"
+
+
+def test_quartiles() -> None:
+    """As statistics has them, and of a single figure."""
+    assert Quartiles.of([3.0, 1.0, 2.0, 5.0, 4.0]) == Quartiles(2.0, 3.0, 4.0)
+    assert Quartiles.of([2.0]) == Quartiles(2.0, 2.0, 2.0)
+
+
+def test_the_memory_of_a_step() -> None:
+    """Is what it allocates, within pages and what the allocator has left over."""
+    size = 64 << 20
+    found = peak_bytes(lambda: torch.ones(size // 4), "cpu")
+    if found is None:
+        pytest.skip("this system does not say what is resident")
+    assert size * 0.9 < found < size * 1.5
+
+
+def test_a_number_format_has_no_autocast() -> None:
+    """It is left out by itself, and refused where it is asked for."""
+    found = hmpx.bench(training, low_precision_type="float8_e4m3fn", **QUICK)
+    assert [each.name for each in found.variants] == ["fp32", "auto", "fast"]
+    with pytest.raises(hmpx.BenchError, match="bfloat16 and float16 only"):
+        hmpx.bench(training, variants=["autocast"], low_precision_type="float8_e4m3fn", **QUICK)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"variants": ["fats"]}, "did you mean 'fast'"),
+        ({"variants": 3}, "variants"),
+        ({"runs": 0}, "runs must be an int of at least 1"),
+        ({"warmup": -1}, "warmup must be an int of at least 0"),
+        ({"run_s": float("nan")}, "run_s must be seconds"),
+        ({"threads": 0}, "threads must be an int of at least 1"),
+        ({"clock": "sun"}, "clock"),
+        ({"device": "cup"}, "cup"),
+        ({"legalize": "fast"}, "it takes variants instead"),
+        ({"lists": "hmpp"}, "hmpp"),
+    ],
+)
+def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> None:
+    """Before anything is made."""
+    with pytest.raises(hmpx.HmpxError, match=message):
+        hmpx.bench(lambda: pytest.fail("made"), **{**QUICK, **arguments})
+
+
+def converting() -> Callable[[], None]:
+    return lambda: hmpx.convert(device_types={"cpu"}) and None
+
+
+@pytest.mark.parametrize(
+    ("make", "arguments", "message"),
+    [
+        (lambda: 3, {}, "must return the step"),
+        (lambda: nn.Linear(2, 2), {}, "inputs must be what its forward is called with"),
+        (lambda: lambda: 1 / 0, {}, "fails in fp32: ZeroDivisionError"),
+        (lambda: 1 / 0, {}, "can't be made: ZeroDivisionError"),
+        (lambda: hmpx.convert(device_types={"cpu"}).revert, {}, r"leave hmpx\.convert\(\) out"),
+        (converting, {}, r"leave hmpx\.convert\(\) out"),
+        (training, {"variants": ["frozen"]}, "make.. has to return it"),
+    ],
+    ids=["number", "no inputs", "step fails", "make fails", "make converts", "converts", "frozen"],
+)
+def test_what_can_not_be_measured(make: Any, arguments: dict[str, Any], message: str) -> None:
+    """Is an error that says what to do, and leaves torch unconverted."""
+    with pytest.raises(hmpx.BenchError, match=message):
+        hmpx.bench(make, **{**QUICK, "variants": ["never"], **arguments})
+    assert not hmpx.is_converted()
+
+
+def test_it_needs_torch_as_it_is() -> None:
+    """A conversion in force is refused, and stays."""
+    with hmpx.convert(device_types={"cpu"}):
+        with pytest.raises(hmpx.BenchError, match="converted already"):
+            hmpx.bench(training, **QUICK)
+        assert hmpx.is_converted()
+
+
+def test_names_are_those_of_the_table() -> None:
+    """Each variant is known by its own name."""
+    assert all(name == variant.name for name, variant in VARIANTS.items())
