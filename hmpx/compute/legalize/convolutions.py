@@ -15,8 +15,8 @@ from torch import Tensor, nn
 
 from ...tensors import CAST, Args, Kwargs
 from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
-from ..composition import call_raised, widen
-from .scratch import Temporaries
+from ..composition import call_raised
+from .scratch import New, Temporaries
 
 # Taken before anything is patched: op lists may name any of them.
 _numel = Tensor.numel
@@ -132,13 +132,13 @@ class _Rounding:
     dtype: torch.dtype
     rounds_inputs: bool
 
-    def raised(self, tensor: Tensor, memory: Temporaries | _New) -> Tensor:
+    def raised(self, tensor: Tensor, memory: Temporaries | New) -> Tensor:
         """Returns the fp32 tensor to compute with."""
         if tensor.dtype is not torch.float32:
             return memory.widen(tensor)
         return memory.rounded(tensor, self.dtype) if self.rounds_inputs else tensor
 
-    def gradient(self, gradient: Tensor, dtype: torch.dtype, memory: Temporaries | _New) -> Tensor:
+    def gradient(self, gradient: Tensor, dtype: torch.dtype, memory: Temporaries | New) -> Tensor:
         """Returns the outgoing gradient of an input of ``dtype``; may write to the fp32 one."""
         if dtype is not torch.float32:
             return CAST[dtype](gradient)
@@ -176,7 +176,7 @@ class Convolution(torch.autograd.Function):
         settings, rounding = ctx.settings, ctx.rounding
         x_learns, _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
         is_seen = torch.is_grad_enabled() or is_batch(gradient) or _is_watched()
-        memory = _New() if is_seen else Temporaries(gradient.device)
+        memory = New() if is_seen else Temporaries(gradient.device)
         found = _convolution_backward(
             memory.widen(gradient),
             rounding.raised(x, memory),
@@ -201,18 +201,3 @@ class Convolution(torch.autograd.Function):
 def _is_watched() -> bool:
     """Whether a mode may keep the tensors it sees, or a transform has tensors of its own."""
     return bool(dispatch_modes()) or transforms() is not None
-
-
-class _New:
-    """Does what `Temporaries` does, in new tensors, which others may see: autograd above all."""
-
-    widen = staticmethod(widen)
-
-    @staticmethod
-    def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        return widen(CAST[dtype](tensor))
-
-    round_ = rounded
-
-    def free(self) -> None:
-        """There is nothing to give back."""

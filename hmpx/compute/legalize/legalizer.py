@@ -28,7 +28,7 @@ from ..composition import (
 )
 from ..graph_rounding import in_graph
 from ..saved_tensors import Precision, keeping_low
-from . import convolutions
+from . import convolutions, linears
 from .blocks import BLOCKED, in_blocks
 from .capability import PRODUCTS
 from .graphs import is_exported, is_traced
@@ -129,6 +129,13 @@ def _as_casts_for_transforms(legalizer: Legalizer, call: LegalizedCall) -> Any:
     return None
 
 
+def _as_linear_layer(legalizer: Legalizer, call: LegalizedCall) -> Any:
+    """In fp32 memory that is kept from call to call, without hooks on saved tensors."""
+    if legalizer.op != "linear" or not call.inputs.is_learning or call.kwargs:
+        return None
+    return linears.compute(call.args, call.given, call.dtype, rounds_inputs=legalizer.rounds_inputs)
+
+
 def _keeping_low_precision_for_backward(legalizer: Legalizer, call: LegalizedCall) -> Any:
     """Autograd saves low-precision tensors, where hooks on saved tensors are allowed."""
     if not call.inputs.is_learning or hooks_refused() is not None:
@@ -158,6 +165,7 @@ def _as_convolution_without_gradients(legalizer: Legalizer, call: LegalizedCall)
 STRATEGIES: Final[tuple[Strategy, ...]] = (
     _as_arithmetic_in_graphs,
     _as_casts_for_transforms,
+    _as_linear_layer,
     _keeping_low_precision_for_backward,
     _in_blocks_of_the_weight,
     _as_convolution_without_gradients,

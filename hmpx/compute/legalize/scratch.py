@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from ...tensors import CAST
+from ..composition import widen
 
 # Taken before anything is patched: op lists may name any of them.
 _as_strided, _copy_, _view = Tensor.as_strided, Tensor.copy_, Tensor.view
-_empty, _empty_strided = torch.empty, torch.empty_strided
+_empty, _empty_strided, _mm = torch.empty, torch.empty_strided, torch.mm
 
 _MOST: Final = 1 << 26  # elements that a thread keeps: 256 MiB
 _LINE: Final = 16  # elements in a cache line
@@ -66,6 +67,15 @@ class Temporaries:
         """Returns a copy of ``tensor``."""
         return _copy_(self.empty(tensor.shape, _dense_strides(tensor)), tensor)
 
+    def raised(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor``, or a copy if it is not fp32."""
+        return tensor if tensor.dtype is torch.float32 else self.widen(tensor)
+
+    def mm(self, a: Tensor, b: Tensor) -> Tensor:
+        """Returns the product of two fp32 matrices."""
+        n = b.shape[1]
+        return _mm(a, b, out=self.empty((a.shape[0], n), (n, 1)))
+
     def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
         """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
         return self._round(tensor, self.empty(tensor.shape, _dense_strides(tensor)), dtype)
@@ -94,9 +104,33 @@ class Temporaries:
         return self._memory is not None and self._used <= self._memory.numel()
 
 
+class New:
+    """Does what `Temporaries` does, in new tensors, which others may see: autograd above all."""
+
+    widen = staticmethod(widen)
+    mm = staticmethod(_mm)
+
+    @staticmethod
+    def raised(tensor: Tensor) -> Tensor:
+        """Returns ``tensor``, or a copy if it is not fp32."""
+        return tensor if tensor.dtype is torch.float32 else widen(tensor)
+
+    @staticmethod
+    def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
+        return widen(CAST[dtype](tensor))
+
+    round_ = rounded
+
+    def free(self) -> None:
+        """There is nothing to give back."""
+
+
 def _dense_strides(tensor: Tensor) -> Sequence[int]:
     """Returns the strides for a copy of ``tensor``: its own if its values lie without gaps."""
     strides = tensor.stride()
+    if tensor.is_contiguous():
+        return strides
     expected = 1
     for stride, length in sorted(zip(strides, tensor.shape, strict=True)):
         if length != 1 and stride != expected:

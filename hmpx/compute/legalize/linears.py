@@ -1,0 +1,125 @@
+"""Linear layers in training: a product and its gradients, in fp32 memory that is kept from call to call.
+
+The rounding points are those of `legalize`, the products those that torch makes of a linear layer and of
+its backward, so the results are the same bit for bit; autograd saves low-precision tensors. Independent
+of which layers are computed this way, and why.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+
+from ...tensors import CAST, Args
+from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
+from ..composition import widen
+from .scratch import New, Temporaries
+
+# Taken before anything is patched: op lists may name any of them.
+_addmm, _mm, _sum = torch.addmm, torch.mm, torch.sum
+_numel, _reshape, _t = Tensor.numel, Tensor.reshape, Tensor.t
+
+#: Elements of the input or the output; below this, allocating memory costs less than the bookkeeping here.
+_LEAST: Final = 1 << 17
+
+
+def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool) -> Tensor | None:
+    """Returns a linear layer's output in ``dtype``; None if it must be computed elsewhere.
+
+    Args:
+        args: Input, weight and perhaps bias; those that are rounded are in ``dtype`` already.
+        given: The same before they were cast.
+        dtype: The low-precision dtype.
+        rounds_inputs: fp32 inputs are rounded first.
+    """
+    if not 2 <= len(args) <= 3:
+        return None
+    x, weight, bias = (*args, None)[:3]
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        if not isinstance(tensor, Tensor) or not (tensor.is_cpu and tensor.is_contiguous()):
+            return None
+        if tensor.dtype is not dtype and (rounds_inputs or tensor.dtype is not torch.float32):
+            return None
+    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        return None  # torch decides what to do with it
+    n, k = weight.shape
+    if not k or _numel(x) // k * max(n, k) < _LEAST or has_tangents() or _is_watched():
+        return None
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return None  # torch decides what to do with it
+    source = weight  # what the weight of the backward is made from
+    if isinstance(given[1], nn.Parameter):
+        source = given[1]
+    elif weight.dtype is torch.float32:
+        return None
+    kept = CAST[dtype](x.detach()) if x.dtype is torch.float32 else None
+    # The source is no input of the function: its gradient is that of the weight that was cast from it.
+    result: Tensor = Linear.apply(x, weight, bias, kept, (source,), dtype)  # type: ignore[no-untyped-call]
+    return result
+
+
+class Linear(torch.autograd.Function):
+    """x @ weight.T + bias."""
+
+    @staticmethod
+    def forward(  # noqa: PLR0917  # there are no keywords
+        ctx: Any,
+        x: Tensor,  # [..., k]: low, unless fp32 inputs are not rounded
+        weight: Tensor,  # [n, k]: likewise
+        bias: Tensor | None,  # [n]: likewise
+        kept: Tensor | None,  # for the backward, instead of an fp32 x
+        sources: tuple[Tensor],  # what the backward rounds instead of keeping the weight
+        dtype: torch.dtype,
+    ) -> Tensor:
+        """Returns the output in low precision: [..., n]."""
+        ctx.save_for_backward(x if kept is None else kept, *sources)
+        ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
+        memory = Temporaries(x.device)
+        n, k = weight.shape
+        rows = _reshape(memory.raised(x), (-1, k))
+        columns = _t(memory.raised(weight))
+        product = memory.empty((rows.shape[0], n), (n, 1))
+        if bias is None:
+            _mm(rows, columns, out=product)
+        else:
+            _addmm(memory.raised(bias), rows, columns, out=product)
+        result = _reshape(CAST[dtype](product), (*x.shape[:-1], n))
+        memory.free()
+        ctx.dtype = dtype
+        return result
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
+        """Returns the gradients of `forward`'s inputs."""
+        x, source = ctx.saved_tensors
+        of_x, of_weight, of_bias = ctx.dtypes
+        x_learns, weight_learns, bias_learns, *_ = ctx.needs_input_grad
+        is_seen = torch.is_grad_enabled() or is_batch(gradient) or _is_watched()
+        memory = New() if is_seen else Temporaries(gradient.device)
+        n, k = source.shape
+        is_plain = gradient.is_contiguous()
+        wide = _reshape(memory.widen(gradient) if is_plain else widen(gradient), (-1, n))
+        found: list[Tensor | None] = [None, None, None]
+        if x_learns:
+            is_rounded = source.dtype is torch.float32 and of_weight is not torch.float32
+            weight = memory.rounded(source, of_weight) if is_rounded else memory.raised(source)
+            found[0] = _reshape(_product(memory, wide, weight, of_x), x.shape)
+        if weight_learns:
+            rows = _reshape(memory.raised(x), (-1, k))
+            found[1] = _product(memory, _t(wide), rows, of_weight)
+        if bias_learns:
+            found[2] = CAST[of_bias](_sum(wide, 0))
+        memory.free()
+        return *found, None, None, None
+
+
+def _product(memory: Temporaries | New, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns a @ b, a gradient in ``dtype``."""
+    return _mm(a, b) if dtype is torch.float32 else CAST[dtype](memory.mm(a, b))
+
+
+def _is_watched() -> bool:
+    """Whether a mode may keep the tensors it sees, or a transform has tensors of its own."""
+    return bool(dispatch_modes()) or transforms() is not None
