@@ -77,6 +77,20 @@ def test_train(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+def test_profile_step(tmp_path: Path) -> None:
+    """Kinds of work add up to the step; only legalized steps have casts, and both have the same products."""
+    options = ["--sizes", "small", "--rounds", "1", "--steps", "1", "--candidates", "hmpx fast"]
+    run("profile_step.py", "--models", "gpt", *options, folder=tmp_path)
+    figures = saved(tmp_path / "profile_step-cpu.json")["figures"]["gpt"]["small"]
+    assert list(figures) == ["fp32", "hmpx fast"]
+    for figure in figures.values():
+        kinds = ("raising", "rounding", "layout", "elementwise", "optimizer", "allocation", "rest")
+        assert sum(figure[f"{kind}_s"] for kind in kinds) == pytest.approx(figure["step_s"])
+    assert figures["fp32"]["raising_s"] == figures["fp32"]["rounding_s"] == 0
+    assert figures["hmpx fast"]["rounding_s"] > 0
+
+
+@pytest.mark.slow
 def test_inference(tmp_path: Path) -> None:
     """Frozen weights take about half the bytes; each candidate runs compiled, too."""
     names = ["fp32", "hmpx frozen", "fp32, compiled", "hmpx frozen, compiled"]
