@@ -40,7 +40,7 @@ exit status:
 examples:
   hmpx bench train.py:make_step
   hmpx bench train.py:make_step --variants auto fast --runs 20 --threads 4 --json bench.json
-  hmpx bench model.py:build --inputs batch --variants auto frozen --device cuda""",
+  hmpx bench train.py:build_model --inputs make_batch --variants auto frozen""",
     )
     parser.add_argument("step", metavar="FILE.py:FUNCTION", help="what makes the step")
     parser.add_argument(

@@ -96,7 +96,7 @@ def test_outputs_are_shown() -> None:
 # --- commands ------------------------------------------------------------------------------------
 
 #: Commands of hmpx that take long, write outside of the directory or ask about the machine at length.
-PARSED_ONLY = {"tune", "kernels"}
+PARSED_ONLY = {"bench", "tune", "kernels"}
 
 #: Programs that are no part of the project; what follows them is for a person to try.
 OTHERS = {"git", "mkdocs", "pre-commit", "source"}
