@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..tensors import SEQUENCES, Args, Kwargs
+from ..torch_internals import HAS_OPERATORS
 from ..torch_state import without_casts
 
 #: Returns the result of a registered function: of the op and the format with these names, for an argument's
@@ -30,8 +31,7 @@ def called_by(call: Call) -> Call:
     return call
 
 
-@torch.library.custom_op("hmpx::lowered", mutates_args=())
-def _lowered(op: str, format: str, given: str, tensors: list[Tensor], like: Tensor) -> Tensor:
+def _run(op: str, format: str, given: str, tensors: list[Tensor], like: Tensor) -> Tensor:
     args, kwargs = json.loads(given)
     with torch.no_grad(), without_casts():
         found = _call[0](
@@ -44,9 +44,20 @@ def _lowered(op: str, format: str, given: str, tensors: list[Tensor], like: Tens
         return found.to(like.dtype, copy=True)
 
 
-@_lowered.register_fake
-def _(op: str, format: str, given: str, tensors: list[Tensor], like: Tensor) -> Tensor:
+def _shaped(op: str, format: str, given: str, tensors: list[Tensor], like: Tensor) -> Tensor:
     return torch.empty_like(like)
+
+
+def _defined() -> Any:
+    """Returns the operator; None where torch is not as hmpx needs it, and `convert` refuses."""
+    if not HAS_OPERATORS:
+        return None
+    operator = torch.library.custom_op("hmpx::lowered", _run, mutates_args=())
+    operator.register_fake(_shaped)
+    return operator
+
+
+_OPERATOR: Final = _defined()
 
 
 def lowered(op: str, format: str, args: Args, kwargs: Kwargs, like: Tensor) -> Tensor:
@@ -70,7 +81,7 @@ def lowered(op: str, format: str, args: Args, kwargs: Kwargs, like: Tensor) -> T
             f"{op} in {format}: torch.compile can't hold a call of a registered function with such an "
             f"argument ({error}); run it uncompiled"
         ) from None
-    found: Tensor = _lowered(op, format, given, tensors, like.detach())
+    found: Tensor = _OPERATOR(op, format, given, tensors, like.detach())
     return found
 
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import (
+    HAS_OPERATORS,
     FakeTensor,
     FunctionalTensor,
     run_when_traced,
@@ -28,16 +29,27 @@ from .unpatched import EMPTY_LIKE
 #: What dynamo and AOTAutograd trace tensors as.
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
-_LIBRARY: Final = torch.library.Library("hmpx", "DEF")  # type: ignore[no-untyped-call]
-_LIBRARY.define(  # type: ignore[no-untyped-call]
-    "rounded(Tensor x, str plan, Tensor? keys) -> Tensor",
-    tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-)
+_LIBRARY: Final = torch.library.Library("hmpx", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
-@torch.library.register_fake("hmpx::rounded", lib=_LIBRARY)  # type: ignore[untyped-decorator]
 def _shaped(x: Tensor, plan: str, keys: Tensor | None) -> Tensor:
     return EMPTY_LIKE(x)
+
+
+def _defined() -> Any:
+    """Returns the operator, as yet without a kernel; None where torch is not as hmpx needs it."""
+    if not HAS_OPERATORS:
+        return None
+    _LIBRARY.define(  # type: ignore[no-untyped-call]
+        "rounded(Tensor x, str plan, Tensor? keys) -> Tensor",
+        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
+    )
+    torch.library.register_fake("hmpx::rounded", _shaped, lib=_LIBRARY)
+    return torch.ops.hmpx.rounded.default
+
+
+#: Takes a tensor, `text_of` its plan, and the keys of noise.
+OP: Final = _defined()
 
 
 def run_by(run: Callable[[Tensor, str, tuple[int, int] | None], Tensor]) -> None:
@@ -49,7 +61,8 @@ def run_by(run: Callable[[Tensor, str, tuple[int, int] | None], Tensor]) -> None
         first, second = keys.tolist()
         return run(x, plan, (first & 0xFFFFFFFF, second & 0xFFFFFFFF))
 
-    _LIBRARY.impl("rounded", rounded, "CPU")  # type: ignore[no-untyped-call]
+    if OP is not None:
+        _LIBRARY.impl("rounded", rounded, "CPU")  # type: ignore[no-untyped-call]
 
 
 def read(text: str) -> tuple[tuple[Any, ...], Layout | None]:
@@ -76,9 +89,8 @@ def is_taken(x: Tensor) -> bool:
 def _is_compiled() -> bool:
     """Whether torch.compile traces, and nothing that has no rule for the op takes part."""
     return (
-        tracing_context() is not None and not torch.compiler.is_exporting() and transforms() is None
+        HAS_OPERATORS
+        and tracing_context() is not None
+        and not torch.compiler.is_exporting()
+        and transforms() is None
     )
-
-
-#: (tensor, `text_of` its plan, keys of noise)
-OP: Final = torch.ops.hmpx.rounded.default

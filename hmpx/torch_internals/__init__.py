@@ -91,6 +91,7 @@ from .modules import (
     has_hooked_step,
 )
 from .operators import (
+    HAS_OPERATORS,
     NN,
     NN_NAMESPACE,
     OPERATORS_MODULE,
@@ -147,6 +148,7 @@ __all__ = [
     "FUNCTION_MODULES",
     "FX_MODULE_CALL",
     "FX_TRACING",
+    "HAS_OPERATORS",
     "HERE",
     "INDUCTOR_CONFIG",
     "INDUCTOR_CPP",

@@ -47,10 +47,13 @@ OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
         isinstance(torch.ops.aten, namespace)
         and isinstance(torch.ops.aten.mm, packet)
         and isinstance(torch.ops.aten.mm.default, overload)
+        and isinstance(custom, type)
     ),
     instead=(type("NoOperator", (), {}),) * 4,
     is_needed=True,
 )
+#: Whether operators can be defined: without those parts `convert` refuses, but hmpx can be imported.
+HAS_OPERATORS: Final = OpNamespace.__name__ != "NoOperator"
 #: The method of an operator that puts another function into it, since torch 2.14.
 TOGGLE_DISPATCH: Final = "_enable_pyobj_dispatch"
 #: The module, and in it the name of the function called when an operator gets another overload.

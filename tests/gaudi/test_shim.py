@@ -601,7 +601,7 @@ def test_what_is_outranked_is_said(caplog: pytest.LogCaptureFixture) -> None:
         (("O1", "absent.txt"), "absent.txt: no such file"),
         (("O1", 3), "bf16_file_path must be"),
         (("O1", "", "", "loud"), "isVerbose must be"),
-        (("O1", "", "", False, torch.int8), "low_precision_type must be"),
+        (("O1", "", "", False, torch.int64), "low_precision_type must be"),
     ],
 )
 def test_wrong_arguments_of_a_script_convert_nothing(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -153,6 +154,15 @@ def hugging_face() -> PluggedHuggingFace:
 @pytest.fixture(scope="module")
 def lightning() -> PluggedLightning:
     return PluggedLightning()
+
+
+@pytest.fixture(autouse=True)
+def no_accelerator_is_left() -> Iterator[None]:
+    """An Accelerator's mixed precision is the process's, the Trainer's too, until it is reset."""
+    yield
+    state = sys.modules.get("accelerate.state")
+    if state is not None:
+        state.AcceleratorState._reset_state(reset_partial_state=True)
 
 
 @contextlib.contextmanager
@@ -359,17 +369,11 @@ def test_accelerates_own_mixed_precision_is_refused(
     options: dict[str, Any], own: str, said: str
 ) -> None:
     accelerate = pytest.importorskip("accelerate")
-    from accelerate.state import AcceleratorState
-
     from hmpx.integrations.accelerate import convert
 
-    AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = accelerate.Accelerator(mixed_precision=own, cpu=True)
-    try:
-        with only_inside(), pytest.raises(hmpx.HmpxError, match=said):
-            convert(accelerator, **options)
-    finally:
-        AcceleratorState._reset_state(reset_partial_state=True)
+    with only_inside(), pytest.raises(hmpx.HmpxError, match=said):
+        convert(accelerator, **options)
 
 
 # --- arguments ------------------------------------------------------------------------------------
