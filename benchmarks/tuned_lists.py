@@ -24,7 +24,8 @@ import torch
 import tuning
 
 import hmpx
-from hmpx.tuning.candidates import Candidate, Spot, shares
+from hmpx.tuning.assignment import assigned, policy_of
+from hmpx.tuning.candidates import Candidate, Spot
 from hmpx.tuning.profiling import spots_of
 from hmpx.tuning.request import checked
 
@@ -50,17 +51,17 @@ def spots_in(model: Any, inputs: torch.Tensor) -> dict[Spot, tuple[int, int]]:
     return spots_of(model, request.inputs["tuning"], request.device_types, request.options, 0)
 
 
-def listed(
-    name: str,
+def kept_by(
+    policy: hmpx.Policy,
     model: Any,
     inputs: torch.Tensor,
     spots: dict[Spot, tuple[int, int]],
     candidates: tuple[Candidate, ...],
 ) -> dict[str, float]:
-    """Returns what a list keeps, and its error. Of each spot the share of its calls counts."""
+    """Returns what a policy keeps, and its error. Of each spot the share of its calls counts."""
     with torch.no_grad():
         expected = model(inputs).double()
-        conversion = hmpx.convert(lists=name, device_types={"cpu"}, legalize="always")
+        conversion = hmpx.convert(policy=policy, device_types={"cpu"}, legalize="always")
         with hmpx.record() as recorded, conversion:
             found = model(inputs).double()
     calls: Counter[Spot] = Counter()
@@ -81,18 +82,17 @@ def listed(
     }
 
 
-def tuned(model: Any, inputs: torch.Tensor, by: str, tolerance: float) -> dict[str, float]:
-    """Returns what `hmpx.tune` keeps."""
+def tuned(
+    model: Any,
+    inputs: torch.Tensor,
+    spots: dict[Spot, tuple[int, int]],
+    by: str,
+    tolerance: float,
+) -> dict[str, float]:
+    """Returns what `hmpx.tune` keeps, measured as what a list keeps."""
     best = hmpx.tune(model, inputs, tolerance=tolerance, by=by, progress=False)
-    flops, count = shares(best.candidates, best.keep_fp32)
-    return {
-        "evaluations": best.evaluations,
-        "kept": len(best.kept),
-        "candidates": len(best.candidates),
-        "error": best.error,
-        "flops_share": flops,
-        "bytes_share": count,
-    }
+    found = kept_by(best.policy, model, inputs, spots, best.candidates)
+    return {**found, "evaluations": best.evaluations}
 
 
 def measure(name: str, by: str, steps: int) -> dict[str, Figures]:
@@ -101,24 +101,22 @@ def measure(name: str, by: str, steps: int) -> dict[str, Figures]:
     spots = spots_in(model, inputs)
     probe = hmpx.tune(model, inputs, tolerance=1e9, by=by, progress=False)
     oracle = tuning.Oracle(model, inputs, probe.candidates)
-    rivals = {each: listed(each, model, inputs, spots, probe.candidates) for each in LISTS}
+    rivals = {
+        each: kept_by(hmpx.load_policy(lists=each), model, inputs, spots, probe.candidates)
+        for each in LISTS
+    }
     oracle.tolerance = probe.all_low_error / 2
     kept = frozenset(tuning.halving(oracle, tuning.called(model, inputs, probe.candidates)))
-    flops, count = shares(probe.candidates, kept)
-    rivals["halving"] = {
-        "evaluations": len(oracle.asked),
-        "kept": len(kept),
-        "candidates": len(probe.candidates),
-        "error": oracle.error(kept),
-        "flops_share": flops,
-        "bytes_share": count,
-    }
-    found = {}
+    evaluations = len(oracle.asked)
+    policy = policy_of(assigned(probe.candidates, kept, "bfloat16"), "bfloat16")
+    found = kept_by(policy, model, inputs, spots, probe.candidates)
+    rivals["halving"] = {**found, "evaluations": evaluations}
+    both = {}
     for rival, figures in rivals.items():
         # Sums in another order differ in the last digits.
         tolerance = oracle.tolerance if rival == "halving" else figures["error"] * (1 + 1e-9)
-        found[rival] = {"rival": figures, "hmpx": tuned(model, inputs, by, tolerance)}
-    return found
+        both[rival] = {"rival": figures, "hmpx": tuned(model, inputs, spots, by, tolerance)}
+    return both
 
 
 def main() -> None:

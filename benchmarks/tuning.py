@@ -31,7 +31,8 @@ import torch
 
 import hmpx
 from hmpx.tuning.assignment import assigned, policy_of
-from hmpx.tuning.candidates import Candidate, shares
+from hmpx.tuning.candidates import Candidate
+from hmpx.tuning.shares import shares
 
 MODELS = ("gpt", "bert", "vit", "resnet", "mlp")
 COLUMNS = ("evaluations", "kept", "error", "flops_share", "bytes_share")
@@ -155,14 +156,15 @@ def measure(
     oracle = Oracle(model, inputs, probe.candidates)
     oracle.tolerance = share * probe.all_low_error
     best = hmpx.tune(model, inputs, tolerance=oracle.tolerance, by=by, progress=False)
-    figures = {"hmpx": _figures(oracle, best.keep_fp32, best.evaluations)}
+    work = best.low_precision_flops_share, best.low_precision_bytes_share
+    figures = {"hmpx": _figures(oracle, best.kept, best.evaluations, work)}
     order = called(model, inputs, probe.candidates)
     for label, search in SEARCHES.items():
         oracle.asked.clear()
         kept = frozenset(search(oracle, order))
         figures[label] = _figures(oracle, kept, len(oracle.asked))
-    for each in best.keep_fp32:
-        if oracle.passes(best.keep_fp32 - {each}):
+    for each in best.kept:
+        if oracle.passes(best.kept - {each}):
             raise SystemExit(f"{name} {size}: {each} was not needed")
     return figures
 
@@ -182,8 +184,10 @@ def called(model: Any, inputs: Any, candidates: tuple[Candidate, ...]) -> list[s
     ]
 
 
-def _figures(oracle: Oracle, kept: Kept, evaluations: int) -> dict[str, float]:
-    flops, count = shares(oracle.candidates, kept)
+def _figures(
+    oracle: Oracle, kept: Kept, evaluations: int, work: tuple[float, float] | None = None
+) -> dict[str, float]:
+    flops, count = work or shares(oracle.candidates, kept)
     return {
         "evaluations": evaluations,
         "kept": len(kept),

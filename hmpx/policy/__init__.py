@@ -20,7 +20,7 @@ from .decisions import (
 from .files.reading import is_policy_file, read_policy_file
 from .files.sources import PolicySource
 from .lists.kinds import FILE_NAMES, LIST_KINDS
-from .lists.sets import SHIPPED, read_list
+from .lists.sets import SHIPPED, read_list, set_names
 from .loading import load_policy, read_source, requested_policy
 from .policy import Policy
 from .request import path_and_policy, policy_request
@@ -56,5 +56,6 @@ __all__ = [
     "read_policy_file",
     "read_source",
     "requested_policy",
+    "set_names",
     "settled_dtype",
 ]

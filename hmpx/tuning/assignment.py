@@ -1,13 +1,18 @@
-"""Which type each spot computes in, as a policy: lists for whole ops, sections for modules."""
+"""Which type each spot computes in, as a policy: lists for whole ops, sections for modules.
+
+What follows its inputs is in no list but the shipped ones of ops that take the widest type among their inputs,
+or that of the first: `_RELATIVE`.
+"""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from .. import ops
-from ..policy import Policy, load_policy
-from .candidates import Candidate, Kept, Spot
+from ..policy import CastPolicy, Policy, load_policy
+from .candidates import FOLLOWS, Candidate, Kept, Spot
 
 #: The type of what is kept.
 FP32: Final = "float32"
@@ -18,7 +23,8 @@ def assigned(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict
 
     Args:
         candidates: All candidates; several may stand for a spot.
-        kept: Those in fp32; ``"softmax=bfloat16"`` stands for one in another type.
+        kept: Those in fp32; ``"softmax=bfloat16"`` stands for one in another type, ``"add=follows"`` for one
+            that follows its inputs.
         low_type: The name of the type of all others.
     """
     by_name = {each.name: each for each in candidates}
@@ -48,8 +54,44 @@ def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
             {"module": [_glob(module) for module in same], **_lists(dict(found), low_type)}
             for found, same in alike.items()
         ]
-    source = {"low_precision_type": low_type, "lists": "hmpx", **_lists(base, low_type)}
+    lists: dict[str, Any] = dict(
+        _lists({op: each for op, each in base.items() if each != FOLLOWS}, low_type)
+    )
+    for op in [op for op, each in base.items() if each == FOLLOWS]:
+        _make_follow(op, lists)
+    source = {"low_precision_type": low_type, "lists": "hmpx", **lists}
     return {**source, "sections": sections} if sections else source
+
+
+def reads_first(op: str) -> bool:
+    """Whether an op that follows its inputs follows the first, as a product of matrices does."""
+    return _relative(op) is CastPolicy.FIRST
+
+
+@functools.cache
+def _relative(op: str) -> CastPolicy:
+    """Returns what is decided for an op that is in no list of low precision or fp32."""
+    nothing = {"remove": ["*"]}
+    return load_policy(policy={"lists": "hmpx", "low": nothing, "fp32": nothing})[op].cast_policy
+
+
+@functools.cache
+def _shipped(op: str) -> CastPolicy:
+    return load_policy()[op].cast_policy
+
+
+def _make_follow(op: str, lists: dict[str, Any]) -> None:
+    """Takes an op out of the shipped lists where these decide otherwise."""
+    shipped = _shipped(op)
+    if shipped is _relative(op):
+        return
+    kind = {CastPolicy.LOW: "low", CastPolicy.FP32: "fp32"}[shipped]
+    if _relative(op) is CastPolicy.PASS or ops.covering(op) is not None:
+        lists.setdefault("pass", []).append(op)  # torch promotes it
+        return
+    found = lists.get(kind, [])
+    lists[kind] = found if isinstance(found, dict) else {"add": found, "remove": []}
+    lists[kind]["remove"].append(op)
 
 
 def _base_type(op: str, types: Mapping[Spot, str], low_type: str) -> str:
@@ -99,6 +141,13 @@ def _glob(module: str) -> str:
 
 
 def _lists(types: Mapping[str, str], low_type: str) -> dict[str, list[str]]:
-    low = [op if each == low_type else f"{op} {each}" for op, each in types.items() if each != FP32]
-    fp32 = [op for op, each in types.items() if each == FP32]
-    return {key: lines for key, lines in (("low", low), ("fp32", fp32)) if lines}
+    found: dict[str, list[str]] = {}
+    for op, each in types.items():
+        if each == FOLLOWS:
+            found.setdefault(_relative(op).value, []).append(op)
+        elif each == FP32:
+            found.setdefault("fp32", []).append(op)
+        else:
+            found.setdefault("low", []).append(op if each == low_type else f"{op} {each}")
+    order = ("low", "fp32", "widest", "first", "pass")
+    return {key: found[key] for key in order if key in found}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple, Protocol
 
@@ -14,8 +14,12 @@ from ..policy import CastPolicy, load_policy
 #: Where an op is called: its name, and the qualified name of the module; ``""`` outside of any.
 Spot = tuple[str, str]
 
-#: A set of candidates that is computed in fp32, by name; all others are computed in low precision.
+#: A set of candidates that are kept out of low precision, by name: in fp32, or ``"add=follows"``, or in
+#: another type: ``"linear=bfloat16"``.
 Kept = frozenset[str]
+
+#: The type of what computes in low precision where all that it is given is, and in fp32 elsewhere.
+FOLLOWS: Final = "follows"
 
 #: How many spots stand for themselves where candidates are modules; the rest is grouped by op.
 MOST_SPOTS: Final = 24
@@ -129,6 +133,7 @@ class Candidate:
         is_hard: Some of its values leave the low type's range.
         is_unseen: The score leaves out some of its calls, at which no gradient arrives.
         prior: Order where scores are unknown: the smallest is kept first.
+        may_follow: It may also follow its inputs, call by call.
         saved: What low precision saves of the time of all calls in fp32, as a share; below 0 where it
             takes longer. None if that was not measured.
     """
@@ -142,6 +147,7 @@ class Candidate:
     is_hard: bool = False
     is_unseen: bool = False
     prior: float = 0.0
+    may_follow: bool = False
     saved: float | None = None
 
     @property
@@ -305,14 +311,16 @@ def _prior(op: str) -> float:
     return {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}.get(policy.cast_policy, 1.0)
 
 
-def shares(candidates: Sequence[Candidate], kept: Kept) -> tuple[float, float]:
-    """Returns the shares of FLOPs and of bytes that are computed in low precision, each from 0 to 1."""
-    low = [each for each in candidates if each.name not in kept]
-    return (
-        _share(sum(each.flops for each in low), sum(each.flops for each in candidates)),
-        _share(sum(each.bytes for each in low), sum(each.bytes for each in candidates)),
-    )
+def bare(member: str) -> str:
+    """Returns the name of the candidate that a member of a set stands for, without its type there."""
+    return member.partition("=")[0]
 
 
-def _share(part: int, whole: int) -> float:
-    return part / whole if whole else 1.0
+def following(name: str) -> str:
+    """Returns the member that stands for a candidate that follows its inputs."""
+    return f"{name}={FOLLOWS}"
+
+
+def is_following(member: str) -> bool:
+    """Whether a member of a set follows its inputs."""
+    return member.endswith(f"={FOLLOWS}")

@@ -20,6 +20,7 @@ from ..version import __version__
 from .assignment import assigned, policy_source
 from .candidates import Candidate, by_op, called_spots, split
 from .entry import result
+from .evaluation import Outcome
 from .journal import Journal
 from .processes import alone_in, end
 from .profiling import observing_policy
@@ -157,17 +158,17 @@ class _Commands(Evaluator):
             )
         return [*merged(map(read_json, reports)).rows]
 
-    def error(
-        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, float], None], /
-    ) -> float:
-        """Returns 0 if the command passes, else infinity."""
+    def outcome(
+        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, Outcome], None], /
+    ) -> Outcome:
+        """Returns an error of 0 if the command passes, else of infinity."""
         kept, *_ = work
         source = policy_source(assigned(self.candidates, kept, self._low_type), self._low_type)
         folder = self._next_folder()
         for _ in range(self._check.runs):
             if self._run(folder, source, report=False) != 0:
-                return _FAILS
-        return _PASSES
+                return Outcome(_FAILS)
+        return Outcome(_PASSES)
 
     def _next_folder(self) -> Path:
         names = [each.name for each in self._check.directory.iterdir()]

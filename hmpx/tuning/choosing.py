@@ -9,9 +9,9 @@ from typing import Final
 
 from .. import number_formats
 from ..errors import OptionError
+from .asking import Ask, Asking
 from .assignment import FP32
 from .candidates import Candidate, Kept
-from .search import Ask, Search
 
 #: What a limit may be on.
 UNITS: Final = ("bits", "flops", "bytes")
@@ -123,7 +123,7 @@ def encoded(choice: Choice, cheapest: str) -> Kept:
     )
 
 
-def search_types(candidates: Sequence[Candidate], prices: Prices, tolerance: float) -> Search:
+def search_types(candidates: Sequence[Candidate], prices: Prices, tolerance: float) -> Asking[Kept]:
     """Yields what to evaluate, and returns the cheapest choice found within the tolerance.
 
     The first on the path of upgrades that passes, by bisection, then each upgrade taken back by one type
@@ -153,7 +153,7 @@ def search_types(candidates: Sequence[Candidate], prices: Prices, tolerance: flo
 
 def _lowered(
     candidates: Sequence[Candidate], prices: Prices, choice: dict[str, str], tolerance: float
-) -> Search:
+) -> Asking[Kept]:
     """Yields what to evaluate, and returns a choice in which no single candidate can be one type cheaper."""
     needed: set[str] = set()
     while True:
@@ -173,7 +173,7 @@ def _lowered(
             needed.add(name)
 
 
-def choose_within(candidates: Sequence[Candidate], prices: Prices, budget: float) -> Search:
+def choose_within(candidates: Sequence[Candidate], prices: Prices, budget: float) -> Asking[Kept]:
     """Yields what to evaluate, and returns the best choice by prediction that the budget allows."""
     yield Ask(frozenset(), "all low")
     found = encoded(within(candidates, prices, budget), prices.types[0])

@@ -11,13 +11,15 @@ from typing import Any
 
 import torch
 
-from .. import arguments
+from .. import arguments, ops
 from ..errors import OptionError, shown
 from ..policy import LowType
 from . import scoring
+from .asking import Search, by_errors
 from .candidates import Candidate, by_module, by_op, split, timed
 from .choosing import Prices, bits_of, choose_within, search_types
 from .evaluating import FRESH, TUNING, Task
+from .evaluation import Outcome
 from .journal import Journal
 from .profiling import spots_of
 from .progress import progress as shown_progress
@@ -25,8 +27,9 @@ from .request import Request, checked
 from .result import Tuned
 from .runner import Evaluator, Runner
 from .sampling import Sampling
-from .search import Search, search, search_in_time
+from .search import search, search_in_time
 from .searching import LEAST_OVER_NOISE, Found, Searching
+from .shipped import sets_of
 from .working import Workers
 
 
@@ -164,6 +167,7 @@ class _Tuning:
             seed=request.seed,
             low_type=request.low_type,
             candidates=(),
+            spots={},
             device_types=request.device_types,
             options=request.options,
             threads=torch.get_num_threads(),
@@ -180,15 +184,18 @@ class _Tuning:
             found = by_op(spots, scores, names_modules=is_finer)
         else:
             found = by_module(spots, scores)
-        make = self._search_for_types(journal, spots, found) if request.types else search
+        if request.may_follow and not is_finer:
+            found = [
+                dataclasses.replace(each, may_follow=not ops.is_foreign(min(each.spots)[0]))
+                for each in found
+            ]
+        make = self._search(journal, spots, found)
         if request.objective == "time":
-            found, make = (
-                timed(found, scoring.seconds_of_spots(request, spots, journal)),
-                search_in_time,
-            )
+            found = timed(found, scoring.seconds_of_spots(request, spots, journal))
         finest = split(found, spots) if is_finer else []
         names = {each.name for each in found}
         task.candidates = (*found, *(each for each in finest if each.name not in names))
+        task.spots = spots
         workers = None if self._executor is None else Workers(self._executor, task)
         try:
             with shown_progress(is_shown=is_shown) as show:
@@ -220,17 +227,24 @@ class _Tuning:
             if workers is not None:
                 workers.close()
 
-    def _search_for_types(
+    def _search(
         self, journal: Journal, spots: scoring.Costs, found: Sequence[Candidate]
     ) -> Callable[[Sequence[Candidate], float], Search]:
-        """Returns what makes the search where there are several types to choose among."""
+        """Returns what makes the search."""
         request = self._request
+        if request.objective == "time":
+            return search_in_time
+        if not request.types:
+            shipped = sets_of(request.shipped(), found) if request.may_follow else ()
+            return lambda candidates, tolerance: search(candidates, tolerance, shipped)
         errors = scoring.errors_of(request, spots, found, journal)
         unit, most = request.limit or ("bytes", math.inf)
         prices = Prices(request.types, bits_of(request.types), errors, unit)
         if request.limit is None:
-            return lambda candidates, tolerance: search_types(candidates, prices, tolerance)
-        return lambda candidates, tolerance: choose_within(candidates, prices, most)
+            return lambda candidates, tolerance: by_errors(
+                search_types(candidates, prices, tolerance)
+            )
+        return lambda candidates, tolerance: by_errors(choose_within(candidates, prices, most))
 
     def _noise_floor(self) -> float:
         """Returns the error of fp32 against itself.
@@ -284,11 +298,11 @@ def result(
 ) -> Tuned:
     """Returns the result of a search."""
     runner = searching.runner
-    error = runner.known_error(found.kept, searching.tolerance)
+    outcome = runner.known(found.kept, searching.tolerance)
     low = [each.error for each in runner.path if not each.kept]
     return Tuned(
         kept=found.kept,
-        error=math.nan if error is None else error,
+        error=math.nan if outcome is None else outcome.error,
         all_low_error=low[0] if low else math.nan,
         fresh_error=found.fresh_error,
         tolerance=searching.tolerance,
@@ -301,6 +315,7 @@ def result(
         path=tuple(runner.path),
         candidates=found.candidates,
         limit=limit,
+        seen={} if outcome is None else outcome.seen,
     )
 
 
@@ -310,6 +325,6 @@ class _Here(Evaluator):
 
     task: Task
 
-    def error(self, work: Any, ahead: Any, note: Any, /) -> float:
-        """Returns the error."""
-        return self.task.error(*work)
+    def outcome(self, work: Any, ahead: Any, note: Any, /) -> Outcome:
+        """Returns the outcome."""
+        return self.task.outcome(*work)

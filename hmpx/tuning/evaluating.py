@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 import threading
@@ -14,13 +15,16 @@ import torch
 from .. import arguments, session
 from ..casting import Options
 from ..errors import OptionError, said_by
+from ..observers import attach
 from ..tensors import tensors_of, widened
 from ..torch_internals import uncompiled
 from ..torch_state import disable_casts, unchanged
 from . import metrics
 from .assignment import assigned, policy_of
 from .batches import Batch
-from .candidates import Candidate, Kept
+from .candidates import Candidate, Kept, Spot
+from .evaluation import Outcome
+from .observing import Observed
 from .sampling import Sampling, sampled
 from .seeding import seed_all
 
@@ -48,7 +52,8 @@ class Task:
         sampling: How often that is called.
         seed: Seed of random numbers.
         low_type: Name of the low-precision type.
-        candidates: What may be kept.
+        candidates: What may be kept, and
+        spots: the FLOPs and bytes of the spots that these stand for.
         device_types: The device types whose tensors are cast.
         options: How ops compute.
         threads: How many threads torch uses: sums depend on it.
@@ -63,6 +68,7 @@ class Task:
     seed: int
     low_type: str
     candidates: tuple[Candidate, ...]
+    spots: Mapping[Spot, tuple[int, int]]
     device_types: frozenset[str]
     options: Options
     threads: int
@@ -72,8 +78,8 @@ class Task:
         """Leaves out the results in fp32, which the other process computes itself."""
         return {**vars(self), "_references": {}}
 
-    def error(self, kept: Kept, inputs: str, tolerance: float) -> float:
-        """Returns the error with ``kept`` in fp32; infinite where it is not finite.
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
+        """Returns the error with ``kept`` in fp32, infinite where it is not finite, and what was seen.
 
         Args:
             kept: The set.
@@ -86,23 +92,30 @@ class Task:
             if threads != self.threads:
                 torch.set_num_threads(self.threads)
             try:
-                return self._error(policy, inputs, tolerance)
+                return self._outcome(policy, inputs, tolerance)
             finally:
                 if threads != self.threads:
                     torch.set_num_threads(threads)
 
-    def _error(self, policy: Any, inputs: str, tolerance: float) -> float:
+    def _outcome(self, policy: Any, inputs: str, tolerance: float) -> Outcome:
         if self.measure is not None:
-            return self._measured(policy, inputs, tolerance)
+            return Outcome(self._measured(policy, inputs, tolerance))
         expected = self.reference(inputs)
-        with session.restore(policy, self.device_types, self.options, False):
+        observed = Observed()
+        is_watched = any(each.may_follow for each in self.candidates)
+        with (
+            # before the conversion: wrappers are made once, with it
+            attach(observed, every_op=True) if is_watched else contextlib.nullcontext(),
+            session.restore(policy, self.device_types, self.options, False),
+        ):
             try:
                 found = self._outputs(inputs)
             except (RuntimeError, ValueError, ArithmeticError) as error:
                 if _is_lack_of_memory(error):
                     raise
-                return math.inf  # its values decide what the model does, and are off
-        return self._distance(found, expected, inputs)
+                return Outcome(math.inf)  # its values decide what the model does, and are off
+        seen = observed.seen(self.candidates, self.spots)
+        return Outcome(self._distance(found, expected, inputs), seen)
 
     def reference(self, inputs: str) -> list[Any]:
         """Returns what the model returns in fp32 for each batch.

@@ -14,7 +14,7 @@ from .. import arguments, session
 from ..arguments import is_a
 from ..casting import Options
 from ..errors import OptionError, shown
-from ..policy import Policy
+from ..policy import Policy, load_policy, set_names
 from ..tensors import long_name, parse_device_types, tensors_of
 from ..version import __version__
 from .assignment import FP32
@@ -69,6 +69,19 @@ class Request:
     types: tuple[str, ...] = ()
     limit: tuple[str, float] | None = None
     objective: str = "work"
+
+    @property
+    def may_follow(self) -> bool:
+        """Whether ops may also follow their inputs: where one evaluation tells what they compute in."""
+        is_native = isinstance(
+            Policy.from_ops(low_precision_type=self.low_type).low_precision_type,
+            torch.dtype,
+        )
+        return is_native and self.measure is None and not self.types and self.objective == "work"
+
+    def shipped(self) -> list[Policy]:
+        """Returns the policies of the shipped sets of lists."""
+        return [load_policy(lists=name, low_precision_type=self.low_type) for name in set_names()]
 
     def header(self) -> dict[str, Any]:
         """Returns what a journal of this search belongs to. The tolerance may differ."""

@@ -13,8 +13,9 @@ from ..errors import OptionError, said_by
 from ..policy import Policy
 from . import page, text, writing
 from .assignment import FP32, assigned, policy_of
-from .candidates import Candidate, Kept, shares
-from .evaluation import Evaluation
+from .candidates import Candidate, Kept, bare, is_following
+from .evaluation import Evaluation, Seen
+from .shares import shares
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,8 @@ class Tuned:
 
     Attributes:
         kept: What is not in ``low_precision_type``: ops by name, or ``"module:op"``; in another type than
-            fp32 as ``"linear=bfloat16"``. Among modules an op's name alone stands for those modules that
+            fp32 as ``"linear=bfloat16"``; what is in low precision only where all that it is given is, as
+            ``"add=follows"``. Among modules an op's name alone stands for those modules that
             are no candidates by themselves; ``candidates`` has what each name stands for.
         error: The error of low precision with these in fp32, and
         all_low_error: with nothing in fp32.
@@ -38,6 +40,7 @@ class Tuned:
         is_complete: Whether the search came to its end: no op can be taken out of the set. If not, the
             set is the best so far.
         stopped_by: What ended it early: ``"budget"``, ``"interrupt"`` or ``""``.
+        seen: What was seen of those that may follow their inputs, with the set.
         limit: What the choice of types was limited to, as text; ``""`` if it was to pass the tolerance.
         path: The evaluations, in their order.
         candidates: All that might have been kept.
@@ -66,15 +69,21 @@ class Tuned:
     path: tuple[Evaluation, ...] = field(repr=False)
     candidates: tuple[Candidate, ...] = field(repr=False)
     limit: str = ""
+    seen: Mapping[str, Seen] = field(default_factory=dict, repr=False)
 
     @property
     def keep_fp32(self) -> Kept:
-        """What is kept in fp32: ops by name, or ``"module:op"``."""
+        """What is kept in fp32 throughout: ops by name, or ``"module:op"``."""
         return frozenset(name for name in self.kept if "=" not in name)
 
     @property
+    def follows(self) -> Kept:
+        """What is in fp32 where anything that it is given is, and else in low precision."""
+        return frozenset(bare(name) for name in self.kept if is_following(name))
+
+    @property
     def types(self) -> Mapping[str, str]:
-        """The type of each candidate, by name."""
+        """The type of each candidate, by name; ``"follows"`` for what follows its inputs."""
         low = dict.fromkeys((each.name for each in self.candidates), self.low_precision_type)
         others = [name.rpartition("=") for name in self.kept]
         return low | {a if is_other else b: b if is_other else FP32 for a, is_other, b in others}
@@ -93,12 +102,12 @@ class Tuned:
     @property
     def low_precision_flops_share(self) -> float:
         """The share of the model's floating-point operations in low precision, from 0 to 1."""
-        return shares(self.candidates, self.keep_fp32)[0]
+        return shares(self.candidates, self.kept, self.seen)[0]
 
     @property
     def low_precision_bytes_share(self) -> float:
         """The share of the bytes that ops read and write, as counted in fp32, in low precision."""
-        return shares(self.candidates, self.keep_fp32)[1]
+        return shares(self.candidates, self.kept, self.seen)[1]
 
     @property
     def time_share(self) -> float | None:

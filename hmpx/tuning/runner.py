@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
-from typing import Protocol
+from collections.abc import Callable, Iterable, Mapping
+from typing import Any, Protocol
 
 from ..errors import HmpxError
+from .asking import Search
 from .candidates import Kept
 from .evaluating import FRESH, TUNING
-from .evaluation import Evaluation
+from .evaluation import Evaluation, Outcome, Seen
 from .journal import Journal
-from .search import Search
 from .working import Work
 
 
@@ -21,10 +21,10 @@ class BudgetError(HmpxError):
 class Evaluator(Protocol):
     """Something that evaluates."""
 
-    def error(
-        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, float], None], /
-    ) -> float:
-        """Returns an error; may call ``note`` with others that it has come by."""
+    def outcome(
+        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, Outcome], None], /
+    ) -> Outcome:
+        """Returns an outcome; may call ``note`` with others that it has come by."""
 
 
 class Runner:
@@ -54,8 +54,8 @@ class Runner:
         """
         self._evaluator, self._journal, self._budget, self._show = evaluator, journal, budget, show
         self._is_noisy = is_noisy
-        self._known: dict[Work, float] = {
-            (frozenset(each["kept"]), each["inputs"], each["tolerance"]): each["error"]
+        self._known: dict[Work, Outcome] = {
+            (frozenset(each["kept"]), each["inputs"], each["tolerance"]): _from_record(each)
             for each in journal.records
             if "kept" in each
         }
@@ -76,14 +76,22 @@ class Runner:
         try:
             asked = next(search)
             while True:
-                found = self.error(asked.kept, asked.phase, tolerance, ahead=asked.ahead)
+                found = self.outcome(asked.kept, asked.phase, tolerance, ahead=asked.ahead)
                 asked = search.send(found)
         except StopIteration as done:
             return done.value  # type: ignore[no-any-return]
         finally:
             search.close()
 
-    def error(
+    def error(self, kept: Kept, phase: str, tolerance: float, *, is_fresh: bool = False) -> float:
+        """Returns the error of a set.
+
+        Raises:
+            BudgetError: No more evaluations are allowed.
+        """
+        return self.outcome(kept, phase, tolerance, is_fresh=is_fresh).error
+
+    def outcome(
         self,
         kept: Kept,
         phase: str,
@@ -91,8 +99,8 @@ class Runner:
         *,
         is_fresh: bool = False,
         ahead: Iterable[Kept] = (),
-    ) -> float:
-        """Returns the error of a set.
+    ) -> Outcome:
+        """Returns the outcome of a set.
 
         Raises:
             BudgetError: No more evaluations are allowed.
@@ -104,28 +112,33 @@ class Runner:
         if work not in self._known:
             others = [self._work(each, inputs, tolerance) for each in ahead]
             wanted = [each for each in others if each not in self._known]
-            self._note(work, self._evaluator.error(work, wanted, self._note))
+            self._note(work, self._evaluator.outcome(work, wanted, self._note))
         found = self._known[work]
         if work not in self._asked:
             self._asked.add(work)
-            evaluation = Evaluation(kept, phase, found, found <= tolerance)
+            evaluation = Evaluation(kept, phase, found.error, found.error <= tolerance)
             self.path.append(evaluation)
             self._show(self.evaluations, evaluation)
         return found
 
-    def known_error(self, kept: Kept, tolerance: float) -> float | None:
-        """Returns the error of a set that was asked for; None if it was not."""
+    def known(self, kept: Kept, tolerance: float) -> Outcome | None:
+        """Returns the outcome of a set that was asked for; None if it was not."""
         work = self._work(kept, TUNING, tolerance)
         return self._known[work] if work in self._asked else None
 
     def _work(self, kept: Kept, inputs: str, tolerance: float) -> Work:
         return kept, inputs, tolerance if self._is_noisy else 0.0
 
-    def _note(self, work: Work, error: float) -> None:
+    def _note(self, work: Work, outcome: Outcome) -> None:
         if work in self._known:
             return
-        self._known[work] = error
+        self._known[work] = outcome
         kept, inputs, tolerance = work
+        record = {"kept": sorted(kept), "inputs": inputs, "tolerance": tolerance}
         self._journal.write(
-            {"kept": sorted(kept), "inputs": inputs, "tolerance": tolerance, "error": error}
+            {**record, "error": outcome.error, "seen": {k: [*v] for k, v in outcome.seen.items()}}
         )
+
+
+def _from_record(record: Mapping[str, Any]) -> Outcome:
+    return Outcome(record["error"], {name: Seen(*each) for name, each in record["seen"].items()})

@@ -1,28 +1,30 @@
 """The search for the smallest set to keep in fp32, as a pure generator.
 
-It yields what it wants evaluated and is sent the error; all that it decides depends on these errors alone.
+It yields what it wants evaluated and is sent what came of it; all that it decides depends on this alone.
 So a journal replays it, and however many processes evaluate, the result is the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Generator, Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import replace
 from typing import Final
 
-from .candidates import Candidate, Kept
+from .asking import Ask, Asking, Search, noted
+from .bounds import ANYTHING, Most
+from .candidates import Candidate, Kept, bare
+from .evaluation import Outcome
 from .exchanging import cost, cost_of, exchanges
+from .lowering import lowered
+from .minimal import minimal
+from .passing import passing
+from .shares import shares
+from .shipped import Best, best_shipped, kept_in_fp32
 
-#: Candidates whose predicted errors together are below this share of the tolerance come last.
-_NEGLIGIBLE: Final = 0.3
-
-#: What no gradient arrives at is harmless if the error with nothing else in low precision is below this
-#: share of the tolerance; else it is kept like what leaves the range, until it is pruned.
-_HARMLESS: Final = 0.3
-
-#: How many sets are named at most that may be asked for next.
-_MOST_AHEAD: Final = 8
+#: Where all in low precision is off by no more than so many tolerances, what leaves the range does little
+#: harm, as masks of the smallest float32: its effect is not known, but it need not be kept.
+_HARMLESS: Final = 10.0
 
 #: How many exchanges may fail before and after a set is made minimal.
 _MOST_FAILURES: Final = 5
@@ -34,26 +36,9 @@ _FEW, _MANY = 14, 38
 _MUCH: Final = 0.05
 
 
-@dataclass(frozen=True, slots=True)
-class Ask:
-    """A set that is to be evaluated.
-
-    Attributes:
-        kept: The set.
-        phase: What it is asked for: ``"all low"``, ``"free"``, ``"unseen"``, ``"range"``,
-            ``"prefix"``, ``"exchange"``, ``"prune"``, ``"sweep"``.
-        ahead: Sets that may be asked for next, the likeliest first.
-    """
-
-    kept: Kept
-    phase: str
-    ahead: tuple[Kept, ...] = ()
-
-
-Search = Generator[Ask, float, Kept]
-
-
-def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
+def search(
+    candidates: Sequence[Candidate], tolerance: float, shipped: Iterable[Kept] = ()
+) -> Search:
     """Yields what to evaluate, and returns a set within the tolerance that is 1-minimal.
 
     That is: no single member can be taken out of it. The set of all candidates is known to pass. Of the
@@ -63,21 +48,77 @@ def search(candidates: Sequence[Candidate], tolerance: float) -> Search:
     Args:
         candidates: What may be kept.
         tolerance: The largest error that passes.
+        shipped: The sets that shipped lists keep. If one passes, what is returned has no less of FLOPs and
+            of bytes in low precision.
     """
     ordered = sorted(candidates, key=lambda each: each.name)
-    errors: dict[Kept, float] = {}
-    kept = yield from _noted(_passing(ordered, tolerance), errors)
-    if not kept:
-        return kept
+    outcomes: dict[Kept, Outcome] = {}
+    return (yield from noted(_search(ordered, tolerance, tuple(shipped), outcomes), outcomes))
+
+
+def _search(
+    ordered: Sequence[Candidate],
+    tolerance: float,
+    shipped: tuple[Kept, ...],
+    outcomes: dict[Kept, Outcome],
+) -> Asking[Kept]:
+    if not ordered:
+        return frozenset()
+    hard = frozenset(each.name for each in ordered if each.is_hard)
+    error = yield Ask(frozenset(), "all low", (hard,) if hard else ())
+    if error <= tolerance:
+        return frozenset()
+    if error <= _HARMLESS * tolerance:
+        ordered = [
+            replace(each, is_hard=False, is_unseen=each.is_unseen or each.is_hard)
+            for each in ordered
+        ]
+    kept = yield from passing(ordered, error, tolerance)
     if all(each.score is None for each in ordered):
-        return (yield from _minimal(_members(ordered, kept), tolerance))
-    kept = yield from _noted(_without_the_dearest(ordered, kept, tolerance), errors)
-    for reserve in (1.3, 0.5):  # of evaluations for each member, to make the set minimal
-        before = kept
-        kept = yield from _exchanged(ordered, kept, errors, tolerance, reserve)
-        if kept != before or reserve > 1:
-            kept = yield from _noted(_minimal(_members(ordered, kept), tolerance), errors)
+        return (yield from minimal(ordered, kept, tolerance))
+    kept = yield from _without_the_dearest(ordered, kept, tolerance)
+    best = yield from best_shipped(ordered, kept, shipped, outcomes, tolerance)
+    if best.kept is not None and _is_better(ordered, best.kept, kept, outcomes):
+        kept = best.kept
+    kept = yield from _improved(ordered, kept, outcomes, tolerance, best)
+    if best.kept is not None and not kept_in_fp32(ordered, kept, outcomes).is_within(best.most):
+        kept = yield from _improved(ordered, best.kept, outcomes, tolerance, best)
+    kept = yield from minimal(ordered, kept, tolerance)
+    further = yield from _exchanged(ordered, kept, outcomes, tolerance, reserve=0.5, most=best.most)
+    if further != kept:
+        kept = yield from lowered(ordered, further, outcomes, tolerance)
+        kept = yield from minimal(ordered, kept, tolerance)
+    if best.kept is not None:
+        yield Ask(
+            kept, "shipped"
+        )  # it may compute the same as a shipped set, and not be evaluated yet
     return kept
+
+
+def _is_better(
+    candidates: Sequence[Candidate], one: Kept, other: Kept, outcomes: Mapping[Kept, Outcome]
+) -> bool:
+    """Whether a set has more FLOPs in low precision than another, or costs no more."""
+    seen = [outcomes[each].seen if each in outcomes else {} for each in (one, other)]
+    if shares(candidates, one, seen[0])[0] > shares(candidates, other, seen[1])[0]:
+        return True
+    return cost_of(candidates, one, seen[0]) <= cost_of(candidates, other, seen[1])
+
+
+def _improved(
+    candidates: Sequence[Candidate],
+    kept: Kept,
+    outcomes: Mapping[Kept, Outcome],
+    tolerance: float,
+    best: Best,
+) -> Asking[Kept]:
+    """Yields what to evaluate, and returns a set that passes and keeps less than ``kept``.
+
+    From the best shipped set on, and where none is better, none is behind that.
+    """
+    most = ANYTHING if best.kept not in (None, kept) else best.most
+    kept = yield from _exchanged(candidates, kept, outcomes, tolerance, reserve=1.3, most=most)
+    return (yield from lowered(candidates, kept, outcomes, tolerance))
 
 
 def search_in_time(candidates: Sequence[Candidate], tolerance: float) -> Search:
@@ -101,28 +142,16 @@ def search_in_time(candidates: Sequence[Candidate], tolerance: float) -> Search:
         return free | others
 
 
-def _members(candidates: Sequence[Candidate], kept: Kept) -> list[Candidate]:
-    return [each for each in candidates if each.name in kept]
-
-
-def _noted(asking: Search, errors: dict[Kept, float]) -> Search:
-    """Passes on what is asked, and puts the errors into ``errors``."""
-    try:
-        asked = next(asking)
-        while True:
-            errors[asked.kept] = yield asked
-            asked = asking.send(errors[asked.kept])
-    except StopIteration as done:
-        return done.value  # type: ignore[no-any-return]
-
-
-def _without_the_dearest(candidates: Sequence[Candidate], kept: Kept, tolerance: float) -> Search:
+def _without_the_dearest(
+    candidates: Sequence[Candidate], kept: Kept, tolerance: float
+) -> Asking[Kept]:
     """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``.
 
     Where one member costs more than all that is in low precision, one evaluation with that alone in low
     precision tells whether it could be: if so the others are pruned later, else it stays for good.
     """
-    dearest = max(_members(candidates, kept), key=lambda each: (cost(each), each.name))
+    members = [each for each in candidates if each.name in kept]
+    dearest = max(members, key=lambda each: (cost(each), each.name))
     others = frozenset(each.name for each in candidates) - {dearest.name}
     if dearest.is_hard or cost_of(candidates, others) >= cost_of(candidates, kept):
         return kept
@@ -133,204 +162,36 @@ def _without_the_dearest(candidates: Sequence[Candidate], kept: Kept, tolerance:
 def _exchanged(
     candidates: Sequence[Candidate],
     kept: Kept,
-    errors: dict[Kept, float],
+    outcomes: Mapping[Kept, Outcome],
     tolerance: float,
+    *,
     reserve: float,
-) -> Search:
+    most: Most,
+) -> Asking[Kept]:
     """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``."""
     enough = min(_MANY, max(_FEW, len(candidates) + _MORE_THAN_CANDIDATES))
+    hard = {each.name for each in candidates if each.is_hard}
     failures = 0
     while failures < _MOST_FAILURES:
         fixed = frozenset(
-            each.name
-            for each in _members(candidates, kept)
-            if not math.isfinite(errors.get(kept - {each.name}, math.inf if each.is_hard else 0.0))
+            each
+            for each in kept
+            if not math.isfinite(
+                outcomes[kept - {each}].error
+                if kept - {each} in outcomes
+                else math.inf
+                if bare(each) in hard
+                else 0.0
+            )
         )
-        found = exchanges(candidates, errors, kept, fixed, tolerance)
-        is_late = len(errors) + reserve * len(kept) >= enough
+        found = exchanges(candidates, outcomes, kept, fixed, tolerance, most=most)
+        is_late = len(outcomes) + reserve * len(kept) >= enough
         if not found or (is_late and found[0].promise < _MUCH):
             break
         first, *others = [each.kept for each in found]
-        errors[first] = yield Ask(first, "exchange", tuple(others))
-        if errors[first] <= tolerance:
+        error = yield Ask(first, "exchange", tuple(others))
+        if error <= tolerance:
             kept = first
         else:
             failures += 1
-    return kept
-
-
-def _passing(ordered: Sequence[Candidate], tolerance: float) -> Search:
-    """Yields what to evaluate, and returns a set that passes, with few members that are not needed."""
-    if not ordered:
-        return frozenset()
-    hard = frozenset(each.name for each in ordered if each.is_hard)
-    error = yield Ask(frozenset(), "all low", (hard,) if hard else ())
-    if error <= tolerance:
-        return frozenset()
-    unseen = frozenset(each.name for each in ordered if each.is_unseen) - hard
-    if unseen:
-        others = frozenset(each.name for each in ordered) - unseen
-        if not others or (yield Ask(others, "unseen")) > _HARMLESS * tolerance:
-            hard |= unseen
-    rest = [each for each in ordered if each.name not in hard]
-    if hard:
-        error = yield Ask(hard, "range")
-    if hard and error <= tolerance:
-        return hard
-    scale = _scale(rest, error)
-    ranking = _ranking(rest, scale, tolerance)
-    length = yield from _prefix(hard, ranking, error, scale, tolerance)
-    return hard | {each.name for each in ranking[:length]}
-
-
-def _scale(candidates: Iterable[Candidate], error: float) -> float:
-    """Returns what to multiply squared scores by so that together they are the measured error's square."""
-    total = sum((each.score or 0.0) ** 2 for each in candidates)
-    return error**2 / total if math.isfinite(error) and total > 0 else 0.0
-
-
-def _predicted(candidate: Candidate, scale: float) -> float:
-    """Returns the square of the error that computing ``candidate`` in low precision is predicted to add."""
-    return (candidate.score or 0.0) ** 2 * scale
-
-
-def _ranking(candidates: Sequence[Candidate], scale: float, tolerance: float) -> list[Candidate]:
-    """Returns the candidates, those first that take most error away for the work that they cost.
-
-    What together has no effect that matters comes last, whatever it costs. Without scores: as the default
-    lists have them.
-    """
-    if all(each.score is None for each in candidates):
-        return sorted(candidates, key=lambda each: (each.prior, each.benefit, each.name))
-    if not scale:  # nothing to calibrate by: the error is infinite
-        return sorted(candidates, key=lambda each: (-(each.score or 0.0), each.name))
-    weakest = sorted(candidates, key=lambda each: (_predicted(each, scale), each.name))
-    budget, count = (_NEGLIGIBLE * tolerance) ** 2, 0
-    for each in weakest:
-        budget -= _predicted(each, scale)
-        if budget < 0:
-            break
-        count += 1
-    strong = sorted(
-        weakest[count:],
-        key=lambda each: (-_predicted(each, scale) / cost(each), each.name),
-    )
-    return strong + weakest[:count][::-1]
-
-
-def _prefix(
-    hard: Kept, ranking: Sequence[Candidate], error: float, scale: float, tolerance: float
-) -> Generator[Ask, float, int]:
-    """Yields what to evaluate, and returns how many of the ranking to keep so that the rest passes.
-
-    Gallops up from none to the first that passes, where predictions say how far, then bisects.
-    """
-
-    def kept(length: int) -> Kept:
-        return hard | {each.name for each in ranking[:length]}
-
-    predicted = [_predicted(each, scale) for each in ranking]
-    low, high = 0, len(ranking)
-    errors = {low: error}
-    step = 1
-    while high - low > 1:
-        if high == len(ranking):
-            guess = _length_by_failure(predicted, low, errors[low], tolerance)
-            guess = max(guess, low + step)
-            step *= 2
-            ahead: Iterable[int] = (guess - 1, guess + step, guess - 2)
-        else:
-            guess = _length_by_both(predicted, (low, high), errors, tolerance)
-            if step:  # once, then by halves unless it closes in
-                step = 0
-            elif guess not in (low + 1, high - 1) or high - low > 4:
-                guess = (low + high) // 2
-            ahead = (guess - 1, guess + 1, (low + guess) // 2, (guess + high) // 2)
-        guess = min(max(guess, low + 1), high - 1)
-        others = [each for each in dict.fromkeys(ahead) if low < each < high and each != guess]
-        errors[guess] = yield Ask(kept(guess), "prefix", tuple(map(kept, others)))
-        if errors[guess] <= tolerance:
-            high = guess
-        else:
-            low = guess
-    return high
-
-
-def _length_by_failure(predicted: Sequence[float], low: int, error: float, tolerance: float) -> int:
-    """Returns the length after which the rest is predicted to pass, calibrated on what failed at ``low``."""
-    rest = sum(predicted[low:])
-    if not math.isfinite(error) or rest <= 0:
-        return low + 1
-    scale = error**2 / rest
-    for length in range(low, len(predicted)):
-        if rest * scale <= tolerance**2:
-            return length
-        rest -= predicted[length]
-    return len(predicted)
-
-
-def _length_by_both(
-    predicted: Sequence[float], bracket: tuple[int, int], errors: dict[int, float], tolerance: float
-) -> int:
-    """Returns the length that is predicted to pass, between one that failed and one that passed."""
-    low, high = bracket
-    between = sum(predicted[low:high])
-    gained = errors[low] ** 2 - errors[high] ** 2 if high in errors else math.inf
-    if not math.isfinite(gained) or between <= 0:
-        return (low + high) // 2
-    scale = gained / between
-    error = errors[high] ** 2
-    for length in range(high - 1, low, -1):
-        error += predicted[length] * scale
-        if error > tolerance**2:
-            return min(length + 1, high - 1)
-    return low + 1
-
-
-def _minimal(members: Sequence[Candidate], tolerance: float) -> Search:
-    """Yields what to evaluate, and returns a 1-minimal part of a set that passes.
-
-    Blocks that get larger as long as they are not needed are taken out first: of what left the range, as
-    masks of the smallest float32 do without harm, and of what has no effect that is known, then the weakest.
-    Each one taken out late has those before tried anew. Then single members, the dearest first, until none can be taken out.
-    """
-    kept = frozenset(each.name for each in members)
-    weakest = sorted(
-        members,
-        key=lambda each: (
-            not each.is_hard,
-            not each.is_unseen,
-            each.score or -each.prior,
-            -each.benefit,
-            each.name,
-        ),
-    )
-    names = [each.name for each in weakest]
-    needed: set[str] = set()
-    start, block = 0, 1
-    while start < len(names):
-        part = names[start : start + block]
-        trial, after = kept - set(part), start + len(part)
-        larger = trial - set(names[after : after + 2 * block])
-        smaller = kept - set(part[: len(part) // 2])
-        singles = [kept - {name} for name in names[start + 1 : start + _MOST_AHEAD]]
-        others = dict.fromkeys([larger, *(singles if len(part) == 1 else [smaller])])
-        ahead = tuple(each for each in others if each not in (trial, kept))
-        error = yield Ask(trial, "prune", ahead)
-        if error <= tolerance:
-            kept, needed = trial, set()
-            start, block = after, 2 * block
-        elif len(part) == 1:
-            needed.add(part[0])
-            start, block = start + 1, 1
-        else:
-            block = len(part) // 2
-    dearest = sorted(members, key=lambda each: (-each.benefit, each.name))
-    while left := [each.name for each in dearest if each.name in kept - needed]:
-        ahead = tuple(kept - {name} for name in left[1 : _MOST_AHEAD + 1])
-        error = yield Ask(kept - {left[0]}, "sweep", ahead)
-        if error <= tolerance:
-            kept, needed = kept - {left[0]}, set()
-        else:
-            needed.add(left[0])
     return kept

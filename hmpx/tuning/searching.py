@@ -7,9 +7,11 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import OptionError
-from .candidates import Candidate, Kept, Spot, split
+from .asking import Search
+from .candidates import Candidate, Kept, Spot, bare, split
+from .exchanging import cost_of
 from .runner import BudgetError, Runner
-from .search import Search, search
+from .search import search
 
 #: The least tolerance, as a multiple of the error of fp32 against itself.
 LEAST_OVER_NOISE: Final = 3
@@ -132,7 +134,8 @@ class Searching:
 
         def cost(choice: tuple[Kept, tuple[Candidate, ...]]) -> tuple[float, int, list[str]]:
             kept, known = choice
-            lost = sum(each.benefit for each in known if each.name in _names(kept))
+            outcome = self.runner.known(kept, self.tolerance)
+            lost = cost_of(known, kept, {} if outcome is None else outcome.seen)
             return lost, len(kept), sorted(kept)
 
         kept, known = min(choices, key=cost, default=(everything, tuple(self.coarse)))
@@ -144,4 +147,4 @@ class Searching:
 
 def _names(kept: Kept) -> set[str]:
     """Returns the names of candidates in a set, without the types that they have there."""
-    return {each.partition("=")[0] for each in kept}
+    return {bare(each) for each in kept}

@@ -8,7 +8,8 @@ from typing import TYPE_CHECKING, Final
 
 from ..errors import cut
 from .assignment import FP32
-from .candidates import Candidate
+from .candidates import FOLLOWS, Candidate, bare, is_following
+from .shares import low_parts, shares
 
 #: The metric of a command, which passes or fails.
 CHECK: Final = "check"
@@ -29,12 +30,14 @@ def text(tuned: Tuned) -> str:
 def verdict(tuned: Tuned) -> str:
     """Returns what was found, in a few sentences."""
     count, low = len(tuned.kept), tuned.low_precision_type
-    stay = "in fp32" if tuned.kept == tuned.keep_fp32 else "in wider types"
+    stay = "in wider types" if any(map(_is_wider, tuned.kept)) else "in fp32"
     kept = (
         f"Nothing has to stay in fp32 beside {low}"
         if not count
         else f"{count} of {len(tuned.candidates)} candidates stay {stay} beside {low}"
     )
+    if tuned.follows:
+        kept += f", {len(tuned.follows)} of them in calls that are given fp32"
     if tuned.metric == CHECK:
         of_all = "passes" if tuned.all_low_error == 0 else "fails"
         said = f"the check passes; all in {low} it {of_all}."
@@ -72,16 +75,20 @@ def verdict(tuned: Tuned) -> str:
     return "\n".join(lines)
 
 
+def _is_wider(member: str) -> bool:
+    return bare(member) != member and not is_following(member)
+
+
 def _shares(tuned: Tuned) -> str:
     """Returns the shares of FLOPs and bytes in each type below fp32."""
     types, found = tuned.types, []
-    flops = sum(each.flops for each in tuned.candidates)
-    count = sum(each.bytes for each in tuned.candidates)
-    for name in dict.fromkeys([tuned.low_precision_type, *sorted(set(types.values()) - {FP32})]):
-        members = [each for each in tuned.candidates if types[each.name] == name]
-        low_flops = sum(each.flops for each in members) / flops if flops else 1.0
-        low_bytes = sum(each.bytes for each in members) / count if count else 1.0
-        found.append(f"In {name}: {low_flops:.1%} of FLOPs, {low_bytes:.1%} of bytes")
+    for name in dict.fromkeys([tuned.low_precision_type, *sorted(set(types.values()))]):
+        if name in (FP32, FOLLOWS):
+            continue
+        others = {each.name for each in tuned.candidates if types[each.name] not in (name, FOLLOWS)}
+        followed = {each for each in tuned.kept if is_following(each)}
+        flops, count = shares(tuned.candidates, frozenset(others | followed), tuned.seen)
+        found.append(f"In {name}: {flops:.1%} of FLOPs, {count:.1%} of bytes")
     return "; ".join(found)
 
 
@@ -91,21 +98,24 @@ KEPT_TITLES = ("kept", "effect", "rank", "error without it", "FLOPs", "bytes")
 def kept_rows(tuned: Tuned) -> list[tuple[str, ...]]:
     """Returns a row for each kept candidate, the one with the largest effect first."""
     known = {each.name: each for each in tuned.candidates}
-    pairs = [(known[name.partition("=")[0]], name) for name in tuned.kept]
+    pairs = [(known[bare(name)], name) for name in tuned.kept]
     pairs.sort(key=lambda each: (not each[0].is_hard, -(each[0].score or 0.0), each[1]))
     flops = max(1, sum(each.flops for each in tuned.candidates))
     count = max(1, sum(each.bytes for each in tuned.candidates))
-    return [
-        (
-            cut(name),
-            effect(each),
-            rank(each, tuned.candidates),
-            error_text(tuned, tuned.error_without(name)),
-            f"{each.flops / flops:.1%}",
-            f"{each.bytes / count:.1%}",
+    rows: list[tuple[str, ...]] = []
+    for each, name in pairs:
+        low_flops, low_bytes = low_parts(each, tuned.kept, tuned.seen)
+        rows.append(
+            (
+                f"{cut(each.name)} follows" if is_following(name) else cut(name),
+                effect(each),
+                rank(each, tuned.candidates),
+                error_text(tuned, tuned.error_without(name)),
+                f"{each.flops * (1 - (low_flops if is_following(name) else 0)) / flops:.1%}",
+                f"{each.bytes * (1 - (low_bytes if is_following(name) else 0)) / count:.1%}",
+            )
         )
-        for each, name in pairs
-    ]
+    return rows
 
 
 PATH_TITLES = ("", "phase", "kept", "error", "")

@@ -11,6 +11,7 @@ from typing import Final
 from ..errors import OptionError, said_by
 from .candidates import Kept
 from .evaluating import Task
+from .evaluation import Outcome
 
 #: What a worker evaluates: the set, its inputs, the tolerance.
 Work = tuple[Kept, str, float]
@@ -22,8 +23,8 @@ _TASKS: Final[dict[str, Task]] = {}
 MOST_AT_ONCE: Final = 8
 
 
-def evaluate(token: str, payload: bytes | None, work: Work) -> float | None:
-    """Returns an error, in a worker; None if the worker has no such task yet, and gets none here."""
+def evaluate(token: str, payload: bytes | None, work: Work) -> Outcome | None:
+    """Returns an outcome, in a worker; None if the worker has no such task yet, and gets none here."""
     task = _TASKS.get(token)
     if task is None:
         if payload is None:
@@ -31,7 +32,7 @@ def evaluate(token: str, payload: bytes | None, work: Work) -> float | None:
         task = pickle.loads(payload)
         _TASKS.clear()
         _TASKS[token] = task
-    return task.error(*work)
+    return task.outcome(*work)
 
 
 class Workers:
@@ -51,12 +52,12 @@ class Workers:
                 "define functions at the top of a module, or leave out executor"
             ) from error
         self._executor, self._token = executor, uuid.uuid4().hex
-        self._under_way: dict[Work, Future[float | None]] = {}
+        self._under_way: dict[Work, Future[Outcome | None]] = {}
 
-    def error(
-        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, float], None]
-    ) -> float:
-        """Returns the error of ``work``, and has ``ahead`` evaluated meanwhile.
+    def outcome(
+        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, Outcome], None]
+    ) -> Outcome:
+        """Returns the outcome of ``work``, and has ``ahead`` evaluated meanwhile.
 
         Args:
             work: What is asked for.
@@ -74,10 +75,10 @@ class Workers:
             note(each, other)
         return found
 
-    def _submit(self, payload: bytes | None, work: Work) -> Future[float | None]:
+    def _submit(self, payload: bytes | None, work: Work) -> Future[Outcome | None]:
         return self._executor.submit(evaluate, self._token, payload, work)
 
-    def _result(self, work: Work) -> float:
+    def _result(self, work: Work) -> Outcome:
         future = self._under_way.pop(work)
         try:
             found = future.result()

@@ -10,7 +10,7 @@ import yaml
 from ..policy import FILE_NAMES
 from ..version import __version__
 from .assignment import assigned, policy_source
-from .candidates import Candidate
+from .candidates import FOLLOWS, Candidate, bare, is_following
 from .text import CHECK, effect, error_text, rank, shown
 
 if TYPE_CHECKING:
@@ -21,6 +21,7 @@ def files(tuned: Tuned) -> dict[str, str]:
     """Returns the name of each file -> its content."""
     types = assigned(tuned.candidates, tuned.kept, tuned.low_precision_type)
     source = policy_source(types, tuned.low_precision_type)
+    followed = {op for (op, _), each in types.items() if each == FOLLOWS}
     if "sections" in source:
         return {"policy.yaml": _policy_file(tuned, source)}
     written = yaml.safe_load(tuned.policy.to_yaml())
@@ -32,7 +33,13 @@ def files(tuned: Tuned) -> dict[str, str]:
         ours = [line for line in lines if line.split()[0] in called]
         others = [line for line in lines if line not in ours and not _is_of_library(line)]
         parts = [_head(tuned, f'hmpx.convert(lists="DIRECTORY"{load})')]
-        if kind != "widest":
+        if kind == "widest":
+            listed = [line for line in ours if line in followed]
+            unlisted = sorted(followed - set(listed))
+            parts.append(_section("What the model calls.", _explained(tuned, listed)))
+            said = _explained(tuned, unlisted, is_listed=False)
+            parts.append(_section("In no list, so that it follows its inputs.", said))
+        else:
             parts.append(_section("What the model calls.", _explained(tuned, ours)))
         parts.append(_section("What it does not call: as by default.", others))
         found[name] = "\n".join(part for part in parts if part)
@@ -46,7 +53,10 @@ def _argument(low_type: str) -> str:
 def _policy_file(tuned: Tuned, source: dict[str, Any]) -> str:
     """Returns the policy file: its keys as YAML, with comments above the lines of what is kept."""
     parts = [_head(tuned, 'hmpx.convert(policy="policy.yaml")')]
-    parts += [_comment(f"{name}: {why(tuned, name)}") for name in sorted(tuned.kept)]
+    parts += [
+        _comment(f"{bare(name)}{' follows' * is_following(name)}: {why(tuned, name)}")
+        for name in sorted(tuned.kept)
+    ]
     parts.append(yaml.safe_dump(source, sort_keys=False))
     return "\n".join(parts)
 
@@ -75,21 +85,24 @@ def _is_of_library(line: str) -> bool:
     return "." in line.split(maxsplit=1)[0]
 
 
-def _explained(tuned: Tuned, lines: Iterable[str]) -> list[str]:
+def _explained(tuned: Tuned, lines: Iterable[str], *, is_listed: bool = True) -> list[str]:
     found: list[str] = []
     by_op: dict[str, list[Candidate]] = {}
     for each in tuned.candidates:
         for op in sorted({op for op, _ in each.spots}):
             by_op.setdefault(op, []).append(each)
-    kept = {name.partition("=")[0]: name for name in tuned.kept}
+    kept = {bare(name): name for name in tuned.kept}
     for line in lines:
         members = by_op.get(line.split()[0].removeprefix("-"), [])
         for each in members:
             if each.name in kept:
-                found.append(_comment(_named(each, why(tuned, kept[each.name]), members)))
+                said = why(tuned, kept[each.name])
+                named = _named(each, said, members) if is_listed else f"{each.name}: {said}"
+                found.append(_comment(named))
             elif each.score is not None:
                 found.append(_comment(_named(each, f"effect {effect(each)}", members)))
-        found.append(line)
+        if is_listed:
+            found.append(line)
     return found
 
 
@@ -101,7 +114,7 @@ def _named(candidate: Candidate, said: str, members: list[Candidate]) -> str:
 
 def why(tuned: Tuned, name: str) -> str:
     """Returns why a candidate is kept: its effect, and the error with and without it."""
-    candidate = next(each for each in tuned.candidates if each.name == name.partition("=")[0])
+    candidate = next(each for each in tuned.candidates if each.name == bare(name))
     place = rank(candidate, tuned.candidates)
     ranked = f", rank {place} of {len(tuned.candidates)}" if place else ""
     measured = "the check" if tuned.metric == CHECK else "error"

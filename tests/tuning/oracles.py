@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
 from hmpx.tuning.candidates import Candidate, Kept
+from hmpx.tuning.evaluation import Outcome, Seen
 from hmpx.tuning.search import search
 
 TOLERANCE = 1.0
@@ -80,6 +81,116 @@ def run(
         while True:
             if asked.kept not in known:
                 known[asked.kept] = error(asked.kept)
+            asked = going.send(Outcome(known[asked.kept]))
+    except StopIteration as done:
+        return done.value, list(known)
+
+
+@dataclass(frozen=True)
+class Call:
+    """One call of a simulated program.
+
+    Attributes:
+        op: The candidate that it is of.
+        inputs: The calls whose results it is given; an input of the program, in fp32, where there are none.
+        square: The squared error that it adds in low precision.
+        work: What it costs.
+    """
+
+    op: str
+    inputs: tuple[int, ...]
+    square: float
+    work: float
+
+
+@dataclass(frozen=True)
+class Flow:
+    """A program whose calls take each other's results: what follows depends on what it is given."""
+
+    calls: tuple[Call, ...]
+
+    @property
+    def names(self) -> list[str]:
+        """The candidates."""
+        return sorted({each.op for each in self.calls})
+
+    def low(self, kept: Kept) -> tuple[list[bool], list[bool]]:
+        """Returns whether each call computes in low precision, and whether it is given nothing else."""
+        found: list[bool] = []
+        given: list[bool] = []
+        for each in self.calls:
+            given.append(bool(each.inputs) and all(found[i] for i in each.inputs))
+            follows = f"{each.op}=follows" in kept
+            found.append(given[-1] if follows else each.op not in kept)
+        return found, given
+
+    def outcome(self, kept: Kept) -> Outcome:
+        """Returns the error, and what is seen."""
+        low, given = self.low(kept)
+        square = sum(each.square for each, is_low in zip(self.calls, low, strict=True) if is_low)
+        seen = {}
+        for name in self.names:
+            parts = [self._share(name, which) for which in (low, low, given)]
+            seen[name] = Seen(*parts)
+        return Outcome(math.sqrt(square), seen)
+
+    def _share(self, name: str, which: list[bool]) -> float:
+        own = [
+            (each.work, is_so)
+            for each, is_so in zip(self.calls, which, strict=True)
+            if each.op == name
+        ]
+        return sum(work for work, is_so in own if is_so) / sum(work for work, _ in own)
+
+    def kept_work(self, kept: Kept) -> float:
+        """Returns the share of the work that is in fp32."""
+        low, _ = self.low(kept)
+        wide = sum(each.work for each, is_low in zip(self.calls, low, strict=True) if not is_low)
+        return wide / sum(each.work for each in self.calls)
+
+    def candidates(self) -> list[Candidate]:
+        """Returns the candidates, with the scores that a comparison would find."""
+        whole = sum(each.work for each in self.calls)
+        found = []
+        for name in self.names:
+            own = [each for each in self.calls if each.op == name]
+            work = sum(each.work for each in own)
+            found.append(
+                Candidate(
+                    name,
+                    score=math.sqrt(sum(each.square for each in own)),
+                    flops=int(1000 * work),
+                    bytes=int(1000 * work),
+                    benefit=work / whole,
+                    may_follow=True,
+                )
+            )
+        return found
+
+
+def flow(seed: int, ops: int = 6, count: int = 24) -> Flow:
+    """Returns a random program, in which each op has several calls."""
+    draw = random.Random(seed)
+    names = [f"op{i}" for i in range(ops)]
+    calls: list[Call] = []
+    for index in range(count):
+        op = names[index] if index < ops else draw.choice(names)
+        before = range(max(0, index - 4), index)
+        inputs = tuple(sorted(draw.sample(before, min(len(before), draw.choice((0, 1, 1, 2))))))
+        calls.append(Call(op, inputs, math.exp(draw.gauss(-2, 1)), draw.choice((1, 1, 2, 8))))
+    return Flow(tuple(calls))
+
+
+def run_flow(
+    program: Flow, tolerance: float, shipped: Iterable[Kept] = ()
+) -> tuple[Kept, list[Kept]]:
+    """Returns what a search finds, and the sets that it had evaluated, each once."""
+    known: dict[Kept, Outcome] = {}
+    going = search(program.candidates(), tolerance, shipped)
+    try:
+        asked = next(going)
+        while True:
+            known.setdefault(asked.kept, program.outcome(asked.kept))
             asked = going.send(known[asked.kept])
     except StopIteration as done:
         return done.value, list(known)

@@ -8,6 +8,7 @@ import random
 import statistics
 
 from hmpx.tuning.candidates import Candidate, Kept
+from hmpx.tuning.evaluation import Outcome
 from hmpx.tuning.exchanging import calibrated, cost_of, exchanges
 
 from .oracles import run
@@ -86,8 +87,8 @@ def test_effects_agree_with_what_was_measured() -> None:
     candidates = candidates_of(SQUARES, WORK, 3.0, 1)
     names = frozenset(SQUARES)
     sets = [frozenset(), *(names - {name} for name in names), frozenset({"linear", "add"})]
-    errors = {kept: error_of(SQUARES, kept) for kept in sets}
-    found = calibrated(candidates, errors, 3.0)
+    outcomes = {kept: Outcome(error_of(SQUARES, kept)) for kept in sets}
+    found = calibrated(candidates, outcomes, 3.0)
     for name in ("linear", "layer_norm", "add", "embedding"):
         assert 0.9 < found[name] / SQUARES[name] < 1.1
 
@@ -98,7 +99,8 @@ def test_nothing_is_proposed_that_is_known_to_fail() -> None:
     kept = frozenset({"linear", "layer_norm"})
     failed = frozenset({"layer_norm", "add", "embedding"})
     errors = {frozenset(): 5.8, kept: 3.1, failed: 3.6, frozenset({"layer_norm", "add"}): 3.9}
-    found = exchanges(candidates, errors, kept, frozenset({"layer_norm"}), 3.33)
+    outcomes = {each: Outcome(error) for each, error in errors.items()}
+    found = exchanges(candidates, outcomes, kept, frozenset({"layer_norm"}), 3.33)
     assert found
     for each in found:
         assert "layer_norm" in each.kept
@@ -123,4 +125,5 @@ def test_infinite_errors_and_effects_that_are_not_known() -> None:
 
     kept, _ = run(candidates, error, 0.5)
     assert kept == {"exp"}
-    assert all(map(math.isfinite, calibrated(candidates, {frozenset(): math.inf}, 0.5).values()))
+    outcomes = {frozenset(): Outcome(math.inf)}
+    assert all(map(math.isfinite, calibrated(candidates, outcomes, 0.5).values()))

@@ -15,6 +15,7 @@ import pytest
 
 from hmpx import OptionError
 from hmpx.tuning.candidates import Kept
+from hmpx.tuning.evaluation import Outcome, Seen
 from hmpx.tuning.journal import Journal
 from hmpx.tuning.runner import Runner
 from hmpx.tuning.searching import Found, Searching
@@ -31,7 +32,7 @@ class Simulated:
     kill_at: int = -1
     evaluated: list[Kept] = field(default_factory=list)
 
-    def error(self, work: Any, ahead: Any = (), note: Any = None) -> float:
+    def outcome(self, work: Any, ahead: Any = (), note: Any = None) -> Outcome:
         """Takes a work, or what it is made of, as in a worker."""
         if isinstance(work, frozenset):
             work = (work, ahead, note)
@@ -40,7 +41,8 @@ class Simulated:
         kept, inputs, _ = work
         self.evaluated.append(kept)
         found = self.model.error(kept)
-        return found * 1.2 if inputs == "fresh" else found
+        seen = {"op1": Seen(0.25, 1 / 3, 0.5)}
+        return Outcome(found * 1.2 if inputs == "fresh" else found, seen)
 
 
 def ignore(number: int, evaluation: object) -> None:
@@ -221,8 +223,8 @@ class Sent:
     def __init__(self, count: int = 0) -> None:
         self.count = count
 
-    def error(self, kept: Kept, inputs: str, tolerance: float) -> float:
-        return float(self.count)
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
+        return Outcome(float(self.count))
 
     def __reduce__(self) -> tuple[Any, ...]:
         return _unpickled, ()
@@ -241,7 +243,7 @@ def test_the_model_is_sent_once_to_a_worker() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as executor:
         workers = Workers(executor, Sent())  # type: ignore[arg-type]
         works = [(frozenset({str(i)}), "tuning", 0.0) for i in range(5)]
-        assert [workers.error(work, (), ignore) for work in works] == [1.0] * 5
+        assert [workers.outcome(work, (), ignore) for work in works] == [Outcome(1.0)] * 5
 
 
 def test_what_cannot_be_pickled_is_refused() -> None:
@@ -251,7 +253,7 @@ def test_what_cannot_be_pickled_is_refused() -> None:
 
 
 class Failing:
-    def error(self, kept: Kept, inputs: str, tolerance: float) -> float:
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
         raise OptionError("the worker's own error")
 
 
@@ -261,4 +263,4 @@ def test_an_error_in_a_worker_is_raised() -> None:
     with ThreadPoolExecutor(1) as executor:
         workers = Workers(executor, Failing())  # type: ignore[arg-type]
         with pytest.raises(OptionError, match="the worker's own error"):
-            workers.error((frozenset(), "tuning", 0.0), (), ignore)
+            workers.outcome((frozenset(), "tuning", 0.0), (), ignore)

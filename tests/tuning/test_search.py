@@ -10,6 +10,7 @@ import statistics
 import pytest
 
 from hmpx.tuning.candidates import Candidate, Kept
+from hmpx.tuning.evaluation import Outcome
 from hmpx.tuning.search import search, search_in_time
 
 from .oracles import TOLERANCE, Oracle, oracle, run
@@ -203,7 +204,7 @@ def test_what_is_named_ahead_is_often_asked_for() -> None:
             assert len(set(asked.ahead)) == len(asked.ahead)
             assert asked.kept not in asked.ahead
             named |= set(asked.ahead)
-            asked = going.send(model.error(asked.kept))
+            asked = going.send(Outcome(model.error(asked.kept)))
     except StopIteration:
         pass
     assert foreseen >= asked_for / 2
@@ -232,7 +233,7 @@ def answered(searching: object, errors: dict[str, float]) -> tuple[Kept, list[tu
         while True:
             asked.append((ask.phase, ask.kept))
             rest = sum(errors[name] ** 2 for name in errors if name not in ask.kept)
-            ask = searching.send(math.sqrt(rest))  # type: ignore[attr-defined]
+            ask = searching.send(Outcome(math.sqrt(rest)))  # type: ignore[attr-defined]
     except StopIteration as done:
         return done.value, asked
 
