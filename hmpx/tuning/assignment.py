@@ -11,6 +11,7 @@ from collections.abc import Collection, Iterable, Mapping
 from typing import Any, Final
 
 from .. import ops
+from ..errors import PolicyFileError
 from ..policy import CastPolicy, Policy, load_policy
 from .candidates import FOLLOWS, Candidate, Kept, Spot
 
@@ -69,6 +70,18 @@ def reads_first(op: str) -> bool:
 
 
 @functools.cache
+def may_follow(op: str) -> bool:
+    """Whether a policy can say that an op follows its inputs: not where other ops' lines alone decide it."""
+    if ops.is_foreign(op):
+        return False
+    try:
+        decided = policy_of({(op, ""): FOLLOWS}, "bfloat16")[op].cast_policy
+    except PolicyFileError:
+        return False
+    return decided is _relative(op)
+
+
+@functools.cache
 def _relative(op: str) -> CastPolicy:
     """Returns what is decided for an op that is in no list of low precision or fp32."""
     nothing = {"remove": ["*"]}
@@ -86,7 +99,8 @@ def _make_follow(op: str, lists: dict[str, Any]) -> None:
     if shipped is _relative(op):
         return
     kind = {CastPolicy.LOW: "low", CastPolicy.FP32: "fp32"}[shipped]
-    if _relative(op) is CastPolicy.PASS or ops.covering(op) is not None:
+    is_promoted = _relative(op) is CastPolicy.WIDEST and ops.covering(op) is not None
+    if _relative(op) is CastPolicy.PASS or is_promoted:
         lists.setdefault("pass", []).append(op)  # torch promotes it
         return
     found = lists.get(kind, [])

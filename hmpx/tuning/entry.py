@@ -11,11 +11,12 @@ from typing import Any
 
 import torch
 
-from .. import arguments, ops
+from .. import arguments
 from ..errors import OptionError, shown
 from ..policy import LowType
 from . import scoring
 from .asking import Search, by_errors
+from .assignment import may_follow
 from .candidates import Candidate, by_module, by_op, split, timed
 from .choosing import Prices, bits_of, choose_within, search_types
 from .evaluating import FRESH, TUNING, Task
@@ -186,7 +187,7 @@ class _Tuning:
             found = by_module(spots, scores)
         if request.may_follow and not is_finer:
             found = [
-                dataclasses.replace(each, may_follow=not ops.is_foreign(min(each.spots)[0]))
+                dataclasses.replace(each, may_follow=may_follow(min(each.spots)[0]))
                 for each in found
             ]
         make = self._search(journal, spots, found)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.tuning.assignment import assigned, policy_of
+from hmpx.tuning.assignment import assigned, may_follow, policy_of
 from hmpx.tuning.candidates import Candidate, Kept, bare, is_following
 from hmpx.tuning.shipped import sets_of
 
@@ -234,6 +234,14 @@ def test_each_op_may_follow(kept: str, by: str) -> None:
     types = assigned(candidates, frozenset(members | others), "bfloat16")
     _, parts = measured(model, policy=policy_of(types, "bfloat16"))
     assert all(parts[spot] == 0 for spot in spots)
+
+
+def test_products_and_norms_follow_the_first_of_their_inputs() -> None:
+    """Their kernels refuse mixed types, so that it has to be said in the policy."""
+    for op in ("conv2d", "linear", "layer_norm", "batch_norm", "bmm"):
+        assert may_follow(op)
+        decided = policy_of({(op, ""): "follows"}, "bfloat16")[op]
+        assert decided.cast_policy is hmpx.CastPolicy.FIRST
 
 
 def test_a_journal_and_an_executor_find_the_same(tmp_path: Path) -> None:
