@@ -15,6 +15,9 @@ from .shares import low_parts
 #: How many sets may fail until what is left is left to the proof.
 _MOST_FAILURES: Final = 2
 
+#: How many sets are named at most that may be asked for next.
+_MOST_AHEAD: Final = 8
+
 #: To follow its inputs a member has to bring so much of the model's work into low precision.
 _LEAST: Final = 0.002
 
@@ -60,7 +63,7 @@ def lowered(
             trial = _lowered_by(moves, kept, outcomes, tolerance, rest)
             if trial == kept:
                 break
-            error = yield Ask(trial, phase)
+            error = yield Ask(trial, phase, _ahead(moves, trial))
             if error <= tolerance:
                 kept = trial
             else:
@@ -129,6 +132,19 @@ def _lowered_by(
         best = max(hopeful, key=lambda each: (each.gain, each.member))
         trial = kept - {best.member} | best.lowered
     return trial
+
+
+def _ahead(moves: Sequence[_Move], trial: Kept) -> tuple[Kept, ...]:
+    """Returns sets that may be tried next: beyond the trial, with those that were not lowered yet in their order.
+
+    An error that passes makes effects smaller than they were predicted to be, and hardly changes their order.
+    """
+    further, found = trial, []
+    for each in sorted(moves, key=lambda each: (each.harm / each.gain, each.member)):
+        if each.member in further and len(found) < _MOST_AHEAD:
+            further = further - {each.member} | each.lowered
+            found.append(further)
+    return tuple(found)
 
 
 def _is_hopeless(kept: Kept, outcomes: Mapping[Kept, Outcome], tolerance: float) -> bool:
