@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 
 from .. import session, torch_state
 from ..observers import OpCall, attach_to_values
-from ..tensors import tensors_in
+from ..tensors import node_of, tensors_in
 from ..torch_internals import disable_modes, next_number, uncompiled
 
 
@@ -98,10 +98,10 @@ class Observation:
     ) -> None:
         """Takes the nodes between a call's inputs and its results for its own."""
         given = tensors_in([args, list(kwargs.values())])
-        results = [tensor.grad_fn for tensor in tensors_in([result]) if tensor.grad_fn is not None]
+        results = [node for each in tensors_in([result]) if (node := node_of(each)) is not None]
         is_in_place = call.site.endswith("_") and not call.site.endswith("__")
         writes = is_in_place or call.cast_policy == "TARGET" or kwargs.get("out") is not None
-        inputs = [] if writes else [tensor.grad_fn for tensor in given]
+        inputs = [] if writes else [node_of(tensor) for tensor in given]
         before = set(map(id, inputs))  # of nodes that are held: identities are used again
         position, waiting = len(self.calls), list(results)
         self.calls.append(call)

@@ -30,6 +30,7 @@ from .nested import (
     tensors_in,
     with_items,
 )
+from .nodes import is_leaf, node_of
 from .structures import copied, floats_of, is_dense, map_all, tensors_of, widened
 
 __all__ = [
@@ -55,10 +56,12 @@ __all__ = [
     "is_available",
     "is_dense",
     "is_floating",
+    "is_leaf",
     "leaves",
     "long_name",
     "map_all",
     "map_tensors",
+    "node_of",
     "parse_device_type",
     "parse_device_types",
     "parse_name",

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..observers import OpCall
-from ..tensors import tensors_in
+from ..tensors import is_leaf, node_of, tensors_in
 from ..torch_internals import (
     dispatch_modes,
     has_tangents,
@@ -130,14 +130,14 @@ class Notes:
             else:
                 record.inputs.append(self._input(record, tensor, storage))
         for tensor, storage in zip(results, storages, strict=True):
-            cell = Cell(self._slots.measure(tensor), is_hooked=not tensor.is_leaf)
+            cell = Cell(self._slots.measure(tensor), is_hooked=node_of(tensor) is not None)
             version = version_of(tensor)
             record.results.append(cell)
             record.alive.append((weakref.ref(tensor), version))
             self._known.note(tensor, storage, version, cell)
 
     def _input(self, record: CallRecord, tensor: Tensor, storage: Any) -> Input:
-        if tensor.requires_grad and tensor.is_leaf:
+        if tensor.requires_grad and is_leaf(tensor):
             key, version = id(tensor), version_of(tensor)
             leaf = self._leaves.get(key)
             if leaf is None or leaf.version != version or leaf.reference() is not tensor:
@@ -145,11 +145,11 @@ class Notes:
             return Input((leaf,), False)
         found = self._known.find(tensor, storage)
         if found is not None:
-            if not found[0][-1].is_hooked and (node := tensor.grad_fn) is not None:
+            if not found[0][-1].is_hooked and (node := node_of(tensor)) is not None:
                 found[0][-1].is_hooked = True  # as of a torch.autograd.Function
                 self._hook_made_outside(record, node)
             return Input(*found)
-        node = tensor.grad_fn
+        node = node_of(tensor)
         maker = None if node is None else name_of(node)
         if node is None and not (self.has_gradients and self._is_gradient(tensor)):
             maker = ""
@@ -182,12 +182,12 @@ class Notes:
 
     def _hook(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
         """Has gradients noted where they enter and leave the backward of a call."""
-        nodes = dict.fromkeys([node for each in results if (node := each.grad_fn) is not None])
+        nodes = dict.fromkeys([node for each in results if (node := node_of(each)) is not None])
         if not nodes:
             return
         stops: dict[Any, torch.dtype | None] = {}
         for each in inputs:
-            if (node := each.grad_fn) is not None:
+            if (node := node_of(each)) is not None:
                 dtype = each.dtype
                 stops[node] = dtype if stops.get(node, dtype) is dtype else None
         if any([each is result for result in results for each in inputs]):  # noqa: C419

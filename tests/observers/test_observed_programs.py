@@ -228,3 +228,40 @@ def test_calls_again_in_fp32() -> None:
         model(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
     assert len(errors) == 3
     assert 0 < errors[0] < 0.02
+
+
+@pytest.mark.parametrize("how", ["watch", "record", "draw", "compare"])
+def test_weights_are_written_to_by_views(how: str) -> None:
+    """A view made without gradients whose base was written to refuses to tell its autograd node."""
+
+    def initialized(weight: torch.Tensor) -> torch.Tensor:
+        with torch.no_grad():
+            weight[:2] *= 3
+            view = weight[2:]
+            view.mul_(2).add_(1)
+            weight[3] = (view * 2).exp()[0]
+        return weight * 2
+
+    def new() -> torch.Tensor:
+        return torch.arange(8.0).view(4, 2).mul(0.25).requires_grad_()
+
+    with hmpx.convert(device_types=CPU):
+        unobserved = initialized(new())
+        results = []
+
+        def program() -> torch.Tensor:
+            results.append(initialized(new()))
+            return results[-1]
+
+        if how == "watch":
+            with hmpx.watch():
+                program().sum().backward()
+        elif how == "record":
+            with hmpx.record(memory=True):
+                program().sum().backward()
+        elif how == "draw":
+            hmpx.draw(program)
+        else:
+            hmpx.compare(program)
+    assert results
+    assert all(torch.equal(each, unobserved) for each in results)
