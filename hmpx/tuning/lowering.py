@@ -139,7 +139,8 @@ def _ahead(moves: Sequence[_Move], trial: Kept) -> tuple[Kept, ...]:
 
     An error that passes makes effects smaller than they were predicted to be, and hardly changes their order.
     """
-    further, found = trial, []
+    further = trial
+    found: list[Kept] = []
     for each in sorted(moves, key=lambda each: (each.harm / each.gain, each.member)):
         if each.member in further and len(found) < _MOST_AHEAD:
             further = further - {each.member} | each.lowered
