@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..number_formats import Rounder
-from ..torch_internals import has_tangents
+from ..torch_internals import may_learn
 from .factored import Multiplication
 from .straight_through import straight_through
 
@@ -42,10 +42,7 @@ class EmulatedProduct:
 
     def compute(self, factors: Sequence[Tensor]) -> Tensor:
         """Returns the product of the rounded factors."""
-        is_learning = torch.is_grad_enabled() and (
-            has_tangents() or any([factor.requires_grad for factor in factors])  # noqa: C419
-        )
-        if self.gradient is None or not is_learning:
+        if self.gradient is None or not may_learn(*factors):
             return self.multiplication.multiply(self.rounded(factors))
         return _Product.apply(self, *factors)  # type: ignore[no-any-return, no-untyped-call]
 
@@ -63,6 +60,12 @@ class EmulatedProduct:
         round_ = self.gradient(self.multiplication.contraction.axes(target)[-1])
         rounded = straight_through(gradient, round_, round_)
         return self.multiplication.gradient(target, self.rounded(factors, target), rounded)
+
+    def rounded_tangent(self, tangent: Tensor, axis: int | None) -> Tensor:
+        """Returns a factor's tangent, rounded along the axis that the product sums over."""
+        assert self.gradient is not None
+        round_ = self.gradient(axis)
+        return straight_through(tangent, round_, round_)
 
 
 class _Product(torch.autograd.Function):
@@ -95,7 +98,7 @@ class _Product(torch.autograd.Function):
         axes = ctx.product.multiplication.contraction.axes()
         terms = [
             ctx.product.multiplication.multiply(
-                [*rounded[:i], ctx.product.gradient(axes[i])(tangent), *rounded[i + 1 :]]
+                [*rounded[:i], ctx.product.rounded_tangent(tangent, axes[i]), *rounded[i + 1 :]]
             )
             for i, tangent in enumerate(tangents)
             if tangent is not None

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
-from ..torch_internals import INDUCTOR_CONFIG, run_when_traced
+from ..torch_internals import INDUCTOR_CONFIG, may_learn, run_when_traced
 from .composition import call_raised, rounded, widen
 
 # Taken before anything is patched: op lists may name any of them.
@@ -50,7 +50,7 @@ def in_graph(
         if dtype not in LOW_DTYPES or keeps_casts:
             return CAST[dtype](tensor)
         tensor = widen(tensor)
-        if tensor.requires_grad:
+        if may_learn(tensor):
             return _RoundOutput.apply(tensor, dtype)  # type: ignore[no-any-return, no-untyped-call]
         return CAST[dtype](round_fp32(tensor, dtype))
 
@@ -67,7 +67,7 @@ run_when_traced(are_casts_kept)
 
 
 def _raised_in_graph(tensor: Tensor) -> Tensor:
-    if tensor.requires_grad and torch.is_grad_enabled():
+    if may_learn(tensor):
         return _RoundInput.apply(tensor)  # type: ignore[no-any-return, no-untyped-call]
     return round_fp32(widen(tensor), tensor.dtype)
 

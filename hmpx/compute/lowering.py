@@ -18,6 +18,7 @@ from ..errors import OptionError, said_by, shown, suggestion
 from ..number_formats import Custom, Format, decode, encode, get
 from ..registry import Registry, change_together, exclusive
 from ..tensors import Args, Kwargs, map_tensors
+from ..torch_internals import may_learn
 from . import opaque
 from .legalize.graphs import is_exported, is_traced
 
@@ -73,7 +74,7 @@ class Lowering:
                     f"{tuple(result.shape)}"
                 )
             found = found.to(result.dtype)
-        return _InPlaceOf.apply(result, found) if result.requires_grad else found  # type: ignore[no-untyped-call]
+        return _InPlaceOf.apply(result, found) if may_learn(result) else found  # type: ignore[no-untyped-call]
 
     def called(self, args: Args, kwargs: Kwargs) -> Tensor:
         """Returns the function's result; it gets copies, which it may write to.

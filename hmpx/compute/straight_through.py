@@ -8,7 +8,9 @@ import torch
 from torch import Tensor
 
 from ..number_formats import Rounder
-from ..torch_internals import has_tangents
+from ..torch_internals import has_tangents, may_learn
+
+_clone = torch.Tensor.clone
 
 
 def straight_through(
@@ -21,9 +23,9 @@ def straight_through(
         round_: Rounds them, without a gradient; None leaves them as they are.
         round_gradient: Rounds their gradient, and that one's gradient; None lets gradients pass.
     """
-    if torch.is_grad_enabled() and (tensor.requires_grad or has_tangents()):
-        if round_ is None and round_gradient is None:
-            return tensor
+    if round_ is None and round_gradient is None:
+        return tensor
+    if may_learn(tensor):
         return _Rounded.apply(tensor, round_, round_gradient)  # type: ignore[no-any-return, no-untyped-call]
     return tensor if round_ is None else round_(tensor)
 
@@ -36,7 +38,11 @@ class _Rounded(torch.autograd.Function):
     @staticmethod
     def forward(tensor: Tensor, round_: Rounder | None, round_gradient: Rounder | None) -> Tensor:
         result = tensor if round_ is None else round_(tensor)
-        return tensor.view_as(tensor) if result is tensor else result
+        if result is not tensor:
+            return result
+        # The tangent of a view has to be a view, which a rounded one is not.
+        is_copied = round_gradient is not None and has_tangents()
+        return _clone(tensor) if is_copied else tensor.view_as(tensor)
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
@@ -51,4 +57,6 @@ class _Rounded(torch.autograd.Function):
 
     @staticmethod
     def jvp(ctx: Any, tangent: Tensor, *others: None) -> Tensor:
-        return tangent.view_as(tangent) if ctx.round is None else ctx.round(tangent)
+        if ctx.round is None:
+            return tangent.view_as(tangent)
+        return straight_through(tangent, ctx.round, ctx.round)

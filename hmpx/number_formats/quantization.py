@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, shown
-from ..torch_internals import has_tangents
+from ..torch_internals import may_learn
 from .families import Format, Rounder
 from .registered import get
 from .rounding import Rounding, rounding_of
@@ -64,7 +64,7 @@ def quantize(
         function: type[_StraightThrough] = _StraightThrough  # dynamo knows no jvp
     else:
         run, function = rounding_of(get(format), rounding, overflow), _ForwardToo
-    if torch.is_grad_enabled() and (x.requires_grad or has_tangents()):
+    if may_learn(x):
         return cast(Tensor, function.apply(x, run, generator, scale))  # type: ignore[no-untyped-call]
     return run(x, generator, scale)
 

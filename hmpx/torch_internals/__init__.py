@@ -126,6 +126,7 @@ from .tracing import (
     is_noted_in_graph,
     is_of_transform,
     jit_tracing_state,
+    may_learn,
     transforms,
 )
 
@@ -225,6 +226,7 @@ __all__ = [
     "lacks_kernel",
     "later_parts",
     "leave_to_callees",
+    "may_learn",
     "needed_of_later",
     "needs_values",
     "next_number",

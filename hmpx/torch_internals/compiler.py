@@ -23,7 +23,7 @@ from ..errors import said_by
 from .autocast import OFF_MARK
 from .autograd import CHECKPOINT_GENERATOR
 from .torch_part import Part, refuse, rely_on, warn_once
-from .tracing import dispatch_modes, has_fake_tensors, is_graph_made
+from .tracing import dispatch_modes, has_fake_tensors, is_graph_made, is_transformed
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -242,6 +242,9 @@ def run_when_traced(function: _F) -> _F:
     """Makes torch.compile run ``function`` once, at trace time, instead of tracing into it."""
     function._dynamo_marked_constant = True  # type: ignore[attr-defined]
     return function
+
+
+run_when_traced(is_transformed)
 
 
 def leave_to_callees(function: Any) -> None:

@@ -61,6 +61,25 @@ def has_tangents() -> bool:
     return bool(_levels._current_level >= 0)
 
 
+def may_learn(*tensors: Tensor) -> bool:
+    """Whether what is computed from ``tensors`` may have gradients, in backward or forward mode.
+
+    Transforms of torch.func make tensors that do not tell whether those behind them require gradients.
+    Forward-mode gradients exist where backward ones are switched off, too.
+    """
+    if has_tangents():
+        return True
+    return torch.is_grad_enabled() and (
+        any([tensor.requires_grad for tensor in tensors])  # noqa: C419  # Dynamo traces lists better
+        or is_transformed()
+    )
+
+
+def is_transformed() -> bool:
+    """Whether transforms of torch.func are running; torch.compile asks at trace time."""
+    return transforms() is not None
+
+
 #: The state of torch.jit.trace: None if it is not running.
 jit_tracing_state = rely_on(
     "torch._C._get_tracing_state",

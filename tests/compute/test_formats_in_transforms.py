@@ -1,0 +1,120 @@
+"""Number formats under torch.func and forward-mode gradients: nothing stops, and no gradient is lost."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.autograd.forward_ad as forward
+from torch import Tensor, nn
+from torch.fx.experimental.proxy_tensor import make_fx
+
+import hmpx
+from hmpx import formats
+
+from ..values import normal
+
+#: By the import of torch.func.
+pytestmark = pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+
+FORMATS = ("float8_e4m3fn", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "mxfp8_e4m3", "posit16_1")
+
+
+def converted(format: str, round_gradients: bool, **options: Any) -> Any:
+    """Returns a conversion with two products in a format."""
+    policy = hmpx.Policy.from_ops(low=["linear", "matmul"], low_precision_type=format)
+    return hmpx.convert(policy=policy, round_gradients=round_gradients, **options)
+
+
+def gradient_of(outcome: Tensor, weight: nn.Parameter) -> Tensor:
+    """Returns the gradient of a parameter that transforms do not transform."""
+    (found,) = torch.autograd.grad(outcome.sum(), weight)
+    return found
+
+
+def by_dual_numbers(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Returns the tangent that torch.autograd.forward_ad computes."""
+    with forward.dual_level():
+        return forward.unpack_dual(function(forward.make_dual(x, x))).tangent
+
+
+@pytest.mark.parametrize("round_gradients", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_parameters_behind_transforms_get_gradients(format: str, round_gradients: bool) -> None:
+    """Of results, of gradients and of tangents, as in fp32: near to what those are."""
+    weight, rows = nn.Parameter(normal(32, 32, seed=1)), normal(3, 32, seed=2)
+
+    def function(a: Tensor) -> Tensor:
+        return a @ weight
+
+    ways: list[Callable[[], Tensor]] = [
+        lambda: torch.vmap(function)(rows),
+        lambda: torch.vmap(torch.vmap(function))(rows.view(3, 1, 32)),
+        lambda: torch.func.grad(lambda a: function(a).sum())(rows),
+        lambda: torch.vmap(torch.func.grad(lambda a: function(a).sum()))(rows),
+        lambda: torch.func.jvp(function, (rows,), (rows,))[0],
+        lambda: torch.func.jvp(function, (rows,), (rows,))[1],
+        lambda: by_dual_numbers(function, rows),
+    ]
+    expected = [gradient_of(way(), weight) for way in ways]
+    with converted(format, round_gradients):
+        found = [gradient_of(way(), weight) for way in ways]
+    for one, other in zip(found, expected, strict=True):
+        assert torch.linalg.norm(one - other) < 0.1 * torch.linalg.norm(other)
+
+
+@pytest.mark.parametrize("round_gradients", [False, True])
+@pytest.mark.parametrize("format", FORMATS)
+def test_tangents_pass_where_gradients_are_off(format: str, round_gradients: bool) -> None:
+    """torch.no_grad switches off backward gradients only."""
+    weight, rows = normal(32, 32, seed=1), normal(3, 32, seed=2)
+
+    def function(a: Tensor) -> Tensor:
+        return a @ weight
+
+    expected = by_dual_numbers(function, rows)
+    with converted(format, round_gradients), torch.no_grad():
+        for found in (
+            by_dual_numbers(function, rows),
+            torch.func.jvp(function, (rows,), (rows,))[1],
+            by_dual_numbers(lambda a: formats.quantize(a, format) @ weight, rows),
+        ):
+            assert torch.linalg.norm(found - expected) < 0.1 * torch.linalg.norm(expected)
+
+
+def test_quantize_passes_gradients_to_what_a_transform_maps() -> None:
+    """The values that it rounds depend on a parameter, which the mapped tensor does not tell."""
+    weight = nn.Parameter(normal(4, 4))
+    round_ = functools.partial(formats.quantize, format="float8_e4m3fn")
+    found = gradient_of(torch.vmap(lambda a: round_(a * weight))(torch.ones(3, 4)), weight)
+    assert torch.equal(found, torch.full((4, 4), 3.0))
+
+
+def test_graphs_pass_gradients_to_what_a_transform_maps() -> None:
+    """bfloat16, too, which is rounded by arithmetic there."""
+    weight, rows = normal(8, 8), normal(3, 8, seed=1)
+
+    def loss(a: Tensor) -> Tensor:
+        return torch.vmap(lambda row: torch.mv(a, row))(rows).float().sum()
+
+    expected = torch.func.grad(loss)(weight)
+    with hmpx.convert():
+        found = make_fx(torch.func.grad(loss))(weight)(weight)
+    assert torch.linalg.norm(found - expected) < 0.02 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_compiled_transforms_pass_gradients(format: str) -> None:
+    """As uncompiled ones do, inside of transforms and beside them."""
+    weight, rows = nn.Parameter(normal(32, 32, seed=1)), normal(3, 32, seed=2)
+
+    def function(a: Tensor) -> Tensor:
+        return torch.vmap(lambda row: row @ weight)(a) + a @ weight
+
+    with converted(format, round_gradients=False):
+        expected = gradient_of(function(rows), weight)
+        compiled = torch.compile(function, fullgraph=True, backend="eager")
+        torch.testing.assert_close(gradient_of(compiled(rows), weight), expected)
