@@ -8,6 +8,7 @@ made itself, as of a softmax over -inf alone, and that on what came in with data
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterable
 from dataclasses import dataclass
@@ -230,7 +231,10 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
 
 
 def _ranges(origin: Origin) -> tuple[Range, ...]:
-    """Returns the ranges of finite inputs, of gradients that arrived, and of finite parts of results."""
+    """Returns the ranges of finite inputs, of gradients that arrived, and of results.
+
+    Of a result that still has its values it is that of the finite ones; of another one its extremes.
+    """
     record, found = origin.record, []
     for position, given in enumerate(record.inputs):
         cell = given.cells[0]
@@ -250,10 +254,11 @@ def _ranges(origin: Origin) -> tuple[Range, ...]:
             found.append(Range("result", *part))
     if not any(each.name == "result" for each in found):
         for cell in record.results:
-            if cell.extremes is not None and bits_of(cell.extremes) in (POSITIVE, NEGATIVE):
-                finite = [each for each in cell.extremes if abs(each) != float("inf")]
-                if finite:
-                    found.append(Range("result", finite[0], finite[0]))
+            extremes = cell.extremes
+            if extremes is None or bits_of(extremes) not in (POSITIVE, NEGATIVE):
+                continue
+            if any(map(math.isfinite, extremes)):
+                found.append(Range("result", *extremes))
     return tuple(found)
 
 

@@ -69,7 +69,8 @@ class Offence:
         source: ``"op"``; or where the values were non-finite before any op that was seen: in an
             ``"input"``, a ``"parameter"``, a ``"gradient"``.
         context: The last calls before it, the nearest last.
-        ranges: Those of its finite inputs, and of the result's finite part, as far as they are known.
+        ranges: Those of its finite inputs, and of the result's finite part; of a result that is gone
+            by then, its extremes, an infinity among them.
         remedy: A line for an op list that would have prevented it: ``"fp32.txt: exp"``; or
             ``"none: ..."``, and why.
 

@@ -197,6 +197,17 @@ def test_names_and_text() -> None:
     assert w.first.ranges[0].amax == 20
 
 
+def test_the_range_of_a_result_that_is_gone_has_its_infinity() -> None:
+    """Only its extremes were kept: one of them is not shown as both."""
+    with hmpx.watch("collect") as w:
+        kept = torch.exp(torch.tensor([0.0, 5.0, 20.0]).half())
+        torch.exp(torch.tensor([0.0, 5.0, 20.0]).half())
+        w.step()
+    gone = [each.ranges[-1] for each in w.offences]
+    assert (gone[0].name, gone[0].min, gone[0].max) == ("result", 1, kept[1])
+    assert (gone[1].name, gone[1].min, gone[1].max) == ("result", 1, float("inf"))
+
+
 # --- the program does not notice ---------------------------------------------------------------
 
 
