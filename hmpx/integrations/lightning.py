@@ -55,6 +55,7 @@ class HmpxPrecision(MixedPrecision):
         device_type = "cpu" if found is None else found.type
         precision: Any = "16-mixed" if self.run.computes_in_float16() else "bf16-mixed"
         super().__init__(precision, device_type, scaler)
+        self.precision: Any = "32-true"  # that of parameters, which is what others ask for
 
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]

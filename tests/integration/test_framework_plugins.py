@@ -300,6 +300,20 @@ def test_the_trainer_restores_the_callback_from_its_checkpoint(
     assert set(products.dtypes) == {FP32}
 
 
+def test_lightnings_summary_counts_parameters_in_fp32(
+    lightning: PluggedLightning, tmp_path: Path
+) -> None:
+    """It warns of precisions that it does not know."""
+    from lightning.pytorch.utilities.model_summary import ModelSummary
+
+    network = Network()
+    module = lightning.plain.module(network, sgd(network))
+    trainer = lightning.plain.trainer(tmp_path, max_steps=1, plugins=[lightning.plugin()])
+    trainer.fit(module, data())
+    parameters = sum(parameter.numel() for parameter in network.parameters())
+    assert ModelSummary(module).model_size == pytest.approx(4e-6 * parameters)
+
+
 # --- float16, and frameworks' own mixed precision --------------------------------------------------
 
 
