@@ -6,6 +6,7 @@ import copy
 import math
 import pickle
 from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmpx import formats
 from hmpx.errors import OptionError
@@ -474,3 +476,23 @@ def test_in_a_model() -> None:
 
 
 assert set(SHIPPED) <= set(formats.names())
+
+
+def test_a_tile_that_is_larger_than_the_tensor_takes_no_more_memory() -> None:
+    """A vector is one row of tiles, not 128."""
+    format = scaled("float8_e4m3fn_block128x128")
+    made: list[int] = []
+
+    class Sizes(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, function: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            found = function(*args, **(kwargs or {}))
+            made.extend(t.numel() for t in (found,) if isinstance(t, Tensor))
+            return found
+
+    x = torch.randn(1000)
+    with Sizes():
+        found = quantize(x, format)
+    assert max(made) <= 1024
+    assert torch.equal(found, quantize(x.expand(128, 1000), format)[0])

@@ -213,13 +213,14 @@ class ScaledPlan(Plan):
             return x
         if not self.size:
             return x.unsqueeze(-2)
-        down, across = self._missing(x)
+        height, size = self._block_of(x)
+        down, across = -x.shape[-2] % height if height > 1 else 0, -x.shape[-1] % size
         if down or across:
             x = PAD(x, (0, across, 0, down) if self.kind == "tiles" else (0, across))
         if self.kind != "tiles":
-            return x.reshape(*x.shape[:-1], x.shape[-1] // self.size, self.size)
+            return x.reshape(*x.shape[:-1], x.shape[-1] // size, size)
         rows, length = x.shape[-2:]
-        tiled = (rows // self.height, self.height, length // self.size, self.size)
+        tiled = (rows // height, height, length // size, size)
         return MOVEDIM(x.reshape(*x.shape[:-2], *tiled), -3, -2).flatten(-2)
 
     def join(self, blocks: Tensor, like: Tensor) -> Tensor:
@@ -231,13 +232,13 @@ class ScaledPlan(Plan):
         length = like.shape[-1]
         if self.kind != "tiles":
             return blocks.flatten(-2)[..., :length]
-        tiles = MOVEDIM(blocks.view(*blocks.shape[:-1], self.height, self.size), -2, -3)
+        tiles = MOVEDIM(blocks.view(*blocks.shape[:-1], *self._block_of(like)), -2, -3)
         return tiles.flatten(-4, -3).flatten(-2)[..., : like.shape[-2], :length]
 
-    def _missing(self, x: Tensor) -> tuple[int, int]:
-        return (-x.shape[-2] % self.height if self.kind == "tiles" else 0, -x.shape[-1] % self.size)
-
-    # --- the kernel ----------------------------------------------------------------------------
+    def _block_of(self, x: Tensor) -> tuple[int, int]:
+        """Returns the rows and columns of a block: no more than there are, else most of it were filled up."""
+        height = min(self.height, max(x.shape[-2], 1)) if self.kind == "tiles" else 1
+        return height, min(self.size, max(x.shape[-1], 1))
 
     @property
     def has_kernel(self) -> bool:
