@@ -11,36 +11,30 @@ from .candidates import Kept, bare, is_following
 _EQUAL: Final = 1e-9
 
 
-class Most(NamedTuple):
-    """What a set may keep in fp32 at most, or what it keeps.
+class Work(NamedTuple):
+    """What a set keeps in fp32: what sets compete by.
 
     Attributes:
-        flops: A share of the FLOPs, and
-        bytes: of the bytes.
-        members: How many members.
+        share: The shares of the FLOPs and of the bytes, added up, and
+        members: how many members.
     """
 
-    flops: float
-    bytes: float
+    share: float
     members: float
 
-    def plus(self, other: Most) -> Most:
+    def plus(self, other: Work) -> Work:
         """Returns the sum."""
-        return Most(
-            self.flops + other.flops, self.bytes + other.bytes, self.members + other.members
-        )
+        return Work(self.share + other.share, self.members + other.members)
 
-    def is_within(self, other: Most) -> bool:
-        """Whether it is no more than another in any respect."""
-        return all(one <= most + _EQUAL for one, most in zip(self, other, strict=True))
-
-    def least(self, other: Most) -> Most:
-        """Returns the lesser in each respect."""
-        return Most(*map(min, self, other))
+    def is_within(self, other: Work) -> bool:
+        """Whether it is less than another, or the same share with no more members."""
+        if abs(self.share - other.share) <= _EQUAL:
+            return self.members <= other.members
+        return self.share < other.share
 
 
 #: No bound.
-ANYTHING: Final = Most(math.inf, math.inf, math.inf)
+ANYTHING: Final = Work(math.inf, math.inf)
 
 
 def is_within(kept: Kept, other: Kept) -> bool:

@@ -10,7 +10,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
-from .bounds import ANYTHING, Most, is_within
+from .bounds import ANYTHING, Work, is_within
 from .candidates import Candidate, Kept, following
 from .evaluation import Outcome, Seen
 from .shares import low_parts
@@ -45,7 +45,7 @@ _AGREES: Final = 1.002
 
 _NOTHING: Final[Mapping[str, Seen]] = {}
 
-#: Most branches that are looked at for one set.
+#: Work branches that are looked at for one set.
 _MOST_BRANCHES: Final = 3_000
 
 
@@ -91,7 +91,7 @@ def exchanges(
     fixed: Kept,
     tolerance: float,
     *,
-    most: Most = ANYTHING,
+    most: Work = ANYTHING,
 ) -> list[Exchange]:
     """Returns sets to try in place of ``kept``, the most promising first; none if none is worth it.
 
@@ -144,7 +144,7 @@ class _Term:
     member: str
     gain: float
     cost: float
-    keeps: Most
+    keeps: Work
 
 
 def _terms(
@@ -159,9 +159,9 @@ def _terms(
     for each in candidates:
         member = following(each.name) if following(each.name) in kept else each.name
         flops, count = low_parts(each, frozenset({member}), seen)
-        keeps = Most(each.flops * (1 - flops) / all_flops, each.bytes * (1 - count) / all_bytes, 1)
+        share = each.flops * (1 - flops) / all_flops + each.bytes * (1 - count) / all_bytes
         gain = effects[each.name] * (1 - count if member != each.name else 1)
-        found.append(_Term(member, gain, _cost_of_member(each, kept, seen), keeps))
+        found.append(_Term(member, gain, _cost_of_member(each, kept, seen), Work(share, 1)))
     return found
 
 
@@ -207,7 +207,7 @@ def _cheapest(
     needed: float,
     below: float,
     fixed: Kept,
-    most: Most,
+    most: Work,
     is_new: Callable[[Kept], bool],
 ) -> Kept | None:
     """Returns the cheapest set that takes away so much of the squared error as is ``needed``.
@@ -234,7 +234,7 @@ def _cheapest(
             total, needed, index = total + each.cost, needed - each.gain, index + 1
         return total
 
-    def branch(index: int, needed: float, so_far: float, keeps: Most) -> None:
+    def branch(index: int, needed: float, so_far: float, keeps: Work) -> None:
         nonlocal limit, branches
         branches += 1
         if branches > _MOST_BRANCHES or so_far + least_cost(index, needed) >= limit:
@@ -253,7 +253,7 @@ def _cheapest(
         chosen.pop()
         branch(index + 1, needed, so_far, keeps)
 
-    keeps = Most(0.0, 0.0, 0)
+    keeps = Work(0.0, 0)
     for each in stays:
         keeps = keeps.plus(each.keeps)
     gained = sum(each.gain for each in stays)

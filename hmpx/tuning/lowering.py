@@ -23,7 +23,7 @@ _LEAST: Final = 0.002
 
 
 #: By how much squared errors may be predicted above the squared tolerance where a single member follows.
-_MARGIN: Final = 1.6
+_MARGIN: Final = 3.0
 
 
 class _Move(NamedTuple):

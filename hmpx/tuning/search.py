@@ -12,15 +12,14 @@ from dataclasses import replace
 from typing import Final
 
 from .asking import Ask, Asking, Search, noted
-from .bounds import ANYTHING, Most
+from .bounds import Work
 from .candidates import Candidate, Kept, bare
 from .evaluation import Outcome
 from .exchanging import cost, cost_of, exchanges
 from .lowering import lowered
 from .minimal import minimal
 from .passing import passing
-from .shares import shares
-from .shipped import Best, best_shipped, kept_in_fp32
+from .shipped import best_shipped, kept_in_fp32
 
 #: Where all in low precision is off by no more than so many tolerances, what leaves the range does little
 #: harm, as masks of the smallest float32: its effect is not known, but it need not be kept.
@@ -48,8 +47,8 @@ def search(
     Args:
         candidates: What may be kept.
         tolerance: The largest error that passes.
-        shipped: The sets that shipped lists keep. If one passes, what is returned has no less of FLOPs and
-            of bytes in low precision.
+        shipped: The sets that shipped lists keep. If one passes, what is returned has no less in low
+            precision, in the sum of the shares of FLOPs and of bytes.
     """
     ordered = sorted(candidates, key=lambda each: each.name)
     outcomes: dict[Kept, Outcome] = {}
@@ -78,11 +77,14 @@ def _search(
         return (yield from minimal(ordered, kept, tolerance))
     kept = yield from _without_the_dearest(ordered, kept, tolerance)
     best = yield from best_shipped(ordered, kept, shipped, outcomes, tolerance)
-    if best.kept is not None and _is_better(ordered, best.kept, kept, outcomes):
-        kept = best.kept
-    kept = yield from _improved(ordered, kept, outcomes, tolerance, best)
-    if best.kept is not None and not kept_in_fp32(ordered, kept, outcomes).is_within(best.most):
-        kept = yield from _improved(ordered, best.kept, outcomes, tolerance, best)
+    reserve = 1.3
+    if best.kept is not None:
+        kept = yield from lowered(ordered, best.kept, outcomes, tolerance)
+        reserve = 0.5  # of what a list keeps without need, most is out by now
+    kept = yield from _exchanged(
+        ordered, kept, outcomes, tolerance, reserve=reserve, most=best.most
+    )
+    kept = yield from lowered(ordered, kept, outcomes, tolerance)
     kept = yield from minimal(ordered, kept, tolerance)
     further = yield from _exchanged(ordered, kept, outcomes, tolerance, reserve=0.5, most=best.most)
     if further != kept:
@@ -93,32 +95,6 @@ def _search(
             kept, "shipped"
         )  # it may compute the same as a shipped set, and not be evaluated yet
     return kept
-
-
-def _is_better(
-    candidates: Sequence[Candidate], one: Kept, other: Kept, outcomes: Mapping[Kept, Outcome]
-) -> bool:
-    """Whether a set has more FLOPs in low precision than another, or costs no more."""
-    seen = [outcomes[each].seen if each in outcomes else {} for each in (one, other)]
-    if shares(candidates, one, seen[0])[0] > shares(candidates, other, seen[1])[0]:
-        return True
-    return cost_of(candidates, one, seen[0]) <= cost_of(candidates, other, seen[1])
-
-
-def _improved(
-    candidates: Sequence[Candidate],
-    kept: Kept,
-    outcomes: Mapping[Kept, Outcome],
-    tolerance: float,
-    best: Best,
-) -> Asking[Kept]:
-    """Yields what to evaluate, and returns a set that passes and keeps less than ``kept``.
-
-    From the best shipped set on, and where none is better, none is behind that.
-    """
-    most = ANYTHING if best.kept not in (None, kept) else best.most
-    kept = yield from _exchanged(candidates, kept, outcomes, tolerance, reserve=1.3, most=most)
-    return (yield from lowered(candidates, kept, outcomes, tolerance))
 
 
 def search_in_time(candidates: Sequence[Candidate], tolerance: float) -> Search:
@@ -166,9 +142,13 @@ def _exchanged(
     tolerance: float,
     *,
     reserve: float,
-    most: Most,
+    most: Work,
 ) -> Asking[Kept]:
-    """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``."""
+    """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``.
+
+    ``most`` is what a set may keep, and ``reserve`` how many evaluations are left for each member, to make
+    the set minimal.
+    """
     enough = min(_MANY, max(_FEW, len(candidates) + _MORE_THAN_CANDIDATES))
     hard = {each.name for each in candidates if each.is_hard}
     failures = 0
@@ -190,8 +170,8 @@ def _exchanged(
             break
         first, *others = [each.kept for each in found]
         error = yield Ask(first, "exchange", tuple(others))
-        if error <= tolerance:
+        if error <= tolerance and kept_in_fp32(candidates, first, outcomes).is_within(most):
             kept = first
         else:
-            failures += 1
+            failures += 1  # or what follows is given less in low precision than it was
     return kept

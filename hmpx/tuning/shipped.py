@@ -8,10 +8,10 @@ from typing import Final, NamedTuple
 
 from ..policy import CastPolicy, Policy
 from .asking import Ask, Asking
-from .bounds import ANYTHING, Most, is_within
+from .bounds import ANYTHING, Work, is_within
 from .candidates import Candidate, Kept, bare, following, is_following
 from .evaluation import Outcome, Seen
-from .exchanging import cost, cost_of
+from .exchanging import cost
 from .shares import shares
 
 #: A shipped set is not tried if one that keeps more fails by more than this factor: errors are not quite monotone.
@@ -41,13 +41,12 @@ class Best(NamedTuple):
     """The best of the shipped sets.
 
     Attributes:
-        kept: The cheapest that passes and has more FLOPs or bytes in low precision than the set at hand; None
-            if there is none.
+        kept: The one that keeps least of those that pass, if it keeps less than the set at hand; else None.
         most: What a set may keep in fp32 so that no shipped set that passes has more in low precision.
     """
 
     kept: Kept | None
-    most: Most
+    most: Work
 
 
 def best_shipped(
@@ -65,7 +64,7 @@ def best_shipped(
     all_low = outcomes[frozenset()].seen
     have = kept_in_fp32(candidates, kept, outcomes)
     most = ANYTHING
-    best: list[tuple[float, list[str], Kept, Most]] = []
+    best: list[tuple[Work, list[str], Kept]] = []
     sets = {_without_doubt(each, all_low) for each in shipped} - {frozenset()}
     for each in sorted(sets, key=lambda each: (-_weight(candidates, each), sorted(each))):
         if any(
@@ -73,9 +72,9 @@ def best_shipped(
             for other, outcome in outcomes.items()
         ):
             continue
-        bound = kept_in_fp32(candidates, each, {})
-        if have.is_within(bound._replace(members=math.inf)):
-            most = most.least(bound._replace(members=math.inf))
+        bound = kept_in_fp32(candidates, each, {})._replace(members=math.inf)
+        if have.is_within(bound):
+            most = min(most, bound)
             continue
         error = yield Ask(each, "shipped")
         if not error <= tolerance:
@@ -83,15 +82,12 @@ def best_shipped(
         found = _settled(each, outcomes[each].seen)
         outcomes[found] = outcomes[each]
         keeps = kept_in_fp32(candidates, found, outcomes)
-        if have.is_within(keeps):
-            most = most.least(keeps)
-        else:
-            best.append(
-                (cost_of(candidates, found, outcomes[found].seen), sorted(found), found, keeps)
-            )
+        most = min(most, keeps)
+        if not have.is_within(keeps):
+            best.append((keeps, sorted(found), found))
     if not best:
         return Best(None, most)
-    _, _, found, most = min(best)
+    _, _, found = min(best)
     return Best(found, most)
 
 
@@ -116,10 +112,10 @@ def _settled(kept: Kept, seen: Mapping[str, Seen]) -> Kept:
 
 def kept_in_fp32(
     candidates: Sequence[Candidate], kept: Kept, outcomes: Mapping[Kept, Outcome]
-) -> Most:
+) -> Work:
     """Returns what a set keeps in fp32; the least that it may keep where nothing was seen of a member."""
     flops, count = shares(candidates, kept, outcomes[kept].seen if kept in outcomes else {})
-    return Most(1 - flops, 1 - count, len(kept))
+    return Work(2 - flops - count, len(kept))
 
 
 def _weight(candidates: Sequence[Candidate], kept: Kept) -> float:

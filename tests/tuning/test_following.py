@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 import statistics
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -16,6 +17,8 @@ from torch import Tensor, nn
 import hmpx
 from hmpx.tuning.assignment import assigned, may_follow, policy_of
 from hmpx.tuning.candidates import Candidate, Kept, bare, is_following
+from hmpx.tuning.evaluation import Outcome
+from hmpx.tuning.search import search
 from hmpx.tuning.shipped import sets_of
 
 from .oracles import Flow, flow, run_flow
@@ -52,6 +55,39 @@ def test_no_shipped_set_that_passes_has_more_in_low_precision(seed: int) -> None
         for other in shipped:
             if program.outcome(other).error <= tolerance:
                 assert program.kept_work(kept) <= program.kept_work(other) + 1e-9
+
+
+def test_a_list_with_a_little_more_flops_does_not_take_the_place_of_a_better_set() -> None:
+    """What counts is the sum of both shares; nothing but the proof is asked for beside the set."""
+    squares = {"linear": 4.0, "softmax": 0.5, "layer_norm": 0.5, "matmul": 0.1}
+    work = {"linear": (1, 1), "softmax": (0, 400), "layer_norm": (0, 400), "matmul": (9999, 199)}
+    candidates = [
+        Candidate(
+            name,
+            score=math.sqrt(squares[name]),
+            flops=flops,
+            bytes=count,
+            benefit=flops / 20000 + count / 2000,
+            may_follow=True,
+        )
+        for name, (flops, count) in work.items()
+    ]
+    shipped = frozenset({"softmax", "layer_norm"})
+
+    def outcome(kept: Kept) -> Outcome:
+        if kept == shipped:  # what it rounds makes up for what else is rounded
+            return Outcome(1.0)
+        return Outcome(math.sqrt(sum(squares[name] for name in squares if name not in kept)))
+
+    asked = []
+    going = search(candidates, 1.1, [shipped])
+    try:
+        asked.append(next(going).kept)
+        while True:
+            asked.append(going.send(outcome(asked[-1])).kept)
+    except StopIteration as done:
+        assert done.value == {"linear"}
+    assert len(asked) <= 3
 
 
 def test_what_is_found_costs_little_more_than_the_best_of_all_states() -> None:
