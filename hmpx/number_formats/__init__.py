@@ -16,6 +16,7 @@ from .families import (
     Rounder,
     Scaled,
     Table,
+    Takum,
     code_dtype,
 )
 from .kernels.cache import build_kernels, build_portable, kernels_path
@@ -45,6 +46,7 @@ __all__ = [
     "Rounder",
     "Scaled",
     "Table",
+    "Takum",
     "build_kernels",
     "build_portable",
     "canonical",

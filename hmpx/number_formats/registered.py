@@ -12,7 +12,19 @@ from .. import arguments
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
 from ..registry import Registry, exclusive
-from .families import FORMATS, Block, Custom, Exponent, Fixed, Float, Format, Posit, Scaled, Table
+from .families import (
+    FORMATS,
+    Block,
+    Custom,
+    Exponent,
+    Fixed,
+    Float,
+    Format,
+    Posit,
+    Scaled,
+    Table,
+    Takum,
+)
 from .vocabulary import meaning, name_of, plain, said_of
 
 #: TVM's custom types have codes from here on, below are its own; a code is one byte.
@@ -104,6 +116,7 @@ _SHIPPED: Final[dict[str, Format]] = {
         Posit("posit16_1", 16, 1),
         Posit("posit16_2", 16, 2),
         Posit("posit32_2", 32, 2),
+        Takum("takum16", 16),
         Block("mxfp8_e4m3", _E4M3FN),
         Block("mxfp8_e5m2", _E5M2),
         Block("mxfp6_e3m2", _E3M2FN),

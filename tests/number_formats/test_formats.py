@@ -36,6 +36,7 @@ SHIPPED = (
     *("p3109_k8p3se", "p3109_k8p4se"),
     *("float6_e2m3fn", "float6_e3m2fn", "float4_e2m1fn", "float4_e3m0", "float8_e8m0fnu"),
     *("posit8_0", "posit8_1", "posit8_2", "posit16_1", "posit16_2", "posit32_2"),
+    "takum16",
     *("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"),
     *("mxint8", "nvfp4", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "float8_e4m3fn_block128"),
     *("float8_e4m3fn_block128x128", "float8_e5m2_tensor"),
@@ -55,7 +56,7 @@ def registry() -> Iterator[None]:
 def test_menu() -> None:
     """The module holds what it says, and its names are those of the design."""
     assert set(formats.__all__) == {
-        *("Float", "Exponent", "Posit", "Fixed", "Block", "Scaled", "Table", "Custom"),
+        *("Float", "Exponent", "Posit", "Fixed", "Block", "Scaled", "Table", "Takum", "Custom"),
         *("register", "unregister", "error", "table", "plot", "ErrorStatistics", "ErrorTable"),
         *("get", "names", "quantize", "encode", "decode", "register_op", "create_lower_func"),
     }
@@ -384,7 +385,7 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
     ),
     (
         lambda: formats.register("float16"),  # type: ignore[arg-type]
-        "register takes a Float, Exponent, Posit, Fixed, Block, Scaled, Table or Custom format, not 'float16'",
+        "register takes a Float, Exponent, Posit, Takum, Fixed, Block, Scaled, Table or Custom format, not 'float16'",
     ),
     (
         lambda: formats.register(Float("float16", 5, 9)),

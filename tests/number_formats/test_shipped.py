@@ -319,7 +319,7 @@ def test_the_table_in_the_docs_is_what_there_is() -> None:
         beyond = {"inf": "infinity", "nan": "NaN", "saturate": "the largest"}[
             format.default_overflow
         ]
-        if name.startswith("`posit"):
+        if name.startswith(("`posit", "`takum")):
             beyond = "the largest"  # only infinity is NaR
         numbers = [format.bits, format.max, format.smallest_normal]
         numbers += [format.smallest_subnormal, format.epsilon]

@@ -42,6 +42,7 @@ UNDERSTOOD: dict[Any, str] = {
     "e3m0": "float4_e3m0",
     "binary8p3": "p3109_k8p3se",
     "posit32": "posit32_2",
+    **dict.fromkeys(("takum", "linear_takum16", "takum_linear16"), "takum16"),
     "e4m3fnuz": "float8_e4m3fnuz",
     "ml_dtypes.float8_e4m3b11fnuz": "float8_e4m3b11fnuz",
     "custom[posit16_1]16": "posit16_1",

@@ -18,6 +18,7 @@ from .number_format import CodedFormat, NumberFormat, Rounder, code_dtype
 from .posits import Posit
 from .scaled import Scaled
 from .tables import Table
+from .takums import Takum
 
 __all__ = [
     "FORMATS",
@@ -33,11 +34,12 @@ __all__ = [
     "Rounder",
     "Scaled",
     "Table",
+    "Takum",
     "code_dtype",
 ]
 
 #: A format of any family: the one list of families.
-Format: TypeAlias = Float | Exponent | Posit | Fixed | Block | Scaled | Table | Custom
+Format: TypeAlias = Float | Exponent | Posit | Takum | Fixed | Block | Scaled | Table | Custom
 
 #: The classes of formats.
 FORMATS: Final[tuple[type[NumberFormat], ...]] = get_args(Format)
