@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import math
 from dataclasses import dataclass
-from typing import Final
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -41,6 +42,10 @@ class TakumPlan(Plan):
     bits: int
     keeps_inf: bool
 
+    kernel = "takum"
+    kernel_binaries = (FP64,)
+    has_encoder = False
+
     @property
     def least(self) -> int:
         """The bits of the smallest positive number: 1 as code, as 0 is taken."""
@@ -54,6 +59,11 @@ class TakumPlan(Plan):
         left = self.bits - _HEADER - _LONGEST
         end = (self.binary.bias + _RANGE) << self.binary.mantissa
         return end - (1 << (self.binary.mantissa - left))
+
+    @property
+    def last(self) -> int:
+        """The largest bits of a number that doesn't become NaN."""
+        return self.binary.infinity - self.keeps_inf
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded."""
@@ -85,7 +95,7 @@ class TakumPlan(Plan):
                     is_tiny = AND(is_tiny, ~grows)
                 rounded = rounded.masked_fill_(is_tiny, 0)
         rounded = AND(rounded, ones_if_positive(whole, binary))
-        is_nan = ones_if_positive(SUB(whole, binary.infinity - self.keeps_inf), binary)
+        is_nan = ones_if_positive(SUB(whole, self.last), binary)
         rounded = rounded.bitwise_or_(is_nan.bitwise_and_(binary.nan))
         sign = AND(bits, binary.sign).bitwise_and_(ones_if_positive(rounded, binary))
         return rounded.bitwise_or_(sign).view(binary.dtype)
@@ -102,6 +112,10 @@ class TakumPlan(Plan):
         magnitude = CLAMP(whole, max=self.most).view(binary.dtype)
         share = DIV(SUB(magnitude, low), SUB(high, low))  # NaN at the largest, which stays
         return WHERE(GE(share, uniform(noise, binary)), above, below)
+
+    def kernel_spec(self, length: int, inner: int) -> Any:
+        """Returns the kernel's ``takum_spec``."""
+        return (ctypes.c_int64 * 5)(self.mode_number, self.bits, self.least, self.most, self.last)
 
 
 @dataclass(frozen=True)

@@ -30,6 +30,9 @@ struct bits_spec {
 struct posit_spec {
   int64_t mode, bits, es, least, most, parity, last;
 };
+struct takum_spec {
+  int64_t mode, bits, least, most, last;
+};
 struct fixed_spec {
   int64_t mode;
   double scale, step, least, most;
@@ -301,6 +304,46 @@ INLINE REAL NAME(round_posit)(REAL x, int mode, int is_plain, struct posit_spec 
   return NAME(from_bits)(rounded | (rounded ? bits & SIGN : 0));
 }
 
+#if !IS_FLOAT
+INLINE REAL NAME(round_takum)(REAL x, int mode, int is_plain, struct takum_spec s, uint32_t noise) {
+  (void)is_plain;
+  const SINT least = s.least, most = s.most;
+  const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE;
+  SINT inside = whole < least ? least : whole;
+  inside = inside > most ? most : inside;
+  const SINT exponent = (inside >> MANTISSA) - BIAS;
+  const SINT near = (exponent < 0 ? ~exponent : exponent) + 1;
+  /* Exponents beside 0 take no bits of a code, those furthest from it 7. */
+  SINT shift = MANTISSA + 5 - s.bits;
+  for (int power = 1; power <= 7; power++) shift += near >> power != 0;
+  const SINT unit = ONE << shift;
+  const int grows = mode == UP ? bits >= 0 : mode == DOWN ? bits < 0 : 0;
+  SINT added = inside;
+  if (mode == NEAREST) {
+    added += (unit >> 1) - 1 + ((inside >> shift) & 1);
+  } else if (mode == NEAREST_AWAY) {
+    added += unit >> 1;
+  } else if (mode == UP || mode == DOWN) {
+    added += grows ? unit - 1 : 0;
+  }
+  SINT rounded = added & -unit;
+  rounded = rounded < least ? least : rounded > most ? most : rounded;
+  if (mode == STOCHASTIC) {
+    const SINT below = whole < least ? 0 : rounded;
+    SINT above = whole < least ? least : rounded + unit;
+    above = above > most ? most : above;
+    const REAL low = NAME(from_bits)(below), high = NAME(from_bits)(above);
+    const REAL magnitude = NAME(from_bits)(whole > most ? most : whole);
+    rounded = (magnitude - low) / (high - low) >= NAME(uniform)(noise) ? above : below;
+  } else if (mode != NEAREST && mode != NEAREST_AWAY) {
+    rounded = whole < least && !grows ? 0 : rounded;
+  }
+  rounded = whole == 0 ? 0 : rounded;
+  rounded = whole > s.last ? QUIET_NAN : rounded;
+  return NAME(from_bits)(rounded | (rounded ? bits & SIGN : 0));
+}
+#endif
+
 INLINE REAL NAME(round_fixed)(REAL x, int mode, int is_plain, struct fixed_spec s, uint32_t noise) {
   (void)is_plain;
   const REAL scaled = x * (REAL)s.scale;
@@ -385,11 +428,15 @@ INLINE int NAME(is_plain_bits)(struct bits_spec s) {
 #define CASE_float(MODE) CASE_BOTH(MODE, float)
 #define CASE_bits(MODE) CASE_BOTH(MODE, bits)
 #define CASE_posit(MODE) CASE_ONE(MODE, posit)
+#define CASE_takum(MODE) CASE_ONE(MODE, takum)
 #define CASE_fixed(MODE) CASE_ONE(MODE, fixed)
 
 KERNEL(float)
 KERNEL(bits)
 KERNEL(posit)
+#if !IS_FLOAT
+KERNEL(takum)
+#endif
 KERNEL(fixed)
 
 /* --- blocks --- */
@@ -660,6 +707,7 @@ API void table_f32(const float *in, float *out, int64_t count, const struct tabl
 #undef CASE_float
 #undef CASE_bits
 #undef CASE_posit
+#undef CASE_takum
 #undef CASE_fixed
 #undef CASE_block
 #undef STRIP_BY
