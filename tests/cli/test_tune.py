@@ -303,10 +303,8 @@ def test_an_interruption_ends_the_command_too(
         text=True,
     ) as process:
         try:
-            # The shell, and what it runs.
-            while process.poll() is None and len(processes_with(marker)) < 2:
+            while process.poll() is None and not (tmp_path / "asleep").exists():
                 time.sleep(0.1)
-            time.sleep(0.2)
             process.send_signal(number)
             said, _ = process.communicate(timeout=60)
         finally:
