@@ -35,11 +35,24 @@ def pytest_addoption(parser: pytest.Parser) -> None:
 #: Files whose tests have many cases each, all alike, which take long together: one in n runs.
 SAMPLED = {
     "test_accumulation": 3,
+    "test_against_runs": 2,
     "test_autocast_lists": 3,
     "test_buffers": 3,
+    "test_call_forms": 2,
+    "test_cast_cache": 2,
+    "test_compare": 2,
+    "test_compile": 2,
+    "test_copies": 2,
+    "test_emulation": 2,
+    "test_following": 2,
+    "test_kept_parameters": 2,
     "test_kernel_library": 3,
     "test_legalized_ops": 3,
     "test_module_paths": 3,
+    "test_onnx": 2,
+    "test_promotion": 2,
+    "test_scaled": 2,
+    "test_search": 2,
     "test_torch_nn": 3,
 }
 

@@ -282,6 +282,7 @@ runpy.run_module("hmpx", run_name="__main__")
 """
 
 
+@pytest.mark.sampled(2)
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 @pytest.mark.parametrize("when", ["called", "0003"])
 def test_an_interruption_ends_the_command_too(

@@ -24,7 +24,7 @@ LOSS = {"_log_softmax", "_log_softmax_backward_data"}
 
 
 @pytest.mark.models
-@pytest.mark.sampled(3)
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize("name", models.NAMES)
 def test_no_more_than_autocast(name: str, on_fake_cuda: Callable[..., Any]) -> None:
     """Kernels, bytes and waits for the device, op by op."""

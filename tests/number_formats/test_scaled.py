@@ -80,7 +80,7 @@ def cases(draw: st.DrawFn) -> tuple[Scaled, Tensor]:
 
 
 @given(cases())
-@settings(deadline=None, max_examples=200)
+@settings(deadline=None, max_examples=80)
 def test_as_the_definition(case: tuple[Scaled, Tensor]) -> None:
     """Bit for bit; codes give the same values back, and the format's own scales do when they are given."""
     format, x = case

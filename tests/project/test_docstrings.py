@@ -41,12 +41,24 @@ def test_each_entry_of_the_menu_has_an_example() -> None:
 
 
 @pytest.mark.parametrize("name", MENU)
-@pytest.mark.parametrize("speed", ["native", "slow"])
-def test_examples_show_what_happens(
-    name: str, speed: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
+@pytest.mark.usefixtures("has_low_precision")
+def test_examples_show_what_happens(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Torch is as it was afterwards."""
+    run(name, capsys)
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("name", MENU)
+@pytest.mark.usefixtures("lacks_low_precision")
+def test_examples_show_the_same_where_low_precision_is_slow(
+    name: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Whether or not this machine is fast in low precision; torch is as it was afterwards."""
-    request.getfixturevalue("has_low_precision" if speed == "native" else "lacks_low_precision")
+    """What is legalized."""
+    run(name, capsys)
+
+
+def run(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """Runs the examples of an entry."""
     before = (formats.names(), hmpx.rules.RULES.value)
     runner = doctest.DocTestRunner(verbose=False)
     failed, tried = runner.run(examples(name), clear_globs=False)
