@@ -14,6 +14,7 @@ from torch import Tensor
 from ..errors import OptionError, noted, said_by, shown
 from ..session import Session, convert, current
 from ..torch_internals import DisableAutocast, uncompiled
+from ..torch_state import without_casts
 from .comparison import Comparison
 from .gradients import GradientRun
 from .low_run import LowCall, LowRun
@@ -132,19 +133,20 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
         kept, first = exact_runs(draws_gradients=False)
     exact, gradients, shadow = first
     error = low.error or exact.error
-    scale = (
-        math.nan if error else 1.0 if has_loss else 1 / (math.sqrt(PROJECTIONS) * exact.norm or 1.0)
-    )
-    return Comparison(
-        rows=compared_sites(kept, runs.costs(), scale),
-        gradients=gradients.rows(),
-        loss=exact.loss,
-        low_loss=low.loss,
-        output_rel=relative(low.outputs, exact.outputs),
-        compiled_rel=relative(runs.compiled(), low.outputs),
-        unmatched=shadow.unmatched,
-        backward_error=error,
-    )
+    compiled = runs.compiled()
+    with without_casts():
+        norm = math.sqrt(PROJECTIONS) * exact.norm
+        scale = math.nan if error else 1.0 if has_loss else 1 / (norm or 1.0)
+        return Comparison(
+            rows=compared_sites(kept, runs.costs(), scale),
+            gradients=gradients.rows(),
+            loss=exact.loss,
+            low_loss=low.loss,
+            output_rel=relative(low.outputs, exact.outputs),
+            compiled_rel=relative(compiled, low.outputs),
+            unmatched=shadow.unmatched,
+            backward_error=error,
+        )
 
 
 def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:

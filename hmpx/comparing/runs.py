@@ -185,13 +185,15 @@ class Runs:
         return [each.detach() for each in outputs]
 
     def _call(self) -> Any:
-        given = copied(self._inputs)
-        if self.gradients_error is not None:
-            with torch.no_grad():
-                return self._called(map_all(given, Tensor.detach))
-        if not self._learning:  # gradients must arrive somewhere, to pass by all calls
-            given = map_all(given, _learning_copy)
-        return self._called(given)
+        is_learning = self.gradients_error is None
+        with without_casts():
+            given = copied(self._inputs)
+            if not is_learning:
+                given = map_all(given, Tensor.detach)
+            elif not self._learning:  # gradients must arrive somewhere, to pass by all calls
+                given = map_all(given, _learning_copy)
+        with torch.set_grad_enabled(is_learning):
+            return self._called(given)
 
     def _called(self, given: tuple[Any, ...]) -> Any:
         if len(given) == 1 and isinstance(given[0], Mapping):

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from ..tensors import PLAIN_TENSORS, is_dense
+from .disabling import without_casts
 from .random_state import state_of_random_numbers
 from .reached import Reached, reached_by
 
@@ -22,6 +23,7 @@ _CONTAINERS: Final = (dict, list, set)
 class ModelState:
     """The state of some modules, and of generators of random numbers, as they are now."""
 
+    @without_casts()
     def __init__(self, reached: Reached, inputs: Iterable[Tensor]) -> None:
         """Keeps the state.
 
@@ -63,10 +65,12 @@ class ModelState:
                 self._gradients.append((leaf, leaf.grad))
                 leaf.grad = None
 
+    @without_casts()
     def forget_unwritten(self) -> None:
         """Drops copies of parameters that a run has not written to, since others won't either."""
         self._parameters = [each for each in self._parameters if not each.is_same()]
 
+    @without_casts()
     def restart(self) -> None:
         """Puts all but gradients back, and takes gradients away, for another run."""
         for attributes in self._attributes:

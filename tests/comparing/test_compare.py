@@ -69,6 +69,22 @@ def test_local_errors_are_those_of_the_op_alone():
     assert 0 < row.ulp < 4
 
 
+def test_what_is_computed_of_a_run_is_not_cast_itself():
+    """Not even where every op is low, `cat` and `stack` among them: errors are those of fewer ops."""
+    x, w = torch.randn(4, 64), torch.randn(3, 64)
+    policies = [
+        hmpx.Policy.from_ops(low=low, low_precision_type="nvfp4") for low in (["linear"], ["*"])
+    ]
+    few, all_low = [
+        hmpx.compare(lambda x: F.linear(x, w), x, policy=policy, **CPU) for policy in policies
+    ]
+    assert few.rows[0].rel > 0
+    assert [repr(row) for row in all_low.rows] == [
+        repr(row) for row in few.rows
+    ]  # some numbers are NaN
+    assert all_low.output_rel == few.output_rel
+
+
 def test_the_effect_on_a_loss_is_gradient_times_difference():
     x = torch.randn(5, 8)
 
