@@ -214,12 +214,14 @@ def _rounded_inputs(  # noqa: PLR0917  # all there is to one call
     cast = CAST[dtype]
 
     def convert(name: str, tensor: Tensor) -> Tensor:
+        # Parameters of norms stay as they are, which no kernel minds: all inputs are of one dtype.
+        if name in recipe.facts.norm_parameters:
+            return cast(tensor)
         if exact and any(tensor is value for value in exact):
             return cast(tensor)
         return emulation.rounded_input(name, tensor, cast(tensor))
 
-    keeps_parameters = _takes_mixed_parameters(recipe, args, kwargs)
-    return _with_inputs(convert, recipe, args, kwargs, keeps_parameters)
+    return _with_inputs(convert, recipe, args, kwargs, mixes=False)
 
 
 def _no_chunk(tensors: Sequence[Any]) -> None:

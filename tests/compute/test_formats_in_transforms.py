@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 import torch
 import torch.autograd.forward_ad as forward
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -104,6 +105,26 @@ def test_graphs_pass_gradients_to_what_a_transform_maps() -> None:
     with hmpx.convert():
         found = make_fx(torch.func.grad(loss))(weight)(weight)
     assert torch.linalg.norm(found - expected) < 0.02 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("format", FORMATS)
+def test_norms_keep_their_parameters_in_transforms(format: str) -> None:
+    """Weight and bias are not rounded, nor are their gradients: values and gradients are autograd's."""
+    weight, bias = normal(32, seed=1), normal(32, seed=2)
+    x, incoming = normal(4, 32), normal(4, 32, seed=3)
+
+    def loss(weight: Tensor, bias: Tensor) -> Tensor:
+        return (F.layer_norm(x, (32,), weight, bias) * incoming).sum()
+
+    leaves = [each.clone().requires_grad_() for each in (weight, bias)]
+    policy = hmpx.Policy.from_ops(low=["layer_norm"], low_precision_type=format)
+    with hmpx.convert(policy=policy, round_gradients=True):
+        expected = torch.autograd.grad(loss(*leaves), leaves)
+        found = torch.func.grad(loss, (0, 1))(weight, bias)
+        rows = torch.vmap(lambda row: F.layer_norm(row, (32,), weight, bias))(x)
+        whole = torch.stack([F.layer_norm(row, (32,), weight, bias) for row in x])
+    assert all(map(torch.equal, found, expected))
+    assert torch.equal(rows, whole)
 
 
 @pytest.mark.parametrize("format", FORMATS)
