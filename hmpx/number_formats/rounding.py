@@ -26,6 +26,7 @@ from .plans import Plan
 from .rows import rows_of
 from .torch_rounding import (
     NO_KEYS,
+    as_laid_out,
     by_traceable_ops,
     round_in_parts,
     rounded_rows,
@@ -331,10 +332,9 @@ def _in_rows(x: Tensor, step: DtypeRounding, keys: tuple[int, int], scale: Tenso
             threads = 1 if count < THREADED else torch.get_num_threads()
             extent = (rows.shape[-1], rows.shape[-2] if rows.dim() > 1 else 1)
             step.kernel(rows.data_ptr(), result.data_ptr(), count, *keys, threads, extent, *given)
-    found = CAST[x.dtype](result if layout is None else layout.from_rows(result, x.shape))
-    if found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous()):
-        return found
-    return EMPTY_LIKE(x).copy_(found)
+    return as_laid_out(
+        CAST[x.dtype](result if layout is None else layout.from_rows(result, x.shape)), x
+    )
 
 
 @functools.lru_cache(maxsize=4096)

@@ -7,11 +7,11 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ..tensors import CAST
+from ..tensors import CAST, PLAIN_TENSORS
 from .layouts import Layout
 from .noise import Key, random_bits
 from .plans import Plan
-from .unpatched import RANDINT
+from .unpatched import EMPTY_LIKE, RANDINT
 
 #: Elements of a part: intermediate results stay in the cache, and calls take little of the time.
 _CACHED: Final = 131072
@@ -36,9 +36,17 @@ def by_traceable_ops(
     if layout is not None:
         rows = layout.to_rows(rows)
     rounded = rounded_rows(rows, plan, layout, keys, scale)
-    if layout is not None:
-        rounded = layout.from_rows(rounded, x.shape)
-    return CAST[x.dtype](rounded)
+    if layout is None:
+        return CAST[x.dtype](rounded)
+    found = CAST[x.dtype](layout.from_rows(rounded, x.shape))
+    return as_laid_out(found, x) if type(x) in PLAIN_TENSORS else found.detach()
+
+
+def as_laid_out(found: Tensor, x: Tensor) -> Tensor:
+    """Returns ``found`` with the strides of ``x``, and no view: autograd lets nobody write to such views."""
+    if found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous()):
+        return found.detach()
+    return EMPTY_LIKE(x).copy_(found)
 
 
 def traced_keys(x: Tensor, generator: torch.Generator | None) -> Tensor:

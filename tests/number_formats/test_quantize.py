@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import ctypes
 import functools
@@ -22,6 +23,7 @@ from hypothesis import strategies as st
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hmpx import formats
 from hmpx.errors import OptionError
@@ -803,6 +805,31 @@ def test_modes_of_dispatch(implementation: str) -> None:
         graph = make_fx(functools.partial(quantize, format=format))(x)
         y = torch.randn(3, 64)
         assert_same(graph(y), quantize(y, format), y)
+
+
+class Passing(TorchDispatchMode):
+    """Passes all calls on."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("is_observed", [False, True])
+def test_results_may_be_written_to(implementation: str, is_observed: bool) -> None:
+    """As what torch computes: no result is a view; and it has the strides of what was rounded."""
+    strides = [(20, 5, 1), (1, 20, 4), (40, 5, 2)]
+    for format in (*formats.names(), NF4, Q4_4, get("float8_e4m3fn_row").along(0)):
+        for each in strides:
+            x = torch.randn(160).as_strided((3, 4, 5), each).requires_grad_()
+            with Passing() if is_observed else contextlib.nullcontext():
+                learning = quantize(x, format) * 1 if format == "float32" else quantize(x, format)
+                with torch.no_grad():
+                    plain = quantize(x.detach().clone(), format)
+            learning += x
+            plain += x
+            learning.sum().backward()
+            assert x.grad is not None and torch.equal(x.grad, torch.full((3, 4, 5), 2.0))
+            assert learning.stride() == torch.empty_like(x).stride()
 
 
 #: Of torch, in its own code.
