@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from .bits import Binary
-from .unpatched import AND, MUL, RIGHT
+from .unpatched import AND, MUL, RIGHT, XOR
 
 Key: TypeAlias = "int | Tensor"
 
@@ -25,7 +25,8 @@ def random_bits(numel: int, start: int, keys: tuple[Key, Key], device: torch.dev
     # An index has 32 bits, as many as an element of the result.
     index = torch.arange(numel, dtype=torch.int64, device=device).to(torch.int32)
     index = index.add_((start + 2**31) % 2**32 - 2**31)
-    mixed = index.bitwise_xor_(keys[0])
+    key = keys[0]  # one for each of what torch.vmap maps, which the index is not
+    mixed = XOR(index, key) if isinstance(key, Tensor) else index.bitwise_xor_(key)
     mixed = mixed.bitwise_xor_(RIGHT(mixed, 16).bitwise_and_(0xFFFF)).mul_(0x7FEB352D)
     mixed = mixed.bitwise_xor_(keys[1])
     mixed = mixed.bitwise_xor_(RIGHT(mixed, 15).bitwise_and_(0x1FFFF)).mul_(0x846CA68B - 2**32)

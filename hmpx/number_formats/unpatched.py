@@ -14,7 +14,12 @@ RECIPROCAL = torch.reciprocal
 AND, OR, XOR = torch.bitwise_and, torch.bitwise_or, torch.bitwise_xor
 LEFT, RIGHT = torch.bitwise_left_shift, torch.bitwise_right_shift
 EQ, NE, GT, GE, LT, LE = torch.eq, torch.ne, torch.gt, torch.ge, torch.lt, torch.le
-WHERE, TAKE, BUCKETIZE = torch.where, torch.take, torch.bucketize
+WHERE, SELECT, BUCKETIZE = torch.where, torch.index_select, torch.bucketize
 ARANGE, EMPTY, EMPTY_LIKE, RANDINT = torch.arange, torch.empty, torch.empty_like, torch.randint
 MOVEDIM, PAD = torch.movedim, torch.constant_pad_nd
 CLONE, CONTIGUOUS = torch.Tensor.clone, torch.Tensor.contiguous
+
+
+def taken(values: torch.Tensor, index: torch.Tensor) -> torch.Tensor:
+    """Returns the values at an index of any shape; faster than torch.take, for which vmap has no rule."""
+    return SELECT(values, 0, index.reshape(-1)).view(index.shape)

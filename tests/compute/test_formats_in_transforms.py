@@ -15,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 import hmpx
 from hmpx import formats
+from hmpx.formats import quantize
 
 from ..values import normal
 
@@ -105,6 +106,38 @@ def test_graphs_pass_gradients_to_what_a_transform_maps() -> None:
     with hmpx.convert():
         found = make_fx(torch.func.grad(loss))(weight)(weight)
     assert torch.linalg.norm(found - expected) < 0.02 * torch.linalg.norm(expected)
+
+
+@pytest.mark.parametrize("format", [*FORMATS, "nf4", "nvfp4"])
+def test_stochastic_rounding_draws_for_each_that_is_mapped(format: str) -> None:
+    """torch.vmap refuses random ops unless it is told otherwise; what it maps is rounded apart."""
+    x = normal(1000).expand(64, 1000).contiguous()
+    step = quantize(x, format, "up") - quantize(x, format, "down")
+
+    own = torch.Generator()
+    for generator in (None, own):
+        round_ = functools.partial(
+            quantize, format=format, rounding="stochastic", generator=generator
+        )
+        torch.manual_seed(1)
+        own.manual_seed(1)
+        once = torch.vmap(round_)(x)
+        twice = torch.vmap(torch.vmap(round_))(x.view(8, 8, 1000)).view(64, 1000)
+        torch.manual_seed(1)
+        own.manual_seed(1)
+        assert torch.equal(torch.vmap(round_)(x), once)
+        for found in (once, twice):
+            errors = found - x
+            assert errors.abs().max() <= step.max()
+            # The mean of a row's errors is within 5 of its own deviations, and no two rows are alike.
+            assert errors.mean(1).abs().max() <= 5 * step.max() / 2 / 1000**0.5
+            assert len({tuple(row) for row in found.tolist()}) == 64
+    with torch.random.fork_rng():
+        for way in (torch.func.jacrev, torch.func.jacfwd, torch.func.hessian):
+            weight = normal(32, 32)
+            with converted(format, round_gradients=True, rounding="stochastic"):
+                found = way(lambda a, weight=weight: (a @ weight).sin().sum())(normal(32, seed=2))
+            assert torch.isfinite(found).all()
 
 
 @pytest.mark.parametrize("format", FORMATS)

@@ -20,7 +20,7 @@ from ..bits import FP32, FP64, Binary
 from ..codings import Coding
 from ..layouts import Layout
 from ..plans import ROUNDING_MODES, Overflow, Plan
-from ..unpatched import AND, ARANGE, TAKE
+from ..unpatched import AND, ARANGE, taken
 from ..vocabulary import spellings
 
 Rounder: TypeAlias = Callable[[Tensor], Tensor]
@@ -262,7 +262,7 @@ class CodedFormat(NumberFormat):
         if self.bits > _TABLED or is_traced:
             return self._narrow_values(codes.to(torch.int64))
         table = self._all_values().on(codes.device)
-        return TAKE(table, AND(codes.to(torch.int64), table.numel() - 1))
+        return taken(table, AND(codes.to(torch.int64), table.numel() - 1))
 
     def _all_values(self) -> Constant:
         """Returns the values of all codes."""

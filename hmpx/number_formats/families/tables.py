@@ -20,7 +20,7 @@ from ..bits import FP32, FP64, Binary, to_float32
 from ..codings import Coding, TableCodes
 from ..noise import uniform
 from ..plans import Overflow, Plan
-from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, TAKE, WHERE
+from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, WHERE, taken
 from .number_format import CodedFormat, check_name
 
 _MOST_VALUES: Final = 65536
@@ -55,10 +55,10 @@ class TablePlan(Plan):
         """Returns the values of ``x`` rounded."""
         values = self._constant("values", self.values, x)
         index = self.index(x)
-        rounded = TAKE(values, index)
+        rounded = taken(values, index)
         if self.mode == "stochastic":
             assert noise is not None
-            above = TAKE(values, CLAMP(ADD(index, 1), max=len(self.values) - 1))
+            above = taken(values, CLAMP(ADD(index, 1), max=len(self.values) - 1))
             share = DIV(SUB(x, rounded), SUB(above, rounded))
             rounded = WHERE(GE(share, uniform(noise, self.binary)), above, rounded)
         return WHERE(NE(x, x), x, rounded)
@@ -222,7 +222,7 @@ class Table(CodedFormat):
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""
         known = torch.tensor(self.values, dtype=torch.float64, device=codes.device)
-        values = TAKE(known, CLAMP(codes, max=len(self.values) - 1))
+        values = taken(known, CLAMP(codes, max=len(self.values) - 1))
         return values.masked_fill_(GE(codes, len(self.values)), math.nan)
 
 
