@@ -14,7 +14,7 @@ from .arguments import (
 )
 from .cache import cache_patches
 from .facts import facts_of, is_promotion, recipe_of, site_of
-from .inputs import floating_inputs, given_inputs, is_on_device, widest, written
+from .inputs import floating_inputs, given_inputs, is_emulated, is_on_device, widest, written
 from .recipe import CallSite, OpFacts, Options, Recipe
 
 __all__ = [
@@ -31,6 +31,7 @@ __all__ = [
     "facts_of",
     "floating_inputs",
     "given_inputs",
+    "is_emulated",
     "is_on_device",
     "is_promotion",
     "is_settled",

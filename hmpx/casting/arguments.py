@@ -44,6 +44,7 @@ from .inputs import (
     given_inputs,
     is_eligible,
     is_eligible_tensor,
+    is_emulated,
     is_number_from_cpu,
     is_on_device,
     padded_names,
@@ -65,7 +66,7 @@ def cast_args(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
     dtype = target_dtype(recipe, args, kwargs)
     if dtype is None:
         return args, kwargs
-    if recipe.emulation is None or written(recipe, args, kwargs) is not None:
+    if recipe.emulation is None or not is_emulated(recipe, args, kwargs):
         return _cast_to(dtype, recipe, args, kwargs)
     exact = _decoded_values(given, (args, kwargs))
     return _rounded_inputs(recipe.emulation, dtype, recipe, args, kwargs, exact)
@@ -316,6 +317,8 @@ def decided_by(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[str, str]:
     for tensor in counted(recipe, floating_inputs(recipe, args, kwargs)):
         if tensor.layout in SPARSE:
             return CastPolicy.FIRST.name, "its sparse input"
+        if recipe.emulation is not None and tensor.is_nested:
+            return CastPolicy.FP32.name, "its nested input"
         if cast_policy in _ABSOLUTE and tensor.dtype not in ELIGIBLE:
             return CastPolicy.PASS.name, f"its {short_name(tensor.dtype)} input"
     return cast_policy.name, recipe.decision.reason

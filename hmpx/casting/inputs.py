@@ -74,6 +74,21 @@ def written(recipe: Recipe, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Ten
     return value if isinstance(value, (Tensor, list, tuple)) else None
 
 
+def is_emulated(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
+    """Whether what is cast is rounded to a number format, too.
+
+    What a call writes to keeps the type of its values, and formats round dense tensors only.
+    """
+    if recipe.emulation is None or written(recipe, args, kwargs) is not None:
+        return False
+    return not any(map(is_apart, floating_inputs(recipe, args, kwargs)))
+
+
+def is_apart(tensor: Tensor) -> bool:
+    """Whether a tensor is sparse or nested."""
+    return tensor.is_nested or tensor.layout not in DENSE
+
+
 def argument(recipe: Recipe, name: str, args: Args, kwargs: Kwargs) -> Any:
     """Returns the argument of that name, however it was given; None if it was not."""
     names = recipe.site.parameters.names

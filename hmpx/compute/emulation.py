@@ -167,9 +167,9 @@ class Emulation:
             tensor: The same, cast.
 
         Raises:
-            OptionError: It is not a dense tensor, or a graph is traced that can't hold the rounding.
+            OptionError: A graph is traced that can't hold the rounding.
         """
-        self._check(tensor)
+        self._check()
         if self.is_view and self._has_axes:  # the op that takes the view knows the axis
             return tensor
         name = "self" if name == "input" and "input" not in self.names else name
@@ -177,17 +177,10 @@ class Emulation:
             return self._rounded_addend(tensor)
         return tensor if self.rounds_late else self._rounded_factor(name, given, tensor)
 
-    def _check(self, tensor: Tensor) -> None:
-        name = self.format.name
-        if tensor.is_nested or tensor.layout is not torch.strided:
-            kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
-            raise OptionError(
-                f"{name}: number formats take dense tensors, not {kind} ones; leave the "
-                "op out of the low-precision list"
-            )
+    def _check(self) -> None:
         if is_jit_tracing():
             raise OptionError(
-                f"{name}: torch.jit.trace can't hold a number format; use torch.export"
+                f"{self.format.name}: torch.jit.trace can't hold a number format; use torch.export"
             )
 
     def _rounded_addend(self, tensor: Tensor) -> Tensor:
@@ -326,7 +319,9 @@ class Emulation:
         return new_args, {name: value(name, given) for name, given in kwargs.items()}
 
     def _finish(self, incoming: Rounder | None, tensor: Tensor) -> Tensor:
-        self._check(tensor)
+        self._check()
+        if tensor.is_nested or tensor.layout is not torch.strided:
+            return tensor
         if self._result is not None:
             return CAST[torch.float32](straight_through(tensor, self._result, incoming))
         assert self.output_dtype is not None

@@ -13,12 +13,12 @@ import torch
 from torch import Tensor
 
 from ..casting import (
-    TARGET,
     Recipe,
     cast_dtypes,
     decided_by,
     floating_inputs,
     given_inputs,
+    is_emulated,
     is_widened,
     target_dtype,
     widest,
@@ -164,7 +164,7 @@ def describe(
     after = tuple(cast_dtypes(recipe, *decoded(recipe, args, kwargs)))
     dtype = _dtype(recipe, before, args, kwargs)
     cast_policy, reason = decided_by(recipe, args, kwargs)
-    is_emulated = recipe.emulation is not None and dtype is not None and cast_policy != TARGET
+    is_rounded = dtype is not None and is_emulated(recipe, args, kwargs)
     casts = [
         (position, cast.itemsize)
         for position, (given, cast) in enumerate(zip(input_dtypes, after, strict=False))
@@ -174,7 +174,7 @@ def describe(
         input_dtypes,
         after,
         device_type,
-        recipe.emulation.format if recipe.emulation and is_emulated else dtype,
+        recipe.emulation.format if recipe.emulation and is_rounded else dtype,
         cast_policy,
         reason,
         casts=tuple(casts),

@@ -19,6 +19,7 @@ from ..casting import (
     Recipe,
     cast_args,
     floating_inputs,
+    is_emulated,
     is_on_device,
     target_dtype,
     widest,
@@ -197,7 +198,7 @@ def _emulated(recipe: Recipe, emulation: Emulation, run: Runner) -> Runner:
     """Returns a runner of the op in a number format."""
 
     def run_emulated(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-        if target_dtype(recipe, args, kwargs) is None or written(recipe, args, kwargs) is not None:
+        if target_dtype(recipe, args, kwargs) is None or not is_emulated(recipe, args, kwargs):
             return run(function, args, kwargs, given)
         if not is_on_device(recipe, args, kwargs):
             return run(function, args, kwargs, given)

@@ -708,16 +708,51 @@ def test_there_are_two_ways_to_store() -> None:
     assert str(error.value) == "store must be 'dtype' or 'codes', not 'bits'"
 
 
-def test_tensors_that_are_not_dense_are_refused() -> None:
-    """Not left unrounded without a word."""
-    rows = torch.nested.nested_tensor([normal(2, 8), normal(3, 8)], layout=torch.jagged)
-    policy = hmpx.Policy.from_ops(low=["linear"], low_precision_type="float8_e4m3fn")
-    with hmpx.convert(policy=policy), pytest.raises(hmpx.OptionError) as error:
-        F.linear(rows, normal(4, 8))
-    assert str(error.value) == (
-        "float8_e4m3fn: number formats take dense tensors, not nested ones; leave the op out of "
-        "the low-precision list"
-    )
+def nested(layout: torch.layout) -> Tensor:
+    return torch.nested.nested_tensor([normal(2, 8), normal(3, 8)], layout=layout)
+
+
+#: Calls of which torch takes no dense inputs only.
+APART: dict[str, tuple[str, Callable[[], Tensor]]] = {
+    "jagged": ("nested", lambda: F.linear(nested(torch.jagged), normal(4, 8, requires_grad=True))),
+    "jagged matmul": ("nested", lambda: nested(torch.jagged) @ normal(8, 4)),
+    "jagged norm": ("nested", lambda: F.layer_norm(nested(torch.jagged), (8,), normal(8))),
+    "jagged relu": ("nested", lambda: torch.relu(nested(torch.jagged))),
+    "nested": ("nested", lambda: F.linear(nested(torch.strided), normal(4, 8, requires_grad=True))),
+    "two nested": ("nested", lambda: torch.bmm(nested(torch.strided), nested(torch.strided).mT)),
+    "coo": ("sparse", lambda: normal(4, 8).to_sparse().requires_grad_() @ normal(8, 3)),
+    "csr": ("sparse", lambda: normal(4, 8).to_sparse_csr() @ normal(8, 3, requires_grad=True)),
+    "bsr": ("sparse", lambda: normal(4, 8).to_sparse_bsr((2, 2)) @ normal(8, 3)),
+    "sparse addmm": (
+        "sparse",
+        lambda: torch.addmm(normal(4, 3), normal(4, 8).to_sparse(), normal(8, 3)),
+    ),
+    "sparse bmm": ("sparse", lambda: torch.bmm(normal(2, 4, 8).to_sparse(), normal(2, 8, 3))),
+    "sparse relu": ("sparse", lambda: torch.relu(normal(4, 8).to_sparse())),
+}
+
+
+@pytest.mark.filterwarnings("ignore:The PyTorch API of nested tensors is in prototype")
+@pytest.mark.filterwarnings("ignore:Sparse .* tensor support is in beta state")
+@pytest.mark.parametrize("format", ["float8_e4m3fn", "nvfp4", "int4_row", "posit16_1", "nf4"])
+@pytest.mark.parametrize("name", APART)
+def test_calls_with_tensors_that_are_not_dense_compute_in_fp32(name: str, format: str) -> None:
+    """Whole calls, forward and backward, and the log says why."""
+    kind, call = APART[name]
+    calls: list[hmpx.OpCall] = []
+    low = ["linear", "matmul", "addmm", "bmm", "layer_norm", "relu"]
+    policy = hmpx.Policy.from_ops(low=low, low_precision_type=format)
+    expected = call()
+    with hmpx.convert(policy=policy, round_gradients=True):
+        found = call()
+        with hmpx.attach(calls.append):
+            call()
+        assert found.layout is expected.layout and found.is_nested is expected.is_nested
+        if found.requires_grad:
+            torch.stack([part.sum() for part in found.unbind()]).sum().backward()
+    assert [(each.reason, each.dtype) for each in calls] == [(f"its {kind} input", torch.float32)]
+    parts = zip(found.unbind(), expected.unbind(), strict=True)
+    assert all(torch.equal(a.to_dense(), b.to_dense()) for a, b in parts)
 
 
 @pytest.mark.filterwarnings("ignore:.torch.jit.trace:DeprecationWarning")
