@@ -103,6 +103,7 @@ class Emulation:
     rounds_late: bool = field(init=False, repr=False, compare=False)
     _has_axes: bool = field(init=False, repr=False, compare=False)
     _tells_weights: bool = field(init=False, repr=False, compare=False)
+    _names_weights: bool = field(init=False, repr=False, compare=False)
     _addend: str | None = field(init=False, repr=False, compare=False)
     _result: Rounder | None = field(init=False, repr=False, compare=False)
     _weight: Rounder = field(init=False, repr=False, compare=False)
@@ -127,6 +128,7 @@ class Emulation:
             "rounds_late": is_late and self.is_product and may_be_factored(self.op),
             "_has_axes": needs_axes,
             "_tells_weights": formats.weights != formats.activations,
+            "_names_weights": ops.names_weights(self.names),
             "_addend": found.addend if found is not None else None,
             "_result": (
                 self._looking(formats.result, "a result") if self.output_dtype is None else None
@@ -207,10 +209,10 @@ class Emulation:
         return None if self._result is None else self._gradient
 
     def _is_weight(self, name: str, given: Tensor) -> bool:
-        """Whether an input is a weight: by the end of its argument's name, or since it is a parameter."""
-        if name.endswith("weight"):
+        """Whether an input is a weight: by name, or, of ops that name none, since it is a parameter."""
+        if ops.is_weight(name):
             return True
-        if not self._tells_weights or name.endswith("bias"):
+        if not self._tells_weights or self._names_weights or name.endswith("bias"):
             return False
         if is_traced():
             raise OptionError(

@@ -85,7 +85,7 @@ class Decision:
             floating input was given in. None: the inputs' dtype. What an op computes in a number
             format is rounded to the format only if this is None.
         weights: The number format, or its name, that weights are rounded to: arguments called
-            ``weight``, and other parameters. None: ``dtype``. If any of these three is given and
+            ``weight``, and parameters of ops that have no such argument. None: ``dtype``. If any of these three is given and
             ``dtype`` is one of torch's, that is emulated as a format, too.
         activations: The one that all other inputs are rounded to; None: ``dtype``.
         gradients: The one that gradients are rounded to, ``"float32"`` for none; None: as `convert` is

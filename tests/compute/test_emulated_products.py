@@ -297,6 +297,33 @@ def test_weights_alone_may_be_in_a_format() -> None:
 
 
 @pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
+@pytest.mark.parametrize("gradients", ["", " gradients=float8_e5m2"])
+def test_weights_that_arguments_name_are_told_in_graphs(gradients: str) -> None:
+    """Of linear and convolutions no other input is a weight, not even a parameter: compiled or not."""
+    x, image = nn.Parameter(normal(4, 64)), normal(2, 3, 5, 5)
+    model = nn.Linear(64, 3)
+    convolution = nn.Conv2d(3, 4, 3)
+
+    def forward() -> list[Tensor]:
+        return [model(x), convolution(image)]
+
+    def run(forward: Callable[[], list[Tensor]]) -> list[Tensor]:
+        results = forward()
+        loss = results[0].sin().sum() + results[1].sin().sum()
+        learning = [x, model.weight, model.bias, convolution.weight]
+        return [*results, *torch.autograd.grad(loss, learning)]
+
+    options = f"weights=nf4 activations=int8_row output=float32{gradients}"
+    with converted(f"linear float8_e4m3fn {options}", f"conv2d float8_e4m3fn {options}"):
+        expected = run(forward)
+        found = run(torch.compile(forward, fullgraph=True, backend="aot_eager"))
+    low_x, low_w = quantize(x.detach(), "int8_row"), quantize(model.weight.detach(), "nf4")
+    same_or_nan(expected[0].detach(), F.linear(low_x, low_w, model.bias.detach()))
+    for one, other in zip(found, expected, strict=True):
+        torch.testing.assert_close(one, other)
+
+
+@pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning")
 def test_graphs_in_which_weights_cant_be_told_are_refused() -> None:
     """Rather than rounded otherwise than uncompiled."""
     weight = nn.Parameter(normal(8, 3))

@@ -8,7 +8,7 @@ from typing import Final
 
 from ... import ops
 from ...errors import MOST_SHOWN, OpListError, gathered, shown, suggestion
-from ..decisions import YIELDING, CastPolicy, Decision
+from ..decisions import ROLES, YIELDING, CastPolicy, Decision
 from ..warning import warn
 from .op_list import Entry, Listed, OpList
 from .sets import SHIPPED
@@ -74,6 +74,17 @@ def _idle(op_list: OpList, *, is_relative: bool) -> list[str]:
     ]
 
 
+def _idle_roles(op_list: OpList) -> list[str]:
+    """Returns messages for formats by role on a user's lines that round nothing."""
+    return [
+        f"{entry.where}: {role}= of {shown(entry.text)} has no effect: {why}; leave it out"
+        for name, entry in op_list.ops.items()
+        if not (op_list.is_shipped or entry.where.startswith(SHIPPED))
+        for role in ROLES
+        if getattr(entry, role) is not None and (why := ops.idle_roles(name).get(role))
+    ]
+
+
 def _why_unknown(text: str) -> str:
     bare = text.removeprefix("-")
     if bare in ops.facts("became"):
@@ -133,7 +144,9 @@ def idle_lines(lists: Iterable[Listed]) -> list[str]:
         message
         for op_list, decision in lists
         if decision.cast_policy is not CastPolicy.PASS
-        for message in _idle(op_list, is_relative=decision.cast_policy in YIELDING)
+        for message in chain(
+            _idle(op_list, is_relative=decision.cast_policy in YIELDING), _idle_roles(op_list)
+        )
     ]
 
 
