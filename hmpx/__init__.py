@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import importlib
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING
 
-from . import formats
 from .errors import (
     BenchError,
     CheckpointError,
@@ -20,48 +18,41 @@ from .errors import (
     RuleError,
     TorchError,
 )
-from .freezing import Frozen, Weight, freeze
+from .later import shown_later
 from .observers import Attached, CallTensors, OpCall, attach
 from .policy import ALLOW, DENY, FOLLOW, Call, CastPolicy, Decision, Policy, load_policy
 from .rules import register_rule, unregister_rule
 from .session import Session, casts_enabled, convert, is_converted, revert
 from .torch_state import disable_casts
 from .version import __version__ as __version__
-from .watching import Offence, Watch, watch
 
 if TYPE_CHECKING:
+    from . import formats
     from .benchmarking import Bench, bench
     from .comparing import Comparison, compare
     from .drawing import Drawing, draw
     from .explaining import Explanation, Explanations, explain
+    from .freezing import Frozen, Weight, freeze
     from .planning import Plan, plan
     from .recording import record
     from .tuning import Tuned, tune
-
-#: What is imported when it is first asked for -> its room: looking back at a run can wait.
-_LATER: Final = {
-    "Bench": "benchmarking",
-    "Comparison": "comparing",
-    "Drawing": "drawing",
-    "Explanation": "explaining",
-    "Explanations": "explaining",
-    "Plan": "planning",
-    "bench": "benchmarking",
-    "compare": "comparing",
-    "Tuned": "tuning",
-    "draw": "drawing",
-    "explain": "explaining",
-    "plan": "planning",
-    "record": "recording",
-    "tune": "tuning",
-}
-
-
-def __getattr__(name: str) -> Any:
-    if name not in _LATER:
-        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = globals()[name] = getattr(importlib.import_module(f".{_LATER[name]}", __name__), name)
-    return value
+    from .watching import Offence, Watch, watch
+else:  # what the first op of a program does not need
+    __getattr__ = shown_later(
+        __name__,
+        {
+            "formats": "",
+            "benchmarking": "Bench bench",
+            "comparing": "Comparison compare",
+            "drawing": "Drawing draw",
+            "explaining": "Explanation Explanations explain",
+            "freezing": "Frozen Weight freeze",
+            "planning": "Plan plan",
+            "recording": "record",
+            "tuning": "Tuned tune",
+            "watching": "Offence Watch watch",
+        },
+    )
 
 
 def __dir__() -> list[str]:

@@ -11,7 +11,12 @@ from __future__ import annotations
 import types
 from collections.abc import Callable, Hashable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final, Protocol
+
+if TYPE_CHECKING:
+    from typing_extensions import TypeVarTuple, Unpack
+
+    _Functions = TypeVarTuple("_Functions")
 
 _NAMES: Final[Any] = vars(types.ModuleType)["__dict__"]
 
@@ -22,8 +27,35 @@ def names_of(module: types.ModuleType) -> dict[str, Any]:
     return names
 
 
+#: How the names of hmpx's modules begin.
+_OWN: Final = f"{__name__.partition('.')[0]}."
+
 #: The value of an empty slot.
 ABSENT: Final[Any] = type("absent", (), {"__repr__": lambda self: "ABSENT"})()
+
+
+def unpatched(*functions: Unpack[_Functions]) -> tuple[Unpack[_Functions]]:
+    """Returns functions of torch as they are without hmpx's wrappers.
+
+    For modules that keep some for themselves, and may be imported when torch is patched already.
+
+    Example:
+        >>> with hmpx.convert(device_types={"cpu"}):
+        ...     (mm,) = hmpx.patching.unpatched(torch.mm)
+        >>> mm is torch.mm
+        True
+    """
+    return tuple([_below(function) for function in functions])
+
+
+def _below(function: Any) -> Any:
+    while (
+        type(function) is types.FunctionType
+        and "__wrapped__" in vars(function)
+        and function.__globals__["__name__"].startswith(_OWN)
+    ):
+        function = vars(function)["__wrapped__"]
+    return function
 
 
 class Change(Protocol):

@@ -9,13 +9,12 @@ from __future__ import annotations
 import functools
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
 
-from ..compute import SLOW_KINDS, Emulation
-from ..number_formats import Format
+from ..compute import SLOW_KINDS
 from ..policy import CastPolicy
 from ..tensors import (
     CAST,
@@ -52,6 +51,9 @@ from .inputs import (
     written,
 )
 from .recipe import Recipe
+
+if TYPE_CHECKING:
+    from ..compute import Emulation
 
 
 def cast_args(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
@@ -132,10 +134,10 @@ def target_dtype(recipe: Recipe, args: Args, kwargs: Kwargs) -> torch.dtype | No
             return first if is_low else torch.float32
         if recipe.facts.never_narrows and argument(recipe, "dtype", args, kwargs) in LOW_DTYPES:
             return None
-        assert recipe.decision.dtype is not None
-        if recipe.emulation is not None or isinstance(recipe.decision.dtype, Format):
+        decided = recipe.decision.dtype
+        if recipe.emulation is not None or not isinstance(decided, torch.dtype):
             return torch.float32
-        dtype = recipe.decision.dtype
+        dtype = decided
         if is_widened(recipe, inputs):
             return None
     return dtype if dtype in CAST else None

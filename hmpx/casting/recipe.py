@@ -7,16 +7,19 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import compute
-from ..compute import PRODUCTS, Emulation, Formats, Lacking, Lowering
-from ..number_formats import Format, rounds_nothing
+from .. import compute, number_formats
+from ..compute import PRODUCTS, Lacking
 from ..ops import Numbers, Parameters
 from ..policy import INPUT, RELATIVE, Decision
 from ..tensors import LOW_DTYPES
+
+if TYPE_CHECKING:
+    from ..compute import Emulation, Formats, Lowering
+    from ..number_formats import Format
 
 
 @dataclass(frozen=True)
@@ -255,9 +258,9 @@ def _formats(decision: Decision, format: Format, options: Options) -> Formats:
         gradients = format if options.round_gradients is True else options.round_gradients
     rounding = decision.rounding or options.rounding
     overflow = decision.overflow or options.overflow
-    if gradients is not None and rounds_nothing(gradients):
+    if gradients is not None and number_formats.rounds_nothing(gradients):
         gradients = None
-    return Formats(
+    return compute.Formats(
         result=format,
         weights=decision.weights or format,
         activations=decision.activations or format,
@@ -280,8 +283,8 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
     """Returns how calls are computed once their inputs are cast; asks for their target, if any."""
     decision, facts, options = recipe.decision, recipe.facts, recipe.options
     emulation = None
-    if isinstance(decision.dtype, Format) and recipe.target is None:
-        emulation = Emulation(
+    if number_formats.is_format(decision.dtype) and recipe.target is None:
+        emulation = compute.Emulation(
             _formats(decision, decision.dtype, options),
             recipe.site.op,
             recipe.site.parameters.names,

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
 from .accumulation import Accumulation
 from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
-from .emulation import Emulation, Formats
-from .frozen_codes import watched_emulation
 from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
 from .kept_tensors import saved_by
 from .legalize.capability import (
@@ -25,10 +26,30 @@ from .legalize.legalization import (
 )
 from .legalize.legalizer import LegalizedCall, Legalizer
 from .legalize.watching import is_watched, note_unrounded, watched_rounding
-from .lowering import LOWERINGS, Lowering, create_lower_func, lowerings, register_op, unregister
+from .lowered import LOWERINGS
 from .missing_kernels import Callee, Lacking, completed, lacking_kernels
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
+
+if TYPE_CHECKING:
+    from .emulation import Emulation, Formats
+    from .frozen_codes import watched_emulation
+    from .lowering import (
+        Lowering,
+        create_lower_func,
+        lowerings,
+        register_op,
+        unregister,
+    )
+else:  # programs without number formats need none of it
+    __getattr__ = shown_later(
+        __name__,
+        {
+            "emulation": "Emulation Formats",
+            "frozen_codes": "watched_emulation",
+            "lowering": "Lowering create_lower_func lowerings register_op unregister",
+        },
+    )
 
 __all__ = [
     "CONVOLUTIONS",

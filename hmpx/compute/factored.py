@@ -13,13 +13,14 @@ import torch
 from torch import Tensor
 
 from ..ops import Product, product
+from ..patching import unpatched
 from ..tensors import SEQUENCES, Args, Kwargs
 from . import contractions
 from .contractions import Contraction
 
-# Taken before anything is patched: op lists may name any of them.
-_mul, _add, _expand, _unsqueeze = torch.mul, torch.add, Tensor.expand, Tensor.unsqueeze
-_squeeze, _reshape, _pad, _convolution = (
+# As they are where nothing is patched: op lists may name any of them.
+_mul, _add, _expand, _unsqueeze = unpatched(torch.mul, torch.add, Tensor.expand, Tensor.unsqueeze)
+_squeeze, _reshape, _pad, _convolution = unpatched(
     Tensor.squeeze,
     Tensor.reshape,
     torch.constant_pad_nd,

@@ -16,11 +16,12 @@ from torch import Tensor
 from .. import arguments, number_formats, ops, tensors
 from ..errors import OptionError, said_by, shown, suggestion
 from ..number_formats import Custom, Format, decode, encode, get
-from ..registry import Registry, change_together, exclusive
+from ..registry import change_together, exclusive
 from ..tensors import Args, Kwargs, map_tensors
 from ..torch_internals import may_learn
 from . import opaque
 from .legalize.graphs import is_exported, is_traced
+from .lowered import LOWERINGS, Lowerings
 
 
 @dataclass(frozen=True)
@@ -133,8 +134,6 @@ _REFLECTED: Final = frozenset(
 # --- the registry ------------------------------------------------------------------------------
 
 #: Op and name of the format -> device type -> the function that computes the op.
-_Lowerings = Mapping[tuple[str, str], Mapping[str | None, Lowering]]
-LOWERINGS: Final[Registry[_Lowerings]] = Registry({})
 
 
 @exclusive
@@ -269,7 +268,7 @@ def forget(format: str) -> None:
     LOWERINGS.change(_without(format))
 
 
-def _without(format: str) -> _Lowerings:
+def _without(format: str) -> Lowerings:
     known = LOWERINGS.value
     kept = {key: lowerings for key, lowerings in known.items() if key[1] != format}
     return known if len(kept) == len(known) else kept

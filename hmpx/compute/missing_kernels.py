@@ -9,9 +9,7 @@ wrappers are installed in torch.
 
 from __future__ import annotations
 
-import configparser
 import functools
-import importlib.resources
 import logging
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -21,6 +19,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..data_files import read_sections
 from ..device_types import DEVICE_TYPES
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
 from ..torch_internals import run_when_traced
@@ -81,7 +80,7 @@ def lacking_kernels() -> Mapping[str, Lacking]:
     """Returns op name -> where it lacks kernels, for the ops that do."""
     found: dict[str, dict[str, set[Place]]] = {}
     for section, names in _facts().items():
-        if section in ("DEFAULT", "untried"):
+        if section == "untried":
             continue
         device_type, dtype, how = section.split()
         for name in names:
@@ -96,12 +95,8 @@ def lacking_kernels() -> Mapping[str, Lacking]:
     return types.MappingProxyType(made)
 
 
-def _facts() -> Mapping[str, Mapping[str, str | None]]:
-    parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
-    parser.optionxform = str  # type: ignore[method-assign, assignment]  # names are case-sensitive
-    text = importlib.resources.files(__package__).joinpath("kernels.ini").read_text("utf-8")
-    parser.read_string(text)
-    return parser
+def _facts() -> Mapping[str, Mapping[str, str]]:
+    return read_sections(__package__, "kernels.ini")
 
 
 @dataclass(frozen=True, slots=True)
@@ -258,4 +253,4 @@ run_when_traced(_note)
 
 def untried() -> Iterator[tuple[str, str]]:
     """Yields the ops for which missing kernels are undetermined, and why."""
-    yield from ((name, reason or "") for name, reason in _facts()["untried"].items())
+    yield from _facts()["untried"].items()

@@ -17,13 +17,16 @@ from torch import Tensor
 from ..errors import HmpxWarning
 from ..frames import is_ours
 from ..number_formats import Format, Rounder
+from ..patching import unpatched
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import dispatch_modes, transforms
 from ..torch_state import in_force, place, without_casts
 
-# Taken before anything is patched: op lists may name any of them.
-_sum, _isfinite, _and, _not = torch.sum, torch.isfinite, torch.logical_and, torch.logical_not
-_where, _abs, _amax = torch.where, torch.abs, torch.amax
+# As they are where nothing is patched: op lists may name any of them.
+_sum, _isfinite, _and, _not = unpatched(
+    torch.sum, torch.isfinite, torch.logical_and, torch.logical_not
+)
+_where, _abs, _amax = unpatched(torch.where, torch.abs, torch.amax)
 _isfinite_number = math.isfinite
 
 #: The conversion that has been warned of.

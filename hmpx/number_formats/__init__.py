@@ -2,32 +2,53 @@
 
 from __future__ import annotations
 
-from .codes import decode, encode
-from .families import (
-    FORMATS,
-    Block,
-    CodedFormat,
-    Custom,
-    Exponent,
-    Fixed,
-    Float,
-    Format,
-    Posit,
-    Rounder,
-    Scaled,
-    Table,
-    Takum,
-    code_dtype,
-)
-from .kernels.cache import build_kernels, build_portable, kernels_path
-from .kernels.compiler import find_compiler, shown_command
-from .kernels.extremes import MOST_THREADS, extremes_kernels
-from .kernels.library import kernels_state
-from .plans import OVERFLOWS, ROUNDING_MODES
-from .quantization import quantize, rounder, rounds_nothing
-from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
-from .uint16 import from_uint16, to_uint16
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
+from .instances import is_format
+from .modes import OVERFLOWS, ROUNDING_MODES
 from .vocabulary import name_of, said_of, spellings
+
+if TYPE_CHECKING:
+    from .codes import decode, encode
+    from .families import (
+        FORMATS,
+        Block,
+        CodedFormat,
+        Custom,
+        Exponent,
+        Fixed,
+        Float,
+        Format,
+        Posit,
+        Rounder,
+        Scaled,
+        Table,
+        Takum,
+        code_dtype,
+    )
+    from .kernels.cache import build_kernels, build_portable, kernels_path
+    from .kernels.compiler import find_compiler, shown_command
+    from .kernels.extremes import MOST_THREADS, extremes_kernels
+    from .kernels.library import kernels_state
+    from .quantization import quantize, rounder, rounds_nothing
+    from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
+    from .uint16 import from_uint16, to_uint16
+else:  # programs without number formats need none of it
+    __getattr__ = shown_later(
+        __name__,
+        {
+            "codes": "decode encode",
+            "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
+            "kernels.cache": "build_kernels build_portable kernels_path",
+            "kernels.compiler": "find_compiler shown_command",
+            "kernels.extremes": "MOST_THREADS extremes_kernels",
+            "kernels.library": "kernels_state",
+            "quantization": "quantize rounder rounds_nothing",
+            "registered": "FORMATS_BY_NAME canonical get names register without",
+            "uint16": "from_uint16 to_uint16",
+        },
+    )
 
 __all__ = [
     "FORMATS",
@@ -57,6 +78,7 @@ __all__ = [
     "find_compiler",
     "from_uint16",
     "get",
+    "is_format",
     "kernels_path",
     "kernels_state",
     "name_of",

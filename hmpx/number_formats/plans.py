@@ -3,19 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar, Final, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, ClassVar
 
 from torch import Tensor
 
 from .bits import FP32, FP64, Binary
-
-Overflow: TypeAlias = Literal["inf", "nan", "saturate"]
-
-#: What values beyond the largest may become.
-OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "nan", "saturate")
-
-#: In the order of the compiled kernels' numbers.
-ROUNDING_MODES: Final = ("nearest", "toward_zero", "up", "down", "nearest_away", "stochastic")
+from .modes import ROUNDING_MODES
 
 
 class Plan:

@@ -6,9 +6,7 @@ and outranks all that stands here.
 
 from __future__ import annotations
 
-import configparser
 import functools
-import importlib.resources
 import sys
 from collections.abc import Mapping
 from typing import Any, Final
@@ -16,6 +14,7 @@ from typing import Any, Final
 import torch
 
 from ..arguments import is_a
+from ..data_files import read_sections
 from ..torch_internals import run_when_traced
 
 #: No name in ``vocabulary.ini`` is longer.
@@ -27,13 +26,14 @@ _PREFIXES: Final = ("torch.", "ml_dtypes.", "numpy.", "np.", "jnp.", "tl.")
 _NAME_OF: Final = type.__dict__["__name__"].__get__
 
 
-@functools.cache
 def spellings(section: str) -> Mapping[str, str]:
     """Returns a section of the data: a name as people write it -> what is known about it."""
-    parser = configparser.ConfigParser(delimiters=("=",), interpolation=None)
-    text = importlib.resources.files(__package__).joinpath("vocabulary.ini").read_text("utf-8")
-    parser.read_string(text)
-    return dict(parser[section])
+    return _data()[section]
+
+
+@functools.cache
+def _data() -> Mapping[str, Mapping[str, str]]:
+    return read_sections(__package__, "vocabulary.ini")
 
 
 def plain(name: str) -> str:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import configparser
 import functools
-import importlib.resources
 import types
 from collections.abc import Mapping
+
+from ..data_files import read_sections
 
 
 def facts(section: str) -> Mapping[str, tuple[str, ...]]:
@@ -22,12 +22,9 @@ def renamings(section: str) -> Mapping[str, str]:
 
 @functools.cache
 def _all_facts() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
-    parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
-    parser.optionxform = str  # type: ignore[method-assign, assignment]  # names are case-sensitive
-    parser.read_string(
-        importlib.resources.files(__package__).joinpath("ops.ini").read_text("utf-8")
-    )
     return {
-        section: types.MappingProxyType({k: tuple((v or "").split()) for k, v in values.items()})
-        for section, values in parser.items()
+        section: types.MappingProxyType(
+            {name: tuple(value.split()) for name, value in keys.items()}
+        )
+        for section, keys in read_sections(__package__, "ops.ini").items()
     }

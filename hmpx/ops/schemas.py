@@ -43,7 +43,12 @@ def schemas_named(name: str) -> tuple[Any, ...]:
 
 def takes_tensor(schema: Any) -> bool:
     """Whether any argument is a tensor, or holds tensors."""
-    return any("Tensor" in str(a.type) for a in schema.arguments)
+    return any(map(holds_tensor, schema.arguments))
+
+
+def holds_tensor(argument: Any) -> bool:
+    """Whether an argument is a tensor, or holds tensors."""
+    return "Tensor" in str(argument.type)
 
 
 def argument_letter(argument: Any) -> str:

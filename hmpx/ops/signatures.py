@@ -51,6 +51,7 @@ def parameters(site: Site) -> Parameters:
     return _schema_parameters(aten_name(site), site.namespace == "torch.Tensor")
 
 
+@functools.cache
 def written(op: str, site: Site) -> tuple[str, ...]:
     """Returns the parameters of the callable at ``site`` whose tensors it writes to, ``out`` aside.
 

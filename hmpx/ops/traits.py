@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,8 +13,11 @@ from . import foreign
 from .known_facts import facts
 from .op_table import covered, covering, table
 from .operators import operator_in
-from .schemas import argument_letter, schemas, takes_tensor
+from .schemas import argument_letter, aten_name, holds_tensor, schemas, schemas_named
 from .signatures import parameters
+
+#: The options of a new tensor.
+_OF_NEW = frozenset({"dtype", "layout", "device", "pin_memory"})
 
 #: Tensor-valued properties, patched through their getters. The other properties describe a tensor.
 PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")
@@ -93,23 +97,28 @@ def is_view(name: str) -> bool:
     sites = table()[name].sites
     if any(s.is_property or s.attribute == "__getitem__" for s in sites):
         return True
-    return any(
-        _is_alias(schema) or _makes_new(schema) or _copies_view(schema)
-        for site in sites
-        if not site.in_place
-        for schema in schemas(site)
-    )
+    return any(map(_has_view, {aten_name(site) for site in sites if not site.in_place}))
 
 
-def _is_alias(schema: Any) -> bool:
-    infos = [argument.alias_info for argument in schema.arguments[:1]]
-    return any(info is not None and not info.is_write for info in infos)
+@functools.cache
+def _has_view(name: str) -> bool:
+    """Whether a schema of ATen's op ``name`` computes nothing."""
+    for schema in schemas_named(name):
+        arguments = schema.arguments  # anew at each look
+        if _is_alias(arguments) or _makes_new(arguments) or _copies_view(schema):
+            return True
+    return False
 
 
-def _makes_new(schema: Any) -> bool:
+def _is_alias(arguments: Sequence[Any]) -> bool:
+    info = arguments[0].alias_info if arguments else None
+    return info is not None and not info.is_write
+
+
+def _makes_new(arguments: Sequence[Any]) -> bool:
     """Whether the op takes a tensor and all the options of a new one: ``zeros_like``."""
-    names = {argument.name for argument in schema.arguments}
-    return takes_tensor(schema) and {"dtype", "layout", "device", "pin_memory"} <= names
+    names = {argument.name for argument in arguments}
+    return names >= _OF_NEW and any(map(holds_tensor, arguments))
 
 
 def _copies_view(schema: Any) -> bool:

@@ -16,7 +16,6 @@ import functools
 import gc
 import os
 import sys
-import sysconfig
 import types
 from collections.abc import Collection, Iterator, Mapping
 from typing import Any
@@ -212,14 +211,17 @@ def _is_left_alone(name: str) -> bool:
 
 def _is_pythons(module: types.ModuleType) -> bool:
     file = vars(module).get("__file__")  # a script's own module may be named like one of Python's
-    return type(file) is str and file.startswith(_PYTHONS) and not file.startswith(_INSTALLED)
+    if type(file) is not str:
+        return False
+    pythons, installed = _folders("stdlib", "platstdlib"), _folders("purelib", "platlib")
+    return file.startswith(pythons) and not file.startswith(installed)
 
 
+@functools.cache
 def _folders(*kinds: str) -> tuple[str, ...]:
+    import sysconfig
+
     return tuple(sysconfig.get_path(kind) + os.sep for kind in kinds)
-
-
-_PYTHONS, _INSTALLED = _folders("stdlib", "platstdlib"), _folders("purelib", "platlib")
 
 
 def forget_overrides() -> None:

@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from ..patching import Patch
+from ..patching import Patch, unpatched
 from ..tensors import ELIGIBLE, LOW_DTYPES
 from ..torch_internals import (
     BATCH_NORM_OP,
@@ -124,8 +124,7 @@ def _moving(cuda: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     return moving
 
 
-_plain_dropout: Final = torch.dropout
-_plain_attention: Final = F.scaled_dot_product_attention
+_plain_dropout, _plain_attention = unpatched(torch.dropout, F.scaled_dot_product_attention)
 
 
 def _dropout(input: Tensor, p: float, train: bool) -> Tensor:

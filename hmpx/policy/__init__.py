@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
+from ..later import shown_later
 from .calls import FIELDS, Call, Rule, Verdict
-from .checking import check_files
 from .decisions import (
     ALLOW,
     DENY,
@@ -17,14 +19,27 @@ from .decisions import (
     parse_format,
     settled_dtype,
 )
-from .files.reading import is_policy_file, read_policy_file
+from .files.names import is_policy_file
 from .files.sources import PolicySource
 from .lists.kinds import FILE_NAMES, LIST_KINDS
 from .lists.sets import SHIPPED, read_list, set_names
 from .loading import load_policy, read_source, requested_policy
 from .policy import Policy
 from .request import path_and_policy, policy_request
-from .tables import policy_line
+
+if TYPE_CHECKING:
+    from .checking import check_files
+    from .files.reading import read_policy_file
+    from .tables import policy_line
+else:  # files in YAML, and tables for people to read
+    __getattr__ = shown_later(
+        __name__,
+        {
+            "checking": "check_files",
+            "files.reading": "read_policy_file",
+            "tables": "policy_line",
+        },
+    )
 
 __all__ = [
     "ALLOW",

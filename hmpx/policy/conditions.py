@@ -10,12 +10,13 @@ import functools
 import re
 import warnings
 from collections.abc import Callable, Mapping
-from typing import Any, Final, NamedTuple
-
-import yaml
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 from .calls import Call
 from .files.node_reader import NodeReader
+
+if TYPE_CHECKING:
+    import yaml
 
 _PHASES: Final = ("train", "eval")
 

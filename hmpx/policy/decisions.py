@@ -5,17 +5,20 @@ from __future__ import annotations
 import enum
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, fields, replace
-from typing import Any, Final, Literal
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
 
 import torch
 
 from .. import arguments, number_formats, tensors
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
-from ..number_formats import FORMATS, OVERFLOWS, ROUNDING_MODES, Format
+from ..number_formats import OVERFLOWS, ROUNDING_MODES, is_format
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 #: What low precision may be: a dtype of torch, or a number format, which is emulated.
-LowType = torch.dtype | Format
+LowType: TypeAlias = "torch.dtype | Format"
 
 
 class CastPolicy(enum.Enum):
@@ -129,7 +132,7 @@ class Decision:
         for name in ("accumulate_dtype", "output_dtype"):
             value = getattr(self, name)
             if name == "output_dtype" and is_a(value, str) and value == INPUT:
-                if is_a(self.dtype, FORMATS):
+                if is_format(self.dtype):
                     raise OptionError(
                         "output_dtype 'input' is for dtypes; an op in a number format returns what "
                         "is rounded to it, or a dtype such as torch.float32"
@@ -143,7 +146,7 @@ class Decision:
         object.__setattr__(self, "reason", arguments.text("reason", self.reason))
 
     def _check_dtype(self) -> None:
-        if self.cast_policy is CastPolicy.LOW and is_a(self.dtype, FORMATS):
+        if self.cast_policy is CastPolicy.LOW and is_format(self.dtype):
             return
         allowed: tuple[torch.dtype, ...] = {
             CastPolicy.LOW: tensors.LOW_PRECISION,
@@ -231,7 +234,7 @@ class FormatOptions:
 
     def settled(self, decision: Decision) -> Decision:
         """Returns a decision with these options, where it has a format and does not say otherwise."""
-        if not is_a(decision.dtype, FORMATS):
+        if not is_format(decision.dtype):
             return decision
         gradients: Any = self.round_gradients
         if gradients is True:
@@ -270,8 +273,10 @@ def parse_low_type(value: object) -> LowType:
     Raises:
         OptionError: It is not one of these.
     """
-    if is_a(value, FORMATS):
-        return value  # type: ignore[return-value]
+    if is_format(value):
+        return value
+    if is_a(value, torch.dtype) and value in tensors.LOW_PRECISION:
+        return value
     native = {tensors.long_name(dtype): dtype for dtype in tensors.LOW_PRECISION}
     given = number_formats.name_of(value) or ""
     name = number_formats.canonical(given)

@@ -15,7 +15,6 @@ from .. import arguments, ops
 from ..arguments import is_a
 from ..errors import OptionError, PolicyFileError, shown, suggestion
 from .decisions import CastPolicy, Decision, LowType
-from .files import reading
 from .files.sources import PolicySource
 from .lists import sets
 from .lists.faults import report
@@ -143,6 +142,8 @@ def read_source(policy: object) -> PolicySource:
     """
     if isinstance(policy, PolicySource):
         return policy
+    from .files import reading  # yaml
+
     if is_a(policy, Mapping):
         return reading.from_mapping(policy)  # type: ignore[arg-type]
     if is_a(policy, str) or hasattr(type(policy), "__fspath__"):

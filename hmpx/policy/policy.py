@@ -7,23 +7,25 @@ import hashlib
 import types
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 
 from .. import arguments, ops
 from ..arguments import is_a
 from ..errors import OptionError, shown, suggestion
-from ..number_formats import Format
-from . import sections, tables
+from ..number_formats import is_format
+from . import sections
 from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
-from .files import writing
 from .lists.faults import report
 from .lists.kinds import KINDS
 from .lists.op_list import Listed
 from .lists.sets import parse
 from .precedence import resolve
 from .sections import Section, SectionRule
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 _NAMES: Final = "a list of op names"
 _DECISIONS: Final = "a dict of op names to hmpx.Decision"
@@ -79,13 +81,19 @@ class Policy:
         object.__setattr__(self, "sections", made)
 
     def __repr__(self) -> str:
+        from . import tables  # for people to read, as those below
+
         return f"<hmpx.Policy {tables.policy_line(*self._content())}>"
 
     def __str__(self) -> str:
+        from . import tables
+
         return tables.text(*self._content())
 
     def _repr_html_(self) -> str:
         """Returns the table that notebooks show."""
+        from . import tables
+
         return tables.as_html(*self._content())
 
     def _content(self) -> tuple[Mapping[str, Decision], LowType, tuple[Section, ...]]:
@@ -101,7 +109,7 @@ class Policy:
         """Returns the number formats that ops run in, by any decision."""
         of_sections = [each.decisions for each in self.sections]
         decided = [said for each in (self.decisions, *of_sections) for said in each.values()]
-        return frozenset([said.dtype for said in decided if isinstance(said.dtype, Format)])
+        return frozenset([said.dtype for said in decided if is_format(said.dtype)])
 
     def section_rules(self) -> dict[str, list[SectionRule]]:
         """Returns op -> its decisions in sections, in the order in which they are asked."""
@@ -131,6 +139,8 @@ class Policy:
 
     def to_yaml(self) -> str:
         """Returns a policy file that makes an equal policy, with every decision spelled out."""
+        from .files import writing
+
         return writing.to_yaml(self.decisions, self.low_precision_type, self.sections)
 
     def __getitem__(self, op: str) -> Decision:

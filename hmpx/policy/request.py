@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from .. import arguments
 from ..errors import OptionError, shown
 from .decisions import LowType, parse_low_type
-from .files import reading
+from .files.names import is_policy_file
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +39,7 @@ def path_and_policy(bf16_file_path: object, policy: object) -> tuple[str, object
         OptionError: The first is not a path.
     """
     path = arguments.path("bf16_file_path", bf16_file_path)
-    if policy is None and reading.is_policy_file(path):
+    if policy is None and is_policy_file(path):
         return "", path
     return path, policy
 
@@ -80,7 +80,7 @@ def policy_request(
     for argument, path in paths.items():
         if path in ("O1", "O2"):
             raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
-        if reading.is_policy_file(path):
+        if is_policy_file(path):
             found = shown(path)
             raise OptionError(f"{argument} is {found}; pass it by name: policy={found}")
     if request.opt_level == "O2" and lists is not None:

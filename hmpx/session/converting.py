@@ -6,19 +6,21 @@ import contextlib
 import inspect
 import os
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .. import torch_internals, torch_state
 from ..casting import Options
 from ..errors import OptionError, shown, suggestion
-from ..number_formats import Format
 from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import LowType, Policy, PolicySource
 from ..registry import exclusive
 from . import request
 from .session import Session, current, switch_to
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 
 def convert(

@@ -16,7 +16,7 @@ import torch
 from .. import compute, ops, rules, wrappers
 from ..casting import CallSite, OpFacts, Options, Recipe, facts_of, is_promotion, recipe_of
 from ..errors import OptionError
-from ..number_formats import Format
+from ..number_formats import is_format
 from ..observers import Attached
 from ..patches import ForeignSite, foreign_sites_of
 from ..patching import Draft, Patch
@@ -270,7 +270,7 @@ def _maker(
         decided = recipe
         if decision is not recipe.decision:
             decided = dataclasses.replace(recipe, decision=decision)
-        if isinstance(decision.dtype, Format):
+        if is_format(decision.dtype):
             lowerings = compute.lowerings(recipe.site.op, decision.dtype.name)
             decided = dataclasses.replace(decided, lowerings=lowerings)
         if _is_observed(site, decision, observers):
@@ -293,7 +293,7 @@ def _is_observed(
 
 def _with_exact_statistics(decision: Decision) -> Decision:
     """Makes a norm accumulate in fp32 if its kernels round its statistics along with its input."""
-    casts_low = decision.cast_policy in _LOW_POLICIES and not isinstance(decision.dtype, Format)
+    casts_low = decision.cast_policy in _LOW_POLICIES and not is_format(decision.dtype)
     if not casts_low or decision.accumulate_dtype is not None:
         return decision
     return dataclasses.replace(decision, accumulate_dtype=torch.float32)

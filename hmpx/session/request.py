@@ -4,14 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from dataclasses import dataclass
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 from .. import arguments
 from ..arguments import is_a
 from ..casting import Options
 from ..compute import LEGALIZE_MODES
 from ..errors import OptionError, shown
-from ..number_formats import FORMATS, OVERFLOWS, Format, spellings
+from ..number_formats import OVERFLOWS, is_format, spellings
 from ..number_formats import ROUNDING_MODES as ROUNDINGS
 from ..policy import (
     Policy,
@@ -23,6 +23,9 @@ from ..policy import (
 )
 from ..rules import all_rules
 from ..tensors import parse_device_types
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -106,7 +109,7 @@ def checked(
 
 
 def _rounded_gradients(value: object) -> bool | Format:
-    if is_a(value, (str, *FORMATS)):
+    if is_a(value, str) or is_format(value):
         return parse_format("round_gradients", value)
     if is_a(value, (bool, int)) and value in (0, 1):
         return bool(value)

@@ -8,7 +8,6 @@ before the new one comes, and calls in other threads would find torch without ei
 from __future__ import annotations
 
 import dataclasses
-import html
 import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Iterator
@@ -22,7 +21,7 @@ from ..errors import HmpxWarning
 from ..observers import ATTACHED, Attached, log_observer
 from ..patches import early_name_patches, is_renewed, missed, retired
 from ..patching import Change, Draft, Patch
-from ..policy import Policy, policy_line
+from ..policy import Policy
 from ..registry import exclusive
 from ..rules import RULES, Registered, all_rules
 from ..wrappers import in_force, put_in_use, retirements
@@ -120,6 +119,8 @@ class Session:
 
     def __repr__(self) -> str:
         state = "in force" if self is _current else "not in force"
+        from ..policy import policy_line  # what only people read
+
         made = policy_line(
             self.policy.decisions, self.policy.low_precision_type, self.policy.sections
         )
@@ -129,6 +130,8 @@ class Session:
 
     def _repr_html_(self) -> str:
         """Returns what notebooks show: the state, and the table of the policy."""
+        import html
+
         return f"<p><code>{html.escape(repr(self))}</code></p>{self.policy._repr_html_()}"
 
     def answers(self, other: Session) -> bool:

@@ -17,13 +17,16 @@ import torch
 from torch import Tensor
 
 from ..number_formats import MOST_THREADS, extremes_kernels
+from ..patching import unpatched
 from ..torch_internals import disable_modes, dispatch_modes
 
-# Taken before anything is patched: op lists may name any of them.
-_amax, _amin, _aminmax, _as_strided = torch.amax, torch.amin, torch.aminmax, torch.as_strided
-_cat, _detach, _empty, _to = torch.cat, Tensor.detach, torch.empty, Tensor.to
-_isfinite, _masked_select = torch.isfinite, torch.masked_select
-_tolist, _unbind, _view_as_real = Tensor.tolist, Tensor.unbind, torch.view_as_real
+# As they are where nothing is patched: op lists may name any of them.
+_amax, _amin, _aminmax, _as_strided = unpatched(
+    torch.amax, torch.amin, torch.aminmax, torch.as_strided
+)
+_cat, _detach, _empty, _to = unpatched(torch.cat, Tensor.detach, torch.empty, Tensor.to)
+_isfinite, _masked_select = unpatched(torch.isfinite, torch.masked_select)
+_tolist, _unbind, _view_as_real = unpatched(Tensor.tolist, Tensor.unbind, torch.view_as_real)
 
 #: Dtypes whose extremes are computed as they are; those of narrower ones after an upcast.
 _OWN_KERNELS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})

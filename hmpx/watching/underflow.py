@@ -10,6 +10,7 @@ from torch import Tensor
 
 from ..number_formats import Float, Format, quantize
 from ..observers import OpCall
+from ..patching import unpatched
 from ..tensors import CAST, LOW_DTYPES
 from ..torch_internals import disable_modes
 from ..torch_state import without_casts
@@ -19,9 +20,11 @@ from .noting import is_captured, is_off_limits
 #: How many values of a tensor are looked at.
 _SAMPLE: Final = 4096
 
-_detach, _reshape, _as_strided = Tensor.detach, Tensor.reshape, torch.as_strided
-_abs, _lt, _ne, _eq, _sum, _stack = torch.abs, torch.lt, torch.ne, torch.eq, torch.sum, torch.stack
-_and, _to = torch.logical_and, Tensor.to
+_detach, _reshape, _as_strided = unpatched(Tensor.detach, Tensor.reshape, torch.as_strided)
+_abs, _lt, _ne, _eq, _sum, _stack = unpatched(
+    torch.abs, torch.lt, torch.ne, torch.eq, torch.sum, torch.stack
+)
+_and, _to = unpatched(torch.logical_and, Tensor.to)
 
 
 class Underflow(NamedTuple):

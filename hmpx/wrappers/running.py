@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -27,7 +27,6 @@ from ..casting import (
 )
 from ..compute import (
     Accumulation,
-    Emulation,
     Inputs,
     Legalization,
     LegalizedCall,
@@ -43,6 +42,9 @@ from ..policy import INPUT, CastPolicy
 from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_state import is_below_dispatcher, without_casts
 from .retiring import run_plainly
+
+if TYPE_CHECKING:
+    from ..compute import Emulation
 
 #: Runs torch's function, its first argument, on arguments that are cast; last come those given.
 Runner = Callable[[Callable[..., Any], Args, Kwargs, Args], Any]

@@ -17,7 +17,8 @@ from ...tensors import CAST
 from ..bits import FP32, FP64, Binary
 from ..codings import Coding
 from ..layouts import Layout
-from ..plans import Overflow, Plan
+from ..modes import Overflow
+from ..plans import Plan
 from ..unpatched import (
     ADD,
     AMAX,

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ...errors import OptionError, shown
-from ..plans import Overflow
+from ..modes import Overflow
 from .number_format import NumberFormat, Rounder, check_name
 
 

@@ -10,7 +10,8 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ..bits import FP64, Binary
-from ..plans import Overflow, Plan
+from ..modes import Overflow
+from ..plans import Plan
 from ..unpatched import ADD, AND, CLAMP, EQ, GT, LE, LEFT, LT, OR, RIGHT, SUB, WHERE
 from .number_format import CodedFormat, check_int, check_name
 

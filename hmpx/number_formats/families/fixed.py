@@ -13,8 +13,9 @@ from torch import Tensor
 from ...errors import OptionError
 from ..bits import Binary
 from ..codings import Coding, FixedCodes
+from ..modes import Overflow
 from ..noise import uniform
-from ..plans import Overflow, Plan
+from ..plans import Plan
 from ..unpatched import ABS, ADD, AND, CLAMP, EQ, FLOOR, GE, LT, MUL, SUB, TRUNC, WHERE
 from .number_format import CodedFormat, check_int, check_name
 

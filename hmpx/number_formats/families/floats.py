@@ -14,7 +14,8 @@ from ...arguments import is_a
 from ...errors import OptionError, shown
 from ..bits import FP64, Binary
 from ..codings import Coding
-from ..plans import Overflow, Plan
+from ..modes import Overflow
+from ..plans import Plan
 from ..unpatched import ADD, AND, EQ, GT, LEFT, LT, MUL, NE, OR, RIGHT, SUB, WHERE
 from .float_codings import coding
 from .float_plans import BitsPlan, FloatPlan

@@ -19,7 +19,8 @@ from ...tensors import CAST, Constant
 from ..bits import FP32, FP64, Binary
 from ..codings import Coding
 from ..layouts import Layout
-from ..plans import ROUNDING_MODES, Overflow, Plan
+from ..modes import ROUNDING_MODES, Overflow
+from ..plans import Plan
 from ..unpatched import AND, ARANGE, taken
 from ..vocabulary import spellings
 

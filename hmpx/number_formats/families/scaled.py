@@ -18,7 +18,8 @@ from ...tensors import CAST
 from ...torch_internals import run_when_traced
 from ..bits import FP32, FP64, Binary, to_float32
 from ..layouts import Layout
-from ..plans import Overflow, Plan
+from ..modes import Overflow
+from ..plans import Plan
 from .fixed import Fixed, FixedPlan
 from .float_plans import BitsPlan, FloatPlan
 from .floats import Float

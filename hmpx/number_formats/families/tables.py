@@ -18,8 +18,9 @@ from ...errors import OptionError, shown
 from ...tensors import Constant
 from ..bits import FP32, FP64, Binary, to_float32
 from ..codings import Coding, TableCodes
+from ..modes import Overflow
 from ..noise import uniform
-from ..plans import Overflow, Plan
+from ..plans import Plan
 from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, WHERE, taken
 from .number_format import CodedFormat, check_name
 

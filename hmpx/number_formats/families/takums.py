@@ -11,8 +11,9 @@ import torch
 from torch import Tensor
 
 from ..bits import FP64, Binary, may_grow, ones_if_positive
+from ..modes import Overflow
 from ..noise import uniform
-from ..plans import Overflow, Plan
+from ..plans import Plan
 from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
 from .number_format import CodedFormat, check_int, check_name
 

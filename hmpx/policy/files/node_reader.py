@@ -5,18 +5,26 @@ from __future__ import annotations
 import re
 import warnings
 from collections.abc import Callable, Iterable, Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
-import yaml
 
 from ... import tensors
 from ...errors import OptionError, PolicyFileError, shown, suggestion
-from ...number_formats import Format
 from ..decisions import LowType, parse_format, parse_low_type
+
+if TYPE_CHECKING:
+    import yaml
+
+    from ...number_formats import Format
 
 #: Of all lists in a file together.
 MOST_ITEMS: Final = 100_000
+
+
+def _kind(node: Any) -> str:
+    """Returns ``"mapping"``, ``"sequence"`` or ``"scalar"``; yaml is not imported for its classes."""
+    return str(node.id)
 
 
 class NodeReader:
@@ -40,7 +48,7 @@ class NodeReader:
     ) -> dict[str, Any]:
         """Returns key -> the value that its reader makes of the key and the node."""
         self._check_tag(node)
-        if not isinstance(node, yaml.MappingNode):
+        if _kind(node) != "mapping":
             raise self.error(node, f"{what} must be a mapping of keys to values")
         found: dict[str, Any] = {}
         lines: dict[str, int] = {}
@@ -62,9 +70,9 @@ class NodeReader:
     def items(self, key: str, node: yaml.Node) -> list[yaml.Node]:
         """Returns the items of a list; a single value is one."""
         self._check_tag(node)
-        if isinstance(node, yaml.MappingNode):
+        if _kind(node) == "mapping":
             raise self.error(node, f"{key} must be a list")
-        nodes: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        nodes: list[yaml.Node] = node.value if _kind(node) == "sequence" else [node]
         self._item_count += len(nodes)
         if self._item_count > MOST_ITEMS:
             raise self.error(node, f"more than {MOST_ITEMS:,} items in one file")
@@ -73,7 +81,7 @@ class NodeReader:
     def text(self, key: str, node: yaml.Node) -> str:
         """Returns a scalar as it is written."""
         self._check_tag(node)
-        if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
+        if _kind(node) != "scalar" or node.tag.endswith(":null"):
             raise self.error(node, f"{key} must be a string")
         return str(node.value)
 

@@ -10,7 +10,7 @@ import torch
 from ... import arguments, tensors
 from ...arguments import is_a
 from ...errors import OptionError, PolicyFileError, shown
-from ...number_formats import FORMATS
+from ...number_formats import is_format
 from .node_reader import MOST_ITEMS
 
 #: What messages call a policy that is not in a file.
@@ -64,7 +64,7 @@ class PlainValues:
             return [
                 self.value(f"{path}[{index}]", each, level + 1) for index, each in enumerate(items)
             ]
-        if is_a(value, (torch.dtype, *FORMATS)):
+        if is_a(value, torch.dtype) or is_format(value):
             return tensors.long_name(value)
         if is_a(value, str):
             return str.__str__(value)

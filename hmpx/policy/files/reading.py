@@ -14,25 +14,17 @@ from typing import Any, Final
 import yaml
 
 from ... import arguments
-from ...arguments import is_a
 from ...errors import PolicyFileError, short
 from .. import text_files
 from ..lists.kinds import KEYS
 from ..lists.sets import DEFAULT_SET
 from . import gaudi_config, yaml_nodes
+from .names import SUFFIXES, is_policy_file
 from .plain_values import SOURCE, PlainValues
 from .policy_reader import PolicyReader, format_options
 from .sources import PolicySource
 
-#: Endings of the files' names.
-SUFFIXES: Final = (".yaml", ".yml", ".json")
-
 _FILE: Final = text_files.TextKind("a policy file", 1 << 20, PolicyFileError)
-
-
-def is_policy_file(path: object) -> bool:
-    """Whether ``path`` has the name of a policy file."""
-    return is_a(path, str) and str.endswith(path, SUFFIXES)  # type: ignore[arg-type]
 
 
 def read_policy_file(path: str | os.PathLike[str]) -> PolicySource:

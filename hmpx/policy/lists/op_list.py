@@ -5,13 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
 from ...errors import OpListError, OptionError
-from ...number_formats import Format
 from ..decisions import OPTIONS, Decision, LowType, OutputType
+
+if TYPE_CHECKING:
+    from ...number_formats import Format
 
 #: How many lines with a fault of one kind are kept; the others are only counted.
 MOST_KEPT: Final = 100

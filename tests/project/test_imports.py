@@ -1,0 +1,117 @@
+"""What `import hmpx` loads, and what waits until somebody asks for it."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import hmpx
+
+ROOT = Path(hmpx.__file__).parent
+
+#: Imports every module while torch is converted, and looks at what they hold.
+IMPORTED_LATE = """
+import importlib, pkgutil
+import torch
+import hmpx
+
+hmpx.convert(policy={"lists": "none", "low": ["*"]})
+wrapped = torch.mm, torch.Tensor.mul, torch.nn.functional.linear
+assert all("__hmpx_site__" in vars(each) for each in wrapped)
+held = []
+for found in pkgutil.walk_packages(hmpx.__path__, "hmpx."):
+    if found.name.startswith(("hmpx.__main__", "hmpx.gaudi.habana")):
+        continue  # they run at once
+    try:
+        module = importlib.import_module(found.name)
+    except ModuleNotFoundError as error:
+        assert error.name in ("accelerate", "lightning", "transformers", "triton"), error
+        continue
+    for name, value in vars(module).items():
+        if "__hmpx_site__" in getattr(value, "__dict__", {}):
+            held.append(f"{found.name}.{name}")
+assert not held, held
+"""
+
+#: What a program without number formats, policy files or reports does not load, nor `convert` for it.
+LATER = (
+    "hmpx.accuracy",
+    "hmpx.comparing",
+    "hmpx.compute.emulation",
+    "hmpx.formats",
+    "hmpx.freezing",
+    "hmpx.number_formats.families",
+    "hmpx.policy.files.reading",
+    "hmpx.recording",
+    "hmpx.reports",
+    "hmpx.tuning",
+    "hmpx.watching",
+    "configparser",
+    "fractions",
+    "html",
+    "yaml",
+)
+
+
+def run(program: str) -> None:
+    subprocess.run([sys.executable, "-c", program], check=True, timeout=120)
+
+
+def test_what_is_imported_late_holds_torchs_own_functions() -> None:
+    """Modules take functions of torch when they are imported, which may be after `convert`."""
+    run(IMPORTED_LATE)
+
+
+def test_the_first_op_needs_few_modules() -> None:
+    run(
+        "import sys, torch\n"
+        "before = set(sys.modules)\n"
+        "import hmpx\n"
+        "hmpx.convert()\n"
+        "torch.nn.Linear(2, 2)(torch.ones(2, 2)).sum().backward()\n"
+        f"found = sorted(set({LATER}) & (set(sys.modules) - before))\n"
+        "assert not found, found\n"
+    )
+
+
+def rooms_with_later_names() -> list[str]:
+    return sorted(
+        ".".join(("hmpx", *file.parent.relative_to(ROOT).parts))
+        for file in ROOT.rglob("__init__.py")
+        if "shown_later(" in file.read_text()
+    )
+
+
+@pytest.mark.parametrize("room", rooms_with_later_names())
+def test_names_that_come_later_are_those_that_the_types_say(room: str) -> None:
+    """The table of `shown_later` and the imports for type checkers agree, and every name is found."""
+    module = importlib.import_module(room)
+    assert module.__file__ is not None
+    tree = ast.parse(Path(module.__file__).read_text())
+    [choice] = [node for node in tree.body if isinstance(node, ast.If)]
+    typed = {
+        (node.module or alias.name, alias.name if node.module else "")
+        for node in choice.body
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+    }
+    [table] = [node for node in ast.walk(choice) if isinstance(node, ast.Dict)]
+    shown = {
+        (package, name)
+        for package, names in ast.literal_eval(table).items()
+        for name in names.split() or [""]
+    }
+    assert shown == typed
+    for _, name in shown:
+        if name:
+            assert getattr(module, name) is not None
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="module 'hmpx' has no attribute 'frobnicate'"):
+        hmpx.frobnicate  # noqa: B018
