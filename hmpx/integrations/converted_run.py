@@ -54,7 +54,7 @@ class ConvertedRun:
         Args:
             options: Arguments of `hmpx.convert`.
             record: Where the report is written at the end: a path that ends in ``.html``, ``.json`` or
-                ``.csv``. Only the process of rank 0 records.
+                ``.csv``; of a second run ``report-2.html``. Only the process of rank 0 records.
             watch: A mode of `hmpx.watch`.
 
         Raises:
@@ -72,6 +72,12 @@ class ConvertedRun:
         self.watch: Watch | None = None
         self.carried: Policy | None = None
         self._open: contextlib.ExitStack | None = None
+        self._written = 0
+
+    def __repr__(self) -> str:
+        state = "not running" if self._open is None else "running"
+        parts = [f"{name}={getattr(self, name)!r}" for name in ("policy", "watch")]
+        return f"<hmpx ConvertedRun {state}: {', '.join(parts)}>"
 
     def computes_in_float16(self) -> bool:
         """Whether any op computes in float16 by the policy, so that losses need scaling."""
@@ -129,7 +135,10 @@ class ConvertedRun:
             stack.__exit__(kind, error, trace)
         finally:
             if self.record is not None and self._path is not None:
-                _FORMATS[self._path.suffix](self.record, self._path)
+                self._written += 1  # evaluation after a training keeps the training's report
+                number = f"-{self._written}" if self._written > 1 else ""
+                path = self._path.with_stem(f"{self._path.stem}{number}")
+                _FORMATS[path.suffix](self.record, path)
 
     # --- checkpoints ---------------------------------------------------------------------------
 

@@ -36,6 +36,7 @@ class Origin:
         before: The gradients that arrived at the call, and
         after: those that it computed, if it is these.
         node: Name of the autograd node, or of the function, that made them, if no op did.
+        parameter: Name of the parameter that had them, if it is one that a module holds.
         is_reported: It has been reported.
     """
 
@@ -46,6 +47,7 @@ class Origin:
     before: tuple[Cell, ...] = ()
     after: tuple[Cell, ...] = ()
     node: str = ""
+    parameter: str = ""
     is_backward: bool = False
     is_reported: bool = False
 
@@ -133,7 +135,11 @@ class Judge:
     def _origin_outside(self, record: CallRecord, cell: Cell, bits: int) -> Origin | None:
         """Returns the origin of what no observed call has made; None for what is likely to be meant."""
         if isinstance(cell, Leaf):
-            return self._origin(record, "parameter", bits) if bits & _WORST else None
+            if not bits & _WORST:
+                return None
+            origin = self._origin(record, "parameter", bits)
+            origin.parameter = cell.name
+            return origin
         if cell.maker is None or not (cell.maker or bits & NAN):
             return None
         return self._origin(record, "input", bits, node=cell.maker)
@@ -227,6 +233,7 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
         context=origin.context,
         ranges=ranges,
         remedy=remedy_for(origin, found, ranges),
+        parameter=origin.parameter,
     )
 
 

@@ -24,6 +24,7 @@ from ..torch_internals import (
     is_jit_tracing,
     transforms,
 )
+from ..torch_state import running_module
 from .backward_nodes import Exits, boundary, name_of
 from .known_tensors import KnownTensors, is_measurable, storage_of
 from .records import (
@@ -141,7 +142,8 @@ class Notes:
             key, version = id(tensor), version_of(tensor)
             leaf = self._leaves.get(key)
             if leaf is None or leaf.version != version or leaf.reference() is not tensor:
-                leaf = self._leaves[key] = Leaf(tensor, version)
+                leaf = Leaf(tensor, version, running_module(), record.call.module)
+                self._leaves[key] = leaf
             return Input((leaf,), False)
         found = self._known.find(tensor, storage)
         if found is not None:

@@ -73,6 +73,8 @@ class Offence:
             by then, its extremes, an infinity among them.
         remedy: A line for an op list that would have prevented it: ``"fp32.txt: exp"``; or
             ``"none: ..."``, and why.
+        parameter: Qualified name of the parameter whose values were non-finite, of the source
+            ``"parameter"``; ``""`` if no module that was running holds it.
 
     Example:
         >>> x = torch.full((2,), 300.0, dtype=torch.float16)
@@ -93,6 +95,7 @@ class Offence:
     context: tuple[EarlierCall, ...] = ()
     ranges: tuple[Range, ...] = ()
     remedy: str = ""
+    parameter: str = ""
 
     def __str__(self) -> str:
         lines = [f"{self._verdict()} in step {self.step}, {self.phase}"]
@@ -114,7 +117,7 @@ class Offence:
 
     def _verdict(self) -> str:
         if self.source == "parameter":
-            return f"{self.op}: {_SHOWN[self.kind]} in a parameter"
+            return f"{self.op}: {_SHOWN[self.kind]} in {f'the parameter {self.parameter}' if self.parameter else 'a parameter'}"
         if self.source == "input":
             return f"{self.op}: {_SHOWN[self.kind]} in an input"
         if self.source == "gradient":

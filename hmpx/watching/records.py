@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
+from torch import nn
 from torch.utils.weak import TensorWeakRef
 
 from ..observers import OpCall
@@ -51,12 +52,17 @@ class Leaf(Cell):
     Attributes:
         reference: The parameter, while it is alive.
         version: Its version when it was used.
+        holder: The module whose forward used it, while that is alive; None outside of any.
+        path: Qualified name of that module.
     """
 
-    __slots__ = ("reference", "version")
+    __slots__ = ("holder", "path", "reference", "version")
 
-    def __init__(self, tensor: torch.Tensor, version: int) -> None:
+    def __init__(
+        self, tensor: torch.Tensor, version: int, holder: nn.Module | None = None, path: str = ""
+    ) -> None:
         """Starts without looking at ``tensor``, which is at ``version``."""
+        self.holder, self.path = None if holder is None else weakref.ref(holder), path
         self.slot, self.maker, self.is_hooked = None, "", True
         self.extremes = self.origin = None
         self.reference, self.version = weakref.ref(tensor), version
@@ -69,6 +75,16 @@ class Leaf(Cell):
             if tensor is not None and version_of(tensor) == self.version:
                 self.extremes = exact(tensor)
         return super().bits
+
+    @property
+    def name(self) -> str:
+        """The parameter's qualified name; ``""`` if no module that is known holds it."""
+        tensor = self.reference()
+        holder = None if self.holder is None else self.holder()
+        if tensor is None or holder is None:
+            return ""
+        found = next((name for name, each in holder.named_parameters() if each is tensor), "")
+        return f"{self.path}.{found}" if found and self.path else found
 
 
 def alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:

@@ -78,6 +78,11 @@ class Watch:
         """What casts to low precision made zero or subnormal, most first; needs ``underflow=``."""
         return self._underflow.rows()
 
+    def __repr__(self) -> str:
+        state = "closed" if self._attached is None else f"open, in step {self._number}"
+        first = f"first: {self.first.op} in step {self.first.step}" if self.first else "no offence"
+        return f"<hmpx.Watch {state}: {first}>"
+
     # --- the block -------------------------------------------------------------------------------
 
     def __enter__(self) -> Watch:

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
+from hmpx.integrations.converted_run import ConvertedRun
 
 from .test_training_frameworks import (
     BF16,
@@ -214,6 +215,20 @@ def test_a_report_is_written_at_the_end(framework: Plugged, tmp_path: Path) -> N
     linear = [row for row in report["rows"] if row["op"] == "linear" and row["phase"] == "forward"]
     assert sum(row["calls"] for row in linear) == 2 * STEPS
     assert {row["dtype"] for row in linear} == {"bfloat16"}
+
+
+def test_a_second_run_keeps_the_report_of_the_first(tmp_path: Path) -> None:
+    """As an evaluation by itself does after a training."""
+    path = tmp_path / "report.json"
+    run = ConvertedRun({"device_types": {"cpu"}}, path, None)
+    for ops in ("softmax", "log_softmax"):
+        with run:
+            getattr(torch, ops)(torch.ones(2), -1)
+    ran = {
+        name: {row["op"] for row in json.loads((tmp_path / name).read_text())["rows"]}
+        for name in ("report.json", "report-2.json")
+    }
+    assert ran == {"report.json": {"softmax"}, "report-2.json": {"log_softmax"}}
 
 
 class Overflowing(Network):

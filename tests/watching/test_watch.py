@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import logging
+import math
 import pickle
 import threading
 import weakref
@@ -456,3 +457,55 @@ def test_a_closure_that_an_optimizer_calls_many_times_is_watched_each_time() -> 
     assert len(seen) > 1
     assert w.first is not None
     assert (w.first.op, w.first.step) == ("log", 1)
+
+
+def test_a_parameter_that_is_not_finite_is_named() -> None:
+    """By the name that the outermost module's ``named_parameters`` gives it."""
+    model = nn.Sequential(nn.Linear(3, 4), nn.Sequential(nn.ReLU(), nn.Linear(4, 2)))
+    with torch.no_grad():
+        model[1][1].bias[1] = math.nan
+    with hmpx.watch("collect") as w:
+        model(torch.ones(1, 3)).sum().backward()
+    assert w.first is not None
+    [name] = [name for name, p in model.named_parameters() if p is model[1][1].bias]
+    assert (w.first.source, w.first.parameter) == ("parameter", name)
+    assert f"NaN in the parameter {name} in step 0" in str(w.first)
+
+
+def test_a_parameter_that_another_module_uses_is_named() -> None:
+    """Multi-head attention reads the weight of its child without calling it."""
+    attention = nn.MultiheadAttention(4, 2, batch_first=True)
+    with torch.no_grad():
+        attention.out_proj.weight[0, 0] = math.inf
+    x = torch.ones(1, 3, 4)
+    with hmpx.watch("collect") as w:
+        nn.Sequential(Attending(attention))(x).sum().backward()
+    assert w.first is not None
+    assert w.first.parameter == "0.attention.out_proj.weight"
+
+
+class Attending(nn.Module):
+    """Calls an attention on itself."""
+
+    def __init__(self, attention: nn.Module) -> None:
+        super().__init__()
+        self.attention = attention
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.attention(x, x, x, need_weights=False)[0]
+
+
+def test_a_parameter_of_no_module_has_no_name() -> None:
+    weight = torch.full((2, 2), math.nan, requires_grad=True)
+    with hmpx.watch("collect") as w:
+        torch.nn.functional.linear(torch.ones(1, 2), weight).sum().backward()
+    assert w.first is not None
+    assert (w.first.source, w.first.parameter) == ("parameter", "")
+    assert "NaN in a parameter in step 0" in str(w.first)
+
+
+def test_a_watch_shows_what_it_has_found() -> None:
+    with hmpx.watch("collect") as w:
+        assert repr(w) == "<hmpx.Watch open, in step 0: no offence>"
+        torch.log(torch.tensor([-1.0]))
+    assert repr(w) == "<hmpx.Watch closed: first: log in step 0>"
