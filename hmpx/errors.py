@@ -90,6 +90,9 @@ _MOST_LEVELS: Final = 3
 #: Longer than every op's name; the time to compare grows with the square of the length.
 _MOST_COMPARED: Final = 100
 
+#: How many names of much the same letters are compared letter by letter.
+_MOST_ALIKE: Final = 8
+
 _BRACKETS: Final[dict[type, tuple[str, str]]] = {
     list: ("[", "]"),
     tuple: ("(", ")"),
@@ -188,7 +191,9 @@ def gathered(faults: Iterable[str], count: int, most: int = MOST_SHOWN) -> list[
 def suggestion(
     name: str, candidates: Iterable[str], spellings: Mapping[str, str] | None = None
 ) -> str:
-    """Returns ``"; did you mean 'matmul'?"`` for the nearest candidate, or ``""``.
+    """Returns ``"; did you mean 'matmul'?"`` for the nearest candidate, or ``""`` if none is near.
+
+    Near means that a third of the letters or fewer differ.
 
     Args:
         name: What the user wrote.
@@ -200,5 +205,21 @@ def suggestion(
     spelled = name.strip().lower().replace("-", "_").replace(" ", "_")
     if spellings and spelled in spellings:
         return f"; did you mean {spellings[spelled]!r}?"
-    nearest = difflib.get_close_matches(name, candidates, n=1)
-    return f"; did you mean {nearest[0]!r}?" if nearest else ""
+    alike = difflib.get_close_matches(name, candidates, n=_MOST_ALIKE)
+    near = [(_distance(name, each), each) for each in alike]
+    near = [(d, each) for d, each in near if 3 * d <= max(len(name), len(each))]
+    return f"; did you mean {min(near, key=lambda pair: pair[0])[1]!r}?" if near else ""
+
+
+def _distance(a: str, b: str) -> int:
+    """Returns how many letters have to be changed, added, left out or swapped to make ``b`` of ``a``."""
+    before: list[int] = []
+    row = list(range(len(b) + 1))
+    for i, letter in enumerate(a, 1):
+        before, last, row = row, before, [i]
+        for j, other in enumerate(b, 1):
+            least = min(before[j] + 1, row[j - 1] + 1, before[j - 1] + (letter != other))
+            if i > 1 and j > 1 and (letter, other) == (b[j - 2], a[i - 2]):
+                least = min(least, last[j - 2] + 1)
+            row.append(least)
+    return row[-1]

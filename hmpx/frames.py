@@ -1,7 +1,9 @@
-"""Which code is hmpx's own: messages name the user's lines instead, and tracebacks leave it out."""
+"""Lines of code in messages: the user's, not hmpx's own, and by short paths."""
 
 from __future__ import annotations
 
+import contextlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -21,3 +23,12 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
+
+
+def located(location: str) -> str:
+    """Returns ``"path:line"``, relative to the current directory or to where packages are installed."""
+    with contextlib.suppress(OSError):  # the directory may be gone
+        location = location.removeprefix(f"{Path.cwd()}{os.sep}")
+    for directory in ("site-packages", "dist-packages"):
+        location = location.rpartition(f"{os.sep}{directory}{os.sep}")[2]
+    return location

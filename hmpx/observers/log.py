@@ -14,7 +14,7 @@ from typing import Any, Final, TextIO
 
 import torch
 
-from ..frames import is_ours
+from ..frames import is_ours, located
 from ..patching import Draft, Patch
 from ..tensors import short_name
 from ..torch_state import disable_casts
@@ -61,7 +61,7 @@ class VerboseOnceLog:
             call.cast_policy,
             call.reason,
             f"  in {call.module}" if call.module else "",
-            call.location,
+            located(call.location),
         )
 
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
-import os
 import unicodedata
 from collections.abc import Iterable
-from pathlib import Path
 from typing import Final
 
 import torch
 
+from .. import frames
 from ..tensors import short_name
 from .rows import is_measured
 
@@ -105,11 +103,7 @@ def clean(text: str) -> str:
 
 def located(location: str) -> str:
     """Returns a location, relative to the current directory or to where packages are installed."""
-    with contextlib.suppress(OSError):  # the directory may be gone
-        location = location.removeprefix(f"{Path.cwd()}{os.sep}")
-    for directory in ("site-packages", "dist-packages"):
-        location = location.rpartition(f"{os.sep}{directory}{os.sep}")[2]
-    return clean(location)
+    return clean(frames.located(location))
 
 
 def dtypes(names: Iterable[str]) -> str:

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..frames import located
 from ..tensors import short_name
 from ..torch_state import Phase
 
@@ -101,7 +102,7 @@ class Offence:
         lines = [f"{self._verdict()} in step {self.step}, {self.phase}"]
         if self.module:
             lines.append(f"  module   {self.module}")
-        lines.append(f"  at       {self.location or 'unknown'}")
+        lines.append(f"  at       {located(self.location) or 'unknown'}")
         lines += [f"  {each.name:8} {each.min:.4g} .. {each.max:.4g}" for each in self.ranges]
         for position, each in enumerate(self.context):
             inputs = ", ".join(map(short_name, each.input_dtypes))

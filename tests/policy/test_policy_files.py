@@ -30,6 +30,7 @@ from hmpx import (
     load_policy,
     ops,
 )
+from hmpx.policy import check_files
 from hmpx.policy.conditions import _compiled
 from hmpx.policy.sections import Section, unmatched
 
@@ -665,9 +666,9 @@ def test_dicts_that_are_no_policy() -> None:
     itself: dict[str, Any] = {}
     itself["low"] = [itself]
     cases: list[tuple[dict[Any, Any], str]] = [
-        ({"lowe": ["mm"]}, "<policy>:1: unknown key 'lowe' of a policy; did you mean 'low'?"),
-        ({1: ["mm"]}, f"<policy>:1: unknown key '1' of a policy {KEYS}"),
-        ({"low": ["mm", None]}, "<policy>:3: an op of low must be a string"),
+        ({"lowe": ["mm"]}, "<policy>['lowe']: unknown key 'lowe' of a policy; did you mean 'low'?"),
+        ({1: ["mm"]}, f"<policy>['1']: unknown key '1' of a policy {KEYS}"),
+        ({"low": ["mm", None]}, "<policy>['low'][1]: an op of low must be a string"),
         ({"low": [object]}, "<policy>['low'][0]: a policy holds strings, numbers, dtypes and "
          "lists, not <class 'object'>"),
         (itself, "<policy>: nested too deep to be a policy"),
@@ -925,3 +926,94 @@ def test_patterns_of_modules_that_no_policy_has_any_more_are_forgotten() -> None
         section = Section(decisions={}, module=(f"layer{index}.*",), where="sections[0]")
         assert unmatched([section], ["layer"]) == [f"sections[0]: module 'layer{index}.*'"]
     assert _compiled.cache_info().currsize < 10_000
+
+
+# --- all faults -----------------------------------------------------------------------------------
+
+
+def faults_of(tmp_path: Path, text: str) -> list[str]:
+    path = tmp_path / "p.yaml"
+    path.write_text(text)
+    found = check_files({"policy": (str(path),)})
+    return [fault.replace(f"{path}:", "") for fault in found]
+
+
+def test_all_faults_of_a_file_are_found_in_the_order_of_its_lines(tmp_path: Path) -> None:
+    """An unknown key hides neither the ops of its section nor what follows."""
+    text = """\
+low: [matmull, mm]
+fp32:
+  add: [sofmax]
+  remofe: [exp]
+low_precision_type: bfloat17
+sections:
+  - modules: enc.*
+    low: [bmmm]
+  - module: dec.*
+    fp32: [softmax, expp]
+    low: [softmax]
+  - fp32: [exp]
+bogus: 1
+low: [bmm]
+"""
+    found = [fault.partition("; did you mean")[0] for fault in faults_of(tmp_path, text)]
+    assert [fault.partition(": ")[0] for fault in found] == [
+        "1",
+        "3",
+        "4",
+        "5",
+        "7",
+        "8",
+        "10",
+        "11",
+        "12",
+        "13",
+        "14",
+    ]
+    expected = (
+        "unknown op 'matmull'",
+        "unknown op 'sofmax'",
+        "unknown key 'remofe' of fp32",
+        "low_precision_type must be",
+        "unknown key 'modules' of a section",
+        "unknown op 'bmmm'",
+        "unknown op 'expp'",
+        "'softmax' is in two lists",
+        "a section holds for every call",
+        "unknown key 'bogus' of a policy",
+        "'low' is given twice, at line 1 too",
+    )
+    for fault, part in zip(found, expected, strict=True):
+        assert part in fault
+
+
+def test_an_unknown_op_is_found_beside_one_that_is_in_two_lists(tmp_path: Path) -> None:
+    found = faults_of(tmp_path, "low: [mm]\nfp32: [mm, nosuchop]\n")
+    assert len(found) == 2
+    assert "unknown op 'nosuchop'" in "".join(found)
+    assert "'mm' is in two lists" in "".join(found)
+
+
+def test_what_only_loading_finds_is_among_the_faults(tmp_path: Path) -> None:
+    text = "low: {remove: [softmax]}\nfp32: [expp]\n"
+    found = faults_of(tmp_path, text)
+    assert "no 'softmax' in the shipped low list to remove" in found[0]
+    assert found[1].startswith("2: unknown op 'expp'")
+
+
+def test_faults_of_lists_come_in_the_order_of_their_lines(tmp_path: Path) -> None:
+    path = tmp_path / "bf16.txt"
+    path.write_text("mm\nmm\nnosuchop\nmatmull\nbmm\nbmm\n")
+    found = check_files({"low": (str(path),)})
+    assert [int(fault.partition(":")[2].partition(":")[0]) for fault in found] == [2, 3, 4, 6]
+
+
+def test_a_dict_is_cited_by_its_keys() -> None:
+    """There are no lines: the keys lead to what is wrong, and to what decides."""
+    given = {"lists": "none", "sections": [{"module": "a", "low": ["mm", "bmm"]}]}
+    policy = hmpx.load_policy(policy=given)
+    [section] = policy.sections
+    assert section.decisions["bmm"].reason == "<policy>['sections'][0]['low'][1]"
+    given["sections"][0]["mod_ule"] = "b"
+    with pytest.raises(PolicyFileError, match=r"<policy>\['sections'\]\[0\]\['mod_ule'\]: unknown"):
+        hmpx.load_policy(policy=given)

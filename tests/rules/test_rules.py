@@ -845,7 +845,11 @@ def test_the_log_names_what_has_decided(caplog: pytest.LogCaptureFixture) -> Non
         torch.relu(uniform(1))
     reasons = [message.partition(" by ")[2].partition("  at ")[0] for message in caplog.messages]
     where = f"{small.__code__.co_filename}:{small.__code__.co_firstlineno}"
-    assert reasons[:3] == ["<policy>:3", "<policy>:7", "<policy>:10"]
+    assert reasons[:3] == [
+        "<policy>['low'][0]",
+        "<policy>['sections'][0]['low'][0]",
+        "<policy>['sections'][1]['low'][0]",
+    ]
     assert reasons[3] == f"rule {small.__qualname__} ({where})"
     assert all("  to_bf16  LOW by " in message for message in caplog.messages)
 

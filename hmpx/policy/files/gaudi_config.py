@@ -7,6 +7,7 @@ from typing import Final
 
 import yaml
 
+from ...errors import PolicyFileError
 from ..lists.op_list import Entry, OpList
 from ..lists.sets import DEFAULT_SET
 from . import json_nodes
@@ -23,14 +24,19 @@ _OTHER_KEYS: Final = (
 _EVERYTHING: Final = (Entry("*", ""),)
 
 
-def parse(text: str, source: str) -> PolicySource:
+def parse(text: str, source: str, faults: list[PolicyFileError] | None = None) -> PolicySource:
     """Returns the lists in a Gaudi configuration, of HMP or of Gaudi's autocast.
+
+    Args:
+        text: The whole file.
+        source: What error messages call it.
+        faults: Gets the errors of single keys and values; None to raise the first.
 
     Raises:
         PolicyFileError: It is not a Gaudi configuration.
     """
     node = json_nodes.compose(text, source)
-    reader = PolicyReader(source)
+    reader = PolicyReader(source, faults)
 
     def ops_of(kind: str) -> Callable[[str, yaml.Node], OpList | None]:
         def read_ops(key: str, each: yaml.Node) -> OpList | None:

@@ -28,16 +28,40 @@ def _kind(node: Any) -> str:
 
 
 class NodeReader:
-    """Makes values of the nodes of one file; errors name its lines."""
+    """Makes values of the nodes of one file; errors name its lines.
 
-    def __init__(self, source: str) -> None:
-        """Starts with the name of the file, as messages show it."""
-        self._source = source
+    Attributes:
+        faults: Errors that were put aside for one after the other to be shown; None to raise the first.
+    """
+
+    def __init__(
+        self,
+        source: str,
+        faults: list[PolicyFileError] | None = None,
+        paths: Mapping[int, str] | None = None,
+    ) -> None:
+        """Starts without having read anything.
+
+        Args:
+            source: The name of the file, as messages show it.
+            faults: Where errors are put aside; None to raise the first.
+            paths: Of a policy that is a dict: `id` of a node -> the keys that lead to it.
+        """
+        self.faults = faults
+        self._source, self._paths = source, paths
         self._item_count = 0
 
     def where(self, node: yaml.Node) -> str:
-        """Returns where a node begins: ``"policy.yaml:12"``."""
+        """Returns where a node begins: ``"policy.yaml:12"``; of a dict ``"<policy>['low'][0]"``."""
+        if self._paths is not None:
+            return f"{self._source}{self._paths.get(id(node), '')}"
         return f"{self._source}:{node.start_mark.line + 1}"
+
+    def refuse(self, error: PolicyFileError) -> None:
+        """Raises ``error``, or puts it aside."""
+        if self.faults is None:
+            raise error
+        self.faults.append(error)
 
     def error(self, node: yaml.Node, message: str) -> PolicyFileError:
         """Returns an error about a node."""
@@ -54,13 +78,19 @@ class NodeReader:
         lines: dict[str, int] = {}
         for key_node, value in node.value:
             key = self.text("a key", key_node)
-            if key in found:
-                raise self.error(key_node, f"{shown(key)} is given twice, at line {lines[key]} too")
+            if key in lines:
+                why = f"{shown(key)} is given twice, at line {lines[key]} too"
+                self.refuse(self.error(key_node, why))
+                continue
+            lines[key] = key_node.start_mark.line + 1
             if key not in readers:
                 hint = suggestion(key, readers) or f" ({', '.join(readers)})"
-                raise self.error(key_node, f"unknown key {shown(key)} of {what}{hint}")
-            found[key] = readers[key](key, value)
-            lines[key] = key_node.start_mark.line + 1
+                self.refuse(self.error(key_node, f"unknown key {shown(key)} of {what}{hint}"))
+                continue
+            try:
+                found[key] = readers[key](key, value)
+            except PolicyFileError as error:
+                self.refuse(error)
         return found
 
     def _check_tag(self, node: yaml.Node) -> None:

@@ -70,12 +70,16 @@ class PolicyReader(NodeReader):
             "low_precision_type": self.low_type,
             **{kind: lambda key, each: self.lines(each, key) for kind in KEYS},
         }
+        known = len(self.faults or ())
         found = self.mapping(node, {**readers, **own}, "a section")
         conditions = {key: value for key, value in found.items() if key in readers}
+        lists = {key: value for key, value in found.items() if key in KEYS}
+        source = SectionSource(lists, conditions, found.get("low_precision_type"), self.where(node))
+        if len(self.faults or ()) > known:
+            return source  # what it lacks may be what is wrong
         empty = [key for key, value in conditions.items() if value == ()]
         if empty:
             raise self.error(node, f"{empty[0]} is empty; name at least one, or leave it out")
-        lists = {key: value for key, value in found.items() if key in KEYS}
         if not lists:
             raise self.error(node, f"a section decides nothing; give it {' or '.join(KEYS)}")
         if not conditions:
@@ -84,7 +88,17 @@ class PolicyReader(NodeReader):
             )
         if contradiction := contradiction_of(conditions):
             raise self.error(node, contradiction)
-        return SectionSource(lists, conditions, found.get("low_precision_type"), self.where(node))
+        return source
+
+    def sections(self, key: str, node: yaml.Node) -> tuple[SectionSource, ...]:
+        """Returns the sections of a file, in their order."""
+        found = []
+        for each in self.items(key, node):
+            try:
+                found.append(self.section(each))
+            except PolicyFileError as error:
+                self.refuse(error)
+        return tuple(found)
 
     def base(self, folder: Path, key: str, each: yaml.Node) -> str | None:
         """Returns the shipped set or the directory of that name; None for ``none``."""
