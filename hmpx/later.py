@@ -33,7 +33,8 @@ def shown_later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
         elif name in own:
             value = importlib.import_module(f".{name}", package)
         else:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            message = f"module {package!r} has no attribute {name!r}"
+            raise AttributeError(message, name=name, obj=sys.modules[package])  # with Python's hint
         setattr(sys.modules[package], name, value)
         return value
 

@@ -143,6 +143,10 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
     def __str__(self) -> str:
         return str(self.report())
 
+    def __repr__(self) -> str:
+        rows = counted_rows(self._recorder.counted(), is_timed=self._is_timed)
+        return f"<hmpx.record: {sum(each.calls for each in rows):,} calls in {len(rows):,} rows>"
+
     def _repr_html_(self) -> str:
         return self.report()._repr_html_()
 

@@ -412,3 +412,11 @@ def test_results_that_nothing_differentiated_depends_on() -> None:
         model(X).sum().backward()
         metric(X)
     assert [(what, times) for what, times, _ in wasted(rec, "unused result")] == [("linear", 1)]
+
+
+def test_a_record_shows_how_much_it_has() -> None:
+    with hmpx.convert(device_types={"cpu"}), hmpx.record() as rec:
+        assert repr(rec) == "<hmpx.record: 0 calls in 0 rows>"
+        for _ in range(3):
+            torch.mm(torch.ones(2, 2), torch.ones(2, 2))
+    assert repr(rec) == "<hmpx.record: 3 calls in 1 rows>"
