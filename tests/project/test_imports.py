@@ -113,7 +113,7 @@ def test_names_that_come_later_are_those_that_the_types_say(room: str) -> None:
 
 
 def test_an_unknown_name_is_an_attribute_error() -> None:
-    with pytest.raises(AttributeError, match="module 'hmpx' has no attribute 'freze'") as caught:
-        hmpx.freze  # noqa: B018
-    assert (caught.value.name, caught.value.obj) == ("freze", hmpx)  # Python suggests 'freeze'
+    with pytest.raises(AttributeError, match="module 'hmpx' has no attribute 'freezee'") as caught:
+        hmpx.freezee  # noqa: B018
+    assert (caught.value.name, caught.value.obj) == ("freezee", hmpx)  # Python suggests 'freeze'
     assert "freeze" in dir(hmpx)
