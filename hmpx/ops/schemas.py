@@ -51,9 +51,14 @@ def holds_tensor(argument: Any) -> bool:
     return "Tensor" in str(argument.type)
 
 
-def argument_letter(argument: Any) -> str:
-    """Returns the letter of `Parameters.kinds` for an argument; ``""`` if it holds no tensor to cast."""
-    written = str(argument.type)
+def argument_letter(argument: Any, written: str | None = None) -> str:
+    """Returns the letter of `Parameters.kinds` for an argument; ``""`` if it holds no tensor to cast.
+
+    Args:
+        argument: Of a schema.
+        written: Its type as text, if that is known.
+    """
+    written = str(argument.type) if written is None else written
     if "Tensor" not in written or argument.is_out:
         return ""
     return {"Tensor": "T", "Optional[Tensor]": "O"}.get(written, "A")

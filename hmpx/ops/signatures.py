@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from .known_facts import facts
-from .schemas import argument_letter, aten_name, declared_written, schemas_named, takes_tensor
+from .schemas import argument_letter, aten_name, declared_written, schemas_named
 from .sites import Site
 
 #: Ends of the names of ops that only read the running statistics they take.
@@ -48,7 +48,7 @@ def parameters(site: Site) -> Parameters:
     """Returns the parameters of the callable at ``site``."""
     if site.is_python:
         return python_parameters(site.function())
-    return _schema_parameters(aten_name(site), site.namespace == "torch.Tensor")
+    return schema_parameters(aten_name(site), site.namespace == "torch.Tensor")
 
 
 @functools.cache
@@ -74,12 +74,19 @@ def statistics(op: str, site: Site) -> tuple[str, ...]:
 
 
 @functools.cache
-def _schema_parameters(name: str, is_method: bool) -> Parameters:
-    schemas = [
-        [(a.name, argument_letter(a), a.kwarg_only, a.has_default_value()) for a in s.arguments]
-        for s in schemas_named(name)
-        if takes_tensor(s)
-    ]
+def schema_parameters(name: str, is_method: bool) -> Parameters:
+    """Returns the parameters of ATen's op ``name``, as a function or as a method of tensors."""
+    schemas = []
+    for schema in schemas_named(name):
+        arguments = schema.arguments
+        types = [str(a.type) for a in arguments]
+        if any("Tensor" in each for each in types):
+            schemas.append(
+                [
+                    (a.name, argument_letter(a, each), a.kwarg_only, a.has_default_value())
+                    for a, each in zip(arguments, types, strict=True)
+                ]
+            )
     if is_method:  # x.polygamma(n) is polygamma(n, self), x.where(c, y) is where(c, self, y)
         schemas = [sorted(s, key=lambda argument: argument[0] != "self") for s in schemas]
     if not schemas:  # a property or a builtin of its own kind: its one input is self
@@ -91,14 +98,14 @@ def _schema_parameters(name: str, is_method: bool) -> Parameters:
         if seen - {""}:
             kinds[position] = _merged_kind(seen)
     defaults = {p for p, kind in kinds.items() if kind == "O" and _are_none(schemas, p)}
-    arguments = [argument for s in schemas for argument in s]
-    tensors = {name for name, kind, *_ in arguments if kind}
+    given = [argument for s in schemas for argument in s]
+    tensors = {name for name, kind, *_ in given if kind}
     return Parameters(
         names=tuple(name for name, *_ in longest),
         kinds=kinds,
         required=min(sum(not kw and not default for *_, kw, default in s) for s in schemas),
-        plain=frozenset({name for name, *_ in arguments} - tensors),
-        has_keyword_tensors=any(kind and is_keyword for _, kind, is_keyword, _ in arguments),
+        plain=frozenset({name for name, *_ in given} - tensors),
+        has_keyword_tensors=any(kind and is_keyword for _, kind, is_keyword, _ in given),
         fillable=frozenset(defaults),
     )
 

@@ -14,7 +14,7 @@ from .known_facts import facts
 from .op_table import covered, covering, table
 from .operators import operator_in
 from .schemas import argument_letter, aten_name, holds_tensor, schemas, schemas_named
-from .signatures import parameters
+from .signatures import parameters, schema_parameters
 
 #: The options of a new tensor.
 _OF_NEW = frozenset({"dtype", "layout", "device", "pin_memory"})
@@ -103,9 +103,12 @@ def is_view(name: str) -> bool:
 @functools.cache
 def _has_view(name: str) -> bool:
     """Whether a schema of ATen's op ``name`` computes nothing."""
+    may_make_new = schema_parameters(name, False).plain >= _OF_NEW  # known already, of most names
     for schema in schemas_named(name):
-        arguments = schema.arguments  # anew at each look
-        if _is_alias(arguments) or _makes_new(arguments) or _copies_view(schema):
+        arguments = schema.arguments  # made anew at each look
+        if _is_alias(arguments) or (may_make_new and _makes_new(arguments)):
+            return True
+        if name.endswith("_copy") and _copies_view(schema):  # slice_scatter has the tag, too
             return True
     return False
 
@@ -124,7 +127,5 @@ def _makes_new(arguments: Sequence[Any]) -> bool:
 def _copies_view(schema: Any) -> bool:
     """Whether the op is the copy of a view: ``detach_copy``, ``slice_copy``."""
     name, overload = schema.name.partition("::")[2], schema.overload_name or "default"
-    if not name.endswith("_copy"):  # as all of them do; slice_scatter has the tag, too
-        return False
     op = getattr(getattr(torch.ops.aten, name, None), overload, None)
     return op is not None and torch.Tag.view_copy in op.tags

@@ -143,6 +143,8 @@ def test_check_reads_policy_files(directory: Path, capsys: pytest.CaptureFixture
         "bad.yml:1: unknown op 'matmull'; did you mean 'matmul'?",
         "bad.yml:3: unknown op 'soft_max'; did you mean 'softmax'?",
         "none.yaml: no such file; give the path of a policy file",
+        "worse.yaml:2: 'mm' is in two lists: it is the op 'mm', as 'mm' at worse.yaml:1 is; keep one "
+        "of the lines",
         "worse.yaml:3: unknown key 'lowe' of a policy; did you mean 'low'?",
     ]
 
