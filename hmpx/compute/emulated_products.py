@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..number_formats import Rounder
-from ..torch_internals import may_learn
+from ..torch_internals import each_of_batch, is_gradient_batch, may_learn
 from .factored import Multiplication
 from .straight_through import straight_through
 
@@ -86,11 +86,18 @@ class _Product(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
         product, factors = ctx.product, ctx.saved_tensors
-        gradients = [
-            product.gradient_of(target, factors, gradient) if is_needed else None
-            for target, is_needed in enumerate(ctx.needs_input_grad[1:])
-        ]
-        return None, *gradients
+
+        def gradients(gradient: Tensor) -> tuple[Tensor | None, ...]:
+            return tuple(
+                [
+                    product.gradient_of(target, factors, gradient) if is_needed else None
+                    for target, is_needed in enumerate(ctx.needs_input_grad[1:])
+                ]
+            )
+
+        if is_gradient_batch(gradient):  # which torch.einsum does not take
+            return None, *each_of_batch(gradients, gradient)
+        return None, *gradients(gradient)
 
     @staticmethod
     def jvp(ctx: Any, product: None, *tangents: Tensor | None) -> Tensor:

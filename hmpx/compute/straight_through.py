@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..number_formats import Rounder
-from ..torch_internals import has_tangents, may_learn
+from ..torch_internals import has_tangents, is_gradient_batch, may_learn, one_of_batch
 
 _clone = torch.Tensor.clone
 
@@ -27,6 +27,10 @@ def straight_through(
         return tensor
     if may_learn(tensor):
         return _Rounded.apply(tensor, round_, round_gradient)  # type: ignore[no-any-return, no-untyped-call]
+    if torch.is_grad_enabled() and is_gradient_batch(
+        tensor
+    ):  # it hides whether gradients are recorded
+        return one_of_batch(lambda each: straight_through(each, round_, round_gradient), tensor)
     return tensor if round_ is None else round_(tensor)
 
 

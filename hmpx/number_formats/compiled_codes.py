@@ -12,11 +12,11 @@ from .families import Block, CodedFormat, Format, code_dtype
 from .families.number_format import NumberFormat
 from .kernels import calls
 from .kernels import library as kernel_library
+from .keys import draw_keys
 from .rounding import (
     ONE_ROW,
     THREADED,
     Rounding,
-    draw_keys,
     has_own_memory,
     rounding_of,
 )

@@ -7,8 +7,9 @@ from torch import Tensor
 
 from ..tensors import CAST
 from .kernels import gpu
+from .keys import traced_keys
 from .plans import Plan
-from .torch_rounding import by_traceable_ops, traced_keys
+from .torch_rounding import by_traceable_ops
 from .unpatched import EMPTY, EMPTY_LIKE
 
 

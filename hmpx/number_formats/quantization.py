@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, shown
-from ..torch_internals import may_learn
+from ..torch_internals import is_gradient_batch, may_learn, one_of_batch
 from .families import Format, Rounder
 from .registered import get
 from .rounding import Rounding, rounding_of
@@ -64,6 +64,9 @@ def quantize(
         function: type[_StraightThrough] = _StraightThrough  # dynamo knows no jvp
     else:
         run, function = rounding_of(get(format), rounding, overflow), _ForwardToo
+    if torch.is_grad_enabled() and is_gradient_batch(x):  # it hides whether gradients are recorded
+        args = format, rounding, overflow, generator
+        return one_of_batch(lambda each: quantize(each, *args, scale=scale), x)
     if may_learn(x):
         return cast(Tensor, function.apply(x, run, generator, scale))  # type: ignore[no-untyped-call]
     return run(x, generator, scale)

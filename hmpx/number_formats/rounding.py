@@ -14,13 +14,22 @@ from torch import Tensor
 
 from ..errors import OptionError
 from ..tensors import CAST, PLAIN_TENSORS, SPARSE
-from ..torch_internals import dispatch_modes, jit_tracing_state, run_when_traced, transforms
+from ..torch_internals import (
+    dispatch_modes,
+    is_batch,
+    is_gradient_batch,
+    jit_tracing_state,
+    one_of_batch,
+    run_when_traced,
+    transforms,
+)
 from . import graph_op
 from .bits import FP32, FP64
 from .families import PLANS, Format, Rounder
 from .gpu_rounding import rounded_on_gpu
 from .kernels import calls, gpu
 from .kernels import library as kernel_library
+from .keys import draw_keys, traced_keys
 from .layouts import Layout
 from .plans import Plan
 from .rows import rows_of
@@ -31,9 +40,8 @@ from .torch_rounding import (
     round_in_parts,
     rounded_rows,
     signed,
-    traced_keys,
 )
-from .unpatched import CONTIGUOUS, EMPTY, EMPTY_LIKE
+from .unpatched import CONTIGUOUS, EMPTY_LIKE
 
 #: Torch runs smaller work on one thread, too.
 THREADED: Final = 32768
@@ -75,6 +83,8 @@ class Rounding:
         if step.plan is None:
             return x if step.function is None else step.function(x)
         if not has_own_memory(x):
+            if is_gradient_batch(x):
+                return one_of_batch(lambda each: self(each, generator, scale), x)
             if scale is None and graph_op.is_taken(x):
                 return self._in_graph(x, generator)
             check_dense(x)
@@ -219,7 +229,7 @@ def has_own_memory(x: Tensor) -> bool:
 def _has_own_values(x: Tensor) -> bool:
     return (
         type(x) in PLAIN_TENSORS
-        and not dispatch_modes()
+        and not (dispatch_modes() or is_batch(x))
         and transforms() is None
         and jit_tracing_state() is None
         and x.layout is torch.strided
@@ -259,6 +269,7 @@ def check_dense(x: Tensor) -> None:
         )
 
 
+@run_when_traced
 def _constants_of(
     format: Format, mode: str, overflow: str | None, dtype: torch.dtype
 ) -> tuple[Any, ...]:
@@ -267,6 +278,7 @@ def _constants_of(
     return () if plan is None else plan.constants()
 
 
+@run_when_traced
 def _text_of(format: Format, mode: str, overflow: str | None, dtype: torch.dtype) -> str:
     """Returns what a graph's op is told, the plan and which values it rounds together."""
     plan = rounding_of(format, mode, overflow).for_dtype(dtype).plan
@@ -274,20 +286,9 @@ def _text_of(format: Format, mode: str, overflow: str | None, dtype: torch.dtype
     return graph_op.text_of(plan, format.layout)
 
 
-run_when_traced(_constants_of)
-run_when_traced(_text_of)
-
-
 def plan_of(kind: str, mantissa: int, *rest: Any) -> Plan:
     """Returns the plan whose `Plan.constants` these are."""
     return PLANS[kind].from_constants(FP32 if mantissa == 23 else FP64, *rest)
-
-
-def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
-    """Returns two numbers of 32 bits, for one call."""
-    device = "cpu" if generator is None else generator.device
-    key = int(EMPTY(1, dtype=torch.int64, device=device).random_(generator=generator).item())
-    return key & 0xFFFFFFFF, key >> 32
 
 
 def _laid_out(
@@ -332,9 +333,8 @@ def _in_rows(x: Tensor, step: DtypeRounding, keys: tuple[int, int], scale: Tenso
             threads = 1 if count < THREADED else torch.get_num_threads()
             extent = (rows.shape[-1], rows.shape[-2] if rows.dim() > 1 else 1)
             step.kernel(rows.data_ptr(), result.data_ptr(), count, *keys, threads, extent, *given)
-    return as_laid_out(
-        CAST[x.dtype](result if layout is None else layout.from_rows(result, x.shape)), x
-    )
+    found = result if layout is None else layout.from_rows(result, x.shape)
+    return as_laid_out(CAST[x.dtype](found), x)
 
 
 @functools.lru_cache(maxsize=4096)

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Final
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..tensors import CAST, PLAIN_TENSORS
-from ..torch_internals import transforms
+from .keys import traced_keys
 from .layouts import Layout
 from .noise import Key, random_bits
 from .plans import Plan
-from .unpatched import EMPTY_LIKE, RANDINT
+from .unpatched import EMPTY_LIKE
 
 #: Elements of a part: intermediate results stay in the cache, and calls take little of the time.
 _CACHED: Final = 131072
@@ -48,41 +48,6 @@ def as_laid_out(found: Tensor, x: Tensor) -> Tensor:
     if found.stride() == x.stride() or (x.is_contiguous() and found.is_contiguous()):
         return found.detach()
     return EMPTY_LIKE(x).copy_(found)
-
-
-def traced_keys(x: Tensor, generator: torch.Generator | None) -> Tensor:
-    """Returns two numbers of 32 bits in an int64 tensor on the device of ``x``, for one call.
-
-    Under `torch.vmap` these are two for each of what it maps, whose noise is not to be alike.
-    """
-    if transforms() is None:
-        return _drawn(x, generator, ())
-    mapped = EMPTY_LIKE(x, dtype=torch.bool)  # mapped as x is, and without tangents
-    return _Keys.apply(mapped, generator, ())  # type: ignore[no-any-return, no-untyped-call]
-
-
-def _drawn(x: Tensor, generator: torch.Generator | None, batch: tuple[int, ...]) -> Tensor:
-    device = x.device if generator is None else generator.device
-    shape = (*batch, 2)
-    drawn = RANDINT(-(2**31), 2**31, shape, generator=generator, dtype=torch.int64, device=device)
-    return drawn.to(x.device)
-
-
-class _Keys(torch.autograd.Function):
-    """Draws keys where torch.vmap, which refuses random ops, has been left."""
-
-    @staticmethod
-    def forward(x: Tensor, generator: torch.Generator | None, batch: tuple[int, ...]) -> Tensor:
-        return _drawn(x, generator, batch)
-
-    @staticmethod
-    def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
-        """Keeps nothing."""
-
-    @staticmethod
-    def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
-        x, generator, batch = inputs
-        return _Keys.apply(x, generator, (info.batch_size, *batch)), 0  # type: ignore[no-untyped-call]
 
 
 def rounded_rows(

@@ -69,6 +69,7 @@ from .fake_tensors import (
     replacing_parameters,
     standing_in,
 )
+from .gradient_batches import each_of_batch, is_gradient_batch, one_of_batch, outside_batches
 from .graph_nodes import function_of, next_number, number_of, outputs_of
 from .modes import (
     DeviceContext,
@@ -197,6 +198,7 @@ __all__ = [
     "disable_inductor_caches",
     "disable_modes",
     "dispatch_modes",
+    "each_of_batch",
     "enter_autocast",
     "exit_autocast",
     "fake_mode",
@@ -215,6 +217,7 @@ __all__ = [
     "is_dynamo_frame",
     "is_dynamo_loaded",
     "is_excluded",
+    "is_gradient_batch",
     "is_graph_made",
     "is_included",
     "is_jit_tracing",
@@ -232,7 +235,9 @@ __all__ = [
     "next_number",
     "number_of",
     "of_later",
+    "one_of_batch",
     "outputs_of",
+    "outside_batches",
     "parts",
     "passes_for_real",
     "planning",

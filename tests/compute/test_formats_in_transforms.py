@@ -11,6 +11,7 @@ import torch
 import torch.autograd.forward_ad as forward
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.autograd.functional import jacobian
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import hmpx
@@ -138,6 +139,67 @@ def test_stochastic_rounding_draws_for_each_that_is_mapped(format: str) -> None:
             with converted(format, round_gradients=True, rounding="stochastic"):
                 found = way(lambda a, weight=weight: (a @ weight).sin().sum())(normal(32, seed=2))
             assert torch.isfinite(found).all()
+
+
+#: Functions of one tensor whose gradients torch may compute in a batch.
+BATCHED: dict[str, Callable[[Tensor], Tensor]] = {
+    "linear": lambda x: F.linear(x, normal(4, 3)),
+    "matmul": lambda x: (x @ normal(3, 4)).sin(),
+    "conv1d": lambda x: F.conv1d(x[None], normal(4, 2, 2)).sin(),
+    "softmax": lambda x: torch.softmax(x, -1),
+    "nested": lambda x: jacobian(
+        lambda y: (y @ normal(3, 4)).sin(), x, create_graph=True, vectorize=True
+    ),
+}
+
+
+@pytest.mark.parametrize("rounding", ["nearest", "stochastic"])
+@pytest.mark.parametrize("format", [*FORMATS, "nf4", "nvfp4"])
+@pytest.mark.parametrize("name", BATCHED)
+def test_batches_of_gradients(name: str, format: str, rounding: str) -> None:
+    """As one by one, by `vectorize=True` and `is_grads_batched=True`, also of batches of batches."""
+    function, x = BATCHED[name], normal(2, 3, seed=2)
+    policy = hmpx.Policy.from_ops(
+        low=["linear", "matmul", "conv1d", "softmax"], low_precision_type=format
+    )
+    with hmpx.convert(policy=policy, round_gradients=True, rounding=rounding):
+        found, expected = (jacobian(function, x, vectorize=way) for way in (True, False))
+        leaf = x.clone().requires_grad_()
+        outcome = function(leaf)
+        incoming = normal(5, *outcome.shape, seed=3)
+        (many,) = torch.autograd.grad(
+            outcome, leaf, incoming, is_grads_batched=True, retain_graph=True
+        )
+        one_by_one = [
+            torch.autograd.grad(outcome, leaf, each, retain_graph=True)[0] for each in incoming
+        ]
+    if rounding == "nearest":
+        torch.testing.assert_close(found, expected)
+        torch.testing.assert_close(many, torch.stack(one_by_one))
+    else:
+        assert torch.isfinite(found).all() and found.shape == expected.shape
+        assert len({tuple(row) for row in found.view(-1, 6).tolist()}) > 2
+        assert torch.isfinite(many).all()
+
+
+def test_quantize_in_batches_of_gradients() -> None:
+    """What rounds gradients by a hook, first derivatives and second ones."""
+    x = normal(2, 3, requires_grad=True)
+
+    def rounded(tensor: Tensor) -> Tensor:
+        result = tensor * tensor * tensor
+        result.register_hook(lambda g: quantize(g, "float8_e4m3fn_row"))
+        return result
+
+    found, expected = (
+        jacobian(
+            lambda y, way=way: jacobian(rounded, y, create_graph=True, vectorize=way),
+            x,
+            vectorize=way,
+        )
+        for way in (True, False)
+    )
+    assert expected.abs().max() > 1 and torch.equal(found, expected)
 
 
 @pytest.mark.parametrize("format", FORMATS)
