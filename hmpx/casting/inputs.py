@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..tensors import ELIGIBLE, SEQUENCES, Args, Kwargs, floating_in, tensors_in
+from ..tensors import ELIGIBLE, SEQUENCES, Args, Kwargs, floating_in, is_floating, tensors_in
 from .recipe import Recipe
 
 DENSE: Final = frozenset({torch.strided, torch.jagged})
@@ -81,12 +81,18 @@ def is_emulated(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
     """
     if recipe.emulation is None or written(recipe, args, kwargs) is not None:
         return False
-    return not any(map(is_apart, floating_inputs(recipe, args, kwargs)))
+    return not (_has_apart(args) or (kwargs and _has_apart(kwargs.values())))
 
 
-def is_apart(tensor: Tensor) -> bool:
-    """Whether a tensor is sparse or nested."""
-    return tensor.is_nested or tensor.layout not in DENSE
+def _has_apart(values: Iterable[Any]) -> bool:
+    """Whether any floating tensor among ``values`` is sparse or nested."""
+    for value in values:
+        if isinstance(value, Tensor):
+            if (value.is_nested or value.layout not in DENSE) and is_floating(value):
+                return True
+        elif isinstance(value, SEQUENCES) and _has_apart(value):
+            return True
+    return False
 
 
 def argument(recipe: Recipe, name: str, args: Args, kwargs: Kwargs) -> Any:

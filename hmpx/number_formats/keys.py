@@ -14,8 +14,12 @@ from .unpatched import EMPTY, EMPTY_LIKE, RANDINT
 def draw_keys(generator: torch.Generator | None) -> tuple[int, int]:
     """Returns two numbers of 32 bits, for one call."""
     device = "cpu" if generator is None else generator.device
-    with outside_batches():
-        key = int(EMPTY(1, dtype=torch.int64, device=device).random_(generator=generator).item())
+    drawn = EMPTY(1, dtype=torch.int64, device=device)
+    try:
+        key = int(drawn.random_(generator=generator).item())
+    except RuntimeError:  # beside a batch of gradients
+        with outside_batches():
+            key = int(drawn.random_(generator=generator).item())
     return key & 0xFFFFFFFF, key >> 32
 
 

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, shown
-from ..torch_internals import is_gradient_batch, may_learn, one_of_batch
+from ..torch_internals import is_batch, is_gradient_batch, may_learn, one_of_batch
 from .families import Format, Rounder
 from .registered import get
 from .rounding import Rounding, rounding_of
@@ -62,11 +62,11 @@ def quantize(
     if torch.compiler.is_dynamo_compiling():
         run = Rounding(get(format), rounding, overflow)  # its arguments are checked at trace time
         function: type[_StraightThrough] = _StraightThrough  # dynamo knows no jvp
+    elif is_batch(x) and torch.is_grad_enabled() and is_gradient_batch(x):
+        args = format, rounding, overflow, generator  # it hides whether gradients are recorded
+        return one_of_batch(lambda each: quantize(each, *args, scale=scale), x)
     else:
         run, function = rounding_of(get(format), rounding, overflow), _ForwardToo
-    if torch.is_grad_enabled() and is_gradient_batch(x):  # it hides whether gradients are recorded
-        args = format, rounding, overflow, generator
-        return one_of_batch(lambda each: quantize(each, *args, scale=scale), x)
     if may_learn(x):
         return cast(Tensor, function.apply(x, run, generator, scale))  # type: ignore[no-untyped-call]
     return run(x, generator, scale)
