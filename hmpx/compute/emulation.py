@@ -20,7 +20,7 @@ from .. import ops
 from ..errors import OptionError
 from ..number_formats import Custom, Format, Rounder, rounder
 from ..tensors import CAST, ELIGIBLE, Args, Kwargs, map_tensors
-from ..torch_internals import disable_modes, is_jit_tracing
+from ..torch_internals import behind_transform, disable_modes, is_jit_tracing, is_of_transform
 from ..torch_state import without_casts
 from . import frozen_codes
 from .composition import call_raised, rounded
@@ -219,6 +219,8 @@ class Emulation:
                 f"{self.op}: in graphs that are traced nothing tells which of its inputs are weights; leave "
                 f"weights= and activations= out of the line of {self.op}, or run it uncompiled"
             )
+        while is_of_transform(given) and (behind := behind_transform(given)) is not given:
+            given = behind
         return isinstance(given, nn.Parameter)
 
     def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -202,6 +202,25 @@ def test_quantize_in_batches_of_gradients() -> None:
     assert expected.abs().max() > 1 and torch.equal(found, expected)
 
 
+def test_parameters_are_weights_in_transforms() -> None:
+    """Of ops that name no weights: values and gradients are autograd's."""
+    model, x = nn.ParameterDict({"w": nn.Parameter(normal(8, 4))}), normal(3, 8, seed=1)
+
+    def loss(parameters: dict[str, Tensor]) -> Tensor:
+        return (x @ parameters["w"]).sin().sum()
+
+    parameters = dict(model.named_parameters())
+    policy = {"low": ["matmul float8_e4m3fn weights=nf4 gradients=float8_e5m2"]}
+    with hmpx.convert(policy=policy):
+        (expected,) = torch.autograd.grad(loss(parameters), [*parameters.values()])
+        found, value = torch.func.grad_and_value(loss)(parameters)
+        assert torch.equal(found["w"], expected) and torch.equal(value, loss(parameters).detach())
+        nested = torch.func.grad(lambda p: torch.func.grad_and_value(loss)(p)[1])(parameters)
+        assert torch.equal(nested["w"], expected)
+        alone = loss({"w": model["w"].detach()})
+    assert not torch.equal(alone, value)  # what is no parameter is no weight
+
+
 @pytest.mark.parametrize("format", FORMATS)
 def test_norms_keep_their_parameters_in_transforms(format: str) -> None:
     """Weight and bias are not rounded, nor are their gradients: values and gradients are autograd's."""
