@@ -125,6 +125,7 @@ class Recipe:
         emulation: What computes the op in a number format, if that is its low precision.
         composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
         legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
+        looks_up: Large calls may be looked up in tables, see `compute.looked_up`.
         keeps_parameters: Autograd may keep parameters instead of their casts, where torch's kernels
             compute the op.
     """
@@ -149,6 +150,7 @@ class Recipe:
     emulation: Emulation | None = field(init=False)
     composes: bool = field(init=False)
     legalizes: bool = field(init=False)
+    looks_up: bool = field(init=False)
     keeps_parameters: bool = field(init=False)
 
     def __post_init__(self) -> None:
@@ -307,6 +309,12 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
         "emulation": emulation,
         "composes": decision.is_composed and recipe.target is None and emulation is None,
         "legalizes": may_be_legalized and not computes_itself and recipe.target is None,
+        "looks_up": (
+            options.legalize != "never"
+            and "cpu" in recipe.device_types
+            and recipe.site.op in compute.ACTIVATIONS
+            and recipe.target is None
+        ),
         "keeps_parameters": (
             options.keep_weight_casts is not True
             and facts.kind in compute.PRODUCTS | {"attention"}

@@ -9,6 +9,7 @@ from .accumulation import Accumulation
 from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
 from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
 from .kept_tensors import saved_by
+from .legalize.activations import ACTIVATIONS, looked_up
 from .legalize.capability import (
     KINDS,
     PRODUCTS,
@@ -52,6 +53,7 @@ else:  # programs without number formats need none of it
     )
 
 __all__ = [
+    "ACTIVATIONS",
     "CONVOLUTIONS",
     "KINDS",
     "LEAST_ELEMENTS",
@@ -82,6 +84,7 @@ __all__ = [
     "is_watched",
     "keeping_parameters",
     "lacking_kernels",
+    "looked_up",
     "lowerings",
     "may_be_legalized",
     "note_unrounded",

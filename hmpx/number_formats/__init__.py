@@ -27,6 +27,7 @@ if TYPE_CHECKING:
         Takum,
         code_dtype,
     )
+    from .kernels.bfloat16 import Bfloat16Kernels, bfloat16_kernels
     from .kernels.cache import build_kernels, build_portable, kernels_path
     from .kernels.compiler import find_compiler, shown_command
     from .kernels.extremes import MOST_THREADS, extremes_kernels
@@ -40,6 +41,7 @@ else:  # programs without number formats need none of it
         {
             "codes": "decode encode",
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
+            "kernels.bfloat16": "Bfloat16Kernels bfloat16_kernels",
             "kernels.cache": "build_kernels build_portable kernels_path",
             "kernels.compiler": "find_compiler shown_command",
             "kernels.extremes": "MOST_THREADS extremes_kernels",
@@ -56,6 +58,7 @@ __all__ = [
     "MOST_THREADS",
     "OVERFLOWS",
     "ROUNDING_MODES",
+    "Bfloat16Kernels",
     "Block",
     "CodedFormat",
     "Custom",
@@ -68,6 +71,7 @@ __all__ = [
     "Scaled",
     "Table",
     "Takum",
+    "bfloat16_kernels",
     "build_kernels",
     "build_portable",
     "canonical",

@@ -58,7 +58,15 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     unobserved = dataclasses.replace(conversion, observers=())
     told_of = {*policy.decisions, *deciding, *completed, *observed}
     converting = sorted(ops.converting() & ops.table().keys())
-    for name in dict.fromkeys([*policy.decisions, *deciding, *completed, *converting, *observed]):
+    named = [
+        *policy.decisions,
+        *deciding,
+        *completed,
+        *converting,
+        *_looked_up(conversion),
+        *observed,
+    ]
+    for name in dict.fromkeys(named):
         decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)
         if op is None and ops.is_known(name):
@@ -70,7 +78,9 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
         takes_numbers = name in ops.converting()
         for site in op.sites:
             lacks = None if site.is_property else lacking.get(name)
+            looks_up = not site.in_place and name in _looked_up(conversion)
             is_complete = lacks is None and not (takes_numbers and ops.converts_numbers(name, site))
+            is_complete = is_complete and not looks_up
             is_settled = is_complete and (site.in_place or not asked) and not observers
             if is_settled and _is_settled_by_torch(site, decision, facts):
                 continue
@@ -85,7 +95,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                 is_uncast = decision.cast_policy is CastPolicy.PASS and (site.in_place or not asked)
                 if is_uncast and not _is_observed(site, decision, seen.observers):
                     made[key] = wrappers.shared_where_lacking(
-                        function, name, site.qualified, lacks, make
+                        function, name, site.qualified, lacks, make, looks_up=looks_up
                     )
                 else:
                     made[key] = make()
@@ -96,6 +106,12 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
             elif wrapper is not None:
                 found.append(Patch(site.owner, site.attribute, wrapper))
     return found, [wrapper for wrapper in made.values() if wrapper is not None]
+
+
+def _looked_up(conversion: Conversion) -> tuple[str, ...]:
+    """Returns the ops whose calls may be looked up in tables, see `Recipe.looks_up`."""
+    is_apt = conversion.options.legalize != "never" and "cpu" in conversion.device_types
+    return compute.ACTIVATIONS if is_apt else ()
 
 
 def _made_for(  # noqa: PLR0917  # all that a call site is

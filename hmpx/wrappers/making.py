@@ -126,10 +126,10 @@ def make_wrapper_where_lacking(
 ) -> Callable[..., Any] | None:
     """Returns the wrapper of a function that nothing casts: it does what torch's lacks.
 
-    It computes in fp32 where a kernel is lacking, and takes numbers that the dtype does not hold. None if
-    torch's function lacks nothing.
+    It computes in fp32 where a kernel is lacking, takes numbers that the dtype does not hold, and looks up
+    activations. None if torch's function lacks nothing.
     """
-    if recipe.site.lacking is None:
+    if recipe.site.lacking is None and not recipe.looks_up:
         return make_wrapper_taking_numbers(original, recipe)
     complete = completed(original, recipe)
 
@@ -152,6 +152,8 @@ def make_wrapper_where_lacking(
 def completed(original: Callable[..., Any], recipe: Recipe) -> Callable[..., Any]:
     """Returns ``original``, such that it does what it lacks: see `make_wrapper_where_lacking`."""
     site = recipe.site
+    if recipe.looks_up:
+        original = compute.looked_up(site.op, original)
     if site.lacking is None and site.numbers is None:
         return original
     callee = callee_of(original, recipe)

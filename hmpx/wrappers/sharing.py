@@ -22,8 +22,8 @@ class _Shared(NamedTuple):
     lacking: Lacking | None
 
 
-#: ``id`` of torch's function, op, call site -> its wrapper.
-_shared: Final[dict[tuple[int, str, str], _Shared]] = {}
+#: ``id`` of torch's function, op, call site, whether it looks up -> its wrapper.
+_shared: Final[dict[tuple[int, str, str, bool], _Shared]] = {}
 
 #: So many, where programs put ever new functions in torch's slots.
 _MOST: Final = 1000
@@ -35,6 +35,8 @@ def shared_where_lacking(
     site: str,
     lacking: Lacking | None,
     make: Callable[[], Callable[..., Any] | None],
+    *,
+    looks_up: bool = False,
 ) -> Callable[..., Any] | None:
     """Returns the wrapper of a function that nothing casts, that of an earlier conversion if there is one.
 
@@ -44,8 +46,9 @@ def shared_where_lacking(
         site: Dotted name of the slot.
         lacking: The kernels that it lacks; None for none.
         make: As `making.make_wrapper_where_lacking`.
+        looks_up: Large calls may be looked up in tables.
     """
-    key = id(original), op, site
+    key = id(original), op, site, looks_up
     found = _shared.get(key)
     if found is not None and found.lacking is lacking:
         return found.wrapper

@@ -27,7 +27,8 @@ _SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 
 #: What it includes.
 _PARTS: Final = tuple(
-    Path(__file__).with_name(name) for name in ("code_kernels.h", "scaled_kernels.h")
+    Path(__file__).with_name(name)
+    for name in ("bfloat16_kernels.h", "code_kernels.h", "scaled_kernels.h")
 )
 
 _SYMBOLS: Final = (
@@ -45,6 +46,7 @@ _SYMBOLS: Final = (
     ),
     "decode_block_f32",
     *("extremes_f32", "extremes_bf16", "extremes_f16"),
+    *("bf16_rounded", "bf16_mapped", "bf16_scaled"),
 )
 
 #: Instruction sets of every x86-64 processor since 2015 or so, as Linux names them.

@@ -1,5 +1,6 @@
 /* Rounding to number formats on the CPU, as the plans of their families do in torch ops, bit for bit;
- * their codes, in code_kernels.h; and the extremes of tensors.
+ * their codes, in code_kernels.h; the extremes of tensors; and functions of bfloat16, in
+ * bfloat16_kernels.h.
  *
  * The specs mirror those plans; integers that hold bits of a value hold them in their low half
  * for float. Input and output may be the same. Compiled without any option that changes values.
@@ -141,6 +142,8 @@ INLINE float f16_value(int16_t bits) {
 EXTREMES(f32, int32_t, 0x7FFFFFFF, 0x7F800000)
 EXTREMES(bf16, int16_t, 0x7FFF, 0x7F80)
 EXTREMES(f16, int16_t, 0x7FFF, 0x7C00)
+
+#include "bfloat16_kernels.h"
 
 #define REAL float
 #define SINT int32_t

@@ -1,0 +1,310 @@
+"""Activations of bfloat16 tensors that are looked up: torch's own kernels are the oracle, bit for bit."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+from hmpx.compute.legalize import activations, tables
+from hmpx.number_formats import Bfloat16Kernels, build_kernels
+from hmpx.number_formats.kernels import cache
+
+BF16, FP32 = torch.bfloat16, torch.float32
+ATEN = torch.ops.aten
+
+#: Functions by the names under which programs find them, which are patched.
+KINDS: dict[str, tuple[Callable[[Tensor], Tensor], Callable[[Tensor, Tensor], Tensor]]] = {
+    "gelu": (lambda x: F.gelu(x), ATEN.gelu_backward),
+    "gelu tanh": (
+        lambda x: F.gelu(x, approximate="tanh"),
+        lambda gradient, x: ATEN.gelu_backward(gradient, x, approximate="tanh"),
+    ),
+    "silu": (lambda x: F.silu(x), ATEN.silu_backward),
+    "mish": (lambda x: F.mish(x), ATEN.mish_backward),
+}
+
+
+@pytest.fixture(scope="module")
+def compiled() -> Bfloat16Kernels:
+    """Returns the kernels, built if need be."""
+    return Bfloat16Kernels(cache.find() or build_kernels().library)
+
+
+@pytest.fixture(autouse=True)
+def every_call_is_looked_up(compiled: Bfloat16Kernels, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "bfloat16_kernels", lambda work: compiled)
+    monkeypatch.setattr(activations, "_LEAST", 0)
+    monkeypatch.setattr(activations, "_UNTIL", 0)
+    monkeypatch.setattr(activations, "_activations", {})
+    monkeypatch.setattr(tables, "_WORTHWHILE", float("inf"))
+
+
+def numbers() -> Tensor:
+    """Returns all numbers of bfloat16."""
+    return torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16)
+
+
+def bits(tensor: Tensor) -> Tensor:
+    """Returns the bits of a tensor, the same for all NaN."""
+    return tensor.detach().masked_fill(tensor.isnan(), 0).view(torch.int16) + tensor.isnan()
+
+
+def is_looked_up(result: Tensor) -> bool:
+    return "LookedUp" in type(result.grad_fn).__name__
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_number(kind: str) -> None:
+    function, _ = KINDS[kind]
+    x = numbers()
+    expected = function(x)
+    with hmpx.convert(), torch.no_grad():
+        assert torch.equal(bits(function(x)), bits(expected))
+        for (op, _), activation in activations._activations.items():
+            assert kind.startswith(op)
+            assert activation._tables is not None
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("size", [1.0, -(2.0**-20), 2.0**90])
+def test_every_number_and_every_significand_of_a_gradient(kind: str, size: float) -> None:
+    function, backward = KINDS[kind]
+    x = numbers().requires_grad_()
+    significands = (size * (1 + torch.arange(128) / 128)).to(BF16)
+    with hmpx.convert():
+        y = function(x)
+        assert is_looked_up(y)
+        for significand in significands:
+            gradient = significand.expand(x.shape).contiguous()
+            (found,) = torch.autograd.grad(y, x, gradient, retain_graph=True)
+            assert torch.equal(bits(found), bits(backward(gradient, x.detach())))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_random_gradients(kind: str) -> None:
+    function, backward = KINDS[kind]
+    torch.manual_seed(0)
+    x = (4 * torch.randn(1 << 18)).to(BF16).requires_grad_()
+    gradient = (torch.randn(1 << 18) * 10.0 ** (8 * torch.randn(1 << 18))).to(BF16)
+    with hmpx.convert():
+        (found,) = torch.autograd.grad(function(x), x, gradient)
+    assert torch.equal(bits(found), bits(backward(gradient, x.detach())))
+
+
+def test_threads(compiled: Bfloat16Kernels) -> None:
+    x = (4 * torch.randn(1 << 18)).to(BF16)
+    expected = F.gelu(x)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        values = F.gelu(numbers())
+        assert torch.equal(compiled.look_up(x, torch.empty_like(x), values), expected)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_rounding_in_one_pass_is_that_of_casts(compiled: Bfloat16Kernels) -> None:
+    torch.manual_seed(0)
+    every = torch.randint(-(2**31), 2**31, (1 << 18,)).to(torch.int32)
+    ties = (torch.arange(1 << 16, dtype=torch.int64) << 16 | 0x8000).to(torch.int32)
+    x = torch.cat([every, ties, ties + 1, ties - 1]).view(FP32)
+    expected = x.to(BF16).float()
+    found = compiled.round(x, torch.empty_like(x))
+    assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
+
+
+def test_gradients_of_gradients() -> None:
+    x = torch.linspace(-8, 8, 1 << 12).to(BF16).requires_grad_()
+    gradient = torch.ones_like(x, requires_grad=True)
+
+    def both() -> tuple[Tensor, ...]:
+        (first,) = torch.autograd.grad(F.gelu(x), x, gradient, create_graph=True)
+        return first, *torch.autograd.grad(first.sum(), [x, gradient])
+
+    expected = both()
+    with hmpx.convert():
+        assert is_looked_up(F.gelu(x))
+        for a, b in zip(both(), expected, strict=True):
+            assert torch.equal(a, b)
+
+
+def test_tables_are_made_once_torch_has_taken_as_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "_UNTIL", 256)
+    x = torch.ones(64, dtype=BF16, requires_grad=True)
+    with hmpx.convert():
+        assert [is_looked_up(F.gelu(x)) for _ in range(5)] == [False, False, False, True, True]
+    with hmpx.convert():
+        assert is_looked_up(F.gelu(x))
+
+
+def test_without_kernels_torch_computes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "bfloat16_kernels", lambda work: None)
+    x = torch.ones(64, dtype=BF16, requires_grad=True)
+    with hmpx.convert():
+        assert not is_looked_up(F.gelu(x))
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.ones(64),
+        torch.ones(64, dtype=torch.float16),
+        torch.ones(63, dtype=BF16),  # torch computes the last few by other instructions
+        torch.ones(64, 64, dtype=BF16).t()[::2],
+    ],
+    ids=["fp32", "fp16", "odd", "strided"],
+)
+def test_others_are_left_to_torch(x: Tensor) -> None:
+    x = x.detach().requires_grad_()
+    with hmpx.convert():
+        assert not is_looked_up(F.gelu(x))
+
+
+def test_arguments_that_torch_refuses() -> None:
+    x = torch.ones(64, dtype=BF16)
+    with hmpx.convert():
+        with pytest.raises(RuntimeError, match="approximate"):
+            F.gelu(x, approximate="neither")
+        with pytest.raises(TypeError):
+            F.gelu(x, roughly="tanh")  # type: ignore[call-arg]
+
+
+def test_a_derivative_that_no_factor_gives_is_left_to_torch(compiled: Bfloat16Kernels) -> None:
+    def rounds_twice(gradient: Tensor, x: Tensor) -> Tensor:
+        return (gradient * 0.7).to(gradient.dtype) * (x * 0.3).to(x.dtype)
+
+    assert tables.made(F.gelu, rounds_twice, compiled).derivatives is None
+    assert tables.made(F.gelu, ATEN.gelu_backward, compiled).derivatives is not None
+
+
+def test_slower_tables_are_not_used(
+    compiled: Bfloat16Kernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(tables, "_WORTHWHILE", 0.0)
+    found = tables.made(F.gelu, ATEN.gelu_backward, compiled)
+    assert found.values is None
+    assert found.derivatives is None
+
+
+def test_writing_to_the_input_is_noticed() -> None:
+    x = torch.ones(64, dtype=BF16, requires_grad=True)
+    with hmpx.convert():
+        inner = x * 1
+        y = F.gelu(inner)
+        assert is_looked_up(y)
+        inner.add_(1)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            y.sum().backward()
+
+
+def test_what_is_kept_for_the_backward_is_the_input() -> None:
+    x = torch.ones(64, dtype=BF16, requires_grad=True)
+    kept: list[Tensor] = []
+
+    def pack(tensor: Tensor) -> Tensor:
+        kept.append(tensor)
+        return tensor
+
+    with hmpx.convert(), saved_tensors_hooks(pack, lambda tensor: tensor):
+        y = F.gelu(x)
+    assert is_looked_up(y)
+    assert [(each.dtype, each.shape) for each in kept] == [(BF16, x.shape)]
+
+
+def test_checkpoints_whose_tables_are_made_in_between(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(activations, "_UNTIL", 100)
+    x = torch.linspace(-3, 3, 64).to(BF16).requires_grad_()
+    (expected,) = torch.autograd.grad(F.gelu(x).sum(), x)
+    with hmpx.convert():
+        y: Any = checkpoint(F.gelu, x, use_reentrant=False)
+        (found,) = torch.autograd.grad(y.sum(), x)
+    assert torch.equal(found, expected)
+
+
+def test_modes_and_transforms_see_torchs_op() -> None:
+    seen: list[str] = []
+
+    class Noting(TorchDispatchMode):
+        def __torch_dispatch__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(str(func))
+            return func(*args, **(kwargs or {}))
+
+    x = torch.linspace(-3, 3, 64).to(BF16)
+    expected = torch.func.vmap(torch.func.grad(lambda one: F.gelu(one)))(x)
+    with hmpx.convert():
+        with Noting():
+            F.gelu(x)
+        assert torch.equal(torch.func.vmap(torch.func.grad(lambda one: F.gelu(one)))(x), expected)
+    assert seen == ["aten.gelu.default"]
+
+
+def test_a_batch_of_gradients() -> None:
+    x = torch.linspace(-3, 3, 64).to(BF16).requires_grad_()
+    gradients = torch.randn(4, 64).to(BF16)
+    (expected,) = torch.autograd.grad(F.gelu(x), x, gradients, is_grads_batched=True)
+    with hmpx.convert():
+        y = F.gelu(x)
+        assert is_looked_up(y)
+        (found,) = torch.autograd.grad(y, x, gradients, is_grads_batched=True)
+    assert torch.equal(found, expected)
+
+
+def test_compiled_code_has_torchs_op() -> None:
+    x = torch.linspace(-3, 3, 64).to(BF16).requires_grad_()
+    expected = F.gelu(x)
+    with hmpx.convert():
+        compiled = torch.compile(lambda x: F.gelu(x), backend="aot_eager", fullgraph=True)
+        y = compiled(x)
+    assert torch.equal(y, expected)
+
+
+def test_inference_and_no_grad() -> None:
+    x = torch.linspace(-3, 3, 64).to(BF16).requires_grad_()
+    expected = F.gelu(x).detach()
+    with hmpx.convert():
+        with torch.inference_mode():
+            assert torch.equal(F.gelu(x), expected)
+        with torch.no_grad():
+            y = F.gelu(x)
+    assert torch.equal(y, expected)
+    assert not y.requires_grad
+
+
+def test_an_op_of_the_low_list_is_cast_and_looked_up() -> None:
+    x = torch.linspace(-3, 3, 64).requires_grad_()
+    expected = F.gelu(x.to(BF16))
+    policy = hmpx.Policy.from_ops(low=["gelu"])
+    with hmpx.convert(policy=policy):
+        y = F.gelu(x)
+    assert is_looked_up(y)
+    assert torch.equal(y, expected)
+
+
+def test_never_and_other_devices_leave_torch_alone() -> None:
+    before = F.gelu, torch._C._nn.silu
+    with hmpx.convert(legalize="never"):
+        assert (F.gelu, torch._C._nn.silu) == before
+    with hmpx.convert(device_types={"cuda"}):
+        assert (F.gelu, torch._C._nn.silu) == before
+    with hmpx.convert():
+        assert F.gelu is not before[0]
+    assert (F.gelu, torch._C._nn.silu) == before
+
+
+def test_models_can_be_copied() -> None:
+    with hmpx.convert():
+        model = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU())
+        y = copy.deepcopy(model)(torch.ones(8, 8))
+    assert is_looked_up(y)
