@@ -69,23 +69,28 @@ class Prepared:
     region: Callable[[], contextlib.AbstractContextManager[Any]]
 
 
-def prepare(name: str, module: nn.Module, *inputs: Tensor, backend: str = "inductor") -> Prepared:
-    """Returns the candidate ``name``; what it does to this process is never undone.
-
-    Args:
-        name: A candidate, with `COMPILED` after it or not.
-        module: An fp32 model.
-        inputs: What it is called with.
-        backend: torch.compile's.
-    """
+def convert(name: str, device_type: str) -> None:
+    """Converts torch as the candidate ``name`` does, if it does: before the model is built, as programs do."""
     candidate = CANDIDATES[name.removesuffix(COMPILED)]
-    device_type = inputs[0].device.type
     if candidate.legalize is not None:
         hmpx.convert(
             legalize=candidate.legalize,
             device_types={device_type},
             keep_weight_casts=candidate.keep_weight_casts,
         )
+
+
+def prepare(name: str, module: nn.Module, *inputs: Tensor, backend: str = "inductor") -> Prepared:
+    """Returns the candidate ``name``; what it does to this process is never undone.
+
+    Args:
+        name: A candidate, with `COMPILED` after it or not.
+        module: An fp32 model, built after `convert`.
+        inputs: What it is called with.
+        backend: torch.compile's.
+    """
+    candidate = CANDIDATES[name.removesuffix(COMPILED)]
+    device_type = inputs[0].device.type
     if candidate.is_frozen:
         hmpx.freeze(module, *inputs, keep_fp32=False)
     if candidate.is_low:

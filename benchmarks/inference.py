@@ -66,6 +66,7 @@ class Inference:
         inputs = models.batch(name, size, device=self._device, rows=rows).inputs
         if name == "decoder":
             inputs = inputs[:, :1]
+        candidates.convert(candidate, self._device)
         models.build(name, "small", device=self._device)  # loads what a model needs, then is gone
         meter.settle()
         self._first_bytes = meter.used_bytes(self._device)

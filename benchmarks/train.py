@@ -41,6 +41,7 @@ class Training:
 
     def __init__(self, candidate: str, model: str, size: str, options: argparse.Namespace) -> None:
         self._device = options.device
+        candidates.convert(candidate, self._device)
         module = models.build(
             model,
             size,

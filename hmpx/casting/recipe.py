@@ -209,8 +209,8 @@ class Recipe:
             return True
         if not (self.is_low and self.legalizes):
             return False
-        is_convolution = self.site.op in compute.CONVOLUTIONS
-        return self.options.legalize == "fast" or (is_convolution and not self.options.reuse_casts)
+        is_layer = self.site.op in compute.CONVOLUTIONS or self.site.op == "linear"
+        return self.options.legalize == "fast" or (is_layer and not self.options.reuse_casts)
 
 
 def _arguments(site: CallSite) -> dict[str, Any]:

@@ -23,6 +23,7 @@ from .legalize.legalization import (
     SLOW_KINDS,
     Legalization,
     has_own_gradients,
+    has_own_products,
     may_be_legalized,
 )
 from .legalize.legalizer import LegalizedCall, Legalizer
@@ -79,6 +80,7 @@ __all__ = [
     "computed_in_fp32",
     "create_lower_func",
     "has_own_gradients",
+    "has_own_products",
     "held",
     "inputs_of",
     "is_watched",

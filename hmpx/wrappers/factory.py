@@ -14,7 +14,7 @@ import torch
 from torch.overrides import has_torch_function, has_torch_function_variadic
 
 from ..casting import Recipe, is_settled
-from ..compute import has_own_gradients
+from ..compute import has_own_gradients, has_own_products
 from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
 from ..torch_internals import DisableAutocast, transforms
 from ..torch_state import switch  # its gate, as it is at each call
@@ -95,6 +95,7 @@ _CONSTANTS: Final = {
     "float32": torch.float32,
     "strided": torch.strided,
     "has_own_gradients": has_own_gradients,
+    "has_own_products": has_own_products,
     "has_torch_function": has_torch_function,
     "has_torch_function_variadic": has_torch_function_variadic,
     "given": given,

@@ -146,7 +146,7 @@ def _legalized(
         if run is not run_plainly:
             function = functools.partial(_run_with, run, function, given)
         elif not kwargs:
-            result = legalizer.compute_convolution(function, inputs, args, dtype)
+            result = legalizer.compute_layer(function, inputs, args, dtype, is_cast=is_cast)
             if result is not None:
                 return result
         if not is_cast and rounds_inputs:

@@ -169,7 +169,8 @@ def _body(recipe: Recipe, names: str) -> str:
         return body
     test = _legalizes(recipe)
     if recipe.options.legalize != "fast":
-        test += " and has_own_gradients(a0, a1)"
+        has_own = "has_own_products" if recipe.site.op == "linear" else "has_own_gradients"
+        test += f" and {has_own}(a0, a1)"
     return RUN.format(names=names, legalizes=test) + body
 
 

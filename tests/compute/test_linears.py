@@ -18,6 +18,8 @@ import hmpx
 from hmpx import Policy
 from hmpx.compute.legalize import linears
 from hmpx.compute.legalize import scratch as temporaries
+from hmpx.number_formats import Bfloat16Kernels, build_kernels
+from hmpx.number_formats.kernels import cache
 from tests.values import normal, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -387,3 +389,59 @@ def test_small_layers_are_left_to_others(
         nn.Linear(24, 16)(normal(9, 24))
         nn.Linear(16, 23)(normal(9, 16))
     assert computed == [True, True, False]
+
+
+def test_weights_of_the_other_low_type_are_rounded_in_the_backward_as_in_the_forward() -> None:
+    """Values of float16 that bfloat16 does not have."""
+    weight = nn.Parameter(normal(24, 16).to(FP16))
+    x = normal(9, 16).requires_grad_()
+    with low():
+        F.linear(x, weight).sum().backward()
+    expected = reround(torch.ones(9, 24) @ weight.detach().to(BF16).float())
+    same(x.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_rounding_in_one_pass_gives_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By compiled kernels, which there may be or not."""
+    compiled = Bfloat16Kernels(cache.find() or build_kernels().library)
+    rounded: list[int] = []
+
+    def noting(work: int) -> Bfloat16Kernels:
+        rounded.append(work)
+        return compiled
+
+    x, layer = normal(9, 16).requires_grad_(), nn.Linear(16, 24)
+    layer.weight.data[0, :3] = torch.tensor([float("inf"), float("nan"), 1e-40])
+    found: list[list[Tensor]] = []
+    for kernels in (noting, lambda work: None):
+        monkeypatch.setattr(temporaries, "bfloat16_kernels", kernels)
+        with low(dtype=dtype):
+            y = layer(x)
+            gradients = torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+        found.append([y.detach(), *gradients])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        assert torch.equal(a.isnan(), b.isnan())
+    # The weight and the bias in the forward; in the backward the weight, and the gradients of both.
+    sizes = [16 * 24, 24] * 2 + [16 * 24]
+    assert sorted(rounded) == (sorted(sizes) if dtype is BF16 else [])
+
+
+def test_a_large_layer_takes_its_parameters_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no cast of the weight is made, whose gradient would have to be cast back."""
+    given: list[torch.dtype] = []
+    forward = linears.Linear.forward
+
+    def noting(ctx: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        given.extend([x.dtype, weight.dtype, rest[0].dtype])
+        return forward(ctx, x, weight, *rest)
+
+    monkeypatch.setattr(linears.Linear, "forward", staticmethod(noting))
+    with low():
+        nn.Linear(16, 24)(normal(9, 16))
+    with low(reuse_casts=True):
+        nn.Linear(16, 24)(normal(9, 16))
+    assert given == [BF16, FP32, FP32, BF16, BF16, BF16]

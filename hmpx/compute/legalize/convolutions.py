@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...tensors import CAST, Args, Kwargs
 from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
 from ..composition import call_raised
+from .rounding import Rounding
 from .scratch import New, Temporaries
 
 # Taken before anything is patched: op lists may name any of them.
@@ -72,7 +73,7 @@ def compute(
         low = CAST[dtype](x)
         x, kept = (low, None) if rounds_inputs else (x, low)
     apply: Callable[..., Tensor] = Convolution.apply
-    return apply(x, kept, weight, bias, function, settings, _Rounding(dtype, rounds_inputs))
+    return apply(x, kept, weight, bias, function, settings, Rounding(dtype, rounds_inputs))
 
 
 def without_gradients(
@@ -120,31 +121,6 @@ def _settings(dimensions: int, given: Args) -> _Settings | None:
     return _Settings(given, list(lists[0]), list(lists[1]), list(lists[2]), groups)
 
 
-@dataclass(frozen=True, slots=True)
-class _Rounding:
-    """How one convolution is rounded.
-
-    Attributes:
-        dtype: The low-precision dtype.
-        rounds_inputs: fp32 inputs are rounded first.
-    """
-
-    dtype: torch.dtype
-    rounds_inputs: bool
-
-    def raised(self, tensor: Tensor, memory: Temporaries | New) -> Tensor:
-        """Returns the fp32 tensor to compute with."""
-        if tensor.dtype is not torch.float32:
-            return memory.widen(tensor)
-        return memory.rounded(tensor, self.dtype) if self.rounds_inputs else tensor
-
-    def gradient(self, gradient: Tensor, dtype: torch.dtype, memory: Temporaries | New) -> Tensor:
-        """Returns the outgoing gradient of an input of ``dtype``; may write to the fp32 one."""
-        if dtype is not torch.float32:
-            return CAST[dtype](gradient)
-        return memory.round_(gradient, self.dtype) if self.rounds_inputs else gradient
-
-
 class Convolution(torch.autograd.Function):
     """A convolution of a batch."""
 
@@ -157,7 +133,7 @@ class Convolution(torch.autograd.Function):
         bias: Tensor | None,
         function: Callable[..., Tensor],
         settings: _Settings,
-        rounding: _Rounding,
+        rounding: Rounding,
     ) -> Tensor:
         """Returns the convolution in low precision."""
         ctx.save_for_backward(x if kept is None else kept, weight)

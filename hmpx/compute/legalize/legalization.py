@@ -11,13 +11,13 @@ from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ...torch_internals import is_jit_tracing, run_when_traced
 from ...torch_state import is_training
 from ..composition import Inputs
-from . import capability, convolutions
+from . import capability, convolutions, linears
 from .capability import PRODUCTS, SMALL_PRODUCT, Capability, Capturing
 from .graphs import is_exported, is_traced
 from .watching import is_watched
@@ -182,6 +182,14 @@ def has_own_gradients(x: Any, weight: Any) -> bool:
     if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
         return False
     return not is_jit_tracing() and convolutions.is_large(x, weight)
+
+
+def has_own_products(x: Any, weight: Any) -> bool:
+    """Whether a linear layer may be computed from inputs as given, which saves the cast of its weight."""
+    if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+        return False
+    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
+    return is_wide and not is_jit_tracing() and linears.is_large(x, weight)
 
 
 def _never(first: Any) -> bool:

@@ -79,22 +79,32 @@ class Legalizer:
         """The function that casts one input to fp32."""
         return widen_matrices if self.kind == "gemm" else widen
 
-    def compute_convolution(
-        self, function: Callable[..., Any], inputs: Inputs, args: Args, dtype: torch.dtype
+    def compute_layer(
+        self,
+        function: Callable[..., Any],
+        inputs: Inputs,
+        args: Args,
+        dtype: torch.dtype,
+        *,
+        is_cast: bool,
     ) -> Tensor | None:
-        """Returns the call's result in ``dtype`` if `convolutions` supports the call, else None.
+        """Returns the call's result in ``dtype`` if its gradients are computed here, else None.
 
         Args:
             function: torch's function.
             inputs: Facts about the floating-point inputs among the arguments.
             args: All arguments, as given or as cast.
             dtype: The low-precision dtype.
+            is_cast: The arguments have been cast; a linear layer is then computed by `compute`.
         """
-        is_convolution = self.op in convolutions.CONVOLUTIONS
-        if not (is_convolution and inputs.is_learning and inputs.is_plain):
+        is_linear = self.op == "linear" and self.rounds_inputs and not is_cast
+        is_layer = is_linear or self.op in convolutions.CONVOLUTIONS
+        if not (is_layer and inputs.is_learning and inputs.is_plain):
             return None
         if is_traced() or transforms() is not None or is_jit_tracing():
             return None
+        if is_linear:
+            return linears.compute(args, args, dtype, rounds_inputs=True)
         return convolutions.compute(
             self.op, function, args, dtype, rounds_inputs=self.rounds_inputs
         )

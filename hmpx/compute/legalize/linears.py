@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from ...tensors import CAST, Args
 from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
 from ..composition import widen
+from .rounding import Rounding
 from .scratch import New, Temporaries
 
 # Taken before anything is patched: op lists may name any of them.
@@ -25,11 +26,21 @@ _numel, _reshape, _t = Tensor.numel, Tensor.reshape, Tensor.t
 _LEAST: Final = 1 << 17
 
 
+def is_large(x: Any, weight: Any) -> bool:
+    """Whether `compute` is faster for a linear layer of ``x`` with ``weight``."""
+    try:
+        n, k = weight.shape
+        return bool(k and _numel(x) // k * (n if n > k else k) >= _LEAST)
+    except (TypeError, ValueError, AttributeError):  # they are not a tensor and a matrix
+        return False
+
+
 def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool) -> Tensor | None:
     """Returns a linear layer's output in ``dtype``; None if it must be computed elsewhere.
 
     Args:
-        args: Input, weight and perhaps bias; those that are rounded are in ``dtype`` already.
+        args: Input, weight and perhaps bias. Those that are rounded are in ``dtype`` already, or they are
+            all as given.
         given: The same before they were cast.
         dtype: The low-precision dtype.
         rounds_inputs: fp32 inputs are rounded first.
@@ -40,12 +51,11 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         if not isinstance(tensor, Tensor) or not (tensor.is_cpu and tensor.is_contiguous()):
             return None
-        if tensor.dtype is not dtype and (rounds_inputs or tensor.dtype is not torch.float32):
+        if tensor.dtype is not dtype and tensor.dtype is not torch.float32:
             return None
     if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         return None  # torch decides what to do with it
-    n, k = weight.shape
-    if not k or _numel(x) // k * max(n, k) < _LEAST or has_tangents() or _is_watched():
+    if not is_large(x, weight) or has_tangents() or _is_watched():
         return None
     if bias is not None and bias.shape != weight.shape[:1]:
         return None  # torch decides what to do with it
@@ -54,9 +64,15 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
         source = given[1]
     elif weight.dtype is torch.float32:
         return None
-    kept = CAST[dtype](x.detach()) if x.dtype is torch.float32 else None
+    is_wide = bias is not None and bias.dtype is torch.float32
+    if rounds_inputs and is_wide and not isinstance(bias, nn.Parameter):
+        return None
+    kept = None
+    if x.dtype is torch.float32:
+        x, kept = (CAST[dtype](x), None) if rounds_inputs else (x, CAST[dtype](x.detach()))
     # The source is no input of the function: its gradient is that of the weight that was cast from it.
-    result: Tensor = Linear.apply(x, weight, bias, kept, (source,), dtype)  # type: ignore[no-untyped-call]
+    rounding = Rounding(dtype, rounds_inputs)
+    result: Tensor = Linear.apply(x, weight, bias, kept, (source,), rounding)  # type: ignore[no-untyped-call]
     return result
 
 
@@ -67,11 +83,11 @@ class Linear(torch.autograd.Function):
     def forward(  # noqa: PLR0917  # there are no keywords
         ctx: Any,
         x: Tensor,  # [..., k]: low, unless fp32 inputs are not rounded
-        weight: Tensor,  # [n, k]: likewise
+        weight: Tensor,  # [n, k]: low, or a parameter
         bias: Tensor | None,  # [n]: likewise
         kept: Tensor | None,  # for the backward, instead of an fp32 x
         sources: tuple[Tensor],  # what the backward rounds instead of keeping the weight
-        dtype: torch.dtype,
+        rounding: Rounding,
     ) -> Tensor:
         """Returns the output in low precision: [..., n]."""
         ctx.save_for_backward(x if kept is None else kept, *sources)
@@ -79,15 +95,15 @@ class Linear(torch.autograd.Function):
         memory = Temporaries(x.device)
         n, k = weight.shape
         rows = _reshape(memory.raised(x), (-1, k))
-        columns = _t(memory.raised(weight))
+        columns = _t(rounding.raised(weight, memory))
         product = memory.empty((rows.shape[0], n), (n, 1))
         if bias is None:
             _mm(rows, columns, out=product)
         else:
-            _addmm(memory.raised(bias), rows, columns, out=product)
-        result = _reshape(CAST[dtype](product), (*x.shape[:-1], n))
+            _addmm(rounding.raised(bias, memory), rows, columns, out=product)
+        result = _reshape(CAST[rounding.dtype](product), (*x.shape[:-1], n))
         memory.free()
-        ctx.dtype = dtype
+        ctx.rounding = rounding
         return result
 
     @staticmethod
@@ -95,6 +111,7 @@ class Linear(torch.autograd.Function):
         """Returns the gradients of `forward`'s inputs."""
         x, source = ctx.saved_tensors
         of_x, of_weight, of_bias = ctx.dtypes
+        rounding: Rounding = ctx.rounding
         x_learns, weight_learns, bias_learns, *_ = ctx.needs_input_grad
         is_seen = torch.is_grad_enabled() or is_batch(gradient) or _is_watched()
         memory = New() if is_seen else Temporaries(gradient.device)
@@ -103,21 +120,27 @@ class Linear(torch.autograd.Function):
         wide = _reshape(memory.widen(gradient) if is_plain else widen(gradient), (-1, n))
         found: list[Tensor | None] = [None, None, None]
         if x_learns:
-            is_rounded = source.dtype is torch.float32 and of_weight is not torch.float32
-            weight = memory.rounded(source, of_weight) if is_rounded else memory.raised(source)
-            found[0] = _reshape(_product(memory, wide, weight, of_x), x.shape)
+            if source.dtype is of_weight:  # as it was given to the forward
+                weight = rounding.raised(source, memory)
+            else:
+                weight = memory.rounded(source, of_weight)
+            found[0] = _reshape(_product(memory, wide, weight, of_x, rounding), x.shape)
         if weight_learns:
             rows = _reshape(memory.raised(x), (-1, k))
-            found[1] = _product(memory, _t(wide), rows, of_weight)
+            found[1] = _product(memory, _t(wide), rows, of_weight, rounding)
         if bias_learns:
-            found[2] = CAST[of_bias](_sum(wide, 0))
+            found[2] = rounding.gradient(_sum(wide, 0), of_bias, memory)
         memory.free()
         return *found, None, None, None
 
 
-def _product(memory: Temporaries | New, a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a @ b, a gradient in ``dtype``."""
-    return _mm(a, b) if dtype is torch.float32 else CAST[dtype](memory.mm(a, b))
+def _product(
+    memory: Temporaries | New, a: Tensor, b: Tensor, dtype: torch.dtype, rounding: Rounding
+) -> Tensor:
+    """Returns a @ b, a gradient of an input of ``dtype``."""
+    if dtype is torch.float32:
+        return rounding.gradient(_mm(a, b), dtype, memory)
+    return CAST[dtype](memory.mm(a, b))
 
 
 def _is_watched() -> bool:

@@ -13,6 +13,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ...number_formats import bfloat16_kernels
 from ...tensors import CAST
 from ..composition import widen
 
@@ -81,16 +82,21 @@ class Temporaries:
         return self._round(tensor, self.empty(tensor.shape, _dense_strides(tensor)), dtype)
 
     def round_(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rounds an fp32 tensor to values of the low-precision ``dtype``."""
+        """Rounds a dense fp32 tensor to values of the low-precision ``dtype``."""
         return self._round(tensor, tensor, dtype)
 
     def _round(self, tensor: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
+        dense = _dense_strides(tensor)
+        is_wide = tensor.dtype is torch.float32 and dtype is torch.bfloat16
+        if is_wide and tensor.is_cpu and tensor.stride() == output.stride() == dense:
+            kernels = bfloat16_kernels(tensor.numel())
+            if kernels is not None:
+                return kernels.round(tensor, output)  # in one pass
         start = self._take((tensor.numel() + 1) // 2)
         if self._fits():
             assert self._memory is not None
             memory = _view(self._memory, dtype)
-            strides = _dense_strides(tensor)
-            low = _copy_(_as_strided(memory, tensor.shape, strides, 2 * start), tensor)
+            low = _copy_(_as_strided(memory, tensor.shape, dense, 2 * start), tensor)
         else:
             low = CAST[dtype](tensor)
         return _copy_(output, low)
