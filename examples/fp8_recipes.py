@@ -3,10 +3,11 @@
     python examples/fp8_recipes.py
     python examples/fp8_recipes.py --model gpt --steps 40 --draw losses.svg
 
-Every recipe but fp32 is bfloat16 by hmpx's lists; in the last three the products with weights take their
+Every recipe but fp32 is bfloat16 by hmpx's lists; in the last four the products with weights take their
 inputs in a narrow format, forward and backward, and return bfloat16, as tensor cores do:
 
 - fp8: e4m3 forward, e5m2 for gradients, one scale a tensor, from its largest magnitude.
+- delayed: the same, but scaled by the largest magnitude of the last 16 steps.
 - mxfp8: e4m3, blocks of 32 that share a power of two, along what each product sums over.
 - nvfp4: e2m1, blocks of 16 that share an e4m3 scale, beside one a tensor.
 
@@ -32,6 +33,7 @@ PRODUCTS = ("linear", "addmm", "conv2d")
 RECIPES = {
     "bf16": "bfloat16",
     "fp8": "float8_e4m3fn_tensor gradients=float8_e5m2_tensor output=bfloat16",
+    "delayed": "float8_e4m3fn_delayed gradients=float8_e5m2_delayed output=bfloat16",
     "mxfp8": "mxfp8_e4m3 gradients=mxfp8_e4m3 output=bfloat16",
     "nvfp4": "nvfp4 gradients=nvfp4 output=bfloat16",
 }
@@ -61,7 +63,9 @@ def draw(found: dict[str, dict[str, list[float]]], path: Path) -> None:
         1, len(found), figsize=(5 * len(found), 3.8), layout="constrained", squeeze=False
     )
     for axes, (model, runs) in zip(panels[0], found.items(), strict=True):
-        for (recipe, values), style in zip(runs.items(), ("-", "-", "--", "-.", ":"), strict=True):
+        for (recipe, values), style in zip(
+            runs.items(), ("-", "-", "--", "--", "-.", ":"), strict=True
+        ):
             count = max(len(values) // 10, 1)
             axes.plot(range(count, len(values) + 1), smoothed(values, count), style, label=recipe)
         axes.set(title=model, xlabel="step", ylabel="loss")
@@ -80,7 +84,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)  # at this size a second thread costs more than it gains
     found: dict[str, dict[str, list[float]]] = {}
-    print("model   recipe  steps  first loss  last losses  to fp32")
+    print("model   recipe   steps  first loss  last losses  to fp32")
     for model in options.model:
         runs = found[model] = {}
         for recipe in ("fp32", *RECIPES):
@@ -90,7 +94,7 @@ def main() -> None:
             last = sum(values[-count:]) / count
             gap = last / (sum(runs["fp32"][-count:]) / count) - 1
             print(
-                f"{model:6}  {recipe:6}  {len(values):5}  {values[0]:10.4f}  {last:11.4f}  {gap:+7.2%}"
+                f"{model:6}  {recipe:7}  {len(values):5}  {values[0]:10.4f}  {last:11.4f}  {gap:+7.2%}"
             )
     if options.draw is not None:
         draw(found, options.draw)

@@ -286,8 +286,9 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
     decision, facts, options = recipe.decision, recipe.facts, recipe.options
     emulation = None
     if number_formats.is_format(decision.dtype) and recipe.target is None:
-        emulation = compute.Emulation(
-            _formats(decision, decision.dtype, options),
+        formats = _formats(decision, decision.dtype, options)
+        emulation = compute.emulation_class(formats)(
+            formats,
             recipe.site.op,
             recipe.site.parameters.names,
             decision.accumulate_dtype,

@@ -6,6 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..later import shown_later
 from .accumulation import Accumulation
+from .amaxes import Histories, end_step, ended_steps, has_history, histories_patch
 from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
 from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
 from .kept_tensors import saved_by
@@ -34,6 +35,7 @@ from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
 
 if TYPE_CHECKING:
+    from .delayed import emulation_class
     from .emulation import Emulation, Formats
     from .frozen_codes import watched_emulation
     from .lowering import (
@@ -47,6 +49,7 @@ else:  # programs without number formats need none of it
     __getattr__ = shown_later(
         __name__,
         {
+            "delayed": "emulation_class",
             "emulation": "Emulation Formats",
             "frozen_codes": "watched_emulation",
             "lowering": "Lowering create_lower_func lowerings register_op unregister",
@@ -67,6 +70,7 @@ __all__ = [
     "Capability",
     "Emulation",
     "Formats",
+    "Histories",
     "Inputs",
     "Lacking",
     "Legalization",
@@ -79,9 +83,14 @@ __all__ = [
     "completed_by_numbers",
     "computed_in_fp32",
     "create_lower_func",
+    "emulation_class",
+    "end_step",
+    "ended_steps",
+    "has_history",
     "has_own_gradients",
     "has_own_products",
     "held",
+    "histories_patch",
     "inputs_of",
     "is_watched",
     "keeping_parameters",

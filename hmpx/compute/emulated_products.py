@@ -15,13 +15,18 @@ from typing import Any, TypeAlias
 import torch
 from torch import Tensor
 
-from ..number_formats import Rounder
+from ..number_formats import Format, Rounder
 from ..torch_internals import each_of_batch, is_gradient_batch, may_learn
 from .factored import Multiplication
 from .straight_through import straight_through
 
 #: Returns what rounds along an axis; None for the format's own.
 ByAxis: TypeAlias = Callable[[int | None], Rounder]
+
+
+def has_axis(format: Format) -> bool:
+    """Whether values that lie along an axis are rounded together."""
+    return format.block_axis is not None
 
 
 @dataclass(frozen=True, eq=False)

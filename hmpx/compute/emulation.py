@@ -24,7 +24,7 @@ from ..torch_internals import behind_transform, disable_modes, is_jit_tracing, i
 from ..torch_state import without_casts
 from . import frozen_codes
 from .composition import call_raised, rounded
-from .emulated_products import ByAxis, EmulatedProduct
+from .emulated_products import ByAxis, EmulatedProduct, has_axis
 from .factored import factored, may_be_factored
 from .legalize.graphs import is_traced
 from .lowering import Lowering
@@ -63,11 +63,6 @@ class Formats:
         """Returns what rounds to ``format``, along ``axis`` where values are rounded together."""
         along = format if axis is None or not has_axis(format) else format.along(axis)
         return rounder(along, self.rounding, self.overflow)
-
-
-def has_axis(format: Format) -> bool:
-    """Whether values that lie along an axis are rounded together."""
-    return format.block_axis is not None
 
 
 @dataclass(frozen=True)
@@ -189,24 +184,27 @@ class Emulation:
         """Returns what is added to a product: as it is where sums are, for hardware adds it to them."""
         if self._result is None:
             return tensor
-        return self._rounded(tensor, self._result, self.formats.result)
+        return self._rounded(self._addend or "", tensor, self._result, self.formats.result)
 
     def _rounded_factor(self, name: str, given: Tensor, tensor: Tensor) -> Tensor:
         if self._is_weight(name, given):
-            return self._rounded(tensor, self._weight, self.formats.weights)
-        return self._rounded(tensor, self._activation, self.formats.activations)
+            return self._rounded(name, tensor, self._weight, self.formats.weights)
+        return self._rounded(name, tensor, self._activation, self.formats.activations)
 
-    def _rounded(self, tensor: Tensor, round_: Rounder, format: Format) -> Tensor:
+    def _rounded(self, role: str, tensor: Tensor, round_: Rounder, format: Format) -> Tensor:
         is_parameter = self.is_product and type(tensor) is nn.Parameter
         if is_parameter and frozen_codes.note_rounding(tensor, format, is_first=False):
             with disable_modes():
                 return round_(tensor)
-        return straight_through(tensor, round_, self._outgoing)
+        return straight_through(tensor, round_, self._outgoing(role))
 
-    @property
-    def _outgoing(self) -> Rounder | None:
-        """What rounds gradients that leave the op, which are results as its outputs are."""
+    def _outgoing(self, role: str) -> Rounder | None:
+        """Returns what rounds an input's gradient, which is a result as the op's outputs are."""
         return None if self._result is None else self._gradient
+
+    def _incoming(self) -> Rounder | None:
+        """Returns what rounds the gradient of the op's result."""
+        return self._gradient
 
     def _is_weight(self, name: str, given: Tensor) -> bool:
         """Whether an input is a weight: by name, or, of ops that name none, since it is a parameter."""
@@ -245,7 +243,7 @@ class Emulation:
         if self.is_view:
             return function(*args, **kwargs)
         dtype = self._computes_in
-        incoming = self._gradient
+        incoming = self._incoming()
         if self.rounds_late:
             result, args, kwargs, incoming = self._product(function, args, kwargs, given)
         elif dtype is torch.float32:
@@ -273,27 +271,32 @@ class Emulation:
         call = factored(self.op, self.names, function, args, kwargs)
         if call is None:  # its last axes are rounded along, as those of ops that are no products
             args, kwargs = self._with_rounded(args, kwargs, given)
-            return function(*args, **kwargs), args, kwargs, self._gradient
+            return function(*args, **kwargs), args, kwargs, self._incoming()
         originals = {id(new): old for new, old in zip(args, given, strict=False)}
         factors: list[Tensor] = []
         rounders: list[ByAxis | None] = []
-        for name, factor in zip(call.names, call.factors, strict=True):
+        for i, (name, factor) in enumerate(zip(call.names, call.factors, strict=True)):
             original = originals.get(id(factor), factor)
             is_weight = self._is_weight(name, original)
             format = self.formats.weights if is_weight else self.formats.activations
             if has_axis(format):
-                factors.append(straight_through(factor, None, self._outgoing))
+                factors.append(
+                    straight_through(factor, None, self._outgoing(name or f"factor {i}"))
+                )
                 rounders.append(functools.partial(self._rounder, format))
             else:
-                factors.append(self._rounded_factor(name, original, factor))
+                factors.append(self._rounded_factor(name or f"factor {i}", original, factor))
                 rounders.append(None)
-        gradients = self.formats.gradients
-        by_axis = None if gradients is None else functools.partial(self._rounder, gradients)
-        product = EmulatedProduct(call.multiplication, tuple(rounders), by_axis)
+        product = EmulatedProduct(call.multiplication, tuple(rounders), self._incoming_by_axis())
         result = call.finish(product.compute(factors))
         if self.lowerings:
             args, kwargs = call.replace(product.rounded(factors))
         return result, args, kwargs, None
+
+    def _incoming_by_axis(self) -> ByAxis | None:
+        """Returns what rounds the gradient of a product, for each product of the backward."""
+        gradients = self.formats.gradients
+        return None if gradients is None else functools.partial(self._rounder, gradients)
 
     def _with_rounded(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[Args, Kwargs]:
         names = (*self.names, *("",) * len(args))
@@ -322,12 +325,16 @@ class Emulation:
         new_args = tuple([value(n, v) for n, v in zip(self.names, args, strict=False)])
         return new_args, {name: value(name, given) for name, given in kwargs.items()}
 
+    def _result_rounder(self) -> Rounder | None:
+        return self._result
+
     def _finish(self, incoming: Rounder | None, tensor: Tensor) -> Tensor:
         self._check()
         if tensor.is_nested or tensor.layout is not torch.strided:
             return tensor
-        if self._result is not None:
-            return CAST[torch.float32](straight_through(tensor, self._result, incoming))
+        round_ = self._result_rounder()
+        if round_ is not None:
+            return CAST[torch.float32](straight_through(tensor, round_, incoming))
         assert self.output_dtype is not None
         return CAST[self.output_dtype](straight_through(tensor, None, incoming))
 

@@ -15,6 +15,7 @@ from torch import Tensor
 from ..ops import Product, product
 from ..patching import unpatched
 from ..tensors import SEQUENCES, Args, Kwargs
+from ..torch_internals import HAS_OPERATORS
 from . import contractions
 from .contractions import Contraction
 
@@ -26,7 +27,9 @@ _squeeze, _reshape, _pad, _convolution = unpatched(
     torch.constant_pad_nd,
     torch.convolution,
 )
-_einsum, _convolution_backward = torch.ops.aten.einsum, torch.ops.aten.convolution_backward
+_aten: Any = torch.ops.aten if HAS_OPERATORS else None  # else `convert` refuses
+_einsum: Any = getattr(_aten, "einsum", None)
+_convolution_backward: Any = getattr(_aten, "convolution_backward", None)
 
 
 class Multiplication(Protocol):

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from .. import arguments, number_formats, ops, tensors
 from ..errors import OptionError, said_by, shown, suggestion
-from ..number_formats import Custom, Format, decode, encode, get
+from ..number_formats import Custom, Format, Scaled, decode, encode, get
 from ..registry import change_together, exclusive
 from ..tensors import Args, Kwargs, map_tensors
 from ..torch_internals import may_learn
@@ -180,6 +180,11 @@ def register_op(
         raise OptionError(f"register_op takes a function, not {shown(fn)}")
     if device_type is not None:
         device_type = tensors.parse_device_type("device_type", device_type)
+    if isinstance(fn, OnCodes) and isinstance(known, Scaled) and known.history is not None:
+        raise OptionError(
+            f"format {known.name}: codes have the tensor's own scale, and not that of its history; give "
+            "register_op a function of values"
+        )
     function = _on_values(fn, known) if isinstance(fn, OnCodes) else fn
     lowering = Lowering(function, name, known.name, isinstance(fn, OnCodes))
     key, lowerings = (name, known.name), LOWERINGS.value

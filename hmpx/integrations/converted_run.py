@@ -142,17 +142,28 @@ class ConvertedRun:
 
     # --- checkpoints ---------------------------------------------------------------------------
 
-    def state_dict(self) -> dict[str, str]:
-        """Returns what a checkpoint carries: the version of hmpx and the policy, as a policy file."""
-        policy = self._policy()
-        return {"hmpx": __version__, "policy": "" if policy is None else policy.to_yaml()}
+    def state_dict(self) -> dict[str, Any]:
+        """Returns what a checkpoint carries: the version of hmpx and the policy, as a policy file.
+
+        Also the amaxes of formats with a history, if there are any.
+        """
+        policy, session = self._policy(), current()
+        found = {"hmpx": __version__, "policy": "" if policy is None else policy.to_yaml()}
+        amaxes = {} if session is None else session.histories.state_dict()
+        return {**found, "amaxes": amaxes} if amaxes else found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Keeps a checkpoint's policy as `carried`, and warns if it is another one than here.
 
+        Takes its amaxes for formats with a history.
+
         Raises:
+            OptionError: Its amaxes are not as `state_dict` returns them.
             PolicyFileError: This version of hmpx can't read it.
         """
+        session = current()
+        if state.get("amaxes") and session is not None:
+            session.histories.load_state_dict(state["amaxes"])
         if not state.get("policy"):
             return
         self.carried = load_policy(policy=yaml.safe_load(state["policy"]))

@@ -27,13 +27,15 @@ if TYPE_CHECKING:
         Takum,
         code_dtype,
     )
+    from .graph_op import is_compiled
     from .kernels.bfloat16 import Bfloat16Kernels, bfloat16_kernels
     from .kernels.cache import build_kernels, build_portable, kernels_path
     from .kernels.compiler import find_compiler, shown_command
-    from .kernels.extremes import MOST_THREADS, extremes_kernels
+    from .kernels.extremes import MOST_THREADS, extremes_kernels, largest_magnitude
     from .kernels.library import kernels_state
     from .quantization import quantize, rounder, rounds_nothing
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
+    from .rounding import Rounding
     from .uint16 import from_uint16, to_uint16
 else:  # programs without number formats need none of it
     __getattr__ = shown_later(
@@ -42,12 +44,14 @@ else:  # programs without number formats need none of it
             "codes": "decode encode",
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
             "kernels.bfloat16": "Bfloat16Kernels bfloat16_kernels",
+            "graph_op": "is_compiled",
             "kernels.cache": "build_kernels build_portable kernels_path",
             "kernels.compiler": "find_compiler shown_command",
-            "kernels.extremes": "MOST_THREADS extremes_kernels",
+            "kernels.extremes": "MOST_THREADS extremes_kernels largest_magnitude",
             "kernels.library": "kernels_state",
             "quantization": "quantize rounder rounds_nothing",
             "registered": "FORMATS_BY_NAME canonical get names register without",
+            "rounding": "Rounding",
             "uint16": "from_uint16 to_uint16",
         },
     )
@@ -68,6 +72,7 @@ __all__ = [
     "Format",
     "Posit",
     "Rounder",
+    "Rounding",
     "Scaled",
     "Table",
     "Takum",
@@ -82,9 +87,11 @@ __all__ = [
     "find_compiler",
     "from_uint16",
     "get",
+    "is_compiled",
     "is_format",
     "kernels_path",
     "kernels_state",
+    "largest_magnitude",
     "name_of",
     "names",
     "quantize",

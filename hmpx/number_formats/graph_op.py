@@ -82,11 +82,11 @@ def text_of(plan: Plan, layout: Layout | None) -> str:
 
 def is_taken(x: Tensor) -> bool:
     """Whether a graph that torch.compile traces takes the op for ``x``."""
-    return type(x) in _TRACED and x.device.type == "cpu" and _is_compiled()
+    return type(x) in _TRACED and x.device.type == "cpu" and is_compiled()
 
 
 @run_when_traced
-def _is_compiled() -> bool:
+def is_compiled() -> bool:
     """Whether torch.compile traces, and nothing that has no rule for the op takes part."""
     return (
         HAS_OPERATORS

@@ -129,6 +129,8 @@ _SHIPPED: Final[dict[str, Format]] = {
         Scaled("float8_e4m3fn_block128", _E4M3FN, 128),
         Scaled("float8_e4m3fn_block128x128", _E4M3FN, (128, 128)),
         Scaled("float8_e5m2_tensor", _E5M2),
+        Scaled("float8_e4m3fn_delayed", _E4M3FN, history=16),
+        Scaled("float8_e5m2_delayed", _E5M2, history=16),
         Scaled("int8", _INTEGER8),
         Scaled("int8_row", _INTEGER8, "row"),
         Scaled("int4", _INTEGER4),

@@ -56,6 +56,8 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     legalize: str,
     keep_weight_casts: bool | str,
     add: Callable[[Patch], None],
+    *,
+    is_cached: bool,
 ) -> Iterator[Patch | EntryPatch]:
     """Yields the patches that make inductor's kernels, caches and settings fit a conversion.
 
@@ -68,8 +70,10 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         legalize: One of `LEGALIZE_MODES`.
         keep_weight_casts: Whether autograd keeps casts of parameters.
         add: Applies one more patch while these are in force, for modules that are imported later.
+        is_cached: Graphs are the same for all models with the same ops and module paths.
     """
     yield Patch(sys.modules[__name__], "_tag", _digest(policy, device_types, options, rules))
+    yield Patch(sys.modules[__name__], "_is_cached", is_cached)
     actions = {
         SELECT_ALGORITHM: _unwrap_kernels,
         CODE_CACHE: _tag_keys,
@@ -151,6 +155,8 @@ def _unwrapped(kernel: Any) -> Any:
 
 # --- caches ------------------------------------------------------------------------------------
 
+_is_cached = True  # what a graph holds follows from its cache key
+
 _tag = ""  # separates the disk caches of the conversion in force from others; empty: torch's own
 
 
@@ -171,7 +177,8 @@ def _tag_keys(module: Any) -> None:
     def tagging(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
         if _tag:
-            self.hmpx_tag = (_tag, torch_state.traced_places())
+            unique = "" if _is_cached else uuid.uuid4().hex
+            self.hmpx_tag = (_tag, torch_state.traced_places(), unique)
 
     tagging.__hmpx_tagged__ = True  # type: ignore[attr-defined]
     details.__init__ = tagging

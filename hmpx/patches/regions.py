@@ -22,6 +22,7 @@ import torch.utils.checkpoint
 from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
+from ..compute import ended_steps
 from ..errors import CheckpointError, HmpxWarning
 from ..patching import Draft, Patch
 from ..torch_internals import CHECKPOINT_GENERATOR, CLIPPING, PREPARE_STEP, has_hooked_step
@@ -29,6 +30,7 @@ from ..torch_state import (
     as_recomputation,
     as_training,
     conversion,
+    in_force,
     is_off,
     is_training,
     keeps_kind,
@@ -240,7 +242,7 @@ def _as_it_runs_here(function: Callable[..., Any], *, runs_first: bool) -> Calla
     again = as_recomputation(again, after_first=runs_first)
     if is_off():
         return again
-    its_own = conversion()
+    its_own, its_step = conversion(), ended_steps()
 
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
@@ -252,9 +254,29 @@ def _as_it_runs_here(function: Callable[..., Any], *, runs_first: bool) -> Calla
                 "forward. Call backward() before hmpx.revert(), another hmpx.convert() or a change "
                 "of rules"
             )
+        if ended_steps() != its_step:
+            _warn_of_step(function)
         return again(*args, **kwargs)
 
     return wrapper
+
+
+_warned_of_step: object = None  # the conversion that was
+
+
+def _warn_of_step(function: Callable[..., Any]) -> None:
+    """Warns, once a conversion, that a checkpoint is recomputed by the scales of another step."""
+    global _warned_of_step
+    if _warned_of_step is in_force():
+        return
+    _warned_of_step = in_force()
+    warnings.warn(
+        f"the checkpoint of {getattr(function, '__qualname__', type(function).__qualname__)} is recomputed "
+        "after a step of an optimizer: formats with a history scale by other amaxes than in its forward; "
+        "call backward() before step(), or take a format without a history. Said once",
+        HmpxWarning,
+        stacklevel=3,
+    )
 
 
 # --- modules -----------------------------------------------------------------------------------

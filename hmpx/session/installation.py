@@ -6,7 +6,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
-from .. import patching
+from .. import compute, patching
+from ..casting import Options
 from ..observers import Attached
 from ..policy import Policy
 from ..rules import Registered
@@ -36,3 +37,14 @@ def asks_for_modules(policy: Policy, registered: tuple[Registered, ...]) -> bool
     return any(section.is_placed for section in policy.sections) or any(
         rule.names_modules() for rule in registered
     )
+
+
+def has_history(policy: Policy, options: Options) -> bool:
+    """Whether an op rounds to a format whose amaxes are kept by module."""
+    decided = [*policy.decisions.values()]
+    for section in policy.sections:
+        decided += section.decisions.values()
+    formats: list[object] = [policy.low_precision_type, options.round_gradients]
+    for decision in decided:
+        formats += (decision.dtype, decision.weights, decision.activations, decision.gradients)
+    return any(map(compute.has_history, formats))

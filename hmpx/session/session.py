@@ -43,6 +43,7 @@ class Session:
         policy: The decision for every op.
         device_types: The device types whose tensors are cast.
         options: How ops compute.
+        histories: The amaxes that formats with a history have seen in earlier training steps.
 
     Example:
         >>> session = hmpx.convert(device_types={"cpu"})
@@ -64,6 +65,7 @@ class Session:
         self.device_types = device_types
         self.options = options
         self._verbose = verbose
+        self.histories = compute.Histories()
         self._installation = Installation(rules=all_rules())
         self._has_warned = False
         self._log: Attached | None = None
@@ -179,7 +181,15 @@ class Session:
             self._warn_of_unmatched,
         )
         conversion = self._conversion((*logs, *ATTACHED.value))
-        context = StepContext(conversion, draft, callbacks, self._verbose, asked, replaced.wrappers)
+        context = StepContext(
+            conversion,
+            draft,
+            callbacks,
+            self._verbose,
+            asked,
+            replaced.wrappers,
+            self.histories,
+        )
         self._said = context.said
         draft.apply(put_in_use(context.made, replaced.wrappers))
         return draft_steps(context)

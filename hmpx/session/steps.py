@@ -8,7 +8,8 @@ from typing import Any, Final, NamedTuple
 
 import torch
 
-from .. import casting, torch_state
+from .. import casting, compute, torch_state
+from ..compute import Histories
 from ..observers import announcing
 from ..patches import (
     compile_patches,
@@ -20,10 +21,11 @@ from ..patches import (
     region_patches,
     retired,
 )
-from ..patching import Applied, Change, Draft, Patch
+from ..patching import Applied, Change, Draft, ItemPatch, Patch
 from ..rules import Registered
+from ..torch_internals import STEP_HOOKS
 from ..wrappers import in_force
-from .installation import Installation, asks_for_modules
+from .installation import Installation, asks_for_modules, has_history
 from .policy_patches import Conversion, Foreign, foreign_names, originals, patches, replacements
 
 
@@ -56,10 +58,12 @@ class StepContext:
         verbose: Whether calls are logged, and how.
         rules: The rules that are asked.
         replaced: Wrappers of the conversion that this one replaces.
+        histories: The amaxes that the conversion has seen.
         foreign: The names of ops of other libraries.
         wrapping: The patches that install the wrappers.
         made: The wrappers.
         said: Problems with names in the lists.
+        may_have_history: Whether ops may round to formats that scale by earlier steps.
         notes_modules: Whether running modules are noted from the start.
     """
 
@@ -71,9 +75,11 @@ class StepContext:
         verbose: bool | str,
         rules: tuple[Registered, ...],
         replaced: tuple[Callable[..., Any], ...],
+        histories: Histories,
     ) -> None:
         """Makes the wrappers; changes nothing."""
         self.conversion, self.draft, self.callbacks = conversion, draft, callbacks
+        self.histories = histories
         self.verbose, self.rules, self.replaced = verbose, rules, replaced
         self.foreign = foreign_names(conversion.policy)
         self.wrapping, self.made = patches(conversion, draft)
@@ -82,8 +88,12 @@ class StepContext:
         self.wrapping += others.patches
         self.made += others.made
         self.said = others.said
-        self.notes_modules = bool(conversion.observers) or asks_for_modules(
-            conversion.policy, rules
+        needs_history = has_history(conversion.policy, conversion.options)
+        self.may_have_history = needs_history or bool(rules)
+        self.notes_modules = (
+            bool(conversion.observers)
+            or needs_history
+            or asks_for_modules(conversion.policy, rules)
         )
 
 
@@ -157,6 +167,12 @@ def _hmpx_itself(context: StepContext) -> Iterable[Change]:
     return [torch_state.asked_by(context.callbacks.note_modules), in_force(context.made)]
 
 
+def _delayed_scaling(context: StepContext) -> Iterable[Change]:
+    """Where hmpx notes the amaxes of earlier steps, and optimizers' steps, which end one."""
+    yield compute.histories_patch(context.histories)
+    yield ItemPatch(STEP_HOOKS, "hmpx amaxes", compute.end_step)
+
+
 def _running_modules(context: StepContext) -> Iterable[Change]:
     """Calls of modules, which are noted."""
     return torch_state.module_patches(context.draft, context.callbacks.first_call_ended)
@@ -174,6 +190,7 @@ def _compiling(context: StepContext) -> Iterable[Change]:
         settings.options.legalize,
         settings.options.keep_weight_casts,
         context.callbacks.add,
+        is_cached=not context.may_have_history,  # graphs name the model whose amaxes they count
     )
 
 
@@ -201,6 +218,7 @@ STEPS: Final = (
     Step(_early_names),
     Step(_later_ops),
     Step(_hmpx_itself),
+    Step(_delayed_scaling, lambda context: context.may_have_history),
     Step(_running_modules, lambda context: context.notes_modules),
     Step(_compiling),
 )

@@ -90,6 +90,7 @@ from .modules import (
     PREPARE_STEP,
     STEP_HOOKS,
     has_hooked_step,
+    is_replica,
 )
 from .operators import (
     HAS_OPERATORS,
@@ -224,6 +225,7 @@ __all__ = [
     "is_noted_in_graph",
     "is_of_transform",
     "is_planned",
+    "is_replica",
     "is_tensor_of_tensors",
     "jit_tracing_state",
     "lacks_kernel",

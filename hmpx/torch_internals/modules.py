@@ -55,6 +55,24 @@ STEP_HOOKS: Final = _step_hooks
 MODULE_HOOKS: Final = _module_hooks
 
 
+#: What torch.nn.DataParallel sets on its copies of a module.
+_REPLICA: Final = "_is_replica"
+
+rely_on(
+    "torch.nn.Module._replicate_for_data_parallel",
+    feature="delayed scaling in torch.nn.DataParallel",
+    since="2.13",
+    without="its copies of a model scale by the tensors at hand",
+    behaves=lambda replicate: getattr(replicate(torch.nn.Module()), _REPLICA, None) is True,
+    instead=(do_nothing,),
+)
+
+
+def is_replica(module: torch.nn.Module) -> bool:
+    """Whether torch.nn.DataParallel has made ``module``, for one forward."""
+    return getattr(module, _REPLICA, False) is True
+
+
 def _clipping_cells(clip_grad: types.ModuleType) -> tuple[types.CellType, ...]:
     """Returns the cells where torch's gradient-clipping functions hold what they run under no_grad."""
     functions = [

@@ -14,7 +14,7 @@ from .disabling import (
 from .dispatcher import is_below_dispatcher
 from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
 from .model_state import ModelState, unchanged
-from .module_names import named_modules
+from .module_names import class_name, named_modules
 from .module_path import (
     asked_by,
     forget_modules,
@@ -22,6 +22,7 @@ from .module_path import (
     module_patches,
     place,
     running_module,
+    spot,
 )
 from .phases import Phase, as_recomputation, phase
 from .random_state import state_of_random_numbers
@@ -53,6 +54,7 @@ __all__ = [
     "asked_by",
     "begin_conversion",
     "begin_to_end",
+    "class_name",
     "close_region",
     "conversion",
     "conversion_patches",
@@ -82,6 +84,7 @@ __all__ = [
     "reached_by",
     "reserve_marks",
     "running_module",
+    "spot",
     "state_of_random_numbers",
     "traced_places",
     "unchanged",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
@@ -167,6 +168,32 @@ def without_optimized(running: Sequence[nn.Module]) -> list[nn.Module]:
         while (inner := _optimized(found[position])) is not None:
             found[position] = inner
     return found
+
+
+def unwrapped(module: nn.Module) -> nn.Module:
+    """Returns the user's module if ``module`` is torch.compile's or DDP's wrapper around one, else itself."""
+    while True:
+        inner = _optimized(module)
+        if inner is None and (name := _AROUND.get(type(module).__name__)) is not None:
+            inner = module._modules.get(name)
+        if inner is None:
+            return module
+        module = inner
+
+
+#: Module -> a number that no other one has had.
+_serials: weakref.WeakKeyDictionary[nn.Module, int] = weakref.WeakKeyDictionary()
+_numbers: Final = itertools.count(1)
+
+
+def serial_of(module: nn.Module) -> int:
+    """Returns a number that identifies a module, even after it is gone."""
+    return _serials.get(module) or _serials.setdefault(module, next(_numbers))
+
+
+def class_name(module: nn.Module) -> str:
+    """Returns the name of a module's class, or of the user's if torch has derived it from one."""
+    return _class_name(type(module))
 
 
 def _optimized(module: nn.Module) -> nn.Module | None:

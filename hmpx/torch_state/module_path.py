@@ -30,8 +30,14 @@ from ..torch_internals import (
     has_fake_tensors,
     leave_to_callees,
 )
-from .module_names import names_change, place_in
-from .traced_modules import EXPORT_ROOT, is_compiled, may_be_compiled, traced_place
+from .module_names import names_change, place_in, serial_of, unwrapped
+from .traced_modules import (
+    EXPORT_ROOT,
+    is_compiled,
+    may_be_compiled,
+    traced_modules,
+    traced_place,
+)
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 _MODULE_CALL: Final = nn.Module._call_impl.__code__
@@ -69,6 +75,12 @@ class _Running(threading.local):
         """What graphs compiled here depend on: the place they are called from."""
         return repr(place_in(_running_modules()))
 
+    @property
+    def root(self) -> int:
+        """Identifies the outermost module that is running here; 0 without any."""
+        modules = _running_modules()
+        return serial_of(unwrapped(modules[0])) if modules else 0
+
 
 _running: Final = _Running()
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -101,6 +113,20 @@ def place() -> Place:
             return place_in(_running_modules())
         found = running.place = place_in(running)
     return found
+
+
+def spot() -> tuple[nn.Module | None, str]:
+    """Returns the outermost running module, None outside of any, and the path of `place`.
+
+    The path names a module only in the outermost one: two models of one kind have the same ones.
+    """
+    if _noting is None:
+        _ask()
+    if may_be_compiled() and has_fake_tensors() and is_compiled():
+        modules = traced_modules(_running_modules(), _running)
+        return (unwrapped(modules[0]), place_in(modules).path) if modules else (None, "")
+    modules = _running_modules()
+    return (unwrapped(modules[0]), place().path) if modules else (None, "")
 
 
 def running_module() -> nn.Module | None:

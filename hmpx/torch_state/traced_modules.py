@@ -51,9 +51,39 @@ def traced_place(around: Sequence[nn.Module], state: object) -> Place:
         around: The modules that are running around the graph.
         state: An object whose ``key`` is what the graph depends on: the place it is called from.
     """
+    running, translators = _running_here(around, state)
+    found = place_in(running)
+    if translators and not torch.fx.traceback.get_current_meta():
+        context = translators[0].output.tracing_context
+        _traced_places.setdefault(context, []).append(found)
+    return found
+
+
+def traced_modules(around: Sequence[nn.Module], state: object) -> list[nn.Module]:
+    """Returns the modules of which `traced_place` finds the place, outermost first.
+
+    The graph is then valid for this outermost module only, and for no other one of its class.
+
+    Args:
+        around: As there.
+        state: As there; its ``root`` identifies the outermost module around the graph.
+    """
+    running, translators = _running_here(around, state)
+    if running and translators and not torch.compiler.is_exporting():
+        output = translators[0].output
+        _guard_on(_source_of(state, output), "root")
+        variable = output.side_effects.id_to_variable.get(id(running[0]))
+        if variable is not None and variable.source is not None:
+            install_guard = needed_of_later(DYNAMO_GUARDS, "install_guard")
+            is_it = needed_of_later(DYNAMO_GUARDS, "GuardBuilder.ID_MATCH")
+            install_guard(variable.source.make_guard(is_it))
+    return running
+
+
+def _running_here(around: Sequence[nn.Module], state: object) -> tuple[list[nn.Module], list[Any]]:
+    """Returns the modules that run, and torch.compile's translators if it traces right now."""
     running = without_optimized(around)
-    meta = torch.fx.traceback.get_current_meta()
-    stack = meta.get("nn_module_stack")
+    stack = torch.fx.traceback.get_current_meta().get("nn_module_stack")
     translators = _translators()
     if translators:
         _guard_on_surroundings(translators[0], state)
@@ -63,11 +93,7 @@ def traced_place(around: Sequence[nn.Module], state: object) -> Place:
         module = _traced.get(str(key).partition("@")[0])
         if module is not None and module not in running[-1:]:
             running.append(module)
-    found = place_in(running)
-    if translators and not meta:
-        context = translators[0].output.tracing_context
-        _traced_places.setdefault(context, []).append(found)
-    return found
+    return running, translators
 
 
 #: torch.compile's tracing context -> the places that ops asked for.
@@ -116,9 +142,13 @@ def _guard_on_surroundings(translator: Any, state: object) -> None:
     """Makes the graph that is being traced valid only where it is called from the same place."""
     if torch.compiler.is_exporting():
         return
+    _guard_on(_source_of(state, translator.output), "key")
+
+
+def _source_of(state: object, output: Any) -> Any:
+    """Returns where a graph that is being traced gets ``state`` from."""
     global_source = needed_of_later(DYNAMO_SOURCES, "GlobalSource")
-    name = translator.output.install_global_by_id("__hmpx_running", state)
-    _guard_on(global_source(name), "key")
+    return global_source(output.install_global_by_id("__hmpx_running", state))
 
 
 def _guard_on(source: Any, attribute: str) -> None:

@@ -12,6 +12,7 @@ import hmpx
 RECIPES = {
     "bf16": "bfloat16",
     "fp8": "float8_e4m3fn_tensor gradients=float8_e5m2_tensor output=bfloat16",
+    "fp8 delayed": "float8_e4m3fn_delayed gradients=float8_e5m2_delayed output=bfloat16",
     "fp8 without scales": "float8_e4m3fn gradients=float8_e5m2 output=float32 overflow=saturate",
     "mxfp8": "mxfp8_e4m3 gradients=mxfp8_e4m3 output=float32",
     "nvfp4": "nvfp4 gradients=nvfp4 output=float32",

@@ -40,6 +40,7 @@ SHIPPED = (
     *("mxfp8_e4m3", "mxfp8_e5m2", "mxfp6_e3m2", "mxfp6_e2m3", "mxfp4_e2m1"),
     *("mxint8", "nvfp4", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "float8_e4m3fn_block128"),
     *("float8_e4m3fn_block128x128", "float8_e5m2_tensor"),
+    *("float8_e4m3fn_delayed", "float8_e5m2_delayed"),
     *("int8", "int8_row", "int4", "int4_row", "int4_block128", "nf4", "bnb_fp4"),
 )
 

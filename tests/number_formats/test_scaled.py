@@ -46,6 +46,7 @@ SCALES = (("float32", False), ("e8m0", False), ("e4m3", False), ("e4m3", True))
 SHIPPED = (
     *("nvfp4", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "float8_e4m3fn_block128"),
     *("float8_e4m3fn_block128x128", "float8_e5m2_tensor"),
+    *("float8_e4m3fn_delayed", "float8_e5m2_delayed"),
     *("int8", "int8_row", "int4", "int4_row", "int4_block128"),
 )
 

@@ -78,7 +78,7 @@ def test_recipes_of_hardware_learn_as_fp32_does(tmp_path: Path) -> None:
     output = run_example("fp8_recipes.py", "--steps", "12", "--draw", "a.svg", cwd=tmp_path)
     rows = re.findall(r"^(gpt|resnet) +(\w+) +12 +(\S+) +(\S+) +\S+%$", output, re.MULTILINE)
     found = {(model, recipe): (float(a), float(b)) for model, recipe, a, b in rows}
-    recipes = ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")
+    recipes = ("fp32", "bf16", "fp8", "delayed", "mxfp8", "nvfp4")
     assert list(found) == [(model, recipe) for model in ("gpt", "resnet") for recipe in recipes]
     for (model, recipe), (first, last) in found.items():
         assert last < 0.97 * first

@@ -1,18 +1,32 @@
-"""Checks of scales, and of what shares one."""
+"""Scales: their shapes, and checks of them, of what shares one, and of histories of amaxes."""
 
 from __future__ import annotations
 
-from typing import Final, Literal, TypeAlias
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
 
+from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown
 from ...tensors import CAST, SPARSE
-from .number_format import hint, listed
+from ..layouts import Layout
+from .number_format import check_int, hint, listed
+
+if TYPE_CHECKING:
+    from .scaled import Scaled
 
 Granularity: TypeAlias = "Literal['tensor', 'row', 'column'] | int | tuple[int, int]"
+AmaxRule: TypeAlias = Literal["max", "most_recent"]
+
+#: Which amax of a history scales.
+_AMAX_RULES: Final = ("max", "most_recent")
+
+#: Steps of the longest history, and the largest margin.
+_MOST_STEPS: Final = 65536
+_MOST_MARGIN: Final = 64
 
 _GRANULARITIES: Final = ("tensor", "row", "column")
 _MOST_SIZE: Final = 65536
@@ -56,6 +70,54 @@ def check_shape(scales: Tensor, shape: tuple[int, ...], name: str) -> None:
         raise OptionError(
             f"format {name}: scales must be of shape {shape}, not {tuple(scales.shape)}"
         )
+
+
+def scales_shape(shape: Sequence[int], layout: Layout, granularity: Granularity) -> tuple[int, ...]:
+    """Returns the shape of the scales of a layout, for values of a shape."""
+    if layout.kind == "whole" or not shape:
+        return ()
+    layout.check(shape)
+    axis, found = layout.axis, list(shape)
+    if layout.kind == "columns":
+        found = [1] * len(found)
+        found[axis] = shape[axis]
+        return tuple(found)
+    tile = granularity if isinstance(granularity, tuple) else (1, granularity)
+    found[axis] = 1 if isinstance(tile[1], str) else -(-shape[axis] // tile[1])
+    if layout.kind == "tiles" and len(shape) > 1:
+        other = layout.other(len(shape))
+        found[other] = -(-shape[other] // tile[0])
+    return tuple(found)
+
+
+def checked_history(format: Scaled) -> AmaxRule | None:
+    """Returns which amax of its history a format scales by, checked; None if it has no history.
+
+    Raises:
+        OptionError: Its fields ``history``, ``amax_rule`` and ``margin`` have values that they can't have.
+    """
+    what = f"format {format.name}"
+    rule: AmaxRule | None = None
+    if format.amax_rule is not None:
+        rule = arguments.choice(f"{what}: amax_rule", format.amax_rule, _AMAX_RULES)  # type: ignore[assignment]
+    check_int(format.name, "margin", format.margin, 0, _MOST_MARGIN)
+    if format.history is None:
+        for field in ("amax_rule", "margin"):
+            if getattr(format, field):
+                raise OptionError(f"{what}: {field} is for a history; add history=16, say")
+        return None
+    check_int(format.name, "history", format.history, 1, _MOST_STEPS)
+    if format.granularity != "tensor" or format.tensor_scale:
+        have = (
+            "a scale beside blocks'"
+            if format.tensor_scale
+            else f"granularity {format.granularity!r}"
+        )
+        raise OptionError(
+            f"{what}: history is for one scale a tensor, granularity 'tensor', not for {have}; "
+            "leave history out, for scales by the tensor at hand"
+        )
+    return rule or "max"
 
 
 def checked_granularity(what: str, value: object) -> Granularity:

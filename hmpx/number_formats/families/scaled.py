@@ -23,12 +23,16 @@ from ..plans import Plan
 from .fixed import Fixed, FixedPlan
 from .float_plans import BitsPlan, FloatPlan
 from .floats import Float
-from .number_format import (
-    NumberFormat,
-    check_int,
-    check_name,
+from .number_format import NumberFormat, check_int, check_name
+from .scale_checks import (
+    AmaxRule,
+    Granularity,
+    check_floating,
+    check_scales,
+    checked_granularity,
+    checked_history,
+    scales_shape,
 )
-from .scale_checks import Granularity, check_floating, check_scales, checked_granularity
 from .scaled_codes import decoded, encoded
 from .scaled_plans import FLOAT32_MOST, ScaledPlan
 from .shared_exponents import RULES, Rule, carry, exponent_of
@@ -70,6 +74,12 @@ class Scaled(NumberFormat):
         tensor_scale: Scales in e4m3 are divided by one of the whole tensor in float32, its amax by the
             largest element and by 448, as in NVFP4. For ``"e4m3"`` only.
         axis: The axis; of no account for ``"tensor"``.
+        history: Ops of a conversion scale by the amaxes of so many training steps that have ended (delayed
+            scaling); None: by the amax of the tensor at hand, as `quantize` always does. For ``"tensor"``
+            only.
+        amax_rule: Which amax of the history: ``"max"``, the largest; or ``"most_recent"``. None:
+            ``"max"``. With a history only.
+        margin: That amax is multiplied by ``2**margin``. With a history only.
 
     Example:
         >>> int4 = hmpx.formats.Fixed("int4", integer_bits=4, fraction_bits=0)
@@ -86,6 +96,9 @@ class Scaled(NumberFormat):
     rule: Rule | None = None
     tensor_scale: bool = False
     axis: int = -1
+    history: int | None = None
+    amax_rule: AmaxRule | None = None
+    margin: int = 0
 
     plans = (ScaledPlan,)
 
@@ -120,6 +133,7 @@ class Scaled(NumberFormat):
             if self.rule == "even" and is_a(self.element, Table):
                 raise OptionError(f"{what}: rule 'even' is for floats and fixed point, not tables")
         check_int(self.name, "axis", self.axis, -64, 63)
+        object.__setattr__(self, "amax_rule", checked_history(self))
 
     # --- properties ----------------------------------------------------------------------------
 
@@ -195,13 +209,13 @@ class Scaled(NumberFormat):
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
         """Returns how to round tensors of a binary type that the format fits in."""
-        layout, largest = self.layout, self.largest
+        largest = self.largest
         tile = self.granularity if isinstance(self.granularity, tuple) else (1, self.granularity)
         return ScaledPlan(
             binary,
             mode,
             self.element_plan(binary, mode),
-            layout.kind,
+            self.layout.kind,
             0 if isinstance(tile[1], str) else tile[1],
             tile[0],
             self.scale_format,
@@ -294,20 +308,7 @@ class Scaled(NumberFormat):
 
     def shape_for(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
         """Returns the shape of scales of a layout."""
-        if layout.kind == "whole" or not shape:
-            return ()
-        layout.check(shape)
-        found = list(shape)
-        if layout.kind == "columns":
-            found = [1] * len(found)
-            found[self.axis] = shape[self.axis]
-            return tuple(found)
-        tile = self.granularity if isinstance(self.granularity, tuple) else (1, self.granularity)
-        found[self.axis] = 1 if isinstance(tile[1], str) else -(-shape[self.axis] // tile[1])
-        if layout.kind == "tiles" and len(shape) > 1:
-            other = layout.other(len(shape))
-            found[other] = -(-shape[other] // tile[0])
-        return tuple(found)
+        return scales_shape(shape, layout, self.granularity)
 
     # --- codes ---------------------------------------------------------------------------------
 

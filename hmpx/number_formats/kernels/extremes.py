@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
 
 import torch
+from torch import Tensor
 
 from . import library
 
@@ -44,3 +46,38 @@ def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
             )
             _found[dtype] = function
     return _found
+
+
+#: Torch runs smaller work on one thread, too.
+_THREADED: Final = 32768
+
+_FLOAT32_MOST: Final = torch.finfo(torch.float32).max
+
+
+def largest_magnitude(x: Tensor) -> float | None:
+    """Returns the largest magnitude in a tensor on the CPU with memory of its own; 0 for nothing.
+
+    Returns:
+        NaN where it holds infinity or NaN. None where there is no kernel that can tell.
+
+    Raises:
+        OptionError: As for `extremes_kernels`.
+    """
+    kernel = extremes_kernels().get(x.dtype)
+    if kernel is None or not (x.is_contiguous() or _is_turned(x)):
+        return None
+    if x.is_neg() or x._is_zerotensor():  # without memory of its values
+        return None
+    count = x.numel()
+    if not count:
+        return 0.0
+    threads = 1 if count < _THREADED else min(torch.get_num_threads(), MOST_THREADS)
+    found = (ctypes.c_float * 2)()
+    kernel(x.data_ptr(), count, ctypes.addressof(found), threads)
+    amax = abs(max(-found[0], found[1]))
+    return amax if amax <= _FLOAT32_MOST else math.nan
+
+
+def _is_turned(x: Tensor) -> bool:
+    """Whether ``x`` is a contiguous matrix, transposed."""
+    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]
