@@ -332,8 +332,7 @@ class Emulation:
         self._check()
         if tensor.is_nested or tensor.layout is not torch.strided:
             return tensor
-        round_ = self._result_rounder()
-        if round_ is not None:
+        if (round_ := self._result_rounder()) is not None:
             return CAST[torch.float32](straight_through(tensor, round_, incoming))
         assert self.output_dtype is not None
         return CAST[self.output_dtype](straight_through(tensor, None, incoming))
