@@ -13,6 +13,7 @@ from .families import Format
 from .quantization import quantize
 from .registered import get
 from .rounding import check_dense
+from .unpatched import EMPTY_LIKE
 
 
 def encode(
@@ -62,6 +63,8 @@ def encode(
     check_dense(x)
     with torch.no_grad():
         work = x.detach()
+        if not torch.compiler.is_dynamo_compiling() and (work.is_neg() or work._is_zerotensor()):
+            work = EMPTY_LIKE(work).copy_(work)  # with memory of its values
         if x.dtype in CAST and x.dtype is not torch.float64:
             work = CAST[torch.float32](work)
         if work.dtype in CAST and (generator is None or isinstance(generator, torch.Generator)):

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 from torch import Tensor
 
@@ -12,6 +13,26 @@ from ..errors import OptionError
 from .unpatched import MOVEDIM
 
 Kind: TypeAlias = Literal["rows", "columns", "tiles", "whole"]
+
+
+class Grid(NamedTuple):
+    """How a tensor without memory between its elements lies there: as ``[..., rows, mid, columns]``.
+
+    Attributes:
+        rows: See above; what shares a scale may lie in several of them.
+        mid: What lies between rows that belong together.
+        columns: Elements that lie beside each other.
+        is_across: The axis of the layout is that of the rows, not of the columns.
+    """
+
+    rows: int
+    mid: int
+    columns: int
+    is_across: bool
+
+
+#: Of what is rounded value by value.
+NO_GRID: Final = Grid(1, 1, 1, False)
 
 
 @dataclass(frozen=True)
@@ -62,21 +83,40 @@ class Layout:
             return rows.squeeze(0)
         return MOVEDIM(rows, (-2, -1), (self.other(len(shape)), self.axis))
 
-    def rows_in_memory(self, x: Tensor) -> tuple[int, int] | None:
-        """Returns the length of the rows of a contiguous tensor, and for tiles how many a matrix has.
+    @property
+    def takes_strides(self) -> bool:
+        """Whether there is a grid whatever the order of the axes in memory."""
+        return self.kind in ("rows", "whole")
 
-        None unless they lie one after the other in memory.
+    def grid(self, x: Tensor) -> Grid:
+        """Returns the grid of a tensor.
+
+        Args:
+            x: Without memory between its elements; contiguous, unless the layout `takes_strides`.
+
+        Raises:
+            OptionError: ``x`` has no such axis.
         """
-        dim = x.dim()
+        shape = x.shape
         if self.kind == "whole":
-            return x.numel(), 1
-        if not dim or not x.numel() or not -dim <= self.axis < dim:
-            return None
+            return Grid(1, 1, x.numel(), False)
+        self.check(shape or (1,))
+        if not shape:
+            return Grid(1, 1, 1, False)
+        axis, length = self.axis % len(shape), shape[self.axis]
+        if self.kind == "rows":
+            if length == 1:
+                return Grid(1, 1, x.numel(), True)
+            stride = x.stride(axis)
+            return Grid(1, 1, length, False) if stride == 1 else Grid(length, 1, stride, True)
+        before, after = math.prod(shape[:axis]), math.prod(shape[axis + 1 :])
         if self.kind == "columns":
-            return (x.numel() // x.shape[0], 1) if self.axis in (0, -dim) else None
-        if self.axis not in (-1, dim - 1):
-            return None
-        return x.shape[-1], x.shape[-2] if self.kind == "tiles" and dim > 1 else 1
+            return (
+                Grid(before, 1, length, True) if after == 1 else Grid(before, length, after, False)
+            )
+        if axis == len(shape) - 1:
+            return Grid(shape[-2] if axis else 1, 1, length, False)
+        return Grid(length, after // max(shape[-1], 1), shape[-1], True)
 
     def check(self, shape: Sequence[int]) -> None:
         """Checks that tensors of a shape have the axis.

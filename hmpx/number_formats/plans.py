@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from torch import Tensor
 
 from .bits import FP32, FP64, Binary
+from .layouts import NO_GRID, Grid
 from .modes import ROUNDING_MODES
 
 
@@ -24,7 +25,6 @@ class Plan:
         has_encoder: There is a kernel that makes codes, too.
         is_by_row: How a value is rounded depends on its neighbours in the last dimension.
         is_whole: It may depend on all other values.
-        takes_strides: The kernel takes rows whose elements lie apart.
     """
 
     kernel: ClassVar[str | None] = None
@@ -32,7 +32,6 @@ class Plan:
     has_encoder: ClassVar[bool] = True
     is_by_row: ClassVar[bool] = False
     is_whole: ClassVar[bool] = False
-    takes_strides: ClassVar[bool] = False
 
     if TYPE_CHECKING:  # else the fields of the dataclasses would take these for their defaults
 
@@ -90,14 +89,17 @@ class Plan:
             return ()
         return tuple(f"{cls.kernel}_f{binary.width}" for binary in cls.kernel_binaries)
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the ctypes object that tells the kernel what to do; None if it can't do it.
 
         Args:
-            length: Elements of a row, for plans that round by row.
-            inner: The distance of neighbours in a row; for tiles how many rows a matrix has.
+            grid: Of the tensor, for plans that round by row.
         """
         raise NotImplementedError
+
+    def decoding_spec(self, grid: Grid) -> Any:
+        """Returns the ctypes object that tells the kernel how scales are shared, given codes."""
+        return self.kernel_spec(grid)
 
     def constants(self) -> tuple[Any, ...]:
         """Returns the plan as numbers, strings and tuples, which compilers take for constants."""

@@ -30,9 +30,8 @@ from .gpu_rounding import rounded_on_gpu
 from .kernels import calls, gpu
 from .kernels import library as kernel_library
 from .keys import draw_keys, traced_keys
-from .layouts import Layout
+from .layouts import NO_GRID, Grid, Layout
 from .plans import Plan
-from .rows import rows_of
 from .torch_rounding import (
     NO_KEYS,
     as_laid_out,
@@ -45,9 +44,6 @@ from .unpatched import CONTIGUOUS, EMPTY_LIKE
 
 #: Torch runs smaller work on one thread, too.
 THREADED: Final = 32768
-
-#: Of what is rounded value by value.
-ONE_ROW: Final = (0, 1)
 
 
 class Rounding:
@@ -150,20 +146,19 @@ def rounded(
     if x.is_neg() or x._is_zerotensor():  # without memory of its values
         x = EMPTY_LIKE(x).copy_(x.detach())
     kernel = step.kernel or step.find_kernel()
-    if kernel is not None and step.is_native and x.is_contiguous():
-        rows = ONE_ROW if step.layout is None else step.rows(x)
-        given = () if scale is None else step.given(scale)
-        if rows is not None and given is not None:
-            result, count = EMPTY_LIKE(x), x.numel()
-            if count:
-                threads = 1 if count < THREADED else torch.get_num_threads()
-                kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, rows, *given)
-            return result
-    assert step.plan is not None
+    given = () if scale is None else step.given(scale)
+    if kernel is None or given is None:
+        with torch.no_grad():
+            return _by_ops(x, step, keys, scale)
+    if step.is_native and x.is_contiguous():
+        grid = step.grid(x)
+        result, count = EMPTY_LIKE(x), x.numel()
+        if count:
+            threads = 1 if count < THREADED else torch.get_num_threads()
+            kernel(x.data_ptr(), result.data_ptr(), count, *keys, threads, grid, *given)
+        return result
     with torch.no_grad():
-        if kernel is None or not (step.layout is None or step.plan.takes_strides):
-            return _in_rows(x, step, keys, scale)
-        return _laid_out(x, step, kernel, keys)
+        return _laid_out(x, step, kernel, keys, given)
 
 
 class DtypeRounding:
@@ -201,17 +196,9 @@ class DtypeRounding:
             self.has_no_kernel = self.kernel is None
         return self.kernel
 
-    def rows(self, x: Tensor) -> calls.Rows | None:
-        """Returns the rows of a tensor that has no memory between its elements, as the kernel takes them.
-
-        None if they lie otherwise in memory.
-        """
-        if self.layout is None:
-            return ONE_ROW
-        assert self.plan is not None
-        if self.plan.takes_strides:
-            return rows_of(x, self.layout.axis)
-        return self.layout.rows_in_memory(x)
+    def grid(self, x: Tensor) -> Grid:
+        """Returns the grid of a tensor, as `Layout.grid` does."""
+        return NO_GRID if self.layout is None else self.layout.grid(x)
 
     def given(self, scale: Tensor) -> tuple[float] | None:
         """Returns the one scale that the kernel is given; None if there are more, or it is elsewhere."""
@@ -292,12 +279,17 @@ def plan_of(kind: str, mantissa: int, *rest: Any) -> Plan:
 
 
 def _laid_out(
-    x: Tensor, step: DtypeRounding, kernel: calls.Kernel, keys: tuple[int, int]
+    x: Tensor,
+    step: DtypeRounding,
+    kernel: calls.Kernel,
+    keys: tuple[int, int],
+    given: tuple[float, ...],
 ) -> Tensor:
     """Returns ``x`` rounded by a kernel, in other strides or another dtype than it wants."""
-    if keys is not NO_KEYS and not x.is_contiguous():
+    is_placed = keys is not NO_KEYS or not (step.layout is None or step.layout.takes_strides)
+    if is_placed and not x.is_contiguous():
         # An element's noise depends on its place, not on strides.
-        return EMPTY_LIKE(x).copy_(_laid_out(CONTIGUOUS(x), step, kernel, keys))
+        return EMPTY_LIKE(x).copy_(_laid_out(CONTIGUOUS(x), step, kernel, keys, given))
     assert step.plan is not None
     if step.is_native:
         source, result = x, EMPTY_LIKE(x)
@@ -305,36 +297,27 @@ def _laid_out(
             source = result.copy_(x)
     else:
         source = result = CAST[step.plan.binary.dtype](x)
-    rows = step.rows(source)
-    assert rows is not None
-    count = source.numel()
+    grid, count = step.grid(source), source.numel()
     if count:
         threads = 1 if count < THREADED else torch.get_num_threads()
-        kernel(source.data_ptr(), result.data_ptr(), count, *keys, threads, rows)
+        kernel(source.data_ptr(), result.data_ptr(), count, *keys, threads, grid, *given)
     return CAST[x.dtype](result)
 
 
-def _in_rows(x: Tensor, step: DtypeRounding, keys: tuple[int, int], scale: Tensor | None) -> Tensor:
-    """Returns ``x`` rounded in rows, with its strides: by the kernel, or by torch ops if there is none."""
+def _by_ops(x: Tensor, step: DtypeRounding, keys: tuple[int, int], scale: Tensor | None) -> Tensor:
+    """Returns ``x`` rounded by torch ops, with its strides."""
     plan, layout = step.plan, step.layout
     assert plan is not None
     work = CAST[plan.binary.dtype](x)
     rows = CONTIGUOUS(work if layout is None else layout.to_rows(work))
-    given = () if scale is None else step.given(scale)
-    if given is None or (step.kernel is None and plan.is_whole):
+    if scale is not None or plan.is_whole:
         result = rounded_rows(rows, plan, layout, (signed(keys[0]), signed(keys[1])), scale)
     else:
-        is_own = rows.data_ptr() != x.data_ptr()
-        result = rows if is_own else EMPTY_LIKE(rows)
-        count = rows.numel()
-        if step.kernel is None:
-            round_in_parts(rows, result, plan, keys)
-        elif count:
-            threads = 1 if count < THREADED else torch.get_num_threads()
-            extent = (rows.shape[-1], rows.shape[-2] if rows.dim() > 1 else 1)
-            step.kernel(rows.data_ptr(), result.data_ptr(), count, *keys, threads, extent, *given)
-    found = result if layout is None else layout.from_rows(result, x.shape)
-    return as_laid_out(CAST[x.dtype](found), x)
+        result = rows if rows.data_ptr() != x.data_ptr() else EMPTY_LIKE(rows)
+        round_in_parts(rows, result, plan, keys)
+    return as_laid_out(
+        CAST[x.dtype](result if layout is None else layout.from_rows(result, x.shape)), x
+    )
 
 
 @functools.lru_cache(maxsize=4096)

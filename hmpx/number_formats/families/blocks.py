@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ctypes
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Final
 
@@ -13,10 +14,9 @@ from torch import Tensor
 from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown
-from ...tensors import CAST
-from ..bits import FP32, FP64, Binary
+from ..bits import FP32, Binary
 from ..codings import Coding
-from ..layouts import Layout
+from ..layouts import NO_GRID, Grid, Layout
 from ..modes import Overflow
 from ..plans import Plan
 from ..unpatched import (
@@ -35,17 +35,18 @@ from ..unpatched import (
     OR,
     PAD,
     RIGHT,
-    SUB,
     WHERE,
 )
+from .block_codes import decoded
 from .fixed import Fixed, FixedPlan
 from .float_plans import FloatPlan
 from .floats import Float
-from .number_format import NumberFormat, check_codes, check_int, check_name, code_dtype
+from .number_format import NumberFormat, check_int, check_name, code_dtype
+from .scaled_codes import scaled_coding
 from .scaled_plans import ScaledPlan
 from .shared_exponents import RULES, Rule, carry, exponent_of
 
-#: Elements of the largest block that the kernel encodes, STRIP_ELEMENTS in ``code_kernels.h``.
+#: Elements of the largest block in float64 that the kernel encodes, STRIP_ELEMENTS in ``code_kernels.h``.
 _MOST_ENCODED: Final = 2048
 
 
@@ -124,38 +125,53 @@ class BlockPlan(Plan):
             bits = bits.masked_fill_(EQ(bits, 0), 1 << 22)  # 2**-127 is subnormal
         return bits.view(binary.dtype)
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
-        """Returns the kernel's ``block_spec`` for rows of ``length`` elements."""
-        if not isinstance(self.element, FloatPlan):
-            return self._scaled().kernel_spec(length, inner)
-        numbers = (*self.element.kernel_numbers(), self.max_exponent, self.carry, self.size)
-        return (ctypes.c_int64 * 13)(*numbers, length, inner)
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
+        """Returns the kernel's ``scaled_spec``, or its ``block_spec``."""
+        if self.binary is FP32:
+            return self._scaled("mx" if self._is_float else "e8m0").kernel_spec(grid)
+        assert isinstance(self.element, FloatPlan)
+        extent = (grid.rows, grid.columns) if grid.is_across else (grid.columns, 1)
+        numbers = (
+            *self.element.kernel_numbers(),
+            self.max_exponent,
+            self.carry,
+            self.size,
+            *extent,
+        )
+        return (ctypes.c_int64 * 13)(*numbers)
+
+    def decoding_spec(self, grid: Grid) -> Any:
+        """Returns the kernel's ``scaled_spec``."""
+        return self._scaled("mx").kernel_spec(grid)
 
     @property
     def has_kernel(self) -> bool:
         """Whether there is a kernel for this type and mode."""
-        is_float = isinstance(self.element, FloatPlan)
-        return super().has_kernel and (is_float or self.binary is FP32)
+        return super().has_kernel and (self._is_float or self.binary is FP32)
 
     @property
     def symbol(self) -> str:
         """The kernel's function in the compiled library."""
-        return super().symbol if isinstance(self.element, FloatPlan) else "scaled_f32"
+        return "scaled_f32" if self.binary is FP32 else super().symbol
+
+    @classmethod
+    def symbols(cls) -> tuple[str, ...]:
+        """Returns the kernel's functions for all types; that for float32 is a `ScaledPlan`'s."""
+        return ("block_f64",)
 
     @property
-    def takes_strides(self) -> bool:  # type: ignore[override]  # depends on the element
-        """Whether the kernel takes rows whose elements lie apart."""
+    def _is_float(self) -> bool:
         return isinstance(self.element, FloatPlan)
 
     @property
     def lowest(self) -> int:
         """The least shared exponent."""
-        return -127 if isinstance(self.element, FloatPlan) else -126
+        return -127 if self._is_float else -126
 
-    def _scaled(self) -> ScaledPlan:
+    def _scaled(self, scale_format: str) -> ScaledPlan:
         """Returns the same with the kernel of scaled elements."""
         most = math.ldexp(1.0, 127 - self.max_exponent)
-        shape = ("rows", self.size, 1, "e8m0", False)
+        shape = ("rows", self.size, 1, scale_format, False)
         limits = (1.0, 2.0**-126, most, self.max_exponent, self.carry)
         return ScaledPlan(self.binary, self.mode, self.element, *shape, *limits)  # type: ignore[arg-type]
 
@@ -281,6 +297,12 @@ class Block(NumberFormat):
 
     # --- codes ---------------------------------------------------------------------------------
 
+    def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scales of values of a shape."""
+        found = list(shape) or [1]
+        found[self.axis] = -(-found[self.axis] // self.size)
+        return tuple(found)
+
     def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, Tensor]:
         """Returns the codes of the elements, and those of their blocks' scales."""
         exact = self.plan(binary.dtype, "nearest", "saturate")
@@ -297,15 +319,12 @@ class Block(NumberFormat):
 
     def coding(self, binary: Binary) -> Coding | None:
         """Returns what kernels are told to make or read the codes of values of a binary type."""
+        if binary is FP32:
+            return scaled_coding(self.element)
         if not isinstance(self.element, Float):
             return None
         element = self.element.coding(binary, keeps_sign_of_nan=False)
-        return Coding(
-            "block",
-            element.spec,
-            can_encode=self.size <= _MOST_ENCODED,
-            can_decode=element.can_decode,
-        )
+        return Coding("block", element.spec, can_encode=self.size <= _MOST_ENCODED)
 
     def _rows(self, x: Tensor) -> Tensor:
         """Returns ``x`` with its axis last, contiguous."""
@@ -318,27 +337,4 @@ class Block(NumberFormat):
         Raises:
             OptionError: ``codes`` are not as `encoded` returns them.
         """
-        if not isinstance(codes, tuple | list) or len(codes) != 2:
-            raise OptionError(f"format {self.name}: decode takes the pair (codes, scales)")
-        for part in codes:
-            check_codes(part, self.name)
-        codes, scales = codes
-        elements = self.element.decoded(codes)
-        is_scalar = elements.dim() == 0
-        if is_scalar:
-            elements, scales = elements.view(1), scales.view(1)
-        axis = -1 if is_scalar else self.axis
-        length = elements.shape[axis]
-        expected = list(elements.shape)
-        expected[axis] = -(-length // self.size)
-        if list(scales.shape) != expected:
-            raise OptionError(
-                f"format {self.name}: codes of shape {tuple(codes.shape)} have scales of shape "
-                f"{tuple(expected)}, not {tuple(scales.shape)}"
-            )
-        exponent = SUB(scales.to(torch.int64), 127)
-        power = LEFT(ADD(exponent, FP64.bias), FP64.mantissa).view(torch.float64)
-        power = power.masked_fill_(EQ(scales, 255), math.nan)
-        power = power.repeat_interleave(self.size, axis).narrow(axis, 0, length)
-        values = CAST[torch.float32](MUL(CAST[torch.float64](elements), power))
-        return values.view(()) if is_scalar else values
+        return decoded(self, codes)

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import OptionError
 from ..bits import Binary
 from ..codings import Coding, FixedCodes
+from ..layouts import NO_GRID, Grid
 from ..modes import Overflow
 from ..noise import uniform
 from ..plans import Plan
@@ -83,7 +84,7 @@ class FixedPlan(Plan):
         bits = whole.view(self.binary.integer)  # compilers may take -0 for 0
         return bits.masked_fill_(EQ(whole, 0), 0).view(self.binary.dtype)
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``fixed_spec``."""
         scale = 1 << self.fraction
         return FixedSpec(self.mode_number, scale, 1 / scale, *self.limits)

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..bits import Binary, may_grow, ones_if_positive
+from ..layouts import NO_GRID, Grid
 from ..noise import uniform
 from ..plans import Plan
 from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, MUL, OR, RIGHT, SUB, WHERE, XOR
@@ -149,7 +150,7 @@ class FloatPlan(Plan):
             self.has_negative_zero,
         )
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``float_spec``."""
         return (ctypes.c_int64 * 8)(*self.kernel_numbers())
 
@@ -252,7 +253,7 @@ class BitsPlan(Plan):
         rounded = CLAMP(rounded, max=self.max)
         return rounded.masked_fill_(AND(is_over, goes_beyond), self.beyond)
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``bits_spec``."""
         return (ctypes.c_int64 * 7)(
             self.mode_number,

@@ -13,6 +13,7 @@ from torch import Tensor
 from ...errors import OptionError
 from ..bits import FP64, Binary, may_grow, ones_if_positive
 from ..codings import Coding, integers
+from ..layouts import NO_GRID, Grid
 from ..modes import Overflow
 from ..noise import uniform
 from ..plans import Plan
@@ -120,7 +121,7 @@ class PositPlan(Plan):
         share = DIV(SUB(magnitude, low), SUB(high, low))
         return WHERE(GE(share, uniform(noise, binary)), above, below)
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``posit_spec``."""
         return (ctypes.c_int64 * 7)(
             self.mode_number, self.bits, self.es, self.least, self.most, self.parity, self.last

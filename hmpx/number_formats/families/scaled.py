@@ -17,6 +17,7 @@ from ...errors import OptionError, shown
 from ...tensors import CAST
 from ...torch_internals import run_when_traced
 from ..bits import FP32, FP64, Binary, to_float32
+from ..codings import Coding
 from ..layouts import Layout
 from ..modes import Overflow
 from ..plans import Plan
@@ -33,7 +34,7 @@ from .scale_checks import (
     checked_history,
     scales_shape,
 )
-from .scaled_codes import decoded, encoded
+from .scaled_codes import decoded, encoded, scaled_coding
 from .scaled_plans import FLOAT32_MOST, ScaledPlan
 from .shared_exponents import RULES, Rule, carry, exponent_of
 from .tables import Table, TablePlan
@@ -317,12 +318,12 @@ class Scaled(NumberFormat):
         return encoded(self, values, rounded, binary)
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values that (codes, scales) or (codes, scales, tensor's scale) stand for.
-
-        Raises:
-            OptionError: ``codes`` are not as `encoded` returns them.
-        """
+        """Returns the values of what `encoded` returns; else raises `OptionError`."""
         return decoded(self, codes)
+
+    def coding(self, binary: Binary) -> Coding | None:
+        """Returns what kernels are told to make or read the codes of values of a binary type."""
+        return scaled_coding(self.element) if binary is FP32 else None
 
     def exact_plan(self, dtype: torch.dtype) -> ScaledPlan:
         """Returns the plan to the nearest."""

@@ -11,16 +11,36 @@ from torch import Tensor
 from ...errors import OptionError
 from ...tensors import CAST
 from ..bits import FP32, FP64, Binary
+from ..codings import Coding
 from ..layouts import Layout
 from ..unpatched import DIV, EQ, LEFT, MUL, NE, RIGHT
+from .fixed import Fixed
 from .floats import Float
 from .number_format import check_codes, code_dtype
 from .scale_checks import check_scales, check_shape
 
 if TYPE_CHECKING:
     from .scaled import Scaled
+    from .tables import Table
 
 _E4M3: Final = Float("e4m3", 4, 3, kind="fn")
+
+
+def scaled_coding(element: Float | Fixed | Table) -> Coding | None:
+    """Returns what kernels are told to make or read the codes of elements that share scales."""
+    # `encoded` finds elements by their products with scales in float32, which must differ then.
+    if isinstance(element, Float):
+        coding: Coding | None = element.coding(FP32, keeps_sign_of_nan=False)
+        differ = element.smallest_subnormal >= 2.0**-20 and element.significand_bits <= 20
+    else:
+        coding = element.coding(FP32)
+        differ = element.epsilon >= 2.0**-20 * max(element.max, -element.min, 1.0)
+    if coding is None:
+        return None
+    can_decode = coding.can_decode and element.bits <= (
+        8 if isinstance(element, Float | Fixed) else 4
+    )
+    return Coding("scaled", coding.spec, differ, can_decode, coding.memory)
 
 
 def encoded(format: Scaled, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, ...]:

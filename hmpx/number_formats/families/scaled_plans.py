@@ -13,7 +13,7 @@ from torch import Tensor
 
 from ...tensors import CAST
 from ..bits import FP32, Binary
-from ..layouts import Kind
+from ..layouts import NO_GRID, Grid, Kind
 from ..plans import Plan
 from ..unpatched import (
     ADD,
@@ -48,6 +48,9 @@ _E4M3: Final = FloatPlan(FP32, "nearest", 3, -6, 8, _E4M3_MOST, _E4M3_MOST, True
 _ELEMENTS: Final = {plan.__name__: plan for plan in (FloatPlan, BitsPlan, FixedPlan, TablePlan)}
 
 
+#: As the kernel numbers them; "mx": e8m0 as blocks have it, with ``2**-127``.
+_SCALE_FORMATS: Final = ("float32", "e8m0", "e4m3", "mx")
+
 #: Values of the largest table that the kernel takes.
 _SMALL_TABLE: Final = 16
 
@@ -63,7 +66,10 @@ class ScaledSpec(ctypes.Structure):
             (name, ctypes.c_int64)
             for name in ("kind", "scale_format", "has_tensor_scale", "max_exponent", "carry")
         ),
-        *((name, ctypes.c_int64) for name in ("size", "height", "length", "rows", "is_given")),
+        *((name, ctypes.c_int64) for name in ("nan_index", "rows", "mid", "columns")),
+        *((name, ctypes.c_int64) for name in ("height", "width", "is_whole")),
+        ("places", ctypes.c_int64 * 4),
+        ("is_given", ctypes.c_int64),
         *(
             (name, ctypes.c_float)
             for name in ("largest", "tensor_largest", "least_scale", "most_scale", "given")
@@ -110,7 +116,6 @@ class ScaledPlan(Plan):
 
     kernel = "scaled"
     kernel_binaries = (FP32,)
-    has_encoder = False
     is_by_row = True
     is_whole = True
 
@@ -247,31 +252,49 @@ class ScaledPlan(Plan):
         is_known = isinstance(self.element, FloatPlan | FixedPlan)
         return super().has_kernel and (is_known or (is_small and self.mode == "nearest"))
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``scaled_spec``."""
         element, spec = self.element, ScaledSpec()
         spec.element[0] = self.mode_number
         if isinstance(element, FloatPlan):
             spec.kind, spec.element[:] = 0, element.kernel_numbers()
         elif isinstance(element, FixedPlan):
-            spec.kind, spec.fixed = 1, element.kernel_spec(0, 1)
+            spec.kind, spec.fixed = 1, element.kernel_spec()
         else:
             assert isinstance(element, TablePlan)
-            spec.kind, count = 2, len(element.values)
+            spec.kind, spec.nan_index, count = 2, element.zero_index, len(element.values)
             for j in range(_SMALL_TABLE):
                 spec.values[j] = element.values[min(j, count - 1)]
                 spec.thresholds[j] = element.thresholds[j] if j < count - 1 else math.inf
         spec.e4m3[:] = _E4M3.kernel_numbers()
-        spec.scale_format = ("float32", "e8m0", "e4m3").index(self.scale_format)
+        spec.scale_format = _SCALE_FORMATS.index(self.scale_format)
         spec.has_tensor_scale = self.has_tensor_scale
         spec.max_exponent, spec.carry = self.max_exponent, self.carry
-        is_tiled = self.kind == "tiles"
-        spec.size = 0 if self.kind == "whole" else self.size or length
-        spec.height, spec.rows = (self.height, inner) if is_tiled else (1, 1)
-        spec.length, spec.largest = length, self.largest
+        spec.is_whole, spec.largest = self.kind == "whole", self.largest
+        spec.rows, spec.mid, spec.columns = grid[:3]
+        spec.height, spec.width = self._tile(grid)
+        spec.places[:] = self._places(grid)
         spec.tensor_largest = self.largest * _E4M3_MOST
         spec.least_scale, spec.most_scale = self.least_scale, self.most_scale
         return spec
+
+    def _tile(self, grid: Grid) -> tuple[int, int]:
+        """Returns how many rows and columns of the grid share a scale."""
+        rows, _, columns, is_across = grid
+        if self.kind == "columns":
+            return rows, 1 if is_across else columns
+        along = self.size or (rows if is_across else columns)
+        height, width = (along, self.height) if is_across else (self.height, along)
+        return height, min(width, columns)
+
+    def _places(self, grid: Grid) -> tuple[int, int, int, int]:
+        """Returns the distance of outer parts, rows, mids and columns where `to_rows` lays them out."""
+        rows, mid, columns, is_across = grid
+        if is_across:
+            return rows * mid * columns, 1, rows * columns, rows
+        if self.kind == "columns":
+            return 0, columns, rows * columns, 1
+        return rows * mid * columns, mid * columns, columns, 1
 
     @classmethod
     def from_constants(cls, binary: Binary, *rest: Any) -> Plan:

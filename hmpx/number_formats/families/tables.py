@@ -18,6 +18,7 @@ from ...errors import OptionError, shown
 from ...tensors import Constant
 from ..bits import FP32, FP64, Binary, to_float32
 from ..codings import Coding, TableCodes
+from ..layouts import NO_GRID, Grid
 from ..modes import Overflow
 from ..noise import uniform
 from ..plans import Plan
@@ -85,7 +86,7 @@ class TablePlan(Plan):
         """The index of the value nearest to 0."""
         return bisect_left(_thresholds(self.values, self.binary, "nearest"), 0.0)
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``table_spec``; None if it would take too much memory."""
         return _table_spec(self)
 

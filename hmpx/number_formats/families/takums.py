@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ..bits import FP64, Binary, may_grow, ones_if_positive
+from ..layouts import NO_GRID, Grid
 from ..modes import Overflow
 from ..noise import uniform
 from ..plans import Plan
@@ -114,7 +115,7 @@ class TakumPlan(Plan):
         share = DIV(SUB(magnitude, low), SUB(high, low))  # NaN at the largest, which stays
         return WHERE(GE(share, uniform(noise, binary)), above, below)
 
-    def kernel_spec(self, length: int, inner: int) -> Any:
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``takum_spec``."""
         return (ctypes.c_int64 * 5)(self.mode_number, self.bits, self.least, self.most, self.last)
 

@@ -28,7 +28,7 @@ _SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 #: What it includes.
 _PARTS: Final = tuple(
     Path(__file__).with_name(name)
-    for name in ("bfloat16_kernels.h", "code_kernels.h", "scaled_kernels.h")
+    for name in ("bfloat16_kernels.h", "code_kernels.h", "scaled_kernels.h", "small_tables.h")
 )
 
 _SYMBOLS: Final = (
@@ -44,7 +44,7 @@ _SYMBOLS: Final = (
         for kind in ("float", "posit", "fixed", "table")
         for width in ("f32", "f64")
     ),
-    "decode_block_f32",
+    "decode_scaled_f32",
     *("extremes_f32", "extremes_bf16", "extremes_f16"),
     *("bf16_rounded", "bf16_mapped", "bf16_scaled"),
 )

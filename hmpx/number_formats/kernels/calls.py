@@ -10,22 +10,20 @@ from collections.abc import Callable
 from typing import Any, Final, TypeAlias
 
 from ..codings import Coding
+from ..layouts import NO_GRID, Grid
 from ..plans import Plan
 
-#: Of plans that round by row: the length of a row, and the distance of neighbours in it.
-Rows: TypeAlias = tuple[int, int]
-
-#: (source address, target address, elements, key, key, threads, rows); a plan with scales takes that of the
+#: (source address, target address, elements, key, key, threads, grid); a plan with scales takes that of the
 #: whole tensor, too
 Kernel: TypeAlias = Callable[..., None]
 
-#: The same, and the width of a code in bytes; for blocks also the address of their scales' codes.
+#: The same, and the width of a code in bytes; also the addresses of scales' codes, and of the tensor's scale.
 Encoder: TypeAlias = Callable[..., None]
 
 #: (source address, target address, elements, width of a code, threads)
-Decoder: TypeAlias = Callable[[int, int, int, int, int], None]
+Decoder: TypeAlias = Callable[..., None]
 
-#: Lengths of rows whose specs are kept for one plan.
+#: Grids whose specs are kept for one plan.
 _MOST_LENGTHS: Final = 1024
 
 _ROUNDING: Final = (
@@ -62,9 +60,11 @@ def encoder(plan: Plan, coding: Coding | None, library: ctypes.CDLL) -> Encoder 
     types: tuple[Any, ...] = (*_ROUNDING, ctypes.c_void_p, ctypes.c_int)
     if coding.kernel == "block":
         types = (*types, ctypes.c_void_p)
+    elif coding.kernel == "scaled":
+        types = (*types, ctypes.c_void_p, ctypes.c_void_p)
     function = _function(library, f"encode_{plan.symbol}", types)
-    specs = _Specs(plan)
-    if not plan.is_by_row and specs.of((0, 1)) is None:
+    specs = _Specs(plan.kernel_spec)
+    if not plan.is_by_row and specs.of(NO_GRID) is None:
         return None
     codes = ctypes.addressof(coding.spec)
 
@@ -75,11 +75,11 @@ def encoder(plan: Plan, coding: Coding | None, library: ctypes.CDLL) -> Encoder 
         key0: int,
         key1: int,
         threads: int,
-        rows: Rows,
+        grid: Grid,
         *rest: int,
         _keep: Any = coding,
     ) -> None:
-        spec = specs.of(rows)
+        spec = specs.of(grid)
         function(source, target, count, ctypes.addressof(spec), key0, key1, threads, codes, *rest)
 
     return run
@@ -88,7 +88,7 @@ def encoder(plan: Plan, coding: Coding | None, library: ctypes.CDLL) -> Encoder 
 def decoder(coding: Coding | None, width: int, library: ctypes.CDLL) -> Decoder | None:
     """Returns what decodes to values of so many bits, given addresses; None if no kernel does.
 
-    Not for blocks.
+    Not for those that share scales.
     """
     if coding is None or not coding.can_decode:
         return None
@@ -103,26 +103,37 @@ def decoder(coding: Coding | None, width: int, library: ctypes.CDLL) -> Decoder 
     return run
 
 
-def block_decoder(plan: Plan, coding: Coding | None, library: ctypes.CDLL) -> Encoder | None:
-    """Returns what decodes blocks: (codes, scales, target, elements, width, threads, rows)."""
+def scaled_decoder(
+    spec_of: Callable[[Grid], Any], coding: Coding | None, library: ctypes.CDLL
+) -> Decoder | None:
+    """Returns what decodes elements that share scales; None if no kernel does.
+
+    It takes (codes, scales, target, elements, grid, width of a code, threads, the tensor's scale or 1).
+
+    Args:
+        spec_of: Returns the ``scaled_spec`` for a grid.
+        coding: Of the elements.
+        library: The compiled kernels.
+    """
     if coding is None or not coding.can_decode:
         return None
-    types = (ctypes.c_void_p, *_DECODING[:4], ctypes.c_void_p, *_DECODING[4:])
-    function = _function(library, "decode_block_f32", types)
-    specs, codes = _Specs(plan), ctypes.addressof(coding.spec)
+    types = (ctypes.c_void_p, *_DECODING[:4], ctypes.c_void_p, *_DECODING[4:], ctypes.c_float)
+    function = _function(library, "decode_scaled_f32", types)
+    specs, codes = _Specs(spec_of), ctypes.addressof(coding.spec)
 
     def run(  # noqa: PLR0917  # as the C function
         source: int,
         scales: int,
         target: int,
         count: int,
+        grid: Grid,
         bytes_: int,
         threads: int,
-        rows: Rows,
+        tensor_scale: float,
         _keep: Any = coding,
     ) -> None:
-        spec = specs.of(rows)
-        function(source, scales, target, count, ctypes.addressof(spec), codes, bytes_, threads)
+        spec = ctypes.addressof(specs.of(grid))
+        function(source, scales, target, count, spec, codes, bytes_, threads, tensor_scale)
 
     return run
 
@@ -135,27 +146,26 @@ def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Any:
 
 
 class _Specs:
-    """The specs of a plan: one, or if it rounds by row one for each kind of rows."""
+    """The specs of a plan that rounds by row, one for each grid."""
 
-    __slots__ = ("_by_rows", "_plan")
+    __slots__ = ("_by_grid", "_spec_of")
 
-    def __init__(self, plan: Plan) -> None:
-        self._plan = plan
-        self._by_rows: dict[Rows, Any] = {}
+    def __init__(self, spec_of: Callable[[Grid], Any]) -> None:
+        self._spec_of = spec_of
+        self._by_grid: dict[Grid, Any] = {}
 
-    def of(self, rows: Rows) -> Any:
-        """Returns the ctypes object for such rows, which must be kept while its address is used."""
-        rows = rows if self._plan.is_by_row else (0, 1)
-        spec = self._by_rows.get(rows)
+    def of(self, grid: Grid) -> Any:
+        """Returns the ctypes object for such a grid, which must be kept while its address is used."""
+        spec = self._by_grid.get(grid)
         if spec is None:
-            if len(self._by_rows) >= _MOST_LENGTHS:
-                self._by_rows.clear()
-            spec = self._by_rows[rows] = self._plan.kernel_spec(*rows)
+            if len(self._by_grid) >= _MOST_LENGTHS:
+                self._by_grid.clear()
+            spec = self._by_grid[grid] = self._spec_of(grid)
         return spec
 
 
 def _run_by_row(plan: Plan, function: Any) -> Kernel:
-    specs = _Specs(plan)
+    specs = _Specs(plan.kernel_spec)
 
     def run(  # noqa: PLR0917  # as the C function
         source: int,
@@ -164,10 +174,10 @@ def _run_by_row(plan: Plan, function: Any) -> Kernel:
         key0: int,
         key1: int,
         threads: int,
-        rows: Rows,
+        grid: Grid,
         scale: float | None = None,
     ) -> None:
-        spec = specs.of(rows)
+        spec = specs.of(grid)
         if scale is not None:  # of this call only
             spec = type(spec).from_buffer_copy(spec)
             spec.is_given, spec.given = True, scale
@@ -177,7 +187,7 @@ def _run_by_row(plan: Plan, function: Any) -> Kernel:
 
 
 def _run_by_value(plan: Plan, function: Any) -> Kernel | None:
-    spec = plan.kernel_spec(0, 1)
+    spec = plan.kernel_spec()
     if spec is None:
         return None
     address = ctypes.addressof(spec)
@@ -189,7 +199,7 @@ def _run_by_value(plan: Plan, function: Any) -> Kernel | None:
         key0: int,
         key1: int,
         threads: int,
-        rows: Rows,
+        grid: Grid,
         _keep: Any = spec,
     ) -> None:
         function(source, target, count, address, key0, key1, threads)

@@ -36,6 +36,11 @@ struct table_codes {
 #define EACH_WIDTH(CASE) CASE(1, uint8_t) CASE(2, uint16_t) CASE(4, uint32_t) CASE(8, uint64_t)
 #endif
 
+/* A code that is not negative, which is said so that compilers narrow it, and not all that it is made of. */
+INLINE SINT NAME(whole_code)(UINT code) { return (SINT)code > 0 ? (SINT)code : 0; }
+
+#define NARROWED(WIDTH, code) (WIDTH < (int)sizeof(REAL) ? (UINT)NAME(whole_code)(code) : (code))
+
 INLINE UINT NAME(code_float)(REAL value, struct float_codes s) {
   const SINT bits = NAME(to_bits)(value), whole = bits & MAGNITUDE;
   const REAL power = NAME(from_bits)((SINT)s.low_power);
@@ -50,17 +55,20 @@ INLINE UINT NAME(code_float)(REAL value, struct float_codes s) {
   return (UINT)code | ((whole > INF ? of_nan : sign) << s.sign_place);
 }
 
-INLINE REAL NAME(value_float)(UINT code, struct float_codes s) {
+/* `is_short`: there is no infinity, and no NaN but beyond the last number. */
+INLINE REAL NAME(value)(UINT code, struct float_codes s, const int is_short) {
   const SINT whole = (SINT)(code & (UINT)s.mask);
   const SINT sign = (SINT)((code >> s.sign_place) << WIDTH_LESS_ONE);
   const REAL low = (REAL)whole * NAME(from_bits)((SINT)s.step);
   SINT bits = (SINT)(((UINT)whole << s.dropped) + ((UINT)s.rebias << s.dropped));
   bits = whole < (SINT)s.first_normal ? NAME(to_bits)(low) : bits;
-  bits = whole == (SINT)s.infinite ? INF : bits;
+  if (!is_short) bits = whole == (SINT)s.infinite ? INF : bits;
   bits = whole > (SINT)s.last_number ? QUIET_NAN : bits;
-  bits = (whole | (sign & SIGN)) == (SINT)s.nan_code ? QUIET_NAN : bits;
+  if (!is_short) bits = (whole | (sign & SIGN)) == (SINT)s.nan_code ? QUIET_NAN : bits;
   return NAME(from_bits)(bits | sign);
 }
+
+INLINE int NAME(is_short)(struct float_codes s) { return s.infinite < 0 && s.nan_code == -1; }
 
 INLINE UINT NAME(code_posit)(REAL value, struct posit_codes s) {
   const int bits_of_code = (int)s.bits, places = MANTISSA + (int)s.es;
@@ -117,28 +125,29 @@ INLINE REAL NAME(value_fixed)(UINT code, struct fixed_codes s) {
   return (REAL)((SINT)(code << unused) >> unused) * (REAL)s.step;
 }
 
-/* The code of a number rounded to nearest in a format that rounds by addition and has -0: what the
- * addition leaves in the lowest bits are steps of the number's binade, below which there are others.
+/* The code of a number rounded to nearest in a format that rounds by addition: what the addition leaves
+ * in the lowest bits are steps of the number's binade, below which there are others: as many as the
+ * exponent says, `dropped` bits further down. `first` is what that comes to for 0.
  */
-INLINE UINT NAME(direct_float)(REAL x, struct float_spec s, struct float_codes c, SINT largest,
-                               SINT beyond) {
+INLINE UINT NAME(direct_float)(REAL x, struct float_spec s, struct float_codes c, SINT first,
+                               SINT largest, SINT beyond, SINT nan, const int is_signed) {
   const SINT lowest = (SINT)s.lowest, highest = (SINT)s.highest;
-  const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE, field = bits & INF;
-  const SINT capped = field < highest ? field : highest;
-  const SINT raised = capped > lowest ? capped : lowest;
-  const SINT power = raised + (SINT)s.lift;
-  const SINT steps = NAME(to_bits)(NAME(from_bits)(whole) + NAME(from_bits)(power)) - power;
-  SINT code = steps + ((raised - lowest) >> c.dropped);
+  const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE;
+  const SINT capped = whole < highest ? whole : highest, field = capped & INF;
+  const SINT power = (field > lowest ? field : lowest) + (SINT)s.lift;
+  const SINT sum = NAME(to_bits)(NAME(from_bits)(capped) + NAME(from_bits)(power));
+  SINT code = (SINT)((UINT)(sum + (sum >> c.dropped)) - (UINT)first) & ((ONE << MANTISSA) - 1);
   code = code > largest ? beyond : code;
-  code = whole > INF ? (SINT)c.nan : code;
-  const UINT flips = (UINT)-(SINT)(whole > INF) & (UINT)c.nan_flips;
-  return (UINT)code | ((((UINT)bits >> WIDTH_LESS_ONE) ^ flips) << c.sign_place);
+  code = whole > INF ? nan : code;
+  const SINT place = ONE << c.sign_place;
+  const SINT turned = code ^ ((bits >> (WIDTH_LESS_ONE - c.sign_place)) & place);
+  if (is_signed) return (UINT)turned;
+  /* Neither zero nor a code of NaN has a sign. */
+  return (UINT)((code & ~place) ? turned : code);
 }
 
 /* The same of a format with the exponents of the type. */
-INLINE UINT NAME(direct_bits)(REAL x, struct bits_spec s, struct float_codes c, SINT largest,
-                              SINT beyond) {
-  (void)largest, (void)beyond;
+INLINE UINT NAME(direct_bits)(REAL x, struct bits_spec s, struct float_codes c) {
   const SINT bits = NAME(to_bits)(NAME(round_bits)(x, NEAREST, 1, s, 0));
   const UINT found = (UINT)bits >> c.dropped;
   const UINT sign = (((UINT)bits >> WIDTH_LESS_ONE) & (UINT)c.nan_keeps) ^ (UINT)c.nan_flips;
@@ -149,30 +158,45 @@ INLINE UINT NAME(direct_bits)(REAL x, struct bits_spec s, struct float_codes c, 
 #define DIRECT_OF(WIDTH, CODE)                                                                 \
   case WIDTH:                                                                                  \
     SIMD for (int64_t i = first; i < end; i++) ((CODE *)out)[i] =                              \
-        (CODE)DIRECT(in[i], s, c, largest, beyond);                                                             \
+        (CODE)NARROWED(WIDTH, DIRECT(in[i]));                                                  \
     break;
 
-#define DIRECTLY(KIND)                                                                         \
-  static void NAME(directly_##KIND)(const REAL *in, void *out, int64_t first, int64_t end,     \
-                                    const struct KIND##_spec *spec,                            \
-                                    const struct float_codes *codes, int width) {              \
-    const struct KIND##_spec s = *spec;                                                        \
-    const struct float_codes c = *codes;                                                       \
-    const SINT largest = (SINT)NAME(code_float)(NAME(from_bits)((SINT)s.max), c);              \
-    const SINT beyond = (SINT)NAME(code_float)(NAME(from_bits)((SINT)s.beyond), c);            \
-    switch (width) { EACH_WIDTH(DIRECT_OF) }                                                   \
+/* For formats with -0 or without. */
+static void NAME(directly_float)(const REAL *in, void *out, int64_t first, int64_t end,
+                                 const struct float_spec *spec, const struct float_codes *codes,
+                                 int width) {
+  const struct float_spec s = *spec;
+  const struct float_codes c = *codes;
+  const UINT power = (UINT)(s.lowest + s.lift);
+  const SINT base = (SINT)(power + (power >> c.dropped));
+  const SINT largest = (SINT)NAME(code_float)(NAME(from_bits)((SINT)s.max), c);
+  const SINT beyond = (SINT)NAME(code_float)(NAME(from_bits)((SINT)s.beyond), c);
+  const SINT nan = (SINT)((UINT)c.nan | ((UINT)c.nan_flips << c.sign_place));
+  if (s.negative_zero) {
+#define DIRECT(x) NAME(direct_float)(x, s, c, base, largest, beyond, nan, 1)
+    switch (width) { EACH_WIDTH(DIRECT_OF) }
+#undef DIRECT
+  } else {
+#define DIRECT(x) NAME(direct_float)(x, s, c, base, largest, beyond, nan, 0)
+    switch (width) { EACH_WIDTH(DIRECT_OF) }
+#undef DIRECT
   }
+}
 
-#define DIRECT NAME(direct_float)
-DIRECTLY(float)
+static void NAME(directly_bits)(const REAL *in, void *out, int64_t first, int64_t end,
+                                const struct bits_spec *spec, const struct float_codes *codes,
+                                int width) {
+  const struct bits_spec s = *spec;
+  const struct float_codes c = *codes;
+#define DIRECT(x) NAME(direct_bits)(x, s, c)
+  switch (width) { EACH_WIDTH(DIRECT_OF) }
 #undef DIRECT
-#define DIRECT NAME(direct_bits)
-DIRECTLY(bits)
-#undef DIRECT
+}
 
 #define STORE_OF(WIDTH, CODE)                                                                  \
   case WIDTH:                                                                                  \
-    SIMD for (int64_t i = 0; i < count; i++) ((CODE *)out)[i] = (CODE)CODE_OF(in[i], s);       \
+    SIMD for (int64_t i = 0; i < count; i++) ((CODE *)out)[i] =                                \
+        (CODE)NARROWED(WIDTH, CODE_OF(in[i], s));                                              \
     break;
 
 #define LOAD_OF(WIDTH, CODE)                                                                   \
@@ -190,8 +214,18 @@ DIRECTLY(bits)
   static void NAME(load_##KIND)(const void *in, REAL *out, int64_t count,                      \
                                 const struct KIND##_codes *codes, int width) {                 \
     const struct KIND##_codes s = *codes;                                                      \
+    LOADED_FIRST_##KIND                                                                        \
     switch (width) { EACH_WIDTH(LOAD_OF) }                                                     \
   }
+
+#define LOADED_FIRST_float                                                                     \
+  if (width == 1 && NAME(is_short)(s)) {                                                       \
+    const uint8_t *source = in;                                                                \
+    SIMD for (int64_t i = 0; i < count; i++) out[i] = NAME(value)(source[i], s, 1);            \
+    return;                                                                                    \
+  }
+#define LOADED_FIRST_posit
+#define LOADED_FIRST_fixed
 
 /* Rounds numbers to codes. */
 #define ENCODER(KIND, CODED)                                                                   \
@@ -224,7 +258,7 @@ DIRECTLY(bits)
   }
 
 #define CODE_OF NAME(code_float)
-#define VALUE_OF NAME(value_float)
+#define VALUE_OF(code, s) NAME(value)(code, s, 0)
 CODER(float)
 #undef CODE_OF
 #undef VALUE_OF
@@ -240,7 +274,8 @@ CODER(fixed)
 #undef VALUE_OF
 
 #define DIRECT_float                                                                           \
-  if (spec->mode == NEAREST && NAME(is_plain_float)(*spec)) {                                  \
+  if (spec->mode == NEAREST && spec->lowest_power == spec->lowest + spec->lift &&              \
+      MANTISSA - codes->dropped + 1 < codes->dropped) {                                        \
     NAME(directly_float)(in, out, first, end, spec, codes, width);                             \
     first = end;                                                                               \
   }
@@ -259,6 +294,7 @@ DECODER(float)
 DECODER(posit)
 DECODER(fixed)
 
+#if !IS_FLOAT
 /* --- blocks --- */
 
 /* Of a buffer for the elements of a strip, and thus of the largest block that is encoded. */
@@ -330,42 +366,9 @@ API void NAME(encode_block)(const REAL *in, char *out, int64_t count, const stru
   }
 }
 
-#if IS_FLOAT
-API void decode_block_f32(const char *in, const uint8_t *scale_codes, float *out, int64_t count,
-                          const struct block_spec *spec, const struct float_codes *codes, int width,
-                          int threads) {
-  const int64_t inner = spec->inner, size = spec->size;
-  (void)threads;
-  PARALLEL {
-    int64_t b, end;
-    float scales[STRIP];
-    my_share(blocks_of(count, spec), &b, &end);
-    while (b < end) {
-      const struct strip part = strip_at(b, end, STRIP, spec);
-      const char *source = in + part.place * width;
-      float *target = out + part.place;
-      for (int64_t i = 0; i < part.blocks; i++) {
-        const int32_t code = scale_codes[b + i];
-        scales[i] = code == 255 ? from_bits_f32(QUIET_NAN) : power_of_two_f32(code - 127);
-      }
-      if (inner == 1) {
-        load_float_f32(source, target, (part.blocks - 1) * size + part.size, codes, width);
-        for (int64_t i = 0; i < part.blocks; i++) {
-          const float scale = scales[i];
-          SIMD for (int64_t j = 0; j < part.size; j++) target[i * size + j] *= scale;
-        }
-      } else {
-        for (int64_t i = 0; i < part.size; i++) {
-          float *row = target + i * inner;
-          load_float_f32(source + i * inner * width, row, part.blocks, codes, width);
-          SIMD for (int64_t j = 0; j < part.blocks; j++) row[j] *= scales[j];
-        }
-      }
-      b = part.next;
-    }
-  }
-}
+#endif
 
+#if IS_FLOAT
 /* --- tables --- */
 
 #define TABLE_STORE_OF(WIDTH, CODE)                                                            \
@@ -376,31 +379,36 @@ API void decode_block_f32(const char *in, const uint8_t *scale_codes, float *out
     }                                                                                          \
     break;
 
-#define SMALL_TABLE_STORE_OF(WIDTH, CODE)                                                      \
-  case WIDTH:                                                                                  \
-    SIMD for (int64_t i = first; i < end; i++) {                                               \
-      const float x = in[i];                                                                   \
-      int32_t found = 0;                                                                       \
-      _Pragma("GCC unroll 16") for (int j = 0; j < SMALL_TABLE - 1; j++)                       \
-          found += (int32_t)(x > thresholds[j]);                                              \
-      ((CODE *)out)[i] = (CODE)(x != x ? (int32_t)s.nan_index : found);                        \
-    }                                                                                          \
-    break;
+/* The same of at most 16 values, whose codes are bytes. */
+static void store_small_table(const float *in, uint8_t *out, int64_t first, int64_t end,
+                              const struct table_spec *s) {
+  const struct small_table table = small_table_of(s->values, s->thresholds, s->count);
+  const int32_t nan = (int32_t)s->nan_index;
+  int64_t i = first;
+#ifdef LANES
+  const struct small_search search = small_search_of(table.thresholds);
+  for (; i + LANES <= end; i += LANES) {
+    const __m256 x = _mm256_loadu_ps(in + i);
+    const __m256 index = _mm256_castsi256_ps(small_indices(x, &search));
+    const __m256 is_nan = _mm256_cmp_ps(x, x, _CMP_UNORD_Q);
+    const __m256 of_nan = _mm256_castsi256_ps(_mm256_set1_epi32(nan));
+    store_bytes(out + i, _mm256_castps_si256(_mm256_blendv_ps(index, of_nan, is_nan)));
+  }
+#endif
+  for (; i < end; i++) out[i] = (uint8_t)(in[i] != in[i] ? nan : small_index(in[i], table.thresholds));
+}
 
 /* Indices of rounded values; not for stochastic rounding. */
 API void encode_table_f32(const float *in, void *out, int64_t count, const struct table_spec *spec,
                           uint32_t key0, uint32_t key1, int threads,
                           const struct table_codes *codes, int width) {
   const struct table_spec s = *spec;
-  float thresholds[SMALL_TABLE];
-  for (int j = 0; j < SMALL_TABLE; j++)
-    thresholds[j] = j < s.count - 1 ? s.thresholds[j] : INFINITY;
   (void)threads, (void)key0, (void)key1, (void)codes;
   PARALLEL {
     int64_t first, end;
     my_share(count, &first, &end);
     if (s.count <= SMALL_TABLE)
-      switch (width) { EACH_WIDTH(SMALL_TABLE_STORE_OF) }
+      store_small_table(in, out, first, end, &s);
     else
       switch (width) { EACH_WIDTH(TABLE_STORE_OF) }
   }
@@ -410,22 +418,33 @@ API void encode_table_f32(const float *in, void *out, int64_t count, const struc
 
 #define TABLE_LOAD_OF(WIDTH, CODE)                                                             \
   case WIDTH:                                                                                  \
-    for (int64_t i = first; i < end; i++) out[i] = values[((const CODE *)in)[i] & mask];       \
+    for (int64_t i = 0; i < count; i++) out[i] = values[((const CODE *)in)[i] & mask];         \
     break;
 
-API void NAME(decode_table)(const void *in, REAL *out, int64_t count,
-                            const struct table_codes *codes, int width, int threads) {
+static void NAME(load_table)(const void *in, REAL *out, int64_t count,
+                             const struct table_codes *codes, int width) {
   const REAL *values = codes->values;
   const uint64_t mask = (uint64_t)codes->mask;
-  (void)threads;
-  PARALLEL {
-    int64_t first, end;
-    my_share(count, &first, &end);
-    switch (width) { EACH_WIDTH(TABLE_LOAD_OF) }
+#if IS_FLOAT && defined LANES
+  if (width == 1 && mask < SMALL_TABLE) {
+    float all[SMALL_TABLE];
+    for (int j = 0; j < SMALL_TABLE; j++) all[j] = values[(uint64_t)j & mask];
+    int64_t i = 0;
+    for (; i + LANES <= count; i += LANES)
+      _mm256_storeu_ps(out + i, small_values(load_bytes((const uint8_t *)in + i), all));
+    for (; i < count; i++) out[i] = values[((const uint8_t *)in)[i] & mask];
+    return;
   }
+#endif
+  switch (width) { EACH_WIDTH(TABLE_LOAD_OF) }
 }
+DECODER(table)
 
 #undef EACH_WIDTH
+#undef NARROWED
+#undef LOADED_FIRST_float
+#undef LOADED_FIRST_posit
+#undef LOADED_FIRST_fixed
 #undef STORE_OF
 #undef LOAD_OF
 #undef CODER
@@ -434,7 +453,6 @@ API void NAME(decode_table)(const void *in, REAL *out, int64_t count,
 #undef BLOCK_STORE_OF
 #undef TABLE_LOAD_OF
 #undef DIRECT_OF
-#undef DIRECTLY
 #undef DIRECT_float
 #undef DIRECT_bits
 #undef DIRECT_posit

@@ -58,7 +58,7 @@ def rounded(x: Tensor, plan: Plan, keys: Tensor | None) -> Tensor | None:
 
 def numbers_of(plan: Plan) -> tuple[Any, ...]:
     """Returns the numbers of the plan's spec, without the mode."""
-    spec = plan.kernel_spec(0, 1)
+    spec = plan.kernel_spec()
     fields = getattr(spec, "_fields_", None)
     found = list(spec) if fields is None else [getattr(spec, name) for name, _ in fields]
     return tuple(found[1:])

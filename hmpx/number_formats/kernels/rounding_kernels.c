@@ -442,10 +442,7 @@ KERNEL(takum)
 #endif
 KERNEL(fixed)
 
-/* --- blocks --- */
-
-/* Blocks that are worked on together. */
-#define STRIP 64
+/* --- blocks, in float by scaled_kernels.h --- */
 
 INLINE REAL NAME(power_of_two)(SINT exponent) {
   const SINT bits = (exponent + BIAS) << MANTISSA;
@@ -453,12 +450,16 @@ INLINE REAL NAME(power_of_two)(SINT exponent) {
 }
 
 /* The exponent that a block shares, given the bits of its largest magnitude. */
-INLINE SINT NAME(shared_exponent)(SINT most, const struct block_spec *s) {
-  const SINT carried = (SINT)((UINT)most + (UINT)s->carry), highest = 127 - (SINT)s->max_exponent;
-  const SINT exponent = (carried >> MANTISSA) - BIAS - (SINT)s->max_exponent;
+INLINE SINT NAME(shared_exponent)(SINT most, SINT carry, SINT max_exponent) {
+  const SINT carried = (SINT)((UINT)most + (UINT)carry), highest = 127 - max_exponent;
+  const SINT exponent = (carried >> MANTISSA) - BIAS - max_exponent;
   const SINT raised = exponent < -127 ? -127 : exponent;
   return raised > highest ? highest : raised;
 }
+
+#if !IS_FLOAT
+/* Blocks that are worked on together. */
+#define STRIP 64
 
 /* An element divided by its block's scale. */
 INLINE REAL NAME(unscaled)(REAL x, REAL inverse, int mode) {
@@ -543,7 +544,7 @@ INLINE void NAME(find_scales)(const REAL *in, struct strip part, const struct bl
   else
     NAME(largest)(in, part.blocks, part.size, s->inner, s->size, most);
   SIMD for (int64_t b = 0; b < part.blocks; b++) {
-    const SINT exponent = NAME(shared_exponent)(most[b], s);
+    const SINT exponent = NAME(shared_exponent)(most[b], (SINT)s->carry, (SINT)s->max_exponent);
     found->exponents[b] = most[b] >= INF ? 128 : exponent;
     found->inverses[b] = NAME(power_of_two)(-exponent);
     found->scales[b] = most[b] >= INF ? NAME(from_bits)(QUIET_NAN) : NAME(power_of_two)(exponent);
@@ -624,11 +625,12 @@ API void NAME(block)(const REAL *in, REAL *out, int64_t count, const struct bloc
     }
   }
 }
+#endif
 
 #if IS_FLOAT
 /* --- tables --- */
 
-#define SMALL_TABLE 16
+#include "small_tables.h"
 
 /* One of the two values beside x, or a NaN. */
 INLINE float table_pick(float x, float low, float high, int mode, uint32_t noise) {
@@ -638,20 +640,33 @@ INLINE float table_pick(float x, float low, float high, int mode, uint32_t noise
 
 INLINE void table_small(const float *in, float *out, int64_t first, int64_t end,
                         const struct table_spec *s, int mode, uint32_t key0, uint32_t key1) {
-  float values[SMALL_TABLE + 1], thresholds[SMALL_TABLE];
-  for (int j = 0; j <= SMALL_TABLE; j++) values[j] = s->values[j < s->count ? j : s->count - 1];
-  for (int j = 0; j < SMALL_TABLE; j++)
-    thresholds[j] = j < s->count - 1 ? s->thresholds[j] : INFINITY;
-  SIMD for (int64_t i = first; i < end; i++) {
-    const float x = in[i - first];
-    float low = values[0], high = values[1];
-#pragma GCC unroll 16
-    for (int j = 0; j < SMALL_TABLE - 1; j++) {
-      low = x > thresholds[j] ? values[j + 1] : low;
-      if (mode == STOCHASTIC) high = x > thresholds[j] ? values[j + 2] : high;
+  const struct small_table table = small_table_of(s->values, s->thresholds, s->count);
+  int64_t i = first;
+#ifdef LANES
+  const struct small_search search = small_search_of(table.thresholds);
+  for (; i + LANES <= end; i += LANES) {
+    const __m256 x = _mm256_loadu_ps(in + i - first);
+    const __m256i index = small_indices(x, &search);
+    const __m256 low = small_values(index, table.values);
+    if (mode != STOCHASTIC) {
+      _mm256_storeu_ps(out + i - first, or_nan(x, low));
+      continue;
     }
+    float xs[LANES], lows[LANES], highs[LANES];
+    _mm256_storeu_ps(xs, x);
+    _mm256_storeu_ps(lows, low);
+    _mm256_storeu_ps(highs, small_values(index, table.values + 1));
+    SIMD for (int j = 0; j < LANES; j++) {
+      const uint32_t noise = random_bits((uint32_t)(i + j), key0, key1);
+      out[i - first + j] = table_pick(xs[j], lows[j], highs[j], mode, noise);
+    }
+  }
+#endif
+  for (; i < end; i++) {
+    const float x = in[i - first];
+    const int32_t index = small_index(x, table.thresholds);
     const uint32_t noise = mode == STOCHASTIC ? random_bits((uint32_t)i, key0, key1) : 0;
-    out[i - first] = table_pick(x, low, high, mode, noise);
+    out[i - first] = table_pick(x, table.values[index], table.values[index + 1], mode, noise);
   }
 }
 
