@@ -155,6 +155,30 @@ INLINE UINT NAME(direct_bits)(REAL x, struct bits_spec s, struct float_codes c) 
   return (bits & MAGNITUDE) > INF ? nan : found;
 }
 
+/* The same of a posit: codes of neighbours follow each other, also where the regime changes. */
+INLINE UINT NAME(direct_posit)(REAL x, struct posit_spec s) {
+  const SINT least = (SINT)s.least, most = (SINT)s.most, places = MANTISSA + (SINT)s.es;
+  const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE, top = (SINT)s.bits - 3;
+  SINT clamped = whole < least ? least : whole;
+  clamped = clamped > most ? most : clamped;
+  const SINT scaled = clamped - ((SINT)BIAS << MANTISSA);
+  const SINT regime = scaled >> places, is_low = regime >> WIDTH_LESS_ONE;
+  SINT length = regime ^ is_low;
+  length = length < top ? length : top;
+  const SINT kept = top - length, shift = places - kept;
+  const SINT half = (ONE << shift) >> 1, is_odd = ((scaled + (SINT)s.parity) >> shift) & 1;
+  const SINT rest = (scaled & ((ONE << places) - 1)) + half - 1 + is_odd;
+  /* 1...10 above 1, 0...01 below */
+  const SINT ones = (regime + 2) & ~is_low;
+  const SINT run = ((((ONE << ones) - 2) & ~is_low) | (1 & is_low)) << kept;
+  SINT code = run + (rest >> shift);
+  code = code < (ONE << (top + 2)) - 1 ? code : (ONE << (top + 2)) - 1;
+  const SINT is_negative = bits >> WIDTH_LESS_ONE;
+  UINT found = (UINT)((code ^ is_negative) - is_negative) & (((UINT)2 << (top + 2)) - 1);
+  found = whole == 0 ? 0 : found;
+  return whole > (SINT)s.last ? (UINT)1 << (top + 2) : found;
+}
+
 #define DIRECT_OF(WIDTH, CODE)                                                                 \
   case WIDTH:                                                                                  \
     SIMD for (int64_t i = first; i < end; i++) ((CODE *)out)[i] =                              \
@@ -189,6 +213,14 @@ static void NAME(directly_bits)(const REAL *in, void *out, int64_t first, int64_
   const struct bits_spec s = *spec;
   const struct float_codes c = *codes;
 #define DIRECT(x) NAME(direct_bits)(x, s, c)
+  switch (width) { EACH_WIDTH(DIRECT_OF) }
+#undef DIRECT
+}
+
+static void NAME(directly_posit)(const REAL *in, void *out, int64_t first, int64_t end,
+                                 const struct posit_spec *spec, int width) {
+  const struct posit_spec s = *spec;
+#define DIRECT(x) NAME(direct_posit)(x, s)
   switch (width) { EACH_WIDTH(DIRECT_OF) }
 #undef DIRECT
 }
@@ -284,7 +316,11 @@ CODER(fixed)
     NAME(directly_bits)(in, out, first, end, spec, codes, width);                              \
     first = end;                                                                               \
   }
-#define DIRECT_posit
+#define DIRECT_posit                                                                           \
+  if (spec->mode == NEAREST) {                                                                 \
+    NAME(directly_posit)(in, out, first, end, spec, width);                                    \
+    first = end;                                                                               \
+  }
 #define DIRECT_fixed
 ENCODER(float, float)
 ENCODER(bits, float)
