@@ -1,6 +1,7 @@
 """What hmpx costs under torch.compile: a tiny GPT, eager and compiled, against casts by hand.
 
     python benchmarks/compiled.py [--save] [--rounds N]
+    python benchmarks/compiled.py --compile-time float8_e4m3fn nvfp4 [--rounds N] [--backend NAME]
 
 Everything runs in one process. `convert` and `revert` make torch.compile trace anew, so the two
 sides take turns in rounds, in alternating order: compile (from the disk cache after the first
@@ -14,12 +15,18 @@ hmpx, compiled
 
 Both sides must give bit-equal results, the loss and in a training step each gradient; and
 torch.compile must trace both to the same graphs, forward and backward.
+
+`--compile-time` measures something else: the seconds of processors, compilers' included, that the first
+training step takes in fp32 and under each format, in turns, each in a new process without caches.
 """
 
 from __future__ import annotations
 
 import contextlib
+import os
+import resource
 import statistics
+import tempfile
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -165,13 +172,66 @@ def compare_graphs() -> dict[str, dict[str, int]]:
     return counts
 
 
+class FirstStep:
+    """A training step that has not been compiled yet, in a process of its own."""
+
+    def __init__(self, name: str, backend: str) -> None:
+        self._folder = tempfile.TemporaryDirectory()
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder.name
+        os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
+        os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
+        os.environ["HMPX_KERNELS"] = "wait"
+        torch.manual_seed(0)
+        self._model, self._tokens = overhead.TinyGPT(), torch.randint(0, 32, (1, 4))
+        self._compiled = torch.compile(self._loss, backend=backend)
+        torch.compile(torch.sin, backend=backend)(torch.ones(3))  # imports
+        self._conversion: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
+        if name != "fp32":
+            hmpx.formats.quantize(torch.ones(3), name)  # builds the kernels
+            self._conversion = hmpx.convert(low_precision_type=name)
+
+    def _loss(self) -> Tensor:
+        logits = self._model(self._tokens).float()
+        return F.cross_entropy(logits.flatten(0, 1), self._tokens.flatten())
+
+    def seconds(self) -> float:
+        """Returns those of processors that the first step took."""
+        with self._conversion:
+            start = _used_seconds()
+            self._compiled().backward()
+            return _used_seconds() - start
+
+
+def _used_seconds() -> float:
+    whose = (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)
+    return sum(used.ru_utime + used.ru_stime for used in map(resource.getrusage, whose))
+
+
+def compile_seconds(formats: list[str], rounds: int, backend: str) -> dict[str, float]:
+    """Returns the fewest seconds of the first step in fp32 and under each format."""
+    best: dict[str, float] = {}
+    for _ in range(rounds):
+        for name in ("fp32", *formats):
+            with timing.workers([name], FirstStep, backend, threads=1) as workers:
+                seconds = workers[name].call("seconds")
+            best[name] = min(best.get(name, seconds), seconds)
+            print(f"  {name:36}{seconds:6.1f} s{seconds / best['fp32']:8.2f}", flush=True)
+    return best
+
+
 def main() -> None:
     """Prints the tables; with ``--save`` also writes the figures."""
     parser = timing.make_parser(__doc__)
     parser.add_argument("--rounds", type=int, default=12)
     parser.add_argument("--samples", type=int, default=40, help="of each candidate in a round")
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
+    parser.add_argument("--compile-time", nargs="+", metavar="FORMAT", help="and nothing else")
     options = parser.parse_args()
+    if options.compile_time:
+        best = compile_seconds(options.compile_time, options.rounds, options.backend)
+        for name, seconds in best.items():
+            print(f"{name:38}{seconds:6.1f} s{seconds / best['fp32']:8.2f}")
+        return
     torch.set_num_threads(1)
     graphs = compare_graphs()
     print(f"graphs of hmpx and by hand are equal: {graphs}")

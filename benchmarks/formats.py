@@ -9,7 +9,7 @@ result take longer than rounding does. Candidates:
 NAME           hmpx, with kernels that the system's compiler built
 NAME, ops      hmpx, by torch ops: where there is no compiler, and on most other devices
 NAME, encode   hmpx, with kernels: to codes; "decode" is from these to values
-NAME, axis 0   hmpx, with kernels: blocks along the first axis of a square matrix
+NAME, axis 0   hmpx, with kernels: along the first axis of a square matrix
 torch ...      x.to(dtype).to(x.dtype); rounds as hmpx does but for overflow to float8_e4m3fn
 PEER NAME      ml_dtypes, gfloat, qtorch and pychop, those that are installed; with --peers
 """
@@ -74,9 +74,20 @@ CASES: tuple[tuple[str | Fixed | Float | Table, str], ...] = (
 
 #: Formats whose codes are made and read.
 CODED: tuple[str | Fixed | Table, ...] = (
-    *("bfloat16", "float8_e4m3fn", "posit8_0", "posit16_1", "mxfp8_e4m3"),
+    *("bfloat16", "float8_e4m3fn", "posit8_0", "posit16_1", "mxfp8_e4m3", "mxint8"),
+    *("nvfp4", "float8_e4m3fn_tensor", "float8_e4m3fn_row", "int8_row", "nf4"),
     Fixed("q4_12", 4, 12),
     Table("table16", tuple(i * abs(i) / 64 for i in range(-8, 8))),
+)
+
+#: Formats of which the first axis is measured, too.
+ACROSS = (
+    "mxfp8_e4m3",
+    "mxint8",
+    "nvfp4",
+    "float8_e4m3fn_row",
+    "float8_e4m3fn_block128x128",
+    "int8_row",
 )
 
 TORCH_DTYPES = {
@@ -126,8 +137,9 @@ def codes(x: Tensor) -> dict[str, Step]:
         steps[f"{known.name}, encode"] = lambda known=known: encode(x, known)
         steps[f"{known.name}, decode"] = lambda known=known, coded=coded: decode(coded, known)
     square = x.view(int(x.numel() ** 0.5), -1)
-    along = rounder(dataclasses.replace(get("mxfp8_e4m3"), axis=0))  # type: ignore[type-var]
-    steps["mxfp8_e4m3, axis 0"] = lambda: along(square)
+    for name in ACROSS:
+        along = rounder(dataclasses.replace(get(name), axis=0))  # type: ignore[type-var]
+        steps[f"{name}, axis 0"] = lambda along=along: along(square)
     return steps
 
 
