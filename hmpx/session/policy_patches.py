@@ -244,6 +244,11 @@ def originals(wrappers: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]
     return [vars(wrapper)["__wrapped__"] for wrapper in wrappers]
 
 
+def cast_originals(made: Iterable[Callable[..., Any]]) -> list[Callable[..., Any]]:
+    """Returns the functions whose callers miss something where they call these and not the wrappers."""
+    return originals([each for each in made if not wrappers.only_looks_up(each)])
+
+
 def replacements(
     made: Iterable[Callable[..., Any]], earlier: Iterable[Callable[..., Any]]
 ) -> dict[int, Callable[..., Any]]:

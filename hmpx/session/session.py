@@ -28,7 +28,7 @@ from ..wrappers import in_force, put_in_use, retirements
 from .changing import forget_what_is_cached, paused_gc
 from .installation import Installation
 from .messages import log_what_models_keep, said_of, say, warn_of_unmatched
-from .policy_patches import Conversion, Foreign, originals, replacements
+from .policy_patches import Conversion, Foreign, cast_originals, replacements
 from .steps import Callbacks, StepContext, draft_steps
 
 _current: Session | None = None
@@ -90,7 +90,7 @@ class Session:
         Yields:
             A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
         """
-        return missed(originals(self._installation.wrappers))
+        return missed(cast_originals(self._installation.wrappers))
 
     def __enter__(self) -> Session:
         self._is_entered, self._is_left = True, False
@@ -317,7 +317,7 @@ def switch_to(session: Session | None) -> None:
             if session is not None and session is not old:
                 say(session._said)
                 if session._verbose:
-                    log_what_models_keep(originals(session._installation.wrappers))
+                    log_what_models_keep(cast_originals(session._installation.wrappers))
 
         try:
             draft.make(finish)

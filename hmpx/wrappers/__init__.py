@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from .by_rules import Maker, make_choosing_wrapper
-from .making import make_wrapper, make_wrapper_where_lacking
+from .making import make_wrapper, make_wrapper_where_lacking, only_looks_up
 from .observed import make_observed_wrapper
 from .overriding import hands_over
 from .retiring import in_force
@@ -17,6 +17,7 @@ __all__ = [
     "make_observed_wrapper",
     "make_wrapper",
     "make_wrapper_where_lacking",
+    "only_looks_up",
     "put_in_use",
     "retirements",
     "shared_where_lacking",

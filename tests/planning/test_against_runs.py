@@ -37,12 +37,12 @@ def figures(memory: Any) -> dict[str, Any]:
 def run(
     build: Callable[[], nn.Module],
     make: Callable[[], dict[str, Any]],
-    region: AbstractContextManager[Any],
+    region: Callable[[], AbstractContextManager[Any]],
 ) -> Any:
-    """Returns the record of a real training step."""
+    """Returns the record of a real training step of a model that was built before ``region``, as plans are."""
     torch.manual_seed(0)
     model, inputs = build().train(), make()
-    with region, hmpx.record(memory=True) as rec:
+    with region(), hmpx.record(memory=True) as rec:
         output = model(**inputs)
         output.loss.backward()
         optimizer = torch.optim.AdamW(model.parameters())
@@ -57,16 +57,16 @@ def test_each_figure_is_that_of_a_real_run(name: str) -> None:
     """Parameters, gradients, states, saved bytes by dtype, weight casts, peaks by kind, FLOPs."""
     build, make = MODELS[name]
     plan = hmpx.plan(build, make, device="cpu", legalize="never")
-    real = run(build, make, hmpx.convert(**NATIVE))
+    real = run(build, make, lambda: hmpx.convert(**NATIVE))
     assert figures(plan.memory) == figures(real.memory)
     assert plan.report.totals == real.report().totals
     assert plan.weight_cast_bytes > 0
     assert set(plan.memory.saved) >= {"bfloat16"}
 
-    real = run(build, make, contextlib.nullcontext())
+    real = run(build, make, contextlib.nullcontext)
     assert figures(plan.run("float32").memory) == figures(real.memory)
 
-    real = run(build, make, torch.autocast("cpu", torch.bfloat16))
+    real = run(build, make, lambda: torch.autocast("cpu", torch.bfloat16))
     autocast = plan.run("autocast").memory
     assert dict(autocast.saved) == dict(real.memory.saved)
     assert autocast.weight_cast_bytes == real.memory.weight_cast_bytes
@@ -77,7 +77,7 @@ def test_legalized_ops_keep_what_they_keep(name: str) -> None:
     """Low-precision tensors in the place of those that they compute with."""
     build, make = MODELS[name]
     plan = hmpx.plan(build, make, device="cpu", legalize="always")
-    real = run(build, make, hmpx.convert(legalize="always", device_types={"cpu"}))
+    real = run(build, make, lambda: hmpx.convert(legalize="always", device_types={"cpu"}))
     assert figures(plan.memory) == figures(real.memory)
     assert plan.report.totals == real.report().totals
 
