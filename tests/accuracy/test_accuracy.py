@@ -316,6 +316,7 @@ def test_the_picture() -> None:
     assert max(line.patches[0].get_data().values) == 8
 
 
+@pytest.mark.sampled(4)
 @pytest.mark.parametrize(
     "name",
     [*formats.names(), Custom("c", torch.round), Fixed("q", 3, 3)],

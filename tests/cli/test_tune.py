@@ -282,9 +282,15 @@ runpy.run_module("hmpx", run_name="__main__")
 """
 
 
-@pytest.mark.sampled(2)
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-@pytest.mark.parametrize("when", ["called", "0003"])
+@pytest.mark.parametrize(
+    ("number", "when"),
+    [
+        (signal.SIGINT, "called"),
+        (signal.SIGTERM, "0003"),
+        pytest.param(signal.SIGTERM, "called", marks=pytest.mark.slow),
+        pytest.param(signal.SIGINT, "0003", marks=pytest.mark.slow),
+    ],
+)
 def test_an_interruption_ends_the_command_too(
     tmp_path: Path, number: signal.Signals, when: str
 ) -> None:

@@ -87,7 +87,7 @@ LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
 }
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(10)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("legalize", ["always", "auto", "fast"])
 @pytest.mark.parametrize("leaf_dtype", [FP32, None])

@@ -172,6 +172,7 @@ def test_layouts_of_codes(layout: str, dtype: torch.dtype, monkeypatch: pytest.M
         assert_same(values, expected, x)  # type: ignore[arg-type]
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mode", ["nearest", "up", "stochastic"])
 def test_blocks_along_any_axis(layout: str, mode: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -40,6 +40,7 @@ CASES = [
 ]
 
 
+@pytest.mark.sampled(6)
 @pytest.mark.parametrize(("n", "k", "off", "pair", "mean", "most"), CASES)
 def test_the_culprits_are_found(  # noqa: PLR0917
     n: int, k: int, off: float, pair: bool, mean: float, most: int

@@ -163,6 +163,7 @@ def test_complex_numbers(found: Any) -> None:
     assert slot is not None and slots.read_all()[slot] == (-3.0, INFINITY)
 
 
+@pytest.mark.sampled(3)
 @pytest.mark.parametrize("position", [0, 255, 256, 299])
 @pytest.mark.parametrize("value", [NAN, INFINITY, -INFINITY])
 def test_one_value_in_one_of_many_slots_is_read(found: Any, value: float, position: int) -> None:
