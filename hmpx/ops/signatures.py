@@ -6,11 +6,14 @@ import functools
 import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 from .known_facts import facts
 from .schemas import argument_letter, aten_name, declared_written, schemas_named
 from .sites import Site
+
+#: Of a schema: name, kind, whether it is for keywords only, whether it has a default.
+_Argument: TypeAlias = tuple[str, str, bool, bool]
 
 #: Ends of the names of ops that only read the running statistics they take.
 _READ_STATISTICS = ("_backward", "_no_training")
@@ -76,17 +79,7 @@ def statistics(op: str, site: Site) -> tuple[str, ...]:
 @functools.cache
 def schema_parameters(name: str, is_method: bool) -> Parameters:
     """Returns the parameters of ATen's op ``name``, as a function or as a method of tensors."""
-    schemas = []
-    for schema in schemas_named(name):
-        arguments = schema.arguments
-        types = [str(a.type) for a in arguments]
-        if any("Tensor" in each for each in types):
-            schemas.append(
-                [
-                    (a.name, argument_letter(a, each), a.kwarg_only, a.has_default_value())
-                    for a, each in zip(arguments, types, strict=True)
-                ]
-            )
+    schemas = _tensor_schemas(name)
     if is_method:  # x.polygamma(n) is polygamma(n, self), x.where(c, y) is where(c, self, y)
         schemas = [sorted(s, key=lambda argument: argument[0] != "self") for s in schemas]
     if not schemas:  # a property or a builtin of its own kind: its one input is self
@@ -110,7 +103,24 @@ def schema_parameters(name: str, is_method: bool) -> Parameters:
     )
 
 
-def _are_none(schemas: list[list[tuple[str, str, bool, bool]]], position: int) -> bool:
+@functools.cache
+def _tensor_schemas(name: str) -> list[list[_Argument]]:
+    """Returns the arguments of those overloads of ATen's op ``name`` that take tensors."""
+    found = []
+    for schema in schemas_named(name):
+        arguments = schema.arguments
+        types = [str(a.type) for a in arguments]
+        if any("Tensor" in each for each in types):
+            found.append(
+                [
+                    (a.name, argument_letter(a, each), a.kwarg_only, a.has_default_value())
+                    for a, each in zip(arguments, types, strict=True)
+                ]
+            )
+    return found
+
+
+def _are_none(schemas: list[list[_Argument]], position: int) -> bool:
     """Whether it is one and the same argument in all ``schemas``, a tensor or None by default."""
     return all(len(s) > position for s in schemas) and {s[position] for s in schemas} == {
         (schemas[0][position][0], "O", False, True)
