@@ -11,33 +11,25 @@ import torch
 from torch import Tensor
 
 from ...errors import OptionError
-from ..bits import FP64, Binary, may_grow, ones_if_positive
+from ..bits import FP64, Binary
 from ..codings import Coding, integers
 from ..layouts import NO_GRID, Grid
 from ..modes import Overflow
-from ..noise import uniform
 from ..plans import Plan
-from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
+from ..unpatched import ADD, AND, CLAMP, EQ, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
 from .number_format import CodedFormat, check_int, check_name
+from .tapered import TaperedPlan
 
 
 @dataclass(frozen=True)
-class PositPlan(Plan):
+class PositPlan(TaperedPlan):
     """Posits: exponent and mantissa of a number are cut where the regime leaves no bits for them.
 
     Attributes:
-        binary: The type that it computes in.
-        mode: The rounding mode.
-        bits: Bits of a code.
         es: Bits of the exponent field.
-        keeps_inf: Whether infinities become NaR, thus NaN, or the largest number.
     """
 
-    binary: Binary
-    mode: str
-    bits: int
     es: int
-    keeps_inf: bool
 
     kernel = "posit"
 
@@ -57,11 +49,6 @@ class PositPlan(Plan):
         return (self.binary.bias - self.max_exponent) << self.binary.mantissa
 
     @property
-    def last(self) -> int:
-        """The largest bits of a number that doesn't become NaN."""
-        return self.binary.infinity - self.keeps_inf
-
-    @property
     def parity(self) -> int:
         """What makes the place above the exponent field as odd as the end of the longest regimes.
 
@@ -70,56 +57,12 @@ class PositPlan(Plan):
         """
         return 1 << (self.binary.mantissa + self.es) if self.bits % 2 == 0 else 0
 
-    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded."""
-        binary = self.binary
-        bits = x.view(binary.integer)
-        whole = AND(bits, binary.magnitude)
-        start = binary.bias << binary.mantissa
-        scaled = CLAMP(whole, self.least, self.most).sub_(start)
-        regime = RIGHT(scaled, binary.mantissa + self.es)
+    def cut(self, scaled: Tensor) -> Tensor:
+        """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
+        regime = RIGHT(scaled, self.binary.mantissa + self.es)
         # Regimes k and -k - 1 take equally many bits.
         length = CLAMP(XOR(regime, RIGHT(regime, 31)), max=self.bits - 3)
-        shift = length.add_(binary.mantissa + self.es + 3 - self.bits)
-        unit = LEFT(1, shift)
-        if self.mode == "nearest":
-            is_odd = RIGHT(ADD(scaled, self.parity), shift).bitwise_and_(1)
-            added = RIGHT(unit, 1).sub_(1).add_(is_odd).add_(scaled)
-        elif self.mode == "nearest_away":
-            added = RIGHT(unit, 1).add_(scaled)
-        elif self.mode in ("up", "down"):
-            grows = may_grow(bits, self.mode)
-            added = WHERE(grows, ADD(scaled, unit).sub_(1), scaled)
-        else:
-            added = scaled
-        rounded = CLAMP(AND(added, -unit).add_(start), max=self.most)
-        if self.mode not in ("nearest", "nearest_away"):
-            # Only these two never round to zero.
-            is_tiny = LT(whole, self.least)
-            if self.mode == "stochastic":
-                rounded = self._drawn(whole, rounded, unit, is_tiny, noise)
-            else:
-                if self.mode in ("up", "down"):
-                    is_tiny = AND(is_tiny, ~grows)
-                rounded = rounded.masked_fill_(is_tiny, 0)
-        rounded = AND(rounded, ones_if_positive(whole, binary))
-        is_nan = ones_if_positive(SUB(whole, self.last), binary)
-        rounded = rounded.bitwise_or_(is_nan.bitwise_and_(binary.nan))
-        sign = AND(bits, binary.sign).bitwise_and_(ones_if_positive(rounded, binary))
-        return rounded.bitwise_or_(sign).view(binary.dtype)
-
-    def _drawn(
-        self, whole: Tensor, rounded: Tensor, unit: Tensor, is_tiny: Tensor, noise: Tensor | None
-    ) -> Tensor:
-        """Returns the bits of one of the neighbours, by chance in proportion to how near they are."""
-        assert noise is not None
-        binary = self.binary
-        below = rounded.masked_fill(is_tiny, 0)
-        above = WHERE(is_tiny, self.least, ADD(rounded, unit))
-        low, high = below.view(binary.dtype), above.view(binary.dtype)
-        magnitude = CLAMP(whole, max=self.most).view(binary.dtype)
-        share = DIV(SUB(magnitude, low), SUB(high, low))
-        return WHERE(GE(share, uniform(noise, binary)), above, below)
+        return length.add_(self.binary.mantissa + self.es + 3 - self.bits)
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``posit_spec``."""
@@ -215,7 +158,7 @@ class Posit(CodedFormat):
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
         """Returns how to round tensors of a binary type that the format fits in."""
-        return PositPlan(binary, mode, self.bits, self.es, overflow != "saturate")
+        return PositPlan(binary, mode, self.bits, overflow != "saturate", self.es)
 
     # --- codes ---------------------------------------------------------------------------------
 

@@ -10,13 +10,13 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..bits import FP64, Binary, may_grow, ones_if_positive
+from ..bits import FP64, Binary
 from ..layouts import NO_GRID, Grid
 from ..modes import Overflow
-from ..noise import uniform
 from ..plans import Plan
-from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
+from ..unpatched import ADD, AND, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
 from .number_format import CodedFormat, check_int, check_name
+from .tapered import TaperedPlan
 
 #: Bits of a code before the characteristic: the sign, its direction and the three of its length.
 _HEADER: Final = 5
@@ -29,20 +29,8 @@ _RANGE: Final = 255
 
 
 @dataclass(frozen=True)
-class TakumPlan(Plan):
-    """Takums: the further an exponent is from 0, the fewer bits of the mantissa are left.
-
-    Attributes:
-        binary: The type that it computes in.
-        mode: The rounding mode.
-        bits: Bits of a code.
-        keeps_inf: Whether infinities become NaR, thus NaN, or the largest number.
-    """
-
-    binary: Binary
-    mode: str
-    bits: int
-    keeps_inf: bool
+class TakumPlan(TaperedPlan):
+    """Takums: the further an exponent is from 0, the fewer bits of the mantissa are left."""
 
     kernel = "takum"
     kernel_binaries = (FP64,)
@@ -63,57 +51,14 @@ class TakumPlan(Plan):
         return end - (1 << (self.binary.mantissa - left))
 
     @property
-    def last(self) -> int:
-        """The largest bits of a number that doesn't become NaN."""
-        return self.binary.infinity - self.keeps_inf
+    def parity(self) -> int:
+        """What makes the place above the mantissa as odd as the end of a characteristic, which is that of c + 1."""
+        return 1 << self.binary.mantissa
 
-    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
-        """Returns the values of ``x`` rounded."""
-        binary = self.binary
-        bits = x.view(binary.integer)
-        whole = AND(bits, binary.magnitude)
-        inside = CLAMP(whole, self.least, self.most)
-        exponent = SUB(RIGHT(inside, binary.mantissa), binary.bias)
-        shift = ADD(length_of(exponent), binary.mantissa + _HEADER - self.bits)
-        unit = LEFT(1, shift)
-        if self.mode == "nearest":
-            is_odd = AND(RIGHT(inside, shift), 1)
-            added = RIGHT(unit, 1).sub_(1).add_(is_odd).add_(inside)
-        elif self.mode == "nearest_away":
-            added = RIGHT(unit, 1).add_(inside)
-        elif self.mode in ("up", "down"):
-            grows = may_grow(bits, self.mode)
-            added = WHERE(grows, ADD(inside, unit).sub_(1), inside)
-        else:
-            added = inside
-        rounded = CLAMP(AND(added, -unit), self.least, self.most)
-        if self.mode not in ("nearest", "nearest_away"):
-            # Only these two never round to zero.
-            is_tiny = LT(whole, self.least)
-            if self.mode == "stochastic":
-                rounded = self._drawn(whole, rounded, unit, is_tiny, noise)
-            else:
-                if self.mode in ("up", "down"):
-                    is_tiny = AND(is_tiny, ~grows)
-                rounded = rounded.masked_fill_(is_tiny, 0)
-        rounded = AND(rounded, ones_if_positive(whole, binary))
-        is_nan = ones_if_positive(SUB(whole, self.last), binary)
-        rounded = rounded.bitwise_or_(is_nan.bitwise_and_(binary.nan))
-        sign = AND(bits, binary.sign).bitwise_and_(ones_if_positive(rounded, binary))
-        return rounded.bitwise_or_(sign).view(binary.dtype)
-
-    def _drawn(
-        self, whole: Tensor, rounded: Tensor, unit: Tensor, is_tiny: Tensor, noise: Tensor | None
-    ) -> Tensor:
-        """Returns the bits of one of the neighbours, by chance in proportion to how near they are."""
-        assert noise is not None
-        binary = self.binary
-        below = rounded.masked_fill(is_tiny, 0)
-        above = CLAMP(WHERE(is_tiny, self.least, ADD(rounded, unit)), max=self.most)
-        low, high = below.view(binary.dtype), above.view(binary.dtype)
-        magnitude = CLAMP(whole, max=self.most).view(binary.dtype)
-        share = DIV(SUB(magnitude, low), SUB(high, low))  # NaN at the largest, which stays
-        return WHERE(GE(share, uniform(noise, binary)), above, below)
+    def cut(self, scaled: Tensor) -> Tensor:
+        """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
+        mantissa = self.binary.mantissa
+        return ADD(_length_of(RIGHT(scaled, mantissa)), mantissa + _HEADER - self.bits)
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``takum_spec``."""
@@ -207,11 +152,11 @@ class Takum(CodedFormat):
         bits = rounded.to(torch.float64).view(torch.int64)
         whole = AND(bits, FP64.magnitude)
         exponent = SUB(RIGHT(whole, FP64.mantissa), FP64.bias).clamp_(-_RANGE, _RANGE - 1)
-        length = length_of(exponent)
+        length = _length_of(exponent)
         is_below = LT(exponent, 0)
         # Of negative exponents the three bits are the complement of the length.
         header = WHERE(is_below, SUB(_LONGEST, length), ADD(length, _LONGEST + 1))
-        first = WHERE(is_below, SUB(1, LEFT(2, length)), SUB(LEFT(1, length), 1))
+        first = _first(length, is_below)
         left = SUB(self.bits - _HEADER, length)
         mantissa = RIGHT(AND(whole, (1 << FP64.mantissa) - 1), SUB(FP64.mantissa, left))
         codes = LEFT(OR(LEFT(header, length), SUB(exponent, first)), left)
@@ -229,7 +174,7 @@ class Takum(CodedFormat):
         header = RIGHT(whole, bits - _HEADER)
         is_below = LT(header, _LONGEST + 1)
         length = WHERE(is_below, SUB(_LONGEST, header), SUB(header, _LONGEST + 1))
-        first = WHERE(is_below, SUB(1, LEFT(2, length)), SUB(LEFT(1, length), 1))
+        first = _first(length, is_below)
         left = SUB(bits - _HEADER, length)
         rest = AND(whole, (1 << (bits - _HEADER)) - 1)
         exponent = ADD(first, RIGHT(rest, left))
@@ -240,7 +185,7 @@ class Takum(CodedFormat):
         return values.masked_fill_(EQ(codes, 1 << (bits - 1)), math.nan)
 
 
-def length_of(exponent: Tensor) -> Tensor:
+def _length_of(exponent: Tensor) -> Tensor:
     """Returns how many bits of a code an exponent from -255 to 254 takes: 0 to 7."""
     # c and -c - 1 take equally many: those of c + 1 without the leading one.
     near = ADD(XOR(exponent, RIGHT(exponent, 63)), 1)
@@ -248,3 +193,8 @@ def length_of(exponent: Tensor) -> Tensor:
     for power in range(2, _LONGEST + 1):
         length = length.add_(GE(near, 1 << power))
     return length
+
+
+def _first(length: Tensor, is_below: Tensor) -> Tensor:
+    """Returns the least exponent that takes so many bits of a code, below 0 or not."""
+    return WHERE(is_below, SUB(1, LEFT(2, length)), SUB(LEFT(1, length), 1))

@@ -268,20 +268,12 @@ INLINE REAL NAME(round_bits)(REAL x, int mode, int is_plain, struct bits_spec s,
   return NAME(from_bits)(rounded | (bits & (is_plain || rounded ? SIGN : keep)));
 }
 
-INLINE REAL NAME(round_posit)(REAL x, int mode, int is_plain, struct posit_spec s, uint32_t noise) {
-  (void)is_plain;
-  const SINT least = (SINT)s.least, most = (SINT)s.most, parity = (SINT)s.parity;
-  const SINT last = (SINT)s.last, places = MANTISSA + (SINT)s.es, bits_of_code = (SINT)s.bits;
-  const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE;
-  const SINT start = (SINT)BIAS << MANTISSA;
-  SINT clamped = whole < least ? least : whole;
-  clamped = clamped > most ? most : clamped;
-  const SINT scaled = clamped - start;
-  const SINT regime = scaled >> places;
-  SINT length = regime < 0 ? ~regime : regime;
-  length = length < bits_of_code - 3 ? length : bits_of_code - 3;
-  const SINT shift = length + places + 3 - bits_of_code;
-  const SINT unit = ONE << shift;
+/* Formats whose precision tapers off, as tapered.py has it: `scaled` are the bits of x within the range, less
+ * those of 1, of which `shift` are cut.
+ */
+INLINE REAL NAME(round_tapered)(REAL x, int mode, SINT scaled, SINT shift, SINT parity, SINT least,
+                                SINT most, SINT last, uint32_t noise) {
+  const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE, unit = ONE << shift;
   const int grows = mode == UP ? bits >= 0 : mode == DOWN ? bits < 0 : 0;
   SINT added = scaled;
   if (mode == NEAREST) {
@@ -291,7 +283,7 @@ INLINE REAL NAME(round_posit)(REAL x, int mode, int is_plain, struct posit_spec 
   } else if (mode == UP || mode == DOWN) {
     added += grows ? unit - 1 : 0;
   }
-  SINT rounded = (added & -unit) + start;
+  SINT rounded = (added & -unit) + ((SINT)BIAS << MANTISSA);
   rounded = rounded > most ? most : rounded;
   if (mode == STOCHASTIC) {
     const SINT below = whole < least ? 0 : rounded;
@@ -307,43 +299,33 @@ INLINE REAL NAME(round_posit)(REAL x, int mode, int is_plain, struct posit_spec 
   return NAME(from_bits)(rounded | (rounded ? bits & SIGN : 0));
 }
 
+/* The bits of a magnitude, within a range, less those of 1. */
+INLINE SINT NAME(scaled_bits)(REAL x, SINT least, SINT most) {
+  const SINT whole = NAME(to_bits)(x) & MAGNITUDE;
+  const SINT raised = whole < least ? least : whole;
+  return (raised > most ? most : raised) - ((SINT)BIAS << MANTISSA);
+}
+
+INLINE REAL NAME(round_posit)(REAL x, int mode, int is_plain, struct posit_spec s, uint32_t noise) {
+  (void)is_plain;
+  const SINT least = (SINT)s.least, most = (SINT)s.most, most_length = (SINT)s.bits - 3;
+  const SINT places = MANTISSA + (SINT)s.es, scaled = NAME(scaled_bits)(x, least, most);
+  const SINT regime = scaled >> places;
+  SINT length = regime < 0 ? ~regime : regime;
+  length = length < most_length ? length : most_length;
+  return NAME(round_tapered)(x, mode, scaled, length + places - most_length, (SINT)s.parity, least, most,
+                             (SINT)s.last, noise);
+}
+
 #if !IS_FLOAT
 INLINE REAL NAME(round_takum)(REAL x, int mode, int is_plain, struct takum_spec s, uint32_t noise) {
   (void)is_plain;
-  const SINT least = s.least, most = s.most;
-  const SINT bits = NAME(to_bits)(x), whole = bits & MAGNITUDE;
-  SINT inside = whole < least ? least : whole;
-  inside = inside > most ? most : inside;
-  const SINT exponent = (inside >> MANTISSA) - BIAS;
+  const SINT scaled = NAME(scaled_bits)(x, s.least, s.most), exponent = scaled >> MANTISSA;
   const SINT near = (exponent < 0 ? ~exponent : exponent) + 1;
   /* Exponents beside 0 take no bits of a code, those furthest from it 7. */
   SINT shift = MANTISSA + 5 - s.bits;
   for (int power = 1; power <= 7; power++) shift += near >> power != 0;
-  const SINT unit = ONE << shift;
-  const int grows = mode == UP ? bits >= 0 : mode == DOWN ? bits < 0 : 0;
-  SINT added = inside;
-  if (mode == NEAREST) {
-    added += (unit >> 1) - 1 + ((inside >> shift) & 1);
-  } else if (mode == NEAREST_AWAY) {
-    added += unit >> 1;
-  } else if (mode == UP || mode == DOWN) {
-    added += grows ? unit - 1 : 0;
-  }
-  SINT rounded = added & -unit;
-  rounded = rounded < least ? least : rounded > most ? most : rounded;
-  if (mode == STOCHASTIC) {
-    const SINT below = whole < least ? 0 : rounded;
-    SINT above = whole < least ? least : rounded + unit;
-    above = above > most ? most : above;
-    const REAL low = NAME(from_bits)(below), high = NAME(from_bits)(above);
-    const REAL magnitude = NAME(from_bits)(whole > most ? most : whole);
-    rounded = (magnitude - low) / (high - low) >= NAME(uniform)(noise) ? above : below;
-  } else if (mode != NEAREST && mode != NEAREST_AWAY) {
-    rounded = whole < least && !grows ? 0 : rounded;
-  }
-  rounded = whole == 0 ? 0 : rounded;
-  rounded = whole > s.last ? QUIET_NAN : rounded;
-  return NAME(from_bits)(rounded | (rounded ? bits & SIGN : 0));
+  return NAME(round_tapered)(x, mode, scaled, shift, ONE << MANTISSA, s.least, s.most, s.last, noise);
 }
 #endif
 
