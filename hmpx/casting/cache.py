@@ -196,6 +196,8 @@ _UNSHARED: Final = uses(_A_TENSOR)
 class _Reused(torch.autograd.Function):
     """Makes an earlier cast behave as a cast of its own."""
 
+    drawn_as = "cast"
+
     @staticmethod
     def forward(ctx: Any, parameter: Tensor, low: Tensor) -> Tensor:
         return _detach(low)

@@ -76,6 +76,8 @@ class EmulatedProduct:
 class _Product(torch.autograd.Function):
     """The product, with gradients that are products of rounded values, too."""
 
+    drawn_as = "matmul"
+
     generate_vmap_rule = True
 
     @staticmethod

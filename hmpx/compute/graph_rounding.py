@@ -75,6 +75,8 @@ def _raised_in_graph(tensor: Tensor) -> Tensor:
 class _RoundInput(torch.autograd.Function):
     """Low precision -> fp32, rounding in forward and backward."""
 
+    drawn_as = "cast"
+
     generate_vmap_rule = True
 
     @staticmethod
@@ -92,6 +94,8 @@ class _RoundInput(torch.autograd.Function):
 
 class _RoundOutput(torch.autograd.Function):
     """fp32 -> low precision, rounding in forward and backward."""
+
+    drawn_as = "cast"
 
     generate_vmap_rule = True
 

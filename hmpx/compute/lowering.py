@@ -103,6 +103,8 @@ def _call_registered(op: str, format: str, device_type: str, args: Args, kwargs:
 class _InPlaceOf(torch.autograd.Function):
     """Other values with the gradient of torch's result."""
 
+    drawn_as = "lowered op"
+
     generate_vmap_rule = True
 
     @staticmethod

@@ -94,6 +94,8 @@ class _Product(torch.autograd.Function):
     If ``is_transposed``, b is the transposed view of a matrix, and so is its gradient.
     """
 
+    drawn_as = "matmul"
+
     @staticmethod
     def forward(
         a: Tensor, b: Tensor, c: Tensor | None, output: torch.dtype, is_transposed: bool

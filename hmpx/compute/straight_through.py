@@ -37,6 +37,8 @@ def straight_through(
 class _Rounded(torch.autograd.Function):
     """Rounds values, and gradients if requested."""
 
+    drawn_as = "cast"
+
     generate_vmap_rule = True
 
     @staticmethod

@@ -103,27 +103,13 @@ def _step(node: Any) -> Step:
     kind = "op"
     is_own = function is not None and function.__module__.startswith("hmpx.")
     if is_own:
-        kind = "cast" if op in _ROUNDINGS else "op"
-        op = _OWN.get(op, op)
+        drawn_as = getattr(function, "drawn_as", op)
+        kind, op = ("cast", op) if drawn_as == "cast" else ("op", drawn_as)
     elif function is None and _is_view(op):
         kind = "view"
     outputs, number = outputs_of(node), number_of(node)
     return Step(node, name, op, kind, None, outputs, number=number, is_own=is_own)
 
-
-#: hmpx's own functions: those that cast or round, and readable names of the others.
-_ROUNDINGS: Final = frozenset(
-    {
-        "_RoundInput",
-        "_RoundOutput",
-        "_Rounded",
-        "_CastAsOne",
-        "_Reused",
-        "_StraightThrough",
-        "_ForwardToo",
-    }
-)
-_OWN: Final = {"_Product": "matmul", "Convolution": "convolution", "_InPlaceOf": "lowered op"}
 
 #: Names of torch's own functions that say little.
 _NAMES: Final = {"CompiledFunction": "compiled graph", "CheckpointFunction": "checkpoint"}

@@ -44,6 +44,8 @@ def _drawn(x: Tensor, generator: torch.Generator | None, batch: tuple[int, ...])
 class _Keys(torch.autograd.Function):
     """Draws keys where torch.vmap, which refuses random ops, has been left."""
 
+    drawn_as = "keys"
+
     @staticmethod
     def forward(x: Tensor, generator: torch.Generator | None, batch: tuple[int, ...]) -> Tensor:
         return _drawn(x, generator, batch)

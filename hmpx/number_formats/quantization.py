@@ -100,6 +100,8 @@ def rounds_nothing(format: Format) -> bool:
 class _StraightThrough(torch.autograd.Function):
     """Rounds; gradients pass."""
 
+    drawn_as = "cast"
+
     generate_vmap_rule = True
 
     @staticmethod

@@ -122,6 +122,8 @@ def cast_as_one(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor] |
 class _CastAsOne(torch.autograd.Function):
     """The cast of a chunk; gradients are cast as one, too, where they lie in one chunk."""
 
+    drawn_as = "cast"
+
     @staticmethod
     def forward(ctx: Any, chunk: Chunk, dtype: torch.dtype, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.set_materialize_grads(False)

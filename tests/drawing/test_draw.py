@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import importlib
+import pkgutil
 import re
 from collections.abc import Iterable
 from typing import Any
@@ -311,3 +313,27 @@ def test_transforms_inside_are_no_obstacle(transform: Any) -> None:
     x = torch.ones(2, 4)
     drawing = hmpx.draw(lambda: model(x) + inside(x).sum())
     assert "addmm" in [node.label for node in drawing.nodes]
+
+
+def test_hmpx_own_functions_say_what_they_are_drawn_as() -> None:
+    """Those of autograd, in any module: as casts, or by the name of an op."""
+    for module in pkgutil.walk_packages(hmpx.__path__, "hmpx."):
+        # The others import what is not torch's, and hold none.
+        if not module.name.startswith(("hmpx.gaudi", "hmpx.integrations", "hmpx.__main__")):
+            importlib.import_module(module.name)
+    found = [
+        each
+        for each in torch.autograd.Function.__subclasses__()
+        if each.__module__.startswith("hmpx.")
+    ]
+    assert len(found) > 10
+    assert [each for each in found if "drawn_as" not in vars(each)] == []
+
+
+@pytest.mark.usefixtures("lacks_low_precision")
+def test_a_legalized_layer_is_a_linear() -> None:
+    """Not the name of what computes it."""
+    layer = nn.Linear(512, 512)
+    with hmpx.convert(device_types={"cpu"}):
+        drawing = hmpx.draw(layer(torch.randn(512, 512)))
+    assert "linear" in labels(of(drawing, "op"))

@@ -146,6 +146,8 @@ def _activation(op: str, keywords: Kwargs) -> _Activation | None:
 class LookedUp(torch.autograd.Function):
     """An activation, and its gradient, looked up."""
 
+    drawn_as = "activation"
+
     @staticmethod
     def forward(ctx: Any, x: Tensor, activation: _Activation, found: Tables) -> Tensor:
         """Returns the activation."""

@@ -124,6 +124,8 @@ def _settings(dimensions: int, given: Args) -> _Settings | None:
 class Convolution(torch.autograd.Function):
     """A convolution of a batch."""
 
+    drawn_as = "convolution"
+
     @staticmethod
     def forward(  # noqa: PLR0917  # there are no keywords
         ctx: Any,

@@ -79,6 +79,8 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
 class Linear(torch.autograd.Function):
     """x @ weight.T + bias."""
 
+    drawn_as = "linear"
+
     @staticmethod
     def forward(  # noqa: PLR0917  # there are no keywords
         ctx: Any,
