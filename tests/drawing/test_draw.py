@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import pkgutil
 import re
@@ -320,7 +321,8 @@ def test_hmpx_own_functions_say_what_they_are_drawn_as() -> None:
     for module in pkgutil.walk_packages(hmpx.__path__, "hmpx."):
         # The others import what is not torch's, and hold none.
         if not module.name.startswith(("hmpx.gaudi", "hmpx.integrations", "hmpx.__main__")):
-            importlib.import_module(module.name)
+            with contextlib.suppress(ModuleNotFoundError):  # Triton's kernels, without Triton
+                importlib.import_module(module.name)
     found = [
         each
         for each in torch.autograd.Function.__subclasses__()
