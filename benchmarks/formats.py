@@ -17,7 +17,6 @@ PEER NAME      ml_dtypes, gfloat, qtorch and pychop, those that are installed; w
 from __future__ import annotations
 
 import copy
-import dataclasses
 import importlib
 import os
 import sys
@@ -138,7 +137,7 @@ def codes(x: Tensor) -> dict[str, Step]:
         steps[f"{known.name}, decode"] = lambda known=known, coded=coded: decode(coded, known)
     square = x.view(int(x.numel() ** 0.5), -1)
     for name in ACROSS:
-        along = rounder(dataclasses.replace(get(name), axis=0))  # type: ignore[type-var]
+        along = rounder(get(name).along(0))
         steps[f"{name}, axis 0"] = lambda along=along: along(square)
     return steps
 

@@ -9,9 +9,11 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Iterable, Mapping
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from .errors import OptionError, said_by, shown, suggestion
+
+Choice = TypeVar("Choice", bound=str)
 
 #: What runs later, and how it is run.
 _LATER: Final = (
@@ -43,9 +45,9 @@ def text(name: str, value: object, what: str = "a string") -> str:
 def choice(
     name: str,
     value: object,
-    known: Iterable[str],
+    known: Iterable[Choice],
     spellings: Mapping[str, str] | None = None,
-) -> str:
+) -> Choice:
     """Returns ``value``, which is one of ``known``.
 
     Args:
@@ -59,13 +61,14 @@ def choice(
     """
     known = tuple(known)
     plain = str.__str__(value) if is_a(value, str) else None
-    if plain is None or plain not in known:
-        listed = " or ".join(map(repr, known))
-        if len(known) > 2:
-            listed = f"one of {', '.join(map(repr, known))}"
-        hint = suggestion(plain, known, spellings) if plain is not None else ""
-        raise OptionError(f"{name} must be {listed}, not {shown(value)}{hint}")
-    return plain
+    for each in known:
+        if each == plain:
+            return each
+    listed = " or ".join(map(repr, known))
+    if len(known) > 2:
+        listed = f"one of {', '.join(map(repr, known))}"
+    hint = suggestion(plain, known, spellings) if plain is not None else ""
+    raise OptionError(f"{name} must be {listed}, not {shown(value)}{hint}")
 
 
 def truth(name: str, value: object) -> bool:

@@ -5,6 +5,7 @@ On the CPU they are numbers. On other devices they stay there, since to read one
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Mapping
 from typing import TYPE_CHECKING, Any, Final
@@ -41,7 +42,7 @@ class HostHistory:
 
     __slots__ = ("amaxes", "format", "is_pending", "pending", "reference", "scale", "steps")
 
-    def __init__(self, format: Scaled, device: torch.device) -> None:
+    def __init__(self, format: Scaled) -> None:
         """Starts without any."""
         assert format.history is not None
         self.format, self.steps = format, 0
@@ -49,6 +50,11 @@ class HostHistory:
         self.amaxes = deque([0.0] * format.history, format.history)
         self.reference = 0.0
         self.scale: Tensor | None = None
+
+    @staticmethod
+    def is_for(amax: float | Tensor) -> bool:
+        """Whether it takes amaxes of this kind."""
+        return not isinstance(amax, Tensor)
 
     def fold(self, amax: float) -> None:
         """Takes the amax of one more tensor; NaN, that of a tensor with infinity or NaN, is left out."""
@@ -74,7 +80,7 @@ class HostHistory:
 
         That is so while there is no earlier one, and where it is NaN, so that all of the tensor becomes NaN.
         """
-        return self.scale if amax == amax else None  # noqa: PLR0124  # not NaN
+        return None if math.isnan(amax) else self.scale
 
     def saved(self) -> dict[str, Any]:
         """Returns all that a history holds, as numbers."""
@@ -100,12 +106,12 @@ class DeviceHistory:
     """Amaxes in tensors on a device, which are written in place, so that CUDA graphs find them.
 
     Attributes:
-        format: As of `HostHistory`, and so are
-        steps: this one,
-        is_pending: and this one.
-        pending: 0-dim float32.
-        amaxes: Float32.
-        reference: 0-dim float32.
+        format: The format whose scales they make.
+        steps: How many steps have ended in which there was one.
+        is_pending: Whether the step that is running has seen any.
+        pending: The largest of that step: 0-dim float32.
+        amaxes: Those of earlier steps, the latest first: float32.
+        reference: The amax that tensors are scaled by: 0-dim float32.
     """
 
     __slots__ = ("amaxes", "format", "is_pending", "pending", "reference", "steps")
@@ -117,6 +123,11 @@ class DeviceHistory:
         with torch.inference_mode(False):
             memory = _zeros(format.history + 2, dtype=torch.float32, device=device)
             self.pending, self.reference, self.amaxes = memory[0], memory[1], memory[2:]
+
+    @staticmethod
+    def is_for(amax: float | Tensor) -> bool:
+        """Whether it takes amaxes of this kind."""
+        return isinstance(amax, Tensor)
 
     def fold(self, amax: Tensor) -> None:
         """Takes the amax of one more tensor; NaN is left out."""

@@ -13,7 +13,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, TypeAlias
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -28,9 +28,32 @@ from .amax_history import MOST, DeviceHistory, HostHistory
 if TYPE_CHECKING:
     from ..number_formats import Scaled
 
-History: TypeAlias = HostHistory | DeviceHistory
 
-_CPU: Final = torch.device("cpu")
+class History(Protocol):
+    """What `HostHistory` and `DeviceHistory` do, each with amaxes of its own kind."""
+
+    format: Scaled
+    is_pending: bool
+
+    @staticmethod
+    def is_for(amax: float | Tensor) -> bool:
+        """Whether it takes amaxes of this kind."""
+
+    def fold(self, amax: Any) -> None:
+        """Takes the amax of one more tensor."""
+
+    def roll(self) -> None:
+        """Ends a step."""
+
+    def scale_for(self, amax: Any) -> Tensor | None:
+        """Returns the scale of a tensor with this amax; None for its own."""
+
+    def saved(self) -> dict[str, Any]:
+        """Returns all that it holds, as numbers."""
+
+    def load(self, saved: Mapping[str, Any]) -> None:
+        """Takes what `saved` has returned."""
+
 
 #: Held while histories change. A fork waits for it, so that a child finds it free.
 _LOCK: Final = threading.Lock()
@@ -111,35 +134,31 @@ class Histories:
                 the CPU.
             records: It counts for later steps.
         """
-        kind = DeviceHistory if isinstance(amax, Tensor) else HostHistory
         with _LOCK:
             known = self._known.get(key)
-            if type(known) is not kind or known.format is not format:
-                known = self._settled(key, known, kind, format, amax, records)
+            if known is None or known.format is not format or not known.is_for(amax):
+                known = self._settled(key, format, amax, records=records)
                 if known is None:
                     return None
             if records:
-                known.fold(amax)  # type: ignore[arg-type]  # of its kind
-            return known.scale_for(amax)  # type: ignore[arg-type]
+                known.fold(amax)
+            return known.scale_for(amax)
 
-    def _settled(  # noqa: PLR0917  # all there is to one
-        self,
-        key: str,
-        known: History | None,
-        kind: type[History],
-        format: Scaled,
-        amax: float | Tensor,
-        records: bool,
+    def _settled(
+        self, key: str, format: Scaled, amax: float | Tensor, *, records: bool
     ) -> History | None:
         """Returns a history that is not as it was last asked for: new, from a checkpoint, or moved."""
+        known = self._known.get(key)
         if known is not None and known.format != format:  # another one of that name
             known = None
-        elif known is not None and type(known) is kind:
+        elif known is not None and known.is_for(amax):
             return known
         saved = self._loaded.get(key) if known is None else known.saved()
         if saved is None and not records:
             return None
-        made = kind(format, amax.device if isinstance(amax, Tensor) else _CPU)
+        made: History = (
+            DeviceHistory(format, amax.device) if isinstance(amax, Tensor) else HostHistory(format)
+        )
         if saved is not None:
             made.load(saved)
         self._known[key] = made

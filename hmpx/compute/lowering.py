@@ -75,7 +75,8 @@ class Lowering:
                     f"{tuple(result.shape)}"
                 )
             found = found.to(result.dtype)
-        return _InPlaceOf.apply(result, found) if may_learn(result) else found  # type: ignore[no-untyped-call]
+        apply: Callable[..., Tensor] = _InPlaceOf.apply
+        return apply(result, found) if may_learn(result) else found
 
     def called(self, args: Args, kwargs: Kwargs) -> Tensor:
         """Returns the function's result; it gets copies, which it may write to.

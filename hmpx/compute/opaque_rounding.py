@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..number_formats import Fixed, Float, Rounder, Rounding, Scaled, Table, rounder
-from ..torch_internals import HAS_OPERATORS, run_when_traced
+from ..torch_internals import own_operator, run_when_traced, set_kernel
 from ..torch_state import without_casts
 
 _ELEMENTS: Final = {family.__name__: family for family in (Float, Fixed, Table)}
@@ -26,8 +26,6 @@ Round = Callable[[Rounding, str, bool, Tensor], Tensor]
 
 _round: list[Round] = []
 _end: list[Callable[[], None]] = []
-
-_LIBRARY: Final = torch.library.Library("hmpx", "FRAGMENT")  # type: ignore[no-untyped-call]
 
 
 def called_by(round_: Round, end_step: Callable[[], None]) -> None:
@@ -54,16 +52,9 @@ def _nothing(x: Tensor) -> None:
 
 
 def _defined(signature: str, function: Any, fake: Any, *tags: str) -> Any:
-    """Returns an operator; None where torch is not as hmpx needs it, and `convert` refuses."""
-    if not HAS_OPERATORS:
-        return None
-    name = signature.partition("(")[0]
-    known = ("pt2_compliant_tag", "needs_fixed_stride_order", "cudagraph_unsafe", *tags)
-    found = tuple(getattr(torch.Tag, tag) for tag in known if hasattr(torch.Tag, tag))
-    _LIBRARY.define(signature, tags=found)  # type: ignore[no-untyped-call]
-    _LIBRARY.impl(name, function, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    torch.library.register_fake(f"hmpx::{name}", fake, lib=_LIBRARY)
-    return getattr(torch.ops.hmpx, name).default
+    operator = own_operator(signature, fake, "cudagraph_unsafe", *tags)
+    set_kernel(operator, function, "CompositeExplicitAutograd")
+    return operator
 
 
 _SIGNATURE: Final = "(Tensor x, str rounding, str key, bool records) -> Tensor"

@@ -18,7 +18,9 @@ from ..torch_internals import (
     HAS_OPERATORS,
     FakeTensor,
     FunctionalTensor,
+    own_operator,
     run_when_traced,
+    set_kernel,
     tracing_context,
     transforms,
 )
@@ -29,27 +31,13 @@ from .unpatched import EMPTY_LIKE
 #: What dynamo and AOTAutograd trace tensors as.
 _TRACED: Final = frozenset({*PLAIN_TENSORS, FunctionalTensor, FakeTensor})
 
-_LIBRARY: Final = torch.library.Library("hmpx", "FRAGMENT")  # type: ignore[no-untyped-call]
-
 
 def _shaped(x: Tensor, plan: str, keys: Tensor | None) -> Tensor:
     return EMPTY_LIKE(x)
 
 
-def _defined() -> Any:
-    """Returns the operator, as yet without a kernel; None where torch is not as hmpx needs it."""
-    if not HAS_OPERATORS:
-        return None
-    _LIBRARY.define(  # type: ignore[no-untyped-call]
-        "rounded(Tensor x, str plan, Tensor? keys) -> Tensor",
-        tags=(torch.Tag.pt2_compliant_tag, torch.Tag.needs_fixed_stride_order),
-    )
-    torch.library.register_fake("hmpx::rounded", _shaped, lib=_LIBRARY)
-    return torch.ops.hmpx.rounded.default
-
-
 #: Takes a tensor, `text_of` its plan, and the keys of noise.
-OP: Final = _defined()
+OP: Final = own_operator("rounded(Tensor x, str plan, Tensor? keys) -> Tensor", _shaped)
 
 
 def run_by(run: Callable[[Tensor, str, tuple[int, int] | None], Tensor]) -> None:
@@ -61,8 +49,7 @@ def run_by(run: Callable[[Tensor, str, tuple[int, int] | None], Tensor]) -> None
         first, second = keys.tolist()
         return run(x, plan, (first & 0xFFFFFFFF, second & 0xFFFFFFFF))
 
-    if OP is not None:
-        _LIBRARY.impl("rounded", rounded, "CPU")  # type: ignore[no-untyped-call]
+    set_kernel(OP, rounded, "CPU")
 
 
 def read(text: str) -> tuple[tuple[Any, ...], Layout | None]:

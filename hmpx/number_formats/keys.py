@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -31,7 +32,7 @@ def traced_keys(x: Tensor, generator: torch.Generator | None) -> Tensor:
     if transforms() is None:
         return _drawn(x, generator, ())
     mapped = EMPTY_LIKE(x, dtype=torch.bool)  # mapped as x is, and without tangents
-    return _Keys.apply(mapped, generator, ())  # type: ignore[no-any-return, no-untyped-call]
+    return _apply(mapped, generator, ())
 
 
 def _drawn(x: Tensor, generator: torch.Generator | None, batch: tuple[int, ...]) -> Tensor:
@@ -57,4 +58,7 @@ class _Keys(torch.autograd.Function):
     @staticmethod
     def vmap(info: Any, in_dims: tuple[Any, ...], *inputs: Any) -> tuple[Tensor, int]:
         x, generator, batch = inputs
-        return _Keys.apply(x, generator, (info.batch_size, *batch)), 0  # type: ignore[no-untyped-call]
+        return _apply(x, generator, (info.batch_size, *batch)), 0
+
+
+_apply: Callable[..., Tensor] = _Keys.apply

@@ -107,7 +107,9 @@ from .operators import (
     OpOverload,
     OpOverloadPacket,
     has_kernel,
+    own_operator,
     schemas_of,
+    set_kernel,
 )
 from .stance import uncompiled
 from .torch_part import Part, check, parts, torch_version
@@ -240,6 +242,7 @@ __all__ = [
     "one_of_batch",
     "outputs_of",
     "outside_batches",
+    "own_operator",
     "parts",
     "passes_for_real",
     "planning",
@@ -249,6 +252,7 @@ __all__ = [
     "replacing_parameters",
     "run_when_traced",
     "schemas_of",
+    "set_kernel",
     "standing_in",
     "storage_of",
     "top_hooks",

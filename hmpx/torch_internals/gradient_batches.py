@@ -5,7 +5,8 @@ Such a tensor has no memory that is read, and no random numbers are drawn beside
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import contextlib
+from collections.abc import Callable, Iterator
 from typing import Any, cast
 
 import torch
@@ -44,18 +45,16 @@ def _depth() -> int:
     return depth
 
 
-class outside_batches:  # noqa: N801  # a context manager, like torch.no_grad
+@contextlib.contextmanager
+def outside_batches() -> Iterator[None]:
     """Draws random numbers inside, which torch refuses to do beside a batch of gradients."""
-
-    __slots__ = ("depth",)
-
-    def __enter__(self) -> None:
-        self.depth = _depth()
-        for _ in range(self.depth):
-            _leave()
-
-    def __exit__(self, *exc_info: object) -> None:
-        for _ in range(self.depth):
+    depth = _depth()
+    for _ in range(depth):
+        _leave()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
             _enter()
 
 
@@ -76,9 +75,8 @@ def each_of_batch(function: Callable[[Tensor], tuple[Tensor | None, ...]], x: Te
     """
     depth = _depth()
     with outside_batches():
-        for level in range(
-            depth, 0, -1
-        ):  # of those that it is no batch of, the dimension has size 1
+        # Of batches that it is not in, the dimension has size 1.
+        for level in range(depth, 0, -1):
             x = _unbatched(x, level, 1, 0)
         sizes = x.shape[:depth]
         results = [function(row) for row in x.flatten(0, depth - 1).unbind()]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from typing import Final
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 
@@ -58,3 +59,33 @@ HAS_OPERATORS: Final = OpNamespace.__name__ != "NoOperator"
 TOGGLE_DISPATCH: Final = "_enable_pyobj_dispatch"
 #: The module, and in it the name of the function called when an operator gets another overload.
 OPERATORS_MODULE, REFRESH_PACKET = sys.modules[torch.ops.__class__.__module__], "_refresh_packet"
+
+_library: Any = torch.library.Library
+_OWN: Final = _library("hmpx", "FRAGMENT")
+
+
+def own_operator(signature: str, fake: Callable[..., Any], *tags: str) -> Any:
+    """Returns an operator of hmpx's own, as yet without a kernel.
+
+    Args:
+        signature: ``"name(Tensor x) -> Tensor"``.
+        fake: Returns results as the operator does, without values.
+        tags: Names of `torch.Tag`; those that this version of torch lacks are left out.
+
+    Returns:
+        The operator; None where torch is not as hmpx needs it, and `convert` refuses.
+    """
+    if not HAS_OPERATORS:
+        return None
+    name = signature.partition("(")[0]
+    tags = ("pt2_compliant_tag", "needs_fixed_stride_order", *tags)
+    known = [getattr(torch.Tag, tag) for tag in tags if hasattr(torch.Tag, tag)]
+    _OWN.define(signature, tags=known)
+    torch.library.register_fake(f"hmpx::{name}", fake, lib=_OWN)
+    return getattr(torch.ops.hmpx, name).default
+
+
+def set_kernel(operator: Any, function: Callable[..., Any], key: str) -> None:
+    """Makes ``function`` the kernel of an operator of hmpx's own, for a key of torch's dispatcher."""
+    if operator is not None:
+        _OWN.impl(operator.name(), function, key)

@@ -25,7 +25,7 @@ def main() -> None:
     """Runs all blocks; an exception of one ends the program with its traceback."""
     document, prelude, outcomes = map(Path, sys.argv[1:])
     names: dict[str, Any] = {"__name__": "__main__"}
-    for each in (prelude.with_name("common.py"), prelude):
+    for each in (prelude.with_name("assumed.py"), prelude):
         if each.exists():
             exec(compile(each.read_text("utf-8"), str(each), "exec"), names)
     file = names.pop("FILE", f"{document.stem}.py")

@@ -1,7 +1,7 @@
 """The documents' code runs: Python, commands, lists and policy files, and prints what is shown.
 
 Blocks in Python run in their order, as one program; a ``text`` block right behind one is what it
-prints. What a document takes for granted is made by ``snippets/common.py`` and ``snippets/NAME.py``, and files that it names lie in
+prints. What a document takes for granted is made by ``snippets/assumed.py`` and ``snippets/NAME.py``, and files that it names lie in
 ``snippets/files``. Commands run, unless they take long or are of other programs; then it is checked that
 they exist, and that hmpx knows their options.
 """

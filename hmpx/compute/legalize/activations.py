@@ -100,7 +100,8 @@ class _Activation:
         if x.requires_grad and torch.is_grad_enabled():
             if found.derivatives is None:
                 return None
-            return LookedUp.apply(x, self, found)  # type: ignore[no-untyped-call, no-any-return]
+            apply: Callable[..., Tensor] = LookedUp.apply
+            return apply(x, self, found)
         return None if found.values is None else self.forward(x, found)
 
     def forward(self, x: Tensor, found: Tables) -> Tensor:

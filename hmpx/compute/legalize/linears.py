@@ -7,6 +7,7 @@ of which layers are computed this way, and why.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -72,8 +73,8 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
         x, kept = (CAST[dtype](x), None) if rounds_inputs else (x, CAST[dtype](x.detach()))
     # The source is no input of the function: its gradient is that of the weight that was cast from it.
     rounding = Rounding(dtype, rounds_inputs)
-    result: Tensor = Linear.apply(x, weight, bias, kept, (source,), rounding)  # type: ignore[no-untyped-call]
-    return result
+    apply: Callable[..., Tensor] = Linear.apply
+    return apply(x, weight, bias, kept, (source,), rounding)
 
 
 class Linear(torch.autograd.Function):

@@ -22,7 +22,7 @@ Granularity: TypeAlias = "Literal['tensor', 'row', 'column'] | int | tuple[int, 
 AmaxRule: TypeAlias = Literal["max", "most_recent"]
 
 #: Which amax of a history scales.
-_AMAX_RULES: Final = ("max", "most_recent")
+_AMAX_RULES: Final[tuple[AmaxRule, ...]] = ("max", "most_recent")
 
 #: Steps of the longest history, and the largest margin.
 _MOST_STEPS: Final = 65536
@@ -99,7 +99,7 @@ def checked_history(format: Scaled) -> AmaxRule | None:
     what = f"format {format.name}"
     rule: AmaxRule | None = None
     if format.amax_rule is not None:
-        rule = arguments.choice(f"{what}: amax_rule", format.amax_rule, _AMAX_RULES)  # type: ignore[assignment]
+        rule = arguments.choice(f"{what}: amax_rule", format.amax_rule, _AMAX_RULES)
     check_int(format.name, "margin", format.margin, 0, _MOST_MARGIN)
     if format.history is None:
         for field in ("amax_rule", "margin"):

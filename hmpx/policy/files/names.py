@@ -12,4 +12,4 @@ SUFFIXES: Final = (".yaml", ".yml", ".json")
 
 def is_policy_file(path: object) -> bool:
     """Whether ``path`` has the name of a policy file."""
-    return is_a(path, str) and str.endswith(path, SUFFIXES)  # type: ignore[arg-type]
+    return is_a(path, str) and str.__str__(path).endswith(SUFFIXES)
