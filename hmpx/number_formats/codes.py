@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ..tensors import CAST
+from ..tensors import CAST, is_in_memory
 from . import compiled_codes
 from .bits import FP32, FP64
 from .families import Format
@@ -63,8 +63,8 @@ def encode(
     check_dense(x)
     with torch.no_grad():
         work = x.detach()
-        if not torch.compiler.is_dynamo_compiling() and (work.is_neg() or work._is_zerotensor()):
-            work = EMPTY_LIKE(work).copy_(work)  # with memory of its values
+        if not torch.compiler.is_dynamo_compiling() and not is_in_memory(work):
+            work = EMPTY_LIKE(work).copy_(work)
         if x.dtype in CAST and x.dtype is not torch.float64:
             work = CAST[torch.float32](work)
         if work.dtype in CAST and (generator is None or isinstance(generator, torch.Generator)):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ..tensors import CAST
+from ..tensors import CAST, is_in_memory
 from .kernels import gpu
 from .keys import traced_keys
 from .plans import Plan
@@ -21,7 +21,7 @@ def rounded_on_gpu(x: Tensor, plan: Plan, generator: torch.Generator | None) -> 
     work = CAST[torch.float32](x)
     # An element's noise depends on its place, not on strides.
     is_moved = EMPTY_LIKE(work).stride() != work.stride() or (is_noisy and not x.is_contiguous())
-    if is_moved or work.is_neg():
+    if is_moved or not is_in_memory(work):
         work = EMPTY(x.shape, dtype=torch.float32, device=x.device).copy_(x)
     found = gpu.rounded(work, plan, keys)
     if found is None:

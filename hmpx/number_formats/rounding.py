@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError
-from ..tensors import CAST, PLAIN_TENSORS, SPARSE
+from ..tensors import CAST, PLAIN_TENSORS, SPARSE, is_in_memory
 from ..torch_internals import (
     dispatch_modes,
     is_batch,
@@ -143,7 +143,7 @@ def rounded(
         keys: Of the noise.
         scale: As for `quantize`.
     """
-    if x.is_neg() or x._is_zerotensor():  # without memory of its values
+    if not is_in_memory(x):
         x = EMPTY_LIKE(x).copy_(x.detach())
     kernel = step.kernel or step.find_kernel()
     given = () if scale is None else step.given(scale)

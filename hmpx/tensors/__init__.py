@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .chunks import cast_as_one, chunk_of
+from .chunks import cast_as_one, chunk_of, is_in_memory
 from .constants import Constant
 from .devices import default_device_types, is_available, parse_device_type, parse_device_types
 from .dtypes import (
@@ -56,6 +56,7 @@ __all__ = [
     "is_available",
     "is_dense",
     "is_floating",
+    "is_in_memory",
     "is_leaf",
     "leaves",
     "long_name",

@@ -139,3 +139,11 @@ class _CastAsOne(torch.autograd.Function):
         cast = cast_as_one(given, ctx.dtype) or map(CAST[ctx.dtype], given)
         found = iter(cast)
         return None, None, *[None if each is None else next(found) for each in gradients]
+
+
+def is_in_memory(tensor: Tensor) -> bool:
+    """Whether a tensor's values are those in its memory, for whoever reads that by its address.
+
+    Views whose values are the negated ones are not, nor are tensors of known zeros, which have none.
+    """
+    return not (_is_neg(tensor) or tensor._is_zerotensor())

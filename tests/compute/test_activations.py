@@ -123,19 +123,52 @@ def test_rounding_in_one_pass_is_that_of_casts(compiled: Bfloat16Kernels) -> Non
     assert torch.equal(found.view(torch.int32), expected.view(torch.int32))
 
 
-def test_gradients_of_gradients() -> None:
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("is_checkpointed", [False, True])
+def test_gradients_of_gradients(kind: str, is_checkpointed: bool) -> None:
+    """Torch has formulas of its own for these: its kernels of SiLU's and Mish's gradients have no derivative."""
     x = torch.linspace(-8, 8, 1 << 12).to(BF16).requires_grad_()
     gradient = torch.ones_like(x, requires_grad=True)
+    function, _ = KINDS[kind]
 
     def both() -> tuple[Tensor, ...]:
-        (first,) = torch.autograd.grad(F.gelu(x), x, gradient, create_graph=True)
-        return first, *torch.autograd.grad(first.sum(), [x, gradient])
+        y = checkpoint(function, x, use_reentrant=False) if is_checkpointed else function(x)
+        (first,) = torch.autograd.grad(y, x, gradient, create_graph=True)
+        (second,) = torch.autograd.grad(first.sum(), x, create_graph=True)
+        return first, second, *torch.autograd.grad(second.sum(), [x, gradient])
 
     expected = both()
     with hmpx.convert():
-        assert is_looked_up(F.gelu(x))
+        assert is_looked_up(function(x))
         for a, b in zip(both(), expected, strict=True):
             assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_second_derivatives_in_batches(kind: str) -> None:
+    """Of what is vectorized, too."""
+    x = torch.linspace(-3, 3, 32).to(BF16)
+    function, _ = KINDS[kind]
+    hessian = torch.autograd.functional.hessian
+    expected = hessian(lambda x: function(x).sum(), x, vectorize=True)
+    with hmpx.convert():
+        found = hessian(lambda x: function(x).sum(), x, vectorize=True)
+    assert torch.equal(found, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_negative_views(kind: str) -> None:
+    """Whose values are not those in their memory; as inputs and as gradients."""
+    function, _ = KINDS[kind]
+    x = torch.linspace(0.1, 3, 64).to(BF16)
+    leaf = x.clone().requires_grad_()
+    expected = function(-x), *torch.autograd.grad(function(leaf), leaf, -x)
+    with hmpx.convert():
+        y = function(leaf)
+        assert is_looked_up(y)
+        found = function(torch._neg_view(x)), *torch.autograd.grad(y, leaf, torch._neg_view(x))
+    for a, b in zip(found, expected, strict=True):
+        assert torch.equal(a, b)
 
 
 def test_tables_are_made_once_torch_has_taken_as_long(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...number_formats import bfloat16_kernels
-from ...tensors import Kwargs
+from ...tensors import Kwargs, is_in_memory
 from ...torch_internals import (
     dispatch_modes,
     has_tangents,
@@ -68,7 +68,7 @@ def _is_computed_here(x: Tensor) -> bool:
     size = _numel(x)
     if size < _LEAST or size % _VECTOR or not (x.is_cpu and x.is_contiguous()):
         return False
-    return not (
+    return is_in_memory(x) and not (
         dispatch_modes()
         or transforms() is not None
         or has_tangents()
@@ -113,6 +113,12 @@ class _Activation:
     def backward(self, gradient: Tensor, x: Tensor) -> Tensor:
         """Returns the gradient of ``x`` by torch's kernel."""
         result: Tensor = self._gradient_kernel(gradient, x, **self._keywords)
+        return result
+
+    def differentiable_backward(self, gradient: Tensor, x: Tensor) -> Tensor:
+        """Returns the gradient of ``x`` by what torch derives: its kernels for that need have no derivative."""
+        with torch.enable_grad():
+            (result,) = torch.autograd.grad(self._by_torch(x), x, gradient, create_graph=True)
         return result
 
     def _by_torch(self, x: Tensor) -> Tensor:
@@ -161,7 +167,10 @@ class LookedUp(torch.autograd.Function):
         """Returns the gradient of `forward`'s first input."""
         (x,) = ctx.saved_tensors
         is_plain = type(gradient) is Tensor and gradient.is_contiguous() and x.is_contiguous()
-        is_seen = torch.is_grad_enabled() or dispatch_modes() or transforms() is not None
+        is_plain = is_plain and is_in_memory(gradient)
+        is_seen = dispatch_modes() or transforms() is not None
+        if torch.is_grad_enabled():
+            return ctx.activation.differentiable_backward(gradient, x), None, None
         if is_seen or is_batch(gradient) or not is_plain:
             return ctx.activation.backward(gradient, x), None, None
         found: Tables = ctx.found

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ...number_formats import bfloat16_kernels
-from ...tensors import CAST
+from ...tensors import CAST, is_in_memory
 from ..composition import widen
 
 # Taken before anything is patched: op lists may name any of them.
@@ -88,7 +88,12 @@ class Temporaries:
     def _round(self, tensor: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
         dense = _dense_strides(tensor)
         is_wide = tensor.dtype is torch.float32 and dtype is torch.bfloat16
-        if is_wide and tensor.is_cpu and tensor.stride() == output.stride() == dense:
+        if (
+            is_wide
+            and tensor.is_cpu
+            and is_in_memory(tensor)
+            and tensor.stride() == output.stride() == dense
+        ):
             kernels = bfloat16_kernels(tensor.numel())
             if kernels is not None:
                 return kernels.round(tensor, output)  # in one pass

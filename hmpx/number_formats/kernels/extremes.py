@@ -10,6 +10,7 @@ from typing import Final, TypeAlias
 import torch
 from torch import Tensor
 
+from ...tensors import is_in_memory
 from . import library
 
 #: (source address, elements, target address, threads): writes two numbers of float32, the smallest and
@@ -66,7 +67,7 @@ def largest_magnitude(x: Tensor) -> float | None:
     kernel = extremes_kernels().get(x.dtype)
     if kernel is None or not (x.is_contiguous() or _is_turned(x)):
         return None
-    if x.is_neg() or x._is_zerotensor():  # without memory of its values
+    if not is_in_memory(x):
         return None
     count = x.numel()
     if not count:
