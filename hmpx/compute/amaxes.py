@@ -19,7 +19,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError, shown
-from ..number_formats import is_format
+from ..number_formats import MOST_STEPS, is_format
 from ..patching import Patch
 from ..torch_internals import is_replica
 from ..torch_state import class_name, without_casts
@@ -88,15 +88,21 @@ class Histories:
         self.ended = 0
         self._known: dict[str, History] = {}
         self._loaded: Mapping[str, Mapping[str, Any]] = {}  # which belongs to keys as they come
+        self._ended: set[str] = set()  # those among them whose step has ended since
         self._labels: weakref.WeakKeyDictionary[nn.Module, str] = weakref.WeakKeyDictionary()
         self._given: set[str] = set()
 
-    def label_of(self, root: nn.Module) -> str:
+    def label_of(self, root: nn.Module, *, is_taken: bool) -> str:
         """Returns the label of an outermost module: its class name, with a number from the second one on.
 
         Paths in two models of one class are the same. The label of a model that is gone may become
         another's, who inherits nothing. The copies that torch.nn.DataParallel makes for each forward have
         the class name for a label.
+
+        Args:
+            root: The module.
+            is_taken: It keeps the label from now on. What is only evaluated leaves it to what will be trained,
+                whose checkpoint it may be that has been loaded.
         """
         found = self._labels.get(root)
         if found is not None:
@@ -104,14 +110,16 @@ class Histories:
         if is_replica(root):
             return class_name(root)
         with _LOCK:
-            return self._labels.get(root) or self._labelled(root)
+            return self._labels.get(root) or self._labelled(root, is_taken)
 
-    def _labelled(self, root: nn.Module) -> str:
+    def _labelled(self, root: nn.Module, is_taken: bool) -> str:
         found = name = class_name(root)
-        number, taken = 1, set(self._labels.values())
-        while found in taken:
+        number, others = 1, set(self._labels.values())
+        while found in others:
             number += 1
             found = f"{name}#{number}"
+        if not is_taken:  # what one that is gone has left is not for this one
+            return f"{found}?" if found in self._given else found
         self._labels[root] = found
         if found in self._given:
             self._forget(f"{found}:")
@@ -161,6 +169,8 @@ class Histories:
         )
         if saved is not None:
             made.load(saved)
+            if known is None and key in self._ended:
+                made.roll()
         self._known[key] = made
         return made
 
@@ -172,7 +182,10 @@ class Histories:
         """
         with _LOCK, torch.no_grad(), without_casts():
             seen = [history for history in self._known.values() if history.is_pending]
-            self.ended += bool(seen)
+            self._ended = {
+                key for key, saved in self._loaded.items() if saved["pending"] is not None
+            }
+            self.ended += bool(seen or self._ended)
             for history in seen:
                 history.roll()
 
@@ -200,7 +213,8 @@ class Histories:
             )
         checked = {key: _checked(key, value) for key, value in state.items()}
         with _LOCK:
-            self._known, self._loaded = {}, checked
+            self._known, self._loaded, self._ended = {}, checked, set()
+            self._given = set(self._labels.values())
 
 
 def _checked(key: object, saved: object) -> Mapping[str, Any]:
@@ -215,7 +229,12 @@ def _checked(key: object, saved: object) -> Mapping[str, Any]:
     if not isinstance(key, str) or not isinstance(saved, Mapping) or saved.keys() != _FIELDS:
         raise wrong
     amaxes, pending = saved["amaxes"], saved["pending"]
-    if not isinstance(amaxes, list) or type(saved["steps"]) is not int or saved["steps"] < 0:
+    if (
+        not isinstance(amaxes, list)
+        or len(amaxes) > MOST_STEPS
+        or type(saved["steps"]) is not int
+        or saved["steps"] < 0
+    ):
         raise wrong
     numbers = [*amaxes, saved["reference"], 0.0 if pending is None else pending]
     if not all(type(each) in (int, float) and 0 <= each <= MOST for each in numbers):

@@ -56,17 +56,22 @@ def emulation_class(formats: Formats) -> type[Emulation]:
 
 
 @run_when_traced
-def key_of(op: str, role: str, format: str) -> str:
+def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
     """Returns the key of a tensor in a call that is made here.
 
     Args:
         op: Op name.
         role: What the tensor is in the call.
         format: Name of the format.
+        is_taken: As of `Histories.label_of`, also where the module is in training mode.
     """
     root, path = spot()
     histories = in_force()
-    label = "" if root is None or histories is None else histories.label_of(root)
+    label = (
+        ""
+        if root is None or histories is None
+        else histories.label_of(root, is_taken=is_taken or root.training)
+    )
     return f"{label}:{path}:{op}:{role}:{format}"
 
 
@@ -135,8 +140,11 @@ class DelayedEmulation(Emulation):
             return round_
         rounding = self._rounder(format)
         assert isinstance(rounding, Rounding)
-        key = key_of(self.op, role, format.name)
-        return functools.partial(round_delayed, rounding, key, is_training())
+        records = is_training()
+        # A graph has its keys for good.
+        is_taken = records or torch.compiler.is_dynamo_compiling()
+        key = key_of(self.op, role, format.name, is_taken)
+        return functools.partial(round_delayed, rounding, key, records)
 
     def _rounded(self, role: str, tensor: Tensor, round_: Rounder, format: Format) -> Tensor:
         return super()._rounded(role, tensor, self._delayed(role, round_, format), format)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 from ..later import shown_later
 from .instances import is_format
-from .modes import OVERFLOWS, ROUNDING_MODES
+from .modes import MOST_STEPS, OVERFLOWS, ROUNDING_MODES
 from .vocabulary import name_of, said_of, spellings
 
 if TYPE_CHECKING:
@@ -59,6 +59,7 @@ else:  # programs without number formats need none of it
 __all__ = [
     "FORMATS",
     "FORMATS_BY_NAME",
+    "MOST_STEPS",
     "MOST_THREADS",
     "OVERFLOWS",
     "ROUNDING_MODES",

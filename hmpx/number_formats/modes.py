@@ -11,3 +11,6 @@ OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "nan", "saturate")
 
 #: In the order of the compiled kernels' numbers.
 ROUNDING_MODES: Final = ("nearest", "toward_zero", "up", "down", "nearest_away", "stochastic")
+
+#: Steps of the longest history of amaxes.
+MOST_STEPS: Final = 65536

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import gc
 import json
@@ -380,6 +381,63 @@ def test_a_checkpoint_carries_the_histories(kept_as: str, monkeypatch: pytest.Mo
         assert lengths == {9}
 
 
+def test_a_copy_that_is_validated_first_does_not_take_the_histories(kept_as: str) -> None:
+    """They are of the model that goes on to be trained."""
+    model = Net()
+    with converted() as session:
+        expected = train(model, steps=range(6))
+        state = session.histories.state_dict()
+    other = Net()
+    with converted() as session:
+        train(other, steps=range(3))
+        before = session.histories.state_dict()
+    copied = copy.deepcopy(other).eval()
+    with converted() as session:
+        session.histories.load_state_dict(before)
+        with torch.no_grad():
+            copied(batch(0))
+        assert train(other, steps=range(3, 6)) == expected[3:]
+        assert session.histories.state_dict() == state
+        with torch.no_grad():
+            alone = copied(batch(0))
+    with converted(), torch.no_grad():
+        assert torch.equal(copied(batch(0)), alone)
+
+
+def test_what_is_only_evaluated_has_nothing_of_a_model_that_is_gone() -> None:
+    """But what was loaded since."""
+    with converted(), torch.no_grad():
+        expected = Net().eval()(batch(0))
+    with converted() as session:
+        train(Net(), steps=range(3))
+        gc.collect()
+        with torch.no_grad():
+            assert torch.equal(Net().eval()(batch(0)), expected)
+        session.histories.load_state_dict(session.histories.state_dict())
+        with torch.no_grad():
+            assert not torch.equal(Net().eval()(batch(0)), expected)
+        state = session.histories.state_dict()
+        train(Net(), steps=range(1))
+        assert all(
+            each["steps"] == state[key]["steps"] + 1
+            for key, each in session.histories.state_dict().items()
+        )
+
+
+def test_a_step_may_end_between_loading_and_the_next_call(kept_as: str) -> None:
+    """A checkpoint that was made before the optimizer's step."""
+    expected_model = Net()
+    with converted() as session:
+        expected_model(batch(0)).sum().backward()
+        before = session.histories.state_dict()
+        session.histories.end_step()
+        expected = expected_model(batch(1))
+    with converted() as session:
+        session.histories.load_state_dict(before)
+        session.histories.end_step()
+        assert torch.equal(Net()(batch(1)), expected)
+
+
 def test_the_plugins_carry_the_histories() -> None:
     """What a framework's checkpoint holds goes on in another run."""
     low = "float8_e4m3fn_delayed"
@@ -409,6 +467,7 @@ def test_the_plugins_carry_the_histories() -> None:
         {"x": {"steps": 1, "pending": "a", "reference": 1.0, "amaxes": []}},
         {"x": {"steps": 1, "pending": None, "reference": 1.0, "amaxes": [-1.0]}},
         {"x": {"steps": 1, "pending": None, "reference": 1.0, "amaxes": 3}},
+        {"x": {"steps": 1, "pending": None, "reference": 1.0, "amaxes": [1.0] * 65537}},
     ],
     ids=lambda state: str(state)[:60],
 )

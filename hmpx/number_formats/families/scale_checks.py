@@ -13,6 +13,7 @@ from ...arguments import is_a
 from ...errors import OptionError, shown
 from ...tensors import CAST, SPARSE
 from ..layouts import Layout
+from ..modes import MOST_STEPS
 from .number_format import check_int, hint, listed
 
 if TYPE_CHECKING:
@@ -24,8 +25,7 @@ AmaxRule: TypeAlias = Literal["max", "most_recent"]
 #: Which amax of a history scales.
 _AMAX_RULES: Final[tuple[AmaxRule, ...]] = ("max", "most_recent")
 
-#: Steps of the longest history, and the largest margin.
-_MOST_STEPS: Final = 65536
+#: The largest margin.
 _MOST_MARGIN: Final = 64
 
 _GRANULARITIES: Final = ("tensor", "row", "column")
@@ -106,7 +106,7 @@ def checked_history(format: Scaled) -> AmaxRule | None:
             if getattr(format, field):
                 raise OptionError(f"{what}: {field} is for a history; add history=16, say")
         return None
-    check_int(format.name, "history", format.history, 1, _MOST_STEPS)
+    check_int(format.name, "history", format.history, 1, MOST_STEPS)
     if format.granularity != "tensor" or format.tensor_scale:
         have = (
             "a scale beside blocks'"
