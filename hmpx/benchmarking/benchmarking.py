@@ -57,7 +57,7 @@ def bench(
         inputs: What the model is called with: a tuple of arguments, a mapping of those by name, another
             argument, or a function that returns one of these.
         variants: Of ``"fp32"``, which is always there, ``"autocast"``, ``"auto"``, ``"fast"``,
-            ``"frozen"`` (a model only), ``"always"`` and ``"never"``, as ``legalize`` has them. None for
+            ``"frozen"`` and ``"prepared"`` (a model only), ``"always"`` and ``"never"``, as ``legalize`` has them. None for
             the first four, and ``"frozen"`` where there is a model.
         runs: How many runs each variant has.
         warmup: Steps before the first run.
@@ -187,7 +187,7 @@ def _runners(
             if is_asked:
                 raise BenchError("torch.autocast knows bfloat16 and float16 only; leave it out")
             continue
-        if variant.is_frozen and runners and runners[0].model is None:
+        if variant.store is not None and runners and runners[0].model is None:
             if is_asked:
                 raise BenchError(
                     "to freeze weights, bench needs the model: make() has to return it, instead of a step"

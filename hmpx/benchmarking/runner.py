@@ -102,10 +102,11 @@ class Runner:
     @contextlib.contextmanager
     def _region(self) -> Iterator[None]:
         with self.conditions.region(self.variant), self.randomness.in_force():
-            if self.variant.is_frozen and self._frozen is None:
+            store = self.variant.store
+            if store is not None and self._frozen is None:
                 args, kwargs = given_to(self.inputs)
                 assert self.model is not None
-                self._frozen = freezing.freeze(self.model, *args, **kwargs)
+                self._frozen = freezing.freeze(self.model, *args, store=store, **kwargs)
             yield
 
     def _noted(self, returned: Any) -> None:

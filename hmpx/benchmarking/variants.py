@@ -25,14 +25,14 @@ class Variant:
         label: As tables show it.
         legalize: What `hmpx.convert` is given; None leaves torch unconverted.
         is_autocast: The step runs in a region of torch.autocast.
-        is_frozen: The model's weights are stored by `hmpx.freeze`; for inference.
+        store: How `hmpx.freeze` stores the model's weights, for inference; None leaves them alone.
     """
 
     name: str
     label: str
     legalize: str | None = None
     is_autocast: bool = False
-    is_frozen: bool = False
+    store: str | None = None
 
 
 #: Name -> variant, in the order of tables.
@@ -43,7 +43,8 @@ VARIANTS: Final[Mapping[str, Variant]] = {
         Variant("autocast", "torch.autocast", is_autocast=True),
         Variant("auto", "hmpx auto", legalize="auto"),
         Variant("fast", "hmpx fast", legalize="fast"),
-        Variant("frozen", "hmpx frozen", legalize="auto", is_frozen=True),
+        Variant("frozen", "hmpx frozen", legalize="auto", store="dtype"),
+        Variant("prepared", "hmpx prepared", legalize="auto", store="prepared"),
         Variant("always", "hmpx always", legalize="always"),
         Variant("never", "hmpx never", legalize="never"),
     )

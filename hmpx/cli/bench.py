@@ -52,8 +52,8 @@ examples:
         "--variants",
         nargs="+",
         metavar="NAME",
-        help="of fp32, autocast, auto, fast, frozen, always, never; default: the first four, and frozen "
-        "for models",
+        help="of fp32, autocast, auto, fast, frozen, prepared, always, never; default: the first four, and "
+        "frozen for models",
     )
     parser.add_argument("--runs", type=int, metavar="N", help="of each variant; default: 10")
     parser.add_argument(

@@ -28,6 +28,7 @@ from .legalize.legalization import (
     may_be_legalized,
 )
 from .legalize.legalizer import LegalizedCall, Legalizer
+from .legalize.prepared import prepare
 from .legalize.watching import is_watched, note_unrounded, watched_rounding
 from .lowered import LOWERINGS
 from .missing_kernels import Callee, Lacking, completed, lacking_kernels
@@ -100,6 +101,7 @@ __all__ = [
     "may_be_legalized",
     "note_unrounded",
     "pays",
+    "prepare",
     "register_op",
     "reported",
     "rounded",

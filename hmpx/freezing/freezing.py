@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from torch import nn
 
-from .. import arguments, patches, session, torch_state
+from .. import arguments, compute, patches, session, torch_state
 from ..errors import FreezeError
 from .frozen import Frozen
 from .judging import judged, one_rounding
@@ -24,7 +24,7 @@ from .storing import check_values_last, flatten_rnns, low_copies
 from .weight_uses import FoundTensor, found_tensors, replaced, watch_forward
 
 _OUTPUTS: Final = ("fp32", "keep")
-_STORES: Final = ("dtype", "codes")
+_STORES: Final = ("dtype", "prepared", "codes")
 
 
 def freeze(
@@ -47,9 +47,11 @@ def freeze(
         *example_inputs: Inputs of the forward to watch.
         outputs: ``"fp32"`` makes the model return float32 where it would return bfloat16 or
             float16; ``"keep"`` leaves its outputs unchanged.
-        store: ``"codes"`` stores weights that are used only in one number format as codes of that
+        store: ``"prepared"`` keeps beside each such weight, once a call without gradients has computed
+            in float32 with it, as `convert`'s ``legalize`` says, its float32 values, so that no call
+            makes them again: the speed of float32, for 1.5 times its memory. ``"codes"`` stores weights that are used only in one number format as codes of that
             format, in uint8, uint16 or int32, decoded at each use, if the policy has one format and
-            no rules; ``"dtype"`` leaves them float32.
+            no rules; the others leave them float32.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
 
@@ -104,6 +106,8 @@ def freeze(
         flatten_rnns({id(slot.module): slot.module for slot in slots}.values())
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(WidensOutputs()).remove)
+        if store == "prepared":
+            attached.callback(compute.prepare([f.tensor for f in lows.values()]))
         sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
         patches.forget_compiled()
         on_error.pop_all()

@@ -28,6 +28,7 @@ from .autograd import (
     user_hooks,
     uses,
 )
+from .blocked_convolutions import can_be_laid_out, convolved, laid_out
 from .compiler import (
     AOT_GRAPHS,
     CODE_CACHE,
@@ -192,8 +193,10 @@ __all__ = [
     "TorchDispatchMode",
     "address_of",
     "behind_transform",
+    "can_be_laid_out",
     "casts_of_aten",
     "check",
+    "convolved",
     "current_graph_task",
     "data_of",
     "device_constructors",
@@ -231,6 +234,7 @@ __all__ = [
     "is_tensor_of_tensors",
     "jit_tracing_state",
     "lacks_kernel",
+    "laid_out",
     "later_parts",
     "leave_to_callees",
     "may_learn",

@@ -14,13 +14,22 @@ import torch
 from torch import Tensor, nn
 
 from ...tensors import CAST, Args, Kwargs
-from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
+from ...torch_internals import (
+    can_be_laid_out,
+    convolved,
+    dispatch_modes,
+    has_tangents,
+    is_batch,
+    laid_out,
+    transforms,
+)
 from ..composition import call_raised
+from .prepared import Prepared, prepared
 from .rounding import Rounding
 from .scratch import New, Temporaries
 
 # Taken before anything is patched: op lists may name any of them.
-_numel = Tensor.numel
+_contiguous, _numel = Tensor.contiguous, Tensor.numel
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 #: The ops that `compute` supports -> their number of spatial dimensions.
@@ -28,6 +37,12 @@ CONVOLUTIONS: Final = {"conv1d": 1, "conv2d": 2, "conv3d": 3}
 
 #: Elements of an input; below this, allocating memory costs less than the bookkeeping here.
 _LEAST: Final = 1 << 17
+
+#: Input channels of a group; with fewer, torch's function has nothing to lay out.
+_LEAST_CHANNELS: Final = 4
+
+#: Elements of a weight; below this, torch lays it out in no time.
+_LEAST_WEIGHT: Final = 1 << 15
 
 
 def is_large(x: Any, weight: Any) -> bool:
@@ -88,6 +103,55 @@ def without_gradients(
     result = call_raised(function, args, kwargs, memory.widen)
     memory.free()
     return CAST[dtype](result)
+
+
+def of_prepared(op: str, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Tensor | None:
+    """Returns a convolution with a prepared weight, which is laid out once; None if computed elsewhere.
+
+    Without gradients. It sums up in another order than torch's function, which lays out the weight for
+    each call, or takes a kernel that is slower than that.
+    """
+    if has_tangents() or kwargs or not can_be_laid_out(CONVOLUTIONS[op]):
+        return None
+    settings, found = _settings(CONVOLUTIONS[op], args[3:]), prepared(args[1])
+    if settings is None or found is None:
+        return None
+    x, weight, bias = (*args[:3], None)[:3]
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or not tensor.is_cpu:
+            return None
+    are_batches = x.dim() == weight.dim() == CONVOLUTIONS[op] + 2 and bool(x.numel())
+    if not are_batches or weight.shape[1] < _LEAST_CHANNELS or _numel(weight) < _LEAST_WEIGHT:
+        return None
+    if not (
+        x.is_contiguous() and weight.is_contiguous()
+    ):  # results are then laid out as torch decides
+        return None
+    memory = Temporaries(x.device)
+    raised = None if bias is None else memory.raised(bias)
+    lists = settings.padding, settings.strides, settings.dilation
+    blocked = _blocked(found, x, *lists, settings.groups)
+    result = CAST[dtype](convolved(memory.widen(x), blocked, raised, *lists, settings.groups))
+    memory.free()
+    return _contiguous(result)  # it comes with channels last
+
+
+def _blocked(  # noqa: PLR0917  # those of a convolution
+    weight: Prepared,
+    x: Tensor,
+    padding: list[int],
+    strides: list[int],
+    dilation: list[int],
+    groups: int,
+) -> Tensor:
+    """Returns a prepared weight in the layout for inputs like the first of a convolution."""
+    key = (*padding, *strides, *dilation, groups)
+    found = weight.blocked.get(key)
+    if found is None:
+        with torch.inference_mode(False), torch.no_grad():
+            found = laid_out(weight.made(), padding, strides, dilation, groups, x.shape)
+        weight.blocked[key] = found
+    return found
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,6 +8,7 @@ lists, of how wrappers are installed in torch, and of which calls are legalized.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ...tensors import CAST, Args, Kwargs
-from ...torch_internals import hooks_refused, is_jit_tracing, transforms
+from ...torch_internals import dispatch_modes, hooks_refused, is_jit_tracing, transforms
 from ...torch_state import is_training
 from ..composition import (
     Inputs,
@@ -32,6 +33,7 @@ from . import convolutions, linears
 from .blocks import BLOCKED, in_blocks
 from .capability import PRODUCTS
 from .graphs import is_exported, is_traced
+from .prepared import is_any_prepared, upcast
 
 
 @dataclass(slots=True)
@@ -157,6 +159,22 @@ def _keeping_low_precision_for_backward(legalizer: Legalizer, call: LegalizedCal
     return keeping_low(call.function, call.args, call.kwargs, call.given, precision)
 
 
+def _with_prepared_weights(legalizer: Legalizer, call: LegalizedCall) -> Any:
+    """Takes the fp32 values that are kept beside weights, in inference."""
+    if call.inputs.is_learning or is_traced() or not is_any_prepared(call.args, call.kwargs):
+        return None
+    if (
+        is_training() or dispatch_modes()
+    ):  # sums must match those with gradients; modes see every op
+        return None
+    if legalizer.op in convolutions.CONVOLUTIONS:
+        result = convolutions.of_prepared(legalizer.op, call.args, call.kwargs, call.dtype)
+        if result is not None:
+            return result
+    take = functools.partial(upcast, legalizer.upcast)
+    return rounded(call_raised(call.function, call.args, call.kwargs, take), CAST[call.dtype])
+
+
 def _in_blocks_of_the_weight(legalizer: Legalizer, call: LegalizedCall) -> Any:
     """Upcasts a weight block by block; not in training, where sums must match those with gradients."""
     if call.inputs.is_learning or legalizer.op not in BLOCKED or call.kwargs or is_training():
@@ -177,6 +195,7 @@ STRATEGIES: Final[tuple[Strategy, ...]] = (
     _as_casts_for_transforms,
     _as_linear_layer,
     _keeping_low_precision_for_backward,
+    _with_prepared_weights,
     _in_blocks_of_the_weight,
     _as_convolution_without_gradients,
 )

@@ -1,0 +1,87 @@
+"""Convolutions whose weights lie in memory as oneDNN's kernels read them, so that no call lays them out anew."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from .torch_part import is_found, rely_on
+
+_lay_out_2d, _lay_out_3d, _convolve = rely_on(
+    "torch._C._nn.mkldnn_reorder_conv2d_weight",
+    "torch._C._nn.mkldnn_reorder_conv3d_weight",
+    "torch.ops.mkldnn._convolution_pointwise",
+    feature="convolutions of prepared weights",
+    since="2.13",
+    without="each call lays out its weights anew, which takes longer",
+    behaves=is_found,  # tried by `can_be_laid_out`, since it takes milliseconds
+    instead=(None, None, None),
+)
+
+
+def can_be_laid_out(dimensions: int) -> bool:
+    """Whether weights of convolutions over so many dimensions can be laid out here and now."""
+    return bool(torch.backends.mkldnn.enabled) and _is_as_expected(dimensions)
+
+
+@functools.cache
+def _is_as_expected(dimensions: int) -> bool:
+    """Tries a convolution whose result is known, of two groups in strides of 2."""
+    is_there: Any = torch.backends.mkldnn.is_available
+    if dimensions not in {2, 3} or _convolve is None or not is_there():
+        return False
+    with torch.inference_mode(False), torch.no_grad():
+        one, two = [1] * dimensions, [2] * dimensions
+        count = 2**dimensions  # elements of a channel: 1, 2, ... and count + 1, ...
+        x = torch.arange(1, 2 * count + 1, dtype=torch.float32, device="cpu").view(1, 2, *two)
+        factors, bias = torch.tensor([[1.0, -2.0], [0.5, 0.25]], device="cpu")
+        settings = ([0] * dimensions, two, one, 2)  # padding, strides, dilation, groups
+        try:
+            weight = laid_out(factors.view(2, 1, *one), *settings, x.shape)
+            result = convolved(x, weight, bias, *settings)
+        except (RuntimeError, TypeError):  # another version of torch
+            return False
+    return result.shape == (1, 2, *one) and result.flatten().tolist() == [1.5, -2 * count - 1.75]
+
+
+def laid_out(  # noqa: PLR0917  # those of torch's function
+    weight: Tensor,
+    padding: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+    shape: Sequence[int],
+) -> Tensor:
+    """Returns the weight of a convolution in the layout for inputs of ``shape``; others take longer.
+
+    Args:
+        weight: In fp32 on the CPU.
+        padding: One for each dimension, as ``strides`` and ``dilation``.
+        strides: Those of the convolution.
+        dilation: That of the convolution.
+        groups: Their number.
+        shape: That of an input.
+    """
+    lay_out: Any = _lay_out_2d if len(padding) == 2 else _lay_out_3d
+    each = [list(lengths) for lengths in (padding, strides, dilation)]
+    found: Tensor = lay_out(weight.to_mkldnn(), *each, groups, list(shape))
+    return found
+
+
+def convolved(  # noqa: PLR0917  # those of torch's function
+    x: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    padding: Sequence[int],
+    strides: Sequence[int],
+    dilation: Sequence[int],
+    groups: int,
+) -> Tensor:
+    """Returns the convolution of ``x`` with a weight that `laid_out` has returned."""
+    each = [list(lengths) for lengths in (padding, strides, dilation)]
+    found: Tensor = _convolve(x, weight, bias, *each, groups, "none", [], "")
+    return found

@@ -1,0 +1,292 @@
+"""Frozen weights whose fp32 values are kept beside them, for legalized calls without gradients."""
+
+from __future__ import annotations
+
+import copy
+import gc
+import io
+import threading
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd import forward_ad
+from torch.func import functional_call, vmap
+from torch.utils.flop_counter import FlopCounterMode
+
+import hmpx
+from hmpx import torch_internals
+from hmpx.compute.legalize import convolutions, prepared
+from hmpx.torch_internals import blocked_convolutions
+from tests.values import normal
+
+BF16, FP16 = torch.bfloat16, torch.float16
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("lacks_low_precision"),
+]
+
+
+@pytest.fixture(autouse=True)
+def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(convolutions, "_LEAST_WEIGHT", 0)
+
+
+def layers() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
+    """Returns a module and the shape of its input, by name."""
+    torch.manual_seed(0)
+    return {
+        "linear": (nn.Linear(96, 64), (40, 96)),
+        "linear without bias": (nn.Linear(96, 64, bias=False), (3, 5, 96)),
+        "conv1d": (nn.Conv1d(8, 16, 3), (2, 8, 20)),
+        "conv2d": (nn.Conv2d(8, 16, 3, padding=1), (2, 8, 9, 7)),
+        "no batch": (nn.Conv2d(8, 16, 3), (8, 9, 7)),
+        "strides": (nn.Conv2d(8, 16, 3, stride=(2, 1), bias=False), (1, 8, 9, 7)),
+        "dilation": (nn.Conv2d(8, 16, (2, 3), dilation=2), (1, 8, 9, 9)),
+        "groups": (nn.Conv2d(16, 16, 3, groups=2), (1, 16, 9, 7)),
+        "depthwise": (nn.Conv2d(16, 16, 3, groups=16), (1, 16, 9, 7)),
+        "same": (nn.Conv2d(8, 16, 3, padding="same"), (1, 8, 9, 7)),
+        "reflected": (nn.Conv2d(8, 16, 3, padding=1, padding_mode="reflect"), (1, 8, 9, 7)),
+        "one pixel": (nn.Conv2d(8, 16, 1), (1, 8, 1, 1)),
+        "pointwise": (nn.Conv2d(8, 16, 1), (4, 8, 5, 5)),
+        "conv3d": (nn.Conv3d(4, 8, 3, padding=1), (1, 4, 5, 6, 7)),
+        "transposed": (nn.ConvTranspose2d(8, 4, 3), (1, 8, 5, 5)),
+        "empty": (nn.Conv2d(8, 16, 3), (0, 8, 9, 7)),
+        "lstm": (nn.LSTM(8, 16, batch_first=True), (2, 5, 8)),
+        "attention": (nn.MultiheadAttention(16, 2, batch_first=True), (2, 5, 16)),
+    }
+
+
+def convert(low_precision_type: torch.dtype = BF16, legalize: str = "auto") -> hmpx.Session:
+    return hmpx.convert(
+        device_types={"cpu"}, low_precision_type=low_precision_type, legalize=legalize
+    )
+
+
+def called(module: nn.Module, x: Tensor) -> Tensor:
+    """Returns the first output."""
+    arguments = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+    found = module(*arguments)
+    return found[0] if isinstance(found, tuple) else found
+
+
+def freeze(module: nn.Module, x: Tensor, **options: Any) -> hmpx.Frozen:
+    arguments = (x, x, x) if isinstance(module, nn.MultiheadAttention) else (x,)
+    return hmpx.freeze(module.eval(), *arguments, outputs="keep", **options)
+
+
+def kept(module: nn.Module) -> int:
+    """Returns how many of the weights have values beside them."""
+    found = [prepared.prepared(weight) for weight in module.parameters()]
+    return sum(
+        each is not None and bool(each.blocked or each._values is not None) for each in found
+    )
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", layers())
+def test_results_are_those_of_weights_that_are_raised(name: str, dtype: torch.dtype) -> None:
+    """But for the order of sums: at most a unit in the last place where one was near a tie."""
+    module, shape = layers()[name]
+    for memory_format in (torch.contiguous_format, torch.channels_last):
+        is_image = len(shape) == 4
+        x = normal(*shape, seed=1)
+        if memory_format is torch.channels_last:
+            if not is_image:
+                continue
+            x = x.contiguous(memory_format=torch.channels_last)
+        with torch.no_grad(), convert(dtype, legalize="always"):
+            with freeze(module, x):
+                expected = called(module, x)
+            with freeze(module, x, store="prepared"):
+                assert kept(module) == 0
+                actual = called(module, x)
+                again = called(module, x)
+                assert kept(module) > 0 or name in {"empty", "lstm"}
+        assert torch.equal(actual, again)
+        assert (actual.dtype, actual.shape) == (expected.dtype, expected.shape)
+        assert actual.is_contiguous() == expected.is_contiguous()
+        unit = torch.finfo(dtype).eps * expected.float().abs().clamp(min=0.01)
+        difference = (actual.float() - expected.float()).abs()
+        assert (difference <= unit).all()
+        assert (difference > 0).float().mean().nan_to_num() < 0.01
+
+
+def test_a_weight_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By what the allocator hands out: the second call asks for no memory of the size of a weight."""
+    module, x = nn.Sequential(nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, 512)), normal(1, 512)
+    raised: list[torch.Size] = []
+    widen = prepared.widen
+
+    def noting(tensor: Tensor) -> Tensor:
+        raised.append(tensor.shape)
+        return widen(tensor)
+
+    monkeypatch.setattr(prepared, "widen", noting)
+    with torch.no_grad(), convert(), freeze(module, normal(64, 512), store="prepared"):
+        for rows in (64, 64, 3, 64):
+            module(x.expand(rows, 512).contiguous())
+    assert len([shape for shape in raised if len(shape) == 2]) == 2
+
+
+def test_writes_and_moves_are_seen() -> None:
+    module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9)
+    with torch.no_grad(), convert(), freeze(module, x, store="prepared"):
+        first = module(x)
+        module.weight.mul_(2)
+        module.bias.mul_(2)  # type: ignore[union-attr]
+        assert torch.equal(module(x), 2 * first)
+        module.weight.data = module.weight.data / 2
+        module.bias.data = module.bias.data / 2  # type: ignore[union-attr]
+        assert torch.equal(module(x), first)
+
+
+def test_calls_that_record_gradients_are_as_ever() -> None:
+    module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9).requires_grad_()
+    with convert():
+        with freeze(module, x):
+            expected = module(x)
+            (expected_gradient,) = torch.autograd.grad(expected.float().sum(), x)
+        with freeze(module, x, store="prepared"):
+            with torch.no_grad():
+                module(x)
+            actual = module(x)
+            (actual_gradient,) = torch.autograd.grad(actual.float().sum(), x)
+    assert torch.equal(actual, expected)
+    assert torch.equal(actual_gradient, expected_gradient)
+
+
+def test_transforms_modes_and_other_weights_are_as_ever() -> None:
+    module, x = nn.Conv2d(8, 16, 3), normal(3, 1, 8, 9, 9)
+    with torch.no_grad(), convert(), freeze(module, x[0]):
+        expected = torch.stack([module(each) for each in x])
+    with torch.no_grad(), convert(), freeze(module, x[0], store="prepared"):
+        module(x[0])
+        assert torch.equal(vmap(module)(x), expected)
+        with FlopCounterMode(display=False) as counter:
+            assert torch.equal(module(x[0]), expected[0])
+        assert counter.get_total_flops() > 0
+        others = {name: torch.zeros_like(p) for name, p in module.named_parameters()}
+        assert not functional_call(module, others, (x[0],)).any()
+        with forward_ad.dual_level():
+            dual = forward_ad.make_dual(x[0], x[1])
+            tangent = forward_ad.unpack_dual(module(dual)).tangent
+        no_bias = module(torch.zeros_like(x[0]))
+        torch.testing.assert_close(tangent, expected[1] - no_bias, rtol=0.02, atol=0.02)
+
+
+def test_what_is_kept_is_freed() -> None:
+    """By undo, and with the model."""
+    module, x = nn.Linear(256, 256), normal(64, 256)
+    with torch.no_grad(), convert():
+        frozen = freeze(module, x, store="prepared")
+        module(x)
+        assert kept(module) == 2
+        frozen.undo()
+        assert kept(module) == 0
+        assert not prepared._prepared
+        frozen = freeze(module, x, store="prepared")
+        module(x)
+        del module, frozen
+        gc.collect()
+        assert not prepared._prepared
+
+
+def test_copies_are_frozen_models_without_it() -> None:
+    module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9)
+    with torch.no_grad(), convert(), freeze(module, x, store="prepared"):
+        expected = module(x)
+        buffer = io.BytesIO()
+        torch.save(module, buffer)
+        buffer.seek(0)
+        for copied in (copy.deepcopy(module), torch.load(buffer, weights_only=False)):
+            torch.testing.assert_close(copied(x), expected, rtol=0.01, atol=0.01)
+            assert kept(copied) == 0
+
+
+def test_compiled_models_are_as_ever() -> None:
+    module, x = (
+        nn.Sequential(nn.Conv2d(8, 16, 3), nn.Flatten(), nn.Linear(784, 4)),
+        normal(1, 8, 9, 9),
+    )
+    with torch.no_grad(), convert():
+        with freeze(module, x):
+            expected = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+        with freeze(module, x, store="prepared"):
+            module(x)
+            assert torch.equal(
+                torch.compile(module, backend="aot_eager", fullgraph=True)(x), expected
+            )
+
+
+def test_threads_share_it() -> None:
+    module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9)
+    results: list[Tensor] = []
+    with torch.no_grad(), convert(), freeze(module, x, store="prepared"):
+
+        def run() -> None:
+            with torch.no_grad():
+                results.extend(module(x) for _ in range(20))
+
+        threads = [threading.Thread(target=run) for _ in range(4)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    assert len(results) == 80
+    assert all(torch.equal(each, results[0]) for each in results)
+
+
+@pytest.mark.parametrize("how", ["switched off", "not as expected"])
+def test_without_layouts_the_values_are_kept_as_they_are(
+    how: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9)
+    if how == "switched off":
+        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
+    else:
+        monkeypatch.setattr(blocked_convolutions, "_convolve", lambda *args: args[0])
+        blocked_convolutions._is_as_expected.cache_clear()
+    try:
+        with (
+            torch.no_grad(),
+            convert(),
+        ):
+            with freeze(module, x):
+                expected = module(x)
+            with freeze(module, x, store="prepared"):
+                assert torch.equal(module(x), expected)
+                assert kept(module) == 2
+    finally:
+        blocked_convolutions._is_as_expected.cache_clear()
+
+
+def test_layouts_are_as_expected_here() -> None:
+    assert [torch_internals.can_be_laid_out(n) for n in (1, 2, 3)] == [
+        False,
+        *[torch.backends.mkldnn.is_available()] * 2,
+    ]
+
+
+def test_a_layer_that_is_called_with_other_settings() -> None:
+    weight, x = nn.Parameter(normal(8, 8, 3, 3)), normal(1, 8, 9, 9)
+
+    class Twice(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = weight
+
+        def forward(self, x: Tensor) -> Tensor:
+            wide = F.conv2d(x, self.weight, dilation=2)
+            return F.conv2d(wide, self.weight, stride=2)
+
+    module = Twice().eval()
+    with torch.no_grad(), convert(legalize="always"):
+        with freeze(module, x):
+            expected = module(x)
+        with freeze(module, x, store="prepared"):
+            actual = module(x)
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.05)
