@@ -29,7 +29,7 @@ SIZE = "medium"
 TOP = 3.0  # times fp32; bars beyond are broken, and their figure is written above
 BAR = 0.2  # width, of the distance between two groups
 
-MODELS = {"gpt": "GPT", "bert": "BERT", "vit": "ViT", "resnet": "ResNet"}
+MODELS = {"gpt": "GPT", "llama": "Llama", "bert": "BERT", "vit": "ViT", "resnet": "ResNet"}
 CASES = {"decode": "GPT, a token at a time"}
 
 

@@ -1,4 +1,4 @@
-"""Models to measure, in two sizes a device: GPT, its decoding, BERT, ViT, ResNet, a perceptron.
+"""Models to measure, in two sizes a device: GPT, its decoding, Llama, BERT, ViT, ResNet, a perceptron.
 
 They are plain fp32 programs with random weights and data. This module knows nothing of casting,
 of compiling or of the clock.
@@ -76,6 +76,10 @@ SIZES: dict[str, dict[str, dict[str, TextSize | ViTSize | ResNetSize | MLPSize]]
             "small": TextSize(128, 2, 4, tokens=80, batch=1, vocabulary=256),
             "medium": TextSize(768, 6, 12, tokens=80, batch=1, vocabulary=2048),
         },
+        "llama": {
+            "small": TextSize(128, 2, 4, tokens=64, batch=8, vocabulary=256),
+            "medium": TextSize(256, 4, 8, tokens=128, batch=8, vocabulary=1024),
+        },
         "bert": {
             "small": TextSize(128, 2, 4, tokens=64, batch=8, vocabulary=256),
             "medium": TextSize(256, 4, 8, tokens=128, batch=8, vocabulary=1024),
@@ -101,6 +105,10 @@ SIZES: dict[str, dict[str, dict[str, TextSize | ViTSize | ResNetSize | MLPSize]]
         "decoder": {
             "small": TextSize(768, 12, 12, tokens=80, batch=1, vocabulary=8192),
             "medium": TextSize(2048, 16, 16, tokens=80, batch=1, vocabulary=32768),
+        },
+        "llama": {
+            "small": TextSize(512, 6, 8, tokens=256, batch=8, vocabulary=8192),
+            "medium": TextSize(768, 12, 12, tokens=512, batch=8, vocabulary=32000),
         },
         "bert": {
             "small": TextSize(512, 4, 8, tokens=128, batch=16, vocabulary=8192),
@@ -266,7 +274,7 @@ def _build(
 ) -> nn.Module:
     if isinstance(size, MLPSize):
         return MLP(size)
-    if isinstance(size, TextSize) and name != "bert":
+    if isinstance(size, TextSize) and name not in {"bert", "llama"}:
         return GPT(size, is_attention_explicit=is_attention_explicit)
     try:
         import transformers
@@ -275,6 +283,18 @@ def _build(
             f"the model {name} comes from transformers: pip install transformers, "
             "or choose others with --models"
         ) from error
+    if isinstance(size, TextSize) and name == "llama":
+        llama = transformers.LlamaConfig(
+            vocab_size=size.vocabulary,
+            hidden_size=size.width,
+            num_hidden_layers=size.layers,
+            num_attention_heads=size.heads,
+            num_key_value_heads=size.heads // 2,
+            intermediate_size=8 * size.width // 3,
+            max_position_embeddings=size.tokens,
+            use_cache=False,
+        )
+        return Logits(transformers.LlamaForCausalLM(llama)).train()
     if isinstance(size, TextSize):
         bert = transformers.BertConfig(
             vocab_size=size.vocabulary,

@@ -30,7 +30,7 @@ import torch
 
 CANDIDATES = ("fp32", "autocast", "bf16", "hmpx", "hmpx fast")
 COMPILED = ("fp32", "hmpx")
-MODELS = ("gpt", "bert", "vit", "resnet")
+MODELS = ("gpt", "llama", "bert", "vit", "resnet")
 COLUMNS = (
     "ratio", "ratio_min", "ratio_max", "median_s", "min_s", "rounds", "peak_bytes", "loss_minus_fp32"
 )  # fmt: skip

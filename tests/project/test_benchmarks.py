@@ -232,7 +232,7 @@ def test_readme_names_each_benchmark() -> None:
 
 
 @pytest.mark.parametrize("size", ["small", "medium"])
-@pytest.mark.parametrize("name", ["gpt", "decoder", "bert", "vit", "resnet", "mlp"])
+@pytest.mark.parametrize("name", ["gpt", "decoder", "llama", "bert", "vit", "resnet", "mlp"])
 def test_shapes(load: Any, name: str, size: str) -> None:
     """Logits fit the labels; the same seed gives the same loss."""
     models = load("models")
