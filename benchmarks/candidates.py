@@ -26,14 +26,14 @@ class Candidate:
         has_region: The forward and the loss run inside torch.autocast.
         is_low: The model and its inputs are bf16.
         legalize: What `hmpx.convert` is given; None leaves torch as it is.
-        is_frozen: hmpx stores the weights in bf16.
+        store: How hmpx stores the weights in bf16; None leaves them alone.
         keep_weight_casts: What `hmpx.convert` is given.
     """
 
     has_region: bool = False
     is_low: bool = False
     legalize: str | None = None
-    is_frozen: bool = False
+    store: str | None = None
     keep_weight_casts: bool | str = "auto"
 
 
@@ -45,7 +45,8 @@ CANDIDATES = {
     "hmpx fast": Candidate(legalize="fast"),
     "hmpx native, kept": Candidate(legalize="never", keep_weight_casts=True),
     "hmpx native, cast again": Candidate(legalize="never", keep_weight_casts=False),
-    "hmpx frozen": Candidate(legalize="auto", is_frozen=True),
+    "hmpx frozen": Candidate(legalize="auto", store="dtype"),
+    "hmpx prepared": Candidate(legalize="auto", store="prepared"),
 }
 
 #: What all others are compared with.
@@ -91,8 +92,8 @@ def prepare(name: str, module: nn.Module, *inputs: Tensor, backend: str = "induc
     """
     candidate = CANDIDATES[name.removesuffix(COMPILED)]
     device_type = inputs[0].device.type
-    if candidate.is_frozen:
-        hmpx.freeze(module, *inputs, keep_fp32=False)
+    if candidate.store is not None:
+        hmpx.freeze(module, *inputs, keep_fp32=False, store=candidate.store)
     if candidate.is_low:
         module.bfloat16()
         inputs = tuple(x.bfloat16() if x.is_floating_point() else x for x in inputs)

@@ -701,11 +701,11 @@ def test_random_rounding_stores_no_codes() -> None:
         assert not any(weight.is_low for weight in frozen.weights)
 
 
-def test_there_are_two_ways_to_store() -> None:
+def test_there_are_three_ways_to_store() -> None:
     """Any other is an error."""
     with pytest.raises(hmpx.OptionError) as error:
         hmpx.freeze(nn.Linear(2, 2), normal(2), store="bits")
-    assert str(error.value) == "store must be 'dtype' or 'codes', not 'bits'"
+    assert str(error.value) == "store must be 'dtype', 'prepared' or 'codes', not 'bits'"
 
 
 def nested(layout: torch.layout) -> Tensor:

@@ -241,27 +241,22 @@ def test_threads_share_it() -> None:
 
 
 @pytest.mark.parametrize("how", ["switched off", "not as expected"])
+@pytest.mark.filterwarnings("ignore:TF32 acceleration")
 def test_without_layouts_the_values_are_kept_as_they_are(
-    how: str, monkeypatch: pytest.MonkeyPatch
+    how: str, monkeypatch: pytest.MonkeyPatch, request: pytest.FixtureRequest
 ) -> None:
     module, x = nn.Conv2d(8, 16, 3), normal(1, 8, 9, 9)
-    if how == "switched off":
-        monkeypatch.setattr(torch.backends.mkldnn, "enabled", False)
-    else:
+    if how == "not as expected":
         monkeypatch.setattr(blocked_convolutions, "_convolve", lambda *args: args[0])
         blocked_convolutions._is_as_expected.cache_clear()
-    try:
-        with (
-            torch.no_grad(),
-            convert(),
-        ):
-            with freeze(module, x):
-                expected = module(x)
-            with freeze(module, x, store="prepared"):
-                assert torch.equal(module(x), expected)
-                assert kept(module) == 2
-    finally:
-        blocked_convolutions._is_as_expected.cache_clear()
+        request.addfinalizer(blocked_convolutions._is_as_expected.cache_clear)
+    flags = torch.backends.mkldnn.flags(enabled=how != "switched off")
+    with flags, torch.no_grad(), convert():
+        with freeze(module, x):
+            expected = module(x)
+        with freeze(module, x, store="prepared"):
+            assert torch.equal(module(x), expected)
+            assert kept(module) == 2
 
 
 def test_layouts_are_as_expected_here() -> None:

@@ -11,6 +11,7 @@ from typing import Final
 import torch
 from torch import Tensor
 
+from ...number_formats import bfloat16_kernels
 from ...tensors import CAST, Args
 from ...torch_internals import has_tangents
 from ..composition import widen
@@ -22,9 +23,10 @@ _add_, _as_strided, _contiguous, _copy_ = (
     Tensor.contiguous,
     Tensor.copy_,
 )
-_mm, _narrow, _reshape, _t, _unsqueeze = (
+_mm, _narrow, _numel, _reshape, _t, _unsqueeze = (
     torch.mm,
     Tensor.narrow,
+    Tensor.numel,
     Tensor.reshape,
     Tensor.t,
     Tensor.unsqueeze,
@@ -32,13 +34,20 @@ _mm, _narrow, _reshape, _t, _unsqueeze = (
 
 #: Ops that multiply by a weight matrix -> the numbers of arguments that `in_blocks` takes.
 BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
-_BLOCK_BYTES = 8 << 20
+_BLOCK_BYTES = 2 << 20  # of fp32: what a core's second-level cache holds
 _MOST_ROWS = 512  # beyond this, arithmetic hides the casts
 _LEAST_WEIGHTS = 1 << 14
 
 
+def is_large(weight: Tensor) -> bool:
+    """Whether a weight on the CPU is large enough for blocks."""
+    return weight.is_cpu and _numel(weight) >= _LEAST_WEIGHTS
+
+
 def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
-    """Returns a product whose weights are upcast to fp32 block by block; None if it does not qualify.
+    """Returns a product whose weights are made fp32 block by block; None if it does not qualify.
+
+    Weights in ``dtype`` are upcast; those of a linear layer may be fp32, and are rounded.
 
     With few rows, the time goes into reading the weights. Upcast as a whole, the weights are written
     to memory and read again, four bytes each; a block stays in the cache. The transposed product is
@@ -64,7 +73,8 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
     if bias is not None and not (isinstance(bias, Tensor) and bias.dim() == 1):
         return None
     n, k = weight.shape
-    if x.shape[-1] != k or weight.dtype is not dtype or not x.numel():
+    is_wide = weight.dtype is torch.float32 and op == "linear" and weight.is_contiguous()
+    if x.shape[-1] != k or not (weight.dtype is dtype or is_wide) or not x.numel():
         return None
     rows = x.numel() // k
     size = min(n, max(1, _BLOCK_BYTES // (4 * k)))  # rows of the weight in a block
@@ -77,12 +87,25 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         length = min(size, n - start)
         strides = (1, length) if is_by_column else (k, 1)
         block = _as_strided(memory, (length, k), strides, rows * (k + n))
-        _copy_(block, _narrow(weight, 0, start, length))
+        part = _narrow(weight, 0, start, length)
+        if is_wide:
+            _rounded_to(part, block, dtype)
+        else:
+            _copy_(block, part)
         _mm(block, columns, out=_narrow(product, 0, start, length))
     if bias is not None:
-        _add_(product, _unsqueeze(widen(bias), 1))
+        _add_(product, _unsqueeze(widen(CAST[dtype](bias)), 1))
     # A copy to another layout is fast only within one dtype.
     return _reshape(_contiguous(_t(CAST[dtype](product))), (*x.shape[:-1], n))
+
+
+def _rounded_to(source: Tensor, target: Tensor, dtype: torch.dtype) -> None:
+    """Rounds fp32 values; both tensors are contiguous."""
+    kernels = bfloat16_kernels(_numel(source)) if dtype is torch.bfloat16 else None
+    if kernels is None:
+        _copy_(target, CAST[dtype](source))
+    else:
+        kernels.round(source, target)
 
 
 def _contiguous_strides(shape: torch.Size) -> list[int]:

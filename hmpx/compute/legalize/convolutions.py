@@ -94,15 +94,33 @@ def compute(
 def without_gradients(
     function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
 ) -> Tensor | None:
-    """Returns a convolution in ``dtype`` without recording gradients; None if computed elsewhere."""
-    if has_tangents() or _is_watched():
+    """Returns a convolution in ``dtype`` without recording gradients; None if computed elsewhere.
+
+    The tensors are in ``dtype``, or as they were given, with a parameter for a weight.
+    """
+    if has_tangents() or _is_watched() or len(args) < 2:
         return None
-    if not args or not is_large(args[0], args[0]):  # large weights alone gain nothing
+    x, weight, *bias = args[:3]
+    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
+    if not is_wide and not is_large(x, x):  # large weights alone gain nothing
         return None
-    memory = Temporaries(args[0].device)
+    if is_wide and not all([_may_be_rounded(t, weight, dtype) for t in (x, *bias)]):  # noqa: C419
+        return None
+    memory = Temporaries(weight.device)
+    if is_wide:
+        low = [t if t is None else CAST[dtype](t) for t in (x, *bias)]
+        args = (low[0], memory.rounded(weight, dtype), *low[1:], *args[3:])
     result = call_raised(function, args, kwargs, memory.widen)
     memory.free()
     return CAST[dtype](result)
+
+
+def _may_be_rounded(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a bias is left out, or an input lies beside the weight in ``dtype`` or fp32."""
+    if not isinstance(value, Tensor):
+        return value is None
+    is_known = value.dtype is dtype or value.dtype is torch.float32
+    return is_known and value.layout is torch.strided and value.device == weight.device
 
 
 def of_prepared(op: str, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Tensor | None:

@@ -17,7 +17,7 @@ from ...tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ...torch_internals import is_jit_tracing, run_when_traced
 from ...torch_state import is_training
 from ..composition import Inputs
-from . import capability, convolutions, linears
+from . import blocks, capability, convolutions, linears
 from .capability import PRODUCTS, SMALL_PRODUCT, Capability, Capturing
 from .graphs import is_exported, is_traced
 from .watching import is_watched
@@ -178,18 +178,23 @@ class Legalization:
 
 
 def has_own_gradients(x: Any, weight: Any) -> bool:
-    """Whether a convolution may be computed from inputs as given, with its own gradient formulas."""
-    if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+    """Whether a convolution may be computed from inputs as given, which saves the cast of its weight."""
+    if torch.compiler.is_dynamo_compiling() or is_jit_tracing():
         return False
-    return not is_jit_tracing() and convolutions.is_large(x, weight)
+    if torch.is_grad_enabled():
+        return convolutions.is_large(x, weight)
+    return _is_wide(weight) and blocks.is_large(weight)
 
 
 def has_own_products(x: Any, weight: Any) -> bool:
     """Whether a linear layer may be computed from inputs as given, which saves the cast of its weight."""
-    if torch.compiler.is_dynamo_compiling() or not torch.is_grad_enabled():
+    if torch.compiler.is_dynamo_compiling() or is_jit_tracing() or not _is_wide(weight):
         return False
-    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
-    return is_wide and not is_jit_tracing() and linears.is_large(x, weight)
+    return linears.is_large(x, weight) if torch.is_grad_enabled() else blocks.is_large(weight)
+
+
+def _is_wide(weight: Any) -> bool:
+    return type(weight) is nn.Parameter and weight.dtype is torch.float32
 
 
 def _never(first: Any) -> bool:

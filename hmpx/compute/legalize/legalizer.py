@@ -90,7 +90,7 @@ class Legalizer:
         *,
         is_cast: bool,
     ) -> Tensor | None:
-        """Returns the call's result in ``dtype`` if its gradients are computed here, else None.
+        """Returns the result of a layer that rounds its parameters itself, in ``dtype``; else None.
 
         Args:
             function: torch's function.
@@ -101,10 +101,16 @@ class Legalizer:
         """
         is_linear = self.op == "linear" and self.rounds_inputs and not is_cast
         is_layer = is_linear or self.op in convolutions.CONVOLUTIONS
-        if not (is_layer and inputs.is_learning and inputs.is_plain):
+        if not (is_layer and inputs.is_plain):
             return None
         if is_traced() or transforms() is not None or is_jit_tracing():
             return None
+        if not inputs.is_learning:
+            if is_cast or not self.rounds_inputs or is_training():
+                return None
+            if is_linear:
+                return linears.without_gradients(args, dtype)
+            return convolutions.without_gradients(function, args, {}, dtype)
         if is_linear:
             return linears.compute(args, args, dtype, rounds_inputs=True)
         return convolutions.compute(

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from ...tensors import CAST, Args
 from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
 from ..composition import widen
+from .blocks import in_blocks
 from .rounding import Rounding
 from .scratch import New, Temporaries
 
@@ -46,20 +47,12 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
         dtype: The low-precision dtype.
         rounds_inputs: fp32 inputs are rounded first.
     """
-    if not 2 <= len(args) <= 3:
+    layer = _layer(args, dtype)
+    if layer is None:
         return None
-    x, weight, bias = (*args, None)[:3]
-    for tensor in (x, weight) if bias is None else (x, weight, bias):
-        if not isinstance(tensor, Tensor) or not (tensor.is_cpu and tensor.is_contiguous()):
-            return None
-        if tensor.dtype is not dtype and tensor.dtype is not torch.float32:
-            return None
-    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
-        return None  # torch decides what to do with it
-    if not is_large(x, weight) or has_tangents() or _is_watched():
+    x, weight, bias = layer
+    if not is_large(x, weight):
         return None
-    if bias is not None and bias.shape != weight.shape[:1]:
-        return None  # torch decides what to do with it
     source = weight  # what the weight of the backward is made from
     if isinstance(given[1], nn.Parameter):
         source = given[1]
@@ -75,6 +68,41 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
     rounding = Rounding(dtype, rounds_inputs)
     apply: Callable[..., Tensor] = Linear.apply
     return apply(x, weight, bias, kept, (source,), rounding)
+
+
+def without_gradients(args: Args, dtype: torch.dtype) -> Tensor | None:
+    """Returns a linear layer's output in ``dtype`` without recording gradients; None if computed elsewhere.
+
+    Args:
+        args: Input, fp32 weight and perhaps bias, as given.
+        dtype: The low-precision dtype.
+    """
+    layer = _layer(args, dtype)
+    if layer is None or layer[1].dtype is not torch.float32:
+        return None
+    x, weight, bias = layer
+    x = CAST[dtype](x)
+    result = in_blocks("linear", (x, weight, bias), dtype)
+    return (
+        _output(x, weight, bias, Rounding(dtype, rounds_inputs=True)) if result is None else result
+    )
+
+
+def _layer(args: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None] | None:
+    """Returns input, weight and bias, if torch would make one product of them on the CPU."""
+    if not 2 <= len(args) <= 3:
+        return None
+    x, weight, bias = (*args, None)[:3]
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        if not isinstance(tensor, Tensor) or not (tensor.is_cpu and tensor.is_contiguous()):
+            return None
+        if tensor.dtype is not dtype and tensor.dtype is not torch.float32:
+            return None
+    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+        return None
+    if bias is not None and bias.shape != weight.shape[:1]:
+        return None
+    return None if has_tangents() or _is_watched() else (x, weight, bias)
 
 
 class Linear(torch.autograd.Function):
@@ -95,19 +123,8 @@ class Linear(torch.autograd.Function):
         """Returns the output in low precision: [..., n]."""
         ctx.save_for_backward(x if kept is None else kept, *sources)
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
-        memory = Temporaries(x.device)
-        n, k = weight.shape
-        rows = _reshape(memory.raised(x), (-1, k))
-        columns = _t(rounding.raised(weight, memory))
-        product = memory.empty((rows.shape[0], n), (n, 1))
-        if bias is None:
-            _mm(rows, columns, out=product)
-        else:
-            _addmm(rounding.raised(bias, memory), rows, columns, out=product)
-        result = _reshape(CAST[rounding.dtype](product), (*x.shape[:-1], n))
-        memory.free()
         ctx.rounding = rounding
-        return result
+        return _output(x, weight, bias, rounding)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor | None, ...]:
@@ -135,6 +152,21 @@ class Linear(torch.autograd.Function):
             found[2] = rounding.gradient(_sum(wide, 0), of_bias, memory)
         memory.free()
         return *found, None, None, None
+
+
+def _output(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding) -> Tensor:
+    memory = Temporaries(x.device)
+    n, k = weight.shape
+    rows = _reshape(memory.raised(x), (-1, k))
+    columns = _t(rounding.raised(weight, memory))
+    product = memory.empty((rows.shape[0], n), (n, 1))
+    if bias is None:
+        _mm(rows, columns, out=product)
+    else:
+        _addmm(rounding.raised(bias, memory), rows, columns, out=product)
+    result = _reshape(CAST[rounding.dtype](product), (*x.shape[:-1], n))
+    memory.free()
+    return result
 
 
 def _product(

@@ -1,0 +1,135 @@
+"""Layers with fp32 parameters in inference: these are rounded on the way, in the same places as ever."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import hmpx
+from hmpx import number_formats
+from hmpx.compute.legalize import blocks, scratch
+from tests.values import normal, same
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("lacks_low_precision"),
+]
+
+#: Layer, and the shape of its input.
+CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
+    "linear, few rows": (nn.Linear(160, 128), (16, 160)),
+    "linear, many rows": (nn.Linear(160, 128), (5, 128, 160)),
+    "linear, no bias": (nn.Linear(160, 128, bias=False), (2, 3, 160)),
+    "linear, a row": (nn.Linear(160, 128), (160,)),
+    "linear, no rows": (nn.Linear(160, 128), (0, 160)),
+    "conv1d": (nn.Conv1d(64, 96, 3), (2, 64, 20)),
+    "conv2d": (nn.Conv2d(48, 64, 3, padding=1), (2, 48, 7, 6)),
+    "conv2d, no bias": (nn.Conv2d(48, 64, 3, stride=2, bias=False), (1, 48, 7, 6)),
+    "conv2d, no batch": (nn.Conv2d(48, 64, 3), (48, 7, 6)),
+    "conv2d, groups": (nn.Conv2d(96, 64, (3, 5), groups=2, padding="same"), (1, 96, 7, 6)),
+    "conv3d": (nn.Conv3d(24, 32, 3), (1, 24, 4, 5, 6)),
+    "transposed": (nn.ConvTranspose2d(48, 64, 3), (1, 48, 4, 5)),
+}
+
+
+def convert(dtype: torch.dtype = BF16, **options: Any) -> hmpx.Session:
+    return hmpx.convert(
+        device_types={"cpu"}, low_precision_type=dtype, legalize="always", **options
+    )
+
+
+def by_hand(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the output of a copy with rounded parameters, rounded."""
+
+    def reround(tensor: Tensor) -> Tensor:
+        return tensor.to(dtype).float()
+
+    parameters = {name: reround(each) for name, each in layer.named_parameters()}
+    return torch.func.functional_call(layer, parameters, (reround(x),)).to(dtype)
+
+
+@pytest.fixture(params=["kernels", "torch"])
+def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """With compiled kernels, and without."""
+    if request.param == "torch":
+        for module in (blocks, scratch):
+            monkeypatch.setattr(module, "bfloat16_kernels", lambda work: None)
+        return "torch"
+    monkeypatch.setenv("HMPX_KERNELS", "wait")
+    found = number_formats.bfloat16_kernels(1 << 27)
+    if found is None:
+        pytest.skip("there is no C compiler")
+    return "kernels"
+
+
+@pytest.mark.parametrize("x_dtype", [FP32, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("name", CASES)
+def test_it_is_the_composition_of_casts(
+    name: str, dtype: torch.dtype, x_dtype: torch.dtype | None, computed_by: str
+) -> None:
+    """But for the order of sums, in the transposed product of few rows."""
+    layer, shape = CASES[name]
+    x = normal(*shape).to(x_dtype or dtype)
+    with torch.no_grad():
+        expected = by_hand(layer, x, dtype)
+        with convert(dtype):
+            actual = layer(x)
+            with hmpx.freeze(layer.eval(), x, outputs="keep"):
+                frozen = layer(x)
+        layer.train()
+    same(actual, frozen, check_stride=True)
+    assert actual.stride() == expected.stride()
+    assert actual.dtype is dtype
+    torch.testing.assert_close(actual, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+    assert (actual != expected).float().mean().nan_to_num() < 0.01
+
+
+@pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])
+def test_parameters_and_inputs_stay_as_they_are(mode: str) -> None:
+    layer, x = nn.Linear(160, 128), normal(600, 160)
+    before = {name: each.clone() for name, each in layer.state_dict().items()}
+    given = x.clone()
+    with getattr(torch, mode)(), convert():
+        first = layer(x)
+        assert torch.equal(layer(x), first)
+    assert torch.equal(x, given)
+    same(dict(layer.state_dict()), before)
+    layer(x).sum().backward()
+
+
+def test_errors_are_torchs() -> None:
+    """Of inputs that don't fit, as without hmpx."""
+    linear, conv = nn.Linear(160, 128), nn.Conv2d(48, 64, 3)
+    wrong: list[tuple[Any, tuple[Any, ...]]] = [
+        (F.linear, (normal(4, 100), linear.weight)),
+        (F.linear, (normal(4, 160), linear.weight, normal(7))),
+        (F.linear, (None, linear.weight)),
+        (F.linear, (normal(4, 160).long(), linear.weight)),
+        (F.linear, (normal(4, 160), linear.weight, "x")),
+        (F.conv2d, (normal(1, 40, 5, 5), conv.weight)),
+        (F.conv2d, (None, conv.weight)),
+        (F.conv2d, ("x", conv.weight)),
+        (F.conv2d, (normal(1, 48, 5, 5), conv.weight, normal(3))),
+        (F.conv2d, (normal(1, 48, 5, 5), conv.weight, "x")),
+        (F.conv2d, (normal(1, 48, 5, 5), conv.weight, None, 1, 0, 1, 1, 1)),
+        (F.conv2d, (normal(1, 48, 5, 5).double(), conv.weight)),
+    ]
+    for function, arguments in wrong:
+        with torch.no_grad():
+            with pytest.raises((RuntimeError, TypeError)) as expected:
+                function(*arguments)
+            with convert(), pytest.raises(expected.type):
+                function(*arguments)
+
+
+def test_float64_beside_fp32_weights_is_left_to_torch() -> None:
+    conv = nn.Conv2d(48, 64, 3)
+    with torch.no_grad(), convert():
+        assert conv.double()(normal(1, 48, 5, 5).double()).dtype is torch.float64
