@@ -705,7 +705,7 @@ def test_there_are_three_ways_to_store() -> None:
     """Any other is an error."""
     with pytest.raises(hmpx.OptionError) as error:
         hmpx.freeze(nn.Linear(2, 2), normal(2), store="bits")
-    assert str(error.value) == "store must be 'dtype', 'prepared' or 'codes', not 'bits'"
+    assert str(error.value) == "store must be one of 'dtype', 'prepared', 'codes', not 'bits'"
 
 
 def nested(layout: torch.layout) -> Tensor:
