@@ -45,9 +45,6 @@ KINDS = (
 )  # fmt: skip
 COLUMNS = ("ratio", "step_s", *(f"{kind}_s" for kind in KINDS))
 
-#: Variables that take instructions away from the kernels of torch, oneDNN and MKL.
-VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
-
 _PRODUCTS = (
     "aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm", "aten::mkldnn_convolution",
     "aten::convolution_backward", "aten::thnn_conv2d", "aten::_slow_conv2d_forward",
@@ -179,10 +176,7 @@ def main() -> None:
             timing.save(
                 options.save,
                 "profile_step",
-                {
-                    "environment": {n: os.environ[n] for n in VARIABLES if n in os.environ},
-                    "figures": figures,
-                },
+                {"figures": figures},
                 device=options.device,
                 threads=1,
             )

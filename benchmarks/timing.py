@@ -26,6 +26,9 @@ import hmpx
 
 RESULTS = Path(__file__).parent / "results"
 
+#: Variables that take instructions away from the kernels of torch, oneDNN and MKL.
+VARIABLES = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
+
 #: A fork of the program itself would share its threads and its CUDA context, and so not work.
 _METHOD = "forkserver" if "forkserver" in multiprocessing.get_all_start_methods() else "spawn"
 
@@ -258,9 +261,9 @@ def add_time_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backend", default="inductor", help="torch.compile's")
 
 
-def machine(device: str, threads: int) -> dict[str, str | int]:
+def machine(device: str, threads: int) -> dict[str, Any]:
     """Returns what the figures depend on."""
-    found: dict[str, str | int] = {
+    found: dict[str, Any] = {
         "processor": _processor(),
         "architecture": platform.machine(),
         "cores": os.cpu_count() or 1,
@@ -268,7 +271,8 @@ def machine(device: str, threads: int) -> dict[str, str | int]:
     }
     if device == "cuda":
         found["gpu"] = torch.cuda.get_device_name()
-    return found
+    without = {name: os.environ[name] for name in VARIABLES if name in os.environ}
+    return {**found, "environment": without} if without else found
 
 
 def save(

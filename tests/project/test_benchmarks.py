@@ -40,7 +40,7 @@ def saved(path: Path) -> dict[str, Any]:
     result = json.loads(path.read_text(encoding="utf-8"))
     assert list(result)[: len(HEADER)] == HEADER
     machine = {"processor", "architecture", "cores", "threads"}
-    assert result["machine"].keys() - {"gpu"} == machine
+    assert result["machine"].keys() - {"gpu", "environment"} == machine
     assert re.fullmatch(r"\d{4}-\d\d-\d\d", result["date"])
     assert result["command"].startswith(f"python benchmarks/{path.stem.split('-')[0]}.py")
     return result
