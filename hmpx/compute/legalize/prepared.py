@@ -46,9 +46,10 @@ class Prepared:
 
     def values(self) -> Tensor:
         """Returns the weight in fp32; keeps it."""
-        if self._values is None:
-            self._values = self.made()
-        return self._values
+        found = self._values
+        if found is None:
+            found = self._values = self.made()
+        return found
 
     def made(self) -> Tensor:
         """Returns the weight in fp32."""
