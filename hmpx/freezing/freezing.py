@@ -47,11 +47,12 @@ def freeze(
         *example_inputs: Inputs of the forward to watch.
         outputs: ``"fp32"`` makes the model return float32 where it would return bfloat16 or
             float16; ``"keep"`` leaves its outputs unchanged.
-        store: ``"prepared"`` keeps beside each such weight, once a call without gradients has computed
-            in float32 with it, as `convert`'s ``legalize`` says, its float32 values, so that no call
-            makes them again: the speed of float32, for 1.5 times its memory. ``"codes"`` stores weights that are used only in one number format as codes of that
+        store: ``"dtype"`` stores weights in the low type. ``"prepared"`` does so, too, and keeps the
+            float32 values of large weights of convolutions beside them, once a call without gradients
+            has computed with these, as `convert`'s ``legalize`` says, laid out for its kernel; sums are
+            then made in another order. ``"codes"`` stores weights that are used only in one number format as codes of that
             format, in uint8, uint16 or int32, decoded at each use, if the policy has one format and
-            no rules; the others leave them float32.
+            no rules; the others leave those float32.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
 
@@ -107,7 +108,7 @@ def freeze(
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(WidensOutputs()).remove)
         if store == "prepared":
-            attached.callback(compute.prepare([f.tensor for f in lows.values()]))
+            attached.callback(compute.prepare([f.tensor for f in lows.values()], model))
         sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
         patches.forget_compiled()
         on_error.pop_all()

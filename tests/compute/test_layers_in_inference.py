@@ -21,6 +21,12 @@ pytestmark = [
     pytest.mark.usefixtures("lacks_low_precision"),
 ]
 
+
+@pytest.fixture(autouse=True)
+def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(blocks, "_LEAST_WIDE", 0)
+
+
 #: Layer, and the shape of its input.
 CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear, few rows": (nn.Linear(160, 128), (16, 160)),

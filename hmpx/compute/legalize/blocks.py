@@ -37,11 +37,12 @@ BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
 _BLOCK_BYTES = 2 << 20  # of fp32: what a core's second-level cache holds
 _MOST_ROWS = 512  # beyond this, arithmetic hides the casts
 _LEAST_WEIGHTS = 1 << 14
+_LEAST_WIDE = 1 << 17
 
 
 def is_large(weight: Tensor) -> bool:
-    """Whether a weight on the CPU is large enough for blocks."""
-    return weight.is_cpu and _numel(weight) >= _LEAST_WEIGHTS
+    """Whether rounding the parts of an fp32 weight costs less than casting it as a whole."""
+    return weight.is_cpu and _numel(weight) >= _LEAST_WIDE
 
 
 def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:

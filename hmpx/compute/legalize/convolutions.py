@@ -6,6 +6,7 @@ which convolutions are computed this way, and why.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -40,9 +41,6 @@ _LEAST: Final = 1 << 17
 
 #: Input channels of a group; with fewer, torch's function has nothing to lay out.
 _LEAST_CHANNELS: Final = 4
-
-#: Elements of a weight; below this, torch lays it out in no time.
-_LEAST_WEIGHT: Final = 1 << 15
 
 
 def is_large(x: Any, weight: Any) -> bool:
@@ -123,53 +121,70 @@ def _may_be_rounded(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
     return is_known and value.layout is torch.strided and value.device == weight.device
 
 
-def of_prepared(op: str, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> Tensor | None:
-    """Returns a convolution with a prepared weight, which is laid out once; None if computed elsewhere.
+def with_prepared(
+    op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns a convolution with a prepared weight, without recording gradients; None if computed elsewhere.
 
-    Without gradients. It sums up in another order than torch's function, which lays out the weight for
-    each call, or takes a kernel that is slower than that.
+    Args:
+        op: One of `CONVOLUTIONS`.
+        function: torch's function.
+        args: All its arguments, in ``dtype``.
+        dtype: The low-precision dtype.
     """
-    if has_tangents() or kwargs or not can_be_laid_out(CONVOLUTIONS[op]):
-        return None
-    settings, found = _settings(CONVOLUTIONS[op], args[3:]), prepared(args[1])
-    if settings is None or found is None:
+    found = prepared(args[1]) if len(args) > 1 else None
+    if found is None or has_tangents():
         return None
     x, weight, bias = (*args[:3], None)[:3]
     for tensor in (x, weight) if bias is None else (x, weight, bias):
         if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or not tensor.is_cpu:
             return None
-    are_batches = x.dim() == weight.dim() == CONVOLUTIONS[op] + 2 and bool(x.numel())
-    if not are_batches or weight.shape[1] < _LEAST_CHANNELS or _numel(weight) < _LEAST_WEIGHT:
-        return None
-    if not (
-        x.is_contiguous() and weight.is_contiguous()
-    ):  # results are then laid out as torch decides
-        return None
     memory = Temporaries(x.device)
-    raised = None if bias is None else memory.raised(bias)
-    lists = settings.padding, settings.strides, settings.dilation
-    blocked = _blocked(found, x, *lists, settings.groups)
-    result = CAST[dtype](convolved(memory.widen(x), blocked, raised, *lists, settings.groups))
+    settings = _settings(CONVOLUTIONS[op], args[3:])
+    wide_bias = None if bias is None else memory.raised(bias)
+    if settings is None or not _can_be_laid_out(x, weight, settings):
+        values = found.kept(None, _as_it_is, weight)
+        result = CAST[dtype](function(memory.widen(x), values, wide_bias, *args[3:]))
+    else:
+        result = _contiguous(
+            CAST[dtype](_blocked(memory.widen(x), found, weight, wide_bias, settings))
+        )
     memory.free()
-    return _contiguous(result)  # it comes with channels last
+    return result
 
 
-def _blocked(  # noqa: PLR0917  # those of a convolution
-    weight: Prepared,
-    x: Tensor,
-    padding: list[int],
-    strides: list[int],
-    dilation: list[int],
-    groups: int,
+def _as_it_is(values: Tensor) -> Tensor:
+    return values
+
+
+def _can_be_laid_out(x: Tensor, weight: Tensor, settings: _Settings) -> bool:
+    """Whether `_blocked` computes this, as fast as torch's function and with results in the same layout."""
+    dimensions = len(settings.strides)
+    if not x.dim() == weight.dim() == dimensions + 2 or not x.numel():
+        return False
+    if weight.shape[1] < _LEAST_CHANNELS or not can_be_laid_out(dimensions):
+        return False
+    return x.is_contiguous() and weight.is_contiguous()
+
+
+def _blocked(
+    x: Tensor, prepared: Prepared, weight: Tensor, bias: Tensor | None, settings: _Settings
 ) -> Tensor:
-    """Returns a prepared weight in the layout for inputs like the first of a convolution."""
-    key = (*padding, *strides, *dilation, groups)
-    found = weight.blocked.get(key)
-    if found is None:
-        with torch.inference_mode(False), torch.no_grad():
-            found = laid_out(weight.made(), padding, strides, dilation, groups, x.shape)
-        weight.blocked[key] = found
-    return found
+    """Returns a convolution in fp32, with channels last, from the weight in the layout for such inputs.
+
+    torch's function lays out the weight in each call, or takes a slower kernel. This one sums up in
+    another order.
+    """
+    lists = settings.padding, settings.strides, settings.dilation
+    key = (*map(tuple, lists), settings.groups)
+    lay_out = functools.partial(_laid_out, lists, settings.groups, x.shape)
+    return convolved(x, prepared.kept(key, lay_out, weight), bias, *lists, settings.groups)
+
+
+def _laid_out(
+    lists: tuple[list[int], list[int], list[int]], groups: int, shape: torch.Size, values: Tensor
+) -> Tensor:
+    return laid_out(values, *lists, groups, shape)
 
 
 @dataclass(frozen=True, slots=True)

@@ -8,7 +8,6 @@ lists, of how wrappers are installed in torch, and of which calls are legalized.
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -33,7 +32,7 @@ from . import convolutions, linears
 from .blocks import BLOCKED, in_blocks
 from .capability import PRODUCTS
 from .graphs import is_exported, is_traced
-from .prepared import is_any_prepared, upcast
+from .prepared import is_any_prepared
 
 
 @dataclass(slots=True)
@@ -165,20 +164,17 @@ def _keeping_low_precision_for_backward(legalizer: Legalizer, call: LegalizedCal
     return keeping_low(call.function, call.args, call.kwargs, call.given, precision)
 
 
-def _with_prepared_weights(legalizer: Legalizer, call: LegalizedCall) -> Any:
-    """Takes the fp32 values that are kept beside weights, in inference."""
-    if call.inputs.is_learning or is_traced() or not is_any_prepared(call.args, call.kwargs):
+def _with_prepared_weight(legalizer: Legalizer, call: LegalizedCall) -> Any:
+    """Takes the fp32 values that are kept beside the weight of a convolution, in inference."""
+    if legalizer.op not in convolutions.CONVOLUTIONS or call.inputs.is_learning or call.kwargs:
+        return None
+    if is_traced() or not is_any_prepared():
         return None
     if (
         is_training() or dispatch_modes()
     ):  # sums must match those with gradients; modes see every op
         return None
-    if legalizer.op in convolutions.CONVOLUTIONS:
-        result = convolutions.of_prepared(legalizer.op, call.args, call.kwargs, call.dtype)
-        if result is not None:
-            return result
-    take = functools.partial(upcast, legalizer.upcast)
-    return rounded(call_raised(call.function, call.args, call.kwargs, take), CAST[call.dtype])
+    return convolutions.with_prepared(legalizer.op, call.function, call.args, call.dtype)
 
 
 def _in_blocks_of_the_weight(legalizer: Legalizer, call: LegalizedCall) -> Any:
@@ -201,7 +197,7 @@ STRATEGIES: Final[tuple[Strategy, ...]] = (
     _as_casts_for_transforms,
     _as_linear_layer,
     _keeping_low_precision_for_backward,
-    _with_prepared_weights,
+    _with_prepared_weight,
     _in_blocks_of_the_weight,
     _as_convolution_without_gradients,
 )
