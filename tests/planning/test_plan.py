@@ -80,14 +80,14 @@ def test_attention_is_fused_on_accelerators(mask: bool, dropout: float) -> None:
             return F.scaled_dot_product_attention(x, x, x, bias, dropout)
 
     x = torch.randn(1, heads, tokens, width, requires_grad=True)
-    plan = hmpx.plan(Attention, x, device="cuda", training=True)
+    plan = hmpx.plan(Attention, x, device="cuda", training=True, lists="hmp")
     kept = plan.memory.saved
     one = 4 * heads * tokens * width
     scores = 4 * heads * tokens * tokens
     sums = 4 * heads * tokens
     assert kept["float32"] == 2 * one + sums + (4 * tokens * tokens if mask else 0)
     assert kept["float32"] < scores
-    real = hmpx.plan(Attention, x, device="cpu", training=True).memory.saved["float32"]
+    real = hmpx.plan(Attention, x, device="cpu", training=True, lists="hmp").memory.saved["float32"]
     assert (real >= scores) is (dropout > 0)  # torch's CPU has no fused one with dropout
 
 

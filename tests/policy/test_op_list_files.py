@@ -193,12 +193,16 @@ def test_default_lists_decide(kind: str, cast_policy: CastPolicy) -> None:
     assert not wrong
 
 
-def test_the_default_is_hmps_less_two_ops() -> None:
-    """Products of positions, of new weights and of data stay fp32, and a view is a view."""
+def test_the_default_is_hmps_less_two_ops_and_with_attention() -> None:
+    """Products of positions, of new weights and of data stay fp32, and a view is a view.
+
+    Queries and keys that rotary embeddings have made fp32 don't bring attention there.
+    """
     policy, hmps = hmpx.load_policy(), hmpx.load_policy(lists="hmp")
     assert hmpx.load_policy(lists="hmpx") == policy
     differing = {op for op in hmps.decisions if hmps[op].cast_policy is not policy[op].cast_policy}
-    assert differing == {"mul", "imul", "rmul", "t"}
+    assert differing == {"mul", "imul", "rmul", "t", "scaled_dot_product_attention"}
+    assert policy["scaled_dot_product_attention"].cast_policy is CastPolicy.LOW
     assert policy.decisions.keys() == hmps.decisions.keys() - {"t"}
     assert {policy[op].cast_policy for op in ("mul", "imul", "rmul")} == {CastPolicy.WIDEST}
 
