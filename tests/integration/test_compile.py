@@ -145,6 +145,10 @@ DEFAULT_LOW: dict[str, tuple[Callable[..., Tensor], tuple[tuple[int, ...], ...]]
     "mm": (lambda a, b: torch.mm(a, b), ((40, 64), (64, 40))),
     "mv": (lambda a, b: torch.mv(a, b), ((40, 64), (64,))),
     "relu": (lambda a: F.relu(a), ((40, 64),)),
+    "scaled_dot_product_attention": (
+        lambda q, k, v: F.scaled_dot_product_attention(q, k.bfloat16(), v),
+        QKV,
+    ),
     "attention": (followed(), QKV),
     "attention, causal": (followed(is_causal=True), QKV),
     "attention, mask": (followed(), (*QKV, (1, 1, 40, 40))),
