@@ -43,7 +43,7 @@ CANDIDATES = (
     "hmpx native, kept",
     "hmpx native, cast again",
 )
-MODELS = ("mlp", "gpt", "bert", "vit", "resnet")
+MODELS = ("mlp", "gpt", "llama", "bert", "vit", "resnet")
 COLUMNS = ("saved_bytes", "saved_ratio", "live_bytes", "live_ratio", "peak_bytes")
 
 
