@@ -1,8 +1,9 @@
 """Programs run as ``python ARGUMENTS`` would, but in forks of a process that has imported torch.
 
 Imports of torch and of its compiler, which optimizers and reports need, take seconds, more than most
-programs of the tests do. Tests of what happens before, while or because something is imported take the
-process that has imported torch alone, or start a Python of their own.
+programs of the tests do; so would hmpx's first conversion. Tests of what happens before, while or because
+something is imported take the process that has imported torch alone, or start a Python of their own; so
+do those of what a first conversion does.
 """
 
 from __future__ import annotations

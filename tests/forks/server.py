@@ -1,6 +1,7 @@
 """The process that `tests.forks.run` starts: imports the modules it is given, then forks.
 
-Reads a line for programs that run together, as a JSON list: of each its arguments, directory,
+With hmpx, it does once what is the same in each program: imports hmpx's modules, and converts and reverts,
+at which hmpx reads torch's schemas and compiles its wrappers. Reads a line for programs that run together, as a JSON list: of each its arguments, directory,
 environment, the files for what it prints, and how many seconds it may take. Prints their exit statuses;
 those that wait for one that has failed are killed. Children end without freeing what they share with
 this process, which would take seconds.
@@ -11,6 +12,7 @@ import gc
 import importlib
 import json
 import os
+import pkgutil
 import runpy
 import signal
 import sys
@@ -23,6 +25,30 @@ from typing import Any
 del sys.path[0]  # this directory
 for module in sys.argv[1:]:
     importlib.import_module(module)
+
+
+#: What programs import only for other libraries.
+LEFT_OUT = {"hmpx.__main__", "hmpx.integrations"}
+TRITON = "hmpx.number_formats.kernels.triton_kernels"
+
+
+def use_hmpx() -> None:
+    """Imports hmpx's modules, converts and reverts; leaves neither threads nor anything in torch."""
+    import hmpx
+
+    for room in pkgutil.iter_modules(hmpx.__path__, "hmpx."):
+        if room.name not in LEFT_OUT:
+            paths = getattr(importlib.import_module(room.name), "__path__", ())
+            for module in pkgutil.walk_packages(paths, f"{room.name}."):
+                if module.name != TRITON:
+                    importlib.import_module(module.name)
+    hmpx.convert()
+    hmpx.revert()
+    assert threading.active_count() == 1  # they would be missing in children
+
+
+if "hmpx" in sys.argv:
+    use_hmpx()
 gc.freeze()  # else each child's first collection would copy all that they share
 
 

@@ -58,3 +58,21 @@ def test_a_program_is_run_as_by_python(
     assert [line.replace(f"{tmp_path}/", "") for line in lines] == [
         line.replace(f"{tmp_path}/", "") for line in expected_lines
     ]
+
+
+#: Counts what hmpx left in torch, threads, and modules that only other libraries' programs need.
+LEFT = """
+import sys, threading, torch
+from hmpx import torch_state
+from hmpx.ops.sites import NAMESPACES
+slots = [slot for owner in NAMESPACES.values() for slot in list(vars(owner).values())]
+print(len(slots) > 1000, sum("__hmpx_site__" in getattr(slot, "__dict__", ()) for slot in slots))
+print(torch_state.in_force(), threading.active_count(), torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype)
+print([name for name in sys.modules if name.startswith("hmpx.integrations")])
+"""
+
+
+def test_torch_is_as_without_hmpx() -> None:
+    """The process that programs are forked from has converted, and reverted."""
+    run = forks.run("-c", LEFT)
+    assert run.stdout == "True 0\nNone 1 torch.float32\n[]\n", run.stderr
