@@ -17,6 +17,7 @@ import torch._dynamo
 import torch._inductor  # both replace attributes of torch when they are first imported
 
 import hmpx
+from hmpx import ops
 from hmpx.compute.legalize import capability, legalization
 from hmpx.compute.legalize.capability import Capability
 from hmpx.ops.sites import NAMESPACES
@@ -83,6 +84,22 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     config.hook.pytest_deselected(items=left_out)
 
 
+def pass_over_modules_without_torch() -> None:
+    """Has conversions pass over the modules imported so far that keep no function of torch.
+
+    These are all but a few of the thousands that the tests import, and a conversion would spend a third
+    of its time on looking for early names there.
+    """
+    sites = [site for op in ops.table().values() for site in op.sites]
+    functions = {
+        id(function): function
+        for function in [getattr(site.owner, site.attribute) for site in sites]
+    }
+    for name, module in early_names._modules().items():
+        if next(early_names.in_module(module, functions, set()), None) is None:
+            early_names._names_passed_over.add(name)
+
+
 @pytest.hookimpl(wrapper=True)
 def pytest_collection() -> Iterator[None]:
     """Has collections of garbage leave out the million objects that importing the tests makes."""
@@ -90,49 +107,11 @@ def pytest_collection() -> Iterator[None]:
     try:
         return (yield)
     finally:
+        pass_over_modules_without_torch()
         gc.enable()
         gc.freeze()
         gc.set_threshold(200_000, 20, 100)
 
-
-# Libraries that tests import, and that keep no functions of torch: with them, each conversion would
-# spend a third of its time on looking for early names.
-early_names._PASSED_OVER.update(
-    *[
-        (
-            "_pytest",
-            "anyio",
-            "execnet",
-            "filelock",
-            "google",
-            "graphviz",
-            "h11",
-            "httpcore2",
-            "httpx2",
-        ),
-        (
-            "huggingface_hub",
-            "hypothesis",
-            "jinja2",
-            "ml_dtypes",
-            "more_itertools",
-            "networkx",
-            "onnx",
-        ),
-        (
-            "onnx_ir",
-            "onnxruntime",
-            "onnxscript",
-            "packaging",
-            "PIL",
-            "pluggy",
-            "psutil",
-            "pygments",
-        ),
-        ("regex", "scipy", "setuptools", "sklearn", "sortedcontainers", "tqdm", "truststore"),
-        ("typing_extensions", "xdist", "yaml"),
-    ]
-)
 
 # Else each process that compiles tries the compiler on vector instructions, in processes of its own
 # that import torch: seconds each. The variable is for the processes that tests start.

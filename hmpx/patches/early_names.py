@@ -33,6 +33,9 @@ _WITHOUT_TORCH = ("mpmath", "numpy", "sympy")
 #: Packages whose modules are not searched.
 _PASSED_OVER = {*_LEFT_ALONE, *_WITHOUT_TORCH}
 
+#: Names of modules in these packages; by them, each search has to look at a quarter of a process's.
+_names_passed_over: set[str] = set()
+
 #: Exactly these: the methods of subclasses may do more than get and set. Plain data is skipped.
 _CONTAINERS = frozenset({dict, list, collections.OrderedDict})
 _DATA = frozenset({str, bytes, int, float, bool, type(None)})
@@ -48,33 +51,47 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | Item
     """
     seen: set[int] = set()
     for module in _modules().values():
-        held = names_of(module)
-        names = list(held.items())
-        if not replacements.keys().isdisjoint(map(id, held.values())):
-            for key, value in names:
-                if id(value) in replacements:
-                    yield Patch(module, key, replacements[id(value)], is_foreign=True)
-        for key, value in [each for each in names if type(each[1]) not in _ATOMS]:  # few
-            kind = type(value)
-            if kind in _CONTAINERS:
-                if id(value) not in seen:
-                    seen.add(id(value))
-                    yield from _item_patches(value, replacements)
-            elif kind is functools.partial:
-                if id(value.func) in replacements:
-                    function = replacements[id(value.func)]
-                    partial = functools.partial(function, *value.args, **value.keywords)
-                    yield Patch(module, key, partial, is_foreign=True)
-            elif issubclass(kind, type) and "__torch_function__" in vars(value):
-                if id(value) in seen:  # many modules import `torch.Tensor`
-                    continue
+        yield from in_module(module, replacements, seen)
+
+
+def in_module(
+    module: types.ModuleType, replacements: Mapping[int, Any], seen: set[int]
+) -> Iterator[Patch | ItemPatch]:
+    """Yields the patches that rebind the names of one module, as `early_name_patches` does.
+
+    Args:
+        module: Where to look.
+        replacements: ``id`` of a torch function -> its wrapper.
+        seen: Addresses of containers and classes to skip; those found are added.
+    """
+    wanted, held = replacements.keys(), names_of(module)
+    values = list(held.values())  # at once: other threads may import
+    if not wanted.isdisjoint(map(id, values)):
+        for key, value in list(held.items()):
+            if id(value) in wanted:
+                yield Patch(module, key, replacements[id(value)], is_foreign=True)
+    partials: dict[int, functools.partial[Any]] = {}
+    for value in [each for each in values if type(each) not in _ATOMS]:  # few
+        kind = type(value)
+        if kind in _CONTAINERS:
+            if id(value) not in seen:
                 seen.add(id(value))
-                for table in [
-                    each for each in list(vars(value).values()) if type(each) in _CONTAINERS
-                ]:
-                    yield from _table_patches(table, replacements)
-                    for inner in list(table.values()) if type(table) is dict else ():
-                        yield from _table_patches(inner, replacements)
+                yield from _item_patches(value, replacements)
+        elif kind is functools.partial:
+            if id(value.func) in wanted:
+                function = replacements[id(value.func)]
+                partials[id(value)] = functools.partial(function, *value.args, **value.keywords)
+        elif issubclass(kind, type) and "__torch_function__" in vars(value):
+            if id(value) in seen:  # many modules import `torch.Tensor`
+                continue
+            seen.add(id(value))
+            for table in [each for each in list(vars(value).values()) if type(each) in _CONTAINERS]:
+                yield from _table_patches(table, replacements)
+                for inner in list(table.values()) if type(table) is dict else ():
+                    yield from _table_patches(inner, replacements)
+    for key, value in list(held.items()) if partials else ():
+        if id(value) in partials:
+            yield Patch(module, key, partials[id(value)], is_foreign=True)
 
 
 def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
@@ -194,15 +211,23 @@ def _modules() -> dict[str, types.ModuleType]:
     """
     found: dict[int, tuple[str, types.ModuleType]] = {}
     pythons = sys.stdlib_module_names
-    for name, module in list(sys.modules.items()):
+    for name, module in _unknown_modules():
         if type(name) is not str:
             continue
         top = name.partition(".")[0]
-        if top in _PASSED_OVER or not issubclass(type(module), types.ModuleType):
+        if top in _PASSED_OVER:
+            _names_passed_over.add(name)
+            continue
+        if not issubclass(type(module), types.ModuleType):
             continue
         if not (top in pythons and _is_pythons(module)):
             found.setdefault(id(module), (name, module))
     return dict(found.values())
+
+
+def _unknown_modules() -> list[tuple[str, types.ModuleType]]:
+    passed_over = _names_passed_over
+    return [each for each in list(sys.modules.items()) if each[0] not in passed_over]
 
 
 def _is_left_alone(name: str) -> bool:

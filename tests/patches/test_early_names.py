@@ -61,6 +61,16 @@ def test_names_dicts_lists_and_partials_are_rebound_and_restored(early: Any) -> 
     assert (dict(vars(early)), dict(early.activations), list(early.layers)) == before
 
 
+def test_a_partial_under_several_names_stays_one(early: Any) -> None:
+    """Under all of them it casts."""
+    product, a = early.product, torch.ones(2, 2)
+    early.again = product
+    with hmpx.convert(policy=POLICY):
+        assert early.again is early.product is not product
+        assert early.again(a).dtype is BF16
+    assert early.again is early.product is product
+
+
 def test_a_name_taken_while_converted_casts_in_the_next_conversion(early: Any) -> None:
     """It holds the first conversion's wrapper, which acts as the original in between."""
     a = torch.ones(2, 2)
