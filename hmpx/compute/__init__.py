@@ -46,6 +46,7 @@ if TYPE_CHECKING:
         register_op,
         unregister,
     )
+    from .number_tables import LOOKED_UP, NUMBERS, SCALED
 else:  # programs without number formats need none of it
     __getattr__ = shown_later(
         __name__,
@@ -54,6 +55,7 @@ else:  # programs without number formats need none of it
             "emulation": "Emulation Formats",
             "frozen_codes": "watched_emulation",
             "lowering": "Lowering create_lower_func lowerings register_op unregister",
+            "number_tables": "LOOKED_UP NUMBERS SCALED",
         },
     )
 
@@ -63,8 +65,11 @@ __all__ = [
     "KINDS",
     "LEAST_ELEMENTS",
     "LEGALIZE_MODES",
+    "LOOKED_UP",
     "LOWERINGS",
+    "NUMBERS",
     "PRODUCTS",
+    "SCALED",
     "SLOW_KINDS",
     "Accumulation",
     "Callee",

@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from .kernels.cache import build_kernels, build_portable, kernels_path
     from .kernels.compiler import find_compiler, shown_command
     from .kernels.extremes import MOST_THREADS, extremes_kernels, largest_magnitude
-    from .kernels.library import kernels_state
+    from .kernels.library import kernels_may_come, kernels_state
     from .quantization import quantize, rounder, rounds_nothing
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
     from .rounding import Rounding
@@ -48,7 +48,7 @@ else:  # programs without number formats need none of it
             "kernels.cache": "build_kernels build_portable kernels_path",
             "kernels.compiler": "find_compiler shown_command",
             "kernels.extremes": "MOST_THREADS extremes_kernels largest_magnitude",
-            "kernels.library": "kernels_state",
+            "kernels.library": "kernels_may_come kernels_state",
             "quantization": "quantize rounder rounds_nothing",
             "registered": "FORMATS_BY_NAME canonical get names register without",
             "rounding": "Rounding",
@@ -90,6 +90,7 @@ __all__ = [
     "get",
     "is_compiled",
     "is_format",
+    "kernels_may_come",
     "kernels_path",
     "kernels_state",
     "largest_magnitude",

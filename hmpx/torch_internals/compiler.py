@@ -33,6 +33,7 @@ SELECT_ALGORITHM: Final = "torch._inductor.select_algorithm"
 CODE_CACHE: Final = "torch._inductor.codecache"
 INDUCTOR_CONFIG: Final = "torch._inductor.config"
 AOT_GRAPHS: Final = "torch._functorch._aot_autograd.graph_compile"
+INDUCTOR_PASSES: Final = "torch._inductor.custom_graph_pass"
 INDUCTOR_CPP: Final = "torch._inductor.codegen.cpp"
 DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
 DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
@@ -70,8 +71,17 @@ _later: Final[dict[str, _Later]] = {
     ),
     INDUCTOR_CONFIG: _Later(
         "casts in compiled graphs",
-        ("_config.emulate_precision_casts", "force_disable_caches"),
+        (
+            "_config.emulate_precision_casts",
+            "_config.post_grad_custom_post_pass",
+            "force_disable_caches",
+        ),
         "rounding takes longer there",
+    ),
+    INDUCTOR_PASSES: _Later(
+        "functions of bfloat16 numbers in compiled graphs",
+        ("CustomGraphPass",),
+        "activations take longer there",
     ),
     AOT_GRAPHS: _Later(
         "memory of compiled graphs",

@@ -57,6 +57,15 @@ def library(*, is_essential: bool = True) -> ctypes.CDLL | None:
     return _library
 
 
+def kernels_may_come() -> bool:
+    """Whether there are kernels, or a build is running, which the first call begins.
+
+    Raises:
+        OptionError: As `library` does.
+    """
+    return library(is_essential=False) is not None or not _is_settled
+
+
 def check_setting() -> None:
     """Checks ``HMPX_KERNELS``, and loads the library that it names; builds nothing.
 
