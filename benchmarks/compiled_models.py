@@ -108,8 +108,14 @@ def main() -> None:
     parser = timing.make_parser(__doc__)
     timing.add_device_options(parser, train.MODELS, CANDIDATES, "models")
     parser.add_argument("--phases", nargs="+", choices=tuple(PHASES), default=tuple(PHASES))
-    parser.add_argument("--rounds", type=int, default=11)
-    parser.add_argument("--turn", type=float, default=1.5, metavar="SECONDS", help="in each round")
+    parser.add_argument("--rounds", type=int, default=31)
+    parser.add_argument(
+        "--turn",
+        type=float,
+        default=0.0,
+        metavar="SECONDS",
+        help="in each round; one step at least",
+    )
     parser.set_defaults(
         attention="fused", backend="inductor", device="cpu", sizes=("medium",), threads=1
     )
