@@ -126,7 +126,7 @@ def measure(
 ) -> dict[str, dict[str, float | None]]:
     """Returns candidate -> figures."""
     with timing.workers(names, Inference, case, size, options, threads=options.threads) as workers:
-        timing.warm_up(workers, options.turn)
+        timing.warm_up(workers, options.warm_up)
         turns = timing.take_turns(
             workers,
             base=candidates.BASE,

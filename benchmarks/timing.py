@@ -150,11 +150,15 @@ def durations(step: Callable[[], Any], budget_s: float, device: str) -> list[flo
     return found
 
 
-def warm_up(callers: Mapping[str, Caller], turn_s: float) -> None:
-    """Lets each run once, which compiles where that is due, and then for ``turn_s``."""
+def warm_up(callers: Mapping[str, Caller], budget_s: float) -> None:
+    """Lets each run once, which compiles where that is due, and then for ``budget_s``.
+
+    Some of hmpx's means come into use once a program has computed so many elements: tables of activations,
+    compiled kernels.
+    """
     for caller in callers.values():
         caller.call("run", 0.0)
-        caller.call("run", turn_s)
+        caller.call("run", budget_s)
 
 
 def take_turns(
@@ -258,6 +262,9 @@ def add_device_options(
 def add_time_options(parser: argparse.ArgumentParser) -> None:
     """Adds for how long to measure, and whether compiled, too."""
     parser.add_argument("--rounds", type=int, default=10)
+    parser.add_argument(
+        "--warm-up", type=float, default=5.0, metavar="SECONDS", help="of each candidate, before"
+    )
     parser.add_argument("--turn", type=float, default=0.5, metavar="SECONDS", help="in each round")
     parser.add_argument(
         "--limit", type=float, default=10.0, metavar="SECONDS", help="for a candidate in all rounds"

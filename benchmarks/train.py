@@ -94,7 +94,7 @@ def measure(
 ) -> dict[str, dict[str, float | None]]:
     """Returns candidate -> figures."""
     with timing.workers(names, Training, model, size, options, threads=options.threads) as workers:
-        timing.warm_up(workers, options.turn)
+        timing.warm_up(workers, options.warm_up)
         for worker in workers.values():
             worker.call("reset_peak")
         turns = timing.take_turns(

@@ -23,7 +23,7 @@ RESULTS = sorted((BENCHMARKS / "results").glob("*.json"))
 HEADER = ["machine", "torch", "hmpx", "date", "command"]
 TIMES = {"ratio", "ratio_min", "ratio_max", "median_s", "min_s", "rounds", "steps"}
 
-QUICK = ["--sizes", "small", "--rounds", "1", "--turn", "0.01", "--threads", "1"]
+QUICK = ["--sizes", "small", "--rounds", "1", "--turn", "0.01", "--warm-up", "0", "--threads", "1"]
 
 
 def run(script: str, *arguments: str, folder: Path) -> str:
