@@ -94,7 +94,7 @@ def measure(
     with timing.workers(
         names, PHASES[phase], model, size, options, threads=options.threads
     ) as workers:
-        timing.warm_up(workers, options.warm_up)
+        timing.warm_up(workers, options.turn)
         turns = timing.take_turns(
             workers, base=BASE, rounds=options.rounds, turn_s=options.turn, limit_s=float("inf")
         )

@@ -1,4 +1,4 @@
-"""Figures of speed and size in the documents are those of benchmarks/results: see benchmarks/documents.py."""
+"""Figures of speed and size in the documents are those of benchmarks/results: see scripts/figures.py."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def _loaded() -> ModuleType:
-    spec = importlib.util.spec_from_file_location("documents", ROOT / "benchmarks" / "documents.py")
+    spec = importlib.util.spec_from_file_location("figures", ROOT / "scripts" / "figures.py")
     assert spec is not None
     assert spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -35,7 +35,7 @@ COMPARISON = re.compile(
 def test_figures_are_those_of_the_results(document: Path) -> None:
     """Those with a source, and those of the tables in docs/speed.md."""
     written = document.read_text("utf-8").splitlines()
-    assert written == documents.updated(document).splitlines(), "run python benchmarks/documents.py"
+    assert written == documents.updated(document).splitlines(), "run python scripts/figures.py"
 
 
 def test_figures_are_written_as_the_results_say(tmp_path: Path) -> None:

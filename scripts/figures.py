@@ -1,6 +1,6 @@
 """Writes the figures of speed and size in the documents anew, from what benchmarks have saved.
 
-    python benchmarks/documents.py
+    python scripts/figures.py
 
 In a text a figure, or a range, is followed by where it comes from: ``4 to 27<!-- train-cpu: PATH -->``.
 PATH is keys of ``results/train-cpu.json`` joined by dots, where ``*`` means every key, or one path
