@@ -25,7 +25,7 @@ _MANY: Final = 1 << 30
 
 def _run(x: Tensor, values: Tensor) -> Tensor:
     with without_casts():
-        x, kernels = x.contiguous(), bfloat16_kernels(_MANY)
+        x, kernels = _dense(x), bfloat16_kernels(_MANY)
         if kernels is None:
             return _found(x, values)
         return kernels.look_up(x, torch.empty_like(x), values)
@@ -33,10 +33,15 @@ def _run(x: Tensor, values: Tensor) -> Tensor:
 
 def _run_scaled(factors: Tensor, x: Tensor, values: Tensor) -> Tensor:
     with without_casts():
-        factors, x, kernels = factors.contiguous(), x.contiguous(), bfloat16_kernels(_MANY)
+        factors, x, kernels = _dense(factors), _dense(x), bfloat16_kernels(_MANY)
         if kernels is None:
             return (factors.float() * _found(x, values)).bfloat16()
         return kernels.scale(x, factors, torch.empty_like(x), values)
+
+
+def _dense(tensor: Tensor) -> Tensor:
+    """Returns the values in memory, in their order: a view may stand for negated ones."""
+    return tensor.resolve_neg().contiguous()
 
 
 def _found(x: Tensor, values: Tensor) -> Tensor:

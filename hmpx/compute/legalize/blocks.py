@@ -11,10 +11,10 @@ from typing import Final
 import torch
 from torch import Tensor
 
-from ...number_formats import bfloat16_kernels
 from ...tensors import CAST, Args
 from ...torch_internals import has_tangents
 from ..composition import widen
+from .scratch import round_in_one_pass
 
 # Taken before anything is patched: op lists may name any of them.
 _add_, _as_strided, _contiguous, _copy_ = (
@@ -89,24 +89,13 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         strides = (1, length) if is_by_column else (k, 1)
         block = _as_strided(memory, (length, k), strides, rows * (k + n))
         part = _narrow(weight, 0, start, length)
-        if is_wide:
-            _rounded_to(part, block, dtype)
-        else:
-            _copy_(block, part)
+        if not (is_wide and round_in_one_pass(part, block, dtype)):
+            _copy_(block, CAST[dtype](part))
         _mm(block, columns, out=_narrow(product, 0, start, length))
     if bias is not None:
         _add_(product, _unsqueeze(widen(CAST[dtype](bias)), 1))
     # A copy to another layout is fast only within one dtype.
     return _reshape(_contiguous(_t(CAST[dtype](product))), (*x.shape[:-1], n))
-
-
-def _rounded_to(source: Tensor, target: Tensor, dtype: torch.dtype) -> None:
-    """Rounds fp32 values; both tensors are contiguous."""
-    kernels = bfloat16_kernels(_numel(source)) if dtype is torch.bfloat16 else None
-    if kernels is None:
-        _copy_(target, CAST[dtype](source))
-    else:
-        kernels.round(source, target)
 
 
 def _contiguous_strides(shape: torch.Size) -> list[int]:

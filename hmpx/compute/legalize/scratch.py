@@ -86,17 +86,9 @@ class Temporaries:
         return self._round(tensor, tensor, dtype)
 
     def _round(self, tensor: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
+        if round_in_one_pass(tensor, output, dtype):
+            return output
         dense = _dense_strides(tensor)
-        is_wide = tensor.dtype is torch.float32 and dtype is torch.bfloat16
-        if (
-            is_wide
-            and tensor.is_cpu
-            and is_in_memory(tensor)
-            and tensor.stride() == output.stride() == dense
-        ):
-            kernels = bfloat16_kernels(tensor.numel())
-            if kernels is not None:
-                return kernels.round(tensor, output)  # in one pass
         start = self._take((tensor.numel() + 1) // 2)
         if self._fits():
             assert self._memory is not None
@@ -135,6 +127,23 @@ class New:
 
     def free(self) -> None:
         """There is nothing to give back."""
+
+
+def round_in_one_pass(source: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
+    """Writes ``source``, rounded to ``dtype``, to the fp32 ``target``, if there is a kernel for that.
+
+    Returns:
+        Whether there is.
+    """
+    if source.dtype is not torch.float32 or dtype is not torch.bfloat16 or not source.is_cpu:
+        return False
+    if not is_in_memory(source) or not source.stride() == target.stride() == _dense_strides(source):
+        return False
+    kernels = bfloat16_kernels(source.numel())
+    if kernels is None:
+        return False
+    kernels.round(source, target)
+    return True
 
 
 def _dense_strides(tensor: Tensor) -> Sequence[int]:
