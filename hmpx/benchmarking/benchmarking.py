@@ -57,8 +57,8 @@ def bench(
         inputs: What the model is called with: a tuple of arguments, a mapping of those by name, another
             argument, or a function that returns one of these.
         variants: Of ``"fp32"``, which is always there, ``"autocast"``, ``"auto"``, ``"fast"``,
-            ``"frozen"`` and ``"prepared"`` (a model only), ``"always"`` and ``"never"``, as ``legalize`` has them. None for
-            the first four, and ``"frozen"`` where there is a model.
+            ``"frozen"`` and ``"prepared"`` (a model only), ``"always"`` and ``"never"``, as ``legalize``
+            has them. None for the first four, and ``"frozen"`` where there is a model.
         runs: How many runs each variant has.
         warmup: Steps before the first run.
         run_s: Seconds that a run takes, if that is time for more than one step.

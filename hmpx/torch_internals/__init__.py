@@ -28,7 +28,7 @@ from .autograd import (
     user_hooks,
     uses,
 )
-from .blocked_convolutions import can_be_laid_out, convolved, laid_out
+from .blocked_convolutions import ConvolutionSettings, can_be_laid_out, convolved, laid_out
 from .compiler import (
     AOT_GRAPHS,
     CODE_CACHE,
@@ -182,6 +182,7 @@ __all__ = [
     "VF",
     "VF_NAMESPACE",
     "AfterImport",
+    "ConvolutionSettings",
     "CustomOpDef",
     "DeviceContext",
     "DisableAutocast",

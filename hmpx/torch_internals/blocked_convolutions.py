@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -23,6 +23,15 @@ _lay_out_2d, _lay_out_3d, _convolve = rely_on(
 )
 
 
+class ConvolutionSettings(NamedTuple):
+    """The arguments of a convolution after its tensors: one number for each dimension, and the groups."""
+
+    padding: tuple[int, ...]
+    strides: tuple[int, ...]
+    dilation: tuple[int, ...]
+    groups: int
+
+
 def can_be_laid_out(dimensions: int) -> bool:
     """Whether weights of convolutions over so many dimensions can be laid out here and now."""
     return bool(torch.backends.mkldnn.enabled) and _is_as_expected(dimensions)
@@ -35,53 +44,35 @@ def _is_as_expected(dimensions: int) -> bool:
     if dimensions not in {2, 3} or _convolve is None or not is_there():
         return False
     with torch.inference_mode(False), torch.no_grad():
-        one, two = [1] * dimensions, [2] * dimensions
+        one, two = (1,) * dimensions, (2,) * dimensions
         count = 2**dimensions  # elements of a channel: 1, 2, ... and count + 1, ...
         x = torch.arange(1, 2 * count + 1, dtype=torch.float32, device="cpu").view(1, 2, *two)
         factors, bias = torch.tensor([[1.0, -2.0], [0.5, 0.25]], device="cpu")
-        settings = ([0] * dimensions, two, one, 2)  # padding, strides, dilation, groups
+        settings = ConvolutionSettings((0,) * dimensions, two, one, 2)
         try:
-            weight = laid_out(factors.view(2, 1, *one), *settings, x.shape)
-            result = convolved(x, weight, bias, *settings)
+            weight = laid_out(factors.view(2, 1, *one), settings, x.shape)
+            result = convolved(x, weight, bias, settings)
         except (RuntimeError, TypeError):  # another version of torch
             return False
     return result.shape == (1, 2, *one) and result.flatten().tolist() == [1.5, -2 * count - 1.75]
 
 
-def laid_out(  # noqa: PLR0917  # those of torch's function
-    weight: Tensor,
-    padding: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
-    shape: Sequence[int],
-) -> Tensor:
+def laid_out(weight: Tensor, settings: ConvolutionSettings, shape: Sequence[int]) -> Tensor:
     """Returns the weight of a convolution in the layout for inputs of ``shape``; others take longer.
 
     Args:
         weight: In fp32 on the CPU.
-        padding: One for each dimension, as ``strides`` and ``dilation``.
-        strides: Those of the convolution.
-        dilation: That of the convolution.
-        groups: Their number.
+        settings: Those of the convolution.
         shape: That of an input.
     """
-    lay_out: Any = _lay_out_2d if len(padding) == 2 else _lay_out_3d
-    each = [list(lengths) for lengths in (padding, strides, dilation)]
-    found: Tensor = lay_out(weight.to_mkldnn(), *each, groups, list(shape))
+    lay_out: Any = _lay_out_2d if len(settings.padding) == 2 else _lay_out_3d
+    found: Tensor = lay_out(weight.to_mkldnn(), *settings, list(shape))
     return found
 
 
-def convolved(  # noqa: PLR0917  # those of torch's function
-    x: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    padding: Sequence[int],
-    strides: Sequence[int],
-    dilation: Sequence[int],
-    groups: int,
+def convolved(
+    x: Tensor, weight: Tensor, bias: Tensor | None, settings: ConvolutionSettings
 ) -> Tensor:
     """Returns the convolution of ``x`` with a weight that `laid_out` has returned."""
-    each = [list(lengths) for lengths in (padding, strides, dilation)]
-    found: Tensor = _convolve(x, weight, bias, *each, groups, "none", [], "")
+    found: Tensor = _convolve(x, weight, bias, *settings, "none", [], "")
     return found

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 from ...tensors import CAST, Args, Kwargs
 from ...torch_internals import (
+    ConvolutionSettings,
     can_be_laid_out,
     convolved,
     dispatch_modes,
@@ -175,16 +176,15 @@ def _blocked(
     torch's function lays out the weight in each call, or takes a slower kernel. This one sums up in
     another order.
     """
-    lists = settings.padding, settings.strides, settings.dilation
-    key = (*map(tuple, lists), settings.groups)
-    lay_out = functools.partial(_laid_out, lists, settings.groups, x.shape)
-    return convolved(x, prepared.kept(key, lay_out, weight), bias, *lists, settings.groups)
+    all_settings = ConvolutionSettings(
+        tuple(settings.padding), tuple(settings.strides), tuple(settings.dilation), settings.groups
+    )
+    lay_out = functools.partial(_laid_out, all_settings, x.shape)
+    return convolved(x, prepared.kept(all_settings, lay_out, weight), bias, all_settings)
 
 
-def _laid_out(
-    lists: tuple[list[int], list[int], list[int]], groups: int, shape: torch.Size, values: Tensor
-) -> Tensor:
-    return laid_out(values, *lists, groups, shape)
+def _laid_out(settings: ConvolutionSettings, shape: torch.Size, values: Tensor) -> Tensor:
+    return laid_out(values, settings, shape)
 
 
 @dataclass(frozen=True, slots=True)
