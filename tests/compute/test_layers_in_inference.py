@@ -12,7 +12,8 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx import number_formats
-from hmpx.compute.legalize import blocks, scratch
+from hmpx.compute.legalize import blocks, legalization, scratch
+from hmpx.compute.legalize.capability import Capability
 from tests.values import normal, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -34,6 +35,10 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear, many rows": (nn.Linear(160, 128), (5, 128, 160)),
     "linear, no bias": (nn.Linear(160, 128, bias=False), (2, 3, 160)),
     "linear, a row": (nn.Linear(160, 128), (160,)),
+    "linear, one row": (nn.Linear(163, 131), (1, 163)),
+    "linear, two rows": (nn.Linear(163, 131, bias=False), (2, 1, 163)),
+    "linear, two long rows": (nn.Linear(8_250, 2), (2, 8_250)),
+    "linear, two short rows": (nn.Linear(2, 8_250), (2, 2)),
     "linear, no rows": (nn.Linear(160, 128), (0, 160)),
     "conv1d": (nn.Conv1d(64, 96, 3), (2, 64, 20)),
     "conv2d": (nn.Conv2d(48, 64, 3, padding=1), (2, 48, 7, 6)),
@@ -95,7 +100,9 @@ def test_it_is_the_composition_of_casts(
     assert (actual != expected).float().mean().nan_to_num() < 0.01
 
 
-@pytest.mark.parametrize("name", ["linear, few rows", "linear, many rows", "conv2d"])
+@pytest.mark.parametrize(
+    "name", ["linear, one row", "linear, few rows", "linear, many rows", "conv2d"]
+)
 def test_parameters_that_stand_for_negated_values(name: str, computed_by: str) -> None:
     """Their memory holds others."""
     module, shape = CASES[name]
@@ -105,6 +112,63 @@ def test_parameters_that_stand_for_negated_values(name: str, computed_by: str) -
         expected = by_hand(layer, x, BF16)
         with convert():
             torch.testing.assert_close(layer(x), expected, rtol=0.01, atol=0.01)
+
+
+def test_a_row_beside_weights_that_are_not_numbers(computed_by: str) -> None:
+    """Whatever bits stand for NaN; numbers that round to infinity; and no trace of one in other outputs."""
+    layer, x = nn.Linear(163, 131), normal(2, 163)
+    bits = torch.tensor([0x7F800001, 0x7FFFFFFF, -1, 0x7F7FFFFF, 0x7F800000]).int()
+    with torch.no_grad():
+        for column in (5, 160):  # among those that are computed side by side, and beside them
+            layer.weight[3:8, column] = bits.view(FP32)
+        expected = by_hand(layer, x, BF16)
+        with convert():
+            actual = layer(x)
+    assert expected.isfinite().sum(1).tolist() == [126, 126]
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3, equal_nan=True)
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+def test_a_row_on_several_threads(threads: int, computed_by: str) -> None:
+    """Each output is computed by one of them, in one order."""
+    layer, x = nn.Linear(300, 1030), normal(2, 300)
+    before = torch.get_num_threads()
+    try:
+        with torch.no_grad(), convert():
+            torch.set_num_threads(1)
+            expected = layer(x)
+            torch.set_num_threads(threads)
+            assert torch.equal(layer(x), expected)
+    finally:
+        torch.set_num_threads(before)
+
+
+@pytest.mark.parametrize("rows", [1, 2])
+def test_where_native_kernels_are_fast_for_a_row_weights_are_not_cast_first(
+    rows: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Read once, where they would be read, written and read again; frozen ones are for native kernels."""
+    monkeypatch.setenv("HMPX_KERNELS", "wait")
+    if number_formats.bfloat16_kernels(1 << 27) is None:
+        pytest.skip("there is no C compiler")
+    monkeypatch.setattr(
+        legalization,
+        "known_capability",
+        lambda kind, *where: Capability(False, 0.7 if kind == "gemv" else 9.0, 9.0),
+    )
+    layer, x = nn.Linear(160, 128).eval(), normal(rows, 160)
+    low = copy.deepcopy(layer).bfloat16()
+    with torch.no_grad():
+        expected, native = by_hand(layer, x, BF16), low(x.bfloat16())
+        with hmpx.convert(device_types={"cpu"}):
+            with torch.profiler.profile(record_shapes=True) as profile:
+                actual = layer(x)
+            hmpx.freeze(layer, x, outputs="keep")
+            frozen = layer(x)
+    copied = [each.input_shapes[0] for each in profile.events() if each.name == "aten::copy_"]
+    assert copied and [128, 160] not in copied
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3)
+    assert torch.equal(frozen, native)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])

@@ -6,15 +6,15 @@ Independent of which products are computed this way, and why.
 from __future__ import annotations
 
 import threading
-from typing import Final
+from typing import Any, Final
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from ...tensors import CAST, Args
 from ...torch_internals import has_tangents
 from ..composition import widen
-from .scratch import round_in_one_pass
+from .scratch import has_kernels, multiply_in_one_pass, round_in_one_pass
 
 # Taken before anything is patched: op lists may name any of them.
 _add_, _as_strided, _contiguous, _copy_ = (
@@ -36,6 +36,7 @@ _mm, _narrow, _numel, _reshape, _t, _unsqueeze = (
 BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
 _BLOCK_BYTES = 2 << 20  # of fp32: what a core's second-level cache holds
 _MOST_ROWS = 512  # beyond this, arithmetic hides the casts
+FEW_ROWS: Final = 2  # for which weights are read rather than multiplied
 _LEAST_WEIGHTS = 1 << 14
 _LEAST_WIDE = 1 << 17
 
@@ -45,10 +46,17 @@ def is_large(weight: Tensor) -> bool:
     return weight.is_cpu and _numel(weight) >= _LEAST_WIDE
 
 
+def is_read_once(weight: Any, dtype: torch.dtype) -> bool:
+    """Whether `in_blocks` rounds a weight while it multiplies it by `FEW_ROWS` or fewer."""
+    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
+    return is_wide and is_large(weight) and has_kernels(weight, dtype)
+
+
 def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
     """Returns a product whose weights are made fp32 block by block; None if it does not qualify.
 
-    Weights in ``dtype`` are upcast; those of a linear layer may be fp32, and are rounded.
+    Weights in ``dtype`` are upcast; those of a linear layer may be fp32, and are rounded: for one or two
+    rows as they are read, if there is a kernel for that.
 
     With few rows, the time goes into reading the weights. Upcast as a whole, the weights are written
     to memory and read again, four bytes each; a block stays in the cache. The transposed product is
@@ -83,6 +91,10 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
     wide = _copy_(_as_strided(memory, x.shape, _contiguous_strides(x.shape)), x)
     columns = _as_strided(wide, (k, rows), (1, k))
     product = _as_strided(memory, (n, rows), (rows, 1), rows * k)
+    if is_wide and rows <= FEW_ROWS:
+        by_row = _as_strided(memory, (rows, n), (n, 1), rows * k)
+        if multiply_in_one_pass(_t(columns), weight, by_row, dtype):
+            return _finished(_t(by_row), bias, x, dtype)
     is_by_column = weight.stride(0) < weight.stride(1)
     for start in range(0, n, size):
         length = min(size, n - start)
@@ -92,10 +104,15 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         if not (is_wide and round_in_one_pass(part, block, dtype)):
             _copy_(block, CAST[dtype](part))
         _mm(block, columns, out=_narrow(product, 0, start, length))
+    return _finished(product, bias, x, dtype)
+
+
+def _finished(product: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the transpose of a product, with the bias, in ``dtype`` and as many dimensions as ``x``."""
     if bias is not None:
         _add_(product, _unsqueeze(widen(CAST[dtype](bias)), 1))
     # A copy to another layout is fast only within one dtype.
-    return _reshape(_contiguous(_t(CAST[dtype](product))), (*x.shape[:-1], n))
+    return _reshape(_contiguous(_t(CAST[dtype](product))), (*x.shape[:-1], product.shape[0]))
 
 
 def _contiguous_strides(shape: torch.Size) -> list[int]:

@@ -105,7 +105,9 @@ class Legalization:
                     return is_fast and is_watched()
             except (AttributeError, IndexError, RuntimeError):
                 return True  # not matrices; nested tensors have no sizes
-            return size > 2 * columns or not leaves_inference(b) or is_traced()
+            if size > blocks.FEW_ROWS * columns or not leaves_inference(b) or is_traced():
+                return True
+            return self._is_read_once(b)
 
         return may_apply
 
@@ -149,7 +151,8 @@ class Legalization:
             traced = is_traced()
             if not traced and _work(a, b) <= SMALL_PRODUCT:
                 return False
-            if not training and _is_skinny(a, is_traced=traced):
+            is_cast = traced or not self._is_read_once(b)
+            if not training and is_cast and _is_skinny(a, is_traced=traced):
                 known = known_capability("gemv", device, dtype)
         return known.is_slow(training=training)
 
@@ -167,6 +170,12 @@ class Legalization:
             return False
         self.settled.add(device_type)
         return self.settled >= self._device_types
+
+    def _is_read_once(self, weight: Any) -> bool:
+        """Whether a few rows times a weight take no cast of it first, as a native kernel would."""
+        if self._mode != "auto" or self._dtype is None:
+            return False
+        return blocks.is_read_once(weight, self._dtype)
 
     def _matrices(self, args: Args) -> tuple[Tensor, Tensor] | None:
         if self._first_matrix is None:
@@ -232,7 +241,7 @@ def _is_skinny(a: Tensor, *, is_traced: bool) -> bool:
     """Whether the first matrix has so few rows that reading the second one dominates the product."""
     if is_traced:  # a size of 1 is known, without a guard
         return all([size == 1 for size in a.shape[:-1]])  # noqa: C419  # Dynamo traces lists better
-    return a.dim() > 0 and a.numel() <= 2 * a.shape[-1]
+    return a.dim() > 0 and a.numel() <= blocks.FEW_ROWS * a.shape[-1]
 
 
 def _work(a: Tensor, b: Tensor) -> int:

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Sequence
-from typing import Final
+from typing import TYPE_CHECKING, Final
 
 import torch
 from torch import Tensor
@@ -16,6 +16,9 @@ from torch import Tensor
 from ...number_formats import bfloat16_kernels
 from ...tensors import CAST, is_in_memory
 from ..composition import widen
+
+if TYPE_CHECKING:
+    from ...number_formats import Bfloat16Kernels
 
 # Taken before anything is patched: op lists may name any of them.
 _as_strided, _copy_, _view = Tensor.as_strided, Tensor.copy_, Tensor.view
@@ -135,15 +138,44 @@ def round_in_one_pass(source: Tensor, target: Tensor, dtype: torch.dtype) -> boo
     Returns:
         Whether there is.
     """
-    if source.dtype is not torch.float32 or dtype is not torch.bfloat16 or not source.is_cpu:
+    if not source.stride() == target.stride() == _dense_strides(source):
         return False
-    if not is_in_memory(source) or not source.stride() == target.stride() == _dense_strides(source):
-        return False
-    kernels = bfloat16_kernels(source.numel())
+    kernels = _kernels_for(source, dtype)
     if kernels is None:
         return False
     kernels.round(source, target)
     return True
+
+
+def multiply_in_one_pass(x: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
+    """Writes ``x @ weight.T``, with values of the fp32 ``weight`` rounded to ``dtype``, if there is a kernel.
+
+    Args:
+        x: [rows, k]; a few rows.
+        weight: [n, k].
+        target: [rows, n]. As ``x``, it is fp32 and contiguous.
+        dtype: The low-precision dtype.
+
+    Returns:
+        Whether there is.
+    """
+    kernels = _kernels_for(weight, dtype) if weight.is_contiguous() else None
+    if kernels is None:
+        return False
+    kernels.multiply(x, weight, target)
+    return True
+
+
+def has_kernels(source: Tensor, dtype: torch.dtype) -> bool:
+    """Whether kernels round values of ``source`` to ``dtype``."""
+    return _kernels_for(source, dtype) is not None
+
+
+def _kernels_for(source: Tensor, dtype: torch.dtype) -> Bfloat16Kernels | None:
+    """Returns the kernels that may read ``source`` and round it to ``dtype``."""
+    if source.dtype is not torch.float32 or dtype is not torch.bfloat16 or not source.is_cpu:
+        return None
+    return bfloat16_kernels(source.numel()) if is_in_memory(source) else None
 
 
 def _dense_strides(tensor: Tensor) -> Sequence[int]:

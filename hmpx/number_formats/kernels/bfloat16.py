@@ -1,4 +1,4 @@
-"""What compiled kernels do with bfloat16 on the CPU: rounding in one pass, and functions looked up."""
+"""What compiled kernels do with bfloat16 on the CPU: rounding in one pass or on the way, and functions looked up."""
 
 from __future__ import annotations
 
@@ -20,15 +20,18 @@ _GRAIN: Final = 1 << 15
 
 
 class Bfloat16Kernels:
-    """Functions of dense tensors on the CPU, which have the same elements in the same order."""
+    """Functions of dense tensors on the CPU; elementwise ones take tensors of one shape and layout."""
 
-    __slots__ = ("_mapped", "_nan", "_rounded", "_scaled")
+    __slots__ = ("_mapped", "_multiplied", "_nan", "_rounded", "_scaled")
 
     def __init__(self, compiled: ctypes.CDLL) -> None:
         self._rounded = _function(compiled, "bf16_rounded", _POINTER, _POINTER, _COUNT, _BITS)
         self._mapped = _function(compiled, "bf16_mapped", _POINTER, _POINTER, _COUNT, _POINTER)
         self._scaled = _function(
             compiled, "bf16_scaled", _POINTER, _POINTER, _POINTER, _COUNT, _POINTER, _BITS
+        )
+        self._multiplied = _function(
+            compiled, "bf16_rows_product", *(_POINTER,) * 3, *(_COUNT,) * 3, _BITS
         )
         with torch.inference_mode(False):
             nan = torch.full((1,), float("nan"), dtype=torch.float32, device="cpu").bfloat16()
@@ -38,6 +41,21 @@ class Bfloat16Kernels:
         """Writes the values of ``source``, rounded to bfloat16, to ``target``; both are float32."""
         count = _numel(source)
         self._rounded(_address(source), _address(target), count, self._nan, _shares(count))
+        return target
+
+    def multiply(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        """Writes ``x @ weight.T``, with values of ``weight`` rounded to bfloat16; for few rows.
+
+        Args:
+            x: float32: [rows, k], row by row.
+            weight: float32: [n, k], row by row.
+            target: float32: [rows, n], row by row.
+        """
+        n, k = weight.shape
+        self._multiplied(
+            *(_address(x), _address(weight), _address(target)),
+            *(x.shape[0], n, k, self._nan, _shares(n * k)),
+        )
         return target
 
     def look_up(self, source: Tensor, target: Tensor, values: Tensor) -> Tensor:
