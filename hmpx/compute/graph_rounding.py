@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..tensors import CAST, ELIGIBLE, LOW_DTYPES, Args, Kwargs
-from ..torch_internals import INDUCTOR_CONFIG, may_learn, run_when_traced
+from ..torch_internals import INDUCTOR_CONFIG, has_tangents, may_learn, run_when_traced
 from .composition import call_raised, rounded, widen
 
 # Taken before anything is patched: op lists may name any of them.
@@ -37,7 +37,8 @@ def in_graph(
         dtype: The dtype of the result.
         accumulate_dtype: The dtype the function computes in.
     """
-    keeps_casts = are_casts_kept()
+    # What has a backward of its own has no forward-mode gradient; casts have both.
+    keeps_casts = are_casts_kept() or has_tangents()
 
     def raise_one(tensor: Tensor) -> Tensor:
         if tensor.dtype in LOW_DTYPES and not keeps_casts:

@@ -25,7 +25,10 @@ from ..torch_internals import (
     DYNAMO_FUNCTIONS,
     INDUCTOR_CONFIG,
     INDUCTOR_CPP,
+    INDUCTOR_GRAPHS,
+    INDUCTOR_LOWERINGS,
     INDUCTOR_PASSES,
+    INDUCTOR_SUBGRAPHS,
     SELECT_ALGORITHM,
     TRACER,
     AfterImport,
@@ -79,6 +82,9 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         SELECT_ALGORITHM: _unwrap_kernels,
         CODE_CACHE: _tag_keys,
         DYNAMO_FUNCTIONS: _fold_originals,
+        INDUCTOR_LOWERINGS: _list_originals,
+        INDUCTOR_GRAPHS: _lower_originals("GraphLowering"),
+        INDUCTOR_SUBGRAPHS: _lower_originals("PointwiseSubgraphLowering"),
     }
     if TRACER in sys.modules:
         yield tracing_patch(draft)
@@ -153,8 +159,45 @@ def _unwrap_kernels(module: Any) -> None:
     choice.__init__ = unwrapping
 
 
+def _list_originals(module: Any) -> None:
+    """Has inductor's table of how to compute what name torch's own functions, not wrappers.
+
+    It names wrappers if it is made during a conversion.
+    """
+    table = of_later(module.__name__, "lowerings")
+    for function in [] if table is None else list(table):
+        if _is_wrapper(function):
+            table[function.__wrapped__] = table.pop(function)
+
+
+def _lower_originals(name: str) -> Callable[[Any], None]:
+    """Returns what has a class of inductor's look up torch's own function instead of its wrapper.
+
+    inductor puts functions that it finds in torch, such as ``torch.full``, into graphs of its own making.
+    """
+
+    def lower_originals(module: Any) -> None:
+        call = of_later(module.__name__, f"{name}.call_function")
+        if call is None or hasattr(call, "__hmpx_originals__"):
+            return
+
+        @functools.wraps(call)
+        def unwrapping(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
+            return call(self, _unwrapped(target), args, kwargs)
+
+        unwrapping.__hmpx_originals__ = True  # type: ignore[attr-defined]
+        getattr(module, name).call_function = unwrapping
+
+    return lower_originals
+
+
 def _unwrapped(kernel: Any) -> Any:
-    return kernel.__wrapped__ if hasattr(kernel, "__hmpx_site__") else kernel
+    return kernel.__wrapped__ if _is_wrapper(kernel) else kernel
+
+
+def _is_wrapper(function: Any) -> bool:
+    marks = getattr(function, "__dict__", {})
+    return "__hmpx_site__" in marks or "__hmpx_filled__" in marks
 
 
 # --- caches ------------------------------------------------------------------------------------

@@ -67,4 +67,5 @@ def _filled(
 def _named_after(original: Any, function: Callable[..., Any], name: str) -> Callable[..., Any]:
     function.__module__, function.__qualname__ = "torch", name
     function.__doc__, function.__wrapped__ = original.__doc__, original  # type: ignore[attr-defined]
+    function.__hmpx_filled__ = True  # type: ignore[attr-defined]
     return function

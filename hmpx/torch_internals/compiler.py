@@ -12,7 +12,6 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
@@ -22,98 +21,11 @@ from torch.utils.checkpoint import checkpoint, noop_context_fn
 from ..errors import said_by
 from .autocast import OFF_MARK
 from .autograd import CHECKPOINT_GENERATOR
+from .compiler_names import INDUCTOR_CONFIG, LATER
 from .torch_part import Part, refuse, rely_on, warn_once
 from .tracing import dispatch_modes, has_fake_tensors, is_graph_made, is_transformed
 
 _F = TypeVar("_F", bound=Callable[..., Any])
-
-
-TRACER: Final = "torch.fx.experimental.proxy_tensor"
-SELECT_ALGORITHM: Final = "torch._inductor.select_algorithm"
-CODE_CACHE: Final = "torch._inductor.codecache"
-INDUCTOR_CONFIG: Final = "torch._inductor.config"
-AOT_GRAPHS: Final = "torch._functorch._aot_autograd.graph_compile"
-INDUCTOR_PASSES: Final = "torch._inductor.custom_graph_pass"
-INDUCTOR_CPP: Final = "torch._inductor.codegen.cpp"
-DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
-DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
-DYNAMO_GUARDS: Final = "torch._dynamo.guards"
-DYNAMO_SOURCES: Final = "torch._dynamo.source"
-DYNAMO_VARIABLES: Final = "torch._dynamo.variables"
-#: Modules that store ``Module.__call__`` on import, as `unpatched_nn_module_call`.
-DYNAMO_MODULE_CALLS: Final = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
-
-
-@dataclass(frozen=True, slots=True)
-class _Later:
-    """Names in a module that is imported later; see `Part`."""
-
-    feature: str
-    names: tuple[str, ...]
-    without: str
-
-
-_later: Final[dict[str, _Later]] = {
-    TRACER: _Later(
-        "regions of torch.autocast in exported graphs",
-        ("PreDispatchTorchFunctionMode.__torch_function__",),
-        "exported graphs cast inside of regions that are off",
-    ),
-    SELECT_ALGORITHM: _Later(
-        "kernels in compiled graphs",
-        ("ExternKernelChoice.__init__", "extern_kernels"),
-        "compiled code takes longer, and may cast where casts were off",
-    ),
-    CODE_CACHE: _Later(
-        "caches of compiled graphs on the disk",
-        ("FxGraphHashDetails.__init__",),
-        "they are not used",
-    ),
-    INDUCTOR_CONFIG: _Later(
-        "casts in compiled graphs",
-        (
-            "_config.emulate_precision_casts",
-            "_config.post_grad_custom_post_pass",
-            "force_disable_caches",
-        ),
-        "rounding takes longer there",
-    ),
-    INDUCTOR_PASSES: _Later(
-        "functions of bfloat16 numbers in compiled graphs",
-        ("CustomGraphPass",),
-        "activations take longer there",
-    ),
-    AOT_GRAPHS: _Later(
-        "memory of compiled graphs",
-        ("_partition_joint_graph_into_fw_bw",),
-        "they keep casts of weights for their backward",
-    ),
-    DYNAMO_FUNCTIONS: _Later(
-        "questions about torch.autocast while tracing",
-        ("constant_fold_functions.update",),
-        "graphs break where a model asks whether torch.autocast is on",
-    ),
-    DYNAMO_TRANSLATION: _Later(
-        "sections by module in compiled graphs",
-        ("InstructionTranslatorBase.step",),
-        "torch.compile is refused with them",
-    ),
-    DYNAMO_GUARDS: _Later(
-        "guards of compiled graphs",
-        ("install_guard", "GuardBuilder.EQUALS_MATCH"),
-        "torch.compile is refused with sections by module",
-    ),
-    DYNAMO_SOURCES: _Later(
-        "sources of guards",
-        ("AttrSource", "GlobalSource"),
-        "torch.compile is refused with sections by module",
-    ),
-    DYNAMO_VARIABLES: _Later(
-        "modules in compiled graphs",
-        ("LazyVariableTracker.realize", "UnspecializedNNModuleVariable"),
-        "torch.compile is refused with sections by module",
-    ),
-}
 
 
 def of_later(module: str, name: str) -> Any:
@@ -145,7 +57,7 @@ def needed_of_later(module: str, name: str) -> Any:
 
 
 def _part_of_later(module_name: str) -> Part:
-    later, fault = _later[module_name], ""
+    later, fault = LATER[module_name], ""
     module = sys.modules.get(module_name)  # another version of torch may have moved it
     for name in later.names:
         try:
@@ -159,11 +71,11 @@ def _part_of_later(module_name: str) -> Part:
 
 def later_parts() -> Iterator[Part]:
     """Yields the parts of torch.compile, importing them for this."""
-    for name in _later:
+    for name in LATER:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            later = _later[name]
+            later = LATER[name]
             yield Part(later.feature, (name,), "2.13", later.without, False, said_by(error))
         else:
             yield _part_of_later(name)
