@@ -192,6 +192,12 @@ class Recipe:
         return self.widens_itself and is_fp32 and is_left_to_torch and self.target is None
 
     @property
+    def rounds_last(self) -> bool:
+        """Whether a call's low ``dtype=`` is that of its result only, since it computes in fp32."""
+        is_fp32 = self.decision.dtype is torch.float32 and self.emulation is None
+        return self.facts.casts_first and is_fp32 and self.target is None
+
+    @property
     def returns_input_dtype(self) -> bool:
         """Whether floating outputs are cast to the dtype that the first input was given in."""
         return self.composes and self.decision.returns_input_dtype

@@ -34,6 +34,7 @@ from .lowered import LOWERINGS
 from .missing_kernels import Callee, Lacking, completed, lacking_kernels
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
+from .rounded_last import rounding_last
 
 if TYPE_CHECKING:
     from .delayed import emulation_class
@@ -110,6 +111,7 @@ __all__ = [
     "register_op",
     "reported",
     "rounded",
+    "rounding_last",
     "saved_by",
     "taking_numbers",
     "unregister",

@@ -162,6 +162,8 @@ def completed(original: Callable[..., Any], recipe: Recipe) -> Callable[..., Any
     site = recipe.site
     if recipe.looks_up:
         original = compute.looked_up(site.op, original)
+    if recipe.rounds_last and not site.is_python:
+        original = compute.rounding_last(original, site.parameters.names, recipe.device_types)
     if site.lacking is None and site.numbers is None:
         return original
     callee = callee_of(original, recipe)

@@ -37,6 +37,7 @@ from ..compute import (
     is_watched,
     keeping_parameters,
     note_unrounded,
+    rounding_last,
 )
 from ..policy import INPUT, CastPolicy
 from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
@@ -70,6 +71,8 @@ def runner(recipe: Recipe, legalization: Legalization, settle: Callable[[], None
         run = _legalized(recipe, run, native, legalization, settle) if recipe.legalizes else native
         if recipe.composes:
             run = _composed(recipe, run)
+    if recipe.rounds_last and recipe.site.is_python:
+        run = _rounding_last(recipe, run)
     statistics = statistics_of(recipe)
     return run if statistics is None else _beside(statistics, recipe, run)
 
@@ -275,6 +278,22 @@ def _to_be_cast(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Tensor]:
     given = floating_inputs(recipe, args, kwargs)
     cast = floating_inputs(recipe, *cast_args(recipe, args, kwargs))
     return [a for a, b in zip(given, cast, strict=True) if a is not b]
+
+
+def _rounding_last(recipe: Recipe, run: Runner) -> Runner:
+    """Returns a runner of a Python function that computes in fp32, whatever its ``dtype=``."""
+    names, device_types = recipe.site.parameters.names, recipe.device_types
+    position = names.index("dtype")
+
+    def run_rounding_last(
+        function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
+    ) -> Any:
+        if kwargs.get("dtype") not in LOW_DTYPES and len(args) <= position:
+            return run(function, args, kwargs, given)
+        wrapped = functools.partial(_run_with, run, function, given)
+        return rounding_last(wrapped, names, device_types)(*args, **kwargs)
+
+    return run_rounding_last
 
 
 def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:

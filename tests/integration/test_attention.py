@@ -1,6 +1,8 @@
-"""Attention as programs call it: transforms of torch.func, FlexAttention. Oracle: torch in fp32."""
+"""Attention as programs call it: masks, transforms of torch.func, FlexAttention. Oracle: torch in fp32."""
 
 from __future__ import annotations
+
+from collections.abc import Callable
 
 import pytest
 import torch
@@ -10,9 +12,86 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import hmpx
+from hmpx import Policy
 from tests import forks
+from tests.values import same_or_nan
 
-BF16 = torch.bfloat16
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+LOWEST = torch.finfo(FP32).min
+
+DTYPES = pytest.mark.parametrize("dtype", [BF16, FP16], ids=["bf16", "fp16"])
+
+
+def left_padded() -> Tensor:
+    """Returns scores of two sequences with a mask for a causal model; the first is padded."""
+    mask = torch.full((2, 6, 6), LOWEST).triu(1)
+    mask[0, :, :3] = LOWEST
+    return torch.randn(2, 6, 6, generator=torch.Generator().manual_seed(0)) + mask
+
+
+# --- results that are asked for in low precision -------------------------------------------------
+
+ASKED: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
+    "F.softmax": lambda x, dtype: F.softmax(x, -1, dtype=dtype),
+    "F.softmax, by position": lambda x, dtype: F.softmax(x, -1, 3, dtype),
+    "softmax": lambda x, dtype: torch.softmax(x, dim=-1, dtype=dtype),
+    "softmax, by position": lambda x, dtype: torch.softmax(x, -1, dtype),
+    "softmax, all by name": lambda x, dtype: torch.softmax(input=x, dim=-1, dtype=dtype),
+    "method": lambda x, dtype: x.softmax(-1, dtype),
+    "F.softmin": lambda x, dtype: F.softmin(x, -1, dtype=dtype),
+    "F.log_softmax": lambda x, dtype: F.log_softmax(x, -1, dtype=dtype),
+    "log_softmax": lambda x, dtype: torch.log_softmax(x, -1, dtype),
+}
+TOTALS: dict[str, Callable[[Tensor, torch.dtype], Tensor]] = {
+    "sum": lambda x, dtype: x.sum(-1, dtype=dtype),
+    "sum, a function": lambda x, dtype: torch.sum(x, -1, dtype=dtype),
+    "nansum": lambda x, dtype: torch.nansum(x, -1, dtype=dtype),
+    "prod": lambda x, dtype: torch.prod(x, -1, dtype=dtype),
+}
+
+
+@DTYPES
+@pytest.mark.parametrize("form", ASKED)
+def test_masked_scores_are_no_nan_in_low_precision(form: str, dtype: torch.dtype) -> None:
+    """A low ``dtype=`` of an op that the lists have in fp32 says what its result is rounded to.
+
+    Falcon asks for probabilities in the dtype of its hidden states.
+    """
+    function, scores = ASKED[form], left_padded().requires_grad_()
+    expected = function(scores, FP32)
+    weights = torch.rand(expected.shape, generator=torch.Generator().manual_seed(1))
+    (gradient,) = torch.autograd.grad(expected, scores, weights.to(dtype).float())
+    with hmpx.convert(low_precision_type=dtype):
+        result = function(scores, dtype)
+        (found,) = torch.autograd.grad(result, scores, weights.to(dtype))
+    assert result.isfinite().all() or "log" in form  # log probabilities of what is masked
+    same_or_nan(result, expected.to(dtype))
+    same_or_nan(found, gradient)
+
+
+@DTYPES
+@pytest.mark.parametrize("form", TOTALS)
+def test_totals_of_the_fp32_list_are_rounded_once(form: str, dtype: torch.dtype) -> None:
+    """A rounded input would be as many roundings as it has elements."""
+    x = 1 + torch.rand(16, 68, generator=torch.Generator().manual_seed(0)) / 16
+    x[0] = 1.0037  # which bfloat16 rounds down
+    x = x[:1] if dtype is BF16 else x
+    expected = TOTALS[form](x, FP32).to(dtype)
+    with hmpx.convert(policy=Policy.from_ops(fp32=["sum", "nansum", "prod"])):
+        same_or_nan(TOTALS[form](x, dtype), expected)
+
+
+@pytest.mark.parametrize("form", ASKED)
+def test_other_calls_are_torchs(form: str) -> None:
+    """With casts off, of float64 numbers, and with a dtype that is not low."""
+    function, scores = ASKED[form], left_padded()
+    expected = [function(scores, BF16), function(scores.double(), BF16), function(scores, FP32)]
+    with hmpx.convert():
+        with hmpx.disable_casts():
+            off = function(scores, BF16)
+        found = [off, function(scores.double(), BF16), function(scores, FP32)]
+    for one, other in zip(found, expected, strict=True):
+        same_or_nan(one, other)
 
 
 # --- torch.func ----------------------------------------------------------------------------------

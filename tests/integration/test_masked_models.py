@@ -114,6 +114,25 @@ def bloom() -> tuple[nn.Module, Batch]:
     return transformers.BloomForCausalLM(config), text()
 
 
+def falcon() -> tuple[nn.Module, Batch]:
+    """It asks for its softmax in the dtype of the hidden states, of scores that are fp32 with the mask.
+
+    Padded at the left, whole rows of these are masked.
+    """
+    config = transformers.FalconConfig(
+        vocab_size=60, hidden_size=16, num_hidden_layers=2, num_attention_heads=2,
+        attn_implementation="eager",
+    )  # fmt: skip
+    batch = text()
+    mask = batch["attention_mask"].flip(1)
+    labels = batch["input_ids"].masked_fill(mask == 0, -100)
+    return transformers.FalconForCausalLM(config), {
+        **batch,
+        "attention_mask": mask,
+        "labels": labels,
+    }
+
+
 def codegen() -> tuple[nn.Module, Batch]:
     config = transformers.CodeGenConfig(
         vocab_size=60, n_embd=32, n_layer=2, n_head=4, n_positions=64, rotary_dim=4, n_inner=32
@@ -159,8 +178,8 @@ def detr() -> tuple[nn.Module, Batch]:
 
 
 MODELS: list[Callable[[], tuple[nn.Module, Batch]]] = [
-    big_bird, bloom, clip, codegen, deberta, deberta_v2, detr, distilbert, funnel, gpt_neo,
-    longformer, prophetnet, reformer, xlnet,
+    big_bird, bloom, clip, codegen, deberta, deberta_v2, detr, distilbert, falcon, funnel,
+    gpt_neo, longformer, prophetnet, reformer, xlnet,
 ]  # fmt: skip
 
 
