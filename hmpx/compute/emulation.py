@@ -167,7 +167,7 @@ class Emulation:
             OptionError: A graph is traced that can't hold the rounding.
         """
         self._check()
-        if self.is_view and self._has_axes:  # the op that takes the view knows the axis
+        if ops.is_mask(name) or (self.is_view and self._has_axes):  # what takes it knows the axis
             return tensor
         name = "self" if name == "input" and "input" not in self.names else name
         if name == self._addend and name:

@@ -19,7 +19,7 @@ from .known_facts import facts
 from .numbers import Numbers, converting, converts_numbers, numbers
 from .op_table import Op, covered, covering, is_known, names, resolve, root, table
 from .products import Product, product
-from .roles import idle_roles, is_weight, names_weights
+from .roles import idle_roles, is_mask, is_weight, names_weights
 from .signatures import Parameters, parameters, python_parameters, statistics, written
 from .sites import Site
 from .traits import computing, is_castable, is_decisive, is_view, kind
@@ -44,6 +44,7 @@ __all__ = [
     "is_decisive",
     "is_foreign",
     "is_known",
+    "is_mask",
     "is_view",
     "is_weight",
     "kind",

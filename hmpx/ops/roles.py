@@ -13,10 +13,18 @@ from .signatures import parameters
 #: What torch's schemas call tensors of integers.
 _INTEGERS: Final = frozenset({"index", "indices", "offsets"})
 
+#: What torch's schemas, and `multi_head_attention_forward`, call what is added to scores.
+_MASKS: Final = frozenset({"attn_bias", "attn_mask", "key_padding_mask"})
+
 
 def is_weight(name: str) -> bool:
     """Whether an argument is a weight, by its name."""
     return name.endswith("weight")
+
+
+def is_mask(name: str) -> bool:
+    """Whether an argument is added to the scores of an attention, by its name."""
+    return name in _MASKS
 
 
 def names_weights(names: Iterable[str]) -> bool:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
 import hmpx
-from hmpx import Policy
+from hmpx import Policy, formats
 from tests import forks
 from tests.values import same_or_nan
 
@@ -92,6 +92,47 @@ def test_other_calls_are_torchs(form: str) -> None:
         found = [off, function(scores.double(), BF16), function(scores, FP32)]
     for one, other in zip(found, expected, strict=True):
         same_or_nan(one, other)
+
+
+# --- number formats ------------------------------------------------------------------------------
+
+FORMATS = pytest.mark.parametrize(
+    "format", ["float8_e4m3fn", "float8_e4m3fnuz", "posit16_1", "int8", "mxfp8_e4m3", "float8_e5m2"]
+)
+MASKS = {
+    "infinite": torch.full((9, 9), -torch.inf).triu(1),
+    "lowest": torch.full((9, 9), LOWEST).triu(1),
+    "large": torch.full((9, 9), -1e9).triu(1),
+    "bias": -torch.arange(9.0).expand(9, 9),
+}
+
+
+@FORMATS
+@pytest.mark.parametrize("mask", MASKS)
+def test_masks_are_not_rounded_to_number_formats(mask: str, format: str) -> None:
+    """Their infinities would be NaN, or the largest number, and so would those of `nn.Transformer`."""
+    q, k, v = torch.randn(3, 1, 2, 9, 8, generator=torch.Generator().manual_seed(0))
+    bias = MASKS[mask].clone().requires_grad_()
+    with hmpx.convert(low_precision_type=format):
+        found = F.scaled_dot_product_attention(q, k, v, attn_mask=bias)
+        by_position = F.scaled_dot_product_attention(q, k, v, bias)
+    rounded = [formats.quantize(x, format=format) for x in (q, k, v)]
+    expected = F.scaled_dot_product_attention(*rounded, attn_mask=bias)
+    same_or_nan(found, formats.quantize(expected, format=format))
+    same_or_nan(found, by_position)
+    (gradient,) = torch.autograd.grad(found.sum(), bias)
+    assert gradient.isfinite().all()
+
+
+@pytest.mark.parametrize("format", ["float8_e4m3fn", "int8"])
+def test_a_causal_transformer_is_finite_in_number_formats(format: str) -> None:
+    torch.manual_seed(0)
+    layer = torch.nn.TransformerEncoderLayer(16, 2, 32, 0.0, batch_first=True)
+    x, mask = torch.randn(2, 9, 16), torch.nn.Transformer.generate_square_subsequent_mask(9)
+    expected = layer(x, src_mask=mask)
+    with hmpx.convert(low_precision_type=format):
+        found = layer(x, src_mask=mask)
+    assert (found - expected).norm() < 0.2 * expected.norm()
 
 
 # --- torch.func ----------------------------------------------------------------------------------
