@@ -47,7 +47,7 @@ if TYPE_CHECKING:
         register_op,
         unregister,
     )
-    from .number_tables import LOOKED_UP, NUMBERS, SCALED
+    from .number_tables import ALL_NUMBERS, LOOKED_UP, NUMBERS, SCALED
 else:  # programs without number formats need none of it
     __getattr__ = shown_later(
         __name__,
@@ -56,12 +56,13 @@ else:  # programs without number formats need none of it
             "emulation": "Emulation Formats",
             "frozen_codes": "watched_emulation",
             "lowering": "Lowering create_lower_func lowerings register_op unregister",
-            "number_tables": "LOOKED_UP NUMBERS SCALED",
+            "number_tables": "ALL_NUMBERS LOOKED_UP NUMBERS SCALED",
         },
     )
 
 __all__ = [
     "ACTIVATIONS",
+    "ALL_NUMBERS",
     "CONVOLUTIONS",
     "KINDS",
     "LEAST_ELEMENTS",

@@ -23,6 +23,12 @@ _BITS: Final = NUMBERS - 1
 _MANY: Final = 1 << 30
 
 
+def _run_numbers() -> Tensor:
+    with without_casts():
+        bits = torch.arange(NUMBERS, dtype=torch.int32, device="cpu")
+        return bits.to(torch.int16).view(torch.bfloat16)
+
+
 def _run(x: Tensor, values: Tensor) -> Tensor:
     with without_casts():
         x, kernels = _dense(x), bfloat16_kernels(_MANY)
@@ -48,15 +54,25 @@ def _found(x: Tensor, values: Tensor) -> Tensor:
     return values[x.view(torch.int16).int() & _BITS]
 
 
+def _all_shaped() -> Tensor:
+    return torch.empty(NUMBERS, dtype=torch.bfloat16, device="cpu")
+
+
 def _shaped(x: Tensor, *others: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-def _defined(signature: str, function: Any) -> Any:
-    operator = own_operator(signature, _shaped)
-    set_kernel(operator, function, "CPU")
+def _defined(signature: str, function: Any, fake: Any = _shaped, key: str = "CPU") -> Any:
+    operator = own_operator(signature, fake)
+    set_kernel(operator, function, key)
     return operator
 
+
+#: All numbers of bfloat16, in the order of their bits. They are loaded as others are: inductor
+#: has an opinion on the values of what it computes of an index, and fails where that is NaN.
+ALL_NUMBERS: Final = _defined(
+    "all_numbers() -> Tensor", _run_numbers, _all_shaped, "CompositeExplicitAutograd"
+)
 
 #: A function of each element of a bfloat16 tensor; its values at all numbers are bfloat16, too.
 LOOKED_UP: Final = _defined("looked_up(Tensor x, Tensor values) -> Tensor", _run)

@@ -15,7 +15,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, fx
 
-from ..compute import LOOKED_UP, NUMBERS, SCALED
+from ..compute import ALL_NUMBERS, LOOKED_UP, NUMBERS, SCALED
 from ..number_formats import kernels_may_come
 from ..version import __version__
 
@@ -30,8 +30,15 @@ _SLOW: Final = frozenset({_aten.erf.default, _aten.log1p.default, _aten.tanh.def
 _LEAST: Final = NUMBERS
 _LEAST_TOGETHER: Final = 8 * NUMBERS
 
-#: An op, and its arguments as text, in which functions stand as their numbers.
+#: An op, and its arguments as text, in which formulas stand as `_Numbered`.
 _Formula = tuple[Any, str]
+
+
+@dataclass(frozen=True, slots=True)
+class _Numbered:
+    """A formula among arguments, whose text is that of no number."""
+
+    formula: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +46,7 @@ class _Function:
     """What a node computes of a bfloat16 tensor, element by element.
 
     Attributes:
-        source: The tensor.
+        source: The tensor. Its elements, and those of all that is computed of it, lie in memory in their order.
         formula: A number, the same for functions that are computed alike.
         is_slow: Whether one of `_SLOW` is in it.
     """
@@ -55,7 +62,7 @@ class _Call:
 
     Attributes:
         node: bfloat16.
-        value: What tables hold: the node itself, or what its factors are multiplied by.
+        value: What tables hold: the node itself, or the float32 node that its factors are multiplied by.
         factors: A bfloat16 tensor, or None.
         function: That of ``value``.
     """
@@ -78,7 +85,8 @@ def pass_of(base: Any, config: Any) -> Any:
         """Looks functions up, where that is faster."""
 
         def __call__(self, graph: fx.Graph) -> None:
-            if not config.cpp_wrapper:  # an artefact, which runs without hmpx, too
+            # Left to itself inductor need not round what is looked up. An artefact runs without hmpx, too.
+            if config.emulate_precision_casts and not config.cpp_wrapper:
                 tabulate(graph)
 
         def uuid(self) -> Any:
@@ -98,20 +106,21 @@ def tabulate(graph: fx.Graph) -> None:
         return
     start = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(start):
-        numbers = _numbers(graph)
-    for calls in shared:
-        with graph.inserting_before(start):
-            values = _copied(graph, calls[0].value, calls[0].function.source, numbers)
-        for call in calls:
-            given = (call.function.source, values)
-            with graph.inserting_before(call.node):
-                if call.factors is None:
-                    found = graph.call_function(LOOKED_UP, given)
-                else:
-                    found = graph.call_function(SCALED, (call.factors, *given))
-            found.meta = dict(call.node.meta)
-            call.node.replace_all_uses_with(found)
-    graph.eliminate_dead_code()
+        numbers = graph.call_function(ALL_NUMBERS)
+        tables = [
+            _copied(graph, calls[0].value, calls[0].function.source, numbers) for calls in shared
+        ]
+    found = {
+        call.node: _looked_up(graph, call, values)
+        for calls, values in zip(shared, tables, strict=True)
+        for call in calls
+    }
+    for node, one in found.items():  # once all are there: one may look up what another found
+        node.replace_all_uses_with(one)
+        graph.erase_node(node)
+    for node in reversed(functions):
+        if node not in found and not node.users:
+            graph.erase_node(node)
 
 
 def _functions(graph: fx.Graph) -> dict[fx.Node, _Function]:
@@ -119,15 +128,19 @@ def _functions(graph: fx.Graph) -> dict[fx.Node, _Function]:
     functions: dict[fx.Node, _Function] = {}
     known: dict[_Formula, int] = {}  # equal formulas have one number
 
+    def numbered(node: fx.Node) -> Any:
+        return _Numbered(functions[node].formula)
+
     def formula(node: fx.Node) -> int:
-        args = fx.node.map_arg((node.args, node.kwargs), lambda each: functions[each].formula)
+        args = fx.node.map_arg((node.args, node.kwargs), numbered)
         return known.setdefault((node.target, repr(args)), len(known))
 
     for node in graph.nodes:
-        if node.op != "call_function" or not isinstance(node.meta.get("val"), Tensor):
+        if node.op != "call_function" or not _is_plain(node):
             continue
         if _is_raised(node):
-            functions[node] = _Function(node.args[0], -1, False)
+            if _is_plain(node.args[0]):
+                functions[node] = _Function(node.args[0], -1, False)
             continue
         inputs = [functions.get(each) for each in node.all_input_nodes]
         found = [each for each in inputs if each is not None]
@@ -141,32 +154,28 @@ def _functions(graph: fx.Graph) -> dict[fx.Node, _Function]:
 def _calls(graph: fx.Graph, functions: dict[fx.Node, _Function]) -> Iterator[_Call]:
     """Yields the nodes that round a function of one tensor, perhaps times another tensor."""
     for node in graph.find_nodes(op="call_function", target=_CAST):
-        if node.meta["val"].dtype is not _BF16:
+        if _dtype(node) is not _BF16:
             continue
         function, product = functions.get(node), node.args[0]
         if function is not None:
-            if function.is_slow and _is_large(function.source):
+            if function.is_slow:
                 yield _Call(node, node, None, function)
             continue
         if product.target is not _aten.mul.Tensor or len(product.all_input_nodes) != 2:
             continue
-        first, second = product.args
+        first, second = product.all_input_nodes
         for factors, value in ((first, second), (second, first)):
             function = functions.get(value)
-            if function is None or not function.is_slow or not _is_raised(factors):
+            if function is None or not function.is_slow or _dtype(value) is not _F32:
                 continue
-            source, given = function.source, factors.args[0]
-            if _is_large(source) and _is_large(given) and _shape(source) == _shape(given):
-                yield _Call(node, value, given, function)
+            if factors in functions and _is_raised(factors) and _shape(factors) == _shape(value):
+                yield _Call(node, value, factors.args[0], function)
                 break
 
 
-def _is_raised(node: Any) -> bool:
+def _is_raised(node: fx.Node) -> bool:
     """Whether a node is a bfloat16 tensor in float32."""
-    if node.target is not _CAST or node.meta["val"].dtype is not _F32:
-        return False
-    source = node.args[0].meta.get("val")
-    return isinstance(source, Tensor) and source.dtype is _BF16
+    return node.target is _CAST and _dtype(node) is _F32 and _dtype(node.args[0]) is _BF16
 
 
 def _is_elementwise(node: fx.Node) -> bool:
@@ -176,8 +185,30 @@ def _is_elementwise(node: fx.Node) -> bool:
         return False
     if torch.Tag.nondeterministic_seeded in tags:
         return False
+    if any(isinstance(arg, torch.memory_format) for arg in (*node.args, *node.kwargs.values())):
+        return False  # a table has another number of dimensions
     shapes = {_shape(node), *map(_shape, node.all_input_nodes)}
     return len(shapes) == 1
+
+
+def _is_plain(node: Any) -> bool:
+    """Whether a node is a large tensor on the CPU that lies in memory in the order of its elements.
+
+    Large is what is worth a call. Asks nothing that sets a guard.
+    """
+    value = node.meta.get("val")
+    if not isinstance(value, Tensor) or value.layout is not torch.strided:
+        return False
+    if not all(type(size) is int for size in (*value.shape, *value.stride())):
+        return False
+    if value.device.type != "cpu" or value.numel() < _LEAST:
+        return False
+    step, steps = 1, []
+    for size in reversed(value.shape):
+        steps.append(step)
+        step *= size
+    # Not `is_contiguous`: where a size is one, others than those that an operator returns pass it.
+    return value.stride() == tuple(reversed(steps))
 
 
 def _shape(node: fx.Node) -> torch.Size:
@@ -185,40 +216,30 @@ def _shape(node: fx.Node) -> torch.Size:
     return shape
 
 
-def _is_large(node: fx.Node) -> bool:
-    """Whether looking up each element of a tensor is worth a call; asks nothing that sets a guard."""
-    value: Tensor = node.meta["val"]
-    if not all(type(size) is int for size in (*value.shape, *value.stride())):
-        return False
-    return value.device.type == "cpu" and value.numel() >= _LEAST and value.is_contiguous()
+def _dtype(node: Any) -> Any:
+    return getattr(node.meta.get("val"), "dtype", None)
 
 
 def _elements(calls: list[_Call]) -> int:
     return sum(_shape(call.node).numel() for call in calls)
 
 
-def _numbers(graph: fx.Graph) -> fx.Node:
-    """Returns all numbers of bfloat16 in the order of their bits, in float32."""
-    device = torch.device("cpu")
-    kinds: dict[str, Any] = {
-        "start": 0,
-        "step": 1,
-        "dtype": torch.int32,
-        "device": device,
-        "requires_grad": False,
-    }
-    index = graph.call_function(_prims.iota.default, (NUMBERS,), kinds)
-    bits = graph.call_function(_aten.bitwise_left_shift.Tensor_Scalar, (index, 16))
-    return graph.call_function(_aten.view.dtype, (bits, _F32))
+def _looked_up(graph: fx.Graph, call: _Call, values: fx.Node) -> fx.Node:
+    given = (call.function.source, values)
+    with graph.inserting_before(call.node):
+        if call.factors is None:
+            found = graph.call_function(LOOKED_UP, given)
+        else:
+            found = graph.call_function(SCALED, (call.factors, *given))
+    found.meta = dict(call.node.meta)
+    return found
 
 
 def _copied(graph: fx.Graph, value: fx.Node, source: fx.Node, numbers: fx.Node) -> fx.Node:
-    """Returns ``value``, computed of all numbers instead of ``source``."""
-    copies: dict[fx.Node, fx.Node] = {}
+    """Returns ``value``, computed of ``numbers`` instead of ``source``."""
+    copies = {source: numbers}
 
     def copy(node: fx.Node) -> fx.Node:
-        if node.args[0] is source:
-            return numbers
         if node not in copies:
             args, kwargs = fx.node.map_arg((node.args, node.kwargs), copy)
             copies[node] = graph.create_node("call_function", node.target, args, kwargs)

@@ -1,0 +1,245 @@
+"""Graphs that are hard to look up: values, layouts, and that they still compile."""
+
+from __future__ import annotations
+
+import contextvars
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._inductor.codegen.cpp
+import torch.nn.functional as F
+from torch import Tensor, fx
+from torch._inductor.decomposition import select_decomp_table
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._pytree import tree_leaves
+
+import hmpx
+from hmpx.patches import tabulated
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
+    pytest.mark.usefixtures("fresh_dynamo"),
+]
+
+BF16 = torch.bfloat16
+SETTING = "post_grad_custom_post_pass"
+
+#: Every number, infinities and NaN among them, eight times.
+NUMBERS = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).repeat(8, 1)
+IMAGES = NUMBERS.view(8, 16, 64, 64)
+
+Function = Callable[..., Any]
+
+
+@pytest.fixture(autouse=True)
+def kernels_come(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tabulated, "kernels_may_come", lambda: True)
+
+
+@pytest.fixture
+def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """The operators in graphs that are compiled."""
+    found: list[str] = []
+    tabulate = tabulated.tabulate
+
+    def counting(graph: fx.Graph) -> None:
+        tabulate(graph)
+        found.extend(operators(graph))
+
+    monkeypatch.setattr(tabulated, "tabulate", counting)
+    return found
+
+
+def operators(graph: fx.Graph) -> list[str]:
+    names = [str(node.target) for node in graph.nodes if "hmpx" in str(node.target)]
+    return [name.split(".")[1] for name in names if name != "hmpx.all_numbers.default"]
+
+
+def check_equal(found: Any, expected: Any) -> None:
+    """Checks all bits and strides; NaNs have many bits."""
+    for a, b in zip(tree_leaves(found), tree_leaves(expected), strict=True):
+        assert (a.dtype, a.shape, a.stride()) == (b.dtype, b.shape, b.stride())
+        assert torch.equal(a.isnan(), b.isnan())
+        bits = {2: torch.int16, 4: torch.int32}[a.element_size()]
+        a_bits, b_bits = (each.view(bits).masked_fill(each.isnan(), 0) for each in (a, b))
+        assert torch.equal(a_bits, b_bits)
+
+
+def low(x: Tensor) -> Tensor:
+    return x.bfloat16()
+
+
+def same_text(x: Tensor) -> list[Tensor]:
+    """Functions whose ops have arguments that look alike: a number, and that of a formula."""
+    x = x.float()
+    y = x * x
+    return [low(torch.erf(each)) for each in (y, x * -1, x + x, x + -1, x * y, x * 0, x * 1, x * 2)]
+
+
+def looked_up_twice(x: Tensor) -> list[Tensor]:
+    y = low(torch.tanh(x.float()))
+    z = low(torch.erf(y.float()) * 3)
+    return [z, low(torch.log1p(z.float()))]
+
+
+def factors_looked_up(gradient: Tensor, x: Tensor) -> Tensor:
+    y = low(torch.tanh(gradient.float()))
+    return low(y.float() * torch.erf(low(torch.tanh(x.float())).float()))
+
+
+def reordered(x: Tensor) -> Tensor:
+    return low(torch.tanh(x.float()).contiguous(memory_format=torch.channels_last))
+
+
+def reordered_first(x: Tensor) -> Tensor:
+    return low(torch.tanh(x.float().contiguous(memory_format=torch.channels_last)))
+
+
+FLIPPED = NUMBERS.flip(1)
+
+GRAPHS: dict[str, tuple[Function, tuple[Tensor, ...], list[str]]] = {
+    "arguments of equal text": (same_text, (NUMBERS,), ["looked_up"] * 8),
+    "one looked up in what another found": (looked_up_twice, (NUMBERS,), ["looked_up"] * 3),
+    "factors and numbers looked up": (
+        factors_looked_up,
+        (NUMBERS, FLIPPED),
+        ["looked_up", "looked_up", "scaled"],
+    ),
+    "times float64": (
+        lambda g, x: low(g.float() * torch.tanh(x.double())),
+        (NUMBERS, FLIPPED),
+        [],
+    ),
+    "times float64 of float32": (
+        lambda g, x: low(g.float() * torch.tanh(x.float().double())),
+        (NUMBERS, FLIPPED),
+        [],
+    ),
+    "times bfloat16": (
+        lambda g, x: low(g.float() * low(torch.tanh(x.float()))),
+        (NUMBERS, FLIPPED),
+        ["looked_up"],
+    ),
+    "times booleans": (
+        lambda g, x: low(g.float() * (torch.tanh(x.float()) > 0.5)),
+        (NUMBERS, FLIPPED),
+        [],
+    ),
+    "another order in memory": (reordered, (IMAGES,), []),
+    "another order in memory before": (reordered_first, (IMAGES,), []),
+    "a long way between rows that are one": (
+        F.gelu,
+        (NUMBERS.view(-1).as_strided((512, 1, 1024), (1024, 7, 1)),),
+        [],
+    ),
+    "negated by a flag": (lambda x: F.gelu(torch._neg_view(x)), (NUMBERS,), ["looked_up"]),
+}
+
+
+def traced(function: Function, *inputs: Tensor, mode: str = "fake") -> fx.GraphModule:
+    """Returns the graph that inductor gets."""
+    trace = make_fx(lambda *args: function(*args), select_decomp_table(), tracing_mode=mode)
+    module: fx.GraphModule = trace(*inputs)
+    return module
+
+
+@pytest.mark.parametrize("name", GRAPHS)
+def test_graphs_compute_what_they_did(name: str) -> None:
+    function, inputs, expected_operators = GRAPHS[name]
+    module = traced(function, *inputs)
+    expected = module(*inputs)
+    tabulated.tabulate(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert sorted(operators(module.graph)) == sorted(expected_operators)
+    check_equal(module(*inputs), expected)
+
+
+@pytest.fixture
+def jitter() -> Iterator[Function]:
+    """A user's op of each element and a random number."""
+    library = torch.library.Library("of_a_test", "DEF")
+    tags = (torch.Tag.pointwise, torch.Tag.nondeterministic_seeded)
+    library.define("jitter(Tensor x) -> Tensor", tags=tags)
+    library.impl("jitter", lambda x: x + torch.rand(x.shape), "CPU")
+    torch.library.register_fake("of_a_test::jitter", torch.empty_like, lib=library)
+    yield torch.ops.of_a_test.jitter.default
+    library._destroy()
+
+
+def test_random_numbers_are_drawn_for_each_element(jitter: Function) -> None:
+    def function(x: Tensor) -> list[Tensor]:
+        y = x.float().nan_to_num(0)
+        chances = torch.sigmoid(y)
+        random = [
+            jitter(y),
+            torch.rand_like(y),
+            torch.bernoulli(chances),
+            F.rrelu(y, training=True),
+        ]
+        return [low(torch.tanh(each)) for each in [*random, F.dropout(y)]]
+
+    module = traced(function, NUMBERS)
+    torch.manual_seed(0)
+    expected = module(NUMBERS)
+    tabulated.tabulate(module.graph)
+    module.recompile()
+    torch.manual_seed(0)
+    check_equal(module(NUMBERS), expected)
+    assert operators(module.graph) == []
+
+
+def test_sizes_that_are_not_known_are_no_obstacle() -> None:
+    module = traced(
+        lambda x: F.gelu(x) + F.gelu(x[:512]).sum(), NUMBERS.view(1024, 512), mode="symbolic"
+    )
+    before = [str(node.target) for node in module.graph.nodes]
+    tabulated.tabulate(module.graph)
+    assert [str(node.target) for node in module.graph.nodes] == before
+
+
+def test_graphs_that_need_not_round_are_left() -> None:
+    """Where inductor may leave out the rounding of what is looked up, values would differ."""
+    entry = torch._inductor.config._config[SETTING]
+    with hmpx.convert(device_types={"cpu"}, legalize="always"):
+        for rounds, expected in ((True, ["looked_up"]), (False, [])):
+            module = traced(F.gelu, NUMBERS)
+            with torch._inductor.config.patch(emulate_precision_casts=rounds):
+                entry.default(module.graph)
+            assert operators(module.graph) == expected
+
+
+def hard_to_compile(x: Tensor, odd: Tensor) -> list[Tensor]:
+    y = x.float()
+    infinite = low(torch.tanh(y + float("inf")))
+    none = low(torch.tanh(y) * float("nan"))
+    twice = low(torch.erf(infinite.float()))
+    dropped = F.dropout(low(torch.erf(y)), 0.25)
+    return [
+        infinite,
+        none,
+        twice,
+        dropped,
+        F.gelu(odd),
+        F.mish(odd).t(),
+        low(torch.tanh(y)).view(-1)[1:],
+    ]
+
+
+def check_that_compiled_graphs_are_the_same(function: Function, inputs: tuple[Tensor, ...]) -> None:
+    results = []
+    with hmpx.convert(device_types={"cpu"}, legalize="always"):
+        for setting in ({}, {SETTING: None}):
+            torch.compiler.reset()
+            torch.manual_seed(0)
+            with torch._inductor.config.patch({"fx_graph_cache": False, **setting}):
+                results.append(torch.compile(function, fullgraph=True)(*inputs))
+    check_equal(*results)
+
+
+def test_what_inductor_finds_hard_compiles(counted: list[str]) -> None:
+    inputs = (NUMBERS, torch.randn(40_003, 17).bfloat16())
+    contextvars.Context().run(check_that_compiled_graphs_are_the_same, hard_to_compile, inputs)
+    assert counted == ["looked_up"] * 7
