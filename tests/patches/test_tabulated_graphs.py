@@ -127,6 +127,33 @@ GRAPHS: dict[str, tuple[Function, tuple[Tensor, ...], list[str]]] = {
         (NUMBERS, FLIPPED),
         [],
     ),
+    "times float32": (lambda g, x: low(g * torch.tanh(x.float())), (FLIPPED.float(), NUMBERS), []),
+    "times a function of another": (
+        lambda g, x: low(torch.erf(g.float()) * torch.tanh(x.float())),
+        (NUMBERS, FLIPPED),
+        [],
+    ),
+    "times one row": (
+        lambda g, x: low(g.float() * torch.tanh(x.float())),
+        (FLIPPED[0], NUMBERS),
+        [],
+    ),
+    "rounded to float16": (lambda x: torch.tanh(x.float()).half(), (NUMBERS,), []),
+    "of elements elsewhere": (
+        lambda x: [low(torch.erf(each)) for each in (x.float().flip(1), x.float().cumsum(1))],
+        (NUMBERS,),
+        [],
+    ),
+    "of which a mask is one function": (
+        lambda x, y: low(torch.tanh(x.float()).masked_fill(y > 0, 1)),
+        (NUMBERS, FLIPPED),
+        [],
+    ),
+    "an order in memory of four dimensions": (
+        lambda x: low(torch.tanh(x.float()).clone(memory_format=torch.channels_last)),
+        (NUMBERS.view(-1, 1, 1, 1),),
+        [],
+    ),
     "another order in memory": (reordered, (IMAGES,), []),
     "another order in memory before": (reordered_first, (IMAGES,), []),
     "a long way between rows that are one": (
@@ -171,7 +198,7 @@ def jitter() -> Iterator[Function]:
 
 def test_random_numbers_are_drawn_for_each_element(jitter: Function) -> None:
     def function(x: Tensor) -> list[Tensor]:
-        y = x.float().nan_to_num(0)
+        y = x.float()
         chances = torch.sigmoid(y)
         random = [
             jitter(y),
@@ -181,13 +208,14 @@ def test_random_numbers_are_drawn_for_each_element(jitter: Function) -> None:
         ]
         return [low(torch.tanh(each)) for each in [*random, F.dropout(y)]]
 
-    module = traced(function, NUMBERS)
+    x = torch.randn(NUMBERS.shape, generator=torch.Generator().manual_seed(0)).bfloat16()
+    module = traced(function, x)
     torch.manual_seed(0)
-    expected = module(NUMBERS)
+    expected = module(x)
     tabulated.tabulate(module.graph)
     module.recompile()
     torch.manual_seed(0)
-    check_equal(module(NUMBERS), expected)
+    check_equal(module(x), expected)
     assert operators(module.graph) == []
 
 
