@@ -113,3 +113,28 @@ def test_modules_move_by_swapping(name: str, store: str) -> None:
         torch.__future__.set_swap_module_params_on_conversion(False)
     torch.testing.assert_close(layer(x), by_hand(layer, x), atol=0.02, rtol=0.01)
     frozen.undo(strict=False)
+
+
+@pytest.mark.parametrize("store", ["dtype", "prepared"])
+@pytest.mark.parametrize("name", LAYERS)
+def test_inference_tensors_are_raised_each_time(name: str, store: str) -> None:
+    """Their writes are not counted."""
+    with torch.inference_mode():
+        layer, x = LAYERS[name]()
+        hmpx.freeze(layer, x, store=store)
+        before = layer(x)
+        layer.weight.mul_(2)
+        expected = by_hand(layer, x)
+        assert not torch.allclose(before, expected, atol=0.02)
+        torch.testing.assert_close(layer(x), expected, atol=0.02, rtol=0.01)
+
+
+def test_memory_of_a_prepared_weight_is_nobody_elses_until_it_is_thawed() -> None:
+    """Else other weights could come to lie there."""
+    layer, x = convolution()
+    with hmpx.freeze(layer, x, store="prepared"):
+        layer(x)
+        size, address = layer.weight.shape, layer.weight.data_ptr()
+        layer.weight.data = torch.zeros(size, dtype=torch.bfloat16)
+        others = [torch.ones(size, dtype=torch.bfloat16) for _ in range(20)]
+        assert address not in [each.data_ptr() for each in others]

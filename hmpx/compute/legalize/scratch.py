@@ -153,13 +153,13 @@ def multiply_in_one_pass(x: Tensor, weight: Tensor, target: Tensor, dtype: torch
     Args:
         x: [rows, k]; a few rows.
         weight: [n, k].
-        target: [rows, n]. As ``x``, it is fp32 and contiguous.
+        target: [rows, n]. As the others, it is contiguous; and fp32, as ``x``.
         dtype: The low-precision dtype.
 
     Returns:
         Whether there is.
     """
-    kernels = _kernels_for(weight, dtype) if weight.is_contiguous() else None
+    kernels = _kernels_for(weight, dtype)
     if kernels is None:
         return False
     kernels.multiply(x, weight, target)
