@@ -22,7 +22,7 @@ def rounding_last(
 ) -> Callable[..., Any]:
     """Returns ``function``, such that a low ``dtype=`` says what its result is rounded to.
 
-    Only where its input is a float32 tensor, on one of ``device_types``.
+    ``function`` itself is its ``__wrapped__``. Only where its input is a float32 tensor, on one of ``device_types``.
 
     Args:
         function: One of torch's, whose kernel casts its input to ``dtype=`` before it computes.
@@ -53,6 +53,7 @@ def rounding_last(
             result = function(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
         return CAST[dtype](result)
 
+    rounded_last.__wrapped__ = function  # type: ignore[attr-defined]
     return rounded_last
 
 

@@ -162,11 +162,11 @@ def completed(original: Callable[..., Any], recipe: Recipe) -> Callable[..., Any
     site = recipe.site
     if recipe.looks_up:
         original = compute.looked_up(site.op, original)
-    if recipe.rounds_last and not site.is_python:
-        original = compute.rounding_last(original, site.parameters.names, recipe.device_types)
-    if site.lacking is None and site.numbers is None:
-        return original
     callee = callee_of(original, recipe)
     if site.numbers is not None:
         callee = dataclasses.replace(callee, function=taking_numbers(callee, site.numbers))
-    return callee.function if site.lacking is None else compute.completed(callee, site.lacking)
+    if site.lacking is not None:
+        callee = dataclasses.replace(callee, function=compute.completed(callee, site.lacking))
+    if not recipe.rounds_last or site.is_python:
+        return callee.function
+    return compute.rounding_last(callee.function, site.parameters.names, recipe.device_types)
