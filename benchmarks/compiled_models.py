@@ -24,14 +24,12 @@ ATEN_CPU_CAPABILITY=avx2 ONEDNN_MAX_CPU_ISA=AVX2 MKL_ENABLE_INSTRUCTIONS=AVX2 in
 from __future__ import annotations
 
 import argparse
-import os
 import time
 from collections.abc import Callable
 from typing import Any
 
 import candidates
 import models
-import profile_step
 import timing
 import torch
 import train
@@ -130,14 +128,7 @@ def main() -> None:
                 timing.save(
                     options.save,
                     "compiled_models",
-                    {
-                        "environment": {
-                            name: os.environ[name]
-                            for name in profile_step.VARIABLES
-                            if name in os.environ
-                        },
-                        "figures": figures,
-                    },
+                    {"figures": figures},
                     device=options.device,
                     threads=options.threads,
                 )

@@ -195,6 +195,18 @@ def test_compiled(tmp_path: Path) -> None:
     assert saved(tmp_path / "compiled-cpu.json")["bit_equal"] is True
 
 
+def test_compiled_models(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """What is measured is shown and saved; to measure it takes minutes of inductor's."""
+    program = load("compiled_models")
+    row = dict.fromkeys(program.COLUMNS, 1.0)
+    monkeypatch.setattr(program, "measure", lambda *what: {"fp32, compiled": row})
+    words = ["--phases", "inference", "--models", "gpt", "--save", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["benchmarks/compiled_models.py", *words])
+    program.main()
+    figures = saved(tmp_path / "compiled_models-cpu.json")["figures"]
+    assert figures == {"inference": {"gpt": {"medium": {"fp32, compiled": row}}}}
+
+
 @pytest.mark.models
 @pytest.mark.slow
 def test_kernels(tmp_path: Path, on_fake_cuda: Any) -> None:
