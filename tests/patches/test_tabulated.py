@@ -179,7 +179,11 @@ def test_what_is_compiled_to_run_without_hmpx_has_none_of_its_operators() -> Non
     entry = torch._inductor.config._config[SETTING]
     for is_artefact, expected in ((False, ["hmpx.looked_up.default"]), (True, [])):
         module = traced(F.gelu, NUMBERS)
-        setting = torch._inductor.config.patch(cpp_wrapper=is_artefact)
-        with hmpx.convert(device_types={"cpu"}, legalize="always"), setting:
+        # What `convert` sets does not count in a thread with a setting of its own, as patches leave behind.
+        settings = {"cpp_wrapper": is_artefact, "emulate_precision_casts": True}
+        with (
+            torch._inductor.config.patch(settings),
+            hmpx.convert(device_types={"cpu"}, legalize="always"),
+        ):
             entry.default(module.graph)
         assert operators(module.graph) == expected
