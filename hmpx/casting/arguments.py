@@ -28,6 +28,7 @@ from ..tensors import (
     Kwargs,
     cast_as_one,
     is_floating,
+    is_low,
     leaves,
     short_name,
     with_items,
@@ -130,9 +131,9 @@ def target_dtype(recipe: Recipe, args: Args, kwargs: Kwargs) -> torch.dtype | No
             return None  # float64, complex or sparse: casting the others would mix dtypes
         if cast_policy is CastPolicy.FOLLOW:
             first = inputs[0].dtype
-            is_low = first in LOW_DTYPES and all(t.dtype is first for t in inputs)
-            return first if is_low else torch.float32
-        if recipe.facts.never_narrows and argument(recipe, "dtype", args, kwargs) in LOW_DTYPES:
+            are_low = is_low(first) and all(t.dtype is first for t in inputs)
+            return first if are_low else torch.float32
+        if recipe.facts.never_narrows and is_low(argument(recipe, "dtype", args, kwargs)):
             return None
         decided = recipe.decision.dtype
         if recipe.emulation is not None or not isinstance(decided, torch.dtype):

@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from ..ops import Numbers
-from ..tensors import LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs, is_low
 from ..torch_state import is_below_dispatcher, is_off, is_off_by_program, partly_off
 from .composition import inputs_of, widen
 from .missing_kernels import Callee, in_fp32
@@ -47,7 +47,7 @@ def held(number: Any, dtype: torch.dtype | None) -> Any:
 
     Infinities and NaN stay as they are, and so does anything but a real number.
     """
-    if dtype not in LOW_DTYPES:
+    if not is_low(dtype):
         return number
     if type(number) not in _PLAIN_NUMBERS and not isinstance(number, abstract.Real):
         return number
@@ -126,7 +126,7 @@ def _taken(callee: Callee, numbers: Numbers, args: Args, kwargs: Kwargs) -> Any:
     if tensor is None or is_below_dispatcher():
         return function(*args, **kwargs)
     dtype = kwargs.get("dtype") or tensor.dtype
-    if dtype not in LOW_DTYPES or _is_off(tensor.device.type):
+    if not is_low(dtype) or _is_off(tensor.device.type):
         return function(*args, **kwargs)
     given = [value for p, value in enumerate(args) if p in numbers.positions]
     given += [value for name, value in kwargs.items() if name in numbers.names]

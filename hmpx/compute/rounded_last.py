@@ -7,13 +7,14 @@ of op lists.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, LOW_DTYPES
+from ..tensors import CAST, is_low
 from ..torch_state import is_below_dispatcher, is_off
 
 
@@ -31,6 +32,7 @@ def rounding_last(
     """
     position = names.index("dtype") if "dtype" in names else len(names)
 
+    @functools.wraps(function, updated=())
     def rounded_last(*args: Any, **kwargs: Any) -> Any:
         is_named = "dtype" in kwargs
         if not is_named and len(args) <= position:
@@ -38,7 +40,7 @@ def rounding_last(
         dtype = kwargs["dtype"] if is_named else args[position]
         given = args[0] if args else next(filter(_is_tensor, kwargs.values()), None)
         if (
-            dtype not in LOW_DTYPES
+            not is_low(dtype)
             or not isinstance(given, Tensor)
             or given.dtype is not torch.float32
             or given.device.type not in device_types
@@ -53,7 +55,6 @@ def rounding_last(
             result = function(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
         return CAST[dtype](result)
 
-    rounded_last.__wrapped__ = function  # type: ignore[attr-defined]
     return rounded_last
 
 

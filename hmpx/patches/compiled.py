@@ -185,7 +185,7 @@ def _lower_originals(name: str) -> Callable[[Any], None]:
         def unwrapping(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
             return call(self, _unwrapped(target), args, kwargs)
 
-        unwrapping.__hmpx_originals__ = True  # type: ignore[attr-defined]
+        vars(unwrapping)["__hmpx_originals__"] = True
         getattr(module, name).call_function = unwrapping
 
     return lower_originals

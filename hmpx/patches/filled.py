@@ -17,7 +17,7 @@ from torch.overrides import handle_torch_function, has_torch_function_unary
 from .. import torch_state
 from ..compute import held
 from ..patching import Draft, Patch
-from ..tensors import LOW_DTYPES
+from ..tensors import LOW_DTYPES, is_low
 from ..torch_internals import device_constructors
 
 
@@ -53,7 +53,7 @@ def _filled(
     kwargs: dict[str, Any],
 ) -> Any:
     """Returns the tensor that ``original`` makes; its number is the last of ``args``, or ``fill_value``."""
-    if dtype not in LOW_DTYPES:
+    if not is_low(dtype):
         return original(*args, **kwargs)
     given = kwargs.get("fill_value", args[-1] if args else None)
     number = held(given, dtype)
@@ -66,6 +66,6 @@ def _filled(
 
 def _named_after(original: Any, function: Callable[..., Any], name: str) -> Callable[..., Any]:
     function.__module__, function.__qualname__ = "torch", name
-    function.__doc__, function.__wrapped__ = original.__doc__, original  # type: ignore[attr-defined]
-    function.__hmpx_filled__ = True  # type: ignore[attr-defined]
+    function.__doc__ = original.__doc__
+    vars(function).update(__wrapped__=original, __hmpx_filled__=True)
     return function

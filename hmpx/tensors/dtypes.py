@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Final, Protocol
+from typing import Final, Protocol, TypeGuard
 
 import torch
 from torch import Tensor
@@ -16,6 +16,12 @@ ELIGIBLE: frozenset[torch.dtype] = frozenset({torch.float32, torch.bfloat16, tor
 
 LOW_PRECISION: tuple[torch.dtype, ...] = (torch.bfloat16, torch.float16)
 LOW_DTYPES: Final = frozenset(LOW_PRECISION)
+
+
+def is_low(dtype: object) -> TypeGuard[torch.dtype]:
+    """Whether what a program gave as a dtype, which may be anything, is a low-precision one."""
+    return isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES
+
 
 #: The dtypes that an op may compute in, and that its outputs may be cast to.
 COMPUTED: tuple[torch.dtype, ...] = (*LOW_PRECISION, torch.float32, torch.float64)

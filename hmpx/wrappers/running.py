@@ -40,7 +40,7 @@ from ..compute import (
     rounding_last,
 )
 from ..policy import INPUT, CastPolicy
-from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
+from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs, is_low
 from ..torch_state import is_below_dispatcher, without_casts
 from .retiring import run_plainly
 
@@ -288,7 +288,7 @@ def _rounding_last(recipe: Recipe, run: Runner) -> Runner:
     def run_rounding_last(
         function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args
     ) -> Any:
-        if kwargs.get("dtype") not in LOW_DTYPES and len(args) <= position:
+        if len(args) <= position and not is_low(kwargs.get("dtype")):
             return run(function, args, kwargs, given)
         wrapped = functools.partial(_run_with, run, function, given)
         return rounding_last(wrapped, names, device_types)(*args, **kwargs)

@@ -414,6 +414,23 @@ def test_where_all_are_without_dimensions_torch_promotes() -> None:
     assert result.dtype is FP32 and result == LOWEST
 
 
+@pytest.mark.parametrize("wrong", [[1], {}, "bfloat16", 3], ids=str)
+def test_what_is_no_dtype_gets_torchs_error(wrong: Any) -> None:
+    """Whether or not it has a hash."""
+    x = torch.ones(2)
+    calls: list[Callable[[], Tensor]] = [
+        lambda: torch.full((2,), LOWEST, dtype=wrong),
+        lambda: x.new_full((2,), LOWEST, dtype=wrong),
+        lambda: torch.full_like(x, LOWEST, dtype=wrong),
+    ]
+    for call in calls:
+        with pytest.raises(TypeError) as expected:
+            call()
+        with hmpx.convert(), pytest.raises(TypeError) as found:
+            call()
+        assert str(found.value) == str(expected.value)
+
+
 @DTYPES
 def test_the_dtype_that_a_call_names_decides(dtype: torch.dtype) -> None:
     number, lowest = NUMBERS[dtype][0], torch.finfo(dtype).min

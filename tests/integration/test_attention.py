@@ -94,6 +94,18 @@ def test_other_calls_are_torchs(form: str) -> None:
         same_or_nan(one, other)
 
 
+@pytest.mark.parametrize("form", [*ASKED, *TOTALS])
+def test_what_is_no_dtype_gets_torchs_error(form: str) -> None:
+    """Whatever it is, and whether or not it has a hash."""
+    function = (ASKED | TOTALS)[form]
+    for wrong in ([1], {}, "bfloat16", 3):
+        with pytest.raises(TypeError) as expected:
+            function(torch.ones(2, 3), wrong)
+        with hmpx.convert(), pytest.raises(TypeError) as found:
+            function(torch.ones(2, 3), wrong)
+        assert str(found.value) == str(expected.value)
+
+
 # --- number formats ------------------------------------------------------------------------------
 
 FORMATS = pytest.mark.parametrize(

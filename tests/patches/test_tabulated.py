@@ -10,40 +10,21 @@ import torch
 import torch._inductor.codegen.cpp
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 
 import hmpx
-from hmpx.compute import ALL_NUMBERS, number_tables
+from hmpx.compute import number_tables
 from hmpx.patches import tabulated
+from tests.patches.traced_graphs import NUMBERS, SETTING, operators, traced
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 
-BF16 = torch.bfloat16
-SETTING = "post_grad_custom_post_pass"
-
-#: Every number, infinities and NaN among them, eight times.
-NUMBERS = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).repeat(8, 1)
-
 
 @pytest.fixture(autouse=True)
 def kernels_come(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tabulated, "kernels_may_come", lambda: True)
-
-
-def traced(function: Callable[..., Tensor], *inputs: Tensor) -> fx.GraphModule:
-    """Returns the graph that inductor gets."""
-    trace = make_fx(lambda *args: function(*args), select_decomp_table(), tracing_mode="fake")
-    module: fx.GraphModule = trace(*inputs)
-    return module
-
-
-def operators(graph: fx.Graph) -> list[str]:
-    names = [str(node.target) for node in graph.nodes if "hmpx" in str(node.target)]
-    return [name for name in names if name != str(ALL_NUMBERS)]
 
 
 def equal(a: Tensor, b: Tensor) -> bool:

@@ -11,23 +11,17 @@ import torch
 import torch._inductor.codegen.cpp
 import torch.nn.functional as F
 from torch import Tensor, fx
-from torch._inductor.decomposition import select_decomp_table
-from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._pytree import tree_leaves
 
 import hmpx
 from hmpx.patches import tabulated
+from tests.patches.traced_graphs import NUMBERS, SETTING, operators, traced
 
 pytestmark = [
     pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore::FutureWarning"),
     pytest.mark.usefixtures("fresh_dynamo"),
 ]
 
-BF16 = torch.bfloat16
-SETTING = "post_grad_custom_post_pass"
-
-#: Every number, infinities and NaN among them, eight times.
-NUMBERS = torch.arange(1 << 16, dtype=torch.int32).to(torch.int16).view(BF16).repeat(8, 1)
 IMAGES = NUMBERS.view(8, 16, 64, 64)
 
 Function = Callable[..., Any]
@@ -50,11 +44,6 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
     monkeypatch.setattr(tabulated, "tabulate", counting)
     return found
-
-
-def operators(graph: fx.Graph) -> list[str]:
-    names = [str(node.target) for node in graph.nodes if "hmpx" in str(node.target)]
-    return [name.split(".")[1] for name in names if name != "hmpx.all_numbers.default"]
 
 
 def check_equal(found: Any, expected: Any) -> None:
@@ -100,12 +89,16 @@ def reordered_first(x: Tensor) -> Tensor:
 FLIPPED = NUMBERS.flip(1)
 
 GRAPHS: dict[str, tuple[Function, tuple[Tensor, ...], list[str]]] = {
-    "arguments of equal text": (same_text, (NUMBERS,), ["looked_up"] * 8),
-    "one looked up in what another found": (looked_up_twice, (NUMBERS,), ["looked_up"] * 3),
+    "arguments of equal text": (same_text, (NUMBERS,), ["hmpx.looked_up.default"] * 8),
+    "one looked up in what another found": (
+        looked_up_twice,
+        (NUMBERS,),
+        ["hmpx.looked_up.default"] * 3,
+    ),
     "factors and numbers looked up": (
         factors_looked_up,
         (NUMBERS, FLIPPED),
-        ["looked_up", "looked_up", "scaled"],
+        ["hmpx.looked_up.default", "hmpx.looked_up.default", "hmpx.scaled.default"],
     ),
     "times float64": (
         lambda g, x: low(g.float() * torch.tanh(x.double())),
@@ -120,7 +113,7 @@ GRAPHS: dict[str, tuple[Function, tuple[Tensor, ...], list[str]]] = {
     "times bfloat16": (
         lambda g, x: low(g.float() * low(torch.tanh(x.float()))),
         (NUMBERS, FLIPPED),
-        ["looked_up"],
+        ["hmpx.looked_up.default"],
     ),
     "times booleans": (
         lambda g, x: low(g.float() * (torch.tanh(x.float()) > 0.5)),
@@ -161,15 +154,12 @@ GRAPHS: dict[str, tuple[Function, tuple[Tensor, ...], list[str]]] = {
         (NUMBERS.view(-1).as_strided((512, 1, 1024), (1024, 7, 1)),),
         [],
     ),
-    "negated by a flag": (lambda x: F.gelu(torch._neg_view(x)), (NUMBERS,), ["looked_up"]),
+    "negated by a flag": (
+        lambda x: F.gelu(torch._neg_view(x)),
+        (NUMBERS,),
+        ["hmpx.looked_up.default"],
+    ),
 }
-
-
-def traced(function: Function, *inputs: Tensor, mode: str = "fake") -> fx.GraphModule:
-    """Returns the graph that inductor gets."""
-    trace = make_fx(lambda *args: function(*args), select_decomp_table(), tracing_mode=mode)
-    module: fx.GraphModule = trace(*inputs)
-    return module
 
 
 @pytest.mark.parametrize("name", GRAPHS)
@@ -231,7 +221,7 @@ def test_sizes_that_are_not_known_are_no_obstacle() -> None:
 def check_that_graphs_that_need_not_round_are_left() -> None:
     entry = torch._inductor.config._config[SETTING]
     with hmpx.convert(device_types={"cpu"}, legalize="always"):
-        for rounds, expected in ((True, ["looked_up"]), (False, [])):
+        for rounds, expected in ((True, ["hmpx.looked_up.default"]), (False, [])):
             module = traced(F.gelu, NUMBERS)
             with torch._inductor.config.patch(emulate_precision_casts=rounds):
                 entry.default(module.graph)
@@ -274,4 +264,4 @@ def check_that_compiled_graphs_are_the_same(function: Function, inputs: tuple[Te
 def test_what_inductor_finds_hard_compiles(counted: list[str]) -> None:
     inputs = (NUMBERS, torch.randn(40_003, 17).bfloat16())
     contextvars.Context().run(check_that_compiled_graphs_are_the_same, hard_to_compile, inputs)
-    assert counted == ["looked_up"] * 7
+    assert counted == ["hmpx.looked_up.default"] * 7
