@@ -35,9 +35,9 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear, many rows": (nn.Linear(160, 128), (5, 128, 160)),
     "linear, no bias": (nn.Linear(160, 128, bias=False), (2, 3, 160)),
     "linear, a row": (nn.Linear(160, 128), (160,)),
-    "linear, one row": (nn.Linear(163, 131), (1, 163)),
-    "linear, two rows": (nn.Linear(163, 131, bias=False), (2, 1, 163)),
-    "linear, two long rows": (nn.Linear(8_250, 2), (2, 8_250)),
+    "linear, one row": (nn.Linear(163, 1_301), (1, 163)),
+    "linear, two rows": (nn.Linear(163, 1_301, bias=False), (2, 1, 163)),
+    "linear, two long rows": (nn.Linear(1_003, 1_301), (2, 1_003)),
     "linear, two short rows": (nn.Linear(2, 8_250), (2, 2)),
     "linear, no rows": (nn.Linear(160, 128), (0, 160)),
     "conv1d": (nn.Conv1d(64, 96, 3), (2, 64, 20)),
@@ -47,6 +47,15 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "conv2d, groups": (nn.Conv2d(96, 64, (3, 5), groups=2, padding="same"), (1, 96, 7, 6)),
     "conv3d": (nn.Conv3d(24, 32, 3), (1, 24, 4, 5, 6)),
     "transposed": (nn.ConvTranspose2d(48, 64, 3), (1, 48, 4, 5)),
+}
+
+
+#: Those whose fp32 weights are rounded while they are read.
+READ_ONCE = {
+    "linear, one row",
+    "linear, two rows",
+    "linear, two long rows",
+    "linear, two short rows",
 }
 
 
@@ -83,7 +92,7 @@ def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch)
 def test_it_is_the_composition_of_casts(
     name: str, dtype: torch.dtype, x_dtype: torch.dtype | None, computed_by: str
 ) -> None:
-    """But for the order of sums, in the transposed product of few rows."""
+    """But for the order of sums, in the product of few rows; that of one or two has a kernel for fp32 weights."""
     layer, shape = CASES[name]
     x = normal(*shape).to(x_dtype or dtype)
     with torch.no_grad():
@@ -93,11 +102,13 @@ def test_it_is_the_composition_of_casts(
             with hmpx.freeze(layer.eval(), x, outputs="keep"):
                 frozen = layer(x)
         layer.train()
-    same(actual, frozen, check_stride=True)
-    assert actual.stride() == expected.stride()
-    assert actual.dtype is dtype
-    torch.testing.assert_close(actual, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
-    assert (actual != expected).float().mean().nan_to_num() < 0.01
+    if computed_by == "torch" or dtype is FP16 or name not in READ_ONCE:
+        same(actual, frozen, check_stride=True)
+    for found in (actual, frozen):
+        assert found.stride() == expected.stride()
+        assert found.dtype is dtype
+        torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
+        assert (found != expected).float().mean().nan_to_num() < 0.01
 
 
 @pytest.mark.parametrize(
@@ -128,6 +139,7 @@ def test_a_row_beside_weights_that_are_not_numbers(computed_by: str) -> None:
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3, equal_nan=True)
 
 
+@pytest.mark.parametrize("computed_by", ["kernels"], indirect=True)
 @pytest.mark.parametrize("threads", [1, 2, 3])
 def test_a_row_on_several_threads(threads: int, computed_by: str) -> None:
     """Each output is computed by one of them, in one order."""
