@@ -6,7 +6,6 @@ import gc
 import multiprocessing.spawn
 import os
 import types
-from collections import Counter
 from collections.abc import Callable, Iterator
 from typing import Any
 from zlib import crc32
@@ -65,20 +64,22 @@ SAMPLED = {
 
 
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
-    """Keeps one case in n of a test marked ``sampled(n)``, or of `SAMPLED`, always the same ones.
+    """Keeps one case in n of a test marked ``sampled(n)``, or of `SAMPLED`, always the same ones, in whatever order.
 
     All run with ``--whole``, and where a test is asked for by its name.
     """
     if config.getoption("whole") or any("::" in argument for argument in config.args):
         return
-    seen: Counter[str] = Counter()
+    families: dict[str, list[tuple[int, pytest.Item]]] = {}
+    for item in items:
+        cases = families.setdefault(item.nodeid.partition("[")[0], [])
+        cases.append((crc32(item.name.encode()), item))
+    least = {id(min(cases, key=lambda case: case[0])[1]) for cases in families.values()}
     kept, left_out = [], []
     for item in items:
         marker = item.get_closest_marker("sampled")
-        family = item.nodeid.partition("[")[0]
         n = SAMPLED.get(item.path.stem, 1) if marker is None else marker.args[0]
-        is_kept = crc32(item.name.encode()) % n == 0 or not seen[family]
-        seen[family] += 1
+        is_kept = crc32(item.name.encode()) % n == 0 or id(item) in least
         (kept if is_kept else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
@@ -114,9 +115,12 @@ def pytest_collection() -> Iterator[None]:
 
 
 # Else each process that compiles tries the compiler on vector instructions, in processes of its own
-# that import torch: seconds each. The variable is for the processes that tests start.
-if os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1") == "1":
-    torch._inductor.config.cpp.vec_isa_ok = True
+# that import torch: seconds each. The variable is for the processes that tests start. Beside a CPU
+# capability that is set, inductor would write code for one instruction set and compile it for another.
+if "ATEN_CPU_CAPABILITY" not in os.environ:
+    torch._inductor.config.cpp.vec_isa_ok = (
+        os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1") == "1"
+    )
 torch.set_num_threads(1)  # tests run in parallel processes
 # Else each `torch.manual_seed` keeps the text of the whole stack for every kind of device that is not in
 # use, which takes a millisecond.

@@ -96,7 +96,9 @@ class Accumulation:
         if is_traced() and not is_exported():
             return in_graph(function, args, kwargs, output, self.accumulate_dtype)
         # A positional None may stand for dtype.
-        if self.casts_first and "dtype" not in kwargs and type(None) not in map(type, args):
+        names_dtype = "dtype" in kwargs or type(None) in map(type, args)
+        # A low one would be what the result is rounded to: see `rounded_last`.
+        if self.casts_first and not names_dtype and self.accumulate_dtype not in LOW_DTYPES:
             result = function(*args, **kwargs, dtype=self.accumulate_dtype)
             return rounded(result, CAST[output], self.accumulate_dtype)
         if self._keeps_low(inputs, output, dtype):

@@ -188,6 +188,24 @@ def test_outputs_and_gradients_are_those_of_casts_by_hand(
     assert not faults, "\n".join(faults)
 
 
+def test_a_low_accumulate_dtype_rounds_inputs_of_the_fp32_list() -> None:
+    """It is what the op computes in, where a low ``dtype=`` would be what the result is rounded to."""
+    by_dtype = ["sum", "nansum", "prod", "softmax", "log_softmax"]
+    for accumulate, output in itertools.product(LOW_DTYPES, OUTPUT):
+        cast = functools.partial(
+            by_hand, kind=CastPolicy.FP32, accumulate=accumulate, output=output
+        )
+        expected = {
+            op: outcome(lambda x, op=op, cast=cast: cast(op, [x]), inputs_for(op, (FP32,)))
+            for op in by_dtype
+        }
+        policy = {"lists": "none", "fp32": [line(op, accumulate, output) for op in by_dtype]}
+        with hmpx.convert(policy=policy):
+            for op in by_dtype:
+                actual = outcome(OPS[op][1], inputs_for(op, (FP32,)))
+                assert same(actual, expected[op]), f"{op} {described(actual, expected[op])}"
+
+
 @pytest.mark.parametrize("output", OUTPUT[1:], ids=name)
 @pytest.mark.parametrize("op", ["matmul", "linear", "conv2d", "cumsum"])
 def test_an_output_dtype_comes_after_legalization(op: str, output: torch.dtype) -> None:
