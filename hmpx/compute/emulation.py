@@ -175,7 +175,7 @@ class Emulation:
         return tensor if self.rounds_late else self._rounded_factor(name, given, tensor)
 
     def _check(self) -> None:
-        if is_jit_tracing():
+        if not torch.compiler.is_dynamo_compiling() and is_jit_tracing():
             raise OptionError(
                 f"{self.format.name}: torch.jit.trace can't hold a number format; use torch.export"
             )

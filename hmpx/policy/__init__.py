@@ -22,7 +22,7 @@ from .decisions import (
 from .files.names import is_policy_file
 from .files.sources import PolicySource
 from .lists.kinds import FILE_NAMES, LIST_KINDS
-from .lists.sets import SHIPPED, read_list, set_names
+from .lists.sets import SHIPPED, of_libraries, read_list, set_names
 from .loading import load_policy, read_source, requested_policy
 from .policy import Policy
 from .request import path_and_policy, policy_request
@@ -63,6 +63,7 @@ __all__ = [
     "check_files",
     "is_policy_file",
     "load_policy",
+    "of_libraries",
     "parse_format",
     "path_and_policy",
     "policy_line",

@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 import yaml
 
-from ..policy import FILE_NAMES
+from ..policy import FILE_NAMES, of_libraries
 from ..version import __version__
 from .assignment import assigned, policy_source
 from .candidates import FOLLOWS, Candidate, bare, is_following
@@ -81,8 +81,8 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 
 def _is_of_library(line: str) -> bool:
-    """Whether a line names another library's op: where the model does not call it, the default applies."""
-    return "." in line.split(maxsplit=1)[0]
+    """Whether a line stands behind all lists anyway."""
+    return line.split(maxsplit=1)[0] in of_libraries().ops
 
 
 def _explained(tuned: Tuned, lines: Iterable[str], *, is_listed: bool = True) -> list[str]:

@@ -9,7 +9,7 @@ import torch
 import torch._inductor.config
 import torch.nn.functional as F
 from torch import Tensor
-from torch.nn.attention.flex_attention import flex_attention
+from torch.nn.attention import flex_attention as flex
 
 import hmpx
 from hmpx import Policy, formats
@@ -188,8 +188,36 @@ def test_flex_attention_compiles() -> None:
         torch.no_grad(),
         torch._inductor.config.patch(force_disable_caches=True),
     ):
-        found = torch.compile(flex_attention)(q, k, v)
+        found = torch.compile(flex.flex_attention)(q, k, v)
+    assert found.dtype is BF16
     torch.testing.assert_close(found.float(), expected, atol=0.02, rtol=0.02)
+
+
+@pytest.mark.parametrize("kind", ["scores", "mask", "grouped", "float16", "mixed"])
+@pytest.mark.filterwarnings("ignore")  # of torch's own: it is slow unless compiled
+def test_eager_flex_attention_is_that_of_autocast(kind: str) -> None:
+    """Its matmuls give float32 scores, which are not to be rounded."""
+    q, k, v, bias = torch.randn(4, 1, 2, 32, 16, generator=torch.Generator().manual_seed(0))
+    table = torch.cat([bias[0, 0], bias[0, 1]], 1)
+    block_mask = flex.create_block_mask(
+        lambda b, h, i, j: i >= j, None, None, 32, 32, device="cpu", BLOCK_SIZE=32
+    )
+    low = torch.float16 if kind == "float16" else BF16
+    calls: dict[str, Callable[[], Tensor]] = {
+        "scores": lambda: flex.flex_attention(
+            q, k, v, lambda score, b, h, i, j: score + table[i, j]
+        ),
+        "mask": lambda: flex.flex_attention(q, k, v, block_mask=block_mask, scale=0.3),
+        "grouped": lambda: flex.flex_attention(q, k[:, :1], v[:, :1], enable_gqa=True),
+        "float16": lambda: flex.flex_attention(q, k, v),
+        "mixed": lambda: flex.flex_attention(q, k, v.bfloat16()),
+    }
+    with torch.autocast("cpu", low):
+        expected = calls[kind]()
+    with hmpx.convert(low_precision_type=low):
+        actual = calls[kind]()
+    assert actual.dtype is low
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 LOWERINGS = """

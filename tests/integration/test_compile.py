@@ -168,7 +168,9 @@ def test_compiled_gradients_of_the_default_low_ops_equal_those_of_eager(legalize
     """Bit for bit, outputs too: what a backward formula reads is as exact in both."""
     policy = hmpx.load_policy()
     listed = {n for n, d in policy.decisions.items() if d.cast_policy is hmpx.CastPolicy.LOW}
-    assert listed - {"rmatmul"} <= DEFAULT_LOW.keys()
+    # On the CPU FlexAttention has no gradient.
+    untested = {"rmatmul", "torch.nn.attention.flex_attention.flex_attention"}
+    assert listed - untested <= DEFAULT_LOW.keys()
     functions, shapes = zip(*DEFAULT_LOW.values(), strict=True)
     torch.manual_seed(0)
     inputs = [[torch.randn(shape) for shape in each] for each in shapes]

@@ -334,6 +334,23 @@ def test_graphs_have_the_casts(package: str, backend: str) -> None:
     del operators
 
 
+@pytest.mark.parametrize("number_format", ["float8_e4m3fn", "int8", "mxfp8_e4m3", "posit16_1"])
+def test_graphs_hold_number_formats(package: str, number_format: str) -> None:
+    """The rounding of a function's inputs is traced without a break, as its casts are."""
+    with hmpx.convert(
+        low_precision_type=number_format, policy=only(low=[f"{package}.functions.fused_norm"])
+    ):
+        functions = importlib.import_module(f"{package}.functions")
+        expected = functions.fused_norm(*mixed())[2]
+
+        @torch.compile(fullgraph=True, backend="aot_eager")
+        def compute(x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+            result: torch.Tensor = functions.fused_norm(x, w)[2]
+            return result
+
+        torch.testing.assert_close(compute(*mixed()), expected, rtol=0, atol=0)
+
+
 def test_a_conversion_replaces_another(package: str) -> None:
     """Names taken during the first follow the second, and are torch's own afterwards."""
     name = f"{package}.functions.fused_norm"

@@ -193,6 +193,9 @@ def test_default_lists_decide(kind: str, cast_policy: CastPolicy) -> None:
     assert not wrong
 
 
+FLEX_ATTENTION = "torch.nn.attention.flex_attention.flex_attention"
+
+
 def test_the_default_is_hmps_less_two_ops_and_with_attention() -> None:
     """Products of positions, of new weights and of data stay fp32, and a view is a view.
 
@@ -203,7 +206,8 @@ def test_the_default_is_hmps_less_two_ops_and_with_attention() -> None:
     differing = {op for op in hmps.decisions if hmps[op].cast_policy is not policy[op].cast_policy}
     assert differing == {"mul", "imul", "rmul", "t", "scaled_dot_product_attention"}
     assert policy["scaled_dot_product_attention"].cast_policy is CastPolicy.LOW
-    assert policy.decisions.keys() == hmps.decisions.keys() - {"t"}
+    assert policy.decisions.keys() == hmps.decisions.keys() - {"t"} | {FLEX_ATTENTION}
+    assert policy[FLEX_ATTENTION].cast_policy is CastPolicy.LOW
     assert {policy[op].cast_policy for op in ("mul", "imul", "rmul")} == {CastPolicy.WIDEST}
 
 
