@@ -1,4 +1,4 @@
-"""Writes ``hmpx/kernels.ini``: the ops of torch whose kernels lack a low-precision dtype.
+"""Writes ``hmpx/compute/kernels.ini``: the ops of torch whose kernels lack a low-precision dtype.
 
     python scripts/missing_kernels.py            # print what the installed torch lacks
     python scripts/missing_kernels.py --write    # add it to the file
@@ -191,7 +191,7 @@ class Prober:
                 found.gave_complex += any(t.is_complex() for t in tensors(result))
                 found.texts.add(str(error).split("\n")[0])
             return mapped(result, to(self._dtype, torch.float32))
-        if any(t.dtype is torch.complex32 for t in tensors(result)):
+        if _is_complex_half(result) and not _is_complex_half(function(*copies[0], **copies[1])):
             found.lacked += 1
             found.gave_complex += 1
             found.texts.add("gives complex32")
@@ -245,6 +245,10 @@ class Prober:
                 return  # the op has no gradients of these arguments
         else:
             found.ran_backward += outcome
+
+
+def _is_complex_half(result: Any) -> bool:
+    return any(t.dtype is torch.complex32 for t in tensors(result))
 
 
 def differentiated(function: Any, call: Any) -> bool:

@@ -10,6 +10,7 @@ import torch
 from lightning.pytorch.plugins import MixedPrecision
 from torch import nn
 
+from ..tensors import default_device_types
 from .converted_run import ConvertedRun, device_type_of
 
 
@@ -51,8 +52,7 @@ class HmpxPrecision(MixedPrecision):
     ) -> None:
         self.run = ConvertedRun(options, record, watch)
         self._has_default_scaler = scaler is None
-        found = torch.accelerator.current_accelerator()
-        device_type = "cpu" if found is None else found.type
+        (device_type,) = default_device_types()
         precision: Any = "16-mixed" if self.run.computes_in_float16() else "bf16-mixed"
         super().__init__(precision, device_type, scaler)
         self.precision: Any = "32-true"  # that of parameters, which is what others ask for

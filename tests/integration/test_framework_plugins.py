@@ -355,6 +355,15 @@ def test_lightning_scales_losses_in_float16(lightning: PluggedLightning, tmp_pat
     assert resumed.scaler.get_scale() == scalers[1].get_scale()
 
 
+def test_lightning_scales_on_the_cpu_where_torch_is_built_for_a_gpu_that_is_not_there(
+    lightning: PluggedLightning, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a warning that a scaler of CUDA is no use."""
+    monkeypatch.setattr(torch.accelerator, "current_accelerator", lambda *_: torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 0)
+    assert lightning.plugin(low_precision_type="float16").scaler.is_enabled()
+
+
 def test_lightning_scales_where_a_single_op_computes_in_float16(
     lightning: PluggedLightning,
 ) -> None:
