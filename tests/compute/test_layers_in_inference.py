@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from contextlib import nullcontext
 from typing import Any
 
 import pytest
@@ -109,6 +110,19 @@ def test_it_is_the_composition_of_casts(
         assert found.dtype is dtype
         torch.testing.assert_close(found, expected, rtol=2 * torch.finfo(dtype).eps, atol=1e-3)
         assert (found != expected).float().mean().nan_to_num() < 0.01
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_results_may_be_written_to_by_what_learns(name: str, is_frozen: bool) -> None:
+    """As torch's own, they are no views; autograd refuses to write to views that were made without it."""
+    layer, shape = copy.deepcopy(CASES[name][0]).eval(), CASES[name][1]
+    x = normal(*shape)
+    with convert(), hmpx.freeze(layer, x, outputs="keep") if is_frozen else nullcontext():
+        with torch.no_grad():
+            y = layer(x)
+        y += torch.ones_like(y).requires_grad_()
+        assert y.requires_grad
 
 
 @pytest.mark.parametrize(

@@ -192,6 +192,22 @@ def test_no_two_results_share_memory() -> None:
         same(actual, expected, check_stride=True)
 
 
+@pytest.mark.parametrize("shape", [(9, 16), (2, 3, 16), (1, 16)])
+def test_results_may_be_written_to(shape: tuple[int, ...], computed: list[bool]) -> None:
+    """As by `nn.ReLU(inplace=True)`, which follows the linear layers of VGG and AlexNet."""
+    layer, x = nn.Linear(16, 24), normal(*shape)
+
+    def gradient(relu: Callable[[Tensor], Tensor]) -> Tensor | None:
+        layer.zero_grad()
+        relu(layer(x)).sum().backward()
+        return layer.weight.grad
+
+    with low():
+        assert torch.equal(gradient(F.relu_), gradient(F.relu))
+        assert layer(x).detach_().is_leaf
+    assert all(computed)
+
+
 @pytest.mark.parametrize("most", [0, 100, 500])
 def test_what_does_not_fit_is_new(most: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Results are those with memory for all."""

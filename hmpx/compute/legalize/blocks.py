@@ -17,15 +17,11 @@ from ..composition import widen
 from .scratch import has_kernels, multiply_in_one_pass, round_in_one_pass
 
 # Taken before anything is patched: op lists may name any of them.
-_add_, _as_strided, _contiguous, _copy_ = (
-    Tensor.add_,
-    Tensor.as_strided,
-    Tensor.contiguous,
-    Tensor.copy_,
-)
-_mm, _narrow, _numel, _reshape, _t, _unsqueeze = (
+_add_, _as_strided, _copy_ = Tensor.add_, Tensor.as_strided, Tensor.copy_
+_mm, _narrow, _new_empty, _numel, _reshape, _t, _unsqueeze = (
     torch.mm,
     Tensor.narrow,
+    Tensor.new_empty,
     Tensor.numel,
     Tensor.reshape,
     Tensor.t,
@@ -111,8 +107,14 @@ def _finished(product: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtyp
     """Returns the transpose of a product, with the bias, in ``dtype`` and as many dimensions as ``x``."""
     if bias is not None:
         _add_(product, _unsqueeze(widen(CAST[dtype](bias)), 1))
+    shape, by_row = (*x.shape[:-1], product.shape[0]), _t(product)
+    # What is returned is no view: autograd refuses to write to those that were made without it.
+    if by_row.is_contiguous():
+        return CAST[dtype](_reshape(by_row, shape))
+    result = _new_empty(x, shape, dtype=dtype)
     # A copy to another layout is fast only within one dtype.
-    return _reshape(_contiguous(_t(CAST[dtype](product))), (*x.shape[:-1], product.shape[0]))
+    _copy_(_reshape(result, by_row.shape), _t(CAST[dtype](product)))
+    return result
 
 
 def _contiguous_strides(shape: torch.Size) -> list[int]:

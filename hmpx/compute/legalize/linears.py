@@ -164,7 +164,8 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding) 
         _mm(rows, columns, out=product)
     else:
         _addmm(rounding.raised(bias, memory), rows, columns, out=product)
-    result = _reshape(CAST[rounding.dtype](product), (*x.shape[:-1], n))
+    # Not a view of what is cast: autograd refuses to write to views that were made without it.
+    result = CAST[rounding.dtype](_reshape(product, (*x.shape[:-1], n)))
     memory.free()
     return result
 
