@@ -48,6 +48,7 @@ def make_wrapper(
         recipe.options.legalize,
         dtype if recipe.is_low else None,
         recipe.device_types,
+        is_linear=recipe.site.op == "linear",
     )
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -884,7 +884,15 @@ def linear(x: Tensor, weight: Tensor) -> Tensor:
 
 
 def matmul(x: Tensor, weight: Tensor) -> Tensor:
+    return x @ weight.t()
+
+
+def matmul_by_rows(x: Tensor, weight: Tensor) -> Tensor:
     return x @ weight
+
+
+def linear_by_columns(x: Tensor, weight: Tensor) -> Tensor:
+    return F.linear(x, weight.t())
 
 
 def attention(x: Tensor, weight: Tensor) -> Tensor:
@@ -910,6 +918,9 @@ def attention_by_name(x: Tensor, weight: Tensor) -> Tensor:
         (matmul, 1, {"gemm", "gemv"}, (FP32, FP32, FP32)),
         (matmul, 1, {"gemv"}, (FP32, BF16, BF16)),
         (matmul, 3, {"gemv"}, (BF16, BF16, BF16)),
+        (matmul_by_rows, 1, {"gemm"}, (FP32, FP32, FP32)),
+        (matmul_by_rows, 2, {"gemv"}, (BF16, BF16, BF16)),
+        (linear_by_columns, 1, {"gemm"}, (FP32, FP32, FP32)),
         (linear, 1, {"gemm", "gemv"}, (FP32, FP32, FP32)),
         (linear, 3, {"gemv"}, (BF16, BF16, BF16)),
         (attention, 1, set(), (BF16, FP32, FP32)),
@@ -929,7 +940,8 @@ def test_what_is_slow_decides(  # noqa: PLR0917  # all that it depends on
 ) -> None:
     """In inference, and where gradients are recorded, whether or not an input requires one.
 
-    In a checkpoint's forward nothing tells whether it does. For products by whether their first matrix has a row or two. For ops of the low-precision list,
+    In a checkpoint's forward nothing tells whether it does. For products by whether their first matrix has a row or two,
+    unless the numbers that a sum takes of the second lie apart in memory: no native kernel is fast there. For ops of the low-precision list,
     and for those that follow their first input there.
     """
 

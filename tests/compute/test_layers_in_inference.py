@@ -68,12 +68,16 @@ def convert(dtype: torch.dtype = BF16, **options: Any) -> hmpx.Session:
 
 def by_hand(layer: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
     """Returns the output of a copy with rounded parameters, rounded."""
+    parameters = {name: reround(each, dtype) for name, each in layer.named_parameters()}
+    return torch.func.functional_call(layer, parameters, (reround(x, dtype),)).to(dtype)
 
-    def reround(tensor: Tensor) -> Tensor:
-        return tensor.to(dtype).float()
 
-    parameters = {name: reround(each) for name, each in layer.named_parameters()}
-    return torch.func.functional_call(layer, parameters, (reround(x),)).to(dtype)
+def reround(tensor: Tensor, dtype: torch.dtype = BF16) -> Tensor:
+    return tensor.to(dtype).float()
+
+
+def fast_for_a_row(kind: str, *where: Any) -> Capability:
+    return Capability(False, 0.7 if kind == "gemv" else 9.0, 9.0)
 
 
 @pytest.fixture(params=["kernels", "torch"])
@@ -175,11 +179,7 @@ def test_where_native_kernels_are_fast_for_a_row_weights_are_not_cast_first(
 ) -> None:
     """Read once by compiled kernels, where there are any; frozen ones are for native kernels."""
     is_cast = scratch.bfloat16_kernels(0) is None
-    monkeypatch.setattr(
-        legalization,
-        "known_capability",
-        lambda kind, *where: Capability(False, 0.7 if kind == "gemv" else 9.0, 9.0),
-    )
+    monkeypatch.setattr(legalization, "known_capability", fast_for_a_row)
     layer, x = nn.Linear(160, 128).eval(), normal(rows, 160)
     low = copy.deepcopy(layer).bfloat16()
     with torch.no_grad():
@@ -237,3 +237,25 @@ def test_float64_beside_fp32_weights_is_left_to_torch() -> None:
     conv = nn.Conv2d(48, 64, 3)
     with torch.no_grad(), convert():
         assert conv.double()(normal(1, 48, 5, 5).double()).dtype is torch.float64
+
+
+@pytest.mark.parametrize("rows", [1, 2, 3, 40])
+@pytest.mark.parametrize("k", [1_003, 6_000])
+def test_weights_of_matmul_and_their_transposes(rows: int, k: int) -> None:
+    """Whole blocks of the outputs, and one less long; all are computed in one way, whatever is transposed."""
+    x, weight, bias = normal(rows, k), normal(k, 301), normal(301)
+    expected = (reround(x) @ reround(weight) + reround(bias)).bfloat16()
+    with torch.no_grad(), convert():
+        found = [
+            torch.addmm(bias, x, weight),
+            F.linear(x, weight.t(), bias),
+            F.linear(x, nn.Parameter(weight.t()), bias),
+            torch.addmm(bias, x, weight.t().contiguous().t()),
+        ]
+        without_bias = x @ weight, torch.mm(x, weight), F.linear(x, weight.t())
+    for actual in found:
+        assert actual.is_contiguous()
+        torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)
+    expected = (reround(x) @ reround(weight)).bfloat16()
+    for actual in without_bias:
+        torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.01)

@@ -56,7 +56,8 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
 
     With few rows, the time goes into reading the weights. Upcast as a whole, the weights are written
     to memory and read again, four bytes each; a block stays in the cache. The transposed product is
-    the faster one. This holds for CPUs: other devices are faster with few kernels on much memory.
+    the faster one, but for weights of [k, n], as those of ``matmul`` are mostly: with a few rows, it takes ten
+    times as long. This holds for CPUs: other devices are faster with few kernels on much memory.
     """
     bias: Tensor | None = None
     if has_tangents() or len(args) not in BLOCKED[op]:
@@ -92,14 +93,19 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         if multiply_in_one_pass(_t(columns), weight, by_row, dtype):
             return _finished(_t(by_row), bias, x, dtype)
     is_by_column = weight.stride(0) < weight.stride(1)
+    if is_by_column:
+        product = _t(_as_strided(memory, (rows, n), (n, 1), rows * k))
     for start in range(0, n, size):
         length = min(size, n - start)
         strides = (1, length) if is_by_column else (k, 1)
         block = _as_strided(memory, (length, k), strides, rows * (k + n))
-        part = _narrow(weight, 0, start, length)
+        part, target = _narrow(weight, 0, start, length), _narrow(product, 0, start, length)
         if not (is_wide and round_in_one_pass(part, block, dtype)):
             _copy_(block, CAST[dtype](part))
-        _mm(block, columns, out=_narrow(product, 0, start, length))
+        if is_by_column:
+            _mm(_t(columns), _t(block), out=_t(target))
+        else:
+            _mm(block, columns, out=target)
     return _finished(product, bias, x, dtype)
 
 

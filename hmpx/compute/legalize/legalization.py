@@ -60,6 +60,8 @@ class Legalization:
         mode: str,
         dtype: torch.dtype | None,
         device_types: frozenset[str],
+        *,
+        is_linear: bool = False,
     ) -> None:
         """Starts without having seen any call.
 
@@ -69,7 +71,9 @@ class Legalization:
             mode: One of `LEGALIZE_MODES`.
             dtype: The low-precision dtype of all calls; None if their inputs decide.
             device_types: The device types whose tensors are cast.
+            is_linear: The second matrix is that of a linear layer, [n, k], rather than [k, n].
         """
+        self._is_linear = is_linear
         self._kind, self._first_matrix, self._mode = kind, first_matrix, mode
         self._dtype, self._device_types = dtype, device_types
         self.settled: set[str] = set()
@@ -107,7 +111,7 @@ class Legalization:
                 return True  # not matrices; nested tensors have no sizes
             if size > blocks.FEW_ROWS * columns or not leaves_inference(b) or is_traced():
                 return True
-            return self._is_read_once(b)
+            return self._is_read_once(b) or not self._is_read_along_sums(b)
 
         return may_apply
 
@@ -151,8 +155,8 @@ class Legalization:
             traced = is_traced()
             if not traced and _work(a, b) <= SMALL_PRODUCT:
                 return False
-            is_cast = traced or not self._is_read_once(b)
-            if not training and is_cast and _is_skinny(a, is_traced=traced):
+            is_fast = traced or (self._is_read_along_sums(b) and not self._is_read_once(b))
+            if not training and is_fast and _is_skinny(a, is_traced=traced):
                 known = known_capability("gemv", device, dtype)
         return known.is_slow(training=training)
 
@@ -173,9 +177,18 @@ class Legalization:
 
     def _is_read_once(self, weight: Any) -> bool:
         """Whether a few rows times a weight take no cast of it first, as a native kernel would."""
-        if self._mode != "auto" or self._dtype is None:
+        if self._mode != "auto" or self._dtype is None or not self._is_linear:
             return False
         return blocks.is_read_once(weight, self._dtype)
+
+    def _is_read_along_sums(self, b: Tensor) -> bool:
+        """Whether the numbers that a sum takes of the second matrix lie side by side.
+
+        Native kernels for a few rows are fast with those alone; others take five times as long as fp32 with casts.
+        """
+        if b.dim() < 2 or b.is_nested or b.layout is not torch.strided:
+            return True
+        return b.stride(-1 if self._is_linear else -2) == 1
 
     def _matrices(self, args: Args) -> tuple[Tensor, Tensor] | None:
         if self._first_matrix is None:
