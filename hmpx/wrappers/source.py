@@ -22,6 +22,7 @@ from .templates import (
     MIXES,
     NARROWS,
     NUMBER,
+    PLACED,
     RUN,
     RUN_LATE,
     SETTLED,
@@ -171,27 +172,45 @@ def _body(recipe: Recipe, names: str) -> str:
     if recipe.options.legalize != "fast":
         has_own = "has_own_products" if recipe.site.op == "linear" else "has_own_gradients"
         test += f" and {has_own}(a0, a1)"
-    return RUN.format(names=names, legalizes=test) + body
+    return RUN.format(names=names, legalizes=test, fill=_placed(recipe, names)) + body
+
+
+def _placed(recipe: Recipe, names: str) -> str:
+    """Returns the part that puts optional tensors at the end, given by name, into their places."""
+    positions = _fillable(recipe)
+    if not positions:
+        return ""
+    fills = textwrap.indent("\n".join(_fills(recipe, positions)), "    ")
+    return PLACED.format(last=f"a{positions[-1]}", fills=fills, names=names)
+
+
+def _fillable(recipe: Recipe) -> range:
+    """Returns the positions of the optional tensors at the end; none if there is nothing else."""
+    first = count = _count(recipe)
+    while first - 1 in recipe.site.parameters.fillable & recipe.cast_kinds.keys():
+        first -= 1
+    return range(first, count) if first else range(0)
+
+
+def _fills(recipe: Recipe, positions: range) -> list[str]:
+    names = recipe.site.parameters.names
+    return [FILL_ONE.format(position=p, name=names[p]) for p in positions]
 
 
 def _filled(recipe: Recipe, settled: str) -> str:
     """Returns the part that puts optional tensors at the end into their places, and asks ``settled`` again."""
-    parameters, count = recipe.site.parameters, _count(recipe)
-    first = count
-    while first - 1 in parameters.fillable & recipe.cast_kinds.keys():
-        first -= 1
-    if not 0 < first < count:
+    positions = _fillable(recipe)
+    if not positions:
         return ""
-    kinds = recipe.cast_kinds
+    first, count, kinds = positions.start, positions.stop, recipe.cast_kinds
     tests = [
         f"type(a{p}) in plain_tensors" if kinds.get(p) == "T" else f"a{p} is not missing"
         for p in range(first)
     ]
-    fills = [FILL_ONE.format(position=p, name=parameters.names[p]) for p in range(first, count)]
     return FILL.format(
         last=f"a{count - 1}",
         tests=" and ".join(tests),
-        fills="\n".join(fills),
+        fills="\n".join(_fills(recipe, positions)),
         settled=textwrap.indent(settled, "    "),
     )
 

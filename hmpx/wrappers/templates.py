@@ -69,7 +69,15 @@ RUN = """
             args = given({names}rest)
             if is_overridden(args, kwargs):
                 return override(wrapper, args, kwargs)
+{fill}
             return run(original, args, kwargs, args)
+"""
+
+#: Optional tensors that are given by name, put into their places.
+PLACED = """
+            if kwargs and {last} is missing:
+{fills}
+                args = given({names}rest)
 """
 
 #: A call that leaves out optional tensors, or gives them by name, is as good as one that gives all.

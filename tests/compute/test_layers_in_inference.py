@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -36,6 +37,7 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
     "linear, many rows": (nn.Linear(160, 128), (5, 128, 160)),
     "linear, no bias": (nn.Linear(160, 128, bias=False), (2, 3, 160)),
     "linear, a row": (nn.Linear(160, 128), (160,)),
+    "linear, a long row": (nn.Linear(1_003, 1_301), (1_003,)),
     "linear, one row": (nn.Linear(163, 1_301), (1, 163)),
     "linear, two rows": (nn.Linear(163, 1_301, bias=False), (2, 1, 163)),
     "linear, two long rows": (nn.Linear(1_003, 1_301), (2, 1_003)),
@@ -53,6 +55,8 @@ CASES: dict[str, tuple[nn.Module, tuple[int, ...]]] = {
 
 #: Those whose fp32 weights are rounded while they are read.
 READ_ONCE = {
+    "linear, a row",
+    "linear, a long row",
     "linear, one row",
     "linear, two rows",
     "linear, two long rows",
@@ -159,9 +163,12 @@ def test_a_row_beside_weights_that_are_not_numbers(computed_by: str) -> None:
 
 @pytest.mark.parametrize("computed_by", ["kernels"], indirect=True)
 @pytest.mark.parametrize("threads", [1, 2, 3])
-def test_a_row_on_several_threads(threads: int, computed_by: str) -> None:
-    """Each output is computed by one of them, in one order."""
-    layer, x = nn.Linear(300, 1030), normal(2, 300)
+@pytest.mark.parametrize(("features", "outputs"), [(300, 1_030), (60_000, 5), (140_000, 1)])
+def test_a_row_on_several_threads(
+    features: int, outputs: int, threads: int, computed_by: str
+) -> None:
+    """Each output is computed by one of them, in one order, whether there are many or few."""
+    layer, x = nn.Linear(features, outputs), normal(2, features)
     before = torch.get_num_threads()
     try:
         with torch.no_grad(), convert():
@@ -193,6 +200,57 @@ def test_where_native_kernels_are_fast_for_a_row_weights_are_not_cast_first(
     assert copied and ([128, 160] in copied) is is_cast
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3)
     assert torch.equal(frozen, native)
+
+
+#: Ways to call a linear layer of 160 x 128 with up to two rows.
+CALLS: dict[str, Callable[[nn.Linear], tuple[Tensor, Tensor]]] = {
+    "one dimension": lambda layer: called(layer, normal(160)),
+    "four dimensions": lambda layer: called(layer, normal(1, 2, 1, 160)),
+    "the last of a sequence": lambda layer: called(layer, normal(2, 3, 160)[:, -1]),
+    "every other feature": lambda layer: called(layer, normal(2, 320)[:, ::2]),
+    "by column": lambda layer: called(layer, normal(160, 2).t()),
+    "negated": lambda layer: called(layer, torch._neg_view(normal(1, 160))),
+    "float16": lambda layer: called(layer, normal(1, 160).half()),
+    "bias by name": lambda layer: called(layer, normal(1, 160), bias=layer.bias),
+    "no bias by name": lambda layer: called(layer, normal(1, 160), bias=None),
+    "one bias for all": lambda layer: called(layer, normal(1, 160), bias=normal(1).expand(128)),
+    "float16 bias": lambda layer: called(layer, normal(1, 160), bias=normal(128).half()),
+}
+
+
+def called(layer: nn.Linear, x: Tensor, **named: Any) -> tuple[Tensor, Tensor]:
+    """Returns the layer's result, and that by hand."""
+    bias = named.get("bias", layer.bias)
+    actual = F.linear(x, layer.weight, **named) if named else layer(x)
+    with hmpx.disable_casts():
+        expected = F.linear(
+            reround(x), reround(layer.weight), None if bias is None else reround(bias)
+        )
+    return actual, expected.bfloat16()
+
+
+@pytest.mark.parametrize("computed_by", ["kernels"], indirect=True)
+@pytest.mark.parametrize("way", CALLS)
+def test_a_row_is_computed_in_one_pass_however_it_is_given(
+    way: str, computed_by: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A cast of the weight and a product of it in fp32 would take twice the time of a native kernel."""
+    products: list[Tensor | None] = []
+    compute = blocks.multiplied_in_one_pass
+
+    def noting(*arguments: Any) -> Tensor | None:
+        products.append(compute(*arguments))
+        return products[-1]
+
+    monkeypatch.setattr(blocks, "multiplied_in_one_pass", noting)
+    monkeypatch.setattr(legalization, "known_capability", fast_for_a_row)
+    with torch.no_grad(), hmpx.convert(device_types={"cpu"}):
+        actual, expected = CALLS[way](nn.Linear(160, 128))
+    has_kernels = scratch.bfloat16_kernels(0) is not None
+    assert [each is not None for each in products] == [True] * has_kernels
+    same(actual.shape, expected.shape)
+    assert actual.is_contiguous() and actual.dtype is BF16
+    torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3)
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from ...tensors import CAST, Args
 from ...torch_internals import has_tangents
 from ..composition import widen
-from .scratch import has_kernels, multiply_in_one_pass, round_in_one_pass
+from .scratch import has_kernels, multiplied_in_one_pass, round_in_one_pass
 
 # Taken before anything is patched: op lists may name any of them.
 _add_, _as_strided, _copy_ = Tensor.add_, Tensor.as_strided, Tensor.copy_
@@ -43,16 +43,36 @@ def is_large(weight: Tensor) -> bool:
 
 
 def is_read_once(weight: Any, dtype: torch.dtype) -> bool:
-    """Whether `in_blocks` rounds a weight while it multiplies it by `FEW_ROWS` or fewer."""
+    """Whether `in_one_pass` rounds a weight while it multiplies it by `FEW_ROWS` or fewer."""
     is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
     return is_wide and is_large(weight) and has_kernels(weight, dtype)
+
+
+def in_one_pass(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns a linear layer's output in ``dtype`` for one or two rows; None for more, and without kernels.
+
+    Args:
+        x: [..., k]: in ``dtype``. As the others, it is contiguous.
+        weight: [n, k]: fp32; rounded as it is read.
+        bias: [n]: in ``dtype``.
+        dtype: The low-precision dtype.
+    """
+    if not 0 < _numel(x) <= FEW_ROWS * x.shape[-1]:
+        return None
+    product = multiplied_in_one_pass(widen(x), weight, dtype)
+    if product is None:
+        return None
+    if bias is not None:
+        _add_(product, widen(bias))
+    return CAST[dtype](product)
 
 
 def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
     """Returns a product whose weights are made fp32 block by block; None if it does not qualify.
 
-    Weights in ``dtype`` are upcast; those of a linear layer may be fp32, and are rounded: for one or two
-    rows as they are read, if there is a kernel for that.
+    Weights in ``dtype`` are upcast; those of a linear layer may be fp32, and are rounded.
 
     With few rows, the time goes into reading the weights. Upcast as a whole, the weights are written
     to memory and read again, four bytes each; a block stays in the cache. The transposed product is
@@ -88,10 +108,6 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
     wide = _copy_(_as_strided(memory, x.shape, _contiguous_strides(x.shape)), x)
     columns = _as_strided(wide, (k, rows), (1, k))
     product = _as_strided(memory, (n, rows), (rows, 1), rows * k)
-    if is_wide and rows <= FEW_ROWS:
-        by_row = _as_strided(memory, (rows, n), (n, 1), rows * k)
-        if multiply_in_one_pass(_t(columns), weight, by_row, dtype):
-            return _finished(_t(by_row), bias, x, dtype)
     is_by_column = weight.stride(0) < weight.stride(1)
     if is_by_column:
         product = _t(_as_strided(memory, (rows, n), (n, 1), rows * k))

@@ -13,16 +13,16 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ...tensors import CAST, Args
+from ...tensors import CAST, ELIGIBLE, Args
 from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
 from ..composition import widen
-from .blocks import in_blocks
+from .blocks import in_blocks, in_one_pass
 from .rounding import Rounding
 from .scratch import New, Temporaries
 
 # Taken before anything is patched: op lists may name any of them.
 _addmm, _mm, _sum = torch.addmm, torch.mm, torch.sum
-_numel, _reshape, _t = Tensor.numel, Tensor.reshape, Tensor.t
+_contiguous, _numel, _reshape, _t = Tensor.contiguous, Tensor.numel, Tensor.reshape, Tensor.t
 
 #: Elements of the input or the output; below this, allocating memory costs less than the bookkeeping here.
 _LEAST: Final = 1 << 17
@@ -51,7 +51,7 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
     if layer is None:
         return None
     x, weight, bias = layer
-    if not is_large(x, weight):
+    if x.dim() < 2 or not is_large(x, weight):
         return None
     source = weight  # what the weight of the backward is made from
     if isinstance(given[1], nn.Parameter):
@@ -77,15 +77,24 @@ def without_gradients(args: Args, dtype: torch.dtype) -> Tensor | None:
         args: Input, fp32 weight and perhaps bias, as given.
         dtype: The low-precision dtype.
     """
-    layer = _layer(args, dtype)
+    low = [each if n == 1 else _cast(each, dtype) for n, each in enumerate(args)]
+    layer = _layer(tuple(low), dtype)
     if layer is None or layer[1].dtype is not torch.float32:
         return None
     x, weight, bias = layer
-    x = CAST[dtype](x)
+    result = in_one_pass(x, weight, bias, dtype)
+    if result is not None or x.dim() < 2:
+        return result
     result = in_blocks("linear", (x, weight, bias), dtype)
     return (
         _output(x, weight, bias, Rounding(dtype, rounds_inputs=True)) if result is None else result
     )
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Returns a tensor that may be cast in ``dtype``, row by row; anything else as it is."""
+    is_tensor = isinstance(value, Tensor) and value.dtype in ELIGIBLE
+    return _contiguous(CAST[dtype](value)) if is_tensor else value
 
 
 def _layer(args: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None] | None:
@@ -98,7 +107,7 @@ def _layer(args: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Non
             return None
         if tensor.dtype is not dtype and tensor.dtype is not torch.float32:
             return None
-    if x.dim() < 2 or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
+    if not x.dim() or weight.dim() != 2 or weight.shape[1] != x.shape[-1]:
         return None
     if bias is not None and bias.shape != weight.shape[:1]:
         return None

@@ -147,23 +147,19 @@ def round_in_one_pass(source: Tensor, target: Tensor, dtype: torch.dtype) -> boo
     return True
 
 
-def multiply_in_one_pass(x: Tensor, weight: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
-    """Writes ``x @ weight.T``, with values of the fp32 ``weight`` rounded to ``dtype``, if there is a kernel.
+def multiplied_in_one_pass(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Tensor | None:
+    """Returns ``x @ weight.T``, with values of the weight rounded to ``dtype``; None if there is no kernel for that.
 
     Args:
-        x: [rows, k]; a few rows.
-        weight: [n, k].
-        target: [rows, n]. As the others, it is contiguous; and fp32, as ``x``.
+        x: fp32: [..., k]; a few rows. As the weight, it is contiguous.
+        weight: fp32: [n, k].
         dtype: The low-precision dtype.
-
-    Returns:
-        Whether there is.
     """
     kernels = _kernels_for(weight, dtype)
     if kernels is None:
-        return False
-    kernels.multiply(x, weight, target)
-    return True
+        return None
+    shape = (*x.shape[:-1], weight.shape[0])
+    return kernels.multiply(x, weight, _empty(shape, dtype=torch.float32, device=weight.device))
 
 
 def has_kernels(source: Tensor, dtype: torch.dtype) -> bool:

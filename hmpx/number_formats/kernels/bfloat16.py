@@ -47,14 +47,14 @@ class Bfloat16Kernels:
         """Writes ``x @ weight.T``, with values of ``weight`` rounded to bfloat16; for few rows.
 
         Args:
-            x: float32: [rows, k], row by row.
+            x: float32: [..., k], row by row.
             weight: float32: [n, k], row by row.
-            target: float32: [rows, n], row by row.
+            target: float32: [..., n], row by row.
         """
         n, k = weight.shape
         self._multiplied(
             *(_address(x), _address(weight), _address(target)),
-            *(x.shape[0], n, k, self._nan, _shares(n * k)),
+            *(_numel(x) // k, n, k, self._nan, _shares(n * k)),
         )
         return target
 

@@ -65,7 +65,8 @@ API void bf16_rows_product(const float *x, const uint32_t *weight, float *out, i
   (void)threads;
   PARALLEL {
     int64_t first, end;
-    my_share(n, &first, &end);
+    my_share(16 * n, &first, &end); /* no more than one row of the weight apart */
+    first /= 16, end /= 16;
     for (int64_t i = first; i < end; i++) {
       for (int64_t row = 0; row < rows; row++) {
         const float *factors = x + row * k;
