@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
@@ -11,6 +12,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx import number_formats
@@ -251,6 +253,46 @@ def test_a_row_is_computed_in_one_pass_however_it_is_given(
     same(actual.shape, expected.shape)
     assert actual.is_contiguous() and actual.dtype is BF16
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3)
+
+
+class Keeping(TorchDispatchMode):
+    """Keeps each result, and a copy of it."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[tuple[Tensor, Tensor]] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        result = func(*args, **(kwargs or {}))
+        if isinstance(result, Tensor) and result.is_floating_point():
+            self.seen.append((result, result.clone()))
+        return result
+
+
+@pytest.mark.parametrize("is_frozen", [False, True])
+def test_modes_may_keep_what_they_see(is_frozen: bool) -> None:
+    """Memory that is used again is not shown to them."""
+    layer, weight, mode = nn.Linear(160, 128).eval(), normal(160, 128), Keeping()
+    with convert(), hmpx.freeze(layer, normal(1, 160)) if is_frozen else nullcontext():
+        with torch.no_grad(), mode:
+            for rows in (1, 9):
+                layer(normal(rows, 160))
+                normal(rows, 160) @ weight
+        with torch.no_grad():
+            layer(normal(20, 160))
+    assert len(mode.seen) > 8
+    for kept, copied in mode.seen:
+        assert torch.equal(kept, copied)
+
+
+def test_much_memory_is_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(scratch, "_MOST", 1 << 15)
+    monkeypatch.setattr(scratch, "_thread", threading.local())
+    layer = nn.Linear(160, 1_280).bfloat16()
+    with torch.no_grad(), convert():
+        for _ in range(2):
+            layer(normal(400, 160).bfloat16())
+    assert scratch._thread.memory.numel() <= 1 << 15
 
 
 @pytest.mark.parametrize("mode", ["no_grad", "inference_mode"])

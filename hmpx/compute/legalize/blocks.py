@@ -5,7 +5,6 @@ Independent of which products are computed this way, and why.
 
 from __future__ import annotations
 
-import threading
 from typing import Any, Final
 
 import torch
@@ -14,7 +13,7 @@ from torch import Tensor, nn
 from ...tensors import CAST, Args
 from ...torch_internals import has_tangents
 from ..composition import widen
-from .scratch import has_kernels, multiplied_in_one_pass, round_in_one_pass
+from .scratch import Temporaries, has_kernels, multiplied_in_one_pass, round_in_one_pass
 
 # Taken before anything is patched: op lists may name any of them.
 _add_, _as_strided, _copy_ = Tensor.add_, Tensor.as_strided, Tensor.copy_
@@ -104,17 +103,19 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
         return None
     rows = x.numel() // k
     size = min(n, max(1, _BLOCK_BYTES // (4 * k)))  # rows of the weight in a block
-    memory = _scratch(size * k + rows * (k + n))
-    wide = _copy_(_as_strided(memory, x.shape, _contiguous_strides(x.shape)), x)
-    columns = _as_strided(wide, (k, rows), (1, k))
-    product = _as_strided(memory, (n, rows), (rows, 1), rows * k)
     is_by_column = weight.stride(0) < weight.stride(1)
+    memory = Temporaries(x.device)
+    wide = _copy_(memory.empty(x.shape, _contiguous_strides(x.shape)), x)
+    columns = _as_strided(wide, (k, rows), (1, k))
     if is_by_column:
-        product = _t(_as_strided(memory, (rows, n), (n, 1), rows * k))
+        product = _t(memory.empty((rows, n), (n, 1)))
+    else:
+        product = memory.empty((n, rows), (rows, 1))
+    values = memory.empty((size * k,), (1,))
     for start in range(0, n, size):
         length = min(size, n - start)
         strides = (1, length) if is_by_column else (k, 1)
-        block = _as_strided(memory, (length, k), strides, rows * (k + n))
+        block = _as_strided(values, (length, k), strides)
         part, target = _narrow(weight, 0, start, length), _narrow(product, 0, start, length)
         if not (is_wide and round_in_one_pass(part, block, dtype)):
             _copy_(block, CAST[dtype](part))
@@ -122,7 +123,9 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
             _mm(_t(columns), _t(block), out=_t(target))
         else:
             _mm(block, columns, out=target)
-    return _finished(product, bias, x, dtype)
+    result = _finished(product, bias, x, dtype)
+    memory.free()
+    return result
 
 
 def _finished(product: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -144,16 +147,3 @@ def _contiguous_strides(shape: torch.Size) -> list[int]:
     for size in reversed(shape[1:]):
         strides.append(strides[-1] * size)
     return strides[::-1]
-
-
-_thread: Final = threading.local()  # .memory: kept, since fresh memory from the system is slow
-
-
-def _scratch(size: int) -> Tensor:
-    """Returns memory for ``size`` elements that nothing else uses until this thread asks again."""
-    memory = getattr(_thread, "memory", None)
-    if memory is None or memory.numel() < size:
-        with torch.inference_mode(False):
-            memory = torch.empty(size, dtype=torch.float32, device="cpu")
-        _thread.memory = memory
-    return memory

@@ -181,6 +181,8 @@ def _in_blocks_of_the_weight(legalizer: Legalizer, call: LegalizedCall) -> Any:
     """Upcasts a weight block by block; not in training, where sums must match those with gradients."""
     if call.inputs.is_learning or legalizer.op not in BLOCKED or call.kwargs or is_training():
         return None
+    if dispatch_modes():  # they may keep what they see of kept memory
+        return None
     return in_blocks(legalizer.op, call.args, call.dtype)
 
 
