@@ -14,7 +14,15 @@ from .arguments import (
 )
 from .cache import cache_patches
 from .facts import facts_of, is_promotion, recipe_of, site_of
-from .inputs import floating_inputs, given_inputs, is_emulated, is_on_device, widest, written
+from .inputs import (
+    counted,
+    floating_inputs,
+    given_inputs,
+    is_emulated,
+    is_on_device,
+    widest,
+    written,
+)
 from .recipe import CallSite, OpFacts, Options, Recipe
 
 __all__ = [
@@ -27,6 +35,7 @@ __all__ = [
     "cast_args",
     "cast_dtypes",
     "converter",
+    "counted",
     "decided_by",
     "facts_of",
     "floating_inputs",

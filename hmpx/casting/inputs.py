@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..ops import parameter_named
 from ..tensors import ELIGIBLE, SEQUENCES, Args, Kwargs, floating_in, is_floating, tensors_in
 from .recipe import Recipe
 
@@ -37,7 +38,9 @@ def given_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Any]:
     inputs = [v for n, v in zip(padded, args, strict=False) if n not in recipe.never_cast]
     if kwargs:
         order = {name: position for position, name in enumerate(names)}
-        by_position = sorted(kwargs, key=lambda name: order.get(name, len(order)))
+        by_position = sorted(
+            kwargs, key=lambda name: order.get(parameter_named(name, names), len(order))
+        )
         inputs += [kwargs[name] for name in by_position if name not in recipe.skipped]
     return inputs
 
@@ -101,7 +104,9 @@ def argument(recipe: Recipe, name: str, args: Args, kwargs: Kwargs) -> Any:
     if name in kwargs or name not in names:
         return kwargs.get(name)
     position = names.index(name)
-    return args[position] if position < len(args) else None
+    if position < len(args):
+        return args[position]
+    return next((kwargs[each] for each in kwargs if parameter_named(each, names) == name), None)
 
 
 def is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:

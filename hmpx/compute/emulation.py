@@ -169,7 +169,7 @@ class Emulation:
         self._check()
         if ops.is_mask(name) or (self.is_view and self._has_axes):  # what takes it knows the axis
             return tensor
-        name = "self" if name == "input" and "input" not in self.names else name
+        name = ops.parameter_named(name, self.names)
         if name == self._addend and name:
             return self._rounded_addend(tensor)
         return tensor if self.rounds_late else self._rounded_factor(name, given, tensor)

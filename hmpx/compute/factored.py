@@ -12,7 +12,7 @@ from typing import Any, Final, Protocol
 import torch
 from torch import Tensor
 
-from ..ops import Product, product
+from ..ops import Product, parameter_named, product
 from ..patching import unpatched
 from ..tensors import SEQUENCES, Args, Kwargs
 from ..torch_internals import HAS_OPERATORS
@@ -113,10 +113,6 @@ class _Convolution:
         return found
 
 
-#: Of torch's functions some call their first argument so, where schemas say ``self``.
-_INPUT: Final = "input"
-
-
 def factored(
     op: str, names: tuple[str, ...], function: Callable[..., Any], args: Args, kwargs: Kwargs
 ) -> Factored | None:
@@ -135,7 +131,7 @@ def factored(
     if known is None or len(args) > len(names):
         return None
     given = dict(zip(names, args, strict=False))
-    given |= {_called(name, names): value for name, value in kwargs.items()}
+    given |= {parameter_named(name, names): value for name, value in kwargs.items()}
     factors: tuple[Any, ...] = tuple([given.get(name) for name in known.names])
     if not _are_tensors(factors):
         return None
@@ -166,16 +162,12 @@ def factored(
     )
 
 
-def _called(name: str, names: tuple[str, ...]) -> str:
-    return "self" if name == _INPUT and _INPUT not in names else name
-
-
 def _replaced(
     names: tuple[str, ...], changed: Mapping[str, Any], args: Args, kwargs: Kwargs
 ) -> tuple[Args, Kwargs]:
     """Returns the arguments with those of these names changed."""
     new_args = tuple([changed.get(name, value) for name, value in zip(names, args, strict=False)])
-    new_kwargs = {n: changed.get(_called(n, names), value) for n, value in kwargs.items()}
+    new_kwargs = {n: changed.get(parameter_named(n, names), value) for n, value in kwargs.items()}
     return new_args, new_kwargs
 
 

@@ -21,6 +21,7 @@ from torch import Tensor
 
 from ..data_files import read_sections
 from ..device_types import DEVICE_TYPES
+from ..ops import parameter_named
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
 from ..torch_internals import run_when_traced
 from ..torch_state import is_below_dispatcher, without_casts
@@ -203,7 +204,10 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
         raised(value, position < len(names) and names[position] in writes)
         for position, value in enumerate(args)
     ]
-    named = {name: raised(value, name == "out" or name in writes) for name, value in kwargs.items()}
+    named = {
+        name: raised(value, name == "out" or parameter_named(name, names) in writes)
+        for name, value in kwargs.items()
+    }
     if callee.is_python:
         with without_casts():
             result = callee.function(*positional, **named)

@@ -20,7 +20,14 @@ from .numbers import Numbers, converting, converts_numbers, numbers
 from .op_table import Op, covered, covering, is_known, names, resolve, root, table
 from .products import Product, product
 from .roles import idle_roles, is_mask, is_weight, names_weights
-from .signatures import Parameters, parameters, python_parameters, statistics, written
+from .signatures import (
+    Parameters,
+    parameter_named,
+    parameters,
+    python_parameters,
+    statistics,
+    written,
+)
 from .sites import Site
 from .traits import computing, is_castable, is_decisive, is_view, kind
 
@@ -55,6 +62,7 @@ __all__ = [
     "names_weights",
     "numbers",
     "operator_of",
+    "parameter_named",
     "parameters",
     "product",
     "python_parameters",

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import functools
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, TypeAlias
+from typing import Any, Final, TypeAlias
 
 from .known_facts import facts
 from .schemas import argument_letter, aten_name, declared_written, schemas_named
@@ -45,6 +45,32 @@ class Parameters:
     def has_several_tensors(self) -> bool:
         """Whether a call may hold more than one tensor to be cast."""
         return len(self.kinds) > 1 or "A" in self.kinds.values() or self.has_keyword_tensors
+
+
+#: What torch's functions also take for arguments that schemas call otherwise: the first is no keyword
+#: there, and the others are numpy's.
+_KEYWORDS: Final = {
+    "input": "self",
+    "a": "self",
+    "x": "self",
+    "x1": "self",
+    "x2": "other",
+    "axis": "dim",
+    "keepdims": "keepdim",
+}
+
+
+def parameter_named(keyword: str, names: Sequence[str]) -> str:
+    """Returns what a callable with parameters of these names calls the argument ``keyword``.
+
+    Example:
+        >>> parameter_named("input", ("self", "mat2"))
+        'self'
+    """
+    if keyword in names:
+        return keyword
+    name = _KEYWORDS.get(keyword, keyword)
+    return "input" if name == "self" and "self" not in names else name
 
 
 def parameters(site: Site) -> Parameters:

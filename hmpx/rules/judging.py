@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from ..errors import RuleError, shown
-from ..ops import Parameters
+from ..ops import Parameters, parameter_named
 from ..policy import FIELDS, Call, CastPolicy, Decision, LowType, Rule, settled_dtype
 from ..tensors import SEQUENCES
 from ..torch_state import is_below_dispatcher, place, without_casts
@@ -146,7 +146,9 @@ def _tensors(
     values: Iterable[Any] = args
     if kwargs:
         order = {name: position for position, name in enumerate(parameters)}
-        named = sorted(kwargs, key=lambda name: order.get(name, len(order)))
+        named = sorted(
+            kwargs, key=lambda name: order.get(parameter_named(name, parameters), len(order))
+        )
         values = (*args, *[kwargs[name] for name in named])
     found: list[Tensor] = []
     for value in values:
@@ -169,7 +171,8 @@ def _plain_arguments(
 ) -> dict[str, Any]:
     """Returns the arguments that are numbers, strings, dtypes and the like, by name."""
     found: dict[str, Any] = {}
-    for name, value in (*zip(parameters, args, strict=False), *kwargs.items()):
+    named = [(parameter_named(name, parameters), value) for name, value in kwargs.items()]
+    for name, value in (*zip(parameters, args, strict=False), *named):
         plain = tuple(value) if isinstance(value, SEQUENCES) else value
         items = plain if isinstance(plain, tuple) else (plain,)
         if all([isinstance(item, _VALUES) for item in items]):  # noqa: C419

@@ -18,6 +18,7 @@ from torch import Tensor
 from ..casting import (
     Recipe,
     cast_args,
+    counted,
     floating_inputs,
     is_emulated,
     is_on_device,
@@ -240,10 +241,10 @@ def _composed(recipe: Recipe, run: Runner) -> Runner:
             cast, kwargs = cast_args(recipe, args, kwargs) if casts_here else (args, kwargs)
             return run(function, cast, kwargs, given)  # its output is as asked for
         cast = args
-        first = floating_inputs(recipe, args, kwargs)[:1] if by_input else []
+        first = counted(recipe, floating_inputs(recipe, args, kwargs))[:1] if by_input else []
         if recipe.casts_late:
             cast, kwargs = cast_args(recipe, args, kwargs)
-        inputs = floating_inputs(recipe, cast, kwargs)
+        inputs = counted(recipe, floating_inputs(recipe, cast, kwargs))
         if not inputs or any([t.dtype not in ELIGIBLE for t in inputs]):  # noqa: C419
             return run(function, cast, kwargs, given)
         if not is_on_device(recipe, cast, kwargs):

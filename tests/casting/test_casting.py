@@ -281,6 +281,17 @@ def test_first_follows_the_first_floating_argument_of_the_signature(
         assert bags.dtype is first
 
 
+@pytest.mark.parametrize("keyword", ["input", "x", "x1", "a"])
+def test_the_first_argument_is_first_under_every_name_that_torch_takes(keyword: str) -> None:
+    """``self`` in schemas, which no function takes."""
+    a, b = uniform(4, 4, dtype=BF16), uniform(4, 4)
+    with hmpx.convert(policy=Policy.from_ops(first=["mm", "cross"])):
+        assert torch.mm(mat2=b, **{keyword: a}).dtype is BF16
+        assert torch.mm(mat2=a, **{keyword: b}).dtype is FP32
+        other = "x2" if keyword == "x1" else "other"
+        assert torch.cross(**{other: b[:3, :3], keyword: a[:3, :3]}, dim=1).dtype is BF16
+
+
 # --- in place and out= --------------------------------------------------------------------------
 
 IN_PLACE = {
@@ -293,6 +304,9 @@ IN_PLACE = {
     "copy by index": lambda a, b: a.__setitem__(slice(0, 2), b[:2]),
     "mask": lambda a, b: a.__setitem__(torch.eye(4, dtype=torch.bool), b[0]),
     "index_put_": lambda a, b: a.index_put_((torch.tensor([0, 1]),), b[:2]),
+    "index_put_ of input=": lambda a, b: torch.index_put_(
+        values=b[:2], indices=(torch.tensor([0, 1]),), input=a
+    ),
     "scatter_add_": lambda a, b: a.scatter_add_(0, torch.zeros(4, 4, dtype=torch.int64), b),
     "add out": lambda a, b: torch.add(b, b, out=a),
     "mm out": lambda a, b: torch.mm(b, b, out=a),

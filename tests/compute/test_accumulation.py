@@ -136,11 +136,11 @@ def same(actual: list[Tensor] | type, expected: list[Tensor] | type) -> bool:
     )
 
 
-def name(dtype: torch.dtype | None) -> str:
+def name(dtype: torch.dtype | str | None) -> str:
     return str(dtype).removeprefix("torch.")
 
 
-def line(op: str, accumulate: torch.dtype | None, output: torch.dtype | None) -> str:
+def line(op: str, accumulate: torch.dtype | None, output: torch.dtype | str | None) -> str:
     words = [op]
     words += [f"accumulate={name(accumulate)}"] if accumulate is not None else []
     words += [f"output={name(output)}"] if output is not None else []
@@ -258,6 +258,41 @@ def test_a_0dim_input_counts_as_any_other(
         with hmpx.convert(policy=policy, legalize="never"):
             for op, call in calls.items():
                 torch.testing.assert_close(call(*pair), expected[op], rtol=0, atol=0)
+
+
+@pytest.mark.parametrize(("accumulate", "output"), [*COMBINATIONS, (None, "input")])
+@pytest.mark.parametrize("kind", [*KINDS, "widest"])
+def test_float64_without_dimensions_counts_as_a_number(
+    kind: str, accumulate: torch.dtype | None, output: torch.dtype | str | None
+) -> None:
+    """What a line says holds beside it, too."""
+    number = torch.tensor(1 / 3, dtype=FP64)
+    calls: dict[str, Callable[[Tensor], Tensor]] = {
+        "mul": lambda x: x * number,
+        "add": lambda x: torch.add(number, x),
+    }
+    policy = {"lists": "none", kind: [line(op, accumulate, output) for op in calls]}
+    for given in ELIGIBLE:
+        x = tensor(4, 4, dtype=given)
+        dtype = given if kind == "widest" else cast_to(KINDS[kind], (given,), BF16)
+        assert dtype is not None
+        ends_in = given if output == "input" else output or dtype
+        expected = [
+            call(x.to(dtype).to(accumulate or dtype)).to(ends_in) for call in calls.values()
+        ]
+        with hmpx.convert(policy=policy, legalize="never"):
+            actual = [call(x) for call in calls.values()]
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+def test_the_dtype_of_the_input_is_that_of_the_first_argument_by_any_name() -> None:
+    """``self`` in schemas is ``input`` in calls, or what numpy calls it."""
+    low, wide = tensor(4, 4, dtype=BF16), tensor(4, 4)
+    policy = {"lists": "none", "fp32": ["mm output=input", "mul accumulate=float64 output=input"]}
+    with hmpx.convert(policy=policy):
+        assert torch.mm(mat2=wide, input=low).dtype is BF16
+        assert torch.mul(other=low, input=wide).dtype is FP32
+        assert torch.mul(x2=wide, x1=low).dtype is BF16
 
 
 @pytest.mark.parametrize(("accumulate", "output"), COMBINATIONS[:-1])

@@ -360,6 +360,14 @@ def test_a_failing_in_place_call_leaves_its_target_as_it_was() -> None:
     assert target.tolist() == [1, 1, 1]
 
 
+def test_what_is_written_to_is_found_by_its_keyword() -> None:
+    """``self`` in schemas is ``input`` in calls."""
+    target = torch.full((3,), -1.0, dtype=FP16)
+    with hmpx.convert(policy=Policy({})):
+        torch.rrelu_(input=target, lower=0.5, upper=0.5)
+    assert target.tolist() == [-0.5] * 3
+
+
 def test_random_numbers_are_drawn_once() -> None:
     """A call that draws and fails leaves the generator as it was for the one in fp32."""
 

@@ -309,6 +309,7 @@ def test_a_rule_sees_tensors_in_the_parameters_order() -> None:
         ("dropout", lambda: F.dropout(uniform(4, 4), 0.1, training=False), {"p": 0.1, "train": False}),
         ("div", lambda: torch.div(uniform(4, 4), 2, rounding_mode="floor"),
          {"other": 2, "rounding_mode": "floor"}),
+        ("sum", lambda: torch.sum(input=uniform(4, 4), axis=1, keepdims=True), {"dim": 1, "keepdim": True}),
     ],
 )  # fmt: skip
 def test_a_rule_sees_the_other_arguments_by_name(
@@ -319,6 +320,14 @@ def test_a_rule_sees_the_other_arguments_by_name(
     assert isinstance(found, types.MappingProxyType)
     assert {name: found[name] for name in kwargs} == kwargs
     assert not any(isinstance(value, Tensor) for value in found.values())
+
+
+@pytest.mark.parametrize("keyword", ["input", "x", "x1", "a"])
+def test_a_rule_sees_the_first_argument_first_by_every_name(keyword: str) -> None:
+    """Schemas call it ``self``, which no function takes."""
+    a, b = uniform(2, 3), uniform(3, 4)
+    shapes = seen("mm", lambda: torch.mm(mat2=b, **{keyword: a}))["shapes"]
+    assert shapes == (a.shape, b.shape)
 
 
 def test_a_rule_sees_the_module_that_runs() -> None:
