@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING
 from ..later import shown_later
 from .accumulation import Accumulation
 from .amaxes import Histories, end_step, ended_steps, has_history, histories_patch
-from .composition import Inputs, computed_in_fp32, inputs_of, rounded, widen
+from .composition import Inputs, computed_in_fp32, inputs_of, names_dtype, rounded, widen
 from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
 from .kept_tensors import saved_by
 from .legalize.activations import ACTIVATIONS, looked_up
@@ -106,6 +106,7 @@ __all__ = [
     "looked_up",
     "lowerings",
     "may_be_legalized",
+    "names_dtype",
     "note_unrounded",
     "pays",
     "prepare",

@@ -73,6 +73,11 @@ def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
     return found
 
 
+def names_dtype(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a call says of which dtype its result is to be."""
+    return kwargs.get("dtype") is not None or torch.dtype in map(type, args)
+
+
 def computed_in_fp32(
     function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
 ) -> Any:

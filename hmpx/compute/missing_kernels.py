@@ -25,7 +25,7 @@ from ..ops import parameter_named
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
 from ..torch_internals import run_when_traced
 from ..torch_state import is_below_dispatcher, without_casts
-from .composition import inputs_of, widen
+from .composition import inputs_of, names_dtype, widen
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -219,8 +219,8 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
         if target.shape != wide.shape:
             _resize_(target, wide.shape)
         _copy_(target, wide)
-    is_asked_for = kwargs.get("dtype") is not None or torch.dtype in map(type, args)
-    convert = CAST[dtype] if dtype in LOW_DTYPES and not is_asked_for else None
+    is_rounded = dtype in LOW_DTYPES and not names_dtype(args, kwargs)
+    convert = CAST[dtype] if is_rounded else None
     return _finished(result, stand_ins, convert)
 
 

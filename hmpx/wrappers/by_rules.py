@@ -6,6 +6,7 @@ Knows neither lists nor how wrappers get into torch.
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 from torch.overrides import has_torch_function
@@ -50,7 +51,8 @@ def make_choosing_wrapper(
         if found is None:
             if len(followed) >= MOST_VERDICTS:  # reasons may be as many as calls
                 followed.clear()
-            found = followed[key] = make(decision) or complete
+            found = make(decision) or completed(original, replace(recipe, decision=decision))
+            followed[key] = found
         return found
 
     by_lists = follow(None)

@@ -37,6 +37,7 @@ from ..compute import (
     inputs_of,
     is_watched,
     keeping_parameters,
+    names_dtype,
     note_unrounded,
     rounding_last,
 )
@@ -208,6 +209,8 @@ def _emulated(recipe: Recipe, emulation: Emulation, run: Runner) -> Runner:
             return run(function, args, kwargs, given)
         if not is_on_device(recipe, args, kwargs):
             return run(function, args, kwargs, given)
+        if names_dtype(args, kwargs) and not recipe.lowerings:
+            return run(function, args, kwargs, given)  # its output is as asked for
         wrapped = functools.partial(_run_with, run, function, given)
         return emulation.compute(wrapped, args, kwargs, given)
 
@@ -237,7 +240,7 @@ def _composed(recipe: Recipe, run: Runner) -> Runner:
         if is_below_dispatcher() or written(recipe, args, kwargs) is not None:
             cast, kwargs = cast_args(recipe, args, kwargs) if casts_here else (args, kwargs)
             return run(function, cast, kwargs, given)
-        if kwargs.get("dtype") is not None or torch.dtype in map(type, args):
+        if names_dtype(args, kwargs):
             cast, kwargs = cast_args(recipe, args, kwargs) if casts_here else (args, kwargs)
             return run(function, cast, kwargs, given)  # its output is as asked for
         cast = args

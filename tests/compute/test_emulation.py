@@ -188,6 +188,24 @@ def test_tensors_written_to_and_float64_are_left_alone() -> None:
     same_or_nan(inplace, F.relu(normal(3, 3)))
 
 
+@pytest.mark.parametrize("options", ["", " output=bfloat16", " accumulate=float64"])
+@pytest.mark.parametrize("name", ["float8_e4m3fn", "posit16_1"])
+def test_a_call_that_names_its_own_dtype_gets_that(name: str, options: str) -> None:
+    """What comes out is not rounded to the format, and of no other dtype, whatever the op computes in."""
+    calls: dict[str, Callable[..., Tensor]] = {
+        "sum": lambda x, **dtype: x.sum(1, **dtype),
+        "softmax": lambda x, **dtype: F.softmax(x, -1, **dtype),
+        "linalg_vector_norm": lambda x, **dtype: torch.linalg.vector_norm(x, dim=1, **dtype),
+    }
+    x = normal(4, 50)
+    dtypes = (torch.float32, torch.float64)
+    expected = [call(quantize(x, name), dtype=d) for call in calls.values() for d in dtypes]
+    policy = {"lists": "none", "low": [f"{op} {name}{options}" for op in calls]}
+    with hmpx.convert(policy=policy):
+        actual = [call(x, dtype=d) for call in calls.values() for d in dtypes]
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_low_dtypes_are_raised_first() -> None:
     """A bf16 input is fp32 afterwards, rounded to the format."""
     with hmpx.convert(

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from ...tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ...torch_internals import is_jit_tracing, run_when_traced
 from ...torch_state import is_training
-from ..composition import Inputs
+from ..composition import Inputs, names_dtype
 from . import blocks, capability, convolutions, linears
 from .capability import PRODUCTS, SMALL_PRODUCT, Capability, Capturing
 from .graphs import is_exported, is_traced
@@ -138,7 +138,7 @@ class Legalization:
 
     def applies(self, inputs: Inputs, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> bool:
         """Whether a low-precision call in ``dtype`` is legalized."""
-        if torch.dtype in map(type, args) or kwargs.get("dtype") is not None:
+        if names_dtype(args, kwargs):
             return False  # the output dtype is the one asked for
         if self._mode == "always":
             return True
