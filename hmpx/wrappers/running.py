@@ -63,7 +63,7 @@ def runner(recipe: Recipe, legalization: Legalization, settle: Callable[[], None
     """
     run: Runner = run_plainly
     if recipe.site.is_python:
-        run = _run_atomically
+        run = _rounding_last(recipe, _run_atomically) if recipe.rounds_last else _run_atomically
     elif recipe.facts.norm_parameters:
         run = functools.partial(_run_norm, recipe)
     if recipe.emulation is not None:
@@ -73,8 +73,6 @@ def runner(recipe: Recipe, legalization: Legalization, settle: Callable[[], None
         run = _legalized(recipe, run, native, legalization, settle) if recipe.legalizes else native
         if recipe.composes:
             run = _composed(recipe, run)
-    if recipe.rounds_last and recipe.site.is_python:
-        run = _rounding_last(recipe, run)
     statistics = statistics_of(recipe)
     return run if statistics is None else _beside(statistics, recipe, run)
 

@@ -451,6 +451,50 @@ def test_an_explicit_dtype_wins() -> None:
         torch.testing.assert_close(x.sum(1, dtype=FP64), rounded.double().sum(1), rtol=0, atol=0)
 
 
+#: Ops that take ``dtype=``, and ways to give it.
+DTYPE_CALLS: list[tuple[str, Callable[[Tensor, torch.dtype], Tensor]]] = [
+    ("sum", lambda x, dtype: x.sum(1, dtype=dtype)),
+    ("nansum", lambda x, dtype: torch.nansum(dtype=dtype, input=x)),
+    ("prod", lambda x, dtype: torch.prod(x, 0, True, dtype=dtype)),
+    ("mean", lambda x, dtype: torch.mean(x, dtype=dtype)),
+    ("cumsum", lambda x, dtype: torch.cumsum(input=x, dim=0, dtype=dtype)),
+    ("cumprod", lambda x, dtype: x.cumprod(1, dtype=dtype)),
+    ("softmax", lambda x, dtype: torch.softmax(x, -1, dtype)),
+    ("softmax", lambda x, dtype: F.softmax(x, -1, 3, dtype)),
+    ("softmax", lambda x, dtype: torch.special.softmax(x, dim=0, dtype=dtype)),
+    ("log_softmax", lambda x, dtype: x.log_softmax(dim=1, dtype=dtype)),
+    ("log_softmax", lambda x, dtype: F.log_softmax(dtype=dtype, dim=0, input=x)),
+    ("softmin", lambda x, dtype: F.softmin(x, 1, dtype=dtype)),
+]
+
+
+@pytest.mark.parametrize(("accumulate", "output"), [*COMBINATIONS, (None, "input"), (None, None)])
+@pytest.mark.parametrize("kind", [*KINDS, "widest", "first"])
+def test_a_call_that_names_its_own_dtype_is_bit_for_bit_what_its_list_makes_of_it(
+    kind: str, accumulate: torch.dtype | None, output: torch.dtype | str | None
+) -> None:
+    """Its line's accumulate and output dtypes are not; of the fp32 list a low dtype is rounded to last."""
+    rounds_last = {"sum", "nansum", "prod", "softmax", "log_softmax", "softmin"}
+
+    def cast(x: Tensor, op: str, call: Callable[..., Tensor], dtype: torch.dtype) -> Tensor:
+        if kind in KINDS:
+            x = x.to(cast_to(KINDS[kind], (x.dtype,), BF16))
+        if kind == "fp32" and dtype in LOW_DTYPES and op in rounds_last:
+            return call(x, FP32).to(dtype)
+        return call(x, dtype)
+
+    policy = {"lists": "none", kind: [line(op, accumulate, output) for op in dict(DTYPE_CALLS)]}
+    cases = list(itertools.product(DTYPE_CALLS, ELIGIBLE, (BF16, FP16, FP32, FP64)))
+    expected = [
+        outcome(lambda x, o=op, c=call, d=dtype: cast(x, o, c, d), [tensor(5, 7, dtype=given)])
+        for (op, call), given, dtype in cases
+    ]
+    with hmpx.convert(policy=policy, legalize="always"):
+        for ((op, call), given, dtype), wanted in zip(cases, expected, strict=True):
+            actual = outcome(lambda x, c=call, d=dtype: c(x, d), [tensor(5, 7, dtype=given)])
+            assert same(actual, wanted), (op, name(given), name(dtype), described(actual, wanted))
+
+
 @pytest.mark.parametrize("kind", ["low", "fp32", "follow", "widest"])
 def test_in_place_and_out_are_untouched(kind: str) -> None:
     """The target keeps its dtype and storage, and holds what plain torch writes there."""
