@@ -10,8 +10,9 @@ from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ..errors import OptionError, shown
-from ..reports import written
+from ..reports import plain, written
 from . import text
+from .chance import is_beyond_chance
 
 #: The version of the JSON that `Bench.to_json` writes.
 SCHEMA: Final = 1
@@ -47,12 +48,14 @@ class Measured:
         name: As it was asked for: ``"fp32"``, ``"auto"``.
         label: As the table shows it.
         error: What ended it, and nothing else is known then; None if it ran.
-        ratio: Time of its runs divided by that of fp32's run in the same turn.
-        step_s: Seconds of a step.
+        ratio: The middle of ``ratios``.
+        ratios: For each turn, the time of its run divided by that of fp32's.
+        step_s: Seconds of a step: the middle of all runs.
         steps: Steps of a run.
         loss: What the step returned, if that is a number, after ``loss_step`` steps.
         loss_step: The last step that all variants have made.
         loss_difference: ``loss`` less that of fp32.
+        not_finite_at: The first step up to ``loss_step`` whose loss is NaN or infinite; None if there is none.
         output_error: If the step returns tensors: the norm of their difference to those of fp32, divided by
             the norm of those; after the first step.
         memory_bytes: The most memory in use during a step, less that before it; None where torch and the
@@ -63,18 +66,20 @@ class Measured:
     label: str
     error: str | None = None
     ratio: Quartiles | None = None
+    ratios: tuple[float, ...] = ()
     step_s: Quartiles | None = None
     steps: int = 0
     loss: float | None = None
     loss_step: int = 0
     loss_difference: float | None = None
+    not_finite_at: int | None = None
     output_error: float | None = None
     memory_bytes: int | None = None
 
     @property
     def is_other(self) -> bool:
-        """Whether it is faster or slower than fp32 by more than its runs vary: both quartiles say so."""
-        return self.ratio is not None and not self.ratio.low <= 1.0 <= self.ratio.high
+        """Whether it is faster or slower than fp32: in more of the turns than chance explains."""
+        return is_beyond_chance(self.ratios)
 
 
 @dataclass(frozen=True)
@@ -129,7 +134,7 @@ class Bench:
         """
         found: dict[str, Any] = {"hmpx_bench": SCHEMA, **asdict(self)}
         found["variants"] = {each.name: asdict(each) for each in self.variants}
-        return written(json.dumps(found, indent=1) + "\n", path)[:-1]
+        return written(json.dumps(plain(found), indent=1, allow_nan=False) + "\n", path)[:-1]
 
     def __str__(self) -> str:
         return text.text(self)

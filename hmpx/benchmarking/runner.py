@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -35,7 +36,7 @@ class Runner:
         model: The model, if one was given instead of a step.
         inputs: What the model is called with.
         run_times: Seconds of a step, for each run.
-        losses: What each step returned, if that is a number.
+        losses: What each step returned, if that is a real number.
         outputs: What the first step returned, if that is no number.
         error: What ended it, or None.
         memory_bytes: What `measure_memory` found.
@@ -48,10 +49,11 @@ class Runner:
     model: nn.Module | None = None
     inputs: Any = None
     run_times: list[float] = field(default_factory=list)
-    losses: list[Tensor | float] = field(default_factory=list)
+    losses: list[float] = field(default_factory=list)
     outputs: list[Tensor] | None = None
     error: BaseException | None = None
     memory_bytes: int | None = None
+    _returned: list[Tensor | float] = field(default_factory=list)
     _steps: int = 1
     _frozen: freezing.Frozen | None = None
 
@@ -66,10 +68,11 @@ class Runner:
             for _ in range(steps):
                 self._noted(self.step())
             self.synchronize()
-            start = self.conditions.clock()
+            start = time.perf_counter()  # a step that waits takes no processor time, but the user's
             self._noted(self.step())
             self.synchronize()
-            elapsed_s = self.conditions.clock() - start
+            elapsed_s = time.perf_counter() - start
+            self._read()
         self._steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(elapsed_s, 1e-9))))
 
     def run(self) -> None:
@@ -82,6 +85,7 @@ class Runner:
                 self._noted(self.step())  # at once: a loss keeps the step's activations alive
             self.synchronize()
             self.run_times.append((self.conditions.clock() - start) / self._steps)
+            self._read()
 
     def measure_memory(self) -> None:
         """Makes one more step, whose memory is measured."""
@@ -111,11 +115,20 @@ class Runner:
 
     def _noted(self, returned: Any) -> None:
         if isinstance(returned, (int, float)):
-            self.losses.append(float(returned))
-        elif isinstance(returned, Tensor) and returned.numel() == 1:
-            self.losses.append(returned.detach())
+            self._returned.append(float(returned))
+        elif _is_real_number(returned):
+            self._returned.append(returned.detach())
         elif self.outputs is None:
             self.outputs = [each.detach().clone() for each in floats_of(returned)]
+
+    def _read(self) -> None:
+        """Reads the losses from the device, which waits for it: not while steps are timed."""
+        self.losses += map(float, self._returned)
+        self._returned.clear()
+
+
+def _is_real_number(returned: Any) -> bool:
+    return isinstance(returned, Tensor) and returned.numel() == 1 and not returned.is_complex()
 
 
 def made(

@@ -7,11 +7,15 @@ from typing import TYPE_CHECKING
 
 from ..reports import Column, clean, column_rows, size, wrapped
 from .variants import BASE
+from .verdict import broken, verdict
 
 if TYPE_CHECKING:
-    from .result import Bench, Measured, Quartiles
+    from .result import Bench, Measured
 
 _NOTHING = "-"
+
+#: What is less is shown in the next smaller unit.
+_ROUNDED_TO_ONE = 0.9995
 
 
 def text(bench: Bench) -> str:
@@ -25,6 +29,8 @@ def _lines(bench: Bench) -> Iterator[str]:
     yield from ("".join(cells).rstrip() for cells in column_rows(_columns(bench)))
     yield ""
     yield from wrapped(verdict(bench))
+    for line in broken(bench):
+        yield from wrapped(line)
     for each in bench.variants:
         if each.error is not None:
             yield from wrapped(f"{each.label} failed: {clean(each.error)}")
@@ -38,24 +44,6 @@ def headline(bench: Bench) -> str:
     threads = "1 thread" if bench.threads == 1 else f"{bench.threads} threads"
     clock = ", processor time" if bench.clock == "cpu" else ""
     return f"{clean(bench.device)}, {threads}: {runs} each, in turns{clock}"
-
-
-def verdict(bench: Bench) -> str:
-    """Returns which variant is fastest, and how much time that saves."""
-    timed = [each for each in bench.variants if each.ratio is not None and each.name != BASE]
-    if not timed:
-        return "Nothing to compare fp32 with."
-    best = min(timed, key=lambda each: _median(each.ratio))
-    took = f"{best.label}: {_median(best.ratio):.2f} of fp32's time"
-    if not best.is_other:
-        return f"None is faster than fp32. The nearest, {took}, is equal within what runs vary."
-    if _median(best.ratio) < 1.0:
-        return f"Fastest is {took}."
-    return f"None is faster than fp32. The nearest is {took}."
-
-
-def _median(quartiles: Quartiles | None) -> float:
-    return float("inf") if quartiles is None else quartiles.median
 
 
 def _columns(bench: Bench) -> list[Column]:
@@ -99,9 +87,14 @@ def _time(row: Measured) -> str:
         return _NOTHING
     seconds = row.step_s.median
     for unit, factor in (("s", 1.0), ("ms", 1e3)):
-        if seconds * factor >= 1.0:
-            return f"{seconds * factor:.3g} {unit}"
-    return f"{seconds * 1e6:.3g} us"
+        if seconds * factor >= _ROUNDED_TO_ONE:
+            return f"{_figure(seconds * factor)} {unit}"
+    return f"{_figure(seconds * 1e6)} us"
+
+
+def _figure(value: float) -> str:
+    """Returns three figures, and all those before the point."""
+    return f"{value:.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 from collections.abc import Callable, Sequence
 
 import torch
@@ -96,8 +97,9 @@ def _measured(runner: Runner, base: Runner, common: int) -> Measured:
     if runner.error is not None:
         return Measured(variant.name, variant.label, error=said_by(runner.error))
     ratios = [own / of_base for own, of_base in zip(runner.run_times, base.run_times, strict=True)]
-    loss = float(runner.losses[common - 1]) if common else None
-    difference = None if loss is None else loss - float(base.losses[common - 1])
+    loss = runner.losses[common - 1] if common else None
+    difference = None if loss is None else loss - base.losses[common - 1]
+    steps = range(1, common + 1)
     error = None
     if runner.outputs and base.outputs:
         error = _relative_error(runner.outputs, base.outputs)
@@ -105,25 +107,31 @@ def _measured(runner: Runner, base: Runner, common: int) -> Measured:
         variant.name,
         variant.label,
         ratio=Quartiles.of(ratios),
+        ratios=tuple(ratios),
         step_s=Quartiles.of(runner.run_times),
         steps=runner.steps_per_run,
         loss=loss,
         loss_step=common,
         loss_difference=difference,
+        not_finite_at=next((n for n in steps if not math.isfinite(runner.losses[n - 1])), None),
         output_error=error,
         memory_bytes=runner.memory_bytes,
     )
 
 
 def _relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
-    """Returns the norm of the difference divided by that of what is expected; None if shapes differ."""
+    """Returns the norm of the difference divided by that of what is expected; None if shapes differ.
+
+    Infinities and NaN that are expected and found, as those of a mask, are no difference.
+    """
     if [each.shape for each in found] != [each.shape for each in expected]:
         return None
-    difference = sum(
-        float((a.double() - b.double()).square().sum())
-        for a, b in zip(found, expected, strict=True)
-    )
-    whole = sum(float(each.double().square().sum()) for each in expected)
-    if not whole:
-        return None if difference else 0.0
-    return float((difference / whole) ** 0.5)
+    difference = whole = 0.0
+    for a, b in zip(found, expected, strict=True):
+        actual, exact = a.double(), b.double()
+        is_same = (actual == exact) | (actual.isnan() & exact.isnan())
+        difference += float((actual - exact).masked_fill(is_same, 0.0).square().sum())
+        whole += float(exact.masked_fill(~exact.isfinite(), 0.0).square().sum())
+    if whole:
+        return float((difference / whole) ** 0.5)
+    return None if 0.0 < difference < math.inf else difference

@@ -8,7 +8,7 @@ import os
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from ..reports import csv_lines, written
+from ..reports import csv_lines, plain, written
 from . import html_page, text
 from .rows import ComparedGradient, ComparedSite
 
@@ -61,7 +61,7 @@ class Comparison:
             OptionError: The file can't be written.
         """
         found = {"hmpx_comparison": SCHEMA, **asdict(self)}
-        return written(json.dumps(_plain(found), indent=1, allow_nan=False) + "\n", path)[:-1]
+        return written(json.dumps(plain(found), indent=1, allow_nan=False) + "\n", path)[:-1]
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns the rows as CSV, and writes them to ``path`` if that is given.
@@ -86,15 +86,6 @@ class Comparison:
 
     def _repr_html_(self) -> str:
         return html_page.notebook_part(self)
-
-
-def _plain(value: Any) -> Any:
-    """Returns a value that JSON has."""
-    if isinstance(value, float):
-        return value if math.isfinite(value) else str(value)
-    if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
-    return [_plain(each) for each in value] if isinstance(value, (list, tuple)) else value
 
 
 def _cell(value: Any) -> Any:

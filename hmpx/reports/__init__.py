@@ -14,7 +14,7 @@ from .cells import (
     wrapped,
 )
 from .export import csv_lines
-from .files import written
+from .files import plain, written
 from .groups import Groups, grouped
 from .memory import KINDS, Memory, Moment, saved_text
 from .pages import page_file, rendered
@@ -44,6 +44,7 @@ __all__ = [
     "located",
     "merged",
     "page_file",
+    "plain",
     "read_json",
     "rendered",
     "saved_text",

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
 import os
 from pathlib import Path
+from typing import Any
 
 from ..errors import OptionError, said_by
 
@@ -22,3 +24,12 @@ def written(found: str, path: str | os.PathLike[str] | None) -> str:
         except (OSError, ValueError) as error:
             raise OptionError(f"can't write {os.fspath(path)}: {said_by(error)}") from error
     return found
+
+
+def plain(value: Any) -> Any:
+    """Returns a value that JSON has: what is no finite number becomes ``"nan"`` or ``"inf"``."""
+    if isinstance(value, float):
+        return value if math.isfinite(value) else str(value)
+    if isinstance(value, dict):
+        return {name: plain(each) for name, each in value.items()}
+    return [plain(each) for each in value] if isinstance(value, (list, tuple)) else value

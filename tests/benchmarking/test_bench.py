@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -13,7 +14,8 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.benchmarking import VARIANTS, Quartiles
+from hmpx.benchmarking import VARIANTS, Bench, Measured, Quartiles
+from hmpx.benchmarking.chance import is_beyond_chance
 from hmpx.benchmarking.memory import peak_bytes
 
 QUICK: dict[str, Any] = {"device": "cpu", "runs": 2, "warmup": 1, "run_s": 0.0, "threads": 1}
@@ -82,7 +84,7 @@ def test_what_variants_run_under() -> None:
 
 
 def test_a_slow_variant_is_seen_to_be_slow() -> None:
-    """By the ratio, by the verdict, and by quartiles that leave out 1."""
+    """By the ratio, by the verdict, and in all turns."""
 
     def make() -> Callable[[], None]:
         x = torch.randn(64, 64)
@@ -93,12 +95,139 @@ def test_a_slow_variant_is_seen_to_be_slow() -> None:
 
         return step
 
-    found = hmpx.bench(make, variants=["never"], clock="cpu", **{**QUICK, "runs": 5})
+    found = hmpx.bench(make, variants=["never"], clock="cpu", **{**QUICK, "runs": 6})
     slow = found.variant("never")
     assert slow.ratio is not None
     assert slow.ratio.low > 5
     assert slow.is_other
     assert "None is faster than fp32. The nearest is hmpx never" in str(found)
+
+
+@pytest.mark.parametrize(
+    ("below", "above", "expected"),
+    [(6, 0, True), (5, 0, False), (1, 0, False), (9, 1, True), (8, 2, False), (2, 8, False), (1, 9, True)],
+)  # fmt: skip
+def test_what_chance_explains(below: int, above: int, expected: bool) -> None:
+    """Six heads of six coins are rarer than one in sixty, and nine of ten, but not eight of ten."""
+    assert is_beyond_chance([0.9] * below + [1.2] * above) is expected
+
+
+def test_less_than_a_hundredth_is_no_difference() -> None:
+    """However often: it is what a place in the turn may take."""
+    assert not is_beyond_chance([0.995] * 50)
+
+
+def test_equal_variants_are_rarely_held_to_be_faster() -> None:
+    """In less than one of fifteen benchmarks of four of them, with times that jump as those of busy machines."""
+    draws = random.Random(0)
+    wrong = 0
+    for _ in range(500):
+        turns = [[draws.lognormvariate(0, 0.2) for _ in range(5)] for _ in range(10)]
+        rows = {f"v{i}": [turn[i] / turn[0] for turn in turns] for i in range(1, 5)}
+        wrong += "Fastest" in str(bench_of(**rows))
+    assert wrong < 500 / 15
+
+
+def bench_of(**ratios: list[float]) -> Bench:
+    """Returns a benchmark in which variants had these ratios."""
+    (runs,) = {len(each) for each in ratios.values()}
+    rows = [measured("fp32", [1.0] * runs), *(measured(*each) for each in ratios.items())]
+    return Bench("cpu", 1, "wall", runs, 0, tuple(rows))
+
+
+def measured(name: str, ratios: list[float], **found: Any) -> Measured:
+    times = Quartiles(1.0, 1.0, 1.0)
+    return Measured(name, name, None, Quartiles.of(ratios), tuple(ratios), times, **found)
+
+
+NOISE = [0.8, 1.1, 0.9, 1.2, 0.7, 1.0, 0.6, 1.3, 0.8, 0.9]
+
+
+@pytest.mark.parametrize(
+    ("ratios", "message"),
+    [
+        ({"a": [0.5] * 5}, "5 runs are too few to tell whether any differs from fp32: 6 are the least."),
+        ({"a": [0.5]}, "1 run is too few"),
+        ({"a": [0.9] * 10, "b": NOISE}, "Fastest is a: 0.90 of fp32's time. Equal to it within what runs vary: b."),
+        ({"a": [0.6] * 10, "b": [0.9] * 10}, "Fastest is a: 0.60 of fp32's time.\n"),
+        ({"a": NOISE}, "None is faster than fp32. The nearest, a: 0.90 of fp32's time, is equal within"),
+        ({"a": [1.5] * 10}, "None is faster than fp32. The nearest is a: 1.50 of fp32's time."),
+    ],
+    ids=["few", "one", "noisy", "clear", "equal", "slower"],
+)  # fmt: skip
+def test_verdict(ratios: dict[str, list[float]], message: str) -> None:
+    """It claims what most turns show: a noisy variant does not hide one that is faster in each of them."""
+    verdict = " ".join(str(bench_of(**ratios)).split("\n\n")[2].split())
+    assert verdict.startswith(message.rstrip())
+    assert ("Equal to it" in verdict) == ("Equal to it" in message)
+
+
+def test_a_variant_without_a_number_is_not_the_fastest(tmp_path: Any) -> None:
+    """However fast: its loss is named, and JSON has no NaN."""
+    fp32 = measured("fp32", [1.0] * 10, loss=1.0, loss_step=9)
+    nan = float("nan")
+    fast = measured("a", [0.1] * 10, loss=nan, loss_step=9, loss_difference=nan, not_finite_at=3)
+    found = Bench("cpu", 1, "wall", 10, 0, (fp32, fast, measured("b", [0.5] * 10)))
+    assert "Fastest is b" in str(found)
+    assert "The loss of a is NaN or infinite at step 3." in str(found)
+
+    def refuse(constant: str) -> None:
+        pytest.fail(constant)
+
+    read = json.loads(found.to_json(), parse_constant=refuse)
+    assert read["variants"]["a"]["loss"] == "nan"
+    assert read["variants"]["a"]["ratios"] == [0.1] * 10
+
+
+def test_losses_that_are_no_numbers_are_found() -> None:
+    """Where fp32 diverges, too, none is worse than it."""
+
+    def make(is_fp32_finite: bool) -> Callable[[], Tensor]:
+        count = [0]
+
+        def step() -> Tensor:
+            count[0] += 1
+            is_nan = count[0] > 2 and (hmpx.is_converted() or not is_fp32_finite)
+            return torch.tensor(float("nan") if is_nan else 1.0)
+
+        return step
+
+    found = hmpx.bench(lambda: make(True), variants=["never"], **QUICK)
+    assert [each.not_finite_at for each in found.variants] == [None, 3]
+    assert "Nothing to compare fp32 with." in str(found)
+    assert "Nothing to compare" not in str(
+        hmpx.bench(lambda: make(False), variants=["never"], **QUICK)
+    )
+
+
+def test_infinities_of_fp32_are_no_error() -> None:
+    """As those of masked logits; where only the variant has them, they are."""
+
+    def make(value: float) -> Callable[[], Tensor]:
+        return lambda: torch.tensor([value if hmpx.is_converted() else -torch.inf, 1.0])
+
+    masked = hmpx.bench(lambda: make(-torch.inf), variants=["never"], **QUICK)
+    assert masked.variant("never").output_error == 0.0
+    other = hmpx.bench(lambda: make(torch.nan), variants=["never"], **QUICK)
+    assert "The output of hmpx never is NaN or infinite where that of fp32 is not." in str(other)
+
+
+def test_a_step_that_waits_does_not_make_a_run_long() -> None:
+    """Steps of a run are counted by the time that they take, whichever clock measures them."""
+    found = hmpx.bench(
+        lambda: lambda: time.sleep(0.01), variants=[], clock="cpu", **{**QUICK, "run_s": 0.02}
+    )
+    assert found.variant("fp32").steps <= 2
+
+
+@pytest.mark.parametrize(
+    ("seconds", "shown"),
+    [(0.9996, "1 s"), (0.0009996, "1 ms"), (0.9994, "999 ms"), (2e-7, "0.2 us"), (1234.0, "1234 s")],
+)  # fmt: skip
+def test_times_are_readable(seconds: float, shown: str) -> None:
+    """Without exponents where rounding carries over."""
+    row = Measured("fp32", "fp32", step_s=Quartiles.of([seconds]))
+    assert f" {shown}" in str(Bench("cpu", 1, "wall", 1, 0, (row,)))
 
 
 def test_a_model_is_run_without_gradients_and_frozen() -> None:
