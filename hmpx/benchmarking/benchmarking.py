@@ -10,10 +10,11 @@ from typing import Any, Final
 
 import torch
 
-from .. import arguments, compute, session
-from ..errors import BenchError, HmpxError, OptionError, said_by, shown, suggestion
+from .. import arguments, compute, observers, session
+from ..errors import BenchError, HmpxError, OptionError, shown, suggestion
 from ..tensors import default_device_types, parse_device_type
 from . import turns
+from .failures import FAILURES, told
 from .randomness import Randomness
 from .result import Bench, Measured
 from .runner import Runner, made
@@ -23,6 +24,9 @@ from .variants import BASE, DEFAULT, VARIANTS, Conditions
 _DECIDED: Final = {"legalize": "variants", "device_types": "device"}
 
 _CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.process_time}
+
+#: Numpy's generator takes no larger one.
+_MOST_SEED: Final = 2**32 - 1
 
 #: Where the upper quartile of fp32's own times is so many times the lower one, the figures say little.
 _NOISY: Final = 1.3
@@ -72,10 +76,12 @@ def bench(
         **conversion: Options of `hmpx.convert`, for all of hmpx's variants.
 
     Returns:
-        All figures. What a variant's step raises, other than fp32's, is in them.
+        All figures. What a variant's step raises, other than fp32's, is in them. After Ctrl-C, those of the
+        runs that all variants have had.
 
     Raises:
-        BenchError: torch is converted already, ``make`` returns no step, or fp32's raises an error.
+        BenchError: torch is converted already, or under observation; casts are switched off; ``make``
+            returns no step or sets another number of threads; fp32's step raises an error.
         OptionError: An argument has a value that it can't have.
 
     Example:
@@ -90,6 +96,8 @@ def bench(
     runs = _whole("runs", runs, 1)
     warmup = _whole("warmup", warmup, 0)
     seed = _whole("seed", seed, 0)
+    if seed > _MOST_SEED:
+        raise OptionError(f"seed must be at most {_MOST_SEED}, not {shown(seed)}")
     if not isinstance(run_s, (int, float)) or not 0 <= run_s < math.inf:
         raise OptionError(f"run_s must be seconds, 0 or more, not {shown(run_s)}")
     if threads is not None:
@@ -97,25 +105,38 @@ def bench(
     for name, ours in _DECIDED.items():
         if name in conversion:
             raise OptionError(f"bench decides {name} itself; it takes {ours} instead")
+    if conversion.get("isVerbose"):
+        raise OptionError(
+            "isVerbose logs while steps are timed, of hmpx's variants only: leave it out"
+        )
     if session.is_converted():
         raise BenchError(
             "torch is converted already, and fp32 needs it as it is: hmpx.revert() first"
         )
+    if observers.ATTACHED.value:
+        raise BenchError(
+            "an observer is attached, such as hmpx.record() or hmpx.watch(), which slows hmpx's variants "
+            "only: end it, or detach it, before the benchmark"
+        )
     conditions = _conditions(device, clock, conversion)
     with _threads(threads), contextlib.ExitStack() as on_exit:
-        runners = _runners(make, inputs, names, conditions, seed)
-        for runner in runners:
+        runners = []
+        for runner in _runners(make, inputs, names, conditions, seed):
             on_exit.callback(runner.close)
-        turns.take(runners, runs, warmup, run_s, progress)
+            runners.append(runner)
+        _check_threads(threads)
+        finished = turns.take(runners, runs, warmup, run_s, progress)
         measured = turns.summarized(runners)
         return Bench(
             _name_of_device(conditions.device_type),
             torch.get_num_threads(),
             clock,
-            runs,
+            finished,
             seed,
             measured,
-            tuple(_notes(measured, conditions)),
+            (*_interrupted(finished, runs), *_notes(measured, conditions)),
+            finished < runs,
+            "" if finished < runs else turns.low_op_of(runners[0]),
         )
 
 
@@ -147,11 +168,30 @@ def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -
         device_type = parse_device_type("device", device)
     with session.convert(device_types={device_type}, **conversion) as tried:
         low = tried.policy.low_precision_type
+        if not session.casts_enabled() or torch.is_autocast_enabled(device_type):
+            raise BenchError(
+                "bench is called inside of hmpx.disable_casts() or a region of torch.autocast, which its "
+                "variants would be in as well: call it outside"
+            )
     clock = arguments.choice("clock", clock, _CLOCKS)
     if clock == "cpu" and device_type != "cpu":
         raise OptionError(f"clock='cpu' says nothing of {device_type}, which computes meanwhile")
     low_dtype = low if isinstance(low, torch.dtype) else None
     return Conditions(device_type, low_dtype, conversion, _CLOCKS[clock])
+
+
+def _check_threads(asked: int | None) -> None:
+    count = torch.get_num_threads()
+    if asked is not None and count != asked:
+        raise BenchError(
+            f"make() sets torch's threads to {count}, and the benchmark was asked for {asked}: leave "
+            "torch.set_num_threads() out of it, or the number of threads out of the benchmark's arguments"
+        )
+
+
+def _interrupted(finished: int, runs: int) -> Iterator[str]:
+    if finished < runs:
+        yield f"Interrupted: {finished} of {runs} runs."
 
 
 @contextlib.contextmanager
@@ -173,8 +213,8 @@ def _runners(
     names: Sequence[str] | None,
     conditions: Conditions,
     seed: int,
-) -> list[Runner]:
-    """Returns a runner for each variant.
+) -> Iterator[Runner]:
+    """Yields a runner for each variant.
 
     Raises:
         BenchError: There is no step, or it can't be made, or not run as a variant that was asked for.
@@ -198,7 +238,7 @@ def _runners(
             step, model, given = _made(make, inputs, [each.model for each in runners])
         step = conditions.step(variant, step)
         runners.append(Runner(variant, conditions, randomness, step, model, given))
-    return runners
+        yield runners[-1]
 
 
 def _made(
@@ -208,8 +248,8 @@ def _made(
         found = made(make, inputs, taken)
     except HmpxError:
         raise
-    except Exception as error:
-        raise BenchError(f"the step can't be made: {said_by(error)}") from error
+    except FAILURES as error:
+        raise BenchError(f"the step can't be made: {told(error)}") from error
     if session.is_converted():
         session.revert()
         raise BenchError("make() converts torch, which bench does itself: leave hmpx.convert() out")

@@ -24,7 +24,7 @@ class Randomness:
         """Draws from the variant's generators inside the block, from the user's after it."""
         outside = _state(self._device_type)
         if self._state is None:
-            _seed(self._seed)
+            set_seed(self._seed)
         else:
             _restore(self._device_type, self._state)
         try:
@@ -34,7 +34,8 @@ class Randomness:
             _restore(self._device_type, outside)
 
 
-def _seed(seed: int) -> None:
+def set_seed(seed: int) -> None:
+    """Lets all generators begin with ``seed``, below 2**32."""
     torch.manual_seed(seed)  # of all devices
     random.seed(seed)
     numpy = sys.modules.get("numpy")

@@ -48,6 +48,7 @@ class Measured:
         name: As it was asked for: ``"fp32"``, ``"auto"``.
         label: As the table shows it.
         error: What ended it, and nothing else is known then; None if it ran.
+        error_location: The user's line that the error came from, ``"train.py:12"``, if known.
         ratio: The middle of ``ratios``.
         ratios: For each turn, the time of its run divided by that of fp32's.
         step_s: Seconds of a step: the middle of all runs.
@@ -65,6 +66,7 @@ class Measured:
     name: str
     label: str
     error: str | None = None
+    error_location: str = ""
     ratio: Quartiles | None = None
     ratios: tuple[float, ...] = ()
     step_s: Quartiles | None = None
@@ -92,10 +94,13 @@ class Bench:
         device: What it ran on.
         threads: Of torch, on the CPU.
         clock: ``"wall"`` or ``"cpu"``: what the seconds are.
-        runs: How many runs each variant had.
+        runs: How many runs each variant had: fewer than asked for, if the user interrupted it.
         seed: What each variant's random numbers began with.
         variants: What was measured, fp32 first.
         notes: What else there is to know.
+        is_interrupted: Whether the user ended it before all runs.
+        low_op: The first op of fp32's step that is in low precision by the step's own doing, and where:
+            ``"linear gives bfloat16, at train.py:12"``. Then there is no verdict. ``""`` if none is.
 
     Example:
         >>> def make_step():
@@ -113,6 +118,8 @@ class Bench:
     seed: int
     variants: tuple[Measured, ...]
     notes: tuple[str, ...] = ()
+    is_interrupted: bool = False
+    low_op: str = ""
 
     def variant(self, name: str) -> Measured:
         """Returns what was measured of one variant.

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
+import numbers
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -16,8 +17,10 @@ from torch import Tensor, nn
 from .. import arguments, freezing
 from ..errors import BenchError, shown
 from ..tensors import floats_of
+from .baseline import low_op_of
 from .memory import peak_bytes
 from .randomness import Randomness
+from .sharing import trained
 from .variants import Conditions, Variant
 
 #: Most steps of a run.
@@ -36,10 +39,11 @@ class Runner:
         model: The model, if one was given instead of a step.
         inputs: What the model is called with.
         run_times: Seconds of a step, for each run.
-        losses: What each step returned, if that is a real number.
-        outputs: What the first step returned, if that is no number.
+        losses: What each step returned, or named ``loss``, if that is a real number.
+        outputs: The tensors that the first step returned, if that is no number alone.
         error: What ended it, or None.
         memory_bytes: What `measure_memory` found.
+        trained: The parameters that its optimizers stepped while it warmed up.
     """
 
     variant: Variant
@@ -53,9 +57,17 @@ class Runner:
     outputs: list[Tensor] | None = None
     error: BaseException | None = None
     memory_bytes: int | None = None
+    trained: list[Tensor] = field(default_factory=list)
     _returned: list[Tensor | float] = field(default_factory=list)
     _steps: int = 1
     _frozen: freezing.Frozen | None = None
+    _was_training: list[tuple[nn.Module, bool]] = field(default_factory=list)
+
+    def __post_init__(self) -> None:
+        """Puts a model into evaluation mode."""
+        if self.model is not None:
+            self._was_training = [(each, each.training) for each in self.model.modules()]
+            self.model.eval()
 
     @property
     def steps_per_run(self) -> int:
@@ -64,9 +76,9 @@ class Runner:
 
     def warm_up(self, steps: int, run_s: float) -> None:
         """Makes some steps, and decides how many a run has: as many as ``run_s`` has time for."""
-        with self._region():
+        with self._region(), trained() as self.trained:
             for _ in range(steps):
-                self._noted(self.step())
+                self._noted(arguments.has_run("the step", self.step()))
             self.synchronize()
             start = time.perf_counter()  # a step that waits takes no processor time, but the user's
             self._noted(self.step())
@@ -78,7 +90,7 @@ class Runner:
     def run(self) -> None:
         """Makes one step that is not timed, as torch has just been changed, and then those that are."""
         with self._region():
-            self._noted(self.step())
+            self._noted(arguments.has_run("the step", self.step()))
             self.synchronize()
             start = self.conditions.clock()
             for _ in range(self._steps):
@@ -88,14 +100,22 @@ class Runner:
             self._read()
 
     def measure_memory(self) -> None:
-        """Makes one more step, whose memory is measured."""
+        """Makes one step that may compile and cache, as torch has just been changed, and one that is measured."""
         with self._region():
+            self.step()
             self.memory_bytes = peak_bytes(self.step, self.conditions.device_type)
+
+    def low_op(self) -> str:
+        """Makes one more step, and returns its first op in low precision, as `low_op_of` says it."""
+        with self._region():
+            return low_op_of(self.step)
 
     def close(self) -> None:
         """Leaves the model as it was given."""
         if self._frozen is not None:
             self._frozen.undo()
+        for module, was_training in self._was_training:
+            module.training = was_training
 
     def synchronize(self) -> None:
         """Waits until the device has done all that it was asked to."""
@@ -114,11 +134,14 @@ class Runner:
             yield
 
     def _noted(self, returned: Any) -> None:
-        if isinstance(returned, (int, float)):
-            self._returned.append(float(returned))
-        elif _is_real_number(returned):
-            self._returned.append(returned.detach())
-        elif self.outputs is None:
+        loss: Any = returned.get("loss") if isinstance(returned, Mapping) else returned
+        if isinstance(loss, numbers.Real):
+            self._returned.append(float(loss))
+        elif _is_real_number(loss):
+            self._returned.append(loss.detach())
+        else:
+            loss = None
+        if self.outputs is None and (loss is None or loss is not returned):
             self.outputs = [each.detach().clone() for each in floats_of(returned)]
 
     def _read(self) -> None:
@@ -157,7 +180,7 @@ def made(
     is_given = isinstance(inputs, (Tensor, Mapping, list, tuple)) or not callable(inputs)
     given = inputs if is_given else inputs()
     args, kwargs = given_to(given)
-    model = (copy.deepcopy(found) if found in taken else found).eval()
+    model = copy.deepcopy(found) if found in taken else found
 
     def forward() -> Any:
         with torch.no_grad():

@@ -33,7 +33,8 @@ def _lines(bench: Bench) -> Iterator[str]:
         yield from wrapped(line)
     for each in bench.variants:
         if each.error is not None:
-            yield from wrapped(f"{each.label} failed: {clean(each.error)}")
+            where = f", at {clean(each.error_location)}" if each.error_location else ""
+            yield from wrapped(f"{each.label} failed: {clean(each.error)}{where}")
     for note in bench.notes:
         yield from wrapped(note)
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from .. import session
 from ..errors import BenchError, said_by
+from .failures import FAILURES, place_of, told
 from .result import Measured, Quartiles
 from .runner import Runner
 from .variants import BASE
@@ -22,10 +23,11 @@ def take(
     warmup: int,
     run_s: float,
     progress: Callable[[str], object] | None = None,
-) -> None:
+) -> int:
     """Lets each variant warm up, and then run in turns; the order is reversed every other turn.
 
-    A variant whose step raises an error keeps that, and takes no more turns.
+    A variant whose step raises an error keeps that, and takes no more turns. Ctrl-C after the first turn
+    ends them all; what was measured is kept.
 
     Args:
         runners: The variants, fp32 first.
@@ -34,8 +36,13 @@ def take(
         run_s: Seconds of a run.
         progress: Is called with a line of text before each turn.
 
+    Returns:
+        How many turns all have had.
+
     Raises:
-        BenchError: fp32's step raises an error, converts torch, or leaves the device unused.
+        KeyboardInterrupt: The user interrupted the first turn, or what is before it.
+        BenchError: fp32's step raises an error, converts torch, or leaves the device unused; variants
+            train one model.
     """
     say = progress or (lambda line: None)
     for runner in runners:
@@ -43,14 +50,34 @@ def take(
         _tried(runner, lambda each=runner: each.warm_up(warmup, run_s))  # type: ignore[misc]
         if runner.variant.name == BASE:
             _check_device(runner)
-    for turn in range(runs):
-        gc.collect()
-        say(f"run {turn + 1} of {runs}")
-        for runner in runners if turn % 2 == 0 else reversed(runners):
-            _tried(runner, runner.run)
-    say("memory")
-    for runner in runners:
-        _tried(runner, runner.measure_memory)
+    _check_models(runners)
+    try:
+        for turn in range(runs):
+            gc.collect()
+            say(f"run {turn + 1} of {runs}")
+            for runner in runners if turn % 2 == 0 else reversed(runners):
+                _tried(runner, runner.run)
+        say("memory")
+        for runner in runners:
+            _tried(runner, runner.measure_memory)
+    except KeyboardInterrupt:
+        finished = min(len(each.run_times) for each in runners if each.error is None)
+        if not finished:
+            raise
+        for each in runners:
+            del each.run_times[finished:]
+        return finished
+    return runs
+
+
+def low_op_of(base: Runner) -> str:
+    """Returns fp32's first op in low precision; ``""`` if there is none, or its step can't be looked into."""
+    try:
+        return base.low_op()
+    except (
+        FAILURES
+    ):  # it has run so far: what fails is to look into it, as where it calls what refuses modes
+        return ""
 
 
 def _tried(runner: Runner, part: Callable[[], None]) -> None:
@@ -58,12 +85,12 @@ def _tried(runner: Runner, part: Callable[[], None]) -> None:
         return
     try:
         part()
-    except Exception as error:
+    except FAILURES as error:
         runner.error = error
     if runner.variant.name != BASE:
         return
     if runner.error is not None:
-        raise BenchError(f"the step fails in fp32: {said_by(runner.error)}") from runner.error
+        raise BenchError(f"the step fails in fp32: {told(runner.error)}") from runner.error
     if session.is_converted():
         session.revert()
         raise BenchError(
@@ -81,6 +108,20 @@ def _check_device(runner: Runner) -> None:
         )
 
 
+def _check_models(runners: Sequence[Runner]) -> None:
+    """Raises an error if two variants have trained one model."""
+    owners: dict[int, Runner] = {}
+    for runner in runners:
+        for parameter in runner.trained:
+            owner = owners.setdefault(id(parameter), runner)
+            if owner is not runner:
+                raise BenchError(
+                    f"{owner.variant.label} and {runner.variant.label} train the same model, so each goes on "
+                    "from the other's weights: build model and optimizer in the function that makes the "
+                    "step, and not in a module that is imported once"
+                )
+
+
 # --- figures -------------------------------------------------------------------------------------
 
 
@@ -95,7 +136,8 @@ def summarized(runners: Sequence[Runner]) -> tuple[Measured, ...]:
 def _measured(runner: Runner, base: Runner, common: int) -> Measured:
     variant = runner.variant
     if runner.error is not None:
-        return Measured(variant.name, variant.label, error=said_by(runner.error))
+        said, where = said_by(runner.error), place_of(runner.error)
+        return Measured(variant.name, variant.label, error=said, error_location=where)
     ratios = [own / of_base for own, of_base in zip(runner.run_times, base.run_times, strict=True)]
     loss = runner.losses[common - 1] if common else None
     difference = None if loss is None else loss - base.losses[common - 1]

@@ -18,6 +18,11 @@ def verdict(bench: Bench) -> str:
 
     A variant without a finite loss or output, where fp32 has one, is not the fastest, however fast.
     """
+    if bench.low_op:
+        return (
+            f"No verdict: the row fp32 is not fp32, for in the step itself {bench.low_op}. Leave "
+            "torch.autocast, hmpx.convert() and low dtypes out of the step."
+        )
     others = [each for each in bench.variants if each.ratios and each.name != BASE]
     sound = [each for each in others if not _is_broken(each, bench.variants[0])]
     if not sound:

@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import sys
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
+import torch
 from torch import nn
 
+from ..arguments import has_run
 from . import functions, output
 from .options import add_command, add_list_options, list_options
+
+#: The exit status of a program that Ctrl-C ended.
+_INTERRUPTED: Final = 130
 
 
 def add_parser(commands: Any) -> None:
@@ -35,7 +40,8 @@ The file is run anew for each variant, with the same seed. What it runs by itsel
 `if __name__ == "__main__":`.
 
 exit status:
-  0; 1 if the step fails in some variant; 2 if it fails in float32, or the arguments are wrong
+  0; 1 if the step fails in some variant; 2 if it fails in float32, or the arguments are wrong;
+  130 after Ctrl-C, with a table of the runs until then
 
 examples:
   hmpx bench train.py:make_step
@@ -83,6 +89,7 @@ examples:
 def run(options: argparse.Namespace) -> int:
     """Runs the variants, prints the table and writes what was asked for."""
     source, name = functions.split(options.step)
+    output.check_writable("--json", options.json)
     inputs = _Inputs(source, options.inputs)
     from ..benchmarking import bench  # which takes a moment to import
 
@@ -94,20 +101,21 @@ def run(options: argparse.Namespace) -> int:
         "clock": options.clock,
         "seed": options.seed,
     }
-    found = bench(
-        _maker(source, name, inputs),
-        inputs,
-        variants=options.variants,
-        device=options.device,
-        progress=None if options.quiet else _say,
-        **{key: value for key, value in given.items() if value is not None},
-        **list_options(options),
-    )
-    lines = str(found).splitlines()
-    if options.json:
+    with functions.as_program(source):
+        found = bench(
+            _maker(source, name, inputs),
+            inputs,
+            variants=options.variants,
+            device=options.device,
+            progress=None if options.quiet else _say,
+            **{key: value for key, value in given.items() if value is not None},
+            **list_options(options),
+        )
+    output.show(str(found).splitlines())
+    if options.json:  # after the table, which is not lost if this fails
         found.to_json(options.json)
-        lines += ["", f"wrote {options.json}"]
-    return output.show(lines, status=any(each.error is not None for each in found.variants))
+        output.show(["", f"wrote {options.json}"])
+    return _INTERRUPTED if found.is_interrupted else int(any(each.error for each in found.variants))
 
 
 def _say(line: str) -> None:
@@ -121,6 +129,11 @@ class _Inputs:
         self._source, self._name = source, name
 
     def __call__(self) -> Any:
+        if self._name is None and not hasattr(functions.imported(self._source), "inputs"):
+            raise functions.FunctionError(
+                f"{self._source} has no function `inputs`, which returns what the model is called with; write "
+                "it, or name another with --inputs"
+            )
         source, name = functions.split(self._name or "inputs", self._source)
         return functions.found(source, name)()
 
@@ -134,15 +147,29 @@ class _Inputs:
 
 def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
     """Returns what makes a step: runs the file anew, and calls the function unless it is the step."""
+    is_step = False
+
+    def function() -> Any:
+        found = functions.function_of(functions.imported(source, anew=True), source, name)
+        if not callable(found):
+            raise functions.FunctionError(f"{source}:{name} is not a function")
+        return found
 
     def make() -> Any:
-        function = functions.function_of(functions.imported(source, anew=True), source, name)
-        if not callable(function):
-            raise functions.FunctionError(f"{source}:{name} is not a function")
-        made = function()
+        nonlocal is_step
+        if is_step:
+            return function()
+        from ..benchmarking import set_seed
+
+        seed = torch.initial_seed()
+        made = has_run(f"{source}:{name}", function()())
         if isinstance(made, nn.Module):
             return made
         inputs.refuse()
-        return made if callable(made) else function
+        if callable(made):
+            return made
+        is_step = True  # and it has run once: what it changed is made anew
+        set_seed(seed)
+        return function()
 
     return make

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import importlib
 import importlib.util
 import sys
 import types
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 from ..errors import HmpxError, said_by, suggestion
+from ..frames import located
 from . import scripts
 
 
@@ -33,6 +36,17 @@ def split(text: str, default: str = "") -> tuple[str, str]:
     if not source or not name:
         raise FunctionError(f"{text}: name a file and a function in it, as in train.py:build_model")
     return source, name
+
+
+@contextlib.contextmanager
+def as_program(source: str) -> Iterator[None]:
+    """Inside of the block a file or module sees itself as the program, which was given no arguments."""
+    before = sys.argv
+    sys.argv = [source]
+    try:
+        yield
+    finally:
+        sys.argv = before
 
 
 def found(source: str, name: str) -> Any:
@@ -81,9 +95,15 @@ def imported(source: str, *, anew: bool = False) -> types.ModuleType:
         return _executed(spec, source) if anew and spec is not None else module
     except HmpxError:
         raise
-    except Exception as error:
+    except (SyntaxError, ModuleNotFoundError, FileNotFoundError) as error:
+        raise FunctionError(f"{source} can't be imported: {said_by(error)}") from error
+    except (Exception, SystemExit) as error:
+        from ..recording import raised_at  # which takes a moment to import
+
+        where = raised_at(error)
+        at = f", at {located(where)}" if where else ""
         raise FunctionError(
-            f"{source} can't be imported: {said_by(error)}; what it runs belongs under "
+            f"{source} can't be imported: {said_by(error)}{at}; what it runs belongs under "
             '`if __name__ == "__main__":`'
         ) from error
 

@@ -8,7 +8,10 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
 from typing import Any, Final
+
+from ..errors import OptionError, short
 
 #: Names of colours -> what terminals take for them.
 _COLOURS: Final = {"blue": "34", "bold": "1", "dim": "2", "red": "31", "yellow": "33"}
@@ -31,6 +34,21 @@ def show(lines: Iterable[str], status: int = 0) -> int:
         # discards what is still buffered, or the interpreter complains when it exits
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return status
+
+
+def check_writable(option: str, name: str | None) -> None:
+    """Finds a file that can't be written before anything runs that takes long.
+
+    Raises:
+        OptionError: It is a directory, or in one that does not exist.
+    """
+    if name is None:
+        return
+    if Path(name).is_dir():
+        raise OptionError(f"{option} {short(name)} is a directory; name a file in it")
+    if not Path(name).parent.is_dir():
+        directory = short(str(Path(name).parent))
+        raise OptionError(f"{option} {short(name)}: there is no directory {directory}")
 
 
 def complain(message: str) -> None:

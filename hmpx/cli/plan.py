@@ -69,7 +69,14 @@ examples:
 
 def run(options: argparse.Namespace) -> int:
     """Plans, prints the plan and writes what was asked for."""
+    output.check_writable("--html", options.html)
+    output.check_writable("--json", options.json)
     source, name = functions.split(options.model)
+    with functions.as_program(source):
+        return _run(options, source, name)
+
+
+def _run(options: argparse.Namespace, source: str, name: str) -> int:
     model = functions.found(source, name)
     inputs = functions.found(*functions.split(options.inputs, source))
     loss = None

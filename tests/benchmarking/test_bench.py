@@ -5,6 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import random
+import re
+import sys
 import time
 from collections.abc import Callable
 from typing import Any
@@ -80,7 +82,8 @@ def test_what_variants_run_under() -> None:
     fp32, autocast, auto = (False, False), (False, True), (True, False)
     warming = [fp32, autocast, auto]
     turn = [fp32, fp32, autocast, autocast, auto, auto]
-    assert seen == [*warming, *turn, *reversed(turn), *warming]  # the last are for memory
+    memory = turn  # where the first step of each may compile anew
+    assert seen == [*warming, *turn, *reversed(turn), *memory, fp32]  # the last looks for low ops
 
 
 def test_a_slow_variant_is_seen_to_be_slow() -> None:
@@ -137,7 +140,9 @@ def bench_of(**ratios: list[float]) -> Bench:
 
 def measured(name: str, ratios: list[float], **found: Any) -> Measured:
     times = Quartiles(1.0, 1.0, 1.0)
-    return Measured(name, name, None, Quartiles.of(ratios), tuple(ratios), times, **found)
+    return Measured(
+        name, name, ratio=Quartiles.of(ratios), ratios=tuple(ratios), step_s=times, **found
+    )
 
 
 NOISE = [0.8, 1.1, 0.9, 1.2, 0.7, 1.0, 0.6, 1.3, 0.8, 0.9]
@@ -235,7 +240,10 @@ def test_a_model_is_run_without_gradients_and_frozen() -> None:
     model = nn.Sequential(nn.Linear(64, 64), nn.Dropout(), nn.Linear(64, 8)).eval()
     weight = model[0].weight.detach().clone()
     x = torch.randn(4, 64)
+    model.train()[1].eval()
     found = hmpx.bench(lambda: model, x, variants=["always", "frozen"], **QUICK)
+    assert [each.training for each in model.modules()] == [True, True, False, True]
+    model.eval()
     with torch.no_grad():
         exact = model(x)
         with hmpx.convert(device_types={"cpu"}, legalize="always"):
@@ -271,9 +279,13 @@ def test_a_variant_that_fails_is_reported() -> None:
 
     found = hmpx.bench(make, variants=["autocast", "never"], **QUICK)
     assert found.variant("autocast").error == "ValueError: not in here"
+    where = found.variant("autocast").error_location
+    assert re.fullmatch(r".*test_bench\.py:\d+", where)
     assert found.variant("autocast").ratio is None
     assert found.variant("never").ratio is not None
-    assert "torch.autocast failed: ValueError: not in here" in str(found)
+    assert f"torch.autocast failed: ValueError: not in here, at {where}" in " ".join(
+        str(found).split()
+    )
 
 
 def test_random_numbers_and_threads_of_the_user_stay() -> None:
@@ -337,7 +349,9 @@ def test_a_number_format_has_no_autocast() -> None:
         ({"threads": 0}, "threads must be an int of at least 1"),
         ({"clock": "sun"}, "clock"),
         ({"device": "cup"}, "cup"),
+        ({"seed": 2**32}, "seed must be at most 4294967295"),
         ({"legalize": "fast"}, "it takes variants instead"),
+        ({"isVerbose": True}, "isVerbose logs while steps are timed"),
         ({"lists": "hmpp"}, "hmpp"),
     ],
 )
@@ -345,6 +359,9 @@ def test_wrong_arguments_are_named(arguments: dict[str, Any], message: str) -> N
     """Before anything is made."""
     with pytest.raises(hmpx.HmpxError, match=message):
         hmpx.bench(lambda: pytest.fail("made"), **{**QUICK, **arguments})
+
+
+SHARED = training(4)
 
 
 def converting() -> Callable[[], None]:
@@ -356,14 +373,22 @@ def converting() -> Callable[[], None]:
     [
         (lambda: 3, {}, "must return the step"),
         (lambda: nn.Linear(2, 2), {}, "inputs must be what its forward is called with"),
-        (lambda: lambda: 1 / 0, {}, "fails in fp32: ZeroDivisionError"),
-        (lambda: 1 / 0, {}, "can't be made: ZeroDivisionError"),
+        (lambda: lambda: 1 / 0, {}, r"fails in fp32: ZeroDivisionError: .*, at .*test_bench\.py:\d+"),
+        (lambda: lambda: sys.exit(0), {}, "fails in fp32: SystemExit: 0"),
+        (lambda: sys.exit(0), {}, "can't be made: SystemExit: 0"),
+        (lambda: lambda: (yield), {}, "returns a generator, which has run nothing yet"),
+        (lambda: SHARED, {}, "fp32 and hmpx never train the same model"),
+        (lambda: torch.set_num_threads(2) or training(), {}, "make.. sets torch's threads to 2"),
+        (lambda: 1 / 0, {}, "can't be made: ZeroDivisionError: .*, at"),
         (lambda: hmpx.convert(device_types={"cpu"}).revert, {}, r"leave hmpx\.convert\(\) out"),
         (converting, {}, r"leave hmpx\.convert\(\) out"),
         (training, {"variants": ["frozen"]}, "make.. has to return it"),
     ],
-    ids=["number", "no inputs", "step fails", "make fails", "make converts", "converts", "frozen"],
-)
+    ids=[
+        "number", "no inputs", "step fails", "step exits", "make exits", "generator", "shared", "threads",
+        "make fails", "make converts", "converts", "frozen",
+    ],
+)  # fmt: skip
 def test_what_can_not_be_measured(make: Any, arguments: dict[str, Any], message: str) -> None:
     """Is an error that says what to do, and leaves torch unconverted."""
     with pytest.raises(hmpx.BenchError, match=message):
@@ -382,3 +407,94 @@ def test_it_needs_torch_as_it_is() -> None:
 def test_names_are_those_of_the_table() -> None:
     """Each variant is known by its own name."""
     assert all(name == variant.name for name, variant in VARIANTS.items())
+
+
+@pytest.mark.parametrize(
+    ("region", "message"),
+    [
+        (hmpx.disable_casts, "inside of hmpx.disable_casts"),
+        (lambda: torch.autocast("cpu"), "or a region of torch.autocast"),
+        (hmpx.record, "an observer is attached"),
+    ],
+    ids=["off", "autocast", "observed"],
+)
+def test_regions_that_would_hold_in_all_variants(region: Any, message: str) -> None:
+    """Are refused: fp32 would not be fp32, or hmpx's variants would be slowed."""
+    with region(), pytest.raises(hmpx.BenchError, match=message):
+        hmpx.bench(training, **QUICK)
+
+
+def in_autocast() -> Callable[[], Tensor]:
+    step = training()
+
+    def low() -> Tensor:
+        with torch.autocast("cpu"):
+            return step()
+
+    return low
+
+
+def in_conversion() -> Callable[[], Tensor]:
+    step = training()
+
+    def low() -> Tensor:
+        with hmpx.convert(device_types={"cpu"}):
+            return step()
+
+    return low
+
+
+def compiled() -> Callable[[], Tensor]:
+    weight = torch.ones(2, 2)
+    return torch.compile(lambda: (weight @ weight.bfloat16().float()).sum(), backend="eager")
+
+
+@pytest.mark.parametrize(
+    ("make", "does"),
+    [
+        (in_autocast, r"linear gives bfloat16, at .*test_bench.py:\d+"),
+        (in_conversion, r"runs under hmpx.convert\(\)"),
+        (compiled, r"bfloat16 gives bfloat16, at .*test_bench.py:\d+"),
+    ],
+    ids=["autocast", "conversion", "compiled"],
+)
+def test_a_step_that_casts_by_itself_is_no_baseline(make: Any, does: str) -> None:
+    """The row fp32 would not be fp32: there is no verdict, and the op is named."""
+    found = hmpx.bench(make, variants=[], **{**QUICK, "runs": 1})
+    assert re.search(does, found.low_op)
+    assert f"for in the step itself {found.low_op}." in " ".join(str(found).split())
+
+
+def test_what_was_measured_is_kept_when_interrupted() -> None:
+    """Of the turns that all variants have had; in the first turn there is nothing to keep."""
+
+    def make(most: int) -> Callable[[], float]:
+        count = [0]
+
+        def step() -> float:
+            count[0] += 1
+            if count[0] > most:
+                raise KeyboardInterrupt
+            return 1.0
+
+        return step
+
+    found = hmpx.bench(lambda: make(7), variants=["autocast"], **{**QUICK, "runs": 9})
+    assert found.is_interrupted
+    assert found.runs == 2  # two steps to warm up, two in each of two turns, and one of the third
+    assert [len(each.ratios) for each in found.variants] == [2, 2]
+    assert "Interrupted: 2 of 9 runs." in str(found)
+    with pytest.raises(KeyboardInterrupt):
+        hmpx.bench(lambda: make(2), variants=["autocast"], **QUICK)
+    assert not hmpx.is_converted()
+
+
+def test_a_loss_by_name() -> None:
+    """As models of transformers return it, beside outputs, which are compared as well."""
+
+    def make() -> Callable[[], dict[str, Tensor]]:
+        return lambda: {"loss": torch.tensor(3.0), "logits": torch.ones(2)}
+
+    (fp32,) = hmpx.bench(make, variants=[], **QUICK).variants
+    assert fp32.loss == 3.0
+    assert fp32.output_error == 0.0

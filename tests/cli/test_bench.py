@@ -11,6 +11,8 @@ import pytest
 from hmpx.cli import main
 
 SCRIPT = """
+import argparse
+import hmpx
 import torch
 
 made = []
@@ -41,6 +43,16 @@ def fails():
         raise ValueError("not in here")
 
 number = 3
+
+def counting():
+    drawn.append((hmpx.is_converted(), torch.rand(1).item()))
+    return sum(drawn[0])
+
+def reads_arguments():
+    argparse.ArgumentParser().parse_args()
+    return make_step()
+
+drawn = []
 
 if __name__ == "__main__":
     raise SystemExit("trains")
@@ -73,6 +85,25 @@ def test_steps(function: str, script: Path, capsys: pytest.CaptureFixture[str]) 
     assert labels(printed.out) == ["fp32", "torch.autocast", "hmpx auto", "hmpx fast"]
     assert "loss at 6" in printed.out
     assert "run 2 of 2" in printed.err
+
+
+def test_a_step_starts_anew_for_each_variant(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """It has run once, to see that it is the step: neither that run nor its random numbers are left."""
+    options = ["--variants", "never", "--json", "bench.json", *QUICK]
+    assert main(["bench", f"{script}:counting", *options]) == 0
+    found = json.loads(Path("bench.json").read_text("utf-8"))
+    assert found["variants"]["never"]["loss_difference"] == pytest.approx(1.0)
+
+
+def test_the_arguments_of_hmpx_are_not_those_of_the_file(
+    script: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It sees none, as a script that was given none."""
+    monkeypatch.setattr(sys, "argv", ["hmpx", "bench", "--unknown"])
+    assert main(["bench", f"{script}:reads_arguments", "--variants", "fp32", *QUICK]) == 0
+    assert sys.argv == ["hmpx", "bench", "--unknown"]
 
 
 def test_models(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -116,11 +147,20 @@ def test_a_variant_that_fails(script: Path, capsys: pytest.CaptureFixture[str]) 
         (["steps_to_bench.py:make_step", "--inputs", "inputs"], "this one returns no model"),
         (["steps_to_bench.py:step", "--variants", "atuo"], "did you mean 'auto'"),
         (["steps_to_bench.py:step", "--runs", "0"], "runs must be an int of at least 1"),
+        (["steps_to_bench.py:step", "--json", "no/such.json"], "there is no directory no"),
+        (["steps_to_bench.py:step", "--json", "."], "is a directory; name a file in it"),
+        (
+            ["exits.py:step"],
+            "can't be imported: SystemExit: 3, at exits.py:2; what it runs belongs",
+        ),
+        (["broken.py:step"], "invalid syntax"),
     ],
 )
 def test_mistakes_are_named(
     arguments: list[str], message: str, script: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """On stderr, with exit status 2."""
+    Path("exits.py").write_text("import sys\nsys.exit(3)\n", encoding="utf-8")
+    Path("broken.py").write_text("def step(:\n", encoding="utf-8")
     assert main(["bench", *arguments]) == 2
     assert message in " ".join(capsys.readouterr().err.split())
