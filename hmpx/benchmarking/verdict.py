@@ -37,8 +37,10 @@ def verdict(bench: Bench) -> str:
         return " ".join([f"Fastest is {_took(best)}.", *_equals(best, sound)])
     if nearest.is_other:
         return f"None is faster than fp32. The nearest is {_took(nearest)}."
+    count = sum(each < 1.0 for each in nearest.ratios)
     return (
-        f"None is faster than fp32. The nearest, {_took(nearest)}, is equal within what runs vary."
+        f"None is shown to be faster than fp32. The nearest, {_took(nearest)}, was faster in {count} of "
+        f"{len(nearest.ratios)} runs, as equal ones may be."
     )
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import sys
+import types
 from collections.abc import Callable
 from typing import Any, Final
 
@@ -147,29 +148,40 @@ class _Inputs:
 
 def _maker(source: str, name: str, inputs: _Inputs) -> Callable[[], Any]:
     """Returns what makes a step: runs the file anew, and calls the function unless it is the step."""
+    from ..benchmarking import set_seed  # which takes a moment to import
+
     is_step = False
 
-    def function() -> Any:
-        found = functions.function_of(functions.imported(source, anew=True), source, name)
-        if not callable(found):
+    def made_anew() -> tuple[types.ModuleType, Any]:
+        module = functions.imported(source, anew=True)
+        function = functions.function_of(module, source, name)
+        if not callable(function):
             raise functions.FunctionError(f"{source}:{name} is not a function")
-        return found
+        return module, function
 
     def make() -> Any:
         nonlocal is_step
-        if is_step:
-            return function()
-        from ..benchmarking import set_seed
-
-        seed = torch.initial_seed()
-        made = has_run(f"{source}:{name}", function()())
-        if isinstance(made, nn.Module):
-            return made
-        inputs.refuse()
-        if callable(made):
-            return made
-        is_step = True  # and it has run once: what it changed is made anew
-        set_seed(seed)
-        return function()
+        if not is_step:
+            seed = torch.initial_seed()
+            module, function = made_anew()
+            made = has_run(f"{source}:{name}", function())
+            if isinstance(made, nn.Module):
+                return made
+            inputs.refuse()
+            if callable(made):
+                return _within(module, made)
+            is_step = True  # and it has run once: what it changed is made anew
+            set_seed(seed)
+        return _within(*made_anew())
 
     return make
+
+
+def _within(module: types.ModuleType, step: Callable[[], Any]) -> Callable[[], Any]:
+    """Returns a step whose module is found by its name, by pickle above all, though others were made since."""
+
+    def step_of_module() -> Any:
+        sys.modules[module.__name__] = module
+        return step()
+
+    return step_of_module

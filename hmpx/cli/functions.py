@@ -34,7 +34,9 @@ def split(text: str, default: str = "") -> tuple[str, str]:
     if not colon:
         source = default
     if not source or not name:
-        raise FunctionError(f"{text}: name a file and a function in it, as in train.py:build_model")
+        raise FunctionError(
+            f"{text!r}: name a file and a function in it, as in train.py:build_model"
+        )
     return source, name
 
 
@@ -120,7 +122,9 @@ def _of_file(source: str, anew: bool) -> types.ModuleType:
 
 def _executed(spec: importlib.machinery.ModuleSpec | None, source: str) -> types.ModuleType:
     if spec is None or spec.loader is None:
-        raise FunctionError(f"{source}: this is no Python file")
+        raise FunctionError(
+            f"{source}: this is no Python file; name one that ends in .py, or a module"
+        )
     module = importlib.util.module_from_spec(spec)
     before = sys.modules.get(spec.name)
     sys.modules[spec.name] = module

@@ -13,6 +13,7 @@ from hmpx.cli import main
 SCRIPT = """
 import argparse
 import hmpx
+import pickle
 import torch
 
 made = []
@@ -47,6 +48,12 @@ number = 3
 def counting():
     drawn.append((hmpx.is_converted(), torch.rand(1).item()))
     return sum(drawn[0])
+
+class Data:
+    pass
+
+def pickles():
+    return len(pickle.dumps(Data()))
 
 def reads_arguments():
     argparse.ArgumentParser().parse_args()
@@ -95,6 +102,13 @@ def test_a_step_starts_anew_for_each_variant(
     assert main(["bench", f"{script}:counting", *options]) == 0
     found = json.loads(Path("bench.json").read_text("utf-8"))
     assert found["variants"]["never"]["loss_difference"] == pytest.approx(1.0)
+
+
+def test_a_step_finds_the_classes_of_its_file(
+    script: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """As pickle does for the workers of a loader, though the file was run anew for other variants."""
+    assert main(["bench", f"{script}:pickles", "--variants", "autocast", *QUICK]) == 0
 
 
 def test_the_arguments_of_hmpx_are_not_those_of_the_file(
