@@ -39,7 +39,7 @@ class Runner:
         model: The model, if one was given instead of a step.
         inputs: What the model is called with.
         run_times: Seconds of a step, for each run.
-        losses: What each step returned, or named ``loss``, if that is a real number.
+        losses: What each step returned, or named ``loss``, if that is a real number; else None.
         outputs: The tensors that the first step returned, if that is no number alone.
         error: What ended it, or None.
         memory_bytes: What `measure_memory` found.
@@ -53,12 +53,12 @@ class Runner:
     model: nn.Module | None = None
     inputs: Any = None
     run_times: list[float] = field(default_factory=list)
-    losses: list[float] = field(default_factory=list)
+    losses: list[float | None] = field(default_factory=list)
     outputs: list[Tensor] | None = None
     error: BaseException | None = None
     memory_bytes: int | None = None
     trained: list[Tensor] = field(default_factory=list)
-    _returned: list[Tensor | float] = field(default_factory=list)
+    _returned: list[Tensor | float | None] = field(default_factory=list)
     _steps: int = 1
     _frozen: freezing.Frozen | None = None
     _was_training: list[tuple[nn.Module, bool]] = field(default_factory=list)
@@ -141,12 +141,13 @@ class Runner:
             self._returned.append(loss.detach())
         else:
             loss = None
+            self._returned.append(None)
         if self.outputs is None and (loss is None or loss is not returned):
             self.outputs = [each.detach().clone() for each in floats_of(returned)]
 
     def _read(self) -> None:
         """Reads the losses from the device, which waits for it: not while steps are timed."""
-        self.losses += map(float, self._returned)
+        self.losses += [None if each is None else float(each) for each in self._returned]
         self._returned.clear()
 
 

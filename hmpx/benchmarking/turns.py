@@ -128,8 +128,9 @@ def _check_models(runners: Sequence[Runner]) -> None:
 def summarized(runners: Sequence[Runner]) -> tuple[Measured, ...]:
     """Returns the figures of all variants; the first is what the others are compared with."""
     base = runners[0]
-    counts = [len(each.losses) for each in runners if each.error is None]
-    common = min(counts, default=0)
+    losses = [each.losses for each in runners if each.error is None]
+    steps = enumerate(zip(*losses, strict=False), 1)  # as many as all have made
+    common = max((step for step, found in steps if None not in found), default=0)
     return tuple(_measured(each, base, common) for each in runners)
 
 
@@ -138,10 +139,10 @@ def _measured(runner: Runner, base: Runner, common: int) -> Measured:
     if runner.error is not None:
         said, where = said_by(runner.error), place_of(runner.error)
         return Measured(variant.name, variant.label, error=said, error_location=where)
-    ratios = [own / of_base for own, of_base in zip(runner.run_times, base.run_times, strict=True)]
-    loss = runner.losses[common - 1] if common else None
-    difference = None if loss is None else loss - base.losses[common - 1]
-    steps = range(1, common + 1)
+    ratios = [own / other for own, other in zip(runner.run_times, base.run_times, strict=True)]
+    loss, of_base = (each.losses[common - 1] if common else None for each in (runner, base))
+    numbers = enumerate(runner.losses[:common], 1)
+    bad = [step for step, each in numbers if each is not None and not math.isfinite(each)]
     error = None
     if runner.outputs and base.outputs:
         error = _relative_error(runner.outputs, base.outputs)
@@ -154,8 +155,8 @@ def _measured(runner: Runner, base: Runner, common: int) -> Measured:
         steps=runner.steps_per_run,
         loss=loss,
         loss_step=common,
-        loss_difference=difference,
-        not_finite_at=next((n for n in steps if not math.isfinite(runner.losses[n - 1])), None),
+        loss_difference=None if loss is None or of_base is None else loss - of_base,
+        not_finite_at=min(bad, default=None),
         output_error=error,
         memory_bytes=runner.memory_bytes,
     )

@@ -498,3 +498,19 @@ def test_a_loss_by_name() -> None:
     (fp32,) = hmpx.bench(make, variants=[], **QUICK).variants
     assert fp32.loss == 3.0
     assert fp32.output_error == 0.0
+
+
+def test_a_loss_of_every_third_step() -> None:
+    """Is that of the step that the table names."""
+
+    def make() -> Callable[[], int | None]:
+        count = [0]
+
+        def step() -> int | None:
+            count[0] += 1
+            return None if count[0] % 3 else count[0]
+
+        return step
+
+    (fp32,) = hmpx.bench(make, variants=[], **{**QUICK, "runs": 1}).variants
+    assert (fp32.loss, fp32.loss_step) == (3, 3)

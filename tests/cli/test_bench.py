@@ -49,6 +49,11 @@ def counting():
     drawn.append((hmpx.is_converted(), torch.rand(1).item()))
     return sum(drawn[0])
 
+def interrupts():
+    drawn.append(1)
+    if len(drawn) > 4:
+        raise KeyboardInterrupt
+
 class Data:
     pass
 
@@ -102,6 +107,12 @@ def test_a_step_starts_anew_for_each_variant(
     assert main(["bench", f"{script}:counting", *options]) == 0
     found = json.loads(Path("bench.json").read_text("utf-8"))
     assert found["variants"]["never"]["loss_difference"] == pytest.approx(1.0)
+
+
+def test_interrupts(script: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Give the exit status of an interrupted program, and a table."""
+    assert main(["bench", f"{script}:interrupts", "--variants", "fp32", *QUICK]) == 130
+    assert "Interrupted: 1 of 2 runs." in capsys.readouterr().out
 
 
 def test_a_step_finds_the_classes_of_its_file(
