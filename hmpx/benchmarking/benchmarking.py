@@ -25,6 +25,9 @@ _DECIDED: Final = {"legalize": "variants", "device_types": "device"}
 
 _CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.process_time}
 
+#: With a multiple of it OpenMP ends the process.
+_MOST_THREADS: Final = 1024
+
 #: Numpy's generator takes no larger one.
 _MOST_SEED: Final = 2**32 - 1
 
@@ -102,6 +105,8 @@ def bench(
         raise OptionError(f"run_s must be seconds, 0 or more, not {shown(run_s)}")
     if threads is not None:
         threads = _whole("threads", threads, 1)
+        if threads > _MOST_THREADS:
+            raise OptionError(f"threads must be at most {_MOST_THREADS}, not {shown(threads)}")
     for name, ours in _DECIDED.items():
         if name in conversion:
             raise OptionError(f"bench decides {name} itself; it takes {ours} instead")
@@ -166,6 +171,7 @@ def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -
         (device_type,) = default_device_types()
     else:
         device_type = parse_device_type("device", device)
+        _check_present(device_type)
     with session.convert(device_types={device_type}, **conversion) as tried:
         low = tried.policy.low_precision_type
         if not session.casts_enabled() or torch.is_autocast_enabled(device_type):
@@ -178,6 +184,17 @@ def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -
         raise OptionError(f"clock='cpu' says nothing of {device_type}, which computes meanwhile")
     low_dtype = low if isinstance(low, torch.dtype) else None
     return Conditions(device_type, low_dtype, conversion, _CLOCKS[clock])
+
+
+def _check_present(device_type: str) -> None:
+    if device_type == "cpu":
+        return
+    with contextlib.suppress(RuntimeError, AttributeError):  # there is no such module
+        module: Any = torch.get_device_module(device_type)
+        if module.is_available():
+            return
+    here = " or ".join(sorted({*default_device_types(), "cpu"}))
+    raise OptionError(f"device must be one that steps can run on here, {here}, not {device_type!r}")
 
 
 def _check_threads(asked: int | None) -> None:
