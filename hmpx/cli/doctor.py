@@ -16,7 +16,7 @@ import torch
 from .. import compute, session, torch_internals
 from ..errors import said_by, shown
 from ..version import TESTED_TORCH, __version__
-from . import output
+from . import functions, output
 from .options import add_command, add_list_options, list_options
 
 
@@ -62,8 +62,9 @@ def run(options: argparse.Namespace) -> int:
     sys.path.insert(0, "")  # as `python -m` does
     for name in options.modules:
         try:
-            importlib.import_module(name)
-        except Exception as error:  # whatever the module raises
+            with functions.as_program(name):
+                importlib.import_module(name)
+        except (Exception, SystemExit) as error:  # whatever the module raises
             reason = str(error) if isinstance(error, ImportError) else said_by(error)
             output.complain(f"can't import {shown(name)}: {reason}")
             return 2

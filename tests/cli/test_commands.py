@@ -691,6 +691,17 @@ def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
     assert plain.out.splitlines()[:3] == early.out.splitlines()[:3]
 
 
+def test_doctor_names_a_module_that_exits(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """With a status of its own, not the module's; and the module sees no arguments of hmpx."""
+    (tmp_path / "exits_at_once.py").write_text("import sys\nsys.exit(len(sys.argv) - 1)\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    assert cli.main(["doctor", "exits_at_once"]) == 2
+    assert capsys.readouterr().err == "hmpx: can't import 'exits_at_once': SystemExit: 0\n"
+
+
 def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     """What torch reports of each device's hardware, and each kind of op as measured."""
     actual = finish_hmpx("doctor", "--low-precision-type", "float16", directory=tmp_path)
