@@ -14,15 +14,13 @@ from torch import Tensor
 from ..casting import Recipe
 from ..compute import LEAST_ELEMENTS
 from ..tensors import LOW_DTYPES
+from .optional_tensors import filled, placed, position_count
 from .templates import (
     CAST,
-    FILL,
-    FILL_ONE,
     IS_PLAIN,
     MIXES,
     NARROWS,
     NUMBER,
-    PLACED,
     RUN,
     RUN_LATE,
     SETTLED,
@@ -73,7 +71,7 @@ VARIABLES: Final = (
 
 def source_of(recipe: Recipe) -> str:
     """Returns the text of the factory of wrappers for ``recipe``."""
-    count = 0 if recipe.site.is_python else _count(recipe)
+    count = 0 if recipe.site.is_python else position_count(recipe)
     names = [f"a{position}" for position in range(count)]
     listed = _listed(names)
     body = _body(recipe, listed)
@@ -96,11 +94,6 @@ def source_of(recipe: Recipe) -> str:
         narrows=NARROWS.format(names=listed) if recipe.narrows else "",
         body=body,
     )
-
-
-def _count(recipe: Recipe) -> int:
-    """Returns the number of arguments that are looked at."""
-    return max([*recipe.cast_kinds, *recipe.statistic_positions], default=-1) + 1
 
 
 def _plain_call(names: list[str]) -> str:
@@ -152,7 +145,7 @@ def _body(recipe: Recipe, names: str) -> str:
         if recipe.cast_kinds[first] != "T":
             return body
         settled = _settled(recipe, names, first)
-        return settled + _filled(recipe, settled) + body
+        return settled + filled(recipe, settled) + body
     kinds = recipe.site.parameters.kinds
     is_fixed = not (
         "A" in recipe.cast_kinds.values()
@@ -165,54 +158,14 @@ def _body(recipe: Recipe, names: str) -> str:
     if recipe.widens_to_fp32 and set(recipe.cast_kinds.values()) <= {"T", "O", "N"}:
         body = _widened(recipe, names) + body
     settled = _settled(recipe, names, None)
-    body = settled + _filled(recipe, settled) + body
+    body = settled + filled(recipe, settled) + body
     if not recipe.casts_late:
         return body
     test = _legalizes(recipe)
     if recipe.options.legalize != "fast":
         has_own = "has_own_products" if recipe.site.op == "linear" else "has_own_gradients"
         test += f" and {has_own}(a0, a1)"
-    return RUN.format(names=names, legalizes=test, fill=_placed(recipe, names)) + body
-
-
-def _placed(recipe: Recipe, names: str) -> str:
-    """Returns the part that puts optional tensors at the end, given by name, into their places."""
-    positions = _fillable(recipe)
-    if not positions:
-        return ""
-    fills = textwrap.indent("\n".join(_fills(recipe, positions)), "    ")
-    return PLACED.format(last=f"a{positions[-1]}", fills=fills, names=names)
-
-
-def _fillable(recipe: Recipe) -> range:
-    """Returns the positions of the optional tensors at the end; none if there is nothing else."""
-    first = count = _count(recipe)
-    while first - 1 in recipe.site.parameters.fillable & recipe.cast_kinds.keys():
-        first -= 1
-    return range(first, count) if first else range(0)
-
-
-def _fills(recipe: Recipe, positions: range) -> list[str]:
-    names = recipe.site.parameters.names
-    return [FILL_ONE.format(position=p, name=names[p]) for p in positions]
-
-
-def _filled(recipe: Recipe, settled: str) -> str:
-    """Returns the part that puts optional tensors at the end into their places, and asks ``settled`` again."""
-    positions = _fillable(recipe)
-    if not positions:
-        return ""
-    first, count, kinds = positions.start, positions.stop, recipe.cast_kinds
-    tests = [
-        f"type(a{p}) in plain_tensors" if kinds.get(p) == "T" else f"a{p} is not missing"
-        for p in range(first)
-    ]
-    return FILL.format(
-        last=f"a{count - 1}",
-        tests=" and ".join(tests),
-        fills="\n".join(_fills(recipe, positions)),
-        settled=textwrap.indent(settled, "    "),
-    )
+    return RUN.format(names=names, legalizes=test, fill=placed(recipe, names)) + body
 
 
 def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
@@ -309,7 +262,7 @@ def _call(recipe: Recipe, names: str) -> str:
 
     So many for all ops: there are fewer sources to be compiled. To round to a ``dtype=`` takes 0.15 us.
     """
-    may_round = "dtype" in recipe.site.parameters.names[: _count(recipe) + 1]
+    may_round = "dtype" in recipe.site.parameters.names[: position_count(recipe) + 1]
     short = "original.__wrapped__" if recipe.rounds_last and not may_round else "original"
     two = f"original({names}rest[0], rest[1]) if len(rest) == 2 else original({names}*rest)"
     one = f"{short}({names}rest[0]) if len(rest) == 1 else {two}"
@@ -321,7 +274,9 @@ def _unrolled(recipe: Recipe, names: str) -> str:
     on_device = "b{position}.device.type in device_types"
     if len(device_types) == 1 and hasattr(Tensor, f"is_{device_types[0]}"):
         on_device = f"b{{position}}.is_{device_types[0]}"
-    arguments = [f"{'b' if p in recipe.cast_kinds else 'a'}{p}" for p in range(_count(recipe))]
+    arguments = [
+        f"{'b' if p in recipe.cast_kinds else 'a'}{p}" for p in range(position_count(recipe))
+    ]
     # What promotes takes float64 numbers, tensors without dimensions, beside inputs that are cast.
     leave_alone = (
         "is_usual = False" if recipe.facts.promotes else f"return original({names}*rest, **kwargs)"
@@ -360,7 +315,7 @@ def _unrolled(recipe: Recipe, names: str) -> str:
         call = f"{run} if {_legalizes(recipe)} else {call}"
     has_keywords = recipe.site.parameters.has_keyword_tensors
     return UNROLLED.format(
-        last=f"a{_count(recipe) - 1}",
+        last=f"a{position_count(recipe) - 1}",
         kwargs_are_plain="not kwargs" if has_keywords else '"out" not in kwargs',
         names=names,
         mixes=f"\n            mixes = {IS_PLAIN} and {MIXES}" if recipe.fp32_positions else "",

@@ -75,8 +75,8 @@ def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
 
     With few rows, the time goes into reading the weights. Upcast as a whole, the weights are written
     to memory and read again, four bytes each; a block stays in the cache. The transposed product is
-    the faster one, but for weights of [k, n], as those of ``matmul`` are mostly: with a few rows, it takes ten
-    times as long. This holds for CPUs: other devices are faster with few kernels on much memory.
+    the faster one, but for few rows with weights of [k, n], as those of ``matmul`` are mostly: there it is much
+    the slower one. This holds for CPUs: other devices are faster with few kernels on much memory.
     """
     bias: Tensor | None = None
     if has_tangents() or len(args) not in BLOCKED[op]:
