@@ -468,6 +468,7 @@ DTYPE_CALLS: list[tuple[str, Callable[[Tensor, torch.dtype], Tensor]]] = [
 ]
 
 
+@pytest.mark.filterwarnings("ignore:.*has no effect. it has only one input:hmpx.HmpxWarning")
 @pytest.mark.parametrize(("accumulate", "output"), [*COMBINATIONS, (None, "input"), (None, None)])
 @pytest.mark.parametrize("kind", [*KINDS, "widest", "first"])
 def test_a_call_that_names_its_own_dtype_is_bit_for_bit_what_its_list_makes_of_it(
