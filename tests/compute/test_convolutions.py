@@ -12,13 +12,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
 import hmpx
 from hmpx import Policy
 from hmpx.compute.legalize import convolutions
 from hmpx.compute.legalize import scratch as temporaries
+from tests.compute.keeping import Keeping
 from tests.values import normal, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -268,20 +268,6 @@ def test_calls_from_within() -> None:
     with low(), pytest.raises(RuntimeError, match="to have 4 channels"):
         layer(normal(2, 5, 9, 8))
     same(gradients(has_hook=False), expected, check_stride=True)
-
-
-class Keeping(TorchDispatchMode):
-    """Keeps every tensor that it sees, and what was in it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point():
-            self.seen.append((result, result.detach().clone()))
-        return result
 
 
 def test_modes_may_keep_what_they_see() -> None:

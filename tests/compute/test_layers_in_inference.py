@@ -12,12 +12,12 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx import number_formats
 from hmpx.compute.legalize import blocks, legalization, scratch
 from hmpx.compute.legalize.capability import Capability
+from tests.compute.keeping import Keeping
 from tests.values import normal, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -253,20 +253,6 @@ def test_a_row_is_computed_in_one_pass_however_it_is_given(
     same(actual.shape, expected.shape)
     assert actual.is_contiguous() and actual.dtype is BF16
     torch.testing.assert_close(actual, expected, rtol=0.01, atol=1e-3)
-
-
-class Keeping(TorchDispatchMode):
-    """Keeps each result, and a copy of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point():
-            self.seen.append((result, result.clone()))
-        return result
 
 
 @pytest.mark.parametrize("is_frozen", [False, True])

@@ -11,7 +11,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
@@ -20,6 +19,7 @@ from hmpx.compute.legalize import linears
 from hmpx.compute.legalize import scratch as temporaries
 from hmpx.number_formats import Bfloat16Kernels, build_kernels
 from hmpx.number_formats.kernels import cache
+from tests.compute.keeping import Keeping
 from tests.values import normal, same
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -225,20 +225,6 @@ def test_what_does_not_fit_is_new(most: int, monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(temporaries._thread, "memory", None)
     same(gradients(), expected, check_stride=True)
     assert temporaries._thread.memory.numel() == most
-
-
-class Keeping(TorchDispatchMode):
-    """Keeps each result, and a copy of it."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: list[tuple[Tensor, Tensor]] = []
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        result = func(*args, **(kwargs or {}))
-        if isinstance(result, Tensor) and result.is_floating_point():
-            self.seen.append((result, result.detach().clone()))
-        return result
 
 
 def test_modes_may_keep_what_they_see() -> None:

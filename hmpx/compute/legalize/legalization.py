@@ -184,7 +184,7 @@ class Legalization:
     def _is_read_along_sums(self, b: Tensor) -> bool:
         """Whether the numbers that a sum takes of the second matrix lie side by side.
 
-        Native kernels for a few rows are fast with those alone; others take five times as long as fp32 with casts.
+        Native kernels for a few rows are fast with those alone.
         """
         if b.dim() < 2 or b.is_nested or b.layout is not torch.strided:
             return True
