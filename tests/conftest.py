@@ -5,11 +5,13 @@ from __future__ import annotations
 import gc
 import multiprocessing.spawn
 import os
+import random
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
 from zlib import crc32
 
+import numpy
 import pytest
 import torch
 import torch._dynamo
@@ -30,6 +32,11 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption(
         "--whole", action="store_true", help="run every case of the tests marked sampled"
     )
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    """Has pytest-randomly shuffle tests, but not seed them by the run."""
+    config.option.randomly_reset_seed = False
 
 
 #: Files whose tests have many cases each, all alike, which take long together: one in n runs.
@@ -83,6 +90,34 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
         (kept if is_kept else left_out).append(item)
     items[:] = kept
     config.hook.pytest_deselected(items=left_out)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    """Gives each test random numbers of its own, the same ones in every run and in whatever order."""
+    seed_all(item.nodeid)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(fixturedef: pytest.FixtureDef[Any]) -> Iterator[Any]:
+    """Does so for a fixture that several tests share, whichever of them is the first."""
+    if fixturedef.scope == "function":
+        return (yield)
+    numbers, torch_numbers = random.getstate(), torch.get_rng_state()
+    seed_all(f"{fixturedef.baseid}::{fixturedef.argname}")
+    try:
+        return (yield)
+    finally:
+        random.setstate(numbers)
+        torch.set_rng_state(torch_numbers)
+
+
+def seed_all(name: str) -> None:
+    """Seeds what tests draw random numbers from by ``name``."""
+    seed = crc32(name.encode())
+    random.seed(seed)
+    numpy.random.seed(seed)
+    torch.manual_seed(seed)
 
 
 def pass_over_modules_without_torch() -> None:
