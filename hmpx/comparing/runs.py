@@ -139,8 +139,9 @@ class Runs:
         """
 
         def differentiate(scalars: list[Tensor]) -> str | None:
-            self.state.keep_gradients(scalars[:1])
-            return self._differentiate(scalars[:1])
+            compared = scalars[-1:]  # the one that `exact` compares gradients of
+            self.state.keep_gradients(compared)
+            return self._differentiate(compared)
 
         self._passing.recorder = self._recorder
         try:
@@ -164,7 +165,7 @@ class Runs:
             first = len(scalars) - 1
             compared.start()
             error = self._differentiate(scalars[first:], keep=first > 0)
-            compared.end()  # the others are what no gradients are compared of
+            compared.end()  # of the others `low` has no gradients
             return error or self._differentiate(scalars[:first])
 
         try:

@@ -175,6 +175,14 @@ def test_gradients_of_parameters():
     assert all(0 < each.rel < 0.02 and each.cosine > 0.999 for each in found.gradients)
 
 
+def test_gradients_without_a_loss_are_those_of_one_projection_in_both_runs():
+    torch.manual_seed(0)
+    model = nn.Sequential(nn.Linear(8, 4), nn.GELU(), nn.Linear(4, 4))
+    found = hmpx.compare(model, torch.randn(16, 8), **low("linear"))
+    assert {each.name for each in found.gradients} == {"0.weight", "0.bias", "2.weight", "2.bias"}
+    assert all(each.rel < 0.05 and each.cosine > 0.999 for each in found.gradients)
+
+
 def test_passes_find_the_same():
     model = Net()
     x = torch.randn(6, 8)
