@@ -120,11 +120,14 @@ class CallTensors:
 
 
 def user_location(frame: FrameType | None = None) -> str:
-    """Returns ``"path:line"`` of the innermost frame outside torch and hmpx; ``""`` if none."""
+    """Returns ``"path:line"`` of the innermost frame outside torch and hmpx; ``""`` if none.
+
+    What was typed has no path, but a name: ``"<stdin>:3"``.
+    """
     candidate: FrameType | None = frame or sys._getframe(1)
     while candidate is not None:
         path = candidate.f_code.co_filename
-        if _is_users(path):
+        if _is_users(path) or (path[:1] == "<" and _is_typed(candidate)):
             return f"{path}:{candidate.f_lineno}"
         candidate = candidate.f_back
     return ""
@@ -133,3 +136,12 @@ def user_location(frame: FrameType | None = None) -> str:
 @functools.lru_cache(maxsize=1 << 12)
 def _is_users(path: str) -> bool:
     return not path.startswith((_TORCH_DIRECTORY, _HMPX_DIRECTORY, "<"))
+
+
+def _is_typed(frame: FrameType) -> bool:
+    """Whether code that is in no file is the program: from a prompt, ``python -`` or ``python -c``.
+
+    Other such code is generated, by dataclasses for one.
+    """
+    names, path = frame.f_globals, frame.f_code.co_filename
+    return names.get("__name__") == "__main__" and names.get("__file__", path) == path
