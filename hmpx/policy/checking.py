@@ -46,10 +46,13 @@ def check_files(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
             if kind == "policy":
                 faults += _faults_of(path)
                 continue
+            refused: list[OpListError] = []
             try:
-                read.append(Listed(read_list(path, kind), KINDS[kind].decision(torch.bfloat16)))
+                found = read_list(path, kind, refused)
+                read.append(Listed(found, KINDS[kind].decision(torch.bfloat16)))
             except OpListError as error:
-                faults.append(str(error))
+                refused.append(error)
+            faults += map(str, refused)
     return _in_order([*faults, *_faults_of_lists(read)])
 
 

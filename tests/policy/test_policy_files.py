@@ -1017,3 +1017,37 @@ def test_a_dict_is_cited_by_its_keys() -> None:
     given["sections"][0]["mod_ule"] = "b"
     with pytest.raises(PolicyFileError, match=r"<policy>\['sections'\]\[0\]\['mod_ule'\]: unknown"):
         hmpx.load_policy(policy=given)
+
+
+BROKEN_LINES = (
+    "linear, bmm",
+    "gelu bfloat",
+    "mm ; torch == 2.14",
+    "@nothing",
+    "matmull",
+    "relu x=1",
+)
+
+
+def test_every_line_that_is_not_valid_is_found(tmp_path: Path) -> None:
+    """Not the first alone; what is wrong with the other lines is found as well."""
+    path = tmp_path / "low.txt"
+    path.write_text("\n".join(("linear", *BROKEN_LINES, "linear")))
+    found = check_files({"low": (str(path),)})
+    assert [each.removeprefix(f"{path}:")[:2] for each in found] == [f"{n}:" for n in range(2, 9)]
+
+
+def test_every_line_of_a_policy_file_that_is_not_valid_is_found(tmp_path: Path) -> None:
+    path = tmp_path / "policy.yaml"
+    quoted = ", ".join(f'"{line}"' for line in BROKEN_LINES if ";" not in line)
+    path.write_text(f"low: [{quoted}]\nfp32: [softmax bf16, x y z]\n".replace(", ", ",\n  "))
+    found = check_files({"policy": (str(path),)})
+    assert len(found) == len(BROKEN_LINES) - 1 + 2
+
+
+def test_lists_of_faults_alone_are_not_read_to_their_end(tmp_path: Path) -> None:
+    path = tmp_path / "low.txt"
+    path.write_text("linear, bmm\n" * 1000)
+    found = check_files({"low": (str(path),)})
+    assert len(found) < 200
+    assert found[-1] == f"{path}:100: later lines are not read"

@@ -34,10 +34,14 @@ class PolicyReader(NodeReader):
         """Returns an op list; ``kind`` is a name in `lists.kinds.KINDS`."""
         nodes = self.items(kind, node)
         lines = [(self.text(f"an op of {kind}", item), self.where(item)) for item in nodes]
+        refused: list[OpListError] | None = None if self.faults is None else []
         try:
-            return from_lines(lines, kind)
+            found = from_lines(lines, kind, refused)
         except OpListError as error:
             raise PolicyFileError(str(error)) from None
+        for each in refused or ():
+            self.refuse(PolicyFileError(str(each)))
+        return found
 
     def op_list(self, kind: str, node: yaml.Node) -> tuple[OpList, tuple[Entry, ...]]:
         """Returns the ops that are added to a list, and those that are removed."""

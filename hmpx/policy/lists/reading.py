@@ -6,6 +6,7 @@ removes an op again, ``*`` means every op that no list names.
 
 from __future__ import annotations
 
+import operator
 import types
 from collections.abc import Iterable
 from typing import Any, Final, NamedTuple, Protocol
@@ -39,7 +40,13 @@ class Shipped(Protocol):
 
 
 def parse(
-    text: str, source: str, kind: str, shipped: Shipped, *, is_shipped: bool = False
+    text: str,
+    source: str,
+    kind: str,
+    shipped: Shipped,
+    *,
+    is_shipped: bool = False,
+    faults: list[OpListError] | None = None,
 ) -> OpList:
     """Returns the list that ``text`` holds.
 
@@ -49,6 +56,7 @@ def parse(
         kind: Name in `kinds.KINDS`.
         shipped: What its lines may refer to.
         is_shipped: The list comes with hmpx.
+        faults: Where the errors of lines are put, which are then left out; None to raise the first.
 
     Raises:
         OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``; its options or its
@@ -61,20 +69,23 @@ def parse(
         )
     contents = [line.partition("#")[0].strip() if "#" in line else line.strip() for line in lines]
     wheres = ((each, f"{source}:{number}") for number, each in enumerate(contents, start=1) if each)
-    return from_lines(
-        (
-            (each, where)
-            for line, where in wheres
-            if (each := without_condition(line, where) if ";" in line else line)
-        ),
-        kind,
-        shipped,
-        is_shipped=is_shipped,
-    )
+    # Unlike a generator, which ends with its first error, these go on with the next line.
+    applying = filter(operator.itemgetter(0), map(_applying, wheres))
+    return from_lines(applying, kind, shipped, is_shipped=is_shipped, faults=faults)
+
+
+def _applying(line: tuple[str, str]) -> tuple[str, str]:
+    content, where = line
+    return (without_condition(content, where), where) if ";" in content else line
 
 
 def from_lines(
-    lines: Iterable[tuple[str, str]], kind: str, shipped: Shipped, *, is_shipped: bool = False
+    lines: Iterable[tuple[str, str]],
+    kind: str,
+    shipped: Shipped,
+    *,
+    is_shipped: bool = False,
+    faults: list[OpListError] | None = None,
 ) -> OpList:
     """Returns the list that these lines make, each given with its ``file:line``; the rest is as for `parse`.
 
@@ -82,7 +93,19 @@ def from_lines(
         OpListError: As `parse`.
     """
     reading = _Reading(kind, shipped)
-    reading.add_all(lines)
+    remaining = iter(lines)
+    while True:
+        try:
+            reading.add_all(remaining)
+            break
+        except OpListError as error:
+            if faults is None:
+                raise
+            faults.append(error)
+            if len(faults) == MOST_KEPT:
+                where = str(error).partition(": ")[0]
+                faults.append(OpListError(f"{where}: later lines are not read"))
+                break
     return OpList(
         types.MappingProxyType(reading.found),
         tuple(reading.unknown),

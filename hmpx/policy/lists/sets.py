@@ -74,15 +74,17 @@ def _files(folder: str) -> Iterator[tuple[str, int, int, int, int]]:
                 yield entry.path, now.st_size, now.st_ino, now.st_mtime_ns, now.st_ctime_ns
 
 
-def read_list(path: str | os.PathLike[str], kind: str) -> OpList:
-    """Returns the list in the file ``path``, of the kind with that name.
+def read_list(
+    path: str | os.PathLike[str], kind: str, faults: list[OpListError] | None = None
+) -> OpList:
+    """Returns the list in the file ``path``, of the kind with that name; ``faults`` as for `reading.parse`.
 
     Raises:
         OpListError: The file can't be read, is not text, or holds a line that is not valid.
         OptionError: ``path`` is not a path.
     """
     plain = arguments.path("an op list's path", path)
-    return parse(_read_text(plain), short(plain), kind)
+    return reading.parse(_read_text(plain), short(plain), kind, _SHIPPED_LISTS, faults=faults)
 
 
 def read_shipped(name: str, kind: str = "low") -> OpList:
@@ -166,13 +168,15 @@ def parse(text: str, source: str, kind: str = "low", *, is_shipped: bool = False
     return reading.parse(text, source, kind, _SHIPPED_LISTS, is_shipped=is_shipped)
 
 
-def from_lines(lines: Iterable[tuple[str, str]], kind: str = "low") -> OpList:
-    """Returns the list that these lines make, each given with its ``file:line``.
+def from_lines(
+    lines: Iterable[tuple[str, str]], kind: str = "low", faults: list[OpListError] | None = None
+) -> OpList:
+    """Returns the list that these lines make, each given with its ``file:line``; ``faults`` as for `reading.parse`.
 
     Raises:
         OpListError: As `reading.parse`.
     """
-    return reading.from_lines(lines, kind, _SHIPPED_LISTS)
+    return reading.from_lines(lines, kind, _SHIPPED_LISTS, faults=faults)
 
 
 def _included(name: str, kind: str, where: str) -> OpList:
