@@ -62,6 +62,15 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: hmpx.Decision(hmpx.ALLOW, accumulate_dtype=torch.ones(2)),
      "accumulate_dtype must be one of torch.bfloat16, torch.float16, torch.float32, torch.float64, "
      "not tensor([1., 1.])"),
+    (lambda: hmpx.convert(torch.nn.Linear(2, 2)),
+     "bf16_file_path must be a string or a path, not Linear(in_features=2, out_features=2, bias=True); "
+     "leave the model out: it is torch that is converted, for all models"),
+    (lambda: hmpx.convert(["linear"]), "bf16_file_path must be a string or a path, not ['linear']; "
+     "names of ops go in policy=hmpx.Policy.from_ops(low=[...])"),
+    (lambda: hmpx.convert({"low": ["linear"]}), "bf16_file_path must be a string or a path, not "
+     "{'low': ['linear']}; pass it by name: policy=..."),
+    (lambda: hmpx.convert(torch.float16), "bf16_file_path must be a string or a path, not torch.float16; "
+     "pass it by name: low_precision_type=..."),
     (lambda: hmpx.load_policy(torch.ones(2)),
      "bf16_file_path must be a string or a path, not tensor([1., 1.])"),
     (lambda: hmpx.load_policy(b"a.txt"), "bf16_file_path must be a string or a path, not b'a.txt'; "
@@ -82,8 +91,9 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: hmpx.convert(device_types=3),
      'device_types must be a set of names such as {"cuda"}, not 3'),
     (lambda: hmpx.convert(device_types=["cuda:9999999999999"]),
-     "device_types: torch has no device type 'cuda:9999999999999' (known: ('cpu', 'cuda', 'hpu', 'xpu', "
-     "'mps', 'mtia', 'xla'))"),
+     "device_types: torch has no device type 'cuda:9999999999999'; did you mean 'cuda'?"),
+    (lambda: hmpx.convert(device_types={"cpu:0"}),
+     "device_types: torch has no device type 'cpu:0'; did you mean 'cpu'?"),
     (lambda: hmpx.convert(isVerbose=torch.ones(2)),
      "isVerbose must be True, False, 'once' or 'hmp', not tensor([1., 1.])"),
     (lambda: hmpx.convert(legalize=["auto"]),
@@ -106,7 +116,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
     (lambda: formats.get(["posit8_1"]), "a format must be a name or a format, not ['posit8_1']"),
     (lambda: formats.get("custom[posit8_1]" + "9" * 5000),
      "no format 'custom[posit8_1]9999999999999999999999999999999999999999999999999999999999999999'... "
-     "(5,016 characters) is known; names() lists the known ones"),
+     "(5,016 characters) is known; hmpx.formats.names() lists the known ones"),
     (lambda: formats.unregister([]), "name must be the name of a format, not []"),
     (lambda: formats.Float("f", 4, 3, kind=[]),
      "format f: kind must be one of 'ieee', 'p3109', 'fn', 'fnuz', 'finite', not []"),
@@ -129,8 +139,7 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "number formats take dense tensors, not one of torch.sparse_coo; its values() are dense"),
     (lambda: formats.register_op(torch.mul, 3, "posit8_1"), "op must be an op name, not 3"),
     (lambda: formats.register_op(torch.mul, "mul", "posit8_1", "llvm"),
-     "device_type: torch has no device type 'llvm' (known: ('cpu', 'cuda', 'hpu', 'xpu', 'mps', 'mtia', "
-     "'xla'))"),
+     "device_type: torch has no device type 'llvm' (known: cpu, cuda, hpu, xpu, mps, mtia, xla)"),
     (lambda: formats.create_lower_func(".x:y"), "no function '.x:y' (package.module:function): TypeError: "
      "the 'package' argument is required to perform a relative import for '.x'"),
     (lambda: hmpx.freeze(torch.nn.Linear(2, 2), torch.ones(2), outputs=[]),

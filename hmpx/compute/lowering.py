@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from .. import arguments, number_formats, ops, tensors
-from ..errors import OptionError, said_by, shown, suggestion
+from ..errors import OptionError, said_by, shown
 from ..number_formats import Custom, Format, Scaled, decode, encode, get
 from ..registry import change_together, exclusive
 from ..tensors import Args, Kwargs, map_tensors
@@ -177,7 +177,7 @@ def register_op(
     spelling = arguments.text("op", op, "an op name")
     name = ops.resolve(spelling)
     if name is None:
-        raise OptionError(f"unknown op {shown(spelling)}{suggestion(spelling, ops.names())}")
+        raise OptionError(ops.unknown(spelling))
     known = get(format)
     if not callable(fn) and not isinstance(fn, OnCodes):
         raise OptionError(f"register_op takes a function, not {shown(fn)}")

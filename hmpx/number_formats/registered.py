@@ -246,7 +246,11 @@ def get(name: str | torch.dtype | Format) -> Format:
         if isinstance(known, Custom) or known.bits == int(match[2]):
             return known
         raise OptionError(f"format {match[1]} has {known.bits} bits, not {match[2]}: {shown(name)}")
-    hint = said_of(spelling) or suggestion(spelling, formats) or "; names() lists the known ones"
+    hint = (
+        said_of(spelling)
+        or suggestion(spelling, formats)
+        or "; hmpx.formats.names() lists the known ones"
+    )
     raise OptionError(f"no format {shown(name)} is known{hint}")
 
 

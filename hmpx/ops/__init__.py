@@ -15,6 +15,7 @@ from .foreign import (
     same,
     why_not,
 )
+from .hints import unknown
 from .known_facts import facts
 from .numbers import Numbers, converting, converts_numbers, numbers
 from .op_table import Op, covered, covering, is_known, names, resolve, root, table
@@ -72,6 +73,7 @@ __all__ = [
     "same",
     "statistics",
     "table",
+    "unknown",
     "why_not",
     "written",
 ]

@@ -13,7 +13,7 @@ import torch
 
 from .. import arguments, ops
 from ..arguments import is_a
-from ..errors import OptionError, shown, suggestion
+from ..errors import OptionError, shown
 from ..number_formats import is_format
 from . import sections
 from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
@@ -152,7 +152,7 @@ class Policy:
         spelling = arguments.text("a policy's key", op, "an op name")
         name = ops.resolve(spelling)
         if name is None:
-            raise OptionError(f"unknown op {shown(spelling)}{suggestion(spelling, ops.names())}")
+            raise OptionError(ops.unknown(spelling))
         found = self.decisions.get(name)
         if found is None and ops.is_foreign(name):  # perhaps listed by another name of it
             same = ops.same(name, self.decisions)

@@ -4,11 +4,23 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Final
+
+import torch
+from torch import nn
 
 from .. import arguments
 from ..errors import OptionError, shown
 from .decisions import LowType, parse_low_type
 from .files.names import is_policy_file
+
+#: What is given in the place of the first list by mistake -> what to do.
+_MISPLACED: Final = (
+    (nn.Module, "leave the model out: it is torch that is converted, for all models"),
+    ((list, tuple, set, frozenset), "names of ops go in policy=hmpx.Policy.from_ops(low=[...])"),
+    (Mapping, "pass it by name: policy=..."),
+    (torch.dtype, "pass it by name: low_precision_type=..."),
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +50,13 @@ def path_and_policy(bf16_file_path: object, policy: object) -> tuple[str, object
     Raises:
         OptionError: The first is not a path.
     """
-    path = arguments.path("bf16_file_path", bf16_file_path)
+    try:
+        path = arguments.path("bf16_file_path", bf16_file_path)
+    except OptionError as error:
+        for kinds, remedy in _MISPLACED:
+            if arguments.is_a(bf16_file_path, kinds):
+                raise OptionError(f"{error}; {remedy}") from None
+        raise
     if policy is None and is_policy_file(path):
         return "", path
     return path, policy

@@ -9,7 +9,7 @@ from typing import Any, Final, TypeVar, overload
 
 from .. import arguments, ops
 from ..arguments import is_a
-from ..errors import OptionError, RuleError, said_by, shown, suggestion
+from ..errors import OptionError, RuleError, said_by, shown
 from ..policy import Call, Verdict
 from ..registry import Registry, exclusive
 
@@ -194,7 +194,7 @@ def _resolved(op: str | Iterable[str]) -> list[str]:
     for name in dict.fromkeys(map(str.__str__, named)):
         resolved = "*" if name == "*" else ops.resolve(name)
         if resolved is None or (resolved != "*" and not ops.is_castable(resolved)):
-            raise OptionError(f"unknown op {shown(name)}{suggestion(name, ops.names())}")
+            raise OptionError(ops.unknown(name))
         found.append(resolved)
     return found
 

@@ -68,10 +68,10 @@ def parse_device_type(argument: str, value: object) -> str:
         parsed = None
     if parsed != name:
         known = tuple([each.name for each in DEVICE_TYPES if each.is_suggested])
-        hint = suggestion(name, known, _SPELLINGS)
-        raise OptionError(
-            f"{argument}: torch has no device type {shown(name)}{hint or f' (known: {known})'}"
+        hint = (
+            suggestion(name.partition(":")[0], known, _SPELLINGS) or f" (known: {', '.join(known)})"
         )
+        raise OptionError(f"{argument}: torch has no device type {shown(name)}{hint}")
     return name
 
 

@@ -421,7 +421,10 @@ MISTAKES: list[tuple[Callable[[], object], str]] = [
         lambda: formats.get("custom[posit16_1]8"),
         "format posit16_1 has 16 bits, not 8: 'custom[posit16_1]8'",
     ),
-    (lambda: formats.get("zzz"), "no format 'zzz' is known; names() lists the known ones"),
+    (
+        lambda: formats.get("zzz"),
+        "no format 'zzz' is known; hmpx.formats.names() lists the known ones",
+    ),
     (
         lambda: encode(torch.ones(1), Custom("c", torch.round)),
         "format c is given by a function and has no codes; quantize rounds to it",

@@ -1051,3 +1051,20 @@ def test_lists_of_faults_alone_are_not_read_to_their_end(tmp_path: Path) -> None
     found = check_files({"low": (str(path),)})
     assert len(found) < 200
     assert found[-1] == f"{path}:100: later lines are not read"
+
+
+@pytest.mark.parametrize(
+    ("module", "op"),
+    [
+        ("nn.Linear", "linear"),
+        ("torch.nn.ReLU", "relu"),
+        ("LayerNorm", "layer_norm"),
+        ("BatchNorm2d", "batch_norm"),
+        ("nn.CrossEntropyLoss", "cross_entropy_loss"),
+        ("MSELoss", "mse_loss"),
+    ],
+)
+def test_a_module_in_the_place_of_an_op_is_answered_by_its_op(module: str, op: str) -> None:
+    with pytest.raises(hmpx.OpListError, match=f"unknown op '{module}'; did you mean '{op}'"):
+        hmpx.Policy.from_ops(low=[module])
+    hmpx.Policy.from_ops(low=[op])

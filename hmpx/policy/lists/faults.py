@@ -7,7 +7,7 @@ from itertools import chain
 from typing import Final
 
 from ... import ops
-from ...errors import MOST_SHOWN, OpListError, gathered, shown, suggestion
+from ...errors import MOST_SHOWN, OpListError, gathered, shown
 from ..decisions import ROLES, YIELDING, CastPolicy, Decision
 from ..warning import warn
 from .op_list import Entry, Listed, OpList
@@ -95,7 +95,7 @@ def _why_unknown(text: str) -> str:
         return f"{bare!r} computes nothing from tensors, so there is nothing to cast"
     if name is not None:
         return f"{text!r} removes an op that no earlier line holds"
-    return f"unknown op {shown(bare)}{suggestion(bare, ops.names())}"
+    return ops.unknown(bare)
 
 
 def report(
