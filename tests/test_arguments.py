@@ -71,6 +71,12 @@ CASES: list[tuple[Callable[[], object], str]] = [
      "{'low': ['linear']}; pass it by name: policy=..."),
     (lambda: hmpx.convert(torch.float16), "bf16_file_path must be a string or a path, not torch.float16; "
      "pass it by name: low_precision_type=..."),
+    (lambda: hmpx.compare(torch.relu, torch.ones(2), lossfn=len),
+     "hmpx.compare has no argument 'lossfn'; did you mean 'loss_fn'?"),
+    (lambda: hmpx.plan(torch.nn.ReLU, torch.ones(2), optimiser="SGD"),
+     "hmpx.plan has no argument 'optimiser'; did you mean 'optimizer'?"),
+    (lambda: hmpx.bench(len, list="hmp"), "hmpx.bench has no argument 'list'; did you mean 'lists'?"),
+    (lambda: hmpx.explain("nn.LayerNorm"), "no op matches 'nn.LayerNorm'; did you mean 'layer_norm'?"),
     (lambda: hmpx.load_policy(torch.ones(2)),
      "bf16_file_path must be a string or a path, not tensor([1., 1.])"),
     (lambda: hmpx.load_policy(b"a.txt"), "bf16_file_path must be a string or a path, not b'a.txt'; "

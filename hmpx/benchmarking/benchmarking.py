@@ -107,6 +107,7 @@ def bench(
         threads = _whole("threads", threads, 1)
         if threads > _MOST_THREADS:
             raise OptionError(f"threads must be at most {_MOST_THREADS}, not {shown(threads)}")
+    session.check_names(bench, conversion)
     for name, ours in _DECIDED.items():
         if name in conversion:
             raise OptionError(f"bench decides {name} itself; it takes {ours} instead")

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from typing import Final
 
 from .. import __version__
-from ..errors import HmpxError, HmpxWarning
+from ..errors import HmpxError, HmpxWarning, suggestion
 from . import bench, check, completion, doctor, kernels, ops, output, plan, report, run, tune
 
 #: In the order in which ``hmpx --help`` lists them.
@@ -31,7 +31,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         SystemExit: The arguments are wrong, ``--help`` was asked for, or the script raised it.
         KeyboardInterrupt: The script was interrupted.
     """
-    options = parser().parse_args(argv)
+    options, unknown = parser().parse_known_args(argv)
+    if unknown:
+        known = list(options.parser._option_string_actions)
+        hint = suggestion(unknown[0].partition("=")[0], known)
+        options.parser.error(f"unrecognized arguments: {' '.join(unknown)}{hint}")
     command: Callable[[argparse.Namespace], int] = options.command
     try:
         return command(options)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, noted, said_by, shown
-from ..session import Session, convert, current
+from ..session import Session, check_names, convert, current
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import without_casts
 from .comparison import Comparison
@@ -71,6 +71,7 @@ def compare(
         ['add', 'sub']
     """
     _check(model, loss_fn, reference, passes, seed)
+    check_names(compare, conversion)
     runs = Runs(model, inputs, loss_fn, seed)
     with contextlib.ExitStack() as stack:
         stack.callback(runs.state.restore)

@@ -52,7 +52,7 @@ def why_no_match(pattern: str, names: list[str], otherwise: str) -> str:
     if resolved is not None:
         return f"{shown(pattern)} computes nothing from tensors, so there is nothing to cast"
     spellings = [spelling for spelling, name in ops.names().items() if name in names]
-    return f"no op matches {shown(pattern)}{suggestion(pattern, spellings) or otherwise}"
+    return f"no op matches {shown(pattern)}{suggestion(pattern, spellings, ops.of_modules()) or otherwise}"
 
 
 def outcome(decision: Decision) -> str:

@@ -15,7 +15,7 @@ from .foreign import (
     same,
     why_not,
 )
-from .hints import unknown
+from .hints import of_modules, unknown
 from .known_facts import facts
 from .numbers import Numbers, converting, converts_numbers, numbers
 from .op_table import Op, covered, covering, is_known, names, resolve, root, table
@@ -62,6 +62,7 @@ __all__ = [
     "names",
     "names_weights",
     "numbers",
+    "of_modules",
     "operator_of",
     "parameter_named",
     "parameters",

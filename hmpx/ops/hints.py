@@ -26,11 +26,11 @@ def unknown(name: str) -> str:
         >>> unknown("matmull"), unknown("nn.LayerNorm")
         ("unknown op 'matmull'; did you mean 'matmul'?", "unknown op 'nn.LayerNorm'; did you mean 'layer_norm'?")
     """
-    return f"unknown op {shown(name)}{suggestion(name, names(), _ops_of_modules())}"
+    return f"unknown op {shown(name)}{suggestion(name, names(), of_modules())}"
 
 
 @functools.cache
-def _ops_of_modules() -> Mapping[str, str]:
+def of_modules() -> Mapping[str, str]:
     """Returns names of classes in `torch.nn`, in lower case -> the op of that name."""
     found: dict[str, str] = {}
     for name, each in vars(nn).items():

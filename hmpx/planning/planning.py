@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from .. import arguments
 from ..errors import FreezeError, OptionError, noted, said_by, shown
 from ..freezing import freeze
-from ..session import convert, unconverted
+from ..session import check_names, convert, unconverted
 from ..tensors import default_device_types, parse_device_type
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by
@@ -129,6 +129,7 @@ def _check(
         )
     if training is not None:
         arguments.truth("training", training)
+    check_names(plan, conversion)
     for each in _REFUSED:
         if each in conversion:
             hint = "; pass device" if each == "device_types" else ""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .converting import (
     casts_enabled,
+    check_names,
     checked_policy,
     convert,
     is_converted,
@@ -16,6 +17,7 @@ from .session import Session, current
 __all__ = [
     "Session",
     "casts_enabled",
+    "check_names",
     "checked_policy",
     "convert",
     "current",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -142,14 +142,29 @@ def checked_policy(**options: Any) -> Policy:
         PolicyFileError: ``policy`` can't be read, or is not a policy.
         OptionError: There is no such argument, or one has a value that it can't have.
     """
+    check_names(convert, options)
     known = inspect.signature(convert).parameters
-    for name in options:
-        if name not in known or name == "too_many":
-            hint = suggestion(name, known)
-            raise OptionError(f"hmpx.convert has no argument {shown(name)}{hint}")
     given = {name: options.get(name, each.default) for name, each in known.items()}
     given["verbose"] = given.pop("isVerbose")
     return request.checked(**{**given, "too_many": ()}).policy
+
+
+def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:
+    """Checks the names of arguments that ``function`` passes on to `convert`.
+
+    Raises:
+        OptionError: Neither has such an argument; the message names the nearest.
+    """
+    taken = _names_of(convert)
+    for name in options:
+        if name not in taken:
+            hint = suggestion(name, dict.fromkeys([*_names_of(function), *taken]))
+            raise OptionError(f"hmpx.{function.__name__} has no argument {shown(name)}{hint}")
+
+
+def _names_of(function: Callable[..., Any]) -> list[str]:
+    found = inspect.signature(function).parameters.values()
+    return [each.name for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
 def restore(

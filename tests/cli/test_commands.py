@@ -435,6 +435,16 @@ def test_wrong_arguments_give_usage_and_status_2(
     assert capsys.readouterr().err.startswith("usage: hmpx")
 
 
+def test_an_unknown_option_is_answered_by_its_command(capsys: pytest.CaptureFixture[str]) -> None:
+    """With the usage of the command, and the nearest option."""
+    with pytest.raises(SystemExit) as caught:
+        cli.main(["run", "--verbos", "x.py"])
+    assert caught.value.code == 2
+    usage, _, message = capsys.readouterr().err.rpartition("hmpx run: error: ")
+    assert usage.startswith("usage: hmpx run [options] SCRIPT")
+    assert message == "unrecognized arguments: --verbos; did you mean '--verbose'?\n"
+
+
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
