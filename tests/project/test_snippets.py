@@ -192,7 +192,7 @@ def run_hmpx(words: list[str], output: str, folder: Path) -> None:
 # --- lists and policy files ----------------------------------------------------------------------
 
 #: A line of an op list, but for the words of prose.
-LINE = re.compile(r"(@[\w-]+|-?[\w.*:]+)( (\w+=\w+|float\w+|bfloat16|mx\w+))*( ; torch \S+ \S+)?")
+LINE = re.compile(r"(@[\w-]+|-?[\w.*:]+)( +(\w+=\w+|float\w+|bfloat16|mx\w+))*( ; torch \S+ \S+)?")
 
 
 def is_list(block: markdown.Block) -> bool:
