@@ -8,6 +8,7 @@ from ..later import shown_later
 from .accumulation import Accumulation
 from .amaxes import Histories, end_step, ended_steps, has_history, histories_patch
 from .composition import Inputs, computed_in_fp32, inputs_of, names_dtype, rounded, widen
+from .deciding import DECIDING_WATCHERS, note_deciding, watched_deciding
 from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
 from .kept_tensors import saved_by
 from .legalize.activations import ACTIVATIONS, looked_up
@@ -64,6 +65,7 @@ __all__ = [
     "ACTIVATIONS",
     "ALL_NUMBERS",
     "CONVOLUTIONS",
+    "DECIDING_WATCHERS",
     "KINDS",
     "LEAST_ELEMENTS",
     "LEGALIZE_MODES",
@@ -107,6 +109,7 @@ __all__ = [
     "lowerings",
     "may_be_legalized",
     "names_dtype",
+    "note_deciding",
     "note_unrounded",
     "pays",
     "prepare",
@@ -117,6 +120,7 @@ __all__ = [
     "saved_by",
     "taking_numbers",
     "unregister",
+    "watched_deciding",
     "watched_emulation",
     "watched_rounding",
     "widen",

@@ -111,6 +111,8 @@ def _judgement(
         return kept, f"used {used}"
     if not converted:
         return kept, "not used by the example"
+    if uses.decides:
+        return kept, f"its type decides how {listed(uses.decides)} is computed"
     return next(iter(uses.converted_to)), f"used in {converted[0]} only"
 
 

@@ -124,13 +124,15 @@ def replaced(model: nn.Module, before: Sequence[FoundTensor]) -> set[Place]:
 class Uses:
     """How the watched forward used one place: the dtypes it was converted to, its readers and writers.
 
-    ``unrounded_by`` are the ops in the low-precision list that leave it in fp32; ``is_first_input``
+    ``unrounded_by`` are the ops in the low-precision list that leave it in fp32, ``decides`` those
+    that come out otherwise if it is stored in another dtype; ``is_first_input``
     says that an op in a number format took it as its first input, where data is expected.
     """
 
     converted_to: set[LowType] = field(default_factory=set)
     read_by: dict[torch.dtype, list[str]] = field(default_factory=dict)
     unrounded_by: list[str] = field(default_factory=list)
+    decides: list[str] = field(default_factory=list)
     written_by: list[str] = field(default_factory=list)
     is_changed: bool = False
     is_first_input: bool = False
@@ -192,6 +194,12 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         for tensor in inputs:
             for touched in self._touched(tensor):
                 self.uses[touched].unrounded_by.append(op)
+
+    def note_deciding(self, op: str, inputs: list[Tensor]) -> None:
+        """Records that what ``op`` makes of a call follows from the dtype of some inputs."""
+        for tensor in inputs:
+            for touched in self._touched(tensor):
+                self.uses[touched].decides.append(op)
 
     def take_back_writes(self) -> None:
         """Restores every place that was written to."""
@@ -281,7 +289,8 @@ def watch_forward(
     try:
         formats = compute.watched_emulation(watch.note_format)
         unrounded = compute.watched_rounding(watch.note_unrounded)
-        with torch.no_grad(), uncompiled(), formats, unrounded, watch:
+        deciding = compute.watched_deciding(watch.note_deciding)
+        with torch.no_grad(), uncompiled(), formats, unrounded, deciding, watch:
             model(*args, **kwargs)
     except Exception as error:
         raise FreezeError(

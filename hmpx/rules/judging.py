@@ -5,24 +5,28 @@ Calls are alike for a rule if they agree in everything that it has looked at.
 
 from __future__ import annotations
 
+import itertools
 import types
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any, Final, Generic, TypeVar
 
 import torch
 from torch import Tensor
 
+from ..compute import DECIDING_WATCHERS, note_deciding
 from ..errors import RuleError, shown
 from ..ops import Parameters, parameter_named
 from ..policy import FIELDS, Call, CastPolicy, Decision, LowType, Rule, settled_dtype
-from ..tensors import SEQUENCES
+from ..tensors import LOW_DTYPES, SEQUENCES
 from ..torch_state import is_below_dispatcher, place, without_casts
 
 _T = TypeVar("_T")
 
 #: The most verdicts that are kept: shapes may vary without end.
 MOST_VERDICTS: Final = 4096
+#: Of how many tensors every combination is tried.
+_FEW: Final = 4
 _SHAPES: Final = ("shapes",)
 _PLACE: Final = ("place",)
 _VALUES: Final = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
@@ -57,6 +61,8 @@ class Judge(Generic[_T]):
     def judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
         """Returns the result of ``follow`` for a call with these arguments."""
         fields, known = self._state
+        if DECIDING_WATCHERS:
+            return self._ask(args, kwargs)
         try:
             return known[place() if fields is _PLACE else self._key(fields, args, kwargs)]
         except (KeyError, TypeError):  # sizes that are symbols have no hash
@@ -107,7 +113,10 @@ class Judge(Generic[_T]):
         }
         read: set[str] = set()
         with without_casts():
-            followed = self._follow(self._verdict(Call(self._op, values, read)))
+            verdict = self._verdict(Call(self._op, values, read))
+            followed = self._follow(verdict)
+            if DECIDING_WATCHERS and "dtypes" in read:
+                note_deciding(self._op, self._deciding(tensors, values, verdict))
         before, known = self._state
         fields = tuple([name for name in FIELDS if name in read or name in before])
         fields = _PLACE if fields == _PLACE else fields  # found by identity
@@ -117,6 +126,28 @@ class Judge(Generic[_T]):
         if all([type(size) is int for tensor in tensors for size in tensor.shape]):  # noqa: C419
             known[self._key(fields, args, kwargs)] = followed
         return followed
+
+    def _deciding(
+        self, tensors: list[Tensor], values: Mapping[str, Any], verdict: Decision | None
+    ) -> list[Tensor]:
+        """Returns the float32 tensors whose storage in low precision would change the verdict.
+
+        Those alone or together with few others; of many tensors, one at a time.
+        """
+
+        def is_changed(changed: Collection[int], dtype: torch.dtype) -> bool:
+            dtypes = tuple([dtype if n in changed else t.dtype for n, t in enumerate(tensors)])
+            return self._verdict(Call(self._op, {**values, "dtypes": dtypes}, set())) != verdict
+
+        wide = [n for n, tensor in enumerate(tensors) if tensor.dtype is torch.float32]
+        most = len(wide) if len(wide) <= _FEW else 1
+        deciding: set[int] = set()
+        for size in range(1, most + 1):
+            for several in itertools.combinations(wide, size):
+                # If fewer of them decide already, the others need not.
+                if deciding.isdisjoint(several) and any(is_changed(several, d) for d in LOW_DTYPES):
+                    deciding.update(several)
+        return [tensors[n] for n in sorted(deciding)]
 
     def _verdict(self, call: Call) -> Decision | None:
         for rule in self._rules:

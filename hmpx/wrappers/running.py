@@ -10,7 +10,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -27,6 +27,7 @@ from ..casting import (
     written,
 )
 from ..compute import (
+    DECIDING_WATCHERS,
     Accumulation,
     Inputs,
     Legalization,
@@ -38,6 +39,7 @@ from ..compute import (
     is_watched,
     keeping_parameters,
     names_dtype,
+    note_deciding,
     note_unrounded,
     rounding_last,
 )
@@ -48,6 +50,9 @@ from .retiring import run_plainly
 
 if TYPE_CHECKING:
     from ..compute import Emulation
+
+#: Policies by which all inputs decide a call's dtype, not the first alone.
+_BY_ALL_INPUTS: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FOLLOW})
 
 #: Runs torch's function, its first argument, on arguments that are cast; last come those given.
 Runner = Callable[[Callable[..., Any], Args, Kwargs, Args], Any]
@@ -233,6 +238,9 @@ def _composed(recipe: Recipe, run: Runner) -> Runner:
     by_input = {each: ending_in(each) for each in ELIGIBLE} if recipe.returns_input_dtype else {}
     is_widest = decision.cast_policy is CastPolicy.WIDEST
     casts_here = recipe.returns_input_dtype and not recipe.legalizes
+    # What is cast to no dtype of its own ends in one that follows from the inputs'.
+    all_decide = output is None and decision.cast_policy in _BY_ALL_INPUTS
+    first_decides = output is None and decision.cast_policy is CastPolicy.FIRST
 
     def run_composed(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
         if is_below_dispatcher() or written(recipe, args, kwargs) is not None:
@@ -253,6 +261,9 @@ def _composed(recipe: Recipe, run: Runner) -> Runner:
         known = inputs_of(cast, kwargs)
         if known is None:  # all are in lists of lists, which are not raised
             return run(function, cast, kwargs, given)
+        if DECIDING_WATCHERS:
+            deciding = first or (inputs if all_decide else inputs[:1] if first_decides else [])
+            note_deciding(recipe.site.op, deciding)
         wrapped = functools.partial(_run_with, run, function, given)
         dtype = widest(inputs) if is_widest else inputs[0].dtype
         ending = by_input[first[0].dtype] if first else accumulation

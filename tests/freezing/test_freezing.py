@@ -694,6 +694,114 @@ def test_other_modes_store_low_what_is_rounded_on_each_use(
         assert_equal_but_for_casts(model(x), expected)
 
 
+# --- weights whose dtype decides ---------------------------------------------------------------
+
+
+class Weighted(nn.Module):
+    """Some op of an input in low precision and a weight, and what shows the type of its result."""
+
+    def __init__(self, op: Callable[[Tensor, Tensor], Tensor]) -> None:
+        super().__init__()
+        self.op, self.weight = op, nn.Parameter(torch.randn(6, 6))
+
+    def forward(self, x: Tensor) -> Tensor:  # x: [6, 6]
+        return torch.exp(self.op(F.relu(x), self.weight) / 4)
+
+
+def weight_last(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.matmul(x, weight)
+
+
+def weight_first(x: Tensor, weight: Tensor) -> Tensor:
+    return torch.matmul(weight, x)
+
+
+#: Name -> policy, op, and whether the weight may be stored low.
+DECIDING: dict[str, tuple[dict[str, Any], Callable[..., Tensor], bool]] = {
+    "follow": ({"low": ["relu"], "follow": ["matmul accumulate=bfloat16"]}, weight_last, False),
+    "widest": ({"low": ["relu"], "widest": ["matmul accumulate=bfloat16"]}, weight_last, False),
+    "first, first": (
+        {"low": ["relu"], "first": ["matmul accumulate=float16"]},
+        weight_first,
+        False,
+    ),
+    "first, last": ({"low": ["relu"], "first": ["matmul accumulate=bfloat16"]}, weight_last, True),
+    "named output": (
+        {"low": ["relu"], "follow": ["matmul accumulate=bfloat16 output=float16"]},
+        weight_last,
+        True,
+    ),
+    "output=input, first": ({"low": ["relu", "matmul output=input"]}, weight_first, False),
+    "output=input, last": ({"low": ["relu", "matmul output=input"]}, weight_last, True),
+    "accumulated output=input": (
+        {"low": ["matmul accumulate=float32 output=input"]},
+        weight_first,
+        False,
+    ),
+    "section, first": (
+        {"low": ["matmul"], "sections": [{"dtype": "bfloat16", "fp32": ["matmul"]}]},
+        weight_first,
+        False,
+    ),
+    "section, last": (
+        {"low": ["matmul"], "sections": [{"dtype": "bfloat16", "fp32": ["matmul"]}]},
+        weight_last,
+        True,
+    ),
+    "section by type": (
+        {"low": ["matmul"], "sections": [{"dtype": "bfloat16", "low": ["matmul float16"]}]},
+        weight_first,
+        False,
+    ),
+}
+
+
+@pytest.mark.parametrize("name", DECIDING)
+def test_a_weight_whose_dtype_decides_is_kept(name: str) -> None:
+    """Stored low, it would change the type of a result, or which section holds."""
+    policy, op, is_low = DECIDING[name]
+    torch.manual_seed(0)
+    model, x = Weighted(op).eval(), torch.randn(6, 6)
+    with hmpx.convert(policy={"lists": "none", **policy}, device_types={"cpu"}):
+        expected = model(x)
+        frozen = hmpx.freeze(model, x)
+        assert_equal_but_for_casts(model(x), expected)
+        assert (reasons(frozen)["weight"].startswith("used in")) is is_low
+        assert bool(stored(frozen)) is is_low
+    if not is_low:
+        assert reasons(frozen)["weight"] == "its type decides how matmul is computed"
+
+
+#: Rule of `F.linear(x, weight, bias)`, all fp32 -> the weights that may be stored low.
+DECIDING_RULES: dict[str, tuple[Callable[[hmpx.Call], Any], set[str]]] = {
+    "input": (lambda call: hmpx.DENY if call.dtypes[0] is BF16 else hmpx.ALLOW, {"weight", "bias"}),
+    "weight": (lambda call: hmpx.DENY if call.dtypes[1] is BF16 else hmpx.ALLOW, {"bias"}),
+    "both": (
+        lambda call: hmpx.DENY if call.dtypes[1] is call.dtypes[2] is BF16 else hmpx.ALLOW,
+        set(),
+    ),
+    "shapes": (lambda call: hmpx.ALLOW if call.shapes else None, {"weight", "bias"}),
+}
+
+
+@pytest.mark.parametrize("name", DECIDING_RULES)
+def test_weights_whose_dtype_decides_a_rule_are_kept(name: str) -> None:
+    """Alone or together; each weight is asked about, also where the verdict is known already."""
+    rule, low = DECIDING_RULES[name]
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(6, 6), nn.Linear(6, 6)).eval(), torch.randn(6, 6)
+    hmpx.register_rule("linear", rule)
+    try:
+        with hmpx.convert(policy={"lists": "none", "fp32": ["add"]}, device_types={"cpu"}):
+            model[1].register_forward_pre_hook(lambda module, args: args[0].float())
+            expected = model(x)
+            frozen = hmpx.freeze(model, x)
+            assert stored(frozen).keys() == {f"{layer}.{name}" for layer in (0, 1) for name in low}
+            assert_equal_but_for_casts(model(x), expected)
+    finally:
+        hmpx.unregister_rule("linear")
+
+
 class FirstInputs(nn.Module):
     """Weights that are the first input of products, the bias of addmm among them."""
 
