@@ -193,7 +193,7 @@ class Emulation:
 
     def _rounded(self, role: str, tensor: Tensor, round_: Rounder, format: Format) -> Tensor:
         is_parameter = self.is_product and type(tensor) is nn.Parameter
-        if is_parameter and frozen_codes.note_rounding(tensor, format, is_first=False):
+        if is_parameter and frozen_codes.note_rounding(tensor, format):
             with disable_modes():
                 return round_(tensor)
         return straight_through(tensor, round_, self._outgoing(role))
@@ -223,8 +223,7 @@ class Emulation:
 
     def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Returns the arguments, with weights that were frozen to codes decoded to values."""
-        if args and isinstance(args[0], nn.Parameter):
-            frozen_codes.note_rounding(args[0], self.formats.weights, is_first=True)
+        frozen_codes.note_data(args, kwargs, self.formats.weights)
         if not self.is_product:
             return args, kwargs
         return frozen_codes.decoded(args, kwargs, self.formats.weights)

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from ..number_formats import Format, decode
-from ..tensors import Args, Kwargs
+from ..tensors import SEQUENCES, Args, Kwargs
 from ..torch_internals import FunctionalTensor
 
 _CODES: Final = frozenset({torch.uint8, torch.uint16, torch.int32})
@@ -41,9 +41,12 @@ def _is_traced_code(value: Any) -> bool:
     return _is_frozen(value) or (_is_integer(value) and isinstance(value, FunctionalTensor))
 
 
-#: Called with each parameter that is rounded, its format, and whether it is an op's first input,
-#: where integers are never codes.
-Note = Callable[[Tensor, Format, bool], None]
+#: Called with each parameter that is rounded, its format, and how an op takes it where integers are never
+#: codes: as one of `AS_DATA`; ``""`` where they may be.
+Note = Callable[[Tensor, Format, str], None]
+
+#: As what integers are data for an op.
+AS_DATA: Final = ("as a first input", "in a list")
 
 _watchers: Final[list[Note]] = []
 
@@ -58,11 +61,23 @@ def watched_emulation(note: Note) -> Iterator[None]:
         _watchers.remove(note)
 
 
-def note_rounding(parameter: Tensor, format: Format, *, is_first: bool) -> bool:
+def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> bool:
     """Tells of a parameter that is rounded; returns whether anybody wanted to know."""
     for note in _watchers:
-        note(parameter, format, is_first)
+        note(parameter, format, as_data)
     return bool(_watchers)
+
+
+def note_data(args: Args, kwargs: Kwargs, format: Format) -> None:
+    """Tells of the parameters among the arguments of a call that `decoded` takes for data."""
+    if not _watchers:
+        return
+    if args and isinstance(args[0], nn.Parameter):
+        note_rounding(args[0], format, AS_DATA[0])
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, SEQUENCES) else ():
+            if isinstance(item, nn.Parameter):
+                note_rounding(item, format, AS_DATA[1])
 
 
 def decoded(args: Args, kwargs: Kwargs, format: Format) -> tuple[Args, Kwargs]:

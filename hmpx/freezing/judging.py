@@ -64,10 +64,10 @@ def judged(
         first = firsts.setdefault(key, f)
         neighbours = by_storage[f.place.storage] if f.place is not None else []
         dtype, reason = _judgement(f, neighbours, watch, replaced)
-        is_data = f.place is not None and watch.uses[f.place].is_first_input
+        as_data = "" if f.place is None else watch.uses[f.place].as_data
         is_coded = as_codes and isinstance(dtype, CodedFormat)
-        if isinstance(dtype, Format) and (is_data or not is_coded):
-            reason = f"used in {dtype.name} as a first input" if is_data else reason
+        if isinstance(dtype, Format) and (as_data or not is_coded):
+            reason = f"used in {dtype.name} {as_data}" if as_data else reason
             dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
         size_bytes = stored_bytes = 0
         if first is not f:

@@ -125,8 +125,8 @@ class Uses:
     """How the watched forward used one place: the dtypes it was converted to, its readers and writers.
 
     ``unrounded_by`` are the ops in the low-precision list that leave it in fp32, ``decides`` those
-    that come out otherwise if it is stored in another dtype; ``is_first_input``
-    says that an op in a number format took it as its first input, where data is expected.
+    that come out otherwise if it is stored in another dtype; ``as_data``
+    says how an op in a number format took it where data is expected, such as "as a first input".
     """
 
     converted_to: set[LowType] = field(default_factory=set)
@@ -135,7 +135,7 @@ class Uses:
     decides: list[str] = field(default_factory=list)
     written_by: list[str] = field(default_factory=list)
     is_changed: bool = False
-    is_first_input: bool = False
+    as_data: str = ""
 
 
 class Watch(TorchDispatchMode):  # type: ignore[misc]
@@ -179,11 +179,11 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
                 self._note(self.uses[place], func, tensor, alias, result)
         return result
 
-    def note_format(self, tensor: Tensor, format: Format, is_first: bool) -> None:
-        """Records that a parameter is rounded to a number format, perhaps as an op's first input."""
+    def note_format(self, tensor: Tensor, format: Format, as_data: str) -> None:
+        """Records that a parameter is rounded to a number format, perhaps where data is expected."""
         place = _place(tensor)
         for touched in self._touched(tensor):
-            self.uses[touched].is_first_input |= is_first
+            self.uses[touched].as_data = self.uses[touched].as_data or as_data
             if touched == place:
                 self.uses[touched].converted_to.add(format)
             else:

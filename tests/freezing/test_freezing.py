@@ -828,6 +828,31 @@ def test_weights_that_are_first_inputs_are_not_stored_as_codes() -> None:
         assert torch.equal(compiled(x), expected)
 
 
+@pytest.mark.parametrize(
+    "op",
+    [
+        lambda x, w: torch.einsum("ij,bj->bi", w, x),
+        lambda x, w: torch.einsum("bj,ij->bi", [x, w]),
+        lambda x, w: torch.linalg.multi_dot((x, w, w)),
+        lambda x, w: torch.linalg.multi_dot(tensors=[x, w, w]),
+    ],
+    ids=["einsum", "einsum, list", "multi_dot", "multi_dot by name"],
+)
+def test_weights_in_lists_are_not_stored_as_codes(op: Callable[..., Tensor]) -> None:
+    """Nothing looks for codes there."""
+    model, x = Weighted(op).eval(), torch.randn(6, 6)
+    policy = {
+        "lists": "none",
+        "low_precision_type": "float8_e4m3fn",
+        "low": ["einsum", "linalg_multi_dot"],
+    }
+    with hmpx.convert(policy=policy, device_types={"cpu"}):
+        expected = model(x)
+        frozen = hmpx.freeze(model, x, store="codes")
+        assert torch.equal(model(x), expected)
+    assert reasons(frozen) == {"weight": "used in float8_e4m3fn in a list, but not stored as codes"}
+
+
 def test_values_of_codes_are_not_rounded_again(monkeypatch: pytest.MonkeyPatch) -> None:
     """They are values of the format already; what else comes into an op is rounded."""
     model, x = nn.Linear(6, 7).eval(), torch.randn(5, 6)
