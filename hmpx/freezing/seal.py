@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch import nn
 
-from .. import session
+from .. import session, torch_state
+from ..number_formats import Format, decode
 from ..policy import LowType
 from ..tensors import long_name, short_name
 from .call_checks import ChecksCalls
@@ -94,6 +96,10 @@ def seal(
             RefusesLoading(key)
         )
         attached.callback(handle.remove)
+        decodes = _DecodesWeights(_coded(path, slots, dtypes))
+        if decodes.names:
+            handle = module.register_state_dict_post_hook(decodes)  # type: ignore[no-untyped-call]
+            attached.callback(handle.remove)
         own = {slot.name: slot.tensor for slot in slots if slot.module is module}
         refuses = RefusesTraining(module, f"{path!r} in {name}" if path else name, own)
         attached.callback(refuses.release, vars(module).get("train"))
@@ -137,3 +143,42 @@ class _DescribesWeights:
             "low_precision_type": self._low_type,
             "dtypes": dict(self._dtypes),
         }
+
+
+def _coded(
+    path: str, slots: Sequence[Slot], dtypes: Mapping[str, LowType]
+) -> Iterator[tuple[Format, list[str]]]:
+    """Yields each format of codes in the module at ``path``, with the names there of one tied weight."""
+    inside = f"{path}." if path else ""
+    tied: dict[int, tuple[Format, list[str]]] = {}
+    for slot in slots:
+        format = dtypes[slot.name]
+        if isinstance(format, Format) and slot.name.startswith(inside):
+            tied.setdefault(id(slot.tensor), (format, []))[1].append(slot.name[len(inside) :])
+    yield from tied.values()
+
+
+class _DecodesWeights:
+    """A state dict hook: puts values in place of weights' codes; tied weights stay tied.
+
+    A model that is not frozen would load codes as numbers: `nn.Module.load_state_dict` copies integers to
+    float32 weights without a word.
+
+    Attributes:
+        names: The format of each weight, and its names.
+    """
+
+    def __init__(self, names: Iterable[tuple[Format, list[str]]]) -> None:
+        self.names = list(names)
+
+    def __call__(
+        self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
+    ) -> None:
+        with torch.no_grad(), torch_state.without_casts():
+            for format, names in self.names:
+                held = [prefix + name for name in names if prefix + name in state_dict]
+                if not held:
+                    continue
+                first = state_dict[held[0]]  # values, where an inner module's hook has been
+                values = first if first.is_floating_point() else decode(first.detach(), format)
+                state_dict.update(dict.fromkeys(held, values))

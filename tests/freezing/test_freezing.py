@@ -2066,6 +2066,39 @@ def test_state_dicts_say_what_they_hold(tmp_path: Path) -> None:
     assert "hmpx" not in model.state_dict()._metadata[""]
 
 
+@pytest.mark.parametrize("keep_vars", [False, True])
+def test_state_dicts_hold_the_values_of_codes(keep_vars: bool, tmp_path: Path) -> None:
+    """Of the model, what holds it, and a part of it: a model that is not frozen computes the same with them."""
+    torch.manual_seed(0)
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval(), torch.randn(2, 8)
+    model[1].bias = model[0].bias
+    with hmpx.convert(low_precision_type="float8_e4m3fn", device_types={"cpu"}):
+        expected, part = model(x), model[0](x)
+        frozen = hmpx.freeze(model, x, store="codes")
+        assert len(stored(frozen)) == 4
+        assert model[0].weight.dtype is torch.uint8
+        torch.save(model.state_dict(keep_vars=keep_vars), tmp_path / "weights.pt")
+        loaded = torch.load(tmp_path / "weights.pt", weights_only=True)
+        assert loaded._metadata[""]["hmpx"]["dtypes"] == dict.fromkeys(loaded, "float8_e4m3fn")
+        assert {value.dtype for value in loaded.values()} == {FP32}
+        fresh = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval()
+        fresh.load_state_dict(loaded)
+        assert torch.equal(fresh(x), expected)
+        held = dict(model.state_dict(keep_vars=True))
+        assert held["0.bias"] is held["1.bias"]
+        assert torch.equal(functional_call(model, held, (x,)), expected)
+        outer = nn.ModuleList([fresh])
+        outer.load_state_dict(nn.ModuleList([model]).state_dict(keep_vars=keep_vars))
+        assert torch.equal(fresh(x), expected)
+        linear = nn.Linear(8, 8)
+        linear.load_state_dict(model[0].state_dict(keep_vars=keep_vars))
+        assert torch.equal(linear(x), part)
+        assert torch.equal(saved(model)(x), expected)
+        assert model[0].weight.dtype is saved(model)[0].weight.dtype is torch.uint8
+        frozen.undo()
+        assert torch.equal(model.state_dict()["0.weight"], model[0].weight)
+
+
 def copied(model: nn.Module) -> nn.Module:
     return copy.deepcopy(model)
 
