@@ -18,8 +18,10 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from .. import session, torch_state
 from ..errors import FreezeError
-from ..tensors import LOW_DTYPES
+from ..rules import are_alike
+from ..tensors import LOW_DTYPES, short_name
 from ..torch_internals import behind_transform, has_tangents, is_of_transform, transforms
+from .judging import one_rounding
 from .refusals import REMEDY
 from .slots import Slot
 
@@ -37,15 +39,26 @@ class ChecksCalls:
     def __init__(
         self,
         name: str,
-        low_name: str,
         in_force: session.Session,
         holders: Mapping[str, nn.Module],
         slots: Sequence[Slot],
+        is_coded: bool,
     ) -> None:
+        """Notes what the weights were stored for.
+
+        Args:
+            name: The model's class.
+            in_force: The conversion that the weights are stored for.
+            holders: The modules that hold some of them, by path.
+            slots: Where they are.
+            is_coded: Whether some are codes.
+        """
         self._name = name
-        self._low_name = low_name
+        self._low_name = short_name(in_force.policy.low_precision_type)
         self._fingerprint = _fingerprint(in_force)
-        self._rules = in_force.rules
+        self._rules = self._own_rules = in_force.rules
+        self._rounding = one_rounding(in_force) if is_coded else None
+        self._is_rounded = in_force.options.legalize != "fast"
         self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
         # Without the model itself, so that it is freed without a search for reference cycles.
         self._inner = {path: module for path, module in holders.items() if path}
@@ -77,15 +90,31 @@ class ChecksCalls:
                 f"torch.autocast is off, or {REMEDY}"
             )
         if in_force is not self._seen() or in_force.rules != self._rules:
-            if _fingerprint(in_force) != self._fingerprint:
+            other = self._difference(in_force)
+            if other:
                 raise FreezeError(
-                    f"{self._name} was frozen under another policy than that in force now; call "
+                    f"{self._name} was frozen under {other} than that in force now; call "
                     f"hmpx.convert() as it was when the model was frozen, or {REMEDY}"
                 )
             self._seen, self._rules = weakref.ref(in_force), in_force.rules
         if torch.is_grad_enabled() or transforms() is not None or has_tangents():
             self._check_training(module)
             self._check_slots(module)
+
+    def _difference(self, in_force: session.Session) -> str:
+        """Returns what is in force that would have stored weights otherwise; ``""`` if nothing is."""
+        if _fingerprint(in_force) != self._fingerprint or not self._has_own_rules(in_force):
+            return "another policy"
+        if self._is_rounded and in_force.options.legalize == "fast":
+            return "another legalize="
+        if self._rounding is not None and one_rounding(in_force) != self._rounding:
+            return "another rounding= or overflow="
+        return ""
+
+    def _has_own_rules(self, in_force: session.Session) -> bool:
+        """Whether rules of the same names are the same; of those in other processes nothing else is known."""
+        now = in_force.rules
+        return not self._own_rules or all(map(are_alike, self._own_rules, now))
 
     def _check_training(self, model: nn.Module) -> None:
         if not model.training and not any([m.training for m in self._inner.values()]):  # noqa: C419
@@ -131,7 +160,7 @@ class ChecksCalls:
         self._finalizer()
 
     def __getstate__(self) -> dict[str, Any]:
-        state = {**vars(self), "_seen": _nothing, "_rules": ()}
+        state = {**vars(self), "_seen": _nothing, "_rules": (), "_own_rules": ()}
         del state["_handle"], state["_finalizer"]
         return state
 

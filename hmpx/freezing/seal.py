@@ -17,7 +17,7 @@ from torch import nn
 from .. import session, torch_state
 from ..number_formats import Format, decode
 from ..policy import LowType
-from ..tensors import long_name, short_name
+from ..tensors import long_name
 from .call_checks import ChecksCalls
 from .refusals import RefusesLoading, RefusesTraining
 from .slots import Slot
@@ -81,8 +81,8 @@ def seal(
     """
     name = type(model).__name__
     holders = dict(_holders(model, slots))
-    low_name = short_name(in_force.policy.low_precision_type)
-    checks = ChecksCalls(name, low_name, in_force, holders, slots)
+    is_coded = any(isinstance(dtype, Format) for dtype in dtypes.values())
+    checks = ChecksCalls(name, in_force, holders, slots, is_coded)
     attached.callback(checks.release)
     attached.callback(model.register_forward_pre_hook(checks, prepend=True).remove)
     stored = {n: long_name(dtype) for n, dtype in dtypes.items()}

@@ -3,7 +3,15 @@
 from __future__ import annotations
 
 from .judging import MOST_VERDICTS, Judge
-from .registration import RULES, Registered, all_rules, register_rule, registered, unregister_rule
+from .registration import (
+    RULES,
+    Registered,
+    all_rules,
+    are_alike,
+    register_rule,
+    registered,
+    unregister_rule,
+)
 
 __all__ = [
     "MOST_VERDICTS",
@@ -11,6 +19,7 @@ __all__ = [
     "Judge",
     "Registered",
     "all_rules",
+    "are_alike",
     "register_rule",
     "registered",
     "unregister_rule",

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import types
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Hashable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final, TypeVar, overload
+
+from torch import Tensor
 
 from .. import arguments, ops
 from ..arguments import is_a
@@ -59,6 +61,39 @@ class Registered:
         code = getattr(self.function, "__code__", None)
         where = f" ({code.co_filename}:{code.co_firstlineno})" if code is not None else ""
         return f"rule {name}{where}"
+
+
+def are_alike(one: Registered, other: Registered) -> bool:
+    """Whether two rules are one, or functions of equal code with equal values around it.
+
+    So is a function that is defined again by the same lines, as in a notebook.
+    """
+    if (one.op, one.level) != (other.op, other.level):
+        return False
+    functions = one.function, other.function
+    if all(isinstance(each, types.FunctionType) for each in functions):
+        return _is_as(*map(_parts, functions))  # type: ignore[arg-type]
+    return _is_as(*functions)
+
+
+def _is_as(one: Any, other: Any) -> bool:
+    if one is other:
+        return True
+    if type(one) is not type(other) or isinstance(one, Tensor):
+        return False
+    if isinstance(one, (list, tuple)):
+        return len(one) == len(other) and all(map(_is_as, one, other))
+    if isinstance(one, dict):
+        return list(one) == list(other) and all(map(_is_as, one.values(), other.values()))
+    return isinstance(one, Hashable) and bool(one == other)
+
+
+def _parts(function: types.FunctionType) -> tuple[Any, ...]:
+    """Returns what decides what a function does, but for globals."""
+    code = function.__code__.replace(co_firstlineno=0, co_linetable=b"")
+    cells = [_content(cell) for cell in function.__closure__ or ()]
+    cells = [None if content is function else content for content in cells]  # it calls itself
+    return code, function.__defaults__, function.__kwdefaults__, cells
 
 
 def _names_in(code: types.CodeType) -> Iterator[str]:

@@ -1739,6 +1739,81 @@ def test_a_frozen_model_is_called_under_its_conversion_only() -> None:
     assert model(x).dtype is FP32
 
 
+FORMAT = {"low_precision_type": "float8_e4m3fn"}
+
+#: Name -> `freeze`'s store, two conversions, and what an error calls their difference.
+OTHER_OPTIONS: dict[str, tuple[str, dict[str, Any], dict[str, Any], str]] = {
+    "to fast": ("dtype", {}, {"legalize": "fast"}, "legalize="),
+    "from fast": ("dtype", {"legalize": "fast"}, {"legalize": "always"}, ""),
+    "auto to never": ("dtype", {}, {"legalize": "never"}, ""),
+    "casts kept": ("dtype", {}, {"keep_weight_casts": True, "reuse_casts": True}, ""),
+    "rounding": ("codes", FORMAT, {**FORMAT, "rounding": "toward_zero"}, "rounding= or overflow="),
+    "stochastic": ("codes", FORMAT, {**FORMAT, "rounding": "stochastic"}, "rounding= or overflow="),
+    "overflow": ("codes", FORMAT, {**FORMAT, "overflow": "saturate"}, "rounding= or overflow="),
+    "no codes": ("dtype", FORMAT, {**FORMAT, "rounding": "toward_zero"}, ""),
+    "gradients": ("codes", FORMAT, {**FORMAT, "round_gradients": True}, ""),
+}
+
+
+@pytest.mark.parametrize("make", [lambda model: model, copy.deepcopy], ids=["itself", "its copy"])
+@pytest.mark.parametrize("name", OTHER_OPTIONS)
+def test_options_that_would_store_other_values_are_refused(
+    name: str, make: Callable[[nn.Module], nn.Module]
+) -> None:
+    """Options that don't round weights otherwise give the results of the unfrozen model."""
+    store, before, after, difference = OTHER_OPTIONS[name]
+    torch.manual_seed(0)
+    model, x = nn.Linear(64, 64).eval(), torch.randn(64, 64)
+    with torch.no_grad():
+        with hmpx.convert(**after, device_types={"cpu"}):
+            expected = model(x)
+        with hmpx.convert(**before, device_types={"cpu"}):
+            frozen = hmpx.freeze(model, x, store=store)
+            model(x)
+        twin = make(model)
+        with hmpx.convert(**after, device_types={"cpu"}):
+            if difference:
+                with pytest.raises(FreezeError, match=f"frozen under another {difference} than"):
+                    twin(x)
+            else:
+                assert_equal_but_for_casts(twin(x), expected)
+    frozen.undo()
+
+
+def rule_of(verdict: Any, unused: Any = None) -> Callable[[hmpx.Call], Any]:
+    return lambda call: verdict
+
+
+@pytest.mark.parametrize(
+    ("rule", "is_alike"),
+    [
+        (rule_of(hmpx.ALLOW), True),
+        (rule_of(hmpx.Decision(hmpx.ALLOW, torch.bfloat16)), False),
+        (rule_of(hmpx.DENY), False),
+        (rule_of(hmpx.ALLOW, torch.ones(2)), True),
+    ],
+    ids=["the same code", "another value", "another verdict", "another argument"],
+)
+def test_another_rule_of_the_same_name_is_another_policy(rule: Any, is_alike: bool) -> None:
+    """As of functions that are made by a function, or defined again in a notebook."""
+    model, x = nn.Linear(8, 8).eval(), torch.randn(4, 8)
+    hmpx.register_rule("linear", rule_of(hmpx.ALLOW))
+    with hmpx.convert(device_types={"cpu"}):
+        try:
+            frozen = hmpx.freeze(model, x)
+            expected = model(x)
+            hmpx.unregister_rule("linear")
+            hmpx.register_rule("linear", rule)
+            if is_alike:
+                assert torch.equal(model(x), expected)
+            else:
+                with pytest.raises(FreezeError, match="frozen under another policy"):
+                    model(x)
+            frozen.undo()
+        finally:
+            hmpx.unregister_rule("linear")
+
+
 def test_training_a_frozen_model_is_refused() -> None:
     """Its ``train``, that of what holds it, and gradients of its weights; eval is not."""
     model, x = Perceptron().eval(), torch.ones(2, 8, requires_grad=True)
