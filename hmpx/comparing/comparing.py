@@ -11,10 +11,11 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, noted, said_by, shown
+from ..errors import FreezeError, OptionError, noted, said_by, shown
+from ..freezing import is_sealed
 from ..session import Session, check_names, convert, current
 from ..torch_internals import DisableAutocast, uncompiled
-from ..torch_state import without_casts
+from ..torch_state import reached_by, without_casts
 from .comparison import Comparison
 from .gradients import GradientRun
 from .low_run import LowCall, LowRun
@@ -61,6 +62,8 @@ def compare(
     Raises:
         OptionError: An argument has a value that it can't have, the model returns a generator or a
             coroutine, which has not run, or ``loss_fn`` returns no such tensor.
+        FreezeError: The model, or one that the function or an input holds, is frozen by `freeze`: its
+            weights are not there in float32.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -72,6 +75,7 @@ def compare(
     """
     _check(model, loss_fn, reference, passes, seed)
     check_names(compare, conversion)
+    _check_unfrozen(model, inputs)
     runs = Runs(model, inputs, loss_fn, seed)
     with contextlib.ExitStack() as stack:
         stack.callback(runs.state.restore)
@@ -105,6 +109,16 @@ def _check(model: Any, loss_fn: Any, reference: Any, passes: Any, seed: Any) -> 
     for name, number, least in (("passes", passes, 1), ("seed", seed, 0)):
         if type(number) is not int or number < least:
             raise OptionError(f"{name} must be an int of at least {least}, not {shown(number)}")
+
+
+def _check_unfrozen(model: Any, inputs: tuple[Any, ...]) -> None:
+    for outer in reached_by(model, *inputs).modules:
+        for module in outer.modules():
+            if is_sealed(module):
+                raise FreezeError(
+                    f"{type(module).__name__} is frozen: the weights that are stored low can't be compared "
+                    "with float32; compare it before hmpx.freeze, or call undo() on what that returned"
+                )
 
 
 def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool) -> Comparison:

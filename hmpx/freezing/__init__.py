@@ -4,10 +4,12 @@ from __future__ import annotations
 
 from .freezing import freeze
 from .frozen import Frozen
+from .seal import is_sealed
 from .weights import Weight
 
 __all__ = [
     "Frozen",
     "Weight",
     "freeze",
+    "is_sealed",
 ]

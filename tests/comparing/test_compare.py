@@ -272,6 +272,26 @@ def test_a_frozen_model_has_effects_too():
     assert not any(p.requires_grad for p in model.parameters())
 
 
+@pytest.mark.parametrize("store", ["dtype", "codes"])
+def test_weights_that_freeze_has_stored_low_can_not_be_compared(store):
+    """Neither in the model, nor in what holds it; after undo they can."""
+    model, x = nn.Sequential(nn.Linear(8, 8), nn.Linear(8, 8)).eval(), torch.randn(4, 8)
+    low_type = torch.bfloat16 if store == "dtype" else "float8_e4m3fn"
+    with hmpx.convert(low_precision_type=low_type, **CPU):
+        expected = hmpx.compare(model, x)
+        frozen = hmpx.freeze(model, x, store=store)
+        before = {name: value.clone() for name, value in model.named_parameters()}
+        for holder in (model, nn.Sequential(model), lambda x: model(x)):
+            with pytest.raises(
+                hmpx.FreezeError, match=r"^Sequential is frozen: .* before hmpx.freeze"
+            ):
+                hmpx.compare(holder, x)
+        assert all(torch.equal(value, before[name]) for name, value in model.named_parameters())
+        frozen.undo()
+        found = hmpx.compare(model, x)
+    assert [row.rel for row in found.rows] == [row.rel for row in expected.rows]
+
+
 def test_a_model_without_a_backward():
     model = Net().eval()  # adds to what relu has returned, in place
 
