@@ -81,14 +81,8 @@ def in_module(
             if id(value.func) in wanted:
                 function = replacements[id(value.func)]
                 partials[id(value)] = functools.partial(function, *value.args, **value.keywords)
-        elif issubclass(kind, type) and "__torch_function__" in vars(value):
-            if id(value) in seen:  # many modules import `torch.Tensor`
-                continue
-            seen.add(id(value))
-            for table in [each for each in list(vars(value).values()) if type(each) in _CONTAINERS]:
-                yield from _table_patches(table, replacements)
-                for inner in list(table.values()) if type(table) is dict else ():
-                    yield from _table_patches(inner, replacements)
+        elif issubclass(kind, type) and not (id(value) in seen or _is_plain(value, seen)):
+            yield from _class_patches(value, replacements, seen)
     for key, value in list(held.items()) if partials else ():
         if id(value) in partials:
             yield Patch(module, key, partials[id(value)], is_foreign=True)
@@ -255,6 +249,36 @@ def forget_overrides() -> None:
         cached: Any = getattr(torch.overrides, name, None)
         if hasattr(cached, "cache_clear"):
             cached.cache_clear()
+
+
+def _is_plain(kind: type, seen: set[int]) -> bool:
+    """Whether a class neither has nor inherits a ``__torch_function__``; it is added to ``seen`` then."""
+    if "__torch_function__" in vars(kind):
+        return False
+    for base in kind.__bases__:
+        if id(base) not in seen and not _is_plain(base, seen):
+            return False
+    seen.add(id(kind))
+    return True
+
+
+def _class_patches(
+    overriding: type, replacements: Mapping[int, Any], seen: set[int]
+) -> Iterator[ItemPatch]:
+    """Yields the patches of the tables of a class with a ``__torch_function__``.
+
+    They may be inherited, from classes that no module names. Classes that were searched, as
+    `torch.Tensor`, which many modules name, are in ``seen`` by the complement of their address: by the
+    address itself they would count as plain.
+    """
+    for kind in overriding.__mro__:
+        if ~id(kind) in seen:
+            continue
+        seen.add(~id(kind))
+        for table in [each for each in list(vars(kind).values()) if type(each) in _CONTAINERS]:
+            yield from _table_patches(table, replacements)
+            for inner in list(table.values()) if type(table) is dict else ():
+                yield from _table_patches(inner, replacements)
 
 
 def _item_patches(

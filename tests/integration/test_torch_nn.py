@@ -1039,6 +1039,43 @@ def test_an_override_finds_the_function_under_its_name(policy: str) -> None:
         del sys.modules["early_overrides"]
 
 
+class ByTable(Tensor):
+    """Computes what its class' table says, as bases of quantized tensors in other libraries do."""
+
+    TABLES: ClassVar[dict[type, dict[Any, str]]] = {}
+
+    def __init_subclass__(cls) -> None:
+        cls.TABLES = {cls: dict(cls.TABLES.get(cls.__base__, {}))}  # type: ignore[arg-type]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func in cls.TABLES[cls]:
+            return cls.TABLES[cls][func]
+        return super().__torch_function__(func, types, args, kwargs or {})
+
+
+@pytest.mark.parametrize("policy", POLICIES)
+def test_tables_of_classes_that_inherit_their_override_know_the_functions(policy: str) -> None:
+    """Whatever class in the line has the table, and if no module names that one."""
+    base: Any = type("Base", (ByTable,), {})
+    base.TABLES[base].update({function(): name for name, function in NAMED.items()})
+    child: Any = type("Child", (base,), {})
+    heir: Any = type("Heir", (child,), {})
+    before = dict(child.TABLES[child])
+    module: Any = types.ModuleType("early_overrides")
+    module.Heir = heir
+    sys.modules["early_overrides"] = module
+    try:
+        with hmpx.convert(**POLICIES[policy]):
+            for name in ("torch.matmul", "torch.conv2d", "torch.cat", "b.bmm"):
+                for kind in (base, child, heir):
+                    value = normal(1, 4, 4) if name == "b.bmm" else normal(4, 4)
+                    assert OVERRIDABLE[name](value.as_subclass(kind)) == name
+        assert child.TABLES[child] == before
+    finally:
+        del sys.modules["early_overrides"]
+
+
 @pytest.mark.parametrize("policy", POLICIES)
 def test_overrides_get_each_call_once(policy: str) -> None:
     """Of every kind of callable, and what they return is returned."""
