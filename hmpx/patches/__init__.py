@@ -3,7 +3,13 @@
 from __future__ import annotations
 
 from .compiled import compile_patches, forget_compiled
-from .early_names import early_name_patches, forget_overrides, held_by_models, missed
+from .early_names import (
+    early_name_patches,
+    forget_overrides,
+    held_by_models,
+    missed,
+    taken_name_patches,
+)
 from .filled import filled_patches
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
 from .numpy_values import numpy_patches
@@ -28,4 +34,5 @@ __all__ = [
     "region_patches",
     "retired",
     "retired_name",
+    "taken_name_patches",
 ]

@@ -1,11 +1,11 @@
-"""Names bound before `convert`: finds them in loaded modules, and yields patches to rebind them.
+"""Names bound before `convert`, or before `revert`: finds them in loaded modules, and yields patches to rebind them.
 
 ``from torch.nn.functional import gelu`` above `convert` holds the builtin itself, which no patch of
 torch reaches. This searches module globals, and one level into the dicts, lists and partials that
 they name. torch's own modules are left alone. So are models: finding those in a process takes longer
 than the rest of a conversion, so they are listed only on request. A table with a torch function as a
-key, as in classes with a ``__torch_function__``, gets the wrapper as a second key beside it. Patches
-nothing itself.
+key, as in classes with a ``__torch_function__``, gets the wrapper as a second key beside it. At
+`revert` the same is done the other way for what was taken meanwhile. Patches nothing itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ..patching import ItemPatch, Patch, names_of
+from ..patching import Draft, ItemPatch, Patch, names_of
 
 #: Their tables describe torch's functions, and must continue to do so.
 _LEFT_ALONE = ("torch", "hmpx", "functorch")
@@ -52,6 +52,25 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | Item
     seen: set[int] = set()
     for module in _modules().values():
         yield from in_module(module, replacements, seen)
+
+
+def taken_name_patches(
+    draft: Draft, wrappers: Iterable[Callable[..., Any]]
+) -> Iterator[Patch | ItemPatch]:
+    """Yields the patches that give names taken from torch while it was converted torch's functions.
+
+    A table made meanwhile, with wrappers as keys, gets the functions as further keys: a wrapper that is
+    called acts as its function after a conversion, but is another key.
+
+    Args:
+        draft: Where what the conversion has patched is undone.
+        wrappers: Those of this conversion and of earlier ones.
+    """
+    functions = {id(wrapper): vars(wrapper)["__wrapped__"] for wrapper in wrappers}
+    for patch in early_name_patches(functions):
+        value = draft.read(patch)
+        if value is patch.read() or id(value) in functions:  # not what the draft has restored
+            yield patch
 
 
 def in_module(

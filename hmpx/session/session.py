@@ -19,7 +19,7 @@ from .. import compute, torch_state
 from ..casting import Options
 from ..errors import HmpxWarning
 from ..observers import ATTACHED, Attached, log_observer
-from ..patches import early_name_patches, is_renewed, missed, retired
+from ..patches import early_name_patches, is_renewed, missed, retired, taken_name_patches
 from ..patching import Change, Draft, Patch
 from ..policy import Policy
 from ..registry import exclusive
@@ -307,6 +307,8 @@ def switch_to(session: Session | None) -> None:
         draft.apply(torch_state.conversion_patches(epoch, decides, device_types))
         draft.apply([Patch(sys.modules[__name__], "_current", session)])
         kept = () if session is None else installation.wrappers
+        if session is None:
+            draft.apply(taken_name_patches(draft, [*retired(), *replaced.wrappers]))
         draft.apply(retirements(replaced.wrappers, kept))
         said = said_of(covered)
 

@@ -10,7 +10,7 @@ import types
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import pytest
 import torch
@@ -72,14 +72,56 @@ def test_a_partial_under_several_names_stays_one(early: Any) -> None:
 
 
 def test_a_name_taken_while_converted_casts_in_the_next_conversion(early: Any) -> None:
-    """It holds the first conversion's wrapper, which acts as the original in between."""
-    a = torch.ones(2, 2)
+    """It is torch's function in between."""
+    a, kept = torch.ones(2, 2), []
     with hmpx.convert(policy=POLICY):
         early.later = torch.matmul
+        kept.append(early.later)
         assert early.later(a, a).dtype is BF16
-    assert early.later(a, a).dtype is FP32
+    assert early.later is torch.matmul
+    assert kept[0](a, a).dtype is FP32
     with hmpx.convert(policy=POLICY):
         assert early.later(a, a).dtype is BF16
+
+
+def test_names_taken_while_converted_hold_torchs_functions_after_revert(early: Any) -> None:
+    """In dicts, lists, partials and tables, too, whatever conversions came one after the other."""
+    hmpx.convert(policy=POLICY)
+    early.taken = torch.matmul
+    early.taken_dict, early.taken_list = {"gelu": F.gelu}, [torch.matmul]
+    early.taken_partial = functools.partial(torch.matmul, torch.ones(2, 2))
+    early.taken_table = {torch.matmul: "matmul", F.gelu: torch.matmul}
+    hmpx.convert()
+    early.taken_later = torch.matmul, F.gelu  # found by nobody: it acts as torch's
+    hmpx.revert()
+    assert early.taken is early.taken_list[0] is torch.matmul
+    assert early.taken_dict == {"gelu": F.gelu}
+    assert early.taken_partial(torch.ones(2, 2)).dtype is FP32
+    assert early.taken_table[torch.matmul] == "matmul"
+    assert early.taken_table[F.gelu] is torch.matmul
+    assert early.taken_later[0](torch.ones(2, 2), torch.ones(2, 2)).dtype is FP32
+
+
+def test_a_class_made_while_converted_finds_the_functions_after_revert(early: Any) -> None:
+    """That it has in a table, by which its ``__torch_function__`` knows what is called."""
+
+    class Table:
+        FUNCTIONS: ClassVar[dict[Any, str]] = {}
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> str | None:
+            return cls.FUNCTIONS.get(func)
+
+    with hmpx.convert(policy=POLICY):
+        early.Table = Table
+        Table.FUNCTIONS[torch.matmul] = "matmul"
+        assert torch.matmul(Table(), torch.ones(2)) == "matmul"
+    assert torch.matmul(Table(), torch.ones(2)) == "matmul"
+    with hmpx.convert():
+        assert torch.matmul(Table(), torch.ones(2)) == "matmul"
+    assert torch.matmul(Table(), torch.ones(2)) == "matmul"
 
 
 def test_what_the_user_changed_meanwhile_stays(early: Any) -> None:
