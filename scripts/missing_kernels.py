@@ -325,8 +325,28 @@ def probe_sparse(dtype: torch.dtype, found: dict[str, Found]) -> None:
 SHAPES = ((3, 3), (3,), (2, 3, 4), (1, 2, 4, 4), (1, 2, 4, 4, 4), ())
 
 
+def by_hand() -> Mapping[str, list[tuple[Any, ...]]]:
+    """Returns op name -> the arguments of calls that its schemas don't tell how to make up."""
+    x, scale, zero = torch.rand(3, 4), torch.tensor(0.1), torch.tensor(0, dtype=torch.int32)
+    scales, zeros = torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int32)
+    on = torch.ones(1, dtype=torch.long)
+    observed = x, on, on, torch.zeros(1), torch.ones(1), torch.ones(1), zeros[:1]
+    return {
+        "fused_moving_avg_obs_fake_quant": [(*observed, 0.01, 0, 255, -1)],
+        "quantize_per_channel": [(x, scales, zeros, 0, torch.quint8)],
+        "quantize_per_tensor": [
+            (x, 0.1, 0, torch.quint8),
+            (x, scale, zero, torch.quint8),
+            ([x, x], scales[:2], zeros[:2], torch.quint8),
+        ],
+        "quantize_per_tensor_dynamic": [(x, torch.quint8, False)],
+    }
+
+
 def made_up(name: str) -> Iterator[tuple[Any, tuple[Any, ...], dict[str, Any]]]:
     """Yields calls of an op on float32 inputs that its schemas allow."""
+    for arguments in by_hand().get(name, ()):
+        yield ops.table()[name].sites[0].function(), arguments, {}
     for site in ops.table()[name].sites:
         if site.in_place or site.is_python or site.is_property:
             continue

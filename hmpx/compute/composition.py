@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -74,8 +74,15 @@ def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
 
 
 def names_dtype(args: Args, kwargs: Kwargs) -> bool:
-    """Whether a call says of which dtype its result is to be."""
-    return kwargs.get("dtype") is not None or torch.dtype in map(type, args)
+    """Whether a call says of which dtype its result is to be.
+
+    A quantized dtype given by keyword says how the call computes, as in ``torch.quantized_lstm``.
+    """
+    named = kwargs.get("dtype")
+    return named not in _NOT_OF_RESULTS or torch.dtype in map(type, args)
+
+
+_NOT_OF_RESULTS: Final = frozenset({None, torch.qint8, torch.quint8, torch.qint32})
 
 
 def computed_in_fp32(

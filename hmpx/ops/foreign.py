@@ -75,7 +75,7 @@ def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str
     if len(parts) < 2 or not all(map(_is_plain, parts)) or parts[0] in _REFUSED:
         return None
     if parts[:2] == ["torch", "ops"]:
-        is_custom = len(parts) in (4, 5) and parts[2] not in _TORCHS
+        is_custom = len(parts) in (4, 5) and (parts[2] not in _TORCHS or _is_bound(parts[3]))
         return ".".join(parts[:4]) if is_custom else None  # an overload stands for its op
     if parts[0] == "torch":
         is_elsewhere = parts[1] == "nn" and ".".join(parts[:-1]) not in prefixes
@@ -108,6 +108,11 @@ def refusal(name: str) -> str:
 
 #: Longer than any function's name.
 _LONGEST: Final = 1000
+
+
+def _is_bound(operator: str) -> bool:
+    """Whether torch has the operator of that name itself for a function: ``torch.quantized_lstm``."""
+    return isinstance(names_of(torch).get(operator), OpOverloadPacket)
 
 
 def _is_plain(part: str) -> bool:

@@ -407,6 +407,39 @@ def test_it_holds_where_casts_are_off_and_ends_with_the_conversion() -> None:
         kept(matrix())
 
 
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+def test_low_numbers_are_quantized() -> None:
+    """To what their values in fp32 are; what an observer writes to stays as it is."""
+    low = torch.randn(3, 4, generator=torch.Generator().manual_seed(0)).to(BF16)
+    scales, zeros = torch.full((3,), 0.1), torch.zeros(3, dtype=torch.int32)
+    calls: dict[str, Callable[[Tensor], Any]] = {
+        "number": lambda x: torch.quantize_per_tensor(x, 0.1, 0, torch.qint8),
+        "tensors": lambda x: torch.quantize_per_tensor(x, scales[0], zeros[0], torch.qint8),
+        "list": lambda x: torch.quantize_per_tensor([x], scales[:1], zeros[:1], torch.qint8)[0],
+        "channels": lambda x: torch.quantize_per_channel(x, scales, zeros, 0, torch.qint8),
+        "dynamic": lambda x: torch.quantize_per_tensor_dynamic(x, torch.qint8, False),
+    }
+    expected = {name: call(low.float()) for name, call in calls.items()}
+    with hmpx.convert():
+        actual = {name: call(low) for name, call in calls.items()}
+    for name, each in actual.items():
+        assert each.is_quantized, name
+        assert torch.equal(each.int_repr(), expected[name].int_repr()), name
+
+    def observed(x: Tensor) -> tuple[Tensor, Tensor]:
+        on, least, most = torch.ones(1, dtype=torch.long), torch.zeros(1), torch.zeros(1)
+        scale, zero = torch.ones(1), torch.zeros(1, dtype=torch.int32)
+        state = on, on, least, most, scale, zero
+        result = torch.fused_moving_avg_obs_fake_quant(x, *state, 0.01, 0, 255, -1)
+        return result, torch.stack([least, most, scale])
+
+    expected_result, expected_state = observed(low.float())
+    with hmpx.convert():
+        result, state = observed(low)
+    assert torch.equal(result, expected_result.to(BF16))
+    assert torch.equal(state, expected_state)
+
+
 class Logged(Tensor):
     """A tensor whose class overrides torch's functions."""
 

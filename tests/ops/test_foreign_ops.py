@@ -5,11 +5,13 @@ from __future__ import annotations
 import importlib
 import logging
 import os
+import re
 import sys
 import types
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ from torch.testing._internal.two_tensor import TwoTensor
 
 import hmpx
 from hmpx import CastPolicy, cli, ops
+from hmpx.tensors import leaves
 from tests import forks
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -695,3 +698,60 @@ def test_importing_torchvision_later_is_the_same() -> None:
     done = forks.run("-c", script)
     assert done.returncode == 0, done.stderr
     assert done.stdout == "tensor([0]) tensor([0])\n0\n"
+
+
+# --- torch's quantized modules --------------------------------------------------------------------
+
+
+def quantized_modules() -> dict[str, Callable[[], Callable[[torch.Tensor], Any]]]:
+    """Returns modules that quantize what they are given, made for vectors of eight elements."""
+    dynamic = torch.ao.nn.quantized.dynamic
+    return {
+        "Linear": lambda: dynamic.Linear(8, 4),
+        "Linear, fp16": lambda: dynamic.Linear(8, 4, dtype=torch.float16),
+        "LSTM": lambda: dynamic.LSTM(8, 4),
+        "LSTM, fp16": lambda: dynamic.LSTM(8, 4, dtype=torch.float16),
+        "GRU": lambda: dynamic.GRU(8, 4),
+        "LSTMCell": lambda: dynamic.LSTMCell(8, 4),
+        "GRUCell": lambda: dynamic.GRUCell(8, 4),
+        "RNNCell, tanh": lambda: dynamic.RNNCell(8, 4),
+        "RNNCell, relu": lambda: dynamic.RNNCell(8, 4, nonlinearity="relu"),
+    }
+
+
+@pytest.mark.filterwarnings("ignore:.*quantized tensor creation:UserWarning")
+@pytest.mark.parametrize("lists", ["hmpx", "autocast-cpu"])
+@pytest.mark.parametrize("name", quantized_modules())
+def test_modules_that_quantize_take_what_low_ops_give(name: str, lists: str) -> None:
+    """The result is that of fp32, rounded to the input's type."""
+    torch.manual_seed(0)
+    module = quantized_modules()[name]()
+    x = torch.randn(6, 8)
+    x = x if "Cell" in name or "Linear" in name else x[:, None]
+    low = x.to(BF16)
+    expected = leaves([module(low.float())])
+    with hmpx.convert(lists=lists):
+        actual = leaves([module(low)])
+        unrounded = leaves([module(x)])
+    output = FP32 if name == "LSTM, fp16" else BF16  # it hands on `dtype=torch.float16`
+    assert {each.dtype for each in actual} == {output}
+    assert all(torch.equal(a, e.to(output)) for a, e in zip(actual, expected, strict=True))
+    assert {each.dtype for each in unrounded} == {FP32}
+
+
+def test_every_operator_that_quantizes_dynamically_is_listed() -> None:
+    """As torch's schemas name them: they take numbers in floating point, and give some."""
+    schemas = torch._C._jit_get_all_schemas()
+    packed = {
+        each.name.partition("::")[2]
+        for each in schemas
+        if each.name.startswith("quantized::") and re.search("dynamic|output_fp32", each.name)
+    }
+    computing = {name for name in packed if not name.startswith("make_")}
+    policy = hmpx.load_policy()
+    assert len(computing) > 10
+    for name in computing:
+        assert policy[f"torch.ops.quantized.{name}"].cast_policy is CastPolicy.FP32, name
+    for name in ("quantized_lstm", "quantized_gru"):
+        assert policy[f"torch.ops.aten.{name}"].cast_policy is CastPolicy.FP32
+    assert ops.resolve("torch.ops.aten.no_operator") is None
