@@ -43,8 +43,8 @@ def override(
     """Passes a call of ``wrapper`` to the ``__torch_function__`` of a mode or an argument.
 
     It is handed what stands under the function's name now, and the arguments as they came: what it
-    calls in turn is cast. But a class that says by ``__torch_dispatch__`` how it computes is a tensor
-    to be cast.
+    calls in turn is cast. But a class that says by ``__torch_dispatch__`` alone how it computes is a
+    tensor to be cast.
     """
     relevant = leaves((*args, *kwargs.values()))
     if not is_off() and any(_is_tensor_by_dispatch(value) for value in relevant):
@@ -81,5 +81,13 @@ def _override_python(
 
 
 def _is_tensor_by_dispatch(value: Any) -> bool:
-    own = Tensor.__torch_dispatch__
-    return isinstance(value, Tensor) and type(value).__torch_dispatch__ is not own
+    """Whether the class of ``value`` says by ``__torch_dispatch__`` how it computes, and not before.
+
+    A ``__torch_function__`` of torch's own either calls what it is handed, or as that of jagged tensors
+    computes with what no wrapper reaches.
+    """
+    kind = type(value)
+    if not isinstance(value, Tensor) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    module: Any = getattr(kind.__torch_function__, "__module__", None)
+    return isinstance(module, str) and module.partition(".")[0] == "torch"

@@ -1188,6 +1188,33 @@ def test_dispatch_subclasses_are_cast(name: str) -> None:
     same([actual.a, actual.b], expected)
 
 
+class Overriding(TwoTensor):  # type: ignore[misc]
+    """Computes some functions itself, as quantized tensors of other libraries do."""
+
+    given: ClassVar[list[torch.dtype]] = []
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if func is not F.linear:
+            return super().__torch_function__(func, types, args, kwargs or {})
+        cls.given.extend(each.dtype for each in args if isinstance(each, Tensor))
+        return func(args[0], args[1].a)
+
+
+def test_dispatch_subclasses_that_override_get_arguments_as_they_came() -> None:
+    """As under torch.autocast: what it calls is cast, and what it quantizes is not rounded before."""
+    x, weight = normal(4, 4), Overriding(normal(4, 4), normal(4, 4, seed=2))
+    with low("matmul", "linear", "softmax"):
+        expected = F.linear(x, weight.a)
+        Overriding.given.clear()
+        same(F.linear(x, weight), expected)
+        assert Overriding.given == [FP32, FP32]
+        product = torch.matmul(x, weight)
+        assert type(product) is Overriding
+        assert product.dtype is BF16
+        same(product.a, torch.matmul(x, weight.a))
+
+
 def test_a_default_device_context_keeps_working() -> None:
     """``with torch.device(...)`` is a function mode that knows torch's factories."""
     with hmpx.convert(device_types={"meta", "cpu"}), torch.device("meta"):
