@@ -172,9 +172,9 @@ class ItemPatch:
 
 @dataclass(frozen=True, slots=True)
 class EntryPatch:
-    """A value to have among the entries of a list, in front of the others."""
+    """A value to have among the entries of a set, or of a list, in front of the others."""
 
-    owner: list[Any]
+    owner: list[Any] | set[Any]
     value: Any
     stays_idle: bool = True
     is_foreign: bool = False
@@ -190,16 +190,19 @@ class EntryPatch:
         return f"entry {self.value!r}"
 
     def read(self) -> Any:
-        """Returns the value if the list holds it, else `ABSENT`."""
+        """Returns the value if it is an entry, else `ABSENT`."""
         return self.value if any(entry is self.value for entry in self.owner) else ABSENT
 
     def write(self, value: Any) -> None:
-        """Puts the value in the list; with `ABSENT`, removes it."""
+        """Makes the value an entry; with `ABSENT`, removes it."""
         is_there = self.read() is not ABSENT
         if value is ABSENT and is_there:
             self.owner.remove(self.value)
         elif value is not ABSENT and not is_there:
-            self.owner.insert(0, self.value)
+            if isinstance(self.owner, set):
+                self.owner.add(self.value)
+            else:
+                self.owner.insert(0, self.value)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,11 +1,12 @@
-"""Names bound before `convert`, or before `revert`: finds them in loaded modules, and yields patches to rebind them.
+"""Names bound before `convert`, or before `revert`: finds them in loaded modules, and how to rebind them.
 
 ``from torch.nn.functional import gelu`` above `convert` holds the builtin itself, which no patch of
 torch reaches. This searches module globals, and one level into the dicts, lists and partials that
 they name. torch's own modules are left alone. So are models: finding those in a process takes longer
 than the rest of a conversion, so they are listed only on request. A table with a torch function as a
-key, as in classes with a ``__torch_function__``, gets the wrapper as a second key beside it. At
-`revert` the same is done the other way for what was taken meanwhile. Patches nothing itself.
+key, as in classes with a ``__torch_function__``, gets the wrapper as a second key beside it, and a set
+that has one the wrapper, too. At `revert` the same is done the other way for what was taken meanwhile.
+Patches nothing itself.
 """
 
 from __future__ import annotations
@@ -22,7 +23,10 @@ from typing import Any
 
 import torch
 
-from ..patching import Draft, ItemPatch, Patch, names_of
+from ..patching import Draft, EntryPatch, ItemPatch, Patch, names_of
+
+#: A patch of a name in a module, of an item of a container, of an entry of a set.
+NamePatch = Patch | ItemPatch | EntryPatch
 
 #: Their tables describe torch's functions, and must continue to do so.
 _LEFT_ALONE = ("torch", "hmpx", "functorch")
@@ -38,12 +42,13 @@ _names_passed_over: set[str] = set()
 
 #: Exactly these: the methods of subclasses may do more than get and set. Plain data is skipped.
 _CONTAINERS = frozenset({dict, list, collections.OrderedDict})
+_TABLES = frozenset({dict, set, collections.OrderedDict})
 _DATA = frozenset({str, bytes, int, float, bool, type(None)})
 _ATOMS = _DATA | {types.ModuleType, types.FunctionType, types.BuiltinFunctionType, tuple, frozenset}
 _LONGEST = 1000
 
 
-def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | ItemPatch]:
+def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
     """Yields the patches that rebind each name to its wrapper.
 
     Args:
@@ -54,9 +59,7 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[Patch | Item
         yield from in_module(module, replacements, seen)
 
 
-def taken_name_patches(
-    draft: Draft, wrappers: Iterable[Callable[..., Any]]
-) -> Iterator[Patch | ItemPatch]:
+def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[NamePatch]:
     """Yields the patches that give names taken from torch while it was converted torch's functions.
 
     A table made meanwhile, with wrappers as keys, gets the functions as further keys: a wrapper that is
@@ -75,7 +78,7 @@ def taken_name_patches(
 
 def in_module(
     module: types.ModuleType, replacements: Mapping[int, Any], seen: set[int]
-) -> Iterator[Patch | ItemPatch]:
+) -> Iterator[NamePatch]:
     """Yields the patches that rebind the names of one module, as `early_name_patches` does.
 
     Args:
@@ -96,6 +99,8 @@ def in_module(
             if id(value) not in seen:
                 seen.add(id(value))
                 yield from _item_patches(value, replacements)
+        elif kind is set:
+            yield from _table_patches(value, replacements)
         elif kind is functools.partial:
             if id(value.func) in wanted:
                 function = replacements[id(value.func)]
@@ -283,7 +288,7 @@ def _is_plain(kind: type, seen: set[int]) -> bool:
 
 def _class_patches(
     overriding: type, replacements: Mapping[int, Any], seen: set[int]
-) -> Iterator[ItemPatch]:
+) -> Iterator[NamePatch]:
     """Yields the patches of the tables of a class with a ``__torch_function__``.
 
     They may be inherited, from classes that no module names. Classes that were searched, as
@@ -294,7 +299,8 @@ def _class_patches(
         if ~id(kind) in seen:
             continue
         seen.add(~id(kind))
-        for table in [each for each in list(vars(kind).values()) if type(each) in _CONTAINERS]:
+        tables = [each for each in list(vars(kind).values()) if type(each) in _TABLES]
+        for table in tables:
             yield from _table_patches(table, replacements)
             for inner in list(table.values()) if type(table) is dict else ():
                 yield from _table_patches(inner, replacements)
@@ -302,7 +308,7 @@ def _class_patches(
 
 def _item_patches(
     container: dict[Any, Any] | list[Any], replacements: Mapping[int, Any]
-) -> Iterator[ItemPatch]:
+) -> Iterator[NamePatch]:
     if len(container) > _LONGEST:
         return
     values = container.values() if isinstance(container, dict) else container
@@ -314,11 +320,15 @@ def _item_patches(
     yield from _table_patches(container, replacements)
 
 
-def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[ItemPatch]:
-    """Yields the patches that put a wrapper beside each key that is a torch function."""
-    if type(table) not in _CONTAINERS or isinstance(table, list) or len(table) > _LONGEST:
+def _table_patches(table: Any, replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
+    """Yields the patches that put a wrapper beside each key, or entry, that is a torch function."""
+    if type(table) not in _TABLES or len(table) > _LONGEST:
         return
     if replacements.keys().isdisjoint(map(id, table)):
+        return
+    if type(table) is set:
+        found = [replacements[id(entry)] for entry in list(table) if id(entry) in replacements]
+        yield from (EntryPatch(table, w, is_foreign=True) for w in found if w not in table)
         return
     for key, value in list(table.items()):
         wrapper = replacements.get(id(key))

@@ -102,6 +102,31 @@ def test_names_taken_while_converted_hold_torchs_functions_after_revert(early: A
     assert early.taken_later[0](torch.ones(2, 2), torch.ones(2, 2)).dtype is FP32
 
 
+def test_sets_know_the_functions_however_they_are_called(early: Any) -> None:
+    """By which a ``__torch_function__`` tells what it is handed; made before, or meanwhile."""
+
+    class Known:
+        EARLY: ClassVar[set[Any]] = {torch.matmul}
+
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> tuple[bool, ...]:
+            return func in early.functions, func in cls.EARLY, func in early.later
+
+    def known() -> tuple[bool, ...]:
+        return torch.matmul(Known(), torch.ones(2))  # type: ignore[arg-type, return-value]
+
+    early.Known, early.functions, early.later = Known, {torch.matmul, len, 1}, set()
+    for _ in range(2):
+        with hmpx.convert(policy=POLICY):
+            early.later.add(torch.matmul)
+            assert known() == (True, True, True)
+        assert known() == (True, True, True)
+        assert early.functions == {torch.matmul, len, 1}
+        assert {torch.matmul} == Known.EARLY
+
+
 def test_a_class_made_while_converted_finds_the_functions_after_revert(early: Any) -> None:
     """That it has in a table, by which its ``__torch_function__`` knows what is called."""
 
