@@ -375,6 +375,38 @@ def test_each_sample_equals_the_call_with_inputs_cast_by_hand(
                 assert_not_mutated(got, what)
 
 
+def runs(function: Callable[..., Any], call: tuple[Any, ...]) -> bool:
+    return not isinstance(outcome(function, call, backward=False)[0], type)
+
+
+#: Without what torch alone calls.
+PUBLIC = [
+    info
+    for info in INFOS
+    if not str(op_name(info)).startswith("_") and info.full_name not in IN_PLACE
+]
+
+
+@pytest.mark.sampled(4)
+@pytest.mark.parametrize("info", PUBLIC, ids=lambda info: info.formatted_name)
+def test_what_refuses_mixed_inputs_runs_under_every_shipped_set(info: OpInfo) -> None:
+    """An op before it may be low there: a program that runs in float32 does not stop for that."""
+    plain, patched = uncalled(info.op), current(info.op)
+    samples = itertools.islice(info.sample_inputs("cpu", torch.float32), 4)
+    calls = [(each.input, tuple(each.args), each.kwargs) for each in samples]
+    refused = [
+        mixed
+        for call in calls
+        if is_mixed(mixed := patterned(call, PATTERNS["bf16 first"]))
+        and not runs(plain, mixed)
+        and runs(plain, call)
+    ]
+    for lists in ("autocast-cpu", "autocast-cuda", "hmpx", "o2") if refused else ():
+        with hmpx.convert(lists=lists, device_types={"cpu"}):
+            stopped = [call for call in refused if not runs(patched, call)]
+            assert not stopped, lists
+
+
 VARIANTS = [
     (info, kind, getattr(variant, "__name__", "<lambda>"))
     for info in INFOS
