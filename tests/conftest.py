@@ -43,9 +43,11 @@ def pytest_configure(config: pytest.Config) -> None:
 SAMPLED = {
     "test_accumulation": 3,
     "test_against_runs": 2,
+    "test_attention": 2,
     "test_autocast_lists": 3,
     "test_buffers": 3,
     "test_call_forms": 2,
+    "test_capability": 2,
     "test_cast_cache": 2,
     "test_compare": 2,
     "test_compile": 3,
@@ -56,8 +58,10 @@ SAMPLED = {
     "test_following": 3,
     "test_freezing": 3,
     "test_kept_parameters": 2,
-    "test_kernel_library": 3,
-    "test_legalized_ops": 3,
+    "test_kernel_library": 4,
+    "test_layers_in_inference": 2,
+    "test_legalized_ops": 4,
+    "test_linears": 2,
     "test_module_paths": 3,
     "test_numbers": 4,
     "test_onnx": 2,
@@ -232,8 +236,9 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Speeds `convert` up where no call uses a function that was taken from torch before it."""
+    """Speeds conversions up where no call uses a function taken from torch before, or kept after."""
     monkeypatch.setattr("hmpx.session.steps.early_name_patches", lambda replacements: iter(()))
+    monkeypatch.setattr("hmpx.session.session.taken_name_patches", lambda draft, wrappers: iter(()))
 
 
 @pytest.fixture

@@ -387,7 +387,7 @@ PUBLIC = [
 ]
 
 
-@pytest.mark.sampled(4)
+@pytest.mark.sampled(8)
 @pytest.mark.parametrize("info", PUBLIC, ids=lambda info: info.formatted_name)
 def test_what_refuses_mixed_inputs_runs_under_every_shipped_set(info: OpInfo) -> None:
     """An op before it may be low there: a program that runs in float32 does not stop for that."""
