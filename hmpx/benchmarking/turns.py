@@ -74,9 +74,7 @@ def low_op_of(base: Runner) -> str:
     """Returns fp32's first op in low precision; ``""`` if there is none, or its step can't be looked into."""
     try:
         return base.low_op()
-    except (
-        FAILURES
-    ):  # it has run so far: what fails is to look into it, as where it calls what refuses modes
+    except FAILURES:  # the step has run so far, but calls what refuses modes
         return ""
 
 

@@ -70,10 +70,10 @@ def are_alike(one: Registered, other: Registered) -> bool:
     """
     if (one.op, one.level) != (other.op, other.level):
         return False
-    functions = one.function, other.function
-    if all(isinstance(each, types.FunctionType) for each in functions):
-        return _is_as(*map(_parts, functions))  # type: ignore[arg-type]
-    return _is_as(*functions)
+    a, b = one.function, other.function
+    if isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType):
+        return _is_as(_parts(a), _parts(b))
+    return _is_as(a, b)
 
 
 def _is_as(one: Any, other: Any) -> bool:
