@@ -20,6 +20,7 @@ from .inputs import (
     given_inputs,
     is_emulated,
     is_on_device,
+    rounds_into_out,
     widest,
     written,
 )
@@ -46,6 +47,7 @@ __all__ = [
     "is_settled",
     "is_widened",
     "recipe_of",
+    "rounds_into_out",
     "site_of",
     "target_dtype",
     "widest",

@@ -42,12 +42,14 @@ from .inputs import (
     counted,
     floating_inputs,
     given_inputs,
+    given_out,
     is_eligible,
     is_eligible_tensor,
     is_emulated,
     is_number_from_cpu,
     is_on_device,
     padded_names,
+    rounds_into_out,
     widest,
     written,
 )
@@ -103,7 +105,8 @@ def target_dtype(recipe: Recipe, args: Args, kwargs: Kwargs) -> torch.dtype | No
     if is_below_dispatcher():
         return None
     target = written(recipe, args, kwargs)
-    if target is not None:  # the tensor written to keeps its dtype, whatever the lists say
+    # The tensor written to keeps its dtype, whatever the lists say.
+    if target is not None and not rounds_into_out(recipe, args, kwargs):
         if recipe.facts.promotes or not isinstance(
             target, Tensor
         ):  # lists of tensors have many dtypes
@@ -313,8 +316,9 @@ TARGET: Final = "TARGET"
 
 def decided_by(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[str, str]:
     """Returns the deciding `CastPolicy` of a call by name, or `TARGET`, and the reason: for the log."""
-    if written(recipe, args, kwargs) is not None:
-        out = argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
+    is_target = written(recipe, args, kwargs) is not None
+    if is_target and not rounds_into_out(recipe, args, kwargs):
+        out = given_out(recipe, args, kwargs)
         return TARGET, "in-place rule" if out is None else "out= rule"
     cast_policy = recipe.decision.cast_policy
     for tensor in counted(recipe, floating_inputs(recipe, args, kwargs)):

@@ -9,6 +9,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from ..compute import names_dtype
 from ..ops import parameter_named
 from ..tensors import ELIGIBLE, SEQUENCES, Args, Kwargs, floating_in, is_floating, tensors_in
 from .recipe import Recipe
@@ -56,12 +57,12 @@ def widest(tensors: Iterable[Tensor]) -> torch.dtype:
 
 
 def written(recipe: Recipe, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:
-    """Returns the argument that the call writes to, whose dtype therefore decides; None if there is none.
+    """Returns the argument that the call writes to; None if there is none.
 
     That is ``out=``, or the argument that the recipe or ``inplace=True`` makes the target. The first
     tensor stands for those of ``out=``.
     """
-    out = argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
+    out = given_out(recipe, args, kwargs)
     if out is not None:
         first = out[0] if isinstance(out, SEQUENCES) and out else out
         return first if isinstance(first, Tensor) else None
@@ -75,6 +76,19 @@ def written(recipe: Recipe, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Ten
     else:  # nothing is known of the function's signature
         value = args[0] if args else None
     return value if isinstance(value, (Tensor, list, tuple)) else None
+
+
+def given_out(recipe: Recipe, args: Args, kwargs: Kwargs) -> Any:
+    """Returns the call's ``out=``; None if there is none."""
+    return argument(recipe, "out", args, kwargs) if recipe.site.is_python else kwargs.get("out")
+
+
+def rounds_into_out(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the call computes in fp32, and its result is rounded into ``out=``."""
+    if not recipe.is_fp32 or given_out(recipe, args, kwargs) is None or names_dtype(args, kwargs):
+        return False
+    target = written(recipe, args, kwargs)
+    return isinstance(target, Tensor) and target.device.type in recipe.device_types
 
 
 def is_emulated(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:

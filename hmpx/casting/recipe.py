@@ -180,22 +180,26 @@ class Recipe:
         return self.facts.promotes and not self.facts.rounds_mixed
 
     @property
+    def is_fp32(self) -> bool:
+        """Whether the op computes in fp32, and with ``out=`` is rounded once into that."""
+        is_fp32 = self.decision.dtype is torch.float32 and self.emulation is None
+        return is_fp32 and self.target is None
+
+    @property
     def widens_to_fp32(self) -> bool:
         """Whether an fp32 input with dimensions is enough for torch to compute in fp32."""
-        is_fp32 = self.decision.dtype is torch.float32 and self.emulation is None
         is_left_to_torch = not (
             self.site.is_python
             or self.composes
             or self.facts.rounds_terms
             or self.facts.never_narrows
         )
-        return self.widens_itself and is_fp32 and is_left_to_torch and self.target is None
+        return self.widens_itself and self.is_fp32 and is_left_to_torch
 
     @property
     def rounds_last(self) -> bool:
         """Whether a call's low ``dtype=`` is that of its result only, since it computes in fp32."""
-        is_fp32 = self.decision.dtype is torch.float32 and self.emulation is None
-        return self.facts.casts_first and is_fp32 and self.target is None
+        return self.facts.casts_first and self.is_fp32
 
     @property
     def returns_input_dtype(self) -> bool:

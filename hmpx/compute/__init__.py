@@ -32,7 +32,7 @@ from .legalize.legalizer import LegalizedCall, Legalizer
 from .legalize.prepared import prepare
 from .legalize.watching import is_watched, note_unrounded, watched_rounding
 from .lowered import LOWERINGS
-from .missing_kernels import Callee, Lacking, completed, lacking_kernels
+from .missing_kernels import Callee, Lacking, completed, in_fp32, lacking_kernels
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
 from .rounded_last import rounding_last
@@ -92,6 +92,7 @@ __all__ = [
     "completed",
     "completed_by_numbers",
     "computed_in_fp32",
+    "in_fp32",
     "create_lower_func",
     "emulation_class",
     "end_step",

@@ -110,7 +110,7 @@ def explanations(
                 policy=source,
                 sites=tuple(call_sites(name)),
                 in_place=tuple(in_place_sites(name)),
-                takes_out=takes_out(name),
+                takes_out=takes_out(name) and decision.cast_policy is not CastPolicy.FP32,
                 covers=_also_decided(name, policy),
                 asked_first=tuple([_asked(rule) for rule in asked]),
                 device_notes=tuple([note for note in notes if note[1]]),

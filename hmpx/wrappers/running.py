@@ -22,6 +22,7 @@ from ..casting import (
     floating_inputs,
     is_emulated,
     is_on_device,
+    rounds_into_out,
     target_dtype,
     widest,
     written,
@@ -35,6 +36,7 @@ from ..compute import (
     Legalizer,
     Statistics,
     computed_in_fp32,
+    in_fp32,
     inputs_of,
     is_watched,
     keeping_parameters,
@@ -47,6 +49,7 @@ from ..policy import INPUT, CastPolicy
 from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs, is_low
 from ..torch_state import is_below_dispatcher, without_casts
 from .retiring import run_plainly
+from .taking_numbers import callee_of
 
 if TYPE_CHECKING:
     from ..compute import Emulation
@@ -71,6 +74,8 @@ def runner(recipe: Recipe, legalization: Legalization, settle: Callable[[], None
         run = _rounding_last(recipe, _run_atomically) if recipe.rounds_last else _run_atomically
     elif recipe.facts.norm_parameters:
         run = functools.partial(_run_norm, recipe)
+    if recipe.is_fp32 and not recipe.facts.promotes:  # kernels that do round into it once
+        run = functools.partial(_run_into_out, recipe, run)
     if recipe.emulation is not None:
         run = _emulated(recipe, recipe.emulation, run)
     else:
@@ -307,6 +312,22 @@ def _rounding_last(recipe: Recipe, run: Runner) -> Runner:
         return rounding_last(wrapped, names, device_types)(*args, **kwargs)
 
     return run_rounding_last
+
+
+def _run_into_out(  # noqa: PLR0917  # a runner's arguments, and its own
+    recipe: Recipe,
+    run: Runner,
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    given: Args,
+) -> Any:
+    """Runs an op that computes in fp32, whatever the dtype of its ``out=``."""
+    rounds = rounds_into_out(recipe, args, kwargs)
+    if not rounds or target_dtype(recipe, args, kwargs) is None:
+        return run(function, args, kwargs, given)
+    wrapped = functools.partial(_run_with, run, function, given)
+    return in_fp32(callee_of(wrapped, recipe), args, kwargs, torch.float32)
 
 
 def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:

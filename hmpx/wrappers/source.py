@@ -127,7 +127,8 @@ def _body(recipe: Recipe, names: str) -> str:
     if keeps:
         native = "native(original, cast_args, kwargs, args, given_kwargs)"
     is_norm = bool(recipe.facts.norm_parameters or recipe.site.statistics)
-    if recipe.site.is_python or is_norm or recipe.composes or recipe.emulation is not None:
+    is_layered = recipe.site.is_python or is_norm or (recipe.is_fp32 and not recipe.facts.promotes)
+    if is_layered or recipe.composes or recipe.emulation is not None:
         call = run
     else:
         call = f"{run} if legalizes else {native}" if recipe.legalizes else native

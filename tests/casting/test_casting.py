@@ -327,13 +327,47 @@ def test_in_place_targets_keep_dtype_and_storage(
     a, b = uniform(4, 4, dtype=target), uniform(4, 4, dtype=source)
     expected = a.clone()
     promotes = form in ("x += y", "add_", "mul_", "add out", "copy by index")
-    IN_PLACE[form](expected, b if promotes else b.to(target))
+    if form == "addmm out" and kind == "fp32":  # an op of the fp32 list rounds once into its target
+        wide = a.float()
+        IN_PLACE[form](wide, b.float())
+        expected = wide.to(target)
+    else:
+        IN_PLACE[form](expected, b if promotes else b.to(target))
     pointer = a.data_ptr()
     with hmpx.convert(policy=Policy.from_ops(**{kind: LISTED})):
         IN_PLACE[form](a, b)
     assert a.dtype is target
     assert a.data_ptr() == pointer
     torch.testing.assert_close(a, expected, rtol=0, atol=0)
+
+
+WITH_OUT = {
+    "div": lambda a, b, **out: torch.div(a, b, **out),
+    "pow": lambda a, b, **out: torch.pow(a, b, **out),
+    "softmax": lambda a, b, **out: torch.softmax(a, -1, **out),
+    "cumsum": lambda a, b, **out: torch.cumsum(a, 0, **out),
+    "logsumexp": lambda a, b, **out: torch.logsumexp(a, -1, **out),
+    "norm": lambda a, b, **out: torch.norm(a, dim=0, **out),
+    "mm": lambda a, b, **out: torch.mm(a, b.t(), **out),
+    "sum": lambda a, b, **out: torch.sum(a, -1, **out),
+}
+
+
+@pytest.mark.parametrize("target", [FP32, BF16])
+@pytest.mark.parametrize("source", [FP32, BF16])
+@pytest.mark.parametrize("op", WITH_OUT)
+def test_fp32_ops_round_once_into_out(op: str, source: torch.dtype, target: torch.dtype) -> None:
+    """An op of the fp32 list computes in fp32, whatever its inputs and its target are."""
+    call = WITH_OUT[op]
+    a, b = uniform(300, 8, dtype=source) + 1, uniform(300, 8, dtype=source) + 1
+    expected = call(a.float(), b.float()).to(target)
+    out = torch.empty_like(expected)
+    pointer = out.data_ptr()
+    with hmpx.convert(policy=Policy.from_ops(fp32=[op]), device_types={"cpu"}):
+        result = call(a, b, out=out)
+    assert result is out
+    assert out.data_ptr() == pointer
+    torch.testing.assert_close(out, expected, rtol=0, atol=0)
 
 
 def test_iadd_in_the_low_list_still_updates_the_parameter() -> None:
@@ -393,6 +427,27 @@ def test_layer_norm_weights_follow_only_where_the_kernel_refuses(
         by_name = torch.layer_norm(a, normalized_shape=(8,), weight=w, bias=w)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     torch.testing.assert_close(by_name, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("kind", ["low", "first"])
+@pytest.mark.parametrize("options", [{}, {"legalize": "never"}])
+def test_statistics_that_native_norms_return_stay_fp32(kind: str, options: dict[str, Any]) -> None:
+    """``torch.native_layer_norm`` and its like take fp32 weights beside a low input, as torch does."""
+    x, w = uniform(5, 8, 4, dtype=BF16) * 3 + 100, torch.ones(8)
+    calls = {
+        "native_layer_norm": lambda: torch.native_layer_norm(x[..., 0], [8], w, w, 1e-5),
+        "native_group_norm": lambda: torch.native_group_norm(x, w, w, 5, 8, 4, 2, 1e-5),
+        "native_batch_norm": lambda: torch.native_batch_norm(x, w, w, None, None, True, 0.1, 1e-5),
+        "_native_batch_norm_legit_no_training": lambda: torch._native_batch_norm_legit_no_training(
+            x, w, w, w, w, 0.1, 1e-5
+        ),
+    }
+    expected = {name: call() for name, call in calls.items()}
+    with hmpx.convert(policy=Policy.from_ops(**{kind: [*calls]}), device_types={"cpu"}, **options):
+        actual = {name: call() for name, call in calls.items()}
+    for name in calls:
+        assert actual[name][1].dtype is FP32, name
+        torch.testing.assert_close(actual[name], expected[name], rtol=0, atol=0)
 
 
 # --- atomic ops ---------------------------------------------------------------------------------

@@ -12,6 +12,7 @@ from torch.testing._internal.common_methods_invocations import op_db
 
 import hmpx
 from hmpx import Policy, ops
+from hmpx.ops.schemas import schemas_named
 
 
 def test_every_overridable_function_is_an_op() -> None:
@@ -71,6 +72,17 @@ def test_facts_name_ops_that_exist() -> None:
         sites = [site for site in ops.table()[name].sites if site.qualified == qualified]
         assert all(site.is_python for site in sites), qualified
         assert sites or qualified.startswith("torch.functional"), qualified
+
+
+def test_every_norm_is_known_as_one() -> None:
+    """What takes an input, a weight and an epsilon is a norm: its parameters may stay fp32."""
+    known = ops.facts("parameters")
+    for name in ops.table():
+        for schema in schemas_named(name):
+            arguments = {argument.name for argument in schema.arguments}
+            if {"input", "weight"} <= arguments and arguments & {"eps", "epsilon"}:
+                named = {"weight", "bias"} & arguments
+                assert named <= set(known.get(name, ())) or name == "quantized_batch_norm", name
 
 
 @pytest.mark.parametrize(
