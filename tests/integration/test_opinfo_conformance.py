@@ -110,6 +110,8 @@ NORMS = {
     "instance_norm": ((0, 1), (2, 3)),
     "group_norm": ((), (1, 2)),
     "layer_norm": ((), (1, 2)),
+    "native_group_norm": ((), (0, 1)),
+    "native_layer_norm": ((), (1, 2)),
 }
 NORM_NAMES = {"running_mean", "running_var"}, {"weight", "bias"}
 
