@@ -7,12 +7,16 @@ the wrappers in it, and cached under a key that is made before their casts are. 
 
 from __future__ import annotations
 
+import dataclasses
+import enum
 import functools
 import hashlib
 import sys
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
+
+import torch
 
 from .. import torch_state
 from ..compute import reported
@@ -55,8 +59,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
     draft: Draft,
     policy: Policy,
     device_types: frozenset[str],
-    options: object,
-    rules: tuple[object, ...],
+    decides: object,
     legalize: str,
     keep_weight_casts: bool | str,
     add: Callable[[Patch], None],
@@ -67,16 +70,16 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
 
     Args:
         draft: Where torch is as it would be without a conversion.
-        policy: The conversion's policy; ``device_types``, ``options`` and ``rules`` are its as well.
+        policy: The conversion's policy.
         device_types: Types of devices whose tensors are cast.
-        options: How ops compute.
-        rules: Functions that decide per call.
+        decides: Everything that results of calls depend on, these two included.
         legalize: One of `LEGALIZE_MODES`.
         keep_weight_casts: Whether autograd keeps casts of parameters.
         add: Applies one more patch while these are in force, for modules that are imported later.
         is_cached: Graphs are the same for all models with the same ops and module paths.
     """
-    yield Patch(sys.modules[__name__], "_tag", _digest(policy, device_types, options, rules))
+    tag = functools.cache(functools.partial(_digest, decides))  # takes longer than most of `convert`
+    yield Patch(sys.modules[__name__], "_tag", tag)
     yield Patch(sys.modules[__name__], "_is_cached", is_cached)
     actions = {
         SELECT_ALGORITHM: _unwrap_kernels,
@@ -204,7 +207,8 @@ def _is_wrapper(function: Any) -> bool:
 
 _is_cached = True  # what a graph holds follows from its cache key
 
-_tag = ""  # separates the disk caches of the conversion in force from others; empty: torch's own
+#: Returns what separates the disk caches of the conversion in force from others; None: torch's own.
+_tag: Callable[[], str] | None = None
 
 
 def _tag_keys(module: Any) -> None:
@@ -223,22 +227,34 @@ def _tag_keys(module: Any) -> None:
     @functools.wraps(initialize)
     def tagging(self: Any, *args: Any, **kwargs: Any) -> None:
         initialize(self, *args, **kwargs)
-        if _tag:
+        if _tag is not None:
             unique = "" if _is_cached else uuid.uuid4().hex
-            self.hmpx_tag = (_tag, torch_state.traced_places(), unique)
+            self.hmpx_tag = (_tag(), torch_state.traced_places(), unique)
 
     tagging.__hmpx_tagged__ = True  # type: ignore[attr-defined]
     details.__init__ = tagging
 
 
-def _digest(
-    policy: Policy, device_types: frozenset[str], options: object, rules: tuple[object, ...]
-) -> str:
-    """Returns a digest that identifies a conversion; one with deciding functions gets a unique one."""
-    unique = uuid.uuid4().hex if rules else ""
+def _digest(decides: object) -> str:
+    """Returns a digest of what decides that other processes share, unless functions are in it."""
     # Another version may round differently.
-    state = repr((__version__, policy.fingerprint(), sorted(device_types), options, unique))
+    state = f"{__version__} {_told(decides)}"
     return hashlib.sha256(state.encode()).hexdigest()[:16]
+
+
+def _told(value: Any) -> str:
+    """Returns a text for ``value`` that equal data share; each time another one for what is not data."""
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        compared = [getattr(value, f.name) for f in dataclasses.fields(value) if f.compare]
+        return f"{type(value).__qualname__}{_told(compared)}"
+    if isinstance(value, Mapping):
+        return f"{{{', '.join(sorted([f'{_told(k)}: {_told(v)}' for k, v in value.items()]))}}}"
+    if isinstance(value, (tuple, list)):
+        return f"[{', '.join(map(_told, value))}]"
+    if isinstance(value, (set, frozenset)):
+        return f"{{{', '.join(sorted(map(_told, value)))}}}"
+    is_data = value is None or isinstance(value, (bool, int, float, str, torch.dtype, enum.Enum))
+    return repr(value) if is_data else uuid.uuid4().hex
 
 
 # --- settings ----------------------------------------------------------------------------------

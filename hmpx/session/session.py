@@ -143,7 +143,7 @@ class Session:
         return is_equal
 
     def _settings(self) -> tuple[object, ...]:
-        return self.policy, self.device_types, self.options, self._verbose, self.rules
+        return *self._decides(self.rules), self._verbose
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `restore` for a conversion like this one."""
@@ -157,9 +157,9 @@ class Session:
     def _conversion(self, observers: tuple[Attached, ...]) -> Conversion:
         return Conversion(self.policy, self.device_types, self.options, observers)
 
-    def _decides(self, installed: Installation) -> tuple[object, ...]:
-        """Returns everything that results of calls depend on while ``installed`` is in torch."""
-        functions = installed.rules, compute.LOWERINGS.value
+    def _decides(self, asked: tuple[Registered, ...]) -> tuple[object, ...]:
+        """Returns everything that results of calls depend on while these rules are asked."""
+        functions = asked, compute.LOWERINGS.value
         return self.policy, self.device_types, self.options, *functions
 
     def _draft(self, draft: Draft, replaced: Installation) -> Installation:
@@ -189,6 +189,7 @@ class Session:
             asked,
             replaced.wrappers,
             self.histories,
+            self._decides(asked),
         )
         self._said = context.said
         draft.apply(put_in_use(context.made, replaced.wrappers))
@@ -301,7 +302,7 @@ def switch_to(session: Session | None) -> None:
         if (old is None) != (session is None):
             torch_state.begin_to_end()
             epoch = None if session is None else torch_state.begin_conversion()
-        decides = None if session is None else session._decides(installation)
+        decides = None if session is None else session._decides(installation.rules)
         device_types = frozenset() if session is None else session.device_types
         torch_state.reserve_marks(device_types)
         draft.apply(torch_state.conversion_patches(epoch, decides, device_types))

@@ -59,6 +59,7 @@ class StepContext:
         rules: The rules that are asked.
         replaced: Wrappers of the conversion that this one replaces.
         histories: The amaxes that the conversion has seen.
+        decides: Everything that results of calls depend on.
         foreign: The names of ops of other libraries.
         wrapping: The patches that install the wrappers.
         made: The wrappers.
@@ -76,10 +77,11 @@ class StepContext:
         rules: tuple[Registered, ...],
         replaced: tuple[Callable[..., Any], ...],
         histories: Histories,
+        decides: object,
     ) -> None:
         """Makes the wrappers; changes nothing."""
         self.conversion, self.draft, self.callbacks = conversion, draft, callbacks
-        self.histories = histories
+        self.histories, self.decides = histories, decides
         self.verbose, self.rules, self.replaced = verbose, rules, replaced
         self.foreign = foreign_names(conversion.policy)
         self.wrapping, self.made = patches(conversion, draft)
@@ -185,8 +187,7 @@ def _compiling(context: StepContext) -> Iterable[Change]:
         context.draft,
         settings.policy,
         settings.device_types,
-        settings.options,
-        context.rules,
+        context.decides,
         settings.options.legalize,
         settings.options.keep_weight_casts,
         context.callbacks.add,
