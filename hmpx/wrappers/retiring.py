@@ -15,8 +15,8 @@ from .. import patches
 from ..patching import Patch
 from ..tensors import Args, Kwargs
 
-#: Dotted name of a slot -> the wrapper that is in it.
-_in_force: Mapping[str, Callable[..., Any]] = {}
+#: Dotted name of a slot -> the wrapper that is in it, and what that wraps.
+_in_force: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 class Variables(NamedTuple):
@@ -59,7 +59,8 @@ def named_after(
 
 def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
     """Returns the patch by which wrappers of earlier conversions pass their calls to ``wrappers``."""
-    sites = {vars(wrapper)["__hmpx_site__"]: wrapper for wrapper in wrappers}
+    found = [(vars(wrapper), wrapper) for wrapper in wrappers]
+    sites = {marks["__hmpx_site__"]: (wrapper, marks["__wrapped__"]) for marks, wrapper in found}
     return Patch(sys.modules[__name__], "_in_force", sites)
 
 
@@ -104,16 +105,24 @@ class Retirement:
 def retirement(wrapper: Callable[..., Any]) -> Retirement:
     """Returns the patch that retires ``wrapper``."""
     site, original = vars(wrapper)["__hmpx_site__"], vars(wrapper)["__wrapped__"]
-
-    def forward(*args: Any, **kwargs: Any) -> Any:
-        current = _in_force.get(site)
-        # Not to a wrapper of what somebody else has put there since: that may call this one.
-        is_same = current is not None and vars(current)["__wrapped__"] is original
-        return (current if current is not None and is_same else original)(*args, **kwargs)
-
+    forward = _forwarder(site, original)
+    # What calls it may pass over a layer. A function of its own: one that refers to itself would wait for
+    # a collection of garbage.
+    forward.__wrapped__ = _forwarder(site, original)  # type: ignore[attr-defined]
     values = retired_values(forward)
     retired = tuple([values[name] for name in _variables(wrapper).names])
     return Retirement(wrapper, (*patches.retired_name(wrapper, site), retired))
+
+
+def _forwarder(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that passes calls on to what is in the slot ``site``."""
+
+    def forward(*args: Any, **kwargs: Any) -> Any:
+        current, wrapped = _in_force.get(site, (original, original))
+        # Not to a wrapper of what somebody else has put there since: that may call this one.
+        return (current if wrapped is original else original)(*args, **kwargs)
+
+    return forward
 
 
 def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
