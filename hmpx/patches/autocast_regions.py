@@ -17,6 +17,7 @@ from typing import Any, Final
 import torch
 import torch.amp.autocast_mode
 
+from ..blocks import ends_surely
 from ..patching import Draft, Patch
 from ..torch_internals import (
     AUTOCAST_OPENERS,
@@ -85,22 +86,24 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
             close_region(region)
             raise
 
+    def end(block: tuple[torch.autocast, Region | None]) -> None:
+        autocast, region = block
+        if region is not None and region.is_closed:
+            close_region(region)  # interrupted before
+            return
+        try:
+            leave(autocast, None, None, None)
+        finally:
+            close_region(region)
+            if region is None:
+                count_autocast(id(autocast), -1)
+            if not is_any_enabled():
+                count_autocast(earlier(), -1)
+
+    @ends_surely(lambda autocast: (autocast, last_region(autocast)), end)
     @functools.wraps(leave)
     def noted_exit(self: torch.autocast, *exc_info: Any) -> Any:
-        region = None
-        try:
-            try:
-                return leave(self, *exc_info)
-            finally:
-                region = last_region(self)
-                close_region(region)
-                if region is None:
-                    count_autocast(id(self), -1)
-                if not is_any_enabled():
-                    count_autocast(earlier(), -1)
-        except BaseException:  # from a signal, which must not keep casts off
-            close_region(region or last_region(self))
-            raise
+        end((self, last_region(self)))
 
     yield Patch(torch.autocast, "__enter__", noted_enter)
     yield Patch(torch.autocast, "__exit__", noted_exit)

@@ -300,8 +300,8 @@ def switch_to(session: Session | None) -> None:
                 draft.apply([Patch(old, "_previous", None)])
         epoch = torch_state.in_force()
         if (old is None) != (session is None):
-            torch_state.begin_to_end()
-            epoch = None if session is None else torch_state.begin_conversion()
+            torch_state.forget_lost_regions()
+            epoch = None if session is None else object()
         decides = None if session is None else session._decides(installation.rules)
         device_types = frozenset() if session is None else session.device_types
         torch_state.reserve_marks(device_types)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .conversions import begin_to_end, conversion, conversion_patches, in_force, is_covered
+from .conversions import conversion, conversion_patches, in_force, is_covered
 from .disabling import (
     disable_casts,
     is_off_by_program,
@@ -29,10 +29,10 @@ from .random_state import state_of_random_numbers
 from .reached import Reached, reached_by
 from .switch import (
     Region,
-    begin_conversion,
     close_region,
     count_autocast,
     end_conversion,
+    forget_lost_regions,
     has_casts,
     is_off,
     last_region,
@@ -52,8 +52,6 @@ __all__ = [
     "as_recomputation",
     "as_training",
     "asked_by",
-    "begin_conversion",
-    "begin_to_end",
     "class_name",
     "close_region",
     "conversion",
@@ -61,6 +59,7 @@ __all__ = [
     "count_autocast",
     "disable_casts",
     "end_conversion",
+    "forget_lost_regions",
     "forget_modules",
     "has_casts",
     "in_force",

@@ -3,29 +3,12 @@
 from __future__ import annotations
 
 import sys
-import threading
 from collections.abc import Iterator
 
 from ..patching import Patch
 
-
-class Epoch:
-    """The time of a conversion from `convert` to `revert`, which regions belong to.
-
-    Attributes:
-        ended_by: The thread that reverts the conversion; its regions end with it, even those that
-            were lost. Regions of other threads are left to those threads.
-    """
-
-    __slots__ = ("ended_by",)
-
-    def __init__(self) -> None:
-        """Begins in any thread."""
-        self.ended_by: int | None = None
-
-
-#: The conversion in force; None while there is none.
-epoch: Epoch | None = None
+#: Identifies the time of the conversion in force, from `convert` to `revert`; None while there is none.
+epoch: object | None = None
 
 #: Identifies how the conversion in force treats calls, for comparison with another conversion; None
 #: while there is none.
@@ -59,7 +42,7 @@ def conversion_patches(
     """Yields the patches of this module that put a conversion in force.
 
     Args:
-        new_epoch: The result of `begin_conversion`; None for no conversion.
+        new_epoch: Identifies the time of the conversion; None for no conversion.
         now_decides: A value that identifies what the results of calls depend on.
         device_types: The device types whose tensors are cast.
     """
@@ -67,9 +50,3 @@ def conversion_patches(
     yield Patch(this, "epoch", new_epoch)
     yield Patch(this, "decides", now_decides)
     yield Patch(this, "covered", device_types)
-
-
-def begin_to_end() -> None:
-    """Notes that this thread is reverting the conversion in force, which may still fail."""
-    if epoch is not None:
-        epoch.ended_by = threading.get_ident()

@@ -10,6 +10,7 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..blocks import ends_surely
 from .marks import ON, is_every_marked, mark_every
 from .switch import (
     ALL,
@@ -52,17 +53,12 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
         else:
             open_region(Region(self, more=ALL))
 
+    @ends_surely(last_region, close_region)
     def __exit__(self, *exc_info: object) -> None:
-        region = None
-        try:
-            if torch.compiler.is_dynamo_compiling():
-                mark_every(self._was_marked)
-            else:
-                region = last_region(self)
-                close_region(region)
-        except BaseException:  # from a signal, which must not keep casts off
-            close_region(region or last_region(self))
-            raise
+        if torch.compiler.is_dynamo_compiling():
+            mark_every(self._was_marked)
+        else:
+            close_region(last_region(self))
 
     def __call__(self, function: _F) -> _F:
         """Returns ``function`` with casts off while it runs."""
@@ -146,12 +142,9 @@ class _State:
     def __enter__(self) -> None:
         open_region(self._region)
 
+    @ends_surely(lambda state: state._region, close_region)
     def __exit__(self, *exc_info: object) -> None:
-        try:
-            close_region(self._region)
-        except BaseException:
-            close_region(self._region)
-            raise
+        close_region(self._region)
 
 
 class unobserved_casts(_State):  # noqa: N801

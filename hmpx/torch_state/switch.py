@@ -13,14 +13,14 @@ import functools
 import os
 import sys
 import threading
+import weakref
 from collections.abc import Callable, Hashable
 from typing import Any, Final, TypeVar
 
 import torch
 
-from ..torch_internals import run_when_traced
+from ..torch_internals import current_graph_task, run_when_traced
 from . import conversions
-from .conversions import Epoch
 from .dispatcher import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
 from .marks import EVERY, ON, is_every_marked, mark, marked
 
@@ -51,18 +51,17 @@ class Region:
     Attributes:
         off: The device types whose casts are off in it; all of them if it contains `EVERY`.
         is_off: Whether `off` contains `EVERY`.
-        opener: The object that opens and closes it.
+        opener: The object that opens and closes it; a weak reference if that may go unnoticed.
         outer: The region around it.
         beneath: What was off around the outermost region, by marks that no region of this thread set.
         thread: The thread that it was opened in.
-        epoch: The conversion under which it was opened.
         is_closed: It was left, perhaps in another thread or task than this one.
     """
 
     off: frozenset[str]
     beneath: frozenset[str]
 
-    __slots__ = ("beneath", "epoch", "is_closed", "is_off", "off", "opener", "outer", "thread")
+    __slots__ = ("beneath", "is_closed", "is_off", "off", "opener", "outer", "thread")
 
     def __init__(
         self,
@@ -86,14 +85,17 @@ class Region:
         if off is None:
             off = ((self.beneath if outer is None else outer.off) | more) - less
         self.off, self.is_off = off, EVERY in off
-        self.thread, self.epoch = threading.get_ident(), conversions.epoch
+        self.thread = threading.get_ident()
 
     def is_over(self) -> bool:
-        """Whether it was left, or its own thread has reverted the conversion that it belongs to."""
-        epoch = self.epoch
-        if self.is_closed or epoch is None or epoch is conversions.epoch:
-            return self.is_closed
-        return epoch.ended_by == self.thread
+        """Whether it was left, or nobody can leave it any more."""
+        opener = self.opener
+        return self.is_closed or (type(opener) is weakref.ref and opener() is None)
+
+    def is_opened_by(self, opener: object) -> bool:
+        """Whether it was ``opener`` that opened it."""
+        own = self.opener
+        return opener is (own() if type(own) is weakref.ref else own)
 
 
 #: The innermost region of this thread, or asyncio task.
@@ -215,17 +217,27 @@ def _covers_all(off: frozenset[str]) -> bool:
 
 def _is_off_where_traced() -> bool:
     """Whether all casts are off where torch.compile traces; it guards on marks."""
-    return _covers_all(marked())
+    return _covers_all(marked() if _open or _may_inherit() else ON)
 
 
 def _inherited() -> frozenset[str]:
     """Returns what is off outside of all regions of this thread or task.
 
     A mark that no code of this thread has set comes from a compiled graph, or is inherited by a
-    backward thread. Any other mark belongs to another asyncio task.
+    backward thread. Any other mark belongs to another asyncio task, or to a region that was left
+    inside of `torch.inference_mode`, which restores at its end what was marked at its beginning.
     """
     found = marked()
-    return ON if found and _has_opened_any() else found
+    if not found or (_may_inherit() and not _has_opened_any()):
+        return found
+    if not _has_opened_any():
+        mark(ON)
+    return ON
+
+
+def _may_inherit() -> bool:
+    """Whether marks may have been set for this thread by others: a compiled graph, or autograd."""
+    return _has_traced_regions or current_graph_task() != -1
 
 
 def _has_opened_any() -> bool:
@@ -247,31 +259,23 @@ def _is_off_in_others() -> bool:
 def last_region(opener: object) -> Region | None:
     """Returns the last region that ``opener`` opened: here, or else in another thread or task."""
     region = _region.get()
-    while region is not None and region.opener is not opener:
+    while region is not None and not region.is_opened_by(opener):
         region = region.outer
     if region is not None:
         return region
-    opened = [r for r in list(_open) if isinstance(r, Region) and r.opener is opener]
-    return next((r for r in reversed(opened) if not r.is_closed), None)
-
-
-def begin_conversion() -> Epoch:
-    """Returns the epoch of a new conversion; forgets regions that reverted ones have left open."""
-    _forget_regions_that_are_over()
-    innermost()
-    return Epoch()
+    opened = [r for r in list(_open) if isinstance(r, Region) and r.is_opened_by(opener)]
+    return next((r for r in reversed(opened) if not r.is_over()), None)
 
 
 @_gated
-def _forget_regions_that_are_over() -> None:
+def forget_lost_regions() -> None:
+    """Forgets regions of threads that are gone: a thread to come may have the number of one."""
     alive = frozenset(
         sys._current_frames()
     )  # not the frames: this one would hold itself, and its callers
-    for region in [r for r in _open if isinstance(r, Region)]:
-        if region.thread not in alive and region.epoch not in (None, conversions.epoch):
-            region.is_closed = True  # its thread can no longer leave it
-        if region.is_over():
-            del _open[region]
+    for region in [r for r in _open if isinstance(r, Region) and r.thread not in alive]:
+        region.is_closed = True  # its thread can no longer leave it
+        del _open[region]
     _set_gate()
 
 
@@ -302,16 +306,17 @@ def count_autocast(region: Hashable, entries: int) -> None:
     _set_gate()
 
 
-def end_conversion() -> None:
-    """Notes that there is no conversion any more, so nothing counts torch.autocast's regions."""
-    _forget_autocast()
-    innermost()
-
-
 @_gated
-def _forget_autocast() -> None:
-    for region in [region for region in _open if not isinstance(region, Region)]:
-        del _open[region]
+def end_conversion() -> None:
+    """Notes that there is no conversion any more, so nothing counts torch.autocast's regions.
+
+    Its own ``__exit__`` may close those that are open: they last as long as the objects do.
+    """
+    for region in list(_open):
+        if not isinstance(region, Region):
+            del _open[region]
+        elif isinstance(region.opener, torch.autocast):
+            region.opener = weakref.ref(region.opener)
     _set_gate()
 
 

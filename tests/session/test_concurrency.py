@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 import hmpx
 from hmpx import Policy
@@ -215,20 +215,13 @@ def lost(
 
 
 @pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
-def test_a_signal_amid_disable_casts_is_no_worse_than_amid_no_grad() -> None:
-    """What a signal interrupts right before ``__exit__`` begins is not ours to see; nor torch's."""
+@pytest.mark.parametrize(
+    "region", [hmpx.disable_casts, lambda: torch.autocast("cpu", enabled=False)]
+)
+def test_a_signal_amid_a_region_leaves_casts_on_behind_it(region: Callable[[], Any]) -> None:
+    """Also where it comes right before ``__exit__``, in which torch.no_grad's state is lost."""
     with hmpx.convert(policy=BFLOATS):
-        of_torch = lost(
-            torch.no_grad,
-            lambda: not torch.is_grad_enabled(),
-            lambda: torch.set_grad_enabled(True),
-        )
-        ours = lost(
-            hmpx.disable_casts,
-            lambda: not hmpx.casts_enabled(),
-            lambda: switch._settle_on(None),
-        )
-        assert ours <= of_torch
+        assert lost(region, lambda: not hmpx.casts_enabled(), lambda: switch._settle_on(None)) == 0
         assert not switch._open
         assert not torch.is_autocast_enabled("maia")
 
@@ -336,22 +329,41 @@ def test_a_region_lost_inside_another_ends_with_it() -> None:
         assert not switch._open
 
 
-def test_convert_starts_from_a_clean_state() -> None:
-    """What was lost under a conversion ends with it; what was opened before it goes on."""
-    hmpx.convert(policy=BFLOATS)
-    hmpx.disable_casts().__enter__()
-    assert not hmpx.casts_enabled()
-    hmpx.convert(policy=HALVES)  # the conversion goes on, with other lists
-    assert not hmpx.casts_enabled()
-    hmpx.revert()
+def test_nothing_but_its_block_ends_a_region() -> None:
+    """No conversion, and no tool that makes some."""
+    model, x = nn.Linear(4, 4), torch.ones(4, 4)
+    helpers: list[Callable[[], object]] = [
+        lambda: hmpx.plan(model, x),
+        lambda: (hmpx.revert(), hmpx.convert(policy=HALVES)),
+        lambda: hmpx.convert(policy=BFLOATS).revert(),
+    ]
+    for off in (hmpx.disable_casts, lambda: torch.autocast("cpu", enabled=False)):
+        hmpx.convert(policy=BFLOATS)
+        with off():
+            for helper in helpers:
+                helper()
+                hmpx.convert(policy=BFLOATS)
+                assert F.linear(x, x).dtype is FP32
+                assert not hmpx.casts_enabled()
+        assert F.linear(x, x).dtype is BF16
+        hmpx.revert()
+    assert not switch._open
+
+
+def test_a_region_left_in_inference_mode_stays_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The end of that restores what was marked at its beginning; no graph of the process marks."""
+    monkeypatch.setattr(switch, "_has_traced_regions", False)
     with hmpx.convert(policy=BFLOATS):
+        region = hmpx.disable_casts()
+        region.__enter__()
+        with torch.inference_mode():
+            region.__exit__(None, None, None)
         assert hmpx.casts_enabled()
         assert F.linear(a(), a()).dtype is BF16
-    with hmpx.disable_casts():
-        for _ in range(2):
-            with hmpx.convert(policy=BFLOATS):
-                assert not hmpx.casts_enabled()
-    assert not switch._open
+        in_another = hmpx.disable_casts()
+        in_thread(in_another.__enter__)
+        assert F.linear(a(), a()).dtype is BF16
+    assert not torch.is_autocast_enabled("maia")
 
 
 def test_one_context_in_two_threads_and_twice_in_one() -> None:
@@ -388,9 +400,12 @@ def test_a_task_that_ends_a_region_of_another_leaves_its_own_state() -> None:
         assert asyncio.run(main()) == [False, True]
 
 
-def test_an_interruption_at_any_line_of_disable_casts_leaves_compiled_regions_their_own() -> None:
+def test_an_interruption_at_any_line_of_disable_casts_leaves_compiled_regions_their_own(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """What graphs mark counts where no region of the thread is open: none must be left counted."""
     lines: list[int] = []
+    monkeypatch.setattr(switch, "_has_traced_regions", True)
 
     def interrupting(at: int) -> Any:
         def trace(frame: Any, event: str, argument: object) -> Any:
@@ -414,7 +429,6 @@ def test_an_interruption_at_any_line_of_disable_casts_leaves_compiled_regions_th
                     pass
             except Signal:
                 sys.settrace(before)
-                switch._settle_on(None)  # where the signal came before ``__exit__`` began
             finally:
                 sys.settrace(before)
             marks.mark_every(True)
