@@ -8,6 +8,9 @@ handler's exception finds a ``try`` around it.
 from __future__ import annotations
 
 import functools
+import operator
+import threading
+import weakref
 from collections.abc import Callable, Generator
 from typing import Any
 
@@ -39,29 +42,96 @@ class ends_surely:  # noqa: N801  # a decorator
         """Returns what a ``with`` calls at its end; ``with`` asks before it calls ``__enter__``."""
         if instance is None:
             return self._by_hand
-        ending = _ending(instance, self._find, self._end)
-        next(ending)
-        # Calls `send` with None, and with each argument; None is returned, as the first of equals.
-        leave = functools.partial(max, None, key=ending.send)
+        leave = _at_end(instance, self._find, self._end)
         leave.__func__ = self._by_hand  # type: ignore[attr-defined]  # for torch.compile
         return leave
+
+
+class Entrance(threading.local):
+    """What ``with`` calls of an object that is in effect before its block begins: also C functions.
+
+    Each thread has its own, so that two can leave at a time.
+
+    Attributes:
+        enter: Returns the object.
+        leave: Ends a block.
+    """
+
+    def __init__(self, owner: Any) -> None:
+        """Takes an object that `entered` calls ``_begin_block`` of, and ``_end_block``; keeps it not alive."""
+        self._owner = weakref.ref(owner)
+        self.renew()
+
+    def renew(self) -> None:
+        """Makes both functions work again, which don't after a signal that came amid them."""
+        beginning = _beginning(self._owner)
+        next(beginning)
+        self.enter = functools.partial(next, beginning)
+        self.leave = _at_end(self._owner, _block_of, _end_block)
+
+
+class entered(property):  # noqa: N801
+    """An ``__enter__`` or ``__exit__`` that an `Entrance` has: ``entered("entrance.enter")``."""
+
+    def __init__(self, path: str) -> None:
+        """Takes the attributes that lead there, without a function of Python on the way."""
+        super().__init__(operator.attrgetter(path))
+
+    def __call__(self, instance: Any, *args: Any) -> Any:
+        """Calls it by way of the class, as `contextlib.ExitStack` does."""
+        assert self.fget is not None
+        return self.fget(instance)(*args)
+
+
+def _beginning(owner: Callable[[], Any]) -> Generator[Any, None, None]:
+    try:
+        while True:
+            yield owner()
+            owner()._begin_block()
+    except GeneratorExit:
+        pass
+    except BaseException:
+        block = _block_of(owner)
+        _end_block(block)
+        raise
+
+
+def _block_of(owner: Callable[[], Any]) -> list[Any]:
+    return [owner()]
+
+
+def _end_block(block: list[Any]) -> None:
+    if block[0] is not None:
+        block[0]._end_block(block)
+
+
+def _at_end(
+    instance: Any, find: Callable[[Any], Any], end: Callable[[Any], object]
+) -> functools.partial[None]:
+    ending = _ending(instance, find, end)
+    next(ending)
+    # Calls `send` with None, and with each argument; None is returned, as the first of equals.
+    return functools.partial(max, None, key=ending.send)
 
 
 def _ending(
     instance: Any, find: Callable[[Any], Any], end: Callable[[Any], object]
 ) -> Generator[int, object, None]:
-    try:
-        yield 0
-        block = find(instance)
-    except GeneratorExit:  # the block has never begun
-        return
-    except BaseException:
-        end(find(instance))
-        raise
-    try:
-        end(block)
-    except BaseException:
-        end(block)
-        raise
     while True:
+        try:
+            yield 0
+            block = find(instance)
+        except GeneratorExit:  # the block has never begun
+            return
+        except BaseException:
+            end(find(instance))
+            raise
+        try:
+            end(block)
+        except BaseException:
+            end(block)
+            raise
+        del block
+        yield 0
+        yield 0
         yield 0

@@ -10,6 +10,7 @@ import functools
 import os
 import threading
 import time
+import weakref
 from collections.abc import Callable
 from typing import Any, Final, Generic, TypeVar
 
@@ -21,17 +22,38 @@ LOCK: Final = threading.RLock()
 
 _a_fork_waits = False
 
+#: Locks of blocks that a fork waits for, held by their threads; `_entry` is held while one is added.
+_forkless: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
+_entry: Final = threading.RLock()
+
+#: No longer, since the thread that forks may hold the lock of an import that such a block waits for.
+_LONGEST_WAIT_S: Final = 10.0
+
+
+def hold_off_forks(lock: Any) -> None:
+    """Lets no thread fork while this one holds ``lock``: a child would wait for imports cut in two by that."""
+    with _entry: _forkless.add(lock)  # fmt: skip  # noqa: E701
+
 
 def _before_fork() -> None:
     global _a_fork_waits
     _a_fork_waits = True
+    _entry.acquire()
+    for lock in tuple(_forkless):
+        if lock.acquire(timeout=_LONGEST_WAIT_S):
+            lock.release()
     LOCK.acquire()
     _a_fork_waits = False
 
 
+def _after_fork() -> None:
+    LOCK.release()
+    _entry.release()
+
+
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
-        before=_before_fork, after_in_parent=LOCK.release, after_in_child=LOCK.release
+        before=_before_fork, after_in_parent=_after_fork, after_in_child=_after_fork
     )
 
 

@@ -3,11 +3,41 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import gc
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any, Final, TypeVar
 
 from .. import torch_state
 from ..patches import forget_compiled, forget_overrides
+
+_F = TypeVar("_F", bound=Callable[..., None])
+
+_amid: Final = threading.Lock()
+_left_for_later: Final[list[Callable[[], None]]] = []
+
+
+def alone(function: _F) -> _F:
+    """Makes ``function`` run after the change that its own thread is amid, if it is.
+
+    So it is where a signal's handler reverts, or a finalizer. The thread holds `registry.LOCK`.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        if _amid.locked():
+            _left_for_later.append(functools.partial(function, *args, **kwargs))
+            return
+        try:
+            # On one line, so that no signal arrives between the call and the release.
+            with _amid: function(*args, **kwargs)  # fmt: skip  # noqa: E701
+        finally:
+            while _left_for_later:
+                later = _left_for_later.pop(0)
+                with _amid: later()  # fmt: skip  # noqa: E701
+
+    return wrapper  # type: ignore[return-value]
 
 
 @contextlib.contextmanager

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import os
+import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -15,7 +16,7 @@ from ..casting import Options
 from ..errors import OptionError, shown, suggestion
 from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import LowType, Policy, PolicySource
-from ..registry import exclusive
+from ..registry import exclusive, hold_off_forks
 from . import request
 from .session import Session, current, switch_to
 
@@ -102,36 +103,49 @@ def convert(
         >>> torch.nn.functional.linear(x, weight).dtype
         torch.float32
     """
-    torch_internals.check()
-    asked = request.checked(
-        bf16_file_path,
-        fp32_file_path,
-        isVerbose,
-        too_many,
-        fp16_file_path=fp16_file_path,
-        opt_level=opt_level,
-        low_precision_type=low_precision_type,
-        lists=lists,
-        policy=policy,
-        device_types=device_types,
-        strict=strict,
-        legalize=legalize,
-        reuse_casts=reuse_casts,
-        keep_weight_casts=keep_weight_casts,
-        rounding=rounding,
-        overflow=overflow,
-        round_gradients=round_gradients,
-    )
-    if asked.verbose == "hmp":
-        announce_conversion(opt_level)
-    session = _put_in_force(asked.policy, asked.device_types, asked.options, asked.verbose)
-    if device_types is None and "cpu" not in asked.device_types:
-        found = " and ".join(sorted(asked.device_types))
-        LOGGER.info(
-            'casting on %s: tensors on the CPU are not cast; convert(device_types={"cpu"}) casts those',
-            found,
+    lock = threading.RLock()
+    with lock:
+        hold_off_forks(lock)  # for what is imported and read the first time
+        torch_internals.check()
+        asked = request.checked(
+            bf16_file_path,
+            fp32_file_path,
+            isVerbose,
+            too_many,
+            fp16_file_path=fp16_file_path,
+            opt_level=opt_level,
+            low_precision_type=low_precision_type,
+            lists=lists,
+            policy=policy,
+            device_types=device_types,
+            strict=strict,
+            legalize=legalize,
+            reuse_casts=reuse_casts,
+            keep_weight_casts=keep_weight_casts,
+            rounding=rounding,
+            overflow=overflow,
+            round_gradients=round_gradients,
         )
-    return session
+        if asked.verbose == "hmp":
+            announce_conversion(opt_level)
+        taken: list[Session | None] = [None]
+        try:
+            session = _put_in_force(
+                asked.policy, asked.device_types, asked.options, asked.verbose, taken
+            )
+            if device_types is None and "cpu" not in asked.device_types:
+                found = " and ".join(sorted(asked.device_types))
+                LOGGER.info(
+                    "casting on %s: tensors on the CPU are not cast; "
+                    'convert(device_types={"cpu"}) casts those',
+                    found,
+                )
+            session.open_entrance()
+            return session  # from where a ``with`` ends it
+        except BaseException:
+            if taken[0] is not None:
+                taken[0].give_back()
+            raise
 
 
 def checked_policy(**options: Any) -> Policy:
@@ -172,20 +186,25 @@ def restore(
 ) -> Session:
     """Converts as a session does that has these `Session.arguments`, in another process, say."""
     torch_internals.check()
-    return _put_in_force(policy, device_types, options, verbose)
+    return _put_in_force(policy, device_types, options, verbose, [None])
 
 
 @exclusive
 def _put_in_force(
-    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
+    policy: Policy,
+    device_types: frozenset[str],
+    options: Options,
+    verbose: bool | str,
+    taken: list[Session | None],
 ) -> Session:
-    """Returns the session in force, a new one if there is none that is equal."""
+    """Returns the session in force, a new one if there is none that is equal; ``taken`` gets it before."""
     before = current()
     session = Session(policy, device_types, options, verbose, before)
     if verbose:
         show_log()
-    if before is not None and before.answers(session):
+    if before is not None and before.answers(session, taken):
         return before
+    taken[0] = session
     switch_to(session)
     return session
 
@@ -212,11 +231,12 @@ def unconverted() -> Iterator[None]:
     if before is None:
         yield
         return
-    switch_to(None)
+    switch = exclusive(switch_to)
     try:
+        switch(None)
         yield
     finally:
-        switch_to(before)
+        switch(before)
 
 
 def is_converted() -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from .. import compute, torch_state
+from ..blocks import Entrance, entered
 from ..casting import Options
 from ..errors import HmpxWarning
 from ..observers import ATTACHED, Attached, log_observer
@@ -25,7 +26,7 @@ from ..policy import Policy
 from ..registry import exclusive
 from ..rules import RULES, Registered, all_rules
 from ..wrappers import in_force, put_in_use, retirements
-from .changing import forget_what_is_cached, paused_gc
+from .changing import alone, forget_what_is_cached, paused_gc
 from .installation import Installation
 from .messages import log_what_models_keep, said_of, say, warn_of_unmatched
 from .policy_patches import Conversion, Foreign, cast_originals, replacements
@@ -72,6 +73,7 @@ class Session:
         self._said: list[str] = []  # of ops of other libraries
         self._previous = previous
         self._is_entered = self._is_left = False
+        self._entrance = Entrance(self)
         self._converts = 1  # `convert` calls that this session answers
 
     @property
@@ -92,13 +94,16 @@ class Session:
         """
         return missed(cast_originals(self._installation.wrappers))
 
-    def __enter__(self) -> Session:
+    __enter__, __exit__ = entered("_entrance.enter"), entered("_entrance.leave")
+
+    def _begin_block(self) -> None:
         self._is_entered, self._is_left = True, False
-        return self
 
     @exclusive
-    def __exit__(self, *exc_info: object) -> None:
+    def _end_block(self, block: list[Any]) -> None:
+        """Takes one `convert` back; ``block`` is emptied once that must not happen again."""
         if self._converts > 1:
+            block[0] = None  # and then no call, at which a signal could come
             self._converts -= 1
             return
         self._is_left = True
@@ -110,14 +115,9 @@ class Session:
         self._leave_to(previous)
 
     def _leave_to(self, session: Session | None) -> None:
-        """Puts ``session`` in force instead of this one; what interrupts that is raised afterwards."""
-        try:
-            if self is _current:
-                switch_to(session)
-        except BaseException:
-            if self is _current:
-                switch_to(session)
-            raise
+        """Puts ``session`` in force instead of this one."""
+        if self is _current:
+            switch_to(session)
 
     def __repr__(self) -> str:
         state = "in force" if self is _current else "not in force"
@@ -136,11 +136,21 @@ class Session:
 
         return f"<p><code>{html.escape(repr(self))}</code></p>{self.policy._repr_html_()}"
 
-    def answers(self, other: Session) -> bool:
-        """Whether this session does what ``other`` would; if so it is left once more often."""
-        is_equal = self._settings() == other._settings()
-        self._converts += is_equal
-        return is_equal
+    def answers(self, other: Session, taken: list[Session | None]) -> bool:
+        """Whether this session does what ``other`` would; if so it is ``taken``, and left once more often."""
+        if self._settings() != other._settings():
+            return False
+        taken[0] = self  # and then no call, at which a signal could come
+        self._converts += 1
+        return True
+
+    def give_back(self) -> None:
+        """Takes one `convert` back that was interrupted."""
+        self._end_block([self])
+
+    def open_entrance(self) -> None:
+        """Has ``with`` begin and end a block of this thread wherever a signal comes."""
+        self._entrance.renew()
 
     def _settings(self) -> tuple[object, ...]:
         return *self._decides(self.rules), self._verbose
@@ -216,11 +226,13 @@ class Session:
         draft.make()
 
     @exclusive
+    @alone
     def _add(self, patch: Patch) -> None:
         if self is _current:
             self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
 
     @exclusive
+    @alone
     def _follow(self, names: Collection[str], module: object) -> None:
         """Wraps those ops of other libraries that have come with ``module``."""
         if self is not _current:
@@ -240,6 +252,7 @@ class Session:
         self._said += foreign.said
 
     @exclusive
+    @alone
     def _note_modules(self) -> None:
         if self is _current and not self._installation.notes_modules:
             draft = Draft()
@@ -280,6 +293,7 @@ def current() -> Session | None:
     return _current
 
 
+@alone
 def switch_to(session: Session | None) -> None:
     """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing.
 
@@ -316,7 +330,7 @@ def switch_to(session: Session | None) -> None:
         def finish() -> None:
             forget_what_is_cached()
             if said and session is not None:  # an error that this is made into undoes the change
-                warnings.warn(said, HmpxWarning, stacklevel=6)
+                warnings.warn(said, HmpxWarning, stacklevel=7)
             if session is not None and session is not old:
                 say(session._said)
                 if session._verbose:
@@ -330,7 +344,7 @@ def switch_to(session: Session | None) -> None:
     if session is None:
         torch_state.end_conversion()
         if said:  # last: the change holds, even if this is made into an error
-            warnings.warn(said, HmpxWarning, stacklevel=5)
+            warnings.warn(said, HmpxWarning, stacklevel=6)
 
 
 @exclusive
