@@ -48,7 +48,7 @@ class ends_surely:  # noqa: N801  # a decorator
 
 
 class Entrance(threading.local):
-    """What ``with`` calls of an object that is in effect before its block begins: also C functions.
+    """What ``with`` calls of an object that is in effect, and kept alive, before its block begins.
 
     Each thread has its own, so that two can leave at a time.
 
@@ -57,9 +57,9 @@ class Entrance(threading.local):
         leave: Ends a block.
     """
 
-    def __init__(self, owner: Any) -> None:
-        """Takes an object that `entered` calls ``_begin_block`` of, and ``_end_block``; keeps it not alive."""
-        self._owner = weakref.ref(owner)
+    def __init__(self, owner: weakref.ref[Any]) -> None:
+        """Takes the object, whose ``_begin_block()`` and ``_end_block([itself])`` are called."""
+        self._owner = owner
         self.renew()
 
     def renew(self) -> None:
@@ -101,8 +101,9 @@ def _block_of(owner: Callable[[], Any]) -> list[Any]:
 
 
 def _end_block(block: list[Any]) -> None:
-    if block[0] is not None:
-        block[0]._end_block(block)
+    owner = block[0]
+    if owner is not None:
+        owner._end_block(block)
 
 
 def _at_end(

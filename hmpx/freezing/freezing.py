@@ -6,7 +6,6 @@ contents of those are replaced, and the model is sealed against training.
 
 from __future__ import annotations
 
-import contextlib
 from typing import Any, Final
 
 from torch import nn
@@ -96,10 +95,7 @@ def freeze(
     }
     originals = Originals(slots, kept_alive) if keep_fp32 or not lows else None
     attached = Attachments()
-    with contextlib.ExitStack() as on_error:
-        if originals is not None:
-            on_error.callback(originals.restore)
-        on_error.callback(attached.close)
+    try:
         for tensor, low in stored:
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
@@ -111,8 +107,16 @@ def freeze(
             attached.callback(compute.prepare([f.tensor for f in lows.values()], model))
         sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
         patches.forget_compiled()
-        on_error.pop_all()
-        return Frozen(model, weights, sealed, originals, attached)
+        return Frozen(
+            model, weights, sealed, originals, attached
+        )  # a ``with`` ends it from here on
+    except BaseException:
+        try:
+            attached.close()
+        finally:
+            if originals is not None:
+                originals.restore()
+        raise
 
 
 def _checked(model: object, *, has_example: bool) -> session.Session:

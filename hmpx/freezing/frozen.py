@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from torch import nn
 
 from .. import arguments, patches
+from ..blocks import ends_surely
 from ..errors import FreezeError
 from .originals import Originals
 from .seal import Attachments, Seal
@@ -83,7 +84,11 @@ class Frozen:
         if strict and (misplaced or copies):
             raise FreezeError(self._refusal(misplaced, copies))
         self._originals.restore(misplaced.keys())
-        self._attached.close()
+        try:
+            self._attached.close()
+        except BaseException:  # a signal's
+            self._attached.close()
+            raise
         self._is_undone = self._originals.is_empty
         patches.forget_compiled()
 
@@ -116,6 +121,7 @@ class Frozen:
             )
         return self
 
+    @ends_surely(lambda frozen: frozen, undo)
     def __exit__(self, *exc_info: object) -> None:
         self.undo()
 

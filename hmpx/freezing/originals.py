@@ -97,17 +97,27 @@ class Originals:
     def restore(self, left: Container[Slot] = ()) -> None:
         """Gives each tensor its former contents, on its current device, and each slot its tensor.
 
-        A tensor with a slot among ``left`` is skipped. If an error occurs, the rest can be restored
-        later.
+        A tensor with a slot among ``left`` is skipped. If anything raises, all is as before.
         """
-        for original in list(self._kept):
-            if any(slot in left for slot in original.slots):
-                continue
-            held = [slot for slot in original.slots if not _fault(slot)]
-            if held:
-                self._give_back(original, held)
-            self._kept.remove(original)
-        self._copies.clear()
+        skipped = [each for each in self._kept if any(slot in left for slot in each.slots)]
+        before: list[tuple[Tensor, Tensor, bool, list[tuple[Slot, Tensor | None]]]] = []
+        try:
+            for original in self._kept:
+                held = [slot for slot in original.slots if not _fault(slot)]
+                if held and original not in skipped:
+                    tensor = original.tensor
+                    current = [(slot, slot.current()) for slot in held]
+                    before.append((tensor, tensor.data, tensor.requires_grad, current))
+                    self._give_back(original, held)
+            self._kept = skipped
+        except BaseException:
+            for tensor, data, requires_grad, current in before:
+                _write(tensor, data, requires_grad)
+                for slot, there in current:
+                    slot.container[slot.attribute] = there
+            raise
+        finally:
+            self._copies.clear()
 
     def _give_back(self, original: _Original, held: list[Slot]) -> None:
         tensor, storage = original.tensor, original.storage
@@ -117,11 +127,18 @@ class Originals:
             storage = self._copied(storage, current.device)
         with torch.inference_mode(original.is_inference), torch.no_grad(), _mode_of(tensor):
             empty = torch.empty(0, dtype=torch.float32, device=current.device)
-            tensor.data = empty.set_(storage, original.offset, original.size, original.stride)
-            tensor.requires_grad_(original.requires_grad)
+            former = empty.set_(storage, original.offset, original.size, original.stride)
+            _write(tensor, former, original.requires_grad)
         for slot in held:
             if slot.current() is not tensor:
                 slot.container[slot.attribute] = tensor
+
+
+def _write(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
+    if not data.is_floating_point():
+        tensor.requires_grad_(False)  # codes can't
+    tensor.data = data
+    tensor.requires_grad_(requires_grad)
 
 
 def _fault(slot: Slot) -> str:

@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import sys
 import warnings
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
 
@@ -73,7 +74,7 @@ class Session:
         self._said: list[str] = []  # of ops of other libraries
         self._previous = previous
         self._is_entered = self._is_left = False
-        self._entrance = Entrance(self)
+        self._entrance = Entrance(weakref.ref(self))
         self._converts = 1  # `convert` calls that this session answers
 
     @property

@@ -2441,3 +2441,32 @@ def test_undo_needs_values() -> None:
         assert model.weight.dtype is FP32
         hmpx.freeze(model, x, keep_fp32=False)
         assert model.weight.dtype is BF16
+
+
+@pytest.mark.parametrize("at", [1, 2, 3])
+def test_an_undo_that_is_interrupted_is_made_whole_or_not_at_all(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By hand the model stays frozen, and can be undone later; a block ends all the same."""
+    model = nn.Sequential(*[nn.Linear(8, 8) for _ in range(3)]).eval()
+    x, expected = torch.ones(2, 8), [p.detach().clone() for p in model.parameters()]
+    write, count = originals._write, 0
+
+    def interrupted(*args: Any) -> None:
+        nonlocal count
+        count += 1
+        if count == at:
+            raise KeyboardInterrupt
+        write(*args)
+
+    with convert():
+        with pytest.raises(KeyboardInterrupt), hmpx.freeze(model, x):
+            monkeypatch.setattr(originals, "_write", interrupted)
+        assert [*map(torch.equal, model.parameters(), expected)] == [True] * 6
+        frozen = hmpx.freeze(model, x)
+        count = 0
+        with pytest.raises(KeyboardInterrupt):
+            frozen.undo()
+        assert {p.dtype for p in model.parameters()} == {torch.bfloat16}
+        frozen.undo()
+    assert [*map(torch.equal, model.parameters(), expected)] == [True] * 6

@@ -19,8 +19,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx import Policy
+from hmpx import Policy, patching
 from hmpx.torch_state import marks, switch
+from tests.conftest import differences, namespaces
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
 LOW = ["linear", "mm", "matmul", "gelu", "layer_norm", "dropout2d"]
@@ -255,6 +256,50 @@ def test_a_signal_amid_convert_and_revert_leaves_one_state_or_the_other() -> Non
         hmpx.revert()
         assert F.linear(a(), a()).dtype is FP32
     assert seen > {FP32}  # signals came amid changes
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
+@pytest.mark.filterwarnings(
+    "ignore:Exception ignored in. <function (Weak|gc_cumulative_time):pytest.PytestUnraisableExceptionWarning"
+)
+def test_a_signal_amid_blocks_leaves_torch_as_it_was_before_them() -> None:
+    """`convert` begins before its ``with`` does, and the signal may come between, too."""
+
+    def blocks() -> None:
+        for _ in range(100):
+            with hmpx.convert(policy=BFLOATS, legalize="never"):
+                pass
+
+    blocks()
+    choose = random.Random(0)
+    for _ in range(TIMES):
+        with contextlib.suppress(Signal), raising_after(choose.uniform(1e-4, 5e-2)):
+            blocks()
+        assert not hmpx.is_converted()
+        assert F.linear(a(), a()).dtype is FP32
+
+
+def test_a_signals_handler_reverts_at_any_write_of_revert() -> None:
+    """And torch is what it was: what it asks for is done right after what it interrupts."""
+    before = namespaces()
+    read = patching._own
+    for at in (1, 50, 200, 400):
+        hmpx.convert(policy=BFLOATS, legalize="never")
+        times = iter(range(at, -1, -1))
+
+        def reading(owner: Any, attribute: str, times: Iterator[int] = times) -> Any:
+            value = read(owner, attribute)
+            if next(times, None) == 0:
+                hmpx.revert()
+            return value
+
+        patching._own = reading
+        try:
+            hmpx.revert()
+        finally:
+            patching._own = read
+        assert not hmpx.is_converted()
+        assert differences(before) == []
 
 
 # --- regions that end elsewhere -----------------------------------------------------------------
