@@ -12,6 +12,7 @@ from typing import Any, Final, Protocol
 from torch import Tensor
 
 from .. import arguments
+from ..blocks import ends_surely
 from ..errors import OptionError, shown
 from ..registry import Registry, exclusive
 from .op_calls import CallTensors, OpCall
@@ -101,6 +102,7 @@ class Attached:
     def __enter__(self) -> Attached:
         return self
 
+    @ends_surely(lambda attached: attached, detach)
     def __exit__(self, *exc_info: object) -> None:
         self.detach()
 
