@@ -72,8 +72,16 @@ def boundary(
 def _computing(
     node: Any, edge: int, above: Mapping[Any, tuple[Any, int] | None]
 ) -> tuple[Any, int]:
-    """Returns the node, and its edge, whose result the nodes from there on hand on."""
-    while type(node).__name__ in HANDING_ON and (source := above.get(node)) is not None:
+    """Returns the node, and its edge, whose result the nodes from there on hand on.
+
+    The last cast on the way to an input of the widest dtype widens; one before it may narrow and overflow.
+    """
+    is_cast = False
+    while (name := type(node).__name__) in HANDING_ON and (source := above.get(node)) is not None:
+        if name == "ToCopyBackward0":
+            if is_cast:
+                break
+            is_cast = True
         node, edge = source
     return node, edge
 

@@ -102,11 +102,20 @@ class Watch:
         self._pause_or_resume()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: object
+    ) -> None:
+        before = len(self.offences)
         try:
-            self._close_step(may_raise=kind is None)
+            self._close_step(may_raise=error is None)
         finally:
             self._undo.close()
+        found = self.offences[before:]
+        if error is None or isinstance(error, NonFiniteError) or self._mode != "raise" or not found:
+            return
+        # As `add_note` of Python 3.11 does.
+        vars(error).setdefault("__notes__", []).append(f"hmpx.watch: {found[0]}")
+        self._log(found[0])
 
     def _end(self) -> None:
         self._attached = None

@@ -1,0 +1,88 @@
+"""Faults are reported where the program would go on with them, or stops by itself."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import hmpx
+
+FP16 = torch.float16
+
+
+def in_half(**options: Any) -> Any:
+    return hmpx.convert(low_precision_type=FP16, device_types={"cpu"}, **options)
+
+
+class Loss(nn.Module):
+    """Layers, and a loss whose gradient overflows that of their weights alone."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, given: Tensor) -> Tensor:
+        return (self.layers(given).float() * 3e4).sum()
+
+
+@pytest.mark.parametrize("legalize", ["always", "never"])
+@pytest.mark.parametrize(
+    ("layers", "shape"),
+    [
+        ((nn.Linear(64, 16),), (64, 64)),
+        ((nn.Linear(64, 48), nn.ReLU(), nn.Linear(48, 16)), (64, 64)),
+        ((nn.Linear(512, 512),), (512, 512)),
+        ((nn.Conv1d(4, 8, 3),), (8, 4, 32)),
+        ((nn.Conv2d(4, 8, 3),), (4, 4, 12, 12)),
+        ((nn.ConvTranspose2d(4, 8, 3),), (4, 4, 12, 12)),
+    ],
+    ids=["linear", "two", "large", "conv1d", "conv2d", "transposed"],
+)
+def test_gradients_of_weights_that_overflow(
+    layers: tuple[nn.Module, ...], shape: tuple[int, ...], legalize: str
+) -> None:
+    """Reported before the optimizer makes the weights infinite."""
+    model = Loss(*layers)
+    optimizer = torch.optim.SGD(model.parameters(), 1e-9)
+    given = torch.rand(shape) + 1.0
+    with pytest.raises(hmpx.NonFiniteError) as raised, in_half(legalize=legalize), hmpx.watch():
+        model(given).backward()
+        optimizer.step()
+    found = raised.value.offence
+    assert found.phase == "backward"
+    assert found.kind == "overflow"
+    assert all(bool(each.isfinite().all()) for each in model.parameters())
+
+
+def test_a_program_that_stops_at_its_own_nan(caplog: pytest.LogCaptureFixture) -> None:
+    """Its exception has the finding in its notes, and the log has it; type and traceback stay."""
+    caplog.set_level(logging.WARNING, logger="hmpx")
+    with pytest.raises(AssertionError) as raised, hmpx.watch() as w:
+        given = torch.zeros(3, requires_grad=True)
+        loss = (given / given).sum()
+        assert torch.isfinite(loss), "the loss is NaN"
+    (note,) = raised.value.__notes__  # type: ignore[attr-defined]
+    assert note == f"hmpx.watch: {w.first}"
+    assert note.startswith("hmpx.watch: truediv: NaN")
+    assert "truediv: NaN" in caplog.text
+    assert raised.traceback[-1].path.name == "test_reported.py"
+
+
+@pytest.mark.parametrize("mode", ["log", "collect"])
+def test_notes_are_of_the_mode_that_raises(mode: Any) -> None:
+    with pytest.raises(ZeroDivisionError) as raised, hmpx.watch(mode) as w:
+        torch.zeros(3).log().sum()
+        raise ZeroDivisionError
+    assert w.first is not None
+    assert not hasattr(raised.value, "__notes__")
+
+
+def test_an_exception_of_a_clean_program_gets_no_note() -> None:
+    with pytest.raises(ZeroDivisionError) as raised, hmpx.watch():
+        torch.ones(3).log().sum()
+        raise ZeroDivisionError
+    assert not hasattr(raised.value, "__notes__")
