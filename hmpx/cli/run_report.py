@@ -11,13 +11,13 @@ from typing import Final
 
 from ..errors import said_by, short
 from ..recording import record
-from ..reports import Report
+from ..reports import Report, written
 from . import output
 from .scripts import ScriptError
 
 
 def _to_text(report: Report, path: Path) -> None:
-    path.write_bytes(f"{report}\n".encode("utf-8", "backslashreplace"))
+    written(f"{report}\n", path)
 
 
 #: How a report is written, by the end of the file's name.

@@ -11,7 +11,8 @@ from pathlib import Path
 from typing import Any, Final
 
 from .. import arguments
-from ..errors import OptionError, said_by, short, shown
+from ..errors import OptionError, said_by, shown
+from ..reports import write
 from .dot import to_dot
 from .graph import Edge, Node
 from .repeats import folded
@@ -98,10 +99,7 @@ class Drawing:
         else:
             known = ", ".join((*_PICTURES, *_TEXT))
             raise OptionError(f"path must end in one of {known}, not {shown(str(file))}")
-        try:
-            file.write_bytes(content)
-        except OSError as error:
-            raise OptionError(f"{short(str(file))}: {said_by(error)}") from error
+        write(content, file)
         return file
 
     def _repr_svg_(self) -> str | None:

@@ -13,6 +13,7 @@ from transformers import TrainerCallback, TrainerControl, TrainerState, Training
 from transformers.trainer_callback import ExportableState
 
 from ..errors import OptionError
+from ..reports import written
 from .converted_run import ConvertedRun
 
 #: The policy's file in the folder of each checkpoint.
@@ -98,7 +99,7 @@ class HmpxCallback(TrainerCallback, ExportableState):
         """Writes the policy beside the model."""
         folder = Path(args.output_dir or "", f"checkpoint-{state.global_step}")
         if state.is_world_process_zero and folder.is_dir():
-            (folder / POLICY_FILE).write_text(self.run.state_dict()["policy"], encoding="utf-8")
+            written(self.run.state_dict()["policy"], folder / POLICY_FILE, follows_links=False)
 
     def state(self) -> dict[str, Any]:
         """Returns what the Trainer's state carries, and a callback like this one is made of."""

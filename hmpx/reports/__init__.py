@@ -14,7 +14,7 @@ from .cells import (
     wrapped,
 )
 from .export import csv_lines
-from .files import plain, written
+from .files import plain, write, written
 from .groups import Groups, grouped
 from .memory import KINDS, Memory, Moment, saved_text
 from .pages import page_file, rendered
@@ -55,5 +55,6 @@ __all__ = [
     "without_end",
     "without_start",
     "wrapped",
+    "write",
     "written",
 ]

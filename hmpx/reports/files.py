@@ -2,28 +2,72 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
+import secrets
+import stat
 from pathlib import Path
 from typing import Any
 
-from ..errors import OptionError, said_by
+from ..errors import OptionError, said_by, short
 
 
-def written(found: str, path: str | os.PathLike[str] | None) -> str:
+def written(found: str, path: str | os.PathLike[str] | None, *, follows_links: bool = True) -> str:
     """Returns text, having written it to ``path`` if that is given.
+
+    Args:
+        found: The text.
+        path: Where to; see `write`.
+        follows_links: See `write`.
 
     Raises:
         OptionError: The file can't be written.
     """
     if path is not None:
-        try:
-            # Names of files may hold halves of characters, which no encoding has.
-            data = found.encode("utf-8", "backslashreplace")
-            Path(path).write_bytes(data)
-        except (OSError, ValueError) as error:
-            raise OptionError(f"can't write {os.fspath(path)}: {said_by(error)}") from error
+        # Names of files may hold halves of characters, which no encoding has.
+        data = found.encode("utf-8", "backslashreplace")
+        write(data, path, follows_links=follows_links)
     return found
+
+
+def write(data: bytes, path: str | os.PathLike[str], *, follows_links: bool = True) -> None:
+    """Writes a file whole or not at all: after an error, or a kill, an earlier one is as it was.
+
+    Args:
+        data: The content.
+        path: The file. What is not a regular file, such as ``/dev/stdout``, is written to in place.
+        follows_links: Whether a symbolic link at ``path`` keeps its place, and its target is replaced: for
+            paths that the user named. If not, the link itself is replaced.
+
+    Raises:
+        OptionError: The file can't be written.
+    """
+    try:
+        target = Path(os.path.realpath(path) if follows_links else path)
+        if follows_links and target.exists() and not target.is_file():
+            target.write_bytes(data)  # of a device or a pipe nothing is lost
+        else:
+            _replace(data, target)
+    except (OSError, ValueError) as error:
+        raise OptionError(f"can't write {short(os.fspath(path))}: {said_by(error)}") from error
+
+
+def _replace(data: bytes, target: Path) -> None:
+    """Writes beside the target, and puts the whole file in its place, with its permissions."""
+    unfinished = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
+    try:
+        with unfinished.open("xb") as file:
+            if target.is_file() and not target.is_symlink():
+                unfinished.chmod(stat.S_IMODE(target.stat().st_mode))
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        unfinished.replace(target)
+    except BaseException:
+        with contextlib.suppress(OSError):
+            unfinished.unlink()
+        raise
 
 
 def plain(value: Any) -> Any:

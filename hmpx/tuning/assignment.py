@@ -13,7 +13,7 @@ from typing import Any, Final
 from .. import ops
 from ..errors import PolicyFileError
 from ..policy import CastPolicy, Policy, load_policy
-from .candidates import FOLLOWS, Candidate, Kept, Spot
+from .candidates import FOLLOWS, Candidate, Kept, Spot, parted
 
 #: The type of what is kept.
 FP32: Final = "float32"
@@ -31,9 +31,8 @@ def assigned(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict
     by_name = {each.name: each for each in candidates}
     types = {spot: low_type for each in by_name.values() for spot in each.spots}
     for member in kept:
-        name, is_other, other = member.rpartition("=")
-        found = by_name[name if is_other else member]
-        types |= dict.fromkeys(found.spots, other if is_other else FP32)
+        name, other = parted(member)
+        types |= dict.fromkeys(by_name[name].spots, other or FP32)
     return types
 
 

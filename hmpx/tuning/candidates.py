@@ -311,9 +311,18 @@ def _prior(op: str) -> float:
     return {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}.get(policy.cast_policy, 1.0)
 
 
+def parted(member: str) -> tuple[str, str]:
+    """Returns the candidate that a member of a set stands for, and its type there; ``""`` for fp32.
+
+    Names of modules may hold ``=``, but an op comes behind them, and no op's or type's name holds ``:``.
+    """
+    name, _, other = member.rpartition("=")
+    return (name, other) if name and ":" not in other else (member, "")
+
+
 def bare(member: str) -> str:
     """Returns the name of the candidate that a member of a set stands for, without its type there."""
-    return member.partition("=")[0]
+    return parted(member)[0]
 
 
 def following(name: str) -> str:
@@ -323,4 +332,4 @@ def following(name: str) -> str:
 
 def is_following(member: str) -> bool:
     """Whether a member of a set follows its inputs."""
-    return member.endswith(f"={FOLLOWS}")
+    return parted(member)[1] == FOLLOWS

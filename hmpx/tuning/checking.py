@@ -15,7 +15,7 @@ import yaml
 
 from ..environment import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import OptionError, said_by, short
-from ..reports import Row, merged, read_json
+from ..reports import Row, merged, read_json, written
 from ..version import __version__
 from .assignment import assigned, policy_source
 from .candidates import Candidate, by_op, called_spots, split
@@ -87,8 +87,8 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     header |= {"by": check.by, "runs": str(check.runs)}
     journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
     commands = _Commands(check, low_type)
-    profile = next((each for each in journal.records if "spots" in each), None)
-    if profile is None:
+    profiles = journal.parsed("spots", from_record)
+    if not profiles:
         spots = called_spots(commands.called())
         if not spots:
             raise OptionError(
@@ -97,7 +97,7 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
             )
         journal.write(to_record(spots, None))
     else:
-        spots, _ = from_record(profile)
+        spots, _ = profiles[0]
     found = by_op(spots, names_modules=check.by == "module")
     names = {each.name for each in found}
     finest = [each for each in split(found, spots) if each.name not in names]
@@ -183,7 +183,7 @@ class _Commands(Evaluator):
     def _run(self, folder: Path, source: dict[str, object], *, report: bool) -> int | str:
         """Returns the exit status, or ``"timeout"``; keeps what the command prints."""
         policy = (folder / "policy.yaml").absolute()
-        policy.write_text(yaml.safe_dump(source, sort_keys=False), encoding="utf-8")
+        written(yaml.safe_dump(source, sort_keys=False), policy, follows_links=False)
         environment = {**os.environ, POLICY_VARIABLE: os.fspath(policy)}
         environment.pop(REPORT_VARIABLE, None)
         if report:
@@ -206,5 +206,5 @@ class _Commands(Evaluator):
             finally:
                 end(process)
         said = {"status": status, "command": short(self._check.command)}
-        (folder / "status.json").write_text(json.dumps(said) + "\n", encoding="utf-8")
+        written(json.dumps(said) + "\n", folder / "status.json", follows_links=False)
         return status

@@ -265,9 +265,8 @@ class _Tuning:
     def _profile(self, journal: Journal) -> tuple[scoring.Costs, scoring.Scores | None]:
         """Returns what may run in low precision with its cost, and its effects if they are known."""
         request = self._request
-        for each in journal.records:
-            if "spots" in each:
-                return scoring.from_record(each)
+        for known in journal.parsed("spots", scoring.from_record):
+            return known
         batches = request.inputs[TUNING]
         spots = spots_of(
             request.model, batches, request.device_types, request.options, request.seed

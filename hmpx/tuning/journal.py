@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final
+from typing import Any, Final, TypeVar
 
 from ..errors import OptionError, said_by, short
 
 _VERSION: Final = 1
+_Parsed = TypeVar("_Parsed")
 
 
 class Journal:
@@ -37,13 +38,16 @@ class Journal:
         if not path:
             return
         wanted = {"hmpx journal": _VERSION, **json.loads(json.dumps(header))}
-        lines = self._read()
+        lines, torn = self._read()
         if not lines:
-            self._begin(wanted)
+            if torn and not b'{"hmpx journal"'.startswith(torn[:15]):
+                raise self._foreign()
+            self._cut(torn)
+            self._append(wanted)
             return
         first = lines[0]
         if first.get("hmpx journal") != _VERSION:
-            raise OptionError(f"{short(path)} is not a journal of hmpx.tune; give another path")
+            raise self._foreign()
         differing = sorted(key for key in wanted | first if wanted.get(key) != first.get(key))
         if differing:
             raise OptionError(
@@ -51,44 +55,68 @@ class Journal:
                 f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
             )
         self.records = lines[1:]
+        self._cut(torn)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record, and has it reach the disk."""
         if self._path:
             self._append(record)
 
-    def _read(self) -> list[dict[str, Any]]:
-        """Returns the whole lines; cuts what a kill has torn off the file."""
+    def parsed(self, key: str, parse: Callable[[Any], _Parsed]) -> list[_Parsed]:
+        """Returns what ``parse`` makes of each record that has ``key``.
+
+        Raises:
+            OptionError: A record is damaged.
+        """
+        found = []
+        for number, record in enumerate(self.records, 2):
+            if key in record:
+                try:
+                    found.append(parse(record))
+                except (TypeError, ValueError, LookupError, AttributeError) as error:
+                    raise self._damaged(number, error) from error
+        return found
+
+    def _read(self) -> tuple[list[dict[str, Any]], bytes]:
+        """Returns the whole lines, and what a kill has torn; the file is left as it is."""
         try:
             data = Path(self._path).read_bytes()
         except FileNotFoundError:
-            return []
+            return [], b""
         except (OSError, ValueError) as error:
             raise OptionError(
                 f"the journal {short(self._path)} can't be read: {said_by(error)}"
             ) from error
         *whole, torn = data.split(b"\n")
-        try:
-            found = [json.loads(line) for line in whole]
-            if not all(isinstance(each, dict) for each in found):
-                raise ValueError("a line is not an object")
-        except (ValueError, RecursionError):
-            raise OptionError(
-                f"{short(self._path)} is not a journal of hmpx.tune; give another path"
-            ) from None
-        if torn:
-            if not found and not torn.startswith(b'{"hmpx journal"'):
-                raise OptionError(
-                    f"{short(self._path)} is not a journal of hmpx.tune; give another path"
-                )
+        found: list[dict[str, Any]] = []
+        for number, line in enumerate(whole, 1):
             try:
-                os.truncate(self._path, len(data) - len(torn))
+                record = json.loads(line)
+                if not isinstance(record, dict):
+                    raise TypeError("not an object")
+            except (ValueError, TypeError, RecursionError) as error:
+                if not found or "hmpx journal" not in found[0]:
+                    raise self._foreign() from None
+                raise self._damaged(number, error) from error
+            found.append(record)
+        return found, torn
+
+    def _cut(self, torn: bytes) -> None:
+        """Takes off the file's end what a kill has torn."""
+        if torn:
+            try:
+                os.truncate(self._path, os.path.getsize(self._path) - len(torn))
             except OSError as error:
                 raise self._unwritable(error) from error
-        return found
 
-    def _begin(self, header: Mapping[str, Any]) -> None:
-        self._append(header)
+    def _foreign(self) -> OptionError:
+        return OptionError(f"{short(self._path)} is not a journal of hmpx.tune; give another path")
+
+    def _damaged(self, number: int, error: Exception) -> OptionError:
+        return OptionError(
+            f"{short(self._path)}:{number}: the journal is damaged ({said_by(error)}); delete the lines "
+            "from there on, or the file"
+        )
 
     def _append(self, record: Mapping[str, Any]) -> None:
         try:

@@ -32,7 +32,8 @@ def alone_in(directory: Path) -> Iterator[None]:
         yield
         return
     fcntl: Any = importlib.import_module("fcntl")
-    with (directory / "lock").open("w") as file:
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(directory / "lock", flags, 0o666), "wb") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

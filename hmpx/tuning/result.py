@@ -11,9 +11,10 @@ from typing import Any
 
 from ..errors import OptionError, said_by
 from ..policy import Policy
+from ..reports import written
 from . import page, text, writing
 from .assignment import FP32, assigned, policy_of
-from .candidates import Candidate, Kept, bare, is_following
+from .candidates import Candidate, Kept, bare, is_following, parted
 from .evaluation import Evaluation, Seen
 from .shares import shares
 
@@ -74,7 +75,7 @@ class Tuned:
     @property
     def keep_fp32(self) -> Kept:
         """What is kept in fp32 throughout: ops by name, or ``"module:op"``."""
-        return frozenset(name for name in self.kept if "=" not in name)
+        return frozenset(name for name in self.kept if bare(name) == name)
 
     @property
     def follows(self) -> Kept:
@@ -85,8 +86,7 @@ class Tuned:
     def types(self) -> Mapping[str, str]:
         """The type of each candidate, by name; ``"follows"`` for what follows its inputs."""
         low = dict.fromkeys((each.name for each in self.candidates), self.low_precision_type)
-        others = [name.rpartition("=") for name in self.kept]
-        return low | {a if is_other else b: b if is_other else FP32 for a, is_other, b in others}
+        return low | {name: other or FP32 for name, other in map(parted, self.kept)}
 
     @functools.cached_property
     def policy(self) -> Policy:
@@ -146,10 +146,10 @@ class Tuned:
         }
         try:
             folder.mkdir(parents=True, exist_ok=True)
-            for name, content in files.items():
-                (folder / name).write_text(content, encoding="utf-8")
         except (OSError, ValueError) as error:
             raise OptionError(f"can't write {folder}: {said_by(error)}") from error
+        for name, content in files.items():
+            written(content, folder / name, follows_links=False)
         return [folder / name for name in files]
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
@@ -158,13 +158,7 @@ class Tuned:
         Raises:
             OptionError: It can't be written.
         """
-        found = page.page(self)
-        if path is not None:
-            try:
-                Path(path).write_text(found, encoding="utf-8")
-            except (OSError, ValueError) as error:
-                raise OptionError(f"can't write {os.fspath(path)}: {said_by(error)}") from error
-        return found
+        return written(page.page(self), path)
 
     def __str__(self) -> str:
         return text.text(self)

@@ -54,11 +54,7 @@ class Runner:
         """
         self._evaluator, self._journal, self._budget, self._show = evaluator, journal, budget, show
         self._is_noisy = is_noisy
-        self._known: dict[Work, Outcome] = {
-            (frozenset(each["kept"]), each["inputs"], each["tolerance"]): _from_record(each)
-            for each in journal.records
-            if "kept" in each
-        }
+        self._known: dict[Work, Outcome] = dict(journal.parsed("kept", _from_record))
         self._asked: set[Work] = set()
         self.path: list[Evaluation] = []
 
@@ -140,5 +136,7 @@ class Runner:
         )
 
 
-def _from_record(record: Mapping[str, Any]) -> Outcome:
-    return Outcome(record["error"], {name: Seen(*each) for name, each in record["seen"].items()})
+def _from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
+    work = frozenset(map(str, record["kept"])), str(record["inputs"]), float(record["tolerance"])
+    seen = {name: Seen(*map(float, each)) for name, each in record["seen"].items()}
+    return work, Outcome(float(record["error"]), seen)

@@ -53,9 +53,9 @@ def scores_of(request: Request, spots: Costs, low_type: str) -> Scores | None:
 
 def seconds_of_spots(request: Request, spots: Costs, journal: Journal) -> dict[Spot, Seconds]:
     """Returns how long each spot takes in either type: as the journal has it, else measured."""
-    for record in journal.records:
-        if "seconds" in record:
-            return {(op, module): Seconds(*both) for op, module, *both in record["seconds"]}
+    for known in journal.parsed("seconds", _seconds_from_record):
+        if known.keys() >= spots.keys():
+            return known
     found = seconds_of(
         request.model,
         request.inputs[TUNING],
@@ -77,9 +77,12 @@ def errors_of(
     Raises:
         OptionError: No effect is known.
     """
-    for record in journal.records:
-        if "errors" in record:
-            return record["errors"]  # type: ignore[no-any-return]
+    names = {each.name for each in found}
+    for known in journal.parsed("errors", _errors_from_record):
+        if known.keys() >= {FP32, *request.types} and all(
+            each.keys() >= names for each in known.values()
+        ):
+            return known
     errors = {FP32: dict.fromkeys((each.name for each in found), 0.0)}
     for name in request.types:
         if name == FP32:
@@ -119,8 +122,30 @@ def to_record(spots: Costs, scores: Scores | None) -> dict[str, Any]:
 
 def from_record(record: Mapping[str, Any]) -> tuple[Costs, Scores | None]:
     """Returns the profile of a record."""
-    spots = {(op, module): (flops, count) for op, module, flops, count in record["spots"]}
+    spots = {
+        (str(op), str(module)): (int(flops), int(count))
+        for op, module, flops, count in record["spots"]
+    }
+    if not spots:
+        raise ValueError("no spots")
     scores = record["scores"]
     if scores is None:
         return spots, None
-    return spots, {(op, module): Score(*score) for op, module, *score in scores}
+    return spots, {
+        (str(op), str(module)): Score(float(effect), bool(is_hard), bool(is_unseen))
+        for op, module, effect, is_hard, is_unseen in scores
+    }
+
+
+def _seconds_from_record(record: Mapping[str, Any]) -> dict[Spot, Seconds]:
+    return {
+        (str(op), str(module)): Seconds(float(fp32), float(low))
+        for op, module, fp32, low in record["seconds"]
+    }
+
+
+def _errors_from_record(record: Mapping[str, Any]) -> dict[str, dict[str, float]]:
+    return {
+        low_type: {name: float(error) for name, error in errors.items()}
+        for low_type, errors in record["errors"].items()
+    }
