@@ -105,7 +105,7 @@ class Journal:
         """Takes off the file's end what a kill has torn."""
         if torn:
             try:
-                os.truncate(self._path, os.path.getsize(self._path) - len(torn))
+                os.truncate(self._path, Path(self._path).stat().st_size - len(torn))
             except OSError as error:
                 raise self._unwritable(error) from error
 

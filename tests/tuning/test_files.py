@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import resource
 from collections.abc import Callable
@@ -43,7 +42,9 @@ def tune(model: nn.Module, **options: Any) -> hmpx.Tuned:
 def test_files_that_are_no_journals_stay_as_they_are(tmp_path: Path, content: bytes) -> None:
     path = tmp_path / "metrics.jsonl"
     path.write_bytes(content)
-    with pytest.raises(hmpx.OptionError, match="is not a journal of hmpx.tune; give another path"):
+    with pytest.raises(
+        hmpx.OptionError, match=r"is not a journal of hmpx\.tune; give another path"
+    ):
         tune(small(), journal=path)
     assert path.read_bytes() == content
 
@@ -142,7 +143,7 @@ def test_what_cannot_be_written_whole_leaves_what_was_there(tmp_path: Path) -> N
     resource.setrlimit(resource.RLIMIT_FSIZE, (200, hard))
     try:
         for name, write in writers.items():
-            with pytest.raises(hmpx.OptionError, match="can't write .*File too large"):
+            with pytest.raises(hmpx.OptionError, match=r"can't write .*File too large"):
                 write(tmp_path / name)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
@@ -152,7 +153,7 @@ def test_what_cannot_be_written_whole_leaves_what_was_there(tmp_path: Path) -> N
 def test_links_inside_a_directory_are_replaced_and_named_ones_followed(tmp_path: Path) -> None:
     notes = tmp_path / "notes.txt"
     notes.write_text("precious")
-    os.chmod(notes, 0o640)
+    notes.chmod(0o640)
     folder = tmp_path / "lists"
     folder.mkdir()
     (folder / "report.txt").symlink_to(notes)
