@@ -32,7 +32,7 @@ from .legalize.legalizer import LegalizedCall, Legalizer
 from .legalize.prepared import prepare
 from .legalize.watching import is_watched, note_unrounded, watched_rounding
 from .lowered import LOWERINGS
-from .missing_kernels import Callee, Lacking, completed, in_fp32, lacking_kernels
+from .missing_kernels import Callee, Lacking, completed, in_fp32, is_refusal, lacking_kernels
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
 from .rounded_last import rounding_last
@@ -103,6 +103,7 @@ __all__ = [
     "held",
     "histories_patch",
     "inputs_of",
+    "is_refusal",
     "is_watched",
     "keeping_parameters",
     "lacking_kernels",

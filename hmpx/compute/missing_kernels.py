@@ -11,6 +11,8 @@ from __future__ import annotations
 
 import functools
 import logging
+import re
+import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -21,6 +23,7 @@ from torch import Tensor
 
 from ..data_files import read_sections
 from ..device_types import DEVICE_TYPES
+from ..frames import PACKAGE
 from ..ops import parameter_named
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
 from ..torch_internals import run_when_traced
@@ -159,19 +162,47 @@ def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:
 
 
 def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch.dtype) -> Any:
-    """Returns the result of torch's function, computed in fp32 if the function raises."""
+    """Returns the result of torch's function, computed in fp32 if it refuses the dtype."""
     generator = _generator(kwargs, low) if callee.is_random else None
     state = None if generator is None else generator.get_state()
     try:
         return callee.function(*args, **kwargs)
-    except torch.OutOfMemoryError:  # fp32 takes more
-        raise
-    except Exception:  # of any class: kernels report a missing dtype in many ways
+    except Exception as error:
+        if not is_refusal(error):
+            raise
         if generator is not None:
             generator.set_state(state)
     result = in_fp32(callee, args, kwargs, dtype)
     _note(callee.op, short_name(low.dtype), low.device.type)
     return result
+
+
+#: The classes of what torch's functions raise to refuse a dtype; subclasses mean something else.
+_REFUSALS: Final = frozenset({NotImplementedError, RuntimeError})
+
+#: What they say: of dtypes, or that a library (oneDNN, cuBLAS, cuDNN) computes nothing alike.
+_REFUSING: Final = re.compile(
+    "float16|half|bf16|fp16|R_16B?F|type|precision|create a primitive|find an engine"
+    "|no available kernel|STATUS_NOT_SUPPORTED|STATUS_ARCH_MISMATCH",
+    re.IGNORECASE,
+)
+
+
+def is_refusal(error: Exception, library: str = "torch") -> bool:
+    """Whether torch's function itself raised ``error``, to refuse dtypes.
+
+    Signal handlers, modes and hooks raise in frames of their own; exceptions that are thrown into a
+    thread from outside say nothing.
+
+    Args:
+        error: What a call of the function ended by.
+        library: The package that implements the function.
+    """
+    if type(error) not in _REFUSALS or not _REFUSING.search(str(error)):
+        return False
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
+    return packages <= {PACKAGE, "torch", library}
 
 
 def _generator(kwargs: Kwargs, low: Tensor) -> Any:

@@ -25,7 +25,6 @@ from .autograd import (
     push_hooks,
     storage_of,
     top_hooks,
-    user_hooks,
     uses,
 )
 from .blocked_convolutions import ConvolutionSettings, can_be_laid_out, convolved, laid_out
@@ -276,6 +275,5 @@ __all__ = [
     "transforms",
     "tries",
     "uncompiled",
-    "user_hooks",
     "uses",
 ]

@@ -54,11 +54,6 @@ def top_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
     return _top_hooks(True)  # type: ignore[no-any-return]
 
 
-def user_hooks() -> tuple[Callable[..., Any], Callable[..., Any]] | None:
-    """Returns the innermost pair of saved-tensor hooks."""
-    return _top_hooks(False)  # type: ignore[no-any-return]
-
-
 #: Whether torch reports which packed object a saved tensor is.
 TELLS_SAVED: Final = hasattr(getattr(torch._C._autograd, "SavedTensor", None), "data")
 

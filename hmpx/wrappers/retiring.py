@@ -147,7 +147,7 @@ def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
         "choose": choose,
         "cast": cast_nothing,
         "run": run_plainly,
-        "retry": _raise,
+        "retry": nothing,
         "other_dtypes": frozenset(),
         "legalizes": False,
         "is_autocast_on": bool,
@@ -197,7 +197,3 @@ def run_plainly(function: Callable[..., Any], args: Args, kwargs: Kwargs, given:
 
 def nothing(*args: object, **kwargs: object) -> None:
     """Does nothing."""
-
-
-def _raise(error: Exception, args: Args, kwargs: Kwargs) -> Any:
-    raise error

@@ -38,7 +38,7 @@ PARAMETERS: Final = (
     "cast",  # casts the arguments of any call
     "run",  # runs the op once its inputs are cast: of the arguments, cast and as given
     "native",  # runs torch's kernel likewise, such that autograd keeps no casts of parameters
-    "retry",  # makes up for a missing kernel
+    "retry",  # makes up for a missing kernel, if that is why a call failed
     "override",  # hands a call to ``__torch_function__``
     "dtype",
     "other_dtypes",

@@ -38,12 +38,16 @@ NARROWS = """
             if (others := narrowed()) is not None:
                 return others(*given({names}rest), **kwargs)"""
 
-#: A call that fails on inputs that were cast runs in fp32 instead, whatever it says of its failure.
+#: A call whose dtypes torch's function refuses runs in fp32 instead. What else is raised passes: no frame
+#: but the wrapper's is in its traceback, and none holds it.
 TRY = """
         try:
 {body}
         except Exception as error:
-            return retry(error, given({names}rest), kwargs)
+            again = retry(error, given({names}rest), kwargs)
+            if again is None:
+                raise
+        return again()
 """
 
 #: Any call.
