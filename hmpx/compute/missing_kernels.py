@@ -230,7 +230,7 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
 
         return map_tensors(value, widened)
 
-    names, writes = callee.names, callee.writes
+    names, writes = callee.names, callee.writes | {"out"}
     positional = [
         raised(value, position < len(names) and names[position] in writes)
         for position, value in enumerate(args)

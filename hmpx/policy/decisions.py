@@ -45,6 +45,9 @@ RELATIVE: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOL
 #: Of these, lists that give way to all other lists. One of FOLLOW does not: it is always the user's own.
 YIELDING: Final = RELATIVE - {CastPolicy.FOLLOW}
 
+#: How the reason begins for an op that is in no other list, but whose kernels refuse mixed dtypes.
+UNNAMED: Final = "lists/first.txt:"
+
 #: An output dtype: that of the call's first floating input, as it was given.
 INPUT: Final = "input"
 
@@ -190,6 +193,11 @@ class Decision:
             if shown[name] is None:
                 del shown[name]
         return f"Decision({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
+
+    @property
+    def is_named(self) -> bool:
+        """Whether a list, a section or a rule names the op: ``first.txt`` is for ops that none of these names."""
+        return self.cast_policy is not CastPolicy.PASS and not self.reason.startswith(UNNAMED)
 
     @property
     def returns_input_dtype(self) -> bool:

@@ -76,7 +76,7 @@ def make_wrapper(
         other_dtypes=ELIGIBLE - {dtype},
         convert=None if dtype is None else converter(recipe, dtype),
         device_types=recipe.device_types,
-        is_autocast_on=is_any_autocast_enabled,
+        is_autocast_on=is_any_autocast_enabled if recipe.decision.is_named else bool,
         narrowed=narrower(original, recipe, narrowed_wrapper),
         is_open=legalization.is_open,
         legalizes=recipe.legalizes,

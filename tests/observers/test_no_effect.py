@@ -1,0 +1,141 @@
+"""An observer changes nothing: every result has the bits that it has without one."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import hmpx
+
+
+@contextlib.contextmanager
+def attached(**options: bool) -> Iterator[None]:
+    found = hmpx.attach(lambda *call: None, **options)
+    try:
+        yield
+    finally:
+        found.detach()
+
+
+OBSERVERS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "record": hmpx.record,
+    "watch": lambda: hmpx.watch(mode="collect"),
+    "attach": attached,
+    "attach tensors": lambda: attached(tensors=True),
+}
+
+
+class FunctionMode(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+class DispatchMode(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def nested_autocast() -> Iterator[None]:
+    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
+        with torch.autocast("cpu", torch.float16):
+            yield
+
+
+AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
+    "nothing": nullcontext,
+    "autocast": lambda: torch.autocast("cpu", torch.bfloat16),
+    "autocast off": lambda: torch.autocast("cpu", enabled=False),
+    "autocast nested": nested_autocast,
+    "function mode": FunctionMode,
+    "dispatch mode": DispatchMode,
+    "device": lambda: torch.device("cpu"),
+    "no_grad": torch.no_grad,
+    "casts off": hmpx.disable_casts,
+}
+
+
+class Model(nn.Module):
+    """Products, a norm, a power, an operator, in-place updates, random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.norm, self.last = nn.Linear(8, 8), nn.LayerNorm(8), nn.Linear(8, 4)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.norm(self.first(x)) @ self.first.weight.t()
+        y = nn.functional.dropout(y**2 + torch.matmul(x, x.mT @ x), 0.2)
+        y += x
+        return self.last(y).softmax(-1)
+
+
+def plain(model: nn.Module, x: Tensor) -> Tensor:
+    return model(x)
+
+
+def in_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=False)  # type: ignore[no-any-return]
+
+
+def in_reentrant_checkpoint(model: nn.Module, x: Tensor) -> Tensor:
+    return checkpoint(model, x, use_reentrant=True)  # type: ignore[no-any-return]
+
+
+def in_vmap(model: nn.Module, x: Tensor) -> Tensor:
+    return torch.func.vmap(lambda row: model(row[None])[0], randomness="different")(x)
+
+
+def results(run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
+    """Returns output and gradients of a step, with the loss's backward outside of any region."""
+    torch.manual_seed(3)
+    model, x = Model(), torch.randn(6, 8, requires_grad=True)
+    y = run(model, x)
+    if y.requires_grad:
+        y.float().square().sum().backward()
+    gradients = [p.grad for p in [x, *model.parameters()] if p.grad is not None]
+    return [y.detach(), *gradients]
+
+
+@pytest.mark.sampled(3)
+@pytest.mark.parametrize("run", [plain, in_checkpoint, in_reentrant_checkpoint, in_vmap])
+@pytest.mark.parametrize("around", AROUND)
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_an_observer_changes_no_bit(
+    is_converted: bool, around: str, run: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
+    """Whatever surrounds the step."""
+
+    def converted() -> AbstractContextManager[Any]:
+        return hmpx.convert(device_types={"cpu"}) if is_converted else nullcontext()
+
+    with converted(), AROUND[around]():
+        expected = results(run)
+    for name, observe in OBSERVERS.items():
+        with converted(), observe(), AROUND[around]():
+            actual = results(run)
+        assert [t.dtype for t in actual] == [t.dtype for t in expected], name
+        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+@pytest.mark.parametrize("around", AROUND)
+def test_the_log_changes_no_bit(around: str, caplog: pytest.LogCaptureFixture) -> None:
+    """It observes a conversion."""
+    caplog.set_level(logging.INFO, "hmpx")
+    found = []
+    for verbose in (False, True):
+        with hmpx.convert(device_types={"cpu"}, isVerbose=verbose), AROUND[around]():
+            with contextlib.redirect_stdout(io.StringIO()):
+                found.append(results(plain))
+    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
+    assert [t.dtype for t in found[1]] == [t.dtype for t in found[0]]
