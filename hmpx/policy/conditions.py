@@ -8,10 +8,10 @@ from __future__ import annotations
 import fnmatch
 import functools
 import re
-import warnings
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
+from . import regexes
 from .calls import Call
 from .files.node_reader import NodeReader
 
@@ -42,18 +42,16 @@ class Condition(NamedTuple):
 
 
 def _matches_glob(pattern: str, path: str) -> bool:
-    return _compiled(pattern, is_glob=True).fullmatch(path) is not None
+    return _compiled_glob(pattern).fullmatch(path) is not None
 
 
 def _matches_regex(pattern: str, path: str) -> bool:
-    return _compiled(pattern, is_glob=False).fullmatch(path) is not None
+    return regexes.compiled(pattern).matches(path)
 
 
 @functools.lru_cache(maxsize=1 << 12)
-def _compiled(pattern: str, *, is_glob: bool) -> re.Pattern[str]:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore", FutureWarning)
-        return re.compile(fnmatch.translate(pattern) if is_glob else pattern)
+def _compiled_glob(pattern: str) -> re.Pattern[str]:
+    return re.compile(fnmatch.translate(pattern))
 
 
 @functools.lru_cache(maxsize=1 << 16)

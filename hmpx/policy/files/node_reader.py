@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Final
 
@@ -11,6 +10,7 @@ import torch
 
 from ... import tensors
 from ...errors import OptionError, PolicyFileError, shown, suggestion
+from .. import regexes
 from ..decisions import LowType, parse_format, parse_low_type
 
 if TYPE_CHECKING:
@@ -184,9 +184,7 @@ class NodeReader:
         """Returns the regular expressions of a list."""
         for item in self.items(key, node):
             try:
-                with warnings.catch_warnings():
-                    warnings.simplefilter("ignore", FutureWarning)
-                    re.compile(self.text(key, item))
-            except (re.error, OverflowError, RecursionError) as error:
-                raise self.error(item, f"{key}: not a regular expression: {error}") from None
+                regexes.compiled(self.text(key, item))
+            except ValueError as error:
+                raise self.error(item, f"{key}: {error}") from None
         return self.texts(key, node)

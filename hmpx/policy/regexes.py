@@ -1,0 +1,120 @@
+"""Regular expressions of policy files, matched in a time that no expression makes exponential.
+
+Python's `re` tries one way through a text after the other, and there may be exponentially many. Here all are
+followed at once, as the set of positions where they are. What that can't do is refused: references to groups, looking behind, and
+what forbids trying again.
+"""
+
+from __future__ import annotations
+
+import functools
+import re
+import warnings
+from collections.abc import Callable, Iterable
+from typing import Any, Final
+
+try:
+    from re import _compiler, _constants, _parser  # type: ignore[attr-defined]
+except ImportError:  # before Python 3.11
+    import sre_compile as _compiler
+    import sre_constants as _constants
+    import sre_parse as _parser
+
+#: From the positions where a part of an expression may begin in a text to those where it may end.
+_Step = Callable[[str, frozenset[int]], frozenset[int]]
+
+_REFUSED: Final = {
+    _constants.GROUPREF: "a reference to a group",
+    _constants.GROUPREF_EXISTS: "a condition on a group",
+}
+
+
+class Regex:
+    """A regular expression for the whole of a text."""
+
+    def __init__(self, pattern: str) -> None:
+        """Reads the expression.
+
+        Raises:
+            ValueError: It is not a regular expression, or not one that is matched here.
+        """
+        try:
+            with warnings.catch_warnings():
+                warnings.simplefilter("ignore", FutureWarning)
+                re.compile(pattern)
+                parsed = _parser.parse(pattern)
+            self._step = _sequence(parsed, parsed.state.flags, parsed.state)
+        except (re.error, OverflowError, RecursionError) as error:
+            raise ValueError(f"not a regular expression: {error}") from None
+
+    def matches(self, text: str) -> bool:
+        """Whether the whole of a text matches."""
+        return len(text) in self._step(text, frozenset([0]))
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def compiled(pattern: str) -> Regex:
+    """Returns a regular expression, read once."""
+    return Regex(pattern)
+
+
+def _sequence(nodes: Iterable[Any], flags: int, state: Any) -> _Step:
+    steps = [_step(node, flags, state) for node in nodes]
+
+    def run(text: str, starts: frozenset[int]) -> frozenset[int]:
+        for each in steps:
+            if not starts:
+                break
+            starts = each(text, starts)
+        return starts
+
+    return run
+
+
+def _step(node: Any, flags: int, state: Any) -> _Step:
+    op, value = node
+    if op is _constants.BRANCH:
+        steps = [_sequence(each, flags, state) for each in value[1]]
+        return lambda text, starts: frozenset().union(*(each(text, starts) for each in steps))
+    if op is _constants.SUBPATTERN:
+        _, added, removed, inside = value
+        return _sequence(inside, (flags | added) & ~removed, state)
+    if op in (_constants.MAX_REPEAT, _constants.MIN_REPEAT):
+        least, most, inside = value
+        return _repeat(_sequence(inside, flags, state), int(least), int(most))
+    if op in (_constants.ASSERT, _constants.ASSERT_NOT) and value[0] > 0:
+        ahead, is_wanted = _sequence(value[1], flags, state), op is _constants.ASSERT
+        return lambda text, starts: frozenset(
+            at for at in starts if bool(ahead(text, frozenset([at]))) is is_wanted
+        )
+    if op in _SINGLE:
+        single = _compiler.compile(_parser.SubPattern(state, [node]), flags)
+        return lambda text, starts: frozenset(
+            found.end() for at in starts if (found := single.match(text, at))
+        )
+    what = _REFUSED.get(op, "looking behind, or a possessive or atomic part")
+    raise ValueError(
+        f"{what} is not matched here; leave it out, or name modules by globs in `module`"
+    )
+
+
+#: What takes one character, or none: no way through it but one.
+_SINGLE: Final = frozenset(
+    getattr(_constants, name) for name in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT")
+)
+
+
+def _repeat(inside: _Step, least: int, most: int) -> _Step:
+    def run(text: str, starts: frozenset[int]) -> frozenset[int]:
+        for _ in range(least):
+            before, starts = starts, inside(text, starts)
+            if starts == before:
+                break
+        found, new, count = starts, starts, least
+        while new and count < most:
+            new = inside(text, new) - found
+            found |= new
+            count += 1
+        return found
+
+    return run
