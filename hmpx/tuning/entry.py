@@ -315,6 +315,7 @@ def result(
         path=tuple(runner.path),
         candidates=found.candidates,
         limit=limit,
+        searched=found.searched,
         seen={} if outcome is None else outcome.seen,
     )
 

@@ -43,6 +43,7 @@ class Tuned:
         stopped_by: What ended it early: ``"budget"``, ``"interrupt"`` or ``""``.
         seen: What was seen of those that may follow their inputs, with the set.
         limit: What the choice of types was limited to, as text; ``""`` if it was to pass the tolerance.
+        searched: The smaller tolerance that the last search was for, after a set failed on fresh inputs; else None.
         path: The evaluations, in their order.
         candidates: All that might have been kept.
 
@@ -70,6 +71,7 @@ class Tuned:
     path: tuple[Evaluation, ...] = field(repr=False)
     candidates: tuple[Candidate, ...] = field(repr=False)
     limit: str = ""
+    searched: float | None = None
     seen: Mapping[str, Seen] = field(default_factory=dict, repr=False)
 
     @property

@@ -30,12 +30,15 @@ class Found:
         candidates: What it is a part of.
         stopped_by: ``"budget"``, ``"interrupt"``, or ``""`` if the search came to its end.
         fresh_error: Its error on fresh inputs; None if it was not tried on any.
+        searched: The tolerance of the search: below the one asked for where a set failed on fresh inputs.
+            None if that is the same.
     """
 
     kept: Kept
     candidates: tuple[Candidate, ...]
     stopped_by: str
     fresh_error: float | None
+    searched: float | None = None
 
 
 @dataclass
@@ -95,7 +98,8 @@ class Searching:
                 return Found(kept, known, "", None)
             error = self.runner.error(kept, "fresh inputs", self.tolerance, is_fresh=True)
             if error <= self.tolerance:
-                return Found(kept, known, "", error)
+                searched = tolerance if tolerance < self.tolerance else None
+                return Found(kept, known, "", error, searched)
             tolerance *= _TIGHTER
             if tolerance <= LEAST_OVER_NOISE * self.noise:
                 break

@@ -65,6 +65,11 @@ def verdict(tuned: Tuned) -> str:
             lines.append(f"No faster in {low}: {names(free, 10)}.")
         if count > len(free) and not tuned.limit:
             which = "the others" if free else "these"
+            if tuned.searched is not None:
+                failing += (
+                    f" for {shown(tuned.searched)}, which was searched for since a set within the tolerance "
+                    "failed on fresh inputs"
+                )
             lines.append(f"None of {which} can be taken out: without it {failing}.")
     else:
         why = {"budget": "the budget was spent", "interrupt": "it was interrupted"}

@@ -114,6 +114,10 @@ def test_fresh_inputs_tighten_the_tolerance() -> None:
     assert [each.passed for each in fresh[-2:]] == [False, True] or fresh[0].passed
     assert 1.2 * model.error(found.kept) <= 1
     assert found.fresh_error == pytest.approx(1.2 * model.error(found.kept))
+    # What is proven is said of the tolerance that was searched for.
+    searched = found.searched or 1.0
+    assert (found.searched is not None) is (not fresh[0].passed)
+    assert all(model.error(found.kept - {each}) > searched for each in found.kept)
 
 
 def test_fp32_has_to_pass() -> None:
