@@ -78,7 +78,7 @@ examples:
         "--legalize",
         choices=LEGALIZE_MODES,
         help="which low-precision ops compute in fp32 and round: those slow on this machine (auto, the "
-        "default), all, none, or auto without rounding fp32 inputs (fast)",
+        "default), always all, never any, or those of auto without rounding fp32 inputs (fast)",
     )
     parser.add_argument(
         "--keep-weight-casts",

@@ -7,6 +7,7 @@ import copy
 import math
 import threading
 from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
@@ -141,14 +142,21 @@ class Task:
         if self.measure is not None:
             return 0.0
         expected = self.reference(TUNING)
+        if torch.get_num_threads() > 1:
+            found = self._outputs_of_threads(1)
+        else:  # in a thread, whose pool ends with it: in a forked child the pool's threads would be missing
+            with ThreadPoolExecutor(1) as pool:
+                found = pool.submit(self._outputs_of_threads, 2).result()
+        return self._distance(found, expected, TUNING)
+
+    def _outputs_of_threads(self, count: int) -> list[Any]:
         threads = torch.get_num_threads()
         with _TURNS, disable_casts():
-            torch.set_num_threads(1 if threads > 1 else 2)
+            torch.set_num_threads(count)
             try:
-                found = self._outputs(TUNING)
+                return self._outputs(TUNING)
             finally:
                 torch.set_num_threads(threads)
-        return self._distance(found, expected, TUNING)
 
     def _outputs(self, inputs: str) -> list[Any]:
         offset = _OTHER_SEED if inputs == FRESH else 0

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx.tuning.processes import alone_in
+from tests import forks
 
 
 def small() -> nn.Module:
@@ -208,3 +209,22 @@ def test_one_function_writes_files() -> None:
         "tuning/journal.py",  # appends
         "tuning/processes.py",  # the lock
     }
+
+
+FORKED = """
+import os, signal, torch, hmpx
+torch.set_num_threads(1)
+model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.ones(2, 8)
+def tune(): hmpx.tune(model, x, tolerance=0.1, device_types={"cpu"}, progress=False)
+tune()
+if not (child := os.fork()):
+    signal.alarm(60)
+    tune()
+    os._exit(0)
+raise SystemExit(os.waitpid(child, 0)[1])
+"""
+
+
+def test_a_forked_child_may_tune_where_its_parent_did() -> None:
+    """With one thread, with which torch may be forked."""
+    assert forks.run("-c", FORKED).returncode == 0
