@@ -1,4 +1,4 @@
-"""``hmpx run --report``: records a program, and writes the report however the program ends."""
+"""``hmpx run --report``: records a program, and writes the report also if the program crashes or exits."""
 
 from __future__ import annotations
 
