@@ -78,7 +78,9 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         add: Applies one more patch while these are in force, for modules that are imported later.
         is_cached: Graphs are the same for all models with the same ops and module paths.
     """
-    tag = functools.cache(functools.partial(_digest, decides))  # takes longer than most of `convert`
+    tag = functools.cache(
+        functools.partial(_digest, decides)
+    )  # takes longer than most of `convert`
     yield Patch(sys.modules[__name__], "_tag", tag)
     yield Patch(sys.modules[__name__], "_is_cached", is_cached)
     actions = {

@@ -48,9 +48,9 @@ class DispatchMode(TorchDispatchMode):
 
 @contextlib.contextmanager
 def nested_autocast() -> Iterator[None]:
-    with torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False):
-        with torch.autocast("cpu", torch.float16):
-            yield
+    outer, off = torch.autocast("cpu", torch.bfloat16), torch.autocast("cpu", enabled=False)
+    with outer, off, torch.autocast("cpu", torch.float16):
+        yield
 
 
 AROUND: dict[str, Callable[[], AbstractContextManager[Any]]] = {
@@ -134,8 +134,8 @@ def test_the_log_changes_no_bit(around: str, caplog: pytest.LogCaptureFixture) -
     caplog.set_level(logging.INFO, "hmpx")
     found = []
     for verbose in (False, True):
-        with hmpx.convert(device_types={"cpu"}, isVerbose=verbose), AROUND[around]():
-            with contextlib.redirect_stdout(io.StringIO()):
-                found.append(results(plain))
+        session = hmpx.convert(device_types={"cpu"}, isVerbose=verbose)
+        with session, AROUND[around](), contextlib.redirect_stdout(io.StringIO()):
+            found.append(results(plain))
     torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
     assert [t.dtype for t in found[1]] == [t.dtype for t in found[0]]
