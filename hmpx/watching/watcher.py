@@ -14,6 +14,7 @@ from torch.optim.optimizer import (
 )
 
 from .. import session
+from ..casting import Options
 from ..errors import NonFiniteError, OptionError, shown
 from ..observers import LOGGER, Attached, OpCall, attach_to_values
 from ..policy import Policy
@@ -90,7 +91,9 @@ class Watch:
             raise OptionError("this watch is running already; make another one with hmpx.watch()")
         with contextlib.ExitStack() as undo:
             if not session.is_converted():
-                undo.enter_context(session.convert(policy=Policy.from_ops()))
+                # Without device types: a conversion that decides nothing must not answer for torch.autocast.
+                nothing = session.restore(Policy.from_ops(), frozenset(), Options(), verbose=False)
+                undo.enter_context(nothing)
             self._attached = undo.enter_context(attach_to_values(self._observe))
             undo.callback(self._end)
             before: Any = self._before_optimizer  # torch takes new arguments from it, undeclared

@@ -19,6 +19,7 @@ from ..casting import (
     floating_inputs,
     given_inputs,
     is_emulated,
+    is_on_device,
     is_widened,
     target_dtype,
     widest,
@@ -160,6 +161,13 @@ def describe(
     if not is_on:
         return Description(
             input_dtypes, input_dtypes, device_type, None, CastPolicy.PASS.name, SWITCHED_OFF
+        )
+    if recipe.decision.cast_policy is not CastPolicy.PASS and not is_on_device(
+        recipe, args, kwargs
+    ):
+        reason = f"tensors on {device_type} are not cast"
+        return Description(
+            input_dtypes, input_dtypes, device_type, None, CastPolicy.PASS.name, reason
         )
     after = tuple(cast_dtypes(recipe, *decoded(recipe, args, kwargs)))
     dtype = _dtype(recipe, before, args, kwargs)

@@ -17,6 +17,7 @@ import torch
 from .. import compute
 from ..casting import Recipe, cast_args, converter
 from ..compute import Legalization
+from ..policy import CastPolicy
 from ..tensors import ELIGIBLE, Args, Kwargs
 from ..torch_internals import is_any_autocast_enabled, run_when_traced
 from ..torch_state import partly_off
@@ -39,7 +40,8 @@ def make_wrapper(
         public: The wrapper that stands under the function's name, if that is another one.
     """
     is_single = not recipe.site.is_python and not recipe.site.parameters.has_several_tensors
-    if recipe.is_relative and is_single and not recipe.composes:
+    is_uncast = (recipe.is_relative and is_single) or recipe.decision.cast_policy is CastPolicy.PASS
+    if is_uncast and not recipe.composes:
         return make_wrapper_where_lacking(original, recipe)
     dtype = recipe.decision.dtype if isinstance(recipe.decision.dtype, torch.dtype) else None
     legalization = Legalization(

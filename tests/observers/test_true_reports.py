@@ -1,0 +1,29 @@
+"""What is said of calls is what was done."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hmpx
+
+
+def test_tensors_on_other_devices_are_not_reported_as_cast() -> None:
+    calls: list[hmpx.OpCall] = []
+    x = torch.ones(2, 2)
+    with hmpx.convert(device_types={"cuda"}), hmpx.attach(calls.append):
+        torch.mm(x, x)
+    (call,) = calls
+    assert (call.dtype, call.cast_policy, call.cast_bytes) == (None, "PASS", 0)
+    assert call.cast_dtypes == call.output_dtypes * 2 == (torch.float32,) * 2
+    assert "cpu" in call.reason
+
+
+@pytest.mark.parametrize("off", [hmpx.disable_casts, lambda: torch.autocast("cpu", enabled=False)])
+def test_compare_and_tune_refuse_where_casts_are_off(off: object) -> None:
+    x = torch.ones(2, 2)
+    with hmpx.convert(device_types={"cpu"}), off():  # type: ignore[operator]
+        with pytest.raises(hmpx.OptionError, match=r"compare .* casts are off"):
+            hmpx.compare(torch.nn.Linear(2, 2), x)
+        with pytest.raises(hmpx.OptionError, match=r"tune .* casts are off"):
+            hmpx.tune(torch.nn.Linear(2, 2), [x], tolerance=0.1)
