@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import inspect
+import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from typing import Any
@@ -93,7 +95,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                     _made_for, seen, function, name, site, lacks, decision, asked
                 )
                 is_uncast = decision.cast_policy is CastPolicy.PASS and (site.in_place or not asked)
-                if is_uncast and not _is_observed(site, decision, seen.observers):
+                if is_uncast and not _is_observed(function, site, decision, seen.observers):
                     made[key] = wrappers.shared_where_lacking(
                         function, name, site.qualified, lacks, make, looks_up=looks_up
                     )
@@ -294,7 +296,7 @@ def _maker(
         if is_format(decision.dtype):
             lowerings = compute.lowerings(recipe.site.op, decision.dtype.name)
             decided = dataclasses.replace(decided, lowerings=lowerings)
-        if _is_observed(site, decision, observers):
+        if _is_observed(function, site, decision, observers):
             return wrappers.make_observed_wrapper(function, decided, observers)
         if _is_settled_by_torch(site, decision, recipe.facts):
             return wrappers.make_wrapper_where_lacking(function, recipe)
@@ -304,12 +306,16 @@ def _maker(
 
 
 def _is_observed(
-    site: ops.Site | ForeignSite, decision: Decision, observers: tuple[Attached, ...]
+    function: Callable[..., Any],
+    site: ops.Site | ForeignSite,
+    decision: Decision,
+    observers: tuple[Attached, ...],
 ) -> bool:
     if decision.cast_policy is not CastPolicy.PASS:
         return bool(observers)
-    # One that is implemented in Python calls others, which are observed.
-    return not site.is_python and any(each.every_op for each in observers)
+    # One that is implemented in Python calls others, which are observed, or wraps one of torch's in C.
+    calls_others = site.is_python and isinstance(inspect.unwrap(function), types.FunctionType)
+    return not calls_others and any(each.every_op for each in observers)
 
 
 def _with_exact_statistics(decision: Decision) -> Decision:

@@ -27,3 +27,18 @@ def test_compare_and_tune_refuse_where_casts_are_off(off: object) -> None:
             hmpx.compare(torch.nn.Linear(2, 2), x)
         with pytest.raises(hmpx.OptionError, match=r"tune .* casts are off"):
             hmpx.tune(torch.nn.Linear(2, 2), [x], tolerance=0.1)
+
+
+def test_operators_in_python_that_wrap_c_functions_are_observed() -> None:
+    y = torch.tensor([1.0, 2.0])
+    calls: list[hmpx.OpCall] = []
+    with (
+        hmpx.convert(policy={"lists": "none", "low": ["linear"]}, device_types={"cpu"}),
+        hmpx.attach(calls.append, every_op=True),
+    ):
+        y**2
+        y**y
+        2**y
+        y **= 1
+        y.pow(2)
+    assert [call.op for call in calls if "pow" in call.op] == ["pow"] * 3 + ["ipow", "pow"]
