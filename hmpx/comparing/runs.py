@@ -279,8 +279,9 @@ def _is_compiled(model: Callable[..., Any]) -> bool:
 
 
 def relative(outputs: list[Tensor] | None, references: list[Tensor]) -> float:
-    """Returns the norm of the differences over that of the references; NaN if they don't fit together."""
-    if outputs is None or [each.shape for each in outputs] != [each.shape for each in references]:
+    """Returns the norm of the differences over that of the references; NaN if there are none, or they don't fit."""
+    shapes = [each.shape for each in references]
+    if not outputs or [each.shape for each in outputs] != shapes:
         return math.nan
     differences, norms = [0.0], [0.0]
     for output, reference in zip(outputs, references, strict=True):
