@@ -91,9 +91,12 @@ class Watch:
             raise OptionError("this watch is running already; make another one with hmpx.watch()")
         with contextlib.ExitStack() as undo:
             if not session.is_converted():
-                # Without device types: a conversion that decides nothing must not answer for torch.autocast.
-                nothing = session.restore(Policy.from_ops(), frozenset(), Options(), verbose=False)
-                undo.enter_context(nothing)
+                nothing = (
+                    Policy.from_ops(),
+                    frozenset[str](),
+                    Options(),
+                )  # torch.autocast stays itself
+                undo.enter_context(session.restore(*nothing, verbose=False))
             self._attached = undo.enter_context(attach_to_values(self._observe))
             undo.callback(self._end)
             before: Any = self._before_optimizer  # torch takes new arguments from it, undeclared
