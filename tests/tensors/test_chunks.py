@@ -95,9 +95,9 @@ def test_a_chunk_of_weights_is_cast_as_one(
                 results.append(module(normal(5, 3, 12, seed=1, requires_grad=True))[0])
         assert results[0].dtype is results[-1].dtype is BF16
         assert (size(module) in casts.sizes) is is_flat
-        # Where it is legalized, it is raised as one, too.
-        is_raised = legalize == "always"
-        assert without_gradients.sizes.count(size(module)) == is_flat * (1 + is_raised)
+        # Where it is legalized, it is raised as one, too; under "auto" this is for the machine to say.
+        counts = {"never": {1}, "always": {2}}.get(legalize, {1, 2}) if is_flat else {0}
+        assert without_gradients.sizes.count(size(module)) in counts
         smallest = min(p.numel() for p in module.parameters())
         assert (smallest in without_gradients.sizes) is not is_flat
         found.append(results)
