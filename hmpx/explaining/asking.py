@@ -60,8 +60,8 @@ def explain(
           decided by    <fp32>:1 (policy given)
           call sites    torch.erf, torch.erf_, torch.Tensor.erf, torch.Tensor.erf_,
                         torch.special.erf
-          in place      torch.erf_, torch.Tensor.erf_, out=: the dtype of the tensor
-                        that is written to decides, not the lists
+          in place      torch.erf_, torch.Tensor.erf_: the dtype of the tensor that is
+                        written to decides, not the lists
     """
     pattern = arguments.text("op", op, "an op name, or a glob such as '*norm*'")
     rows = _rows(record)
