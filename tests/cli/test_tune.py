@@ -229,7 +229,7 @@ def test_a_directory_that_is_deleted_meanwhile(
     monkeypatch.chdir(place)
     gone = place / target
     assert main(["tune", "--check", f"rm -r '{gone}'", "--output", "o"]) == 2
-    assert "can't write o: " in capsys.readouterr().err
+    assert "can't write o/called/status.json: " in capsys.readouterr().err
 
 
 def test_two_searches_in_one_directory(
