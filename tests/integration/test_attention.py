@@ -183,6 +183,11 @@ def test_flex_attention_compiles() -> None:
 
     q, k, v = torch.randn(3, 1, 2, 40, 16, generator=torch.Generator().manual_seed(0))
     expected = F.scaled_dot_product_attention(q, k, v)
+    with torch.no_grad():
+        plain = torch.compile(flex.flex_attention)(*(t.bfloat16() for t in (q, k, v)))
+    if not torch.allclose(plain.float(), expected, atol=0.02, rtol=0.02):
+        pytest.skip("torch's own compiled flex_attention is wrong in bf16 on this CPU")
+    torch.compiler.reset()
     with (
         hmpx.convert(),
         torch.no_grad(),
