@@ -207,6 +207,8 @@ def torch_is_left_untouched() -> Iterator[None]:
     assert not hmpx.torch_state.is_off()
     assert not hmpx.torch_state.switch._open
     assert not torch.is_autocast_enabled("maia")
+    torch.autocast_increment_nesting()
+    assert torch.autocast_decrement_nesting() == 0, "a region of torch.autocast was not left"
     assert not hasattr(multiprocessing.spawn.get_preparation_data, "__hmpx__")
 
 

@@ -23,6 +23,7 @@ from ..torch_internals import (
     AUTOCAST_OPENERS,
     CUSTOM_FORWARD,
     TRACER,
+    autocast_depth,
     enter_autocast,
     exit_autocast,
     is_any_autocast_enabled,
@@ -86,11 +87,15 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
             close_region(region)
             raise
 
-    def end(block: tuple[torch.autocast, Region | None]) -> None:
-        autocast, region = block
-        if region is not None and region.is_closed:
-            close_region(region)  # interrupted before
-            return
+    def find(autocast: torch.autocast) -> tuple[torch.autocast, Region | None, int]:
+        return autocast, last_region(autocast), autocast_depth()
+
+    def end(block: tuple[torch.autocast, Region | None, int]) -> None:
+        autocast, region, depth = block
+        while (
+            depth and autocast_depth() < depth
+        ):  # interrupted before; torch must not count this end twice
+            torch.autocast_increment_nesting()
         try:
             leave(autocast, None, None, None)
         finally:
@@ -100,10 +105,10 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
             if not is_any_enabled():
                 count_autocast(earlier(), -1)
 
-    @ends_surely(lambda autocast: (autocast, last_region(autocast)), end)
+    @ends_surely(find, end)
     @functools.wraps(leave)
     def noted_exit(self: torch.autocast, *exc_info: Any) -> Any:
-        end((self, last_region(self)))
+        end((self, last_region(self), 0))
 
     yield Patch(torch.autocast, "__enter__", noted_enter)
     yield Patch(torch.autocast, "__exit__", noted_exit)

@@ -81,6 +81,17 @@ AUTOCAST_OPENERS: Final = (
     "torch._dynamo.variables.higher_order_ops",
 )
 
+_NESTING: Final = torch.autocast_increment_nesting, torch.autocast_decrement_nesting
+
+
+def autocast_depth() -> int:
+    """Returns how many regions of torch.autocast are open in this thread.
+
+    torch only counts up and down; `map` does both in C, where no signal comes between.
+    """
+    return list(map(type(_NESTING[0]).__call__, _NESTING))[1]
+
+
 #: Device types that torch knows and nobody has. torch.compile guards on their autocast states, and
 #: backward threads inherit these, so they can carry states of hmpx.
 OFF_MARK, TRAINING_MARK = "maia", "ipu"

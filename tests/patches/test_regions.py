@@ -188,7 +188,7 @@ def test_loss_scaling_is_as_under_autocast() -> None:
     assert [scale.item() for scale in actual[2::4]] == [65536.0] * 4
     weights = actual[3::4]
     assert not any(torch.equal(a, b) for a, b in itertools.pairwise(weights))
-    torch.testing.assert_close(actual, expected, rtol=0.01, atol=0.001)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
 class OwnScaler(torch.amp.GradScaler):
