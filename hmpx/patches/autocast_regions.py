@@ -73,7 +73,7 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
 
     @functools.wraps(enter)
     def noted_enter(self: torch.autocast) -> Any:
-        region = None
+        region, depth = None, autocast_depth()
         try:
             if is_covered(self.device):
                 region = _region(self, sys._getframe(1))
@@ -82,6 +82,8 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
                 count_autocast(id(self), +1)
             return enter(self)
         except BaseException:  # from a signal, or torch's own: there will be no exit
+            if autocast_depth() > depth:
+                leave(self, None, None, None)
             if region is None:
                 count_autocast(id(self), -1)
             close_region(region)
