@@ -1,8 +1,8 @@
-"""Blocks that a signal can't leave half: what an ``__exit__`` does is done wherever the signal comes.
+"""Context managers whose ``__exit__`` completes even if a signal handler raises in it.
 
-Python runs signal handlers where a function of Python begins, so also between the call of an ``__exit__``
-and its first line. `ends_surely` gives ``with`` a C function instead. It resumes a generator, in which the
-handler's exception finds a ``try`` around it.
+Python runs signal handlers where a Python function begins: also between the call of an ``__exit__`` and
+its first line. `ends_surely` gives ``with`` a C function instead. That function resumes a generator, whose
+``try`` catches the handler's exception.
 """
 
 from __future__ import annotations
@@ -16,18 +16,19 @@ from typing import Any
 
 
 class ends_surely:  # noqa: N801  # a decorator
-    """Makes ``with`` end a block also where a signal comes right before its ``__exit__``, or within.
+    """Makes ``with`` end a block even if a signal handler raises right before or in ``__exit__``.
 
-    The decorated ``__exit__`` is for calls by hand, and for torch.compile, which traces it. It must do
-    the same as ``end(find(instance))``.
+    Direct calls, and torch.compile, use the decorated ``__exit__``. It must do the same as
+    ``end(find(instance))``.
     """
 
     def __init__(self, find: Callable[[Any], Any], end: Callable[[Any], object]) -> None:
-        """Takes two functions of Python.
+        """Takes two Python functions.
 
         Args:
-            find: Finds the block that an instance has begun last; changes nothing.
-            end: Ends that block. If an exception interrupts it, it runs again, and completes what is left.
+            find: Returns the block that an instance opened last. Has no side effect.
+            end: Ends that block. It runs a second time if an exception interrupts it, so it must be
+                idempotent.
         """
         self._find, self._end = find, end
         self._by_hand: Callable[..., object] = end
@@ -39,7 +40,7 @@ class ends_surely:  # noqa: N801  # a decorator
         return self
 
     def __get__(self, instance: Any, owner: type | None = None) -> Callable[..., Any]:
-        """Returns what a ``with`` calls at its end; ``with`` asks before it calls ``__enter__``."""
+        """Returns the C function that ends the block. ``with`` fetches it before it calls ``__enter__``."""
         if instance is None:
             return self._by_hand
         leave = _at_end(instance, self._find, self._end)
@@ -48,9 +49,9 @@ class ends_surely:  # noqa: N801  # a decorator
 
 
 class Entrance(threading.local):
-    """What ``with`` calls of an object that is in effect, and kept alive, before its block begins.
+    """The C functions that ``with`` calls on an object that takes effect before its block begins.
 
-    Each thread has its own, so that two can leave at a time.
+    Each thread has its own pair, so two threads can leave at the same time.
 
     Attributes:
         enter: Returns the object.
@@ -58,12 +59,12 @@ class Entrance(threading.local):
     """
 
     def __init__(self, owner: weakref.ref[Any]) -> None:
-        """Takes the object, whose ``_begin_block()`` and ``_end_block([itself])`` are called."""
+        """Takes the object. Its ``begin_block()`` and ``end_block([itself])`` are called."""
         self._owner = owner
         self.renew()
 
     def renew(self) -> None:
-        """Makes both functions work again, which don't after a signal that came amid them."""
+        """Replaces both functions. A signal that interrupts one makes it unusable."""
         beginning = _beginning(self._owner)
         next(beginning)
         self.enter = functools.partial(next, beginning)
@@ -71,14 +72,14 @@ class Entrance(threading.local):
 
 
 class entered(property):  # noqa: N801
-    """An ``__enter__`` or ``__exit__`` that an `Entrance` has: ``entered("entrance.enter")``."""
+    """Forwards ``__enter__`` or ``__exit__`` to an `Entrance`: ``entered("entrance.enter")``."""
 
     def __init__(self, path: str) -> None:
-        """Takes the attributes that lead there, without a function of Python on the way."""
+        """Takes the attribute path. It is looked up in C."""
         super().__init__(operator.attrgetter(path))
 
     def __call__(self, instance: Any, *args: Any) -> Any:
-        """Calls it by way of the class, as `contextlib.ExitStack` does."""
+        """Supports `contextlib.ExitStack`, which looks the method up on the class."""
         assert self.fget is not None
         return self.fget(instance)(*args)
 
@@ -87,7 +88,7 @@ def _beginning(owner: Callable[[], Any]) -> Generator[Any, None, None]:
     try:
         while True:
             yield owner()
-            owner()._begin_block()
+            owner().begin_block()
     except GeneratorExit:
         pass
     except BaseException:
@@ -103,7 +104,7 @@ def _block_of(owner: Callable[[], Any]) -> list[Any]:
 def _end_block(block: list[Any]) -> None:
     owner = block[0]
     if owner is not None:
-        owner._end_block(block)
+        owner.end_block(block)
 
 
 def _at_end(

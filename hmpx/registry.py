@@ -22,16 +22,19 @@ LOCK: Final = threading.RLock()
 
 _a_fork_waits = False
 
-#: Locks of blocks that a fork waits for, held by their threads; `_entry` is held while one is added.
+#: Locks that a fork waits for. `_entry` is held while one is added.
 _forkless: Final[weakref.WeakSet[Any]] = weakref.WeakSet()
 _entry: Final = threading.RLock()
 
-#: No longer, since the thread that forks may hold the lock of an import that such a block waits for.
+#: A limit, because the forking thread may hold an import lock that the block itself waits for.
 _LONGEST_WAIT_S: Final = 10.0
 
 
 def hold_off_forks(lock: Any) -> None:
-    """Lets no thread fork while this one holds ``lock``: a child would wait for imports cut in two by that."""
+    """Makes forks wait while this thread holds ``lock``.
+
+    A child that is forked amid an import would wait forever for that import's lock.
+    """
     with _entry: _forkless.add(lock)  # fmt: skip  # noqa: E701
 
 

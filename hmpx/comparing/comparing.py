@@ -13,9 +13,9 @@ from torch import Tensor
 
 from ..errors import FreezeError, OptionError, noted, said_by, shown
 from ..freezing import is_sealed
-from ..session import Session, check_names, convert, current
+from ..session import Session, check_names, convert, current, refuse_where_off
 from ..torch_internals import DisableAutocast, uncompiled
-from ..torch_state import is_off, reached_by, without_casts
+from ..torch_state import reached_by, without_casts
 from .comparison import Comparison
 from .gradients import GradientRun
 from .low_run import LowCall, LowRun
@@ -60,8 +60,8 @@ def compare(
         The rows, by effect.
 
     Raises:
-        OptionError: An argument has a value that it can't have, casts are off here, the model returns a generator or a
-            coroutine, which has not run, or ``loss_fn`` returns no such tensor.
+        OptionError: An argument has a value that it can't have, casts are off here, the model returns a
+            generator or a coroutine, which has not run, or ``loss_fn`` returns no such tensor.
         FreezeError: The model, or one that the function or an input holds, is frozen by `freeze`: its
             weights are not there in float32.
 
@@ -76,11 +76,7 @@ def compare(
     _check(model, loss_fn, reference, passes, seed)
     check_names(compare, conversion)
     _check_unfrozen(model, inputs)
-    if is_off():
-        raise OptionError(
-            "compare is called while casts are off here; call it outside of the hmpx.disable_casts "
-            "block, or of the region in which torch.autocast is off"
-        )
+    refuse_where_off("compare")
     runs = Runs(model, inputs, loss_fn, seed)
     with contextlib.ExitStack() as stack:
         stack.callback(runs.state.restore)

@@ -177,10 +177,10 @@ def _tried(callee: Callee, args: Args, kwargs: Kwargs, low: Tensor, dtype: torch
     return result
 
 
-#: The classes of what torch's functions raise to refuse a dtype; subclasses mean something else.
+#: Exceptions by which torch's functions reject a dtype. Subclasses mean something else.
 _REFUSALS: Final = frozenset({NotImplementedError, RuntimeError})
 
-#: What they say: of dtypes, or that a library (oneDNN, cuBLAS, cuDNN) computes nothing alike.
+#: Their messages: about dtypes, or from oneDNN, cuBLAS and cuDNN about a missing kernel.
 _REFUSING: Final = re.compile(
     "float16|half|bf16|fp16|R_16B?F|type|precision|create a primitive|find an engine"
     "|no available kernel|STATUS_NOT_SUPPORTED|STATUS_ARCH_MISMATCH",
@@ -189,13 +189,12 @@ _REFUSING: Final = re.compile(
 
 
 def is_refusal(error: Exception, library: str = "torch") -> bool:
-    """Whether torch's function itself raised ``error``, to refuse dtypes.
+    """Whether torch's function itself raised ``error`` because of dtypes.
 
-    Signal handlers, modes and hooks raise in frames of their own; exceptions that are thrown into a
-    thread from outside say nothing.
+    Signal handlers, modes and hooks raise in frames of their own. Asynchronous exceptions have no message.
 
     Args:
-        error: What a call of the function ended by.
+        error: The exception that ended the call.
         library: The package that implements the function.
     """
     if type(error) not in _REFUSALS or not _REFUSING.search(str(error)):

@@ -107,9 +107,7 @@ def freeze(
             attached.callback(compute.prepare([f.tensor for f in lows.values()], model))
         sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
         patches.forget_compiled()
-        return Frozen(
-            model, weights, sealed, originals, attached
-        )  # a ``with`` ends it from here on
+        return Frozen(model, weights, sealed, originals, attached)
     except BaseException:
         try:
             attached.close()

@@ -78,9 +78,8 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         add: Applies one more patch while these are in force, for modules that are imported later.
         is_cached: Graphs are the same for all models with the same ops and module paths.
     """
-    tag = functools.cache(
-        functools.partial(_digest, decides)
-    )  # takes longer than most of `convert`
+    # Computed on first use: it takes longer than most of `convert`.
+    tag = functools.cache(functools.partial(_digest, decides))
     yield Patch(sys.modules[__name__], "_tag", tag)
     yield Patch(sys.modules[__name__], "_is_cached", is_cached)
     actions = {
@@ -209,7 +208,7 @@ def _is_wrapper(function: Any) -> bool:
 
 _is_cached = True  # what a graph holds follows from its cache key
 
-#: Returns what separates the disk caches of the conversion in force from others; None: torch's own.
+#: Returns the cache key of the current conversion. None without a conversion: the key is torch's own.
 _tag: Callable[[], str] | None = None
 
 
@@ -238,14 +237,14 @@ def _tag_keys(module: Any) -> None:
 
 
 def _digest(decides: object) -> str:
-    """Returns a digest of what decides that other processes share, unless functions are in it."""
+    """Returns a digest that equal conversions share across processes; unique if functions decide."""
     # Another version may round differently.
     state = f"{__version__} {_told(decides)}"
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
 def _told(value: Any) -> str:
-    """Returns a text for ``value`` that equal data share; each time another one for what is not data."""
+    """Returns equal text for equal data, and unique text for anything else."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         compared = [getattr(value, f.name) for f in dataclasses.fields(value) if f.compare]
         return f"{type(value).__qualname__}{_told(compared)}"

@@ -45,7 +45,7 @@ RELATIVE: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOL
 #: Of these, lists that give way to all other lists. One of FOLLOW does not: it is always the user's own.
 YIELDING: Final = RELATIVE - {CastPolicy.FOLLOW}
 
-#: How the reason begins for an op that is in no other list, but whose kernels refuse mixed dtypes.
+#: Prefix of the reason of unlisted ops whose kernels reject mixed dtypes.
 UNNAMED: Final = "lists/first.txt:"
 
 #: An output dtype: that of the call's first floating input, as it was given.
@@ -196,7 +196,7 @@ class Decision:
 
     @property
     def is_named(self) -> bool:
-        """Whether a list, a section or a rule names the op: ``first.txt`` is for ops that none of these names."""
+        """Whether a list, a section or a rule names the op. ``first.txt`` holds unlisted ops."""
         return self.cast_policy is not CastPolicy.PASS and not self.reason.startswith(UNNAMED)
 
     @property

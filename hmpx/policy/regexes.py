@@ -1,8 +1,8 @@
-"""Regular expressions of policy files, matched in a time that no expression makes exponential.
+"""Regular expressions of policy files, matched in polynomial time.
 
-Python's `re` tries one way through a text after the other, and there may be exponentially many. Here all are
-followed at once, as the set of positions where they are. What that can't do is refused: references to groups, looking behind, and
-what forbids trying again.
+Python's `re` backtracks, which can take exponential time. This matcher follows all alternatives at once, as
+a set of positions in the text. It rejects what needs backtracking: backreferences, lookbehind, atomic groups
+and possessive quantifiers.
 """
 
 from __future__ import annotations
@@ -20,11 +20,11 @@ except ImportError:  # before Python 3.11
     import sre_constants as _constants
     import sre_parse as _parser
 
-#: From the positions where a part of an expression may begin in a text to those where it may end.
+#: Maps the positions where a part of an expression may begin to the positions where it may end.
 _Step = Callable[[str, frozenset[int]], frozenset[int]]
 
 _REFUSED: Final = {
-    _constants.GROUPREF: "a reference to a group",
+    _constants.GROUPREF: "a backreference",
     _constants.GROUPREF_EXISTS: "a condition on a group",
 }
 
@@ -36,7 +36,7 @@ class Regex:
         """Reads the expression.
 
         Raises:
-            ValueError: It is not a regular expression, or not one that is matched here.
+            ValueError: It is not a regular expression, or needs backtracking.
         """
         try:
             with warnings.catch_warnings():
@@ -92,13 +92,11 @@ def _step(node: Any, flags: int, state: Any) -> _Step:
         return lambda text, starts: frozenset(
             found.end() for at in starts if (found := single.match(text, at))
         )
-    what = _REFUSED.get(op, "looking behind, or a possessive or atomic part")
-    raise ValueError(
-        f"{what} is not matched here; leave it out, or name modules by globs in `module`"
-    )
+    what = _REFUSED.get(op, "lookbehind, or an atomic or possessive part,")
+    raise ValueError(f"{what} is not supported; remove it, or use `module` with a glob")
 
 
-#: What takes one character, or none: no way through it but one.
+#: Nodes that match at most one character, in one way.
 _SINGLE: Final = frozenset(
     getattr(_constants, name) for name in ("LITERAL", "NOT_LITERAL", "ANY", "IN", "AT")
 )

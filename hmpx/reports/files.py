@@ -32,13 +32,13 @@ def written(found: str, path: str | os.PathLike[str] | None, *, follows_links: b
 
 
 def write(data: bytes, path: str | os.PathLike[str], *, follows_links: bool = True) -> None:
-    """Writes a file whole or not at all: after an error, or a kill, an earlier one is as it was.
+    """Writes a file completely or not at all. An error or a kill leaves the earlier file as it was.
 
     Args:
         data: The content.
-        path: The file. What is not a regular file, such as ``/dev/stdout``, is written to in place.
-        follows_links: Whether a symbolic link at ``path`` keeps its place, and its target is replaced: for
-            paths that the user named. If not, the link itself is replaced.
+        path: The file. Devices and pipes, such as ``/dev/stdout``, are written in place.
+        follows_links: Whether a symbolic link at ``path`` stays and its target is replaced, as for paths
+            that the user named. Otherwise the link itself is replaced.
 
     Raises:
         OptionError: The file can't be written.
@@ -54,7 +54,7 @@ def write(data: bytes, path: str | os.PathLike[str], *, follows_links: bool = Tr
 
 
 def _replace(data: bytes, target: Path) -> None:
-    """Writes beside the target, and puts the whole file in its place, with its permissions."""
+    """Writes a temporary file next to the target, then renames it. Keeps the target's permissions."""
     unfinished = target.parent / f".hmpx-{secrets.token_hex(8)}.part"
     try:
         with unfinished.open("xb") as file:

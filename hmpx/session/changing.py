@@ -19,9 +19,9 @@ _left_for_later: Final[list[Callable[[], None]]] = []
 
 
 def alone(function: _F) -> _F:
-    """Makes ``function`` run after the change that its own thread is amid, if it is.
+    """Postpones a call that comes during another change of the same thread until that change is done.
 
-    So it is where a signal's handler reverts, or a finalizer. The thread holds `registry.LOCK`.
+    Signal handlers and finalizers make such calls. The thread holds `registry.LOCK`.
     """
 
     @functools.wraps(function)

@@ -140,11 +140,11 @@ def convert(
                     'convert(device_types={"cpu"}) casts those',
                     found,
                 )
-            session.open_entrance()
-            return session  # from where a ``with`` ends it
+            session.entrance.renew()
+            return session  # from here on, `with` ends it
         except BaseException:
             if taken[0] is not None:
-                taken[0].give_back()
+                taken[0].end_block([taken[0]])
             raise
 
 
@@ -197,7 +197,10 @@ def _put_in_force(
     verbose: bool | str,
     taken: list[Session | None],
 ) -> Session:
-    """Returns the session in force, a new one if there is none that is equal; ``taken`` gets it before."""
+    """Returns the current session, or a new one if the current one differs.
+
+    ``taken`` gets the session before anything changes, so an interrupted caller can undo it.
+    """
     before = current()
     session = Session(policy, device_types, options, verbose, before)
     if verbose:
@@ -263,3 +266,16 @@ def casts_enabled() -> bool:
         False
     """
     return current() is not None and not torch_state.is_off()
+
+
+def refuse_where_off(tool: str) -> None:
+    """Refuses to run a tool that would find no casts.
+
+    Raises:
+        OptionError: Casts are off here.
+    """
+    if torch_state.is_off():
+        raise OptionError(
+            f"{tool} was called where casts are off; call it outside of hmpx.disable_casts() and of "
+            "torch.autocast(enabled=False)"
+        )

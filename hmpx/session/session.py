@@ -74,7 +74,7 @@ class Session:
         self._said: list[str] = []  # of ops of other libraries
         self._previous = previous
         self._is_entered = self._is_left = False
-        self._entrance = Entrance(weakref.ref(self))
+        self.entrance = Entrance(weakref.ref(self))
         self._converts = 1  # `convert` calls that this session answers
 
     @property
@@ -85,7 +85,8 @@ class Session:
     @exclusive
     def revert(self) -> None:
         """Undoes the conversion; does nothing if it is no longer in force."""
-        self._leave_to(None)
+        if self is _current:
+            switch_to(None)
 
     def missed(self) -> Iterator[tuple[str, Callable[..., Any]]]:
         """Yields where loaded modules keep functions of torch from before `convert`, uncast.
@@ -95,16 +96,17 @@ class Session:
         """
         return missed(cast_originals(self._installation.wrappers))
 
-    __enter__, __exit__ = entered("_entrance.enter"), entered("_entrance.leave")
+    __enter__, __exit__ = entered("entrance.enter"), entered("entrance.leave")
 
-    def _begin_block(self) -> None:
+    def begin_block(self) -> None:
+        """Notes that a ``with`` block of this session begins."""
         self._is_entered, self._is_left = True, False
 
     @exclusive
-    def _end_block(self, block: list[Any]) -> None:
-        """Takes one `convert` back; ``block`` is emptied once that must not happen again."""
+    def end_block(self, block: list[Any]) -> None:
+        """Undoes one `convert`. ``block`` holds this session, or None once that must not happen again."""
         if self._converts > 1:
-            block[0] = None  # and then no call, at which a signal could come
+            block[0] = None  # no call follows, so no signal comes between the two lines
             self._converts -= 1
             return
         self._is_left = True
@@ -113,12 +115,8 @@ class Session:
             previous is not None and previous._is_left
         ):  # blocks may overlap, as those of tasks do
             previous = previous._previous
-        self._leave_to(previous)
-
-    def _leave_to(self, session: Session | None) -> None:
-        """Puts ``session`` in force instead of this one."""
         if self is _current:
-            switch_to(session)
+            switch_to(previous)
 
     def __repr__(self) -> str:
         state = "in force" if self is _current else "not in force"
@@ -138,20 +136,12 @@ class Session:
         return f"<p><code>{html.escape(repr(self))}</code></p>{self.policy._repr_html_()}"
 
     def answers(self, other: Session, taken: list[Session | None]) -> bool:
-        """Whether this session does what ``other`` would; if so it is ``taken``, and left once more often."""
+        """Whether this session equals ``other``. If so, ``taken`` gets it and one more exit ends it."""
         if self._settings() != other._settings():
             return False
-        taken[0] = self  # and then no call, at which a signal could come
+        taken[0] = self  # no call follows, so no signal comes between the two lines
         self._converts += 1
         return True
-
-    def give_back(self) -> None:
-        """Takes one `convert` back that was interrupted."""
-        self._end_block([self])
-
-    def open_entrance(self) -> None:
-        """Has ``with`` begin and end a block of this thread wherever a signal comes."""
-        self._entrance.renew()
 
     def _settings(self) -> tuple[object, ...]:
         return *self._decides(self.rules), self._verbose

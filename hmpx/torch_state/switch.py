@@ -51,7 +51,7 @@ class Region:
     Attributes:
         off: The device types whose casts are off in it; all of them if it contains `EVERY`.
         is_off: Whether `off` contains `EVERY`.
-        opener: The object that opens and closes it; a weak reference if that may go unnoticed.
+        opener: The object that opens and closes it, or a weak reference to it.
         outer: The region around it.
         beneath: What was off around the outermost region, by marks that no region of this thread set.
         thread: The thread that it was opened in.
@@ -88,12 +88,12 @@ class Region:
         self.thread = threading.get_ident()
 
     def is_over(self) -> bool:
-        """Whether it was left, or nobody can leave it any more."""
+        """Whether it was left, or its opener is gone."""
         opener = self.opener
         return self.is_closed or (type(opener) is weakref.ref and opener() is None)
 
     def is_opened_by(self, opener: object) -> bool:
-        """Whether it was ``opener`` that opened it."""
+        """Whether ``opener`` opened it."""
         own = self.opener
         return opener is (own() if type(own) is weakref.ref else own)
 
@@ -269,7 +269,7 @@ def last_region(opener: object) -> Region | None:
 
 @_gated
 def forget_lost_regions() -> None:
-    """Forgets regions of threads that are gone: a thread to come may have the number of one."""
+    """Forgets regions of threads that have ended. A new thread may get the same number."""
     alive = frozenset(
         sys._current_frames()
     )  # not the frames: this one would hold itself, and its callers
@@ -308,9 +308,9 @@ def count_autocast(region: Hashable, entries: int) -> None:
 
 @_gated
 def end_conversion() -> None:
-    """Notes that there is no conversion any more, so nothing counts torch.autocast's regions.
+    """Stops counting torch.autocast's regions, as no conversion is left.
 
-    Its own ``__exit__`` may close those that are open: they last as long as the objects do.
+    Regions that are still open last as long as their autocast objects, whose own ``__exit__`` is torch's.
     """
     for region in list(_open):
         if not isinstance(region, Region):

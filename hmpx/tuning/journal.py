@@ -63,7 +63,7 @@ class Journal:
             self._append(record)
 
     def parsed(self, key: str, parse: Callable[[Any], _Parsed]) -> list[_Parsed]:
-        """Returns what ``parse`` makes of each record that has ``key``.
+        """Parses each record that has ``key``.
 
         Raises:
             OptionError: A record is damaged.

@@ -16,7 +16,6 @@ from ..casting import Options
 from ..errors import OptionError, shown
 from ..policy import Policy, load_policy, set_names
 from ..tensors import long_name, parse_device_types, tensors_of
-from ..torch_state import is_off
 from ..version import __version__
 from .assignment import FP32
 from .batches import Batch, batches
@@ -137,11 +136,7 @@ def checked(
     """
     if not callable(model):
         raise OptionError(f"model must be a module or a function, not {shown(model)}")
-    if is_off():
-        raise OptionError(
-            "tune is called while casts are off here; call it outside of the hmpx.disable_casts "
-            "block, or of the region in which torch.autocast is off"
-        )
+    session.refuse_where_off("tune")
     for name, value in (("loss_fn", loss_fn), ("measure", measure)):
         if value is not None and not callable(value):
             raise OptionError(f"{name} must be a function, not {shown(value)}")

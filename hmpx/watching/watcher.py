@@ -113,11 +113,10 @@ class Watch:
         finally:
             self._undo.close()
         found = self.offences[before:]
-        if error is None or isinstance(error, NonFiniteError) or self._mode != "raise" or not found:
-            return
-        # As `add_note` of Python 3.11 does.
-        vars(error).setdefault("__notes__", []).append(f"hmpx.watch: {found[0]}")
-        self._log(found[0])
+        is_others = error is not None and not isinstance(error, NonFiniteError)
+        if found and is_others and self._mode == "raise":
+            vars(error).setdefault("__notes__", []).append(f"hmpx.watch: {found[0]}")
+            self._log(found[0])
 
     def _end(self) -> None:
         self._attached = None

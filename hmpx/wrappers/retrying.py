@@ -1,4 +1,4 @@
-"""Calls whose dtypes torch's function refuses: they are tried again in fp32."""
+"""Retries a call in fp32 if torch's function rejects its dtypes."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ _retried: set[tuple[str, torch.dtype | None]] = set()
 def retry_in_fp32(
     recipe: Recipe, original: Callable[..., Any], error: Exception, args: Args, kwargs: Kwargs
 ) -> Callable[[], Any] | None:
-    """Returns what computes a call again, in fp32.
+    """Returns a function that computes the call in fp32.
 
-    None if ``error`` is not a refusal of its dtypes, if a half-done in-place update can't be ruled out, or
-    if it has no low-precision input.
+    None if ``error`` does not reject dtypes, if the call writes to a tensor, or if it has no low-precision
+    input.
     """
     if not is_refusal(error, recipe.site.name.partition(".")[0]):
         return None

@@ -74,8 +74,8 @@ def runner(recipe: Recipe, legalization: Legalization, settle: Callable[[], None
         run = _rounding_last(recipe, _run_atomically) if recipe.rounds_last else _run_atomically
     elif recipe.facts.norm_parameters:
         run = functools.partial(_run_norm, recipe)
-    if recipe.is_fp32 and not recipe.facts.promotes:  # kernels that do round into it once
-        run = functools.partial(_run_into_out, recipe, run)
+    if recipe.is_fp32 and not recipe.facts.promotes:  # else torch's kernel rounds into it once
+        run = _rounding_into_out(recipe, run)
     if recipe.emulation is not None:
         run = _emulated(recipe, recipe.emulation, run)
     else:
@@ -314,20 +314,17 @@ def _rounding_last(recipe: Recipe, run: Runner) -> Runner:
     return run_rounding_last
 
 
-def _run_into_out(  # noqa: PLR0917  # a runner's arguments, and its own
-    recipe: Recipe,
-    run: Runner,
-    function: Callable[..., Any],
-    args: Args,
-    kwargs: Kwargs,
-    given: Args,
-) -> Any:
-    """Runs an op that computes in fp32, whatever the dtype of its ``out=``."""
-    rounds = rounds_into_out(recipe, args, kwargs)
-    if not rounds or target_dtype(recipe, args, kwargs) is None:
-        return run(function, args, kwargs, given)
-    wrapped = functools.partial(_run_with, run, function, given)
-    return in_fp32(callee_of(wrapped, recipe), args, kwargs, torch.float32)
+def _rounding_into_out(recipe: Recipe, run: Runner) -> Runner:
+    """Returns a runner of an op that computes in fp32, whatever the dtype of its ``out=``."""
+
+    def run_into_out(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        rounds = rounds_into_out(recipe, args, kwargs)
+        if not rounds or target_dtype(recipe, args, kwargs) is None:
+            return run(function, args, kwargs, given)
+        wrapped = functools.partial(_run_with, run, function, given)
+        return in_fp32(callee_of(wrapped, recipe), args, kwargs, torch.float32)
+
+    return run_into_out
 
 
 def _run_atomically(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:

@@ -519,7 +519,7 @@ def test_a_call_whose_dtypes_are_refused_is_tried_in_fp32(kind: str, verbose: bo
 
 
 def changing_to(dtype: torch.dtype, *, every: int) -> Callable[[Tensor], Tensor]:
-    """Returns what casts the first fp32 tensor of so many."""
+    """Returns a function that casts one in ``every`` fp32 tensors."""
     count = itertools.count()
     return lambda t: t.to(dtype) if t.dtype is FP32 and next(count) % every == 0 else t
 

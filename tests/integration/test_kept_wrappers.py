@@ -39,7 +39,7 @@ def wrappers() -> dict[int, Callable[..., Any]]:
 
 
 def kept_over(conversion: str) -> dict[int, Callable[..., Any]]:
-    """Returns what `wrappers` does, of a conversion that has been reverted."""
+    """Returns the wrappers of a conversion that has been reverted."""
     attached = hmpx.attach(lambda call: None) if conversion == "observed" else None
     try:
         with hmpx.convert(**CONVERSIONS[conversion], device_types={"cpu"}):

@@ -75,7 +75,7 @@ class Place:
                 self.done.put(error)
 
     def run(self, call: Callable[[], Any]) -> Any:
-        """Returns what ``call`` returns here."""
+        """Returns the result of ``call`` in this thread."""
         if self.thread is None:
             return call()
         self.calls.put(call)
@@ -375,7 +375,7 @@ def freezes(model: nn.Module) -> None:
         pass
 
 
-#: What is interrupted, and whether torch is then never converted.
+#: Name -> the interrupted function, and whether torch is never converted afterwards.
 INTERRUPTED: dict[str, tuple[Callable[[nn.Module], object], bool]] = {
     "convert and revert": (lambda model: converts(), False),
     "blocks": (lambda model: blocks(), True),

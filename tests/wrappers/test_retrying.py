@@ -195,7 +195,7 @@ def test_exceptions_that_are_caught_keep_no_tensor(
 
 
 def test_a_wrong_call_raises_torchs_error_once() -> None:
-    """Shapes that don't match are no matter of dtypes."""
+    """An error about shapes is not about dtypes."""
     raised = []
     for convert in (contextlib.nullcontext, lambda: hmpx.convert(device_types={"cpu"})):
         with convert(), pytest.raises(RuntimeError) as caught:
