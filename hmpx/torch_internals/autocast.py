@@ -89,7 +89,8 @@ def autocast_depth() -> int:
 
     torch only counts up and down; `map` does both in C, where no signal comes between.
     """
-    return list(map(type(_NESTING[0]).__call__, _NESTING))[1]
+    _, depth = map(type(_NESTING[0]).__call__, _NESTING)
+    return int(depth)
 
 
 #: Device types that torch knows and nobody has. torch.compile guards on their autocast states, and

@@ -91,7 +91,7 @@ class Watch:
             raise OptionError("this watch is running already; make another one with hmpx.watch()")
         with contextlib.ExitStack() as undo:
             if not session.is_converted():
-                nothing: Any = Policy.from_ops(), frozenset(), Options()  # no device types
+                nothing = Policy.from_ops(), frozenset[str](), Options()
                 undo.enter_context(session.restore(*nothing, verbose=False))
             self._attached = undo.enter_context(attach_to_values(self._observe))
             undo.callback(self._end)
