@@ -217,14 +217,12 @@ def test_the_conversion_arrives_as_it_is(ends: list[Any], monkeypatch: pytest.Mo
     ends.append(spawning.follow())
     policy = {"lists": "none", "low": ["mm float16"], "sections": [{"ndim": 2, "fp32": ["exp"]}]}
     with hmpx.convert(policy=policy, device_types={"cpu"}, legalize="always") as sent:
-        settings = sent._settings()
+        expected = sent.arguments()
         arrived: list[Any] = []
         monkeypatch.setattr("hmpx.session.restore", lambda **state: arrived.append(state))
         monkeypatch.setattr(spawning, "follow", lambda: None)
         prepared()
-    assert [arrived[0][name] for name in ("policy", "device_types", "options", "verbose")] == [
-        *settings[:4]
-    ]
+    assert {name: arrived[0][name] for name in expected} == expected
 
 
 def test_a_conversion_that_cannot_be_sent_is_said(
