@@ -11,6 +11,7 @@ import functools
 import sys
 import threading
 import types
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
 
@@ -166,6 +167,7 @@ def tracing_patch(draft: Draft) -> Patch:
             autocast = torch.autocast(*args)
             if is_covered(autocast.device):
                 region = _region(autocast, None)
+                region.opener = weakref.ref(self)  # an export that raises leaves none open
                 open_region(region)
             vars(self).setdefault(_REPLAYED, []).append(region)
         elif is_replayed and func is exit_autocast:

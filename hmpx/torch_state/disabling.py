@@ -51,7 +51,12 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             self._was_marked = is_every_marked()
             mark_every(True)
         else:
-            open_region(Region(self, more=ALL))
+            region = Region(self, more=ALL)
+            try:
+                open_region(region)
+            except BaseException:
+                close_region(region)
+                raise
 
     @ends_surely(last_region, close_region)
     def __exit__(self, *exc_info: object) -> None:
@@ -140,7 +145,11 @@ class _State:
         self._region = Region(self, off=off)
 
     def __enter__(self) -> None:
-        open_region(self._region)
+        try:
+            open_region(self._region)
+        except BaseException:
+            close_region(self._region)
+            raise
 
     @ends_surely(lambda state: state._region, close_region)
     def __exit__(self, *exc_info: object) -> None:

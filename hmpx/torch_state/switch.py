@@ -112,14 +112,14 @@ def innermost() -> Region | None:
 
 
 def open_region(region: Region) -> None:
-    """Opens ``region`` in this thread or task; closes it again if an exception or signal interrupts."""
-    try:
-        _note(region, is_open=True)
-        mark(region.off)
-        _region.set(region)
-    except BaseException:
-        close_region(region)
-        raise
+    """Opens ``region`` in this thread or task. The caller closes it if this call raises.
+
+    Only the caller can. A signal may arrive after this function returns: where torch.compile is at
+    work, Python runs signal handlers after the call of any function.
+    """
+    _note(region, is_open=True)
+    mark(region.off)
+    _region.set(region)
 
 
 def close_region(region: Region | None) -> None:
