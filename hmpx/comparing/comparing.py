@@ -20,7 +20,7 @@ from .comparison import Comparison
 from .gradients import GradientRun
 from .low_run import LowCall, LowRun
 from .rows import compared_sites
-from .runs import PROJECTIONS, Done, Runs, relative
+from .runs import PROJECTIONS, Done, Runs, different, relative
 from .shadow_run import Kept, ShadowRun
 
 #: A run in float32: what it has come to, its gradients, and its observer.
@@ -159,6 +159,7 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
             loss=exact.loss,
             low_loss=low.loss,
             output_rel=relative(low.outputs, exact.outputs),
+            output_notes=different(low, exact),
             compiled_rel=relative(compiled, low.outputs),
             unmatched=shadow.unmatched,
             backward_error=error,

@@ -27,7 +27,9 @@ class Comparison:
         gradients: A row per parameter, largest relative difference first.
         loss: The loss in float32, and
         low_loss: in low precision; NaN without ``loss_fn``.
-        output_rel: Norm of the difference of the outputs over the norm in float32.
+        output_rel: Norm of the difference of the outputs over the norm in float32, of their floating-point
+            numbers; of Python's only if there are no tensors and arrays.
+        output_notes: Outputs that differ and are not floating-point numbers, or that can't be compared.
         compiled_rel: The same of the compiled model against the uncompiled, both in low precision; NaN if
             the model isn't compiled.
         unmatched: Calls that the model has made in float32 only.
@@ -44,6 +46,7 @@ class Comparison:
     loss: float = math.nan
     low_loss: float = math.nan
     output_rel: float = math.nan
+    output_notes: tuple[str, ...] = ()
     compiled_rel: float = math.nan
     unmatched: int = 0
     backward_error: str | None = None

@@ -17,7 +17,16 @@ from ..errors import OptionError, said_by, shown
 from ..observers import CallTensors, OpCall, attach, attach_to_values
 from ..recording import Recorder, counted_rows
 from ..reports import Row
-from ..tensors import copied, floats_of, is_dense, map_all, tensors_of, widened
+from ..tensors import (
+    Opaque,
+    copied,
+    floating_parts,
+    is_dense,
+    map_all,
+    parts_of,
+    tensors_of,
+    widened,
+)
 from ..torch_state import ModelState, disable_casts, reached_by, without_casts
 from .gradients import GradientRun, taken
 
@@ -37,19 +46,22 @@ class Done:
     """What a run has come to.
 
     Attributes:
-        outputs: The floating outputs.
+        outputs: The floating-point numbers among the outputs, by place.
+        others: What else is in the outputs, by place.
         loss: The loss; NaN without one.
         error: What the backward failed with, if nobody has asked for it; None if it did not.
     """
 
-    outputs: list[Tensor]
+    outputs: dict[str, Tensor]
+    others: dict[str, Any]
     loss: float
     error: str | None = None
 
     @property
     def norm(self) -> float:
         """The norm of the finite part of the outputs."""
-        norms = [torch.linalg.vector_norm(_finite(each.float())).item() for each in self.outputs]
+        outputs = self.outputs.values()
+        norms = [torch.linalg.vector_norm(_finite(each.float())).item() for each in outputs]
         return math.hypot(*norms)
 
 
@@ -176,14 +188,14 @@ class Runs:
             taken(self.parameters)
         return done, compared
 
-    def compiled(self) -> list[Tensor] | None:
+    def compiled(self) -> dict[str, Tensor] | None:
         """Returns the outputs of the model as converted and compiled; None if it isn't compiled."""
         if not _is_compiled(self._model):
             return None
         self.state.restart()
         with torch.compiler.set_stance("default"):
-            outputs = floats_of(self._call())
-        return [each.detach() for each in outputs]
+            outputs = floating_parts(parts_of(self._call()))
+        return {where: each.detach() for where, each in outputs.items()}
 
     def _call(self) -> Any:
         is_learning = self.gradients_error is None
@@ -210,17 +222,20 @@ class Runs:
             self.is_calling = False
             with without_casts():
                 found = widened(found)
-                outputs = [each for each in floats_of(found) if not each.is_meta]
+                parts = [*parts_of(found)]
+                outputs = floating_parts(parts)
                 loss = math.nan
                 if self._loss_fn is not None:
                     scalars = [_checked_loss(self._loss_fn(found))]
                     loss = scalars[0].item()
                 else:
-                    scalars = self._projections(outputs)
+                    scalars = self._projections([*outputs.values()])
             error = differentiate(scalars)
         finally:
             self._passing.run = None
-        return Done([each.detach() for each in outputs], loss, error or self.gradients_error)
+        others = {each.where: each.value for each in parts if each.where not in outputs}
+        outputs = {where: each.detach() for where, each in outputs.items()}
+        return Done(outputs, others, loss, error or self.gradients_error)
 
     def _differentiate(self, scalars: list[Tensor], *, keep: bool = False) -> str | None:
         """Differentiates scalars; returns what went wrong where nobody has asked for gradients."""
@@ -278,14 +293,14 @@ def _is_compiled(model: Callable[..., Any]) -> bool:
     )
 
 
-def relative(outputs: list[Tensor] | None, references: list[Tensor]) -> float:
+def relative(outputs: dict[str, Tensor] | None, references: dict[str, Tensor]) -> float:
     """Returns the norm of the differences over that of the references; NaN if there are none, or they don't fit."""
-    shapes = [each.shape for each in references]
-    if not outputs or [each.shape for each in outputs] != shapes:
+    shapes = {where: each.shape for where, each in references.items()}
+    if not outputs or {where: each.shape for where, each in outputs.items()} != shapes:
         return math.nan
     differences, norms = [0.0], [0.0]
-    for output, reference in zip(outputs, references, strict=True):
-        a, b = output.float(), reference.float()
+    for where, reference in references.items():
+        a, b = outputs[where].float(), reference.float()
         same = (a == b) | (torch.isnan(a) & torch.isnan(b))
         difference = torch.where(same, torch.zeros_like(a), a - b)
         differences.append(torch.linalg.vector_norm(difference).item())
@@ -294,3 +309,29 @@ def relative(outputs: list[Tensor] | None, references: list[Tensor]) -> float:
     if part == 0:
         return 0.0
     return part / whole if whole else math.inf
+
+
+def different(low: Done, exact: Done) -> tuple[str, ...]:
+    """Returns what differs of the outputs besides floating-point numbers, and what can't be looked at."""
+    given, found = [{**each.others, **each.outputs} for each in (exact, low)]
+    said = []
+    for where in dict.fromkeys([*given, *found]):
+        name = f"output {where}" if where else "the output"
+        if where not in given or where not in found:
+            only = "in low precision" if where in found else "in fp32"
+            said.append(f"{name} is there {only} only")
+        elif isinstance(given[where], Opaque):
+            said.append(f"{name} can't be compared: {given[where].said}")
+        elif isinstance(given[where], Tensor) and isinstance(found[where], Tensor):
+            a, b = given[where], found[where]
+            if a.shape != b.shape:
+                said.append(
+                    f"{name} has shape {tuple(a.shape)} in fp32, {tuple(b.shape)} in low precision"
+                )
+            elif where in exact.others and (count := int((a != b).sum())):
+                said.append(f"{name}: {count} of {a.numel()} numbers differ")
+        elif given[where] != found[where]:
+            said.append(
+                f"{name} is {shown(given[where])} in fp32, {shown(found[where])} in low precision"
+            )
+    return tuple(said)

@@ -23,9 +23,10 @@ from .rows import ComparedGradient, ComparedSite
 if TYPE_CHECKING:
     from .comparison import Comparison
 
-#: How many rows and gradients are shown.
+#: How many rows, gradients and outputs are shown.
 MOST_ROWS: Final = 15
 MOST_GRADIENTS: Final = 3
+MOST_NOTES: Final = 5
 
 
 def number(value: float) -> str:
@@ -48,6 +49,9 @@ def verdict(comparison: Comparison) -> str:
         )
     if not math.isnan(comparison.output_rel):
         parts.append(f"outputs differ by {number(comparison.output_rel)}, relative to their norm")
+    parts += map(clean, comparison.output_notes[:MOST_NOTES])
+    if len(comparison.output_notes) > MOST_NOTES:
+        parts.append(f"and {count(len(comparison.output_notes) - MOST_NOTES)} outputs more")
     if not low:
         return "; ".join([*parts, "no op runs in low precision"])
     worst = low[0]

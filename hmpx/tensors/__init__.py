@@ -32,6 +32,7 @@ from .nested import (
     with_items,
 )
 from .nodes import is_leaf, node_of
+from .outputs import Opaque, Part, floating_parts, parts_of
 from .structures import copied, floats_of, is_dense, map_all, tensors_of, widened
 
 __all__ = [
@@ -48,11 +49,14 @@ __all__ = [
     "Constant",
     "Kwargs",
     "Named",
+    "Opaque",
+    "Part",
     "cast_as_one",
     "chunk_of",
     "copied",
     "default_device_types",
     "floating_in",
+    "floating_parts",
     "floats_of",
     "is_available",
     "is_dense",
@@ -68,6 +72,7 @@ __all__ = [
     "parse_device_type",
     "parse_device_types",
     "parse_name",
+    "parts_of",
     "short_name",
     "tensors_in",
     "tensors_of",

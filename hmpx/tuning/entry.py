@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import Any
+from typing import Any, Final
 
 import torch
 
 from .. import arguments
-from ..errors import OptionError, shown
+from ..errors import OptionError, short, shown
 from ..policy import LowType
-from . import scoring
+from ..reports import clean
+from . import metrics, scoring
 from .asking import Search, by_errors
 from .assignment import may_follow
 from .candidates import Candidate, by_module, by_op, split, timed
@@ -32,6 +34,8 @@ from .search import search, search_in_time
 from .searching import LEAST_OVER_NOISE, Found, Searching
 from .shipped import sets_of
 from .working import Workers
+
+LOGGER: Final = logging.getLogger("hmpx")
 
 
 def tune(
@@ -254,6 +258,13 @@ class _Tuning:
             OptionError: The tolerance is too close to it.
         """
         noise = self._task.noise()
+        if self._request.metric == "relative_l2" and self._request.measure is None:
+            unseen = clean(", ".join(metrics.unseen_of(self._task.reference(TUNING)[0])))
+            if unseen:
+                LOGGER.warning(
+                    "tune: relative_l2 does not look at %s of what the model returns; a function as metric= can",
+                    short(unseen),
+                )
         if not self._request.tolerance > LEAST_OVER_NOISE * noise:
             raise OptionError(
                 f"tolerance {self._request.tolerance:g} is within the noise of fp32, whose error against "

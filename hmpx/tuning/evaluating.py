@@ -15,9 +15,9 @@ import torch
 
 from .. import arguments, session
 from ..casting import Options
-from ..errors import OptionError, said_by
+from ..errors import OptionError, said_by, shown
 from ..observers import attach
-from ..tensors import tensors_of, widened
+from ..tensors import Opaque, parts_of, widened
 from ..torch_internals import uncompiled
 from ..torch_state import disable_casts, unchanged
 from . import metrics
@@ -127,8 +127,12 @@ class Task:
         if inputs not in self._references:
             with _TURNS, disable_casts():
                 found = self._outputs(inputs)
-            if not any(True for _ in tensors_of(found)):
-                raise OptionError("the model returns no tensor; tune compares what it returns")
+            if all(
+                each.value is None or isinstance(each.value, Opaque) for each in parts_of(found)
+            ):
+                raise OptionError(
+                    f"the model returns {shown(found[0])}, in which tune sees no numbers; return tensors"
+                )
             if any(bool(each.isnan().any()) for each in metrics.floating_of(found)):
                 raise OptionError(
                     "the model returns NaN in fp32, so that nothing can be compared with it; "

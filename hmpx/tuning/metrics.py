@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from ..errors import OptionError, said_by, shown
-from ..tensors import is_floating, tensors_of
+from ..tensors import Opaque, floating_parts, parts_of
 from .batches import Batch
 
 #: The metrics that have names.
@@ -24,19 +24,20 @@ Metric = Callable[[Sequence[Any], Sequence[Any]], float]
 def relative_l2(found: Sequence[Any], expected: Sequence[Any]) -> float:
     """Returns the L2 norm of the difference over that of the fp32 outputs, of all tensors together.
 
-    Equal infinities do not differ. Where the model returns no floating-point tensor: the share of
-    elements that differ.
+    Equal infinities do not differ. Where the model returns no floating-point tensor: that of Python's
+    floats; where it returns none of these: the share of elements that differ.
     """
     difference = norm = 0.0
-    for low, high in _pairs(floating_of(found), floating_of(expected)):
+    references = floating_of(expected)
+    for low, high in _pairs(floating_of(found), references):
         gap = torch.where(low == high, 0, low - high)
         difference += _square(gap)
         norm += _square(torch.where(high.isfinite(), high, 0))
-    if floating_of(expected):
+    if references:
         if not math.isfinite(difference):
             return math.inf
         return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
-    return _disagreement([*tensors_of(found)], [*tensors_of(expected)])
+    return _disagreement(_exact_of(found), _exact_of(expected))
 
 
 def kl(found: Sequence[Any], expected: Sequence[Any]) -> float:
@@ -133,12 +134,30 @@ def takes_batch(loss_fn: Callable[..., Any]) -> bool:
 
 
 def floating_of(value: Any) -> list[Tensor]:
-    """Returns the floating-point and complex tensors in ``value``."""
-    return [each for each in tensors_of(value) if is_floating(each)]
+    """Returns the floating-point numbers in ``value``: its tensors and arrays, else Python's."""
+    return [*floating_parts(parts_of(value)).values()]
+
+
+def unseen_of(value: Any) -> list[str]:
+    """Returns the places in ``value`` that `relative_l2` does not look at."""
+    parts = list(parts_of(value))
+    is_compared = floating_parts(parts)
+    return [
+        each.where
+        for each in parts
+        if isinstance(each.value, Opaque)
+        or (is_compared and isinstance(each.value, Tensor) and each.where not in is_compared)
+    ]
+
+
+def _exact_of(value: Any) -> list[Any]:
+    """Returns the integers and bools in ``value``: its tensors and arrays, else plain values."""
+    parts = [each.value for each in parts_of(value) if not isinstance(each.value, Opaque)]
+    return [each for each in parts if isinstance(each, Tensor)] or parts
 
 
 def _pairs(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns both as float64, or complex128, with shapes that agree; NaN where they don't."""
+    """Returns both as float64, with shapes that agree."""
     if len(found) != len(expected):
         raise OptionError(
             f"the model returns {len(found)} tensors in low precision and {len(expected)} in fp32; "
@@ -151,8 +170,7 @@ def _pairs(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[tuple[Te
                 f"the model returns shape {tuple(low.shape)} in low precision and {tuple(high.shape)} in "
                 "fp32; tune compares outputs one by one"
             )
-        dtype = torch.complex128 if high.is_complex() else torch.float64
-        pairs.append((low.detach().to(dtype), high.detach().to(dtype)))
+        pairs.append((low.detach().double(), high.detach().double()))
     return pairs
 
 
@@ -160,9 +178,14 @@ def _square(tensor: Tensor) -> float:
     return float(tensor.abs().square().sum())
 
 
-def _disagreement(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+def _disagreement(found: Sequence[Any], expected: Sequence[Any]) -> float:
+    if len(found) != len(expected):
+        return 1.0
     differing = elements = 0
     for low, high in zip(found, expected, strict=True):
+        if not (isinstance(low, Tensor) and isinstance(high, Tensor)):
+            elements, differing = elements + 1, differing + (low != high)
+            continue
         elements += high.numel()
         differing += high.numel() if low.shape != high.shape else int((low != high).sum())
     return differing / elements if elements else 0.0

@@ -301,7 +301,7 @@ class Fixed(nn.Module):
     ("function", "message"),
     [
         (lambda x: x.clone(), "calls no op on fp32 tensors that may run in low precision"),
-        (lambda x: None, "returns no tensor"),
+        (lambda x: None, "returns None, in which tune sees no numbers"),
         (lambda x: x * math.nan, "returns NaN in fp32"),
     ],
 )
