@@ -30,7 +30,13 @@ from .legalize.legalization import (
 )
 from .legalize.legalizer import LegalizedCall, Legalizer
 from .legalize.prepared import prepare
-from .legalize.watching import is_watched, note_unrounded, watched_rounding
+from .legalize.watching import (
+    COMPUTED,
+    is_watched,
+    note_legalized,
+    note_unrounded,
+    watched_rounding,
+)
 from .lowered import LOWERINGS
 from .missing_kernels import Callee, Lacking, completed, in_fp32, is_refusal, lacking_kernels
 from .norm_statistics import Statistics
@@ -64,6 +70,7 @@ else:  # programs without number formats need none of it
 __all__ = [
     "ACTIVATIONS",
     "ALL_NUMBERS",
+    "COMPUTED",
     "CONVOLUTIONS",
     "DECIDING_WATCHERS",
     "KINDS",
@@ -112,6 +119,7 @@ __all__ = [
     "may_be_legalized",
     "names_dtype",
     "note_deciding",
+    "note_legalized",
     "note_unrounded",
     "pays",
     "prepare",

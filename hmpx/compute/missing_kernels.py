@@ -29,6 +29,7 @@ from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
 from ..torch_internals import run_when_traced
 from ..torch_state import is_below_dispatcher, without_casts
 from .composition import inputs_of, names_dtype, widen
+from .legalize.watching import note_legalized
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -276,7 +277,8 @@ _noted: set[tuple[str, str, str]] = set()
 
 
 def _note(op: str, dtype: str, device_type: str) -> None:
-    """Logs, once, that an op runs in fp32."""
+    """Notes that an op runs in fp32, and logs it once."""
+    note_legalized()
     if (op, dtype, device_type) not in _noted:
         _noted.add((op, dtype, device_type))
         LOGGER.info("%s computes in fp32: %s has no %s kernel for it", op, device_type, dtype)

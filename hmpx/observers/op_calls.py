@@ -35,10 +35,10 @@ class OpCall:
         cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` where that was the
             argument that the call writes to; ``"PASS"`` where nothing is ever cast.
         reason: Where that comes from: ``"lists/hmp/bf16.txt:12"``, ``"in-place rule"``.
-        dtype: The dtype, or number format, that the call's inputs were brought to; None if the call was
-            left alone.
+        dtype: The dtype, or number format, that the call's inputs were brought to, by hmpx or
+            torch.autocast; None if the call was left alone.
         input_dtypes: Dtypes of the floating inputs, before and
-        cast_dtypes: after casting.
+        cast_dtypes: after casting by hmpx.
         output_dtypes: Dtypes of the tensors returned.
         device_type: Device type of the first floating input; None if there is none.
         cast_bytes: Bytes written by the casts of this call.
@@ -48,6 +48,8 @@ class OpCall:
         phase: ``"forward"``; ``"recompute"`` in what a checkpoint runs again, ``"backward"`` in other
             Python code that autograd calls.
         seconds: How long the call took, with its casts; None if no observer asked for times.
+        legalized: Whether it computed in fp32 and was rounded: legalized, in a number format, or for want
+            of a kernel.
 
     Example:
         >>> def show(call):
@@ -72,6 +74,7 @@ class OpCall:
     location: str
     phase: Phase = "forward"
     seconds: float | None = None
+    legalized: bool = False
 
 
 @dataclass(frozen=True, slots=True, eq=False)

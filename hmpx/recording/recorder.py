@@ -82,7 +82,7 @@ class Recorder:
         key = (
             call.site, call.cast_policy, call.reason, call.dtype, call.input_dtypes,
             call.cast_dtypes, call.device_type, call.module, call.location, call.phase,
-            found, given, outputs,
+            call.legalized, found, given, outputs,
         )  # fmt: skip
         counts = self._counts_here()
         try:

@@ -51,6 +51,7 @@ def _row(entry: Entry, *, is_timed: bool) -> Row:
         flops=entry.calls * counted.forward,
         bytes=entry.calls * (_input_bytes(entry) + _bytes(entry.outputs)),
         seconds=entry.seconds if is_timed else None,
+        legalized=call.legalized,
     )
 
 
@@ -106,6 +107,7 @@ def _backward_row(entry: Entry, times: int) -> Row:
         flops=times * counted.backward,
         bytes=times * (_bytes(entry.outputs) + _input_bytes(entry) + gradients),
         seconds=None,
+        legalized=call.legalized,
     )
 
 

@@ -23,6 +23,7 @@ _T = TypeVar("_T", Row, Waste)
 _SAID: Final[Mapping[Any, str]] = {
     str: "a text",
     int: "a whole number, 0 or more",
+    bool: "true or false",
     tuple[str, ...]: "a list of texts",
     float | None: "a number or null",
 }
@@ -104,6 +105,8 @@ def _item(kind: type[_T], types_: Mapping[str, Any], item: Any, where: str) -> _
 def _is(value: Any, expected: Any) -> bool:
     if expected is int:
         return type(value) is int and value >= 0
+    if expected is bool:
+        return isinstance(value, bool)
     if expected is str:
         return isinstance(value, str)
     if expected == tuple[str, ...]:

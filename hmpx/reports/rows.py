@@ -39,6 +39,8 @@ class Row:
         flops: Floating-point operations, by the formulas of torch's FLOP counter.
         bytes: Bytes of the inputs, as cast, and of the results.
         seconds: How long the calls took; None if that was not measured.
+        legalized: Whether the op computed in fp32 and was rounded: legalized, in a number format, or for
+            want of a kernel.
     """
 
     op: str
@@ -59,6 +61,7 @@ class Row:
     flops: int
     bytes: int
     seconds: float | None = None
+    legalized: bool = False
 
     @property
     def is_low(self) -> bool:

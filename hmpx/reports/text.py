@@ -32,9 +32,26 @@ def verdict(report: Report) -> str:
     shares = [f"{share(low, whole)} of {name}" for low, whole, name in parts if whole > 0]
     if len(shares) > 1:
         shares[-2:] = [f"{shares[-2]} and {shares[-1]}"]
+    computed = _computed(report)
     casts = "1 cast" if totals.casts == 1 else f"{count(totals.casts)} casts"
     wrote = f"{casts} wrote {size(totals.cast_bytes)}" if totals.casts else "nothing was cast"
-    return f"{', '.join(shares)} in low precision; {wrote}"
+    return f"{', '.join(shares)} in low precision; {computed}{wrote}"
+
+
+def _computed(report: Report) -> str:
+    """Returns how much of what ran in low precision was computed natively, and how much in fp32."""
+    rows = [row for row in report.rows if row.is_low]
+    name, costs = "FLOPs", [row.flops for row in rows]
+    if not any(costs):
+        name, costs = "calls", [row.calls for row in rows]
+    low = sum(costs)
+    if not low:
+        return ""
+    native = sum(cost for row, cost in zip(rows, costs, strict=True) if not row.legalized)
+    return (
+        f"of these {name}, {share(native, low)} were computed natively, "
+        f"{share(low - native, low)} in fp32 and rounded; "
+    )
 
 
 def ended_with(report: Report) -> str:

@@ -5,6 +5,8 @@ That is the same for all calls of a site whose arguments are of the same kinds, 
 
 from __future__ import annotations
 
+import dataclasses
+import functools
 import itertools
 from dataclasses import dataclass
 from typing import Any, Final
@@ -24,8 +26,11 @@ from ..casting import (
     target_dtype,
     widest,
 )
+from ..compute import names_dtype
+from ..ops import facts
 from ..policy import CastPolicy
 from ..tensors import (
+    ELIGIBLE,
     PLAIN_TENSORS,
     SEQUENCES,
     Args,
@@ -34,11 +39,15 @@ from ..tensors import (
     is_floating,
     leaves,
     map_tensors,
+    tensors_in,
 )
 from ..torch_internals import transforms
 
 #: The reason of calls whose casts the program has switched off.
 SWITCHED_OFF: Final = "casts are switched off"
+
+#: The reason of calls whose inputs torch.autocast has cast.
+AUTOCAST: Final = "torch.autocast"
 
 #: How many kinds of calls a site remembers.
 _MOST_KINDS: Final = 256
@@ -76,6 +85,7 @@ class Descriptions:
         """Starts without any."""
         self._recipe = recipe
         self._known: dict[Any, Description | None] = {}
+        self._autocast: dict[tuple[Description, torch.dtype], Description] = {}
 
     def find(
         self, args: Args, kwargs: Kwargs, *, is_on: bool
@@ -106,6 +116,26 @@ class Descriptions:
         if found is None:
             return None
         return found, [tensors[position] for position in found.positions]
+
+    def as_run(self, found: Description, args: Args, kwargs: Kwargs, result: Any) -> Description:
+        """Returns the description of a call that was made in a region of torch.autocast.
+
+        Its result shows what it has computed in, unless the call names that.
+        """
+        if self._recipe.decision.is_named or self._recipe.site.op in facts("converting"):
+            return found
+        dtype = next((each.dtype for each in tensors_in([result]) if each.dtype in ELIGIBLE), None)
+        given = found.dtype or functools.reduce(torch.promote_types, found.cast_dtypes)
+        if dtype in (None, given) or given not in ELIGIBLE or names_dtype(args, kwargs):
+            return found
+        key = found, dtype
+        if key not in self._autocast:
+            if len(self._autocast) >= _MOST_KINDS:
+                self._autocast.clear()
+            self._autocast[key] = dataclasses.replace(
+                found, dtype=dtype, cast_policy=CastPolicy.PASS.name, reason=AUTOCAST
+            )
+        return self._autocast[key]
 
     def _new(
         self, args: Args, kwargs: Kwargs, *, is_on: bool

@@ -17,6 +17,8 @@ from typing import Any, Final
 import torch
 
 from ..casting import Recipe, cast_args, floating_inputs, written
+from ..compute import COMPUTED
+from ..number_formats import Format
 from ..observers import PAUSED, Attached, CallTensors, OpCall, user_location
 from ..ops import facts
 from ..policy import CastPolicy
@@ -94,7 +96,7 @@ def make_observed_wrapper(
                 return inner(*args, **kwargs)  # there is nothing to decide
             found = describe(recipe, before, args, kwargs, is_on=is_on)
             result = inner(*args, **kwargs)
-            tell(found, _dtypes_of(result), 0, None, None, None, is_on)
+            tell(found, _dtypes_of(result), 0, None, None, None, is_on, False)
             return result
         known = descriptions.find(args, kwargs, is_on=is_on)
         # Conversions amid a call are hmpx's own, handed over to their names by a mode.
@@ -109,17 +111,21 @@ def make_observed_wrapper(
         if with_tensors and not (is_graph_made() or has_fake_tensors()):
             tensors = _tensors(recipe, complete, inner, args, kwargs)
         began = _now(found.device_type) if is_timed else 0.0
+        was_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, False
         try:
             _here.is_in_call = True
             result = inner(*args, **kwargs)
         finally:
             _here.is_in_call = was_in_call
+            is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
+        if is_on and is_any_autocast_enabled():
+            found = descriptions.as_run(found, args, kwargs, result)
         if is_timed:
             seconds = _now(found.device_type) - began
         if tensors is not None:
             tensors = dataclasses.replace(tensors, result=result)
         values = (before, args, kwargs, result) if for_every_op else None
-        tell(found, _dtypes_of(result), cast_bytes, seconds, tensors, values, is_on)
+        tell(found, _dtypes_of(result), cast_bytes, seconds, tensors, values, is_on, is_legalized)
         return result
 
     calls: dict[Any, OpCall] = {}
@@ -129,10 +135,11 @@ def make_observed_wrapper(
         output_dtypes: tuple[torch.dtype, ...],
         cast_bytes: int,
         seconds: float | None,
+        is_legalized: bool,
     ) -> OpCall:
         path, location, here = place().path, user_location(), phase()
         # In a loop all is the same again; to look it up takes a third of the time.
-        key = found, output_dtypes, cast_bytes, path, location, here
+        key = found, output_dtypes, cast_bytes, path, location, here, is_legalized
         if seconds is None and key in calls:
             return calls[key]
         call = OpCall(
@@ -151,6 +158,7 @@ def make_observed_wrapper(
             location=location,
             phase=here,
             seconds=seconds,
+            legalized=is_legalized or isinstance(found.dtype, Format),
         )
         if seconds is None:
             if len(calls) >= _MOST_CALLS:
@@ -166,8 +174,9 @@ def make_observed_wrapper(
         tensors: CallTensors | None,
         values: tuple[list[torch.Tensor], Args, Kwargs, Any] | None,
         is_on: bool,
+        is_legalized: bool,
     ) -> None:
-        call = called(found, output_dtypes, cast_bytes, seconds)
+        call = called(found, output_dtypes, cast_bytes, seconds, is_legalized)
         with_values, others = told if is_on else told_where_off
         if values is not None:
             for each in with_values:

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ..casting import Recipe, cast_args, floating_inputs, written
-from ..compute import computed_in_fp32, is_refusal, rounded
+from ..compute import computed_in_fp32, is_refusal, note_legalized, rounded
 from ..policy import INPUT
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
 from ..torch_state import without_casts
@@ -43,6 +43,7 @@ def retry_in_fp32(
     dtype, refusal = inputs[0].dtype, str(error)  # whoever holds the error holds all its frames
 
     def compute_in_fp32() -> Any:
+        note_legalized()
         with without_casts():
             result = computed_in_fp32(original, args, kwargs, dtype)
         output = recipe.decision.output_dtype

@@ -42,6 +42,7 @@ from ..compute import (
     keeping_parameters,
     names_dtype,
     note_deciding,
+    note_legalized,
     note_unrounded,
     rounding_last,
 )
@@ -156,6 +157,7 @@ def _legalized(
             if legalization.settles(inputs, dtype):
                 settle()
             return native(function, *_cast_late(recipe, args, kwargs), given)
+        note_legalized()
         if run is not run_plainly:
             function = functools.partial(_run_with, run, function, given)
         elif not kwargs:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pathlib
 import types
 from collections import deque
 from collections.abc import Callable
@@ -132,3 +134,70 @@ def test_tune_names_outputs_that_its_metric_does_not_look_at(
 def test_tune_refuses_what_has_no_numbers(returned: object) -> None:
     with pytest.raises(hmpx.OptionError, match="sees no numbers; return tensors"):
         hmpx.tune(lambda x: (x @ x, returned)[1], [torch.ones(2, 2)], tolerance=0.1)
+
+
+def seen(function: Callable[[], object], **options: object) -> hmpx.OpCall:
+    """Returns the last call that ``function`` makes."""
+    calls: list[hmpx.OpCall] = []
+    with (
+        hmpx.convert(device_types={"cpu"}, **options),  # type: ignore[arg-type]
+        hmpx.attach(calls.append, every_op=True),
+    ):
+        function()
+    return calls[-1]
+
+
+def test_what_ran_in_fp32_and_was_rounded_is_told_from_what_ran_natively() -> None:
+    x = torch.eye(2)
+    assert seen(lambda: torch.mm(x, x), legalize="always").legalized
+    assert not seen(lambda: torch.mm(x, x), legalize="never").legalized
+    assert seen(lambda: torch.mm(x, x), low_precision_type="float8_e4m3fn").legalized
+    lacking = seen(lambda: torch.linalg.inv(x), policy={"lists": "none", "low": ["inv"]})
+    assert (lacking.legalized, lacking.dtype) == (True, torch.bfloat16)
+
+
+def test_what_was_tried_again_in_fp32_is_reported_as_such(
+    tmp_path: pathlib.Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    source = """
+def refuse(x):
+    if str(x.dtype) != "torch.float32":
+        raise RuntimeError("not implemented for 'BFloat16'")
+    return x + 1
+"""
+    (tmp_path / "refusing_kernels.py").write_text(source)
+    monkeypatch.syspath_prepend(tmp_path)
+    kernels = importlib.import_module("refusing_kernels")
+    policy = {"lists": "none", "low": ["refusing_kernels.refuse"]}
+    found = seen(lambda: kernels.refuse(torch.ones(2)), policy=policy)
+    assert (found.op, found.legalized) == ("refusing_kernels.refuse", True)
+
+
+def test_what_torch_autocast_casts_is_reported_as_it_ran() -> None:
+    def in_region(*inputs: torch.Tensor) -> hmpx.OpCall:
+        def call() -> None:
+            with torch.autocast("cpu", torch.bfloat16):
+                torch.mm(*inputs)
+
+        return seen(call, policy={"lists": "none", "low": ["relu"]})
+
+    x = torch.eye(2)
+    found = in_region(x, x)
+    assert (found.dtype, found.cast_policy, found.reason) == (
+        torch.bfloat16, "PASS", "torch.autocast",
+    )  # fmt: skip
+    assert (found.cast_dtypes, found.cast_bytes) == (found.input_dtypes, 0)
+    assert in_region(x.bfloat16(), x.bfloat16()).dtype is None, "it was left alone"
+    assert in_region(x.double(), x.double()).dtype is None
+
+
+@pytest.mark.parametrize(
+    ("mode", "said"),
+    [("never", "100 % were computed natively, 0 % in"), ("always", "100 % in fp32 and")],
+)
+def test_the_verdict_says_what_was_computed_natively(mode: str, said: str) -> None:
+    with hmpx.convert(device_types={"cpu"}, legalize=mode), hmpx.record() as recording:
+        torch.mm(torch.eye(2), torch.eye(2))
+    report = recording.report()
+    assert said in str(report).splitlines()[1]
+    assert [row.legalized for row in report.rows] == [mode == "always"]

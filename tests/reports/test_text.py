@@ -34,6 +34,7 @@ def small() -> Report:
 def test_a_report_reads_from_the_verdict_to_the_table() -> None:
     assert str(small()) == (
         "92 % of FLOPs, 62 % of bytes and 42 % of calls in low precision\n"
+        "of these FLOPs, 100 % were computed natively, 0 % in fp32 and rounded\n"
         "214 casts wrote 38 MB\n"
         "\n"
         "fixes, those that save most first:\n"
@@ -54,7 +55,7 @@ def test_a_report_reads_from_the_verdict_to_the_table() -> None:
 
 def test_an_error_follows_the_verdict() -> None:
     report = Report((row(),), error="RuntimeError: out\nof memory")
-    assert str(report).splitlines()[2] == "the run ended with: RuntimeError: out of memory"
+    assert str(report).splitlines()[3] == "the run ended with: RuntimeError: out of memory"
 
 
 def test_an_empty_report_says_so() -> None:
@@ -67,6 +68,7 @@ def test_what_was_not_counted_is_not_shown() -> None:
     report = Report((row(phase="backward", flops=0, bytes=0, casts=0, cast_bytes=0),))
     assert str(report).splitlines() == [
         "100 % of calls in low precision",
+        "of these calls, 100 % were computed natively, 0 % in fp32 and rounded",
         "nothing was cast",
         "",
         "op      phase  from  in    to    calls",

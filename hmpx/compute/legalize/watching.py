@@ -1,9 +1,10 @@
-"""Reports which inputs the mode ``"fast"`` leaves unrounded."""
+"""Reports which calls compute in fp32, and which inputs the mode ``"fast"`` leaves unrounded."""
 
 from __future__ import annotations
 
 import contextlib
 import contextvars
+import threading
 from collections.abc import Callable, Iterator
 from typing import Final
 
@@ -45,3 +46,24 @@ def note_unrounded(op: str, inputs: list[Tensor]) -> None:
 
 
 run_when_traced(is_watched)  # compiled code is never watched
+
+
+class _Here(threading.local):
+    """What a thread has computed.
+
+    Attributes:
+        is_legalized: In fp32, with inputs and results in low precision; whoever reads it resets it.
+    """
+
+    is_legalized = False
+
+
+COMPUTED: Final = _Here()
+
+
+def note_legalized() -> None:
+    """Notes that a call with low-precision inputs or results computes in fp32."""
+    COMPUTED.is_legalized = True
+
+
+run_when_traced(note_legalized)
