@@ -12,6 +12,7 @@ from .early_names import (
 )
 from .filled import filled_patches
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
+from .held_functions import held_function_patches
 from .numpy_values import numpy_patches
 from .pickling import pickle_patch, retired, retired_name
 from .regions import SCALERS, region_patches
@@ -27,6 +28,7 @@ __all__ = [
     "forget_compiled",
     "forget_overrides",
     "held_by_models",
+    "held_function_patches",
     "is_renewed",
     "missed",
     "numpy_patches",

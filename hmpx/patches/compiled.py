@@ -152,12 +152,12 @@ def _unwrap_kernels(module: Any) -> None:
     if choice is None or called is None or hasattr(choice.__init__, "__hmpx_kernels__"):
         return
     kernels = vars(called)
-    kernels |= {name: _unwrapped(kernel) for name, kernel in kernels.items()}
+    kernels |= {name: unwrapped(kernel) for name, kernel in kernels.items()}
     initialize = choice.__init__
 
     @functools.wraps(initialize)
     def unwrapping(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(self, _unwrapped(kernel), *args, **kwargs)
+        initialize(self, unwrapped(kernel), *args, **kwargs)
 
     unwrapping.__hmpx_kernels__ = True  # type: ignore[attr-defined]
     choice.__init__ = unwrapping
@@ -170,7 +170,7 @@ def _list_originals(module: Any) -> None:
     """
     table = of_later(module.__name__, "lowerings")
     for function in [] if table is None else list(table):
-        if _is_wrapper(function):
+        if is_wrapper(function):
             table[function.__wrapped__] = table.pop(function)
 
 
@@ -187,7 +187,7 @@ def _lower_originals(name: str) -> Callable[[Any], None]:
 
         @functools.wraps(call)
         def unwrapping(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
-            return call(self, _unwrapped(target), args, kwargs)
+            return call(self, unwrapped(target), args, kwargs)
 
         vars(unwrapping)["__hmpx_originals__"] = True
         getattr(module, name).call_function = unwrapping
@@ -195,11 +195,13 @@ def _lower_originals(name: str) -> Callable[[Any], None]:
     return lower_originals
 
 
-def _unwrapped(kernel: Any) -> Any:
-    return kernel.__wrapped__ if _is_wrapper(kernel) else kernel
+def unwrapped(function: Any) -> Any:
+    """Returns torch's function in place of a wrapper of it; anything else as it is."""
+    return function.__wrapped__ if is_wrapper(function) else function
 
 
-def _is_wrapper(function: Any) -> bool:
+def is_wrapper(function: Any) -> bool:
+    """Whether ``function`` stands for one of torch's, in a conversion or since an earlier one."""
     marks = getattr(function, "__dict__", {})
     return "__hmpx_site__" in marks or "__hmpx_filled__" in marks
 

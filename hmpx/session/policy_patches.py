@@ -8,6 +8,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import inspect
+import sys
 import types
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -49,6 +50,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     (``torch.conv2d`` is ``F.conv2d``) gets one wrapper.
     """
     found: list[Patch] = []
+    homes: list[Patch] = []
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
     policy, observers = conversion.policy, conversion.observers
     deciding = _deciding(policy)
@@ -107,6 +109,15 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                 found.append(Patch(site.owner, site.attribute, getter))
             elif wrapper is not None:
                 found.append(Patch(site.owner, site.attribute, wrapper))
+                home = sys.modules.get(getattr(function, "__module__", None) or "")
+                if home is not None and home is not site.owner:
+                    homes.append(Patch(home, function.__name__, wrapper))
+    # By the name that a function has of itself, code of graphs calls it.
+    taken = {patch.key for patch in found}
+    for patch in homes:
+        if patch.key not in taken and draft.read(patch) is vars(patch.value)["__wrapped__"]:
+            taken.add(patch.key)
+            found.append(patch)
     return found, [wrapper for wrapper in made.values() if wrapper is not None]
 
 

@@ -16,6 +16,7 @@ from ..patches import (
     early_name_patches,
     filled_patches,
     following,
+    held_function_patches,
     numpy_patches,
     pickle_patch,
     region_patches,
@@ -159,6 +160,11 @@ def _early_names(context: StepContext) -> Iterable[Change]:
     yield from early_name_patches(replacements(context.made, earlier))
 
 
+def _held_functions(context: StepContext) -> Iterable[Change]:
+    """Functions that graphs of torch.fx hold, and classes."""
+    return held_function_patches(context.draft, replacements(context.made, ()))
+
+
 def _later_ops(context: StepContext) -> Iterable[Change]:
     """Imports of modules, and definitions of operators, that bring ops of other libraries."""
     return following(context.foreign, context.draft, context.callbacks.follow)
@@ -217,6 +223,7 @@ STEPS: Final = (
     Step(_reused_casts, lambda context: context.conversion.options.reuse_casts),
     Step(_pickling),
     Step(_early_names),
+    Step(_held_functions),
     Step(_later_ops),
     Step(_hmpx_itself),
     Step(_delayed_scaling, lambda context: context.may_have_history),

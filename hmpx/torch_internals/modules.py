@@ -120,6 +120,22 @@ rely_on(
     behaves=is_found,
 )
 
+#: The slot of a graph's node that holds its function; the class of the tables by which graphs find nodes,
+#: and the method of it that returns a node's key. All None where torch has others.
+NODE_KEY: Final = "_key"
+NODE_TARGET, NODE_TABLE = rely_on(
+    "torch._C._NodeBase.target",
+    "torch.fx.graph._FindNodesLookupTable",
+    feature="functions in graphs of torch.fx",
+    since="2.13",
+    without="passes don't find functions in graphs that were traced on the other side of a conversion",
+    behaves=lambda target, table: (
+        isinstance(target, types.MemberDescriptorType)
+        and getattr(table(), NODE_KEY)(types.SimpleNamespace(op="call_function", target=1))[1] == 1
+    ),
+    instead=(None, None),
+)
+
 rely_on(
     "torch.backends.mha.get_fastpath_enabled",
     "torch.nn.RNNBase.check_input",

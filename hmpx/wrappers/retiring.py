@@ -7,6 +7,7 @@ functions that read and write the variables it works with, and that are here giv
 from __future__ import annotations
 
 import sys
+import types
 from collections.abc import Callable, Hashable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -47,6 +48,8 @@ def named_after(
     module, _, name = site.rpartition(".")
     if module == "torch.Tensor":
         module, name = "torch", f"Tensor.{name}"
+    elif isinstance(getattr(original, "__self__", None), types.ModuleType):
+        module, name = original.__module__, original.__qualname__  # torch.linalg has no linalg_norm
     wrapper.__module__ = module
     wrapper.__name__ = getattr(original, "__name__", name)
     wrapper.__qualname__ = name

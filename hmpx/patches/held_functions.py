@@ -1,0 +1,96 @@
+"""Functions of torch that graphs of torch.fx and classes hold stay what they are without a conversion.
+
+Nodes hold torch's own functions, which read as wrappers while torch is converted. So a program that
+compares a node's function with the one under its name, or calls it, finds what it expects, wherever the
+graph was traced: before a conversion, during one, or after it.
+
+A builtin does not become a method of a class that holds it, as a function in Python does; wrappers are
+such functions.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import types
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any, Final
+
+from torch import fx, nn
+
+from ..patching import ABSENT, Draft, Patch
+from ..torch_internals import NODE_KEY, NODE_TABLE, NODE_TARGET
+from .compiled import is_wrapper, unwrapped
+
+#: Operators of ATen are not among them: graphs of these hold their casts.
+_FUNCTIONS: Final = (types.BuiltinFunctionType, types.FunctionType)
+
+
+def held_function_patches(
+    draft: Draft, replacements: Mapping[int, Callable[..., Any]]
+) -> Iterator[Patch]:
+    """Yields the patches of nodes, and of how subclasses of `torch.nn.Module` are made.
+
+    Args:
+        draft: Where torch is as it would be without a conversion.
+        replacements: ``id`` of a torch function -> its wrapper.
+    """
+    slot = Patch(nn.Module, "__init_subclass__", None)
+    yield dataclasses.replace(slot, value=classmethod(_unbinding(draft.read(slot))))
+    if NODE_TARGET is not None:
+        yield from _node_patches(draft, replacements)
+
+
+def _unbinding(before: Any) -> Callable[..., None]:
+    """Returns an ``__init_subclass__`` after which wrappers of builtins are no methods."""
+
+    def init_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
+        if before is ABSENT:
+            super(nn.Module, cls).__init_subclass__(**kwargs)
+        else:
+            before.__get__(None, cls)(**kwargs)
+        for owner in cls.__mro__[: cls.__mro__.index(nn.Module)]:  # others may be mixed in
+            for name, value in list(vars(owner).items()):
+                if isinstance(unwrapped(value), types.BuiltinFunctionType) and is_wrapper(value):
+                    setattr(owner, name, staticmethod(value))
+
+    return init_subclass
+
+
+def _node_patches(draft: Draft, replacements: Mapping[int, Callable[..., Any]]) -> Iterator[Patch]:
+    """Yields the patches of what nodes hold, and of how graphs find nodes by it."""
+    wrappers = {
+        address: wrapper
+        for address, wrapper in replacements.items()
+        if isinstance(vars(wrapper)["__wrapped__"], _FUNCTIONS)
+    }
+    get, put = NODE_TARGET.__get__, NODE_TARGET.__set__
+    key = draft.attribute(NODE_TABLE, NODE_KEY)
+    find, init = draft.attribute(fx.Graph, "find_nodes"), draft.attribute(fx.Node, "__init__")
+
+    def read(self: fx.Node) -> Any:
+        target = get(self)
+        return wrappers.get(id(target), target)
+
+    def write(self: fx.Node, target: Any) -> None:
+        put(self, unwrapped(target))
+
+    @functools.wraps(init)
+    def make(
+        self: fx.Node, graph: Any, name: Any, op: Any, target: Any, *args: Any, **kwargs: Any
+    ) -> None:
+        init(self, graph, name, op, unwrapped(target), *args, **kwargs)
+
+    @functools.wraps(find)
+    def find_nodes(self: fx.Graph, *, op: str, target: Any = None, **kwargs: Any) -> Any:
+        return find(self, op=op, target=unwrapped(target), **kwargs)
+
+    @functools.wraps(key)
+    def key_of(self: Any, node: fx.Node) -> Any:
+        op, target = key(self, node)
+        return op, unwrapped(target)
+
+    yield Patch(fx.Node, "target", property(read, write))
+    yield Patch(fx.Node, "__init__", make)
+    yield Patch(fx.Graph, "find_nodes", find_nodes)
+    yield Patch(NODE_TABLE, NODE_KEY, key_of)
