@@ -8,7 +8,6 @@ from .early_names import (
     forget_overrides,
     held_by_models,
     missed,
-    taken_name_patches,
 )
 from .filled import filled_patches
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
@@ -16,6 +15,7 @@ from .held_functions import held_function_patches
 from .numpy_values import numpy_patches
 from .pickling import pickle_patch, retired, retired_name
 from .regions import SCALERS, region_patches
+from .taken_names import note_torchs_modules, standing_for, taken_name_patches
 
 __all__ = [
     "SCALERS",
@@ -31,10 +31,12 @@ __all__ = [
     "held_function_patches",
     "is_renewed",
     "missed",
+    "note_torchs_modules",
     "numpy_patches",
     "pickle_patch",
     "region_patches",
     "retired",
     "retired_name",
+    "standing_for",
     "taken_name_patches",
 ]

@@ -5,7 +5,7 @@ torch reaches. This searches module globals, and one level into the dicts, lists
 they name. torch's own modules are left alone. So are models: finding those in a process takes longer
 than the rest of a conversion, so they are listed only on request. A table with a torch function as a
 key, as in classes with a ``__torch_function__``, gets the wrapper as a second key beside it, and a set
-that has one the wrapper, too. At `revert` the same is done the other way for what was taken meanwhile.
+that has one the wrapper, too. `taken_names` does the same the other way for what was taken meanwhile.
 Patches nothing itself.
 """
 
@@ -18,18 +18,19 @@ import gc
 import os
 import sys
 import types
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from collections.abc import Collection, Iterator, Mapping
 from typing import Any
 
 import torch
 
-from ..patching import Draft, EntryPatch, ItemPatch, Patch, names_of
+from ..patching import EntryPatch, ItemPatch, Patch, names_of
 
 #: A patch of a name in a module, of an item of a container, of an entry of a set.
 NamePatch = Patch | ItemPatch | EntryPatch
 
 #: Their tables describe torch's functions, and must continue to do so.
-_LEFT_ALONE = ("torch", "hmpx", "functorch")
+_TORCHS = ("torch", "functorch")
+_LEFT_ALONE = (*_TORCHS, "hmpx")
 
 #: torch imports these, and they don't use torch: half of all names in a process, so half of the time.
 _WITHOUT_TORCH = ("mpmath", "numpy", "sympy")
@@ -59,23 +60,6 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
         yield from in_module(module, replacements, seen)
 
 
-def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[NamePatch]:
-    """Yields the patches that give names taken from torch while it was converted torch's functions.
-
-    A table made meanwhile, with wrappers as keys, gets the functions as further keys: a wrapper that is
-    called acts as its function after a conversion, but is another key.
-
-    Args:
-        draft: Where what the conversion has patched is undone.
-        wrappers: Those of this conversion and of earlier ones.
-    """
-    functions = {id(wrapper): vars(wrapper)["__wrapped__"] for wrapper in wrappers}
-    for patch in early_name_patches(functions):
-        value = draft.read(patch)
-        if value is patch.read() or id(value) in functions:  # not what the draft has restored
-            yield patch
-
-
 def in_module(
     module: types.ModuleType, replacements: Mapping[int, Any], seen: set[int]
 ) -> Iterator[NamePatch]:
@@ -92,7 +76,7 @@ def in_module(
         for key, value in list(held.items()):
             if id(value) in wanted:
                 yield Patch(module, key, replacements[id(value)], is_foreign=True)
-    partials: dict[int, functools.partial[Any]] = {}
+    again: dict[int, functools.partial[Any] | types.MethodType] = {}
     for value in [each for each in values if type(each) not in _ATOMS]:  # few
         kind = type(value)
         if kind in _CONTAINERS:
@@ -104,12 +88,14 @@ def in_module(
         elif kind is functools.partial:
             if id(value.func) in wanted:
                 function = replacements[id(value.func)]
-                partials[id(value)] = functools.partial(function, *value.args, **value.keywords)
+                again[id(value)] = functools.partial(function, *value.args, **value.keywords)
+        elif kind is types.MethodType and id(value.__func__) in wanted:
+            again[id(value)] = types.MethodType(replacements[id(value.__func__)], value.__self__)
         elif issubclass(kind, type) and not (id(value) in seen or _is_plain(value, seen)):
             yield from _class_patches(value, replacements, seen)
-    for key, value in list(held.items()) if partials else ():
-        if id(value) in partials:
-            yield Patch(module, key, partials[id(value)], is_foreign=True)
+    for key, value in list(held.items()) if again else ():
+        if id(value) in again:
+            yield Patch(module, key, again[id(value)], is_foreign=True)
 
 
 def missed(originals: Collection[Any], depth: int = 5) -> Iterator[tuple[str, Any]]:
@@ -241,6 +227,16 @@ def _modules() -> dict[str, types.ModuleType]:
         if not (top in pythons and _is_pythons(module)):
             found.setdefault(id(module), (name, module))
     return dict(found.values())
+
+
+def torchs_modules() -> list[tuple[str, types.ModuleType]]:
+    """Returns torch's loaded modules, by name."""
+    return [
+        (name, module)
+        for name, module in list(sys.modules.items())
+        if type(name) is str and name.partition(".")[0] in _TORCHS
+        if issubclass(type(module), types.ModuleType)
+    ]
 
 
 def _unknown_modules() -> list[tuple[str, types.ModuleType]]:

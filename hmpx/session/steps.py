@@ -17,10 +17,12 @@ from ..patches import (
     filled_patches,
     following,
     held_function_patches,
+    note_torchs_modules,
     numpy_patches,
     pickle_patch,
     region_patches,
     retired,
+    standing_for,
 )
 from ..patching import Applied, Change, Draft, ItemPatch, Patch
 from ..rules import Registered
@@ -64,6 +66,7 @@ class StepContext:
         foreign: The names of ops of other libraries.
         wrapping: The patches that install the wrappers.
         made: The wrappers.
+        applied: What the steps have drafted so far.
         said: Problems with names in the lists.
         may_have_history: Whether ops may round to formats that scale by earlier steps.
         notes_modules: Whether running modules are noted from the start.
@@ -90,6 +93,7 @@ class StepContext:
         others.take(self.foreign)
         self.wrapping += others.patches
         self.made += others.made
+        self.applied: list[Applied] = []
         self.said = others.said
         needs_history = has_history(conversion.policy, conversion.options)
         self.may_have_history = needs_history or bool(rules)
@@ -102,7 +106,7 @@ class StepContext:
 
 def draft_steps(context: StepContext) -> Installation:
     """Drafts all steps that the conversion needs, and returns what they put into torch."""
-    applied: list[Applied] = []
+    applied = context.applied
     for step in STEPS:
         if step.is_needed(context):
             applied += context.draft.apply(step.patches(context))
@@ -157,7 +161,10 @@ def _early_names(context: StepContext) -> Iterable[Change]:
     """Names that modules took from torch before the conversion, or during an earlier one."""
     # The list keeps the earlier wrappers alive, which are found by their ids.
     earlier = [*retired(), *context.replaced]
-    yield from early_name_patches(replacements(context.made, earlier))
+    if not context.replaced:
+        note_torchs_modules()
+    others = standing_for(context.applied)
+    yield from early_name_patches(others | replacements(context.made, earlier))
 
 
 def _held_functions(context: StepContext) -> Iterable[Change]:

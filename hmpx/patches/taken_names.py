@@ -1,0 +1,82 @@
+"""Names that were taken while converted: what they hold, and how they get torch's functions back.
+
+``from numpy import *`` and ``apply = Function.apply`` take functions that a conversion puts into torch and
+numpy beside the wrappers. torch's own modules take wrappers, too, if they are imported meanwhile.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import types
+import weakref
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, Final
+
+from ..patching import Applied, Draft, Patch
+from .compiled import unwrapped
+from .early_names import NamePatch, early_name_patches, in_module, torchs_modules
+
+#: What conversions have put somewhere beside the wrappers -> the function that it stands for.
+_originals: Final[weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]] = (
+    weakref.WeakKeyDictionary()
+)
+
+#: The names of torch's modules that had been imported before torch was converted.
+_before: set[str] = set()
+
+_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType)
+
+
+def note_torchs_modules() -> None:
+    """Notes that torch's modules hold its own functions now: it is not converted."""
+    _before.update(name for name, _ in torchs_modules())
+
+
+def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
+    """Returns ``id`` of a function -> what ``applied`` put in its place, if that is not a wrapper.
+
+    What stood there in earlier conversions is among the functions.
+    """
+    found: dict[int, Callable[..., Any]] = {}
+    for done in applied:
+        value, before = _function(done.patch.value), unwrapped(_function(done.previous))
+        is_name = isinstance(done.patch, Patch) and not done.patch.is_foreign
+        is_function = type(value) is types.FunctionType and isinstance(before, _FUNCTIONS)
+        if is_name and is_function and "__hmpx_site__" not in vars(value):
+            original = _originals[value] = _originals.get(before, before)
+            found[id(original)] = value
+    for earlier, original in list(_originals.items()):
+        if id(original) in found:
+            found[id(earlier)] = found[id(original)]
+    return found
+
+
+def _function(value: Any) -> Any:
+    """Returns the function in a method, or in a partial; another value as it is."""
+    if isinstance(value, functools.partial):
+        return value.func
+    return value.__func__ if isinstance(value, _METHODS) else value
+
+
+_METHODS: Final = (classmethod, staticmethod, types.MethodType)
+
+
+def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> Iterator[NamePatch]:
+    """Yields the patches that give names taken from torch while it was converted torch's functions.
+
+    A table made meanwhile, with wrappers as keys, gets the functions as further keys: a wrapper that is
+    called acts as its function after a conversion, but is another key.
+
+    Args:
+        draft: Where what the conversion has patched is undone.
+        wrappers: Those of this conversion and of earlier ones.
+    """
+    functions = {id(function): original for function, original in list(_originals.items())}
+    functions |= {id(wrapper): vars(wrapper)["__wrapped__"] for wrapper in wrappers}
+    later = [module for name, module in torchs_modules() if name not in _before]
+    in_torch = [in_module(module, functions, set()) for module in later]
+    for patch in itertools.chain(early_name_patches(functions), *in_torch):
+        value = draft.read(patch)
+        if value is patch.read() or id(_function(value)) in functions:  # else the draft restores it
+            yield patch
