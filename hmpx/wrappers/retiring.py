@@ -48,8 +48,9 @@ def named_after(
     module, _, name = site.rpartition(".")
     if module == "torch.Tensor":
         module, name = "torch", f"Tensor.{name}"
-    elif isinstance(getattr(original, "__self__", None), types.ModuleType):
-        module, name = original.__module__, original.__qualname__  # torch.linalg has no linalg_norm
+    is_of_module = isinstance(getattr(original, "__self__", None), types.ModuleType)
+    if is_of_module and original.__name__ != name:  # torch.linalg has no "linalg_norm"
+        module, name = original.__module__, original.__qualname__
     wrapper.__module__ = module
     wrapper.__name__ = getattr(original, "__name__", name)
     wrapper.__qualname__ = name
