@@ -112,13 +112,11 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
                 home = sys.modules.get(getattr(function, "__module__", None) or "")
                 if home is not None and home is not site.owner:
                     homes.append(Patch(home, function.__name__, wrapper))
-    # By the name that a function has of itself, code of graphs calls it.
-    taken = {patch.key for patch in found}
-    for patch in homes:
-        if patch.key not in taken and draft.read(patch) is vars(patch.value)["__wrapped__"]:
-            taken.add(patch.key)
-            found.append(patch)
-    return found, [wrapper for wrapper in made.values() if wrapper is not None]
+    by_key = {patch.key: patch for patch in found}
+    for patch in homes:  # the names by which code of graphs calls the functions
+        if draft.read(patch) is vars(patch.value)["__wrapped__"]:
+            by_key.setdefault(patch.key, patch)
+    return list(by_key.values()), [wrapper for wrapper in made.values() if wrapper is not None]
 
 
 def _looked_up(conversion: Conversion) -> tuple[str, ...]:
