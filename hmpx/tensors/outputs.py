@@ -75,8 +75,8 @@ def parts_of(value: Any, where: str = "", around: tuple[int, ...] = ()) -> Itera
         yield Part(f"{where}.imag", value.imag)
     elif isinstance(value, _PLAIN):
         yield Part(where, value)
-    elif hasattr(value, "_fields") and isinstance(value, tuple):
-        for name, each in zip(value._fields, value, strict=True):
+    elif isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        for name, each in zip(names, value, strict=True):
             yield from parts_of(each, f"{where}.{name}", around)
     elif isinstance(value, (*SEQUENCES, deque)):
         for index, each in enumerate(value):
