@@ -107,8 +107,16 @@ def results(run: Callable[[nn.Module, Tensor], Tensor]) -> list[Tensor]:
     return [y.detach(), *gradients]
 
 
+def assert_same(actual: list[Tensor], expected: list[Tensor], name: str) -> None:
+    assert [t.dtype for t in actual] == [t.dtype for t in expected], name
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+
+
+RUNS = [plain, in_checkpoint, in_reentrant_checkpoint, in_vmap]
+
+
 @pytest.mark.sampled(3)
-@pytest.mark.parametrize("run", [plain, in_checkpoint, in_reentrant_checkpoint, in_vmap])
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("around", AROUND)
 @pytest.mark.parametrize("is_converted", [False, True])
 def test_an_observer_changes_no_bit(
@@ -123,19 +131,66 @@ def test_an_observer_changes_no_bit(
         expected = results(run)
     for name, observe in OBSERVERS.items():
         with converted(), observe(), AROUND[around]():
-            actual = results(run)
-        assert [t.dtype for t in actual] == [t.dtype for t in expected], name
-        torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
+            assert_same(results(run), expected, name)
+        with converted(), AROUND[around](), observe():
+            assert_same(results(run), expected, f"{name} inside")
 
 
+@pytest.mark.sampled(9)
+@pytest.mark.parametrize("run", RUNS)
 @pytest.mark.parametrize("around", AROUND)
-def test_the_log_changes_no_bit(around: str, caplog: pytest.LogCaptureFixture) -> None:
+@pytest.mark.parametrize("is_converted", [False, True])
+def test_a_tool_changes_no_bit(
+    is_converted: bool, around: str, run: Callable[[nn.Module, Tensor], Tensor]
+) -> None:
+    """Neither of what is computed after it, nor, where it calls the program once, of that."""
+    kept: list[Tensor] = []
+
+    def function(x: Tensor) -> Tensor:
+        torch.manual_seed(5)
+        kept.append(run(model, x))
+        return kept[-1]
+
+    def converted() -> AbstractContextManager[Any]:
+        return hmpx.convert(device_types={"cpu"}) if is_converted else nullcontext()
+
+    torch.manual_seed(3)
+    model, x = Model(), torch.randn(6, 8, requires_grad=True)
+    with converted(), AROUND[around]():
+        expected = results(run)
+        with torch.enable_grad():
+            function(x)
+    tools: dict[str, Callable[[], object]] = {
+        "draw": lambda: hmpx.draw(function, x),
+        "explain": lambda: (hmpx.explain("linear"), str(hmpx.explain("*norm*"))),
+        "plan": lambda: hmpx.plan(model, x, device="cpu"),
+        "compare": lambda: hmpx.compare(model, x),
+    }
+    before = [p.detach().clone() for p in model.parameters()]
+    for name, tool in tools.items():
+        with converted(), AROUND[around]():
+            state = torch.get_rng_state()
+            with contextlib.suppress(hmpx.OptionError):  # compare: casts are off
+                tool()
+            if name != "draw":  # which calls a function of the program
+                assert torch.equal(torch.get_rng_state(), state), name
+            assert_same(results(run), expected, name)
+    assert_same([*model.parameters()], before, "parameters")
+    assert_same(kept[1:], kept[:1], "inside draw")
+
+
+@pytest.mark.parametrize("run", RUNS[:2])
+@pytest.mark.parametrize("around", AROUND)
+def test_the_log_changes_no_bit(
+    around: str,
+    run: Callable[[nn.Module, Tensor], Tensor],
+    caplog: pytest.LogCaptureFixture,
+) -> None:
     """It observes a conversion."""
     caplog.set_level(logging.INFO, "hmpx")
     found = []
     for verbose in (False, True):
         session = hmpx.convert(device_types={"cpu"}, isVerbose=verbose)
         with session, AROUND[around](), contextlib.redirect_stdout(io.StringIO()):
-            found.append(results(plain))
-    torch.testing.assert_close(found[1], found[0], rtol=0, atol=0)
-    assert [t.dtype for t in found[1]] == [t.dtype for t in found[0]]
+            found.append(results(run))
+    assert_same(found[1], found[0], "the log")
