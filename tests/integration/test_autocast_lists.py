@@ -189,6 +189,33 @@ def test_cpu_lists_are_what_the_dispatcher_has() -> None:
     assert_same_names(expected, "cpu")
 
 
+@pytest.mark.parametrize("device_type", ["mps", "xpu"])
+def test_lists_of_other_devices_name_what_the_dispatcher_has(device_type: str) -> None:
+    """Torch registers these kernels in every build; what they cast to can't be asked here."""
+    key = f"Autocast{device_type.upper()}"
+    registered = {
+        name.removeprefix("aten::").partition(".")[0]
+        for name in torch._C._dispatch_get_all_op_names()
+        if name.startswith("aten::") and torch._C._dispatch_has_kernel_for_dispatch_key(name, key)
+    }
+    own_ops = {
+        op
+        for kind in KINDS
+        for op, decided in oplists.read_set(f"autocast-{device_type}")[
+            {"bf16": "low"}.get(kind, kind)
+        ].ops.items()
+    }
+    inside = {
+        *("cross_entropy", "cumulative_trapezoid", "trapezoid", "trapz", "inner"),
+        *("linalg_norm", "pairwise_distance", "square", "sum_to_size"),
+    }
+    if device_type == "xpu":
+        inside |= {"gru", "lstm", "rnn_relu", "rnn_tanh"}
+    unknown = {name for name in registered if ops.resolve(name) is None}
+    assert {ops.resolve(name) for name in registered - unknown} <= own_ops
+    assert own_ops - inside <= {ops.resolve(name) for name in registered - unknown}
+
+
 def test_uncallable_ops_are_unknown() -> None:
     """What the lists leave out because Python can't call it, they could not hold."""
     assert not [name for name in UNCALLABLE if ops.resolve(name) is not None]

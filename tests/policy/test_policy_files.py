@@ -447,7 +447,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "p.yaml:1: low_precision_type must be torch.bfloat16 or torch.float16, or a number format, "
         "not 'uint8'; integers have a sign here: int8 and int4 are symmetric, and share a scale"),
     "base": ("lists: hpm\n", "p.yaml:1: lists 'hpm' is neither a shipped set (autocast-cpu, autocast-cuda, "
-        "hmp, hmpx, o2), nor a directory, nor none; did you mean 'hmp'?"),
+        "autocast-hpu, autocast-mps, autocast-xpu, hmp, hmpx, next, o2), nor a directory, nor none; did you mean 'hmp'?"),
     "option": ("low:\n- mm\n- sum accumulte=float32\n",
         "p.yaml:3: unknown option 'accumulte' of 'sum'; did you mean 'accumulate'?"),
     "option's dtype": ("low: [sum output=int8]\n",
@@ -463,7 +463,7 @@ FAULTS: dict[str, tuple[str, str]] = {
         "p.yaml:3: 'torch.conv2d' is the op 'conv2d', which is already in this list, at "
         "p.yaml:2, with other dtypes; keep one of the lines"),
     "include": ('low: ["@hpm"]\n', "p.yaml:1: there is no shipped set 'hpm' (autocast-cpu, autocast-cuda, "
-        "hmp, hmpx, o2); did you mean 'hmp'?"),
+        "autocast-hpu, autocast-mps, autocast-xpu, hmp, hmpx, next, o2); did you mean 'hmp'?"),
     "op in two lists": ("low: [mm]\nfp32:\n- torch.mm\n",
         "p.yaml:3: 'torch.mm' is in two lists: it is the op 'mm', as 'mm' at p.yaml:1 is; "
         "keep one of the lines"),

@@ -1,0 +1,146 @@
+"""The lists of the set ``next``: what they must hold, and what each line says of itself."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.nn.functional as F
+
+import hmpx
+from hmpx import CastPolicy
+from hmpx.policy.lists import sets
+
+FP32, LOW = torch.float32, torch.bfloat16
+FILES = [path.name for path in sorted((sets.directory() / "next").iterdir())]
+
+#: What functions of torch.nn.functional that have a ``reduction`` return, if it is no loss.
+NO_LOSS: set[str] = {"embedding_bag"}
+
+
+@pytest.fixture(scope="module")
+def policy() -> hmpx.Policy:
+    """Returns the policy of the set."""
+    return hmpx.load_policy(lists="next")
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_each_line_gives_its_reason(file: str) -> None:
+    """In a comment on the line itself: it stays with the line in a copy, and in a diff."""
+    lines = (sets.directory() / "next" / file).read_text("utf-8").splitlines()
+    named = [line for line in lines if line[0] not in "#@"]
+    assert named
+    assert [line for line in named if len(line.partition("  # ")[2].split()) < 3] == []
+
+
+def losses() -> Iterator[str]:
+    """Yields the names of torch's losses: they have a ``reduction``, or are named so."""
+    for name, function in vars(F).items():
+        if name.startswith("_") or not callable(function) or inspect.isclass(function):
+            continue
+        try:
+            parameters = inspect.signature(function).parameters
+        except ValueError:
+            parameters = {}
+        if "reduction" in parameters or name.endswith(("_loss", "entropy")):
+            yield name
+
+
+def test_every_loss_runs_in_fp32(policy: hmpx.Policy) -> None:
+    """A total of low losses stops growing at 256 times one of them."""
+    found = set(losses()) - NO_LOSS
+    assert len(found) > 20
+    assert {name: policy[name].cast_policy for name in found} == dict.fromkeys(
+        found, CastPolicy.FP32
+    )
+
+
+@pytest.mark.parametrize("kind", ["low", "fp32", "widest"])
+def test_what_torch_autocast_casts_is_cast_alike(kind: str, policy: hmpx.Policy) -> None:
+    """All but what costs more than it gains, by name."""
+    follows = {
+        "low": {"prelu", "_convolution", "convolution", "_scaled_dot_product_flash_attention"},
+        "fp32": {
+            *("layer_norm", "native_layer_norm", "group_norm", "rms_norm"),
+            *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
+            *(f"upsample_nearest{n}d" for n in (1, 2, 3)),
+        },
+        "widest": set(),
+    }
+    expected = CastPolicy(kind)
+    differing = {
+        op
+        for op in sets.read_set("autocast-cuda")[kind].ops
+        if policy[op].cast_policy is not expected
+    }
+    # Of two vectors' product one number is kept: rounding it saves nothing.
+    assert differing - {"linalg_vecdot"} <= follows[kind]
+
+
+@pytest.mark.parametrize(
+    "norm",
+    [
+        lambda x: F.layer_norm(x, (8,), torch.ones(8), torch.zeros(8)),
+        lambda x: F.group_norm(x, 4, torch.ones(8), torch.zeros(8)),
+        lambda x: F.rms_norm(x, (8,), torch.ones(8)),
+        lambda x: F.instance_norm(x[..., None].expand(-1, -1, 4)),
+        lambda x: F.batch_norm(x, torch.zeros(8), torch.ones(8), training=True),
+    ],
+    ids=["layer_norm", "group_norm", "rms_norm", "instance_norm", "batch_norm"],
+)
+def test_norms_follow_their_input(norm: object) -> None:
+    """An fp32 input is not rounded, and a low one gives a low result, computed in fp32."""
+    assert callable(norm)
+    x = torch.randn(16, 8) + 500
+    exact = norm(x)
+    with hmpx.convert(lists="next", device_types={"cpu"}):
+        assert torch.equal(norm(x), exact)
+        assert norm(x.to(LOW)).dtype is LOW
+
+
+def test_a_batch_norm_of_years_and_prices_keeps_its_statistics() -> None:
+    """Rounded to bfloat16, years differ by 8."""
+    x = torch.stack([torch.arange(1990.0, 2022.0), torch.linspace(3, 40, 32)], dim=1)
+    expected, norm = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
+    expected(x)
+    with hmpx.convert(lists="next", device_types={"cpu"}):
+        norm(x)
+    assert norm.running_var is not None
+    assert torch.equal(norm.running_var, expected.running_var)
+
+
+def test_positions_of_samples_are_not_rounded_with_what_is_sampled() -> None:
+    """An identity warp of 1,024 columns in bfloat16 is the image."""
+    image = torch.arange(1024.0).expand(1, 1, 2, 1024).contiguous()
+    identity = F.affine_grid(torch.eye(2, 3)[None], [1, 1, 2, 1024], align_corners=True)
+    with hmpx.convert(lists="next", device_types={"cpu"}):
+        found = F.grid_sample(image.to(LOW), identity, align_corners=True)
+    assert found.dtype is FP32
+    assert torch.allclose(found, image.to(LOW).float(), atol=0.5)
+
+
+@pytest.mark.parametrize("low", [torch.bfloat16, torch.float16])
+def test_totals_of_losses_and_scattered_numbers_grow_on(low: torch.dtype) -> None:
+    """In bfloat16 they would stop at 256."""
+    values = torch.ones(5000, 1)
+    index = torch.zeros(5000, dtype=torch.int64)
+    with hmpx.convert(lists="next", low_precision_type=low, device_types={"cpu"}):
+        h = torch.eye(4) @ torch.eye(4)
+        assert h.dtype is low
+        assert h.new_zeros(1, 1).index_add(0, index, values).item() == 5000
+        assert h.new_zeros(1).scatter_add(0, index, values[:, 0]).item() == 5000
+        assert h.new_ones(5000).sum().item() == 5000
+        assert h.new_ones(70_000).sum().item() == 70_000
+        losses = [F.l1_loss(h[0, :1], torch.zeros(1)) for _ in range(3)]
+        assert {loss.dtype for loss in losses} == {FP32}
+
+
+def test_a_hand_written_rms_norm_stays_finite_in_float16() -> None:
+    """Its squares would overflow."""
+    with hmpx.convert(lists="next", low_precision_type=torch.float16, device_types={"cpu"}):
+        x = 500 * torch.eye(8) @ torch.eye(8)
+        assert x.dtype is torch.float16
+        found = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
+    assert torch.allclose(found.float().diagonal(), torch.full((8,), 8**0.5), rtol=1e-3)
