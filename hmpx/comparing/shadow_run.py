@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from ..observers import CallTensors, OpCall
-from ..tensors import CAST, Kwargs, is_floating, map_tensors, tensors_in
+from ..tensors import CAST, Kwargs, is_floating, map_tensors, node_of, tensors_in
 from .low_run import (
     LowCall,
     LowRun,
@@ -197,6 +197,7 @@ class ShadowRun:
             if self._draws_gradients and not result.requires_grad and result.is_leaf:
                 self._drawn.append(weakref.ref(result.requires_grad_()))
             if result.requires_grad:
+                node_of(result)  # which `register_hook` has Python see
                 hook = functools.partial(_keep_effect, kept, arrival, differing.difference)
                 self._hooks.append(result.register_hook(hook))  # type: ignore[no-untyped-call]
 

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ..tensors import edges_of, node_of
 from ..torch_internals import TELLS_SAVED
 from .composition import widen
 
@@ -86,13 +87,13 @@ def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any, offse
 
 def is_read_alone(kept: Kept, result: Tensor) -> bool:
     """Whether the backward formula that an output is saved for reads no other tensor."""
-    node = result.grad_fn
+    node = node_of(result)
     while node is not None:
         saved = saved_by(node)
         if saved:
             is_it = not TELLS_SAVED or saved[0].data is kept
             return len(saved) == 1 and is_it
-        before = [each for each, _ in node.next_functions if each is not None]
+        before = [each for each, _ in edges_of(node) if each is not None]
         node = before[0] if len(before) == 1 else None  # as of views
     return False
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from .. import arguments, torch_state
 from ..arguments import is_a
 from ..errors import OptionError, shown
+from ..tensors import node_of
 from .building import Builder
 from .finishing import finished
 from .observing import Names, Observation, graph_tensors, observed
@@ -80,7 +81,7 @@ def draw(
         steps, positions = walk([tensor for _, tensor in found], _WALKED * max_nodes)
     builder = Builder(steps, names, observation)
     builder.build()
-    ends = [(place, tensor, positions[id(tensor.grad_fn)]) for place, tensor in found]
+    ends = [(place, tensor, positions[id(node_of(tensor))]) for place, tensor in found]
     nodes, edges, left_out = finished(builder, ends, max_nodes)
     return Drawing(nodes, edges, left_out, names.classes, builder.formats(), fold)
 

@@ -18,7 +18,7 @@ from torch.nn.modules.module import (
 
 from .. import session, torch_state
 from ..observers import OpCall, attach_to_values
-from ..tensors import node_of, tensors_in
+from ..tensors import edges_of, node_of, tensors_in
 from ..torch_internals import disable_modes, next_number, uncompiled
 
 
@@ -107,12 +107,12 @@ class Observation:
         self.calls.append(call)
         while waiting:
             node = waiting.pop()
-            is_leaf = not node.next_functions
-            if id(node) in self.owners or id(node) in before or is_leaf:
+            edges = edges_of(node)
+            if id(node) in self.owners or id(node) in before or not edges:
                 continue
             self.owners[id(node)] = node, position
             if not writes:  # what it wrote to had another node before, which is not known any more
-                waiting += [each for each, _ in node.next_functions if each is not None]
+                waiting += [each for each, _ in edges if each is not None]
 
 
 def observed(
@@ -177,7 +177,7 @@ def graph_tensors(output: Any) -> list[tuple[str, Tensor]]:
     while waiting:
         place, value = waiting.pop()
         if isinstance(value, Tensor):
-            if value.grad_fn is not None and id(value) not in seen:
+            if node_of(value) is not None and id(value) not in seen:
                 found.append((place, value))
             seen.add(id(value))
             continue

@@ -33,8 +33,7 @@ class Drawing:
     Attributes:
         nodes: Ops, casts, parameters, from the inputs to the outputs.
         edges: The tensors that pass between them.
-        left_out: How many nodes at least are not in ``nodes``, because of ``max_nodes``, or since they
-            are thousands of steps away.
+        left_out: How many nodes at least are not in ``nodes``, because of ``max_nodes``.
         classes: Qualified name of a module -> name of its class, where modules are known.
         formats: Names of the number formats among the types of nodes.
         fold: Whether pictures show of modules that are alike the first; nodes and edges have all.

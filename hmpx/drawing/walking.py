@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
+from ..tensors import edges_of, node_of
 from ..torch_internals import function_of, number_of, outputs_of
 
 #: An output: its dtype and its shape, as far as they are known.
@@ -52,11 +53,6 @@ class Step:
         return self.outputs[position] if position < len(self.outputs) else (None, None)
 
 
-#: How many steps deep a graph is walked. torch frees a graph without recursion, except those nodes that
-#: Python has seen: with 60,000 of them in a row it overflows a stack of 8 MiB.
-_MOST_LEVELS: Final = 5_000
-
-
 def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, int]]:
     """Returns the steps behind ``tensors``, and ``id`` of a node -> position of its step.
 
@@ -75,17 +71,15 @@ def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, in
         return found
 
     for tensor in tensors:
-        position_of(tensor.grad_fn)
-    done, level, end_of_level = 0, 0, len(steps)
+        position_of(node_of(tensor))
+    done = 0
     while done < len(steps):
-        if done == end_of_level:
-            level, end_of_level = level + 1, len(steps)
         step = steps[done]
         done += 1
-        if done > most or level >= _MOST_LEVELS:
+        if done > most:
             step.is_open = step.leaf is None
             continue
-        for node, output in step.node.next_functions:
+        for node, output in edges_of(step.node):
             if node is not None:
                 step.inputs.append((position_of(node), output))
     for step in steps:

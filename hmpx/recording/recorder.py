@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import ops
 from ..observers import OpCall
-from ..tensors import Args, tensors_in
+from ..tensors import Args, node_of, tensors_in
 from ..torch_internals import is_jit_tracing, is_noted_in_graph
 from .entries import OWN_CAST, Counted, Counts, Entry, Thread
 from .folding import Folded
@@ -176,7 +176,7 @@ def _bytes_of(result: Any) -> int:
 def _node_of(inputs: list[Tensor], result: Any) -> Any:
     """Returns the node of autograd's graph that a call has made; None if it made none."""
     for output in [result] if isinstance(result, Tensor) else tensors_in([result]):
-        node = output.grad_fn
+        node = node_of(output)
         if node is not None:
-            return None if any([node is each.grad_fn for each in inputs]) else node  # noqa: C419
+            return None if any([node is node_of(each) for each in inputs]) else node  # noqa: C419
     return None

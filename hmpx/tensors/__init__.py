@@ -31,7 +31,7 @@ from .nested import (
     tensors_in,
     with_items,
 )
-from .nodes import is_leaf, node_of
+from .nodes import edges_of, is_leaf, node_of
 from .outputs import Opaque, Part, floating_parts, parts_of
 from .structures import copied, floats_of, is_dense, map_all, tensors_of, widened
 
@@ -55,6 +55,7 @@ __all__ = [
     "chunk_of",
     "copied",
     "default_device_types",
+    "edges_of",
     "floating_in",
     "floating_parts",
     "floats_of",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, Final
 
 from torch import Tensor
+
+#: The key under which a node's metadata holds the nodes before it.
+_BEFORE: Final = "hmpx.before"
 
 
 def node_of(tensor: Tensor) -> Any:
@@ -17,9 +20,30 @@ def node_of(tensor: Tensor) -> Any:
         'ExpBackward0'
     """
     try:
-        return tensor.grad_fn
+        node = tensor.grad_fn
     except RuntimeError:
         return None
+    if node is not None:
+        edges_of(node)
+    return node
+
+
+def edges_of(node: Any) -> tuple[tuple[Any, int], ...]:
+    """Returns a node's edges: the nodes before it, or None, and which of their outputs it takes.
+
+    The node's metadata holds the edges from then on. Torch frees nodes that Python has seen by recursion,
+    which overflows the stack where thousands of them follow each other. Python limits how deep the
+    deallocation of its own containers nests.
+
+    Example:
+        >>> node = node_of(torch.ones(2, requires_grad=True).exp().log())
+        >>> [before.name() for before, _ in edges_of(node)]
+        ['ExpBackward0']
+    """
+    edges: tuple[tuple[Any, int], ...] = node.next_functions
+    if edges:
+        node.metadata[_BEFORE] = edges
+    return edges
 
 
 def is_leaf(tensor: Tensor) -> bool:

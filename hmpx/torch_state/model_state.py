@@ -11,7 +11,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor, nn
 
-from ..tensors import PLAIN_TENSORS, is_dense
+from ..tensors import PLAIN_TENSORS, edges_of, is_dense, node_of
 from .disabling import without_casts
 from .random_state import state_of_random_numbers
 from .reached import Reached, reached_by
@@ -170,7 +170,7 @@ def _is_same(a: Tensor, b: Tensor) -> bool:
 
 def _leaves(scalars: Iterable[Tensor]) -> Iterable[Tensor]:
     """Returns the tensors in which a backward would leave gradients."""
-    rest: list[Any] = [each.grad_fn for each in scalars]
+    rest: list[Any] = [node_of(each) for each in scalars]
     seen: set[Any] = set()
     while rest:
         node = rest.pop()
@@ -180,7 +180,7 @@ def _leaves(scalars: Iterable[Tensor]) -> Iterable[Tensor]:
         leaf = getattr(node, "variable", None)
         if leaf is not None:
             yield leaf
-        rest += [each for each, _ in node.next_functions]
+        rest += [each for each, _ in edges_of(node)]
 
 
 @contextlib.contextmanager

@@ -7,6 +7,8 @@ from typing import Any, Final
 
 import torch
 
+from ..tensors import edges_of
+
 #: More nodes than any op has: beyond them, inputs were not recognised.
 _MOST: Final = 200
 
@@ -45,7 +47,7 @@ def boundary(
     above: dict[Any, tuple[Any, int] | None] = {}
     while pending:
         node = pending.pop()
-        for edge, (following, _) in enumerate(node.next_functions):
+        for edge, (following, _) in enumerate(edges_of(node)):
             if following is None:
                 continue
             is_leaf = type(following).__name__ == "AccumulateGrad"
@@ -62,7 +64,7 @@ def boundary(
             else:
                 above[following] = None  # its gradient is a sum
         if len(seen) > _MOST:
-            return {node: range(len(node.next_functions)) for node in entries}
+            return {node: range(len(edges_of(node))) for node in entries}
     for last in leaving:
         source, number = _computing(*last, above)
         exits.setdefault(source, []).append(number)

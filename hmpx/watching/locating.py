@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors import floating_in
+from ..tensors import edges_of, floating_in, node_of
 from ..torch_state import state_of_random_numbers
 from .slots import Slots
 
@@ -52,7 +52,7 @@ class Flag:
 
 def _gradients(results: list[Tensor]) -> list[Tensor]:
     """Returns the gradients of the leaves that ``results`` were computed from."""
-    pending = [each.grad_fn for each in results if each.grad_fn is not None]
+    pending: list[Any] = [made for each in results if (made := node_of(each)) is not None]
     seen: set[Any] = set(pending)
     found: list[Tensor] = []
     while pending:
@@ -60,7 +60,7 @@ def _gradients(results: list[Tensor]) -> list[Tensor]:
         variable = getattr(node, "variable", None)
         if isinstance(variable, Tensor) and variable.grad is not None:
             found.append(variable.grad)
-        for following, _ in node.next_functions:
+        for following, _ in edges_of(node):
             if following is not None and following not in seen:
                 seen.add(following)
                 pending.append(following)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from ..observers import OpCall
-from ..tensors import is_leaf, node_of, tensors_in
+from ..tensors import edges_of, is_leaf, node_of, tensors_in
 from ..torch_internals import (
     dispatch_modes,
     has_tangents,
@@ -195,7 +195,7 @@ class Notes:
         if any([each is result for result in results for each in inputs]):  # noqa: C419
             # It was written to, or returned as it is: what its node was before is unknown.
             entries = list(nodes) if record.writes else []
-            exits: Exits = {node: range(len(node.next_functions)) for node in entries}
+            exits: Exits = {node: range(len(edges_of(node))) for node in entries}
         else:
             entries = [node for node in nodes if node not in stops]
             dtypes = record.call.cast_dtypes
@@ -205,7 +205,7 @@ class Notes:
 
     def _hook_made_outside(self, record: CallRecord, node: Any) -> None:
         """Has gradients noted at the node of a function that is not an observed call."""
-        self._hook_nodes(record, name_of(node), [node], {node: range(len(node.next_functions))})
+        self._hook_nodes(record, name_of(node), [node], {node: range(len(edges_of(node)))})
 
     def _hook_nodes(self, record: CallRecord, name: str, entries: list[Any], exits: Exits) -> None:
         hooks = _Hooks(self, record, name)
