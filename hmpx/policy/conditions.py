@@ -5,15 +5,12 @@ Those on tensors are about the first floating-point tensor of a call, as it is g
 
 from __future__ import annotations
 
-import fnmatch
-import functools
-import re
 from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from . import regexes
 from .calls import Call
 from .files.node_reader import NodeReader
+from .module_names import Globs, Regexes
 
 if TYPE_CHECKING:
     import yaml
@@ -27,10 +24,10 @@ class Condition(NamedTuple):
     Attributes:
         key: Its name in policy files, and as an argument of `sections.Section`.
         read: Reads its value: from the key's name and the node below it.
-        holds: Whether a call meets it: of its value and the call.
+        holds: Whether a call meets it: of its value, made into ``patterns`` where it has some, and the call.
         is_placed: It depends on the modules that are running.
         group: Of neighbouring rows with the same group, one that holds is enough; ``""`` for none.
-        matches: For patterns of qualified names: whether a pattern matches a name.
+        patterns: For patterns of qualified names: their class.
     """
 
     key: str
@@ -38,28 +35,7 @@ class Condition(NamedTuple):
     holds: Callable[[Any, Call], bool]
     is_placed: bool = False
     group: str = ""
-    matches: Callable[[str, str], bool] | None = None
-
-
-def _matches_glob(pattern: str, path: str) -> bool:
-    return _compiled_glob(pattern).fullmatch(path) is not None
-
-
-def _matches_regex(pattern: str, path: str) -> bool:
-    return regexes.compiled(pattern).matches(path)
-
-
-@functools.lru_cache(maxsize=1 << 12)
-def _compiled_glob(pattern: str) -> re.Pattern[str]:
-    return re.compile(fnmatch.translate(pattern))
-
-
-@functools.lru_cache(maxsize=1 << 16)
-def _any_matches(matches: Callable[[str, str], bool], patterns: tuple[str, ...], path: str) -> bool:
-    """Whether a pattern matches the module of that name, or one that it is in."""
-    parts = path.split(".")
-    names = ["", *[".".join(parts[: count + 1]) for count in range(len(parts))]]
-    return any(matches(pattern, name) for pattern in patterns for name in names)
+    patterns: type[Regexes] | None = None
 
 
 def _first_floating(call: Call) -> int | None:
@@ -83,19 +59,19 @@ _ROWS: Final = (
     Condition(
         "module",
         NodeReader.texts,
-        lambda globs, call: _any_matches(_matches_glob, globs, call.module),
+        lambda globs, call: globs.match_around(call.module),
         is_placed=True,
         group="path",
-        matches=_matches_glob,
+        patterns=Globs,
     ),
     # Regular expressions for the whole of such a name.
     Condition(
         "module_regex",
         NodeReader.regexes,
-        lambda regexes, call: _any_matches(_matches_regex, regexes, call.module),
+        lambda regexes, call: regexes.match_around(call.module),
         is_placed=True,
         group="path",
-        matches=_matches_regex,
+        patterns=Regexes,
     ),
     # Class names: the call is in a module of one, or inside of one.
     Condition(

@@ -16,13 +16,14 @@ from ..arguments import is_a
 from ..errors import OptionError, shown
 from ..number_formats import is_format
 from . import sections
+from .calls import Rule
 from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
 from .lists.faults import report
 from .lists.kinds import KINDS
 from .lists.op_list import Listed
 from .lists.sets import parse
 from .precedence import resolve
-from .sections import Section, SectionRule
+from .sections import Section, SectionRule, by_module
 
 if TYPE_CHECKING:
     from ..number_formats import Format
@@ -122,6 +123,10 @@ class Policy:
                     rule = rules[id(decision)] = SectionRule(section, decision)
                 found.setdefault(op, []).append(rule)
         return found
+
+    def asked_rules(self) -> dict[str, tuple[Rule, ...]]:
+        """Returns op -> rules that decide as `section_rules`, with little to ask of each call."""
+        return {op: (*by_module(rules),) for op, rules in self.section_rules().items()}
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
         """Returns a message for each module pattern that matches none of these qualified names.

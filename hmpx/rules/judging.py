@@ -24,7 +24,7 @@ from ..torch_state import is_below_dispatcher, place, without_casts
 _T = TypeVar("_T")
 
 #: The most verdicts that are kept: shapes may vary without end.
-MOST_VERDICTS: Final = 4096
+MOST_VERDICTS: Final = 1 << 17
 #: Of how many tensors every combination is tried.
 _FEW: Final = 4
 _SHAPES: Final = ("shapes",)

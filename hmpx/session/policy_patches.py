@@ -273,7 +273,7 @@ def replacements(
 
 def _deciding(policy: Policy) -> dict[str, tuple[Rule, ...]]:
     """Returns op -> the rules that decide its calls before the lists do, for ops that have any."""
-    by_section = policy.section_rules()
+    by_section = policy.asked_rules()
     names = set(by_section)
     for rule in rules.all_rules():
         names |= ops.computing() if rule.op == "*" else ops.covered(rule.op)

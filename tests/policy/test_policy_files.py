@@ -31,7 +31,7 @@ from hmpx import (
     ops,
 )
 from hmpx.policy import check_files
-from hmpx.policy.conditions import _compiled_glob
+from hmpx.policy.module_names import _compiled
 from hmpx.policy.sections import Section, unmatched
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -925,7 +925,7 @@ def test_patterns_of_modules_that_no_policy_has_any_more_are_forgotten() -> None
     for index in range(10_000):
         section = Section(decisions={}, module=(f"layer{index}.*",), where="sections[0]")
         assert unmatched([section], ["layer"]) == [f"sections[0]: module 'layer{index}.*'"]
-    assert _compiled_glob.cache_info().currsize < 10_000
+    assert _compiled.cache_info().currsize < 10_000
 
 
 # --- all faults -----------------------------------------------------------------------------------
