@@ -9,7 +9,7 @@ import threading
 from collections.abc import Callable, Iterable
 from typing import TypeVar
 
-from ..reports import Row, added
+from ..reports import Row, add_up, added
 from .entries import Counted, Entry, Gradients, Place, Unused, place_of
 from .rows import backward_rows, rows
 
@@ -20,22 +20,20 @@ class Folded:
     """Sums over calls that are not kept one by one any more.
 
     Attributes:
-        rows: Their rows.
         places: Where they were called -> sums.
     """
 
     def __init__(self) -> None:
         """Starts empty."""
-        self.rows: tuple[Row, ...] = ()
+        self._sums: dict[Row, Row] = {}
         self.places: dict[Place, Unused] = {}
 
     def add(self, entries: list[Entry], gradients: list[Gradients], *, is_timed: bool) -> None:
         """Adds entries that are counted no further, and gradients of any."""
-        self.rows = in_own_thread(
-            lambda: added(
-                [*self.rows, *rows(entries, is_timed=is_timed), *backward_rows(gradients)]
-            )
+        found = in_own_thread(
+            lambda: [*rows(entries, is_timed=is_timed), *backward_rows(gradients)]
         )
+        add_up(self._sums, found)
         for entry in entries:
             sums = self._at(entry)
             sums.recorded += entry.recorded
@@ -43,6 +41,11 @@ class Folded:
             sums.backward += entry.backward
             entry.is_folded = True
         note(gradients, self.places)
+
+    @property
+    def rows(self) -> tuple[Row, ...]:
+        """Their rows."""
+        return tuple(self._sums.values())
 
     def _at(self, entry: Entry) -> Unused:
         return self.places.setdefault(place_of(entry), Unused())

@@ -18,7 +18,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 from ..compute import saved_by
 from ..ops import kind
 from ..policy import CastPolicy
-from ..tensors import LOW_DTYPES, PLAIN_TENSORS, tensors_in
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS, edges_of, tensors_in
 from ..torch_internals import TELLS_SAVED, is_of_transform
 from ..torch_state import place, running_module
 from .ledger import Held
@@ -84,6 +84,7 @@ class Traces:
         self._lock = threading.Lock()
         self._made: dict[int, _Made] = {}
         self._seen: dict[int, _Seen] = {}
+        self._most_seen = _MOST  # twice what lived at the last look, so that looks are few
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self.found: dict[Found, list[int]] = {}
 
@@ -142,8 +143,9 @@ class Traces:
     def _note_again(self, entry: Entry, tensor: Tensor, dtype: torch.dtype, kind_: str) -> None:
         seen = self._seen.get(id(tensor))
         if seen is None or seen.tensor() is not tensor or seen.version != _version(tensor):
-            if len(self._seen) >= _MOST:
+            if len(self._seen) >= self._most_seen:
                 self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
+                self._most_seen = max(_MOST, 2 * len(self._seen))
             seen = self._seen[id(tensor)] = _Seen(tensor)
         elif dtype in seen.dtypes:
             name = self._name(tensor) if kind_ == "parameter cast again" else entry.call.op
@@ -234,9 +236,10 @@ def _held_for(node: Any) -> Iterator[Tensor]:
     """Yields the tensors that autograd holds for a call itself: neither packed by hooks, nor its casts'."""
     for _ in range(4):  # views of the result come first
         found = saved_by(node)
-        if found or len(node.next_functions) != 1 or node.next_functions[0][0] is None:
+        edges = edges_of(node)
+        if found or len(edges) != 1 or edges[0][0] is None:
             held = [saved.data for saved in found] if TELLS_SAVED else []
             held = [each.tensor if isinstance(each, Held) else each for each in held]
             yield from [each for each in held if isinstance(each, Tensor)]
             return
-        node = node.next_functions[0][0]
+        node = edges[0][0]

@@ -20,7 +20,7 @@ from .memory import KINDS, Memory, Moment, saved_text
 from .pages import page_file, rendered
 from .reading import read_json
 from .report import Report, merged
-from .rows import Group, Row, Totals, Waste, added, added_waste, totals
+from .rows import Group, Row, Totals, Waste, add_up, added, added_waste, totals
 from .tables import Column, column_rows
 
 __all__ = [
@@ -34,6 +34,7 @@ __all__ = [
     "Row",
     "Totals",
     "Waste",
+    "add_up",
     "added",
     "added_waste",
     "clean",

@@ -138,11 +138,16 @@ class Group(NamedTuple):
 def added(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Returns rows in which those that differ in their sums only are added up; the costliest first."""
     sums: dict[Row, Row] = {}
+    add_up(sums, rows)
+    return tuple(sorted(sums.values(), key=lambda row: (-row.flops, -row.bytes)))
+
+
+def add_up(sums: dict[Row, Row], rows: Iterable[Row]) -> None:
+    """Adds rows to ``sums``: a row without its sums -> the sum of such rows."""
     for row in rows:
         key = replace(row, calls=0, casts=0, cast_bytes=0, flops=0, bytes=0, seconds=None)
         known = sums.get(key)
         sums[key] = row if known is None else _sum(known, row)
-    return tuple(sorted(sums.values(), key=lambda row: (-row.flops, -row.bytes)))
 
 
 def _sum(a: Row, b: Row) -> Row:
