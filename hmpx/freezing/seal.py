@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import functools
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -81,6 +82,10 @@ def seal(
     """
     name = type(model).__name__
     holders = dict(_holders(model, slots))
+    coded = _coded(slots, dtypes)
+    own: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
+    for slot in slots:
+        own[id(slot.module)][slot.name] = slot.tensor
     is_coded = any(isinstance(dtype, Format) for dtype in dtypes.values())
     checks = ChecksCalls(name, in_force, holders, slots, is_coded)
     attached.callback(checks.release)
@@ -96,12 +101,12 @@ def seal(
             RefusesLoading(key)
         )
         attached.callback(handle.remove)
-        decodes = _DecodesWeights(_coded(path, slots, dtypes))
-        if decodes.names:
+        if names := coded.get(path):
+            decodes = _DecodesWeights(names)
             handle = module.register_state_dict_post_hook(decodes)  # type: ignore[no-untyped-call]
             attached.callback(handle.remove)
-        own = {slot.name: slot.tensor for slot in slots if slot.module is module}
-        refuses = RefusesTraining(module, f"{path!r} in {name}" if path else name, own)
+        where = f"{path!r} in {name}" if path else name
+        refuses = RefusesTraining(module, where, own.get(id(module), {}))
         attached.callback(refuses.release, vars(module).get("train"))
         vars(module)["train"] = refuses
     return Seal(key, tuple(holders.values()))
@@ -109,9 +114,18 @@ def seal(
 
 def _holders(model: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[str, nn.Module]]:
     """Yields the model, and each module in it that holds some of the slots, directly or deeper down."""
-    owners = {id(slot.module) for slot in slots}
+    parents: dict[int, list[int]] = defaultdict(list)
+    for module in model.modules():
+        for child in module.children():
+            parents[id(child)].append(id(module))
+    holding, waiting = {id(model)}, [id(slot.module) for slot in slots]
+    while waiting:
+        found = waiting.pop()
+        if found not in holding:
+            holding.add(found)
+            waiting += parents[found]
     for path, module in model.named_modules():
-        if module is model or any(id(inner) in owners for inner in module.modules()):
+        if id(module) in holding:
             yield path, module
 
 
@@ -146,16 +160,19 @@ class _DescribesWeights:
 
 
 def _coded(
-    path: str, slots: Sequence[Slot], dtypes: Mapping[str, LowType]
-) -> Iterator[tuple[Format, list[str]]]:
-    """Yields each format of codes in the module at ``path``, with the names there of one tied weight."""
-    inside = f"{path}." if path else ""
-    tied: dict[int, tuple[Format, list[str]]] = {}
+    slots: Sequence[Slot], dtypes: Mapping[str, LowType]
+) -> dict[str, list[tuple[Format, list[str]]]]:
+    """Returns path of a module -> the formats of codes in it, each with the names there of one tied weight."""
+    tied: dict[str, dict[int, tuple[Format, list[str]]]] = defaultdict(dict)
     for slot in slots:
         format = dtypes[slot.name]
-        if isinstance(format, Format) and slot.name.startswith(inside):
-            tied.setdefault(id(slot.tensor), (format, []))[1].append(slot.name[len(inside) :])
-    yield from tied.values()
+        if isinstance(format, Format):
+            path, inside = "", slot.name
+            while inside:
+                tied[path].setdefault(id(slot.tensor), (format, []))[1].append(inside)
+                part, _, inside = inside.partition(".")
+                path = f"{path}.{part}" if path else part
+    return {path: list(several.values()) for path, several in tied.items()}
 
 
 class _DecodesWeights:
@@ -168,8 +185,8 @@ class _DecodesWeights:
         names: The format of each weight, and its names.
     """
 
-    def __init__(self, names: Iterable[tuple[Format, list[str]]]) -> None:
-        self.names = list(names)
+    def __init__(self, names: list[tuple[Format, list[str]]]) -> None:
+        self.names = names
 
     def __call__(
         self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
