@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Iterator, Mapping
@@ -30,69 +31,79 @@ def folded(
         edges: The edges between them.
         classes: Qualified name of a module -> name of its class.
     """
-    nodes, edges = list(nodes), list(edges)
-    done: set[str] = set()
+    graph = _Graph(list(nodes), list(edges))
     count = 0
-    while True:
-        family = next((each for each in _families(nodes) if each[0] not in done), None)
-        if family is None:
-            return nodes, edges
-        done.add(family[0])
-        for run in [*_runs(family[1], nodes, edges, classes)]:
-            found = _with_run_as_node(run, nodes, edges, f"like{count}")
+    for family in [*_families(graph)]:
+        paths = [path for path in family if path in graph.inside]
+        for run in [*_runs(paths, graph, classes)]:
+            found = _with_run_as_node(run, graph, f"like{count}")
             if found is not None:
-                nodes, edges = found
+                graph = found
                 count += 1
+    return graph.nodes, graph.edges
 
 
-def _families(nodes: list[Node]) -> Iterator[tuple[str, list[str]]]:
-    """Yields modules whose names differ in their numbers, in order; the outermost families first.
+class _Graph:
+    """Nodes and edges.
 
-    With each goes what its names begin with: ``"layer."`` of ``"layer.0"`` and ``"layer.1"``.
+    Attributes:
+        nodes: The nodes.
+        edges: The edges between them.
+        inside: Qualified name of a module -> the nodes in it.
+        into: ``id`` of a node -> the edges to it.
     """
+
+    def __init__(self, nodes: list[Node], edges: list[Edge]) -> None:
+        self.nodes, self.edges = nodes, edges
+        self.inside: dict[str, list[Node]] = defaultdict(list)
+        self.into: dict[str, list[Edge]] = defaultdict(list)
+        for node in nodes:
+            parts = node.module.split(".") if node.module else []
+            for path in itertools.accumulate(parts, "{}.{}".format):
+                self.inside[path].append(node)
+        for edge in edges:
+            self.into[edge.target].append(edge)
+
+
+def _families(graph: _Graph) -> Iterator[list[str]]:
+    """Yields modules whose names differ in their numbers, in order; the outermost families first."""
     found: dict[str, dict[int, str]] = defaultdict(dict)
-    for node in nodes:
-        path = ""
-        for part in node.module.split(".") if node.module else ():
-            path = f"{path}.{part}" if path else part
-            numbered = re.fullmatch(r"(.*?)(\d{1,9})", path)
-            if numbered is not None:
-                found[numbered[1]][int(numbered[2])] = path
+    for path in graph.inside:
+        numbered = re.fullmatch(r"(.*?)(\d{1,9})", path)
+        if numbered is not None:
+            found[numbered[1]][int(numbered[2])] = path
     for stem in sorted(found, key=lambda each: (each.count("."), each)):
         members = found[stem]
         if len(members) > 1:
-            yield stem, [members[number] for number in sorted(members)]
+            yield [members[number] for number in sorted(members)]
 
 
-def _runs(
-    paths: list[str], nodes: list[Node], edges: list[Edge], classes: Mapping[str, str]
-) -> Iterator[list[str]]:
+def _runs(paths: Iterable[str], graph: _Graph, classes: Mapping[str, str]) -> Iterator[list[str]]:
     """Yields two modules or more, one after the other, that are alike."""
     run: list[str] = []
     before: _Likeness | None = None
     for path in paths:
-        like = _likeness(path, nodes, edges, classes)
+        like = _likeness(path, graph, classes)
         if run and like != before:
             if len(run) > 1:
                 yield run
             run = []
         before = like
-        run = [*run, path] if like is not None else []
+        if like is not None:
+            run.append(path)
     if len(run) > 1:
         yield run
 
 
-def _likeness(
-    path: str, nodes: list[Node], edges: list[Edge], classes: Mapping[str, str]
-) -> _Likeness | None:
+def _likeness(path: str, graph: _Graph, classes: Mapping[str, str]) -> _Likeness | None:
     """Returns what is the same of modules that are alike; None for too small ones."""
-    inside = {node.id: _described(node, path) for node in nodes if _is_in(node, path)}
+    inside = {node.id: _described(node, path) for node in graph.inside[path]}
     if len(inside) < _LEAST_NODES:
         return None
     passed = Counter(
         (inside.get(edge.source), inside[edge.target], edge.dtype)
-        for edge in edges
-        if edge.target in inside
+        for target in inside
+        for edge in graph.into.get(target, ())
     )
     return classes.get(path), frozenset(Counter(inside.values()).items()), frozenset(passed.items())
 
@@ -103,28 +114,23 @@ def _described(node: Node, path: str) -> tuple[Any, ...]:
     return node.kind, label, module, node.dtype, node.reason, node.is_legalized, node.times
 
 
-def _is_in(node: Node, path: str) -> bool:
-    return node.module == path or node.module.startswith(f"{path}.")
-
-
-def _with_run_as_node(
-    run: list[str], nodes: list[Node], edges: list[Edge], name: str
-) -> tuple[list[Node], list[Edge]] | None:
-    """Returns nodes and edges with all modules of a run but the first as one node.
+def _with_run_as_node(run: list[str], graph: _Graph, name: str) -> _Graph | None:
+    """Returns the graph with all modules of a run but the first as one node.
 
     Ops between them that take no parameters, such as additions of unknown modules, are hidden, too; None
     where other ops are between them.
     """
     first, *others = run
+    nodes, edges = graph.nodes, graph.edges
     leaves = {node.id for node in nodes if node.kind in LEAVES}
     casts = {node.id for node in nodes if node.kind == "cast"}
     leaves |= {edge.target for edge in edges if edge.source in leaves and edge.target in casts}
-    hidden = {node.id: node for node in nodes if any(_is_in(node, path) for path in others)}
+    hidden = {node.id: node for path in others for node in graph.inside[path]}
     between = _between(set(hidden), edges)
     if any(edge.target in between and edge.source in leaves for edge in edges):
         return None
     hidden |= {node.id: node for node in nodes if node.id in between}
-    shapes = [Counter(n.shape for n in nodes if _is_in(n, path)) for path in run]
+    shapes = [Counter(node.shape for node in graph.inside[path]) for path in run]
     kinds = Counter(node.kind for node in hidden.values())
     span = others[0] if len(others) == 1 else f"{others[0]} to {others[-1]}"
     like = f"like {first}" if shapes[1:] == shapes[:-1] else f"like {first}, in other shapes"
@@ -141,7 +147,7 @@ def _with_run_as_node(
 
     moved = [replace(each, source=end(each.source), target=end(each.target)) for each in edges]
     passing = [each for each in moved if not each.source == each.target == name]
-    return kept, list(dict.fromkeys(passing))
+    return _Graph(kept, list(dict.fromkeys(passing)))
 
 
 def _between(hidden: set[str], edges: list[Edge]) -> set[str]:
