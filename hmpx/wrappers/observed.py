@@ -18,7 +18,6 @@ import torch
 
 from ..casting import Recipe, cast_args, floating_inputs, written
 from ..compute import COMPUTED
-from ..number_formats import Format
 from ..observers import PAUSED, Attached, CallTensors, OpCall, user_location
 from ..ops import facts
 from ..policy import CastPolicy
@@ -158,7 +157,7 @@ def make_observed_wrapper(
             location=location,
             phase=here,
             seconds=seconds,
-            legalized=is_legalized or isinstance(found.dtype, Format),
+            legalized=is_legalized or not isinstance(found.dtype, (torch.dtype, type(None))),
         )
         if seconds is None:
             if len(calls) >= _MOST_CALLS:
