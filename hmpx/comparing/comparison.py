@@ -27,9 +27,9 @@ class Comparison:
         gradients: A row per parameter, largest relative difference first.
         loss: The loss in float32, and
         low_loss: in low precision; NaN without ``loss_fn``.
-        output_rel: Norm of the difference of the outputs over the norm in float32, of their floating-point
-            numbers; of Python's only if there are no tensors and arrays.
-        output_notes: Outputs that differ and are not floating-point numbers, or that can't be compared.
+        output_rel: Norm of the difference over the norm in float32, of the floating-point outputs. Python
+            floats count only if the model returns no floating-point tensor or array.
+        output_notes: Differences in other outputs, and outputs that can't be compared.
         compiled_rel: The same of the compiled model against the uncompiled, both in low precision; NaN if
             the model isn't compiled.
         unmatched: Calls that the model has made in float32 only.

@@ -312,7 +312,7 @@ def relative(outputs: dict[str, Tensor] | None, references: dict[str, Tensor]) -
 
 
 def different(low: Done, exact: Done) -> tuple[str, ...]:
-    """Returns what differs of the outputs besides floating-point numbers, and what can't be looked at."""
+    """Describes differences in outputs that are not floating-point, and outputs that can't be compared."""
     given, found = [{**each.others, **each.outputs} for each in (exact, low)]
     said = []
     for where in dict.fromkeys([*given, *found]):

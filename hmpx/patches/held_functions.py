@@ -1,11 +1,11 @@
-"""Functions of torch that graphs of torch.fx and classes hold stay what they are without a conversion.
+"""Keeps functions of torch usable in graphs of torch.fx and in class bodies, across conversions.
 
-Nodes hold torch's own functions, which read as wrappers while torch is converted. So a program that
-compares a node's function with the one under its name, or calls it, finds what it expects, wherever the
-graph was traced: before a conversion, during one, or after it.
+A node stores torch's own function. While torch is converted, `Node.target` returns the wrapper instead.
+So a program can call a node's function, or compare it with torch's, wherever the graph was traced: before,
+during or after a conversion.
 
-A builtin does not become a method of a class that holds it, as a function in Python does; wrappers are
-such functions.
+A Python function in a class body becomes a method, and a builtin does not. Wrappers are Python functions,
+so those of builtins are made static methods.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def held_function_patches(
 
 
 def _unbinding(before: Any) -> Callable[..., None]:
-    """Returns an ``__init_subclass__`` after which wrappers of builtins are no methods."""
+    """Returns an ``__init_subclass__`` that makes wrappers of builtins static methods."""
 
     def init_subclass(cls: type[nn.Module], /, **kwargs: Any) -> None:
         if before is ABSENT:

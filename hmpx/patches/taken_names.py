@@ -1,7 +1,7 @@
-"""Names that were taken while converted: what they hold, and how they get torch's functions back.
+"""Restores names that modules took from torch or numpy while torch was converted.
 
-``from numpy import *`` and ``apply = Function.apply`` take functions that a conversion puts into torch and
-numpy beside the wrappers. torch's own modules take wrappers, too, if they are imported meanwhile.
+``from numpy import *`` and ``apply = Function.apply`` take replacements other than wrappers. Modules of torch
+that are imported while converted take wrappers, too.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..patching import Applied, Draft, Patch
 from .compiled import unwrapped
 from .early_names import NamePatch, early_name_patches, in_module, torchs_modules
 
-#: What conversions have put somewhere beside the wrappers -> the function that it stands for.
+#: A replacement that is not a wrapper -> the function that it replaced.
 _originals: Final[weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., Any]]] = (
     weakref.WeakKeyDictionary()
 )

@@ -178,5 +178,5 @@ def _node_of(inputs: list[Tensor], result: Any) -> Any:
     for output in [result] if isinstance(result, Tensor) else tensors_in([result]):
         node = node_of(output)
         if node is not None:
-            return None if any([node is node_of(each) for each in inputs]) else node  # noqa: C419
+            return None if node in map(node_of, inputs) else node
     return None

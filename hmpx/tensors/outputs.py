@@ -48,7 +48,7 @@ class Part(NamedTuple):
 
 
 def floating_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
-    """Returns the floating-point numbers among ``parts`` by place; Python's only if there are no tensors."""
+    """Returns the floating-point tensors among ``parts`` by place, or Python's floats if there are none."""
     parts = list(parts)
     return {each.where: each.value for each in parts if each.is_floating} or {
         each.where: torch.tensor(each.value, dtype=torch.float64)

@@ -112,6 +112,11 @@ def assert_same(actual: list[Tensor], expected: list[Tensor], name: str) -> None
     torch.testing.assert_close(actual, expected, rtol=0, atol=0, equal_nan=True)
 
 
+def converted(is_converted: bool) -> AbstractContextManager[Any]:
+    """Converts, or leaves torch as it is."""
+    return hmpx.convert(device_types={"cpu"}) if is_converted else nullcontext()
+
+
 RUNS = [plain, in_checkpoint, in_reentrant_checkpoint, in_vmap]
 
 
@@ -123,16 +128,12 @@ def test_an_observer_changes_no_bit(
     is_converted: bool, around: str, run: Callable[[nn.Module, Tensor], Tensor]
 ) -> None:
     """Whatever surrounds the step."""
-
-    def converted() -> AbstractContextManager[Any]:
-        return hmpx.convert(device_types={"cpu"}) if is_converted else nullcontext()
-
-    with converted(), AROUND[around]():
+    with converted(is_converted), AROUND[around]():
         expected = results(run)
     for name, observe in OBSERVERS.items():
-        with converted(), observe(), AROUND[around]():
+        with converted(is_converted), observe(), AROUND[around]():
             assert_same(results(run), expected, name)
-        with converted(), AROUND[around](), observe():
+        with converted(is_converted), AROUND[around](), observe():
             assert_same(results(run), expected, f"{name} inside")
 
 
@@ -151,12 +152,9 @@ def test_a_tool_changes_no_bit(
         kept.append(run(model, x))
         return kept[-1]
 
-    def converted() -> AbstractContextManager[Any]:
-        return hmpx.convert(device_types={"cpu"}) if is_converted else nullcontext()
-
     torch.manual_seed(3)
     model, x = Model(), torch.randn(6, 8, requires_grad=True)
-    with converted(), AROUND[around]():
+    with converted(is_converted), AROUND[around]():
         expected = results(run)
         with torch.enable_grad():
             function(x)
@@ -168,7 +166,7 @@ def test_a_tool_changes_no_bit(
     }
     before = [p.detach().clone() for p in model.parameters()]
     for name, tool in tools.items():
-        with converted(), AROUND[around]():
+        with converted(is_converted), AROUND[around]():
             state = torch.get_rng_state()
             with contextlib.suppress(hmpx.OptionError):  # compare: casts are off
                 tool()

@@ -8,6 +8,7 @@ import pathlib
 import types
 from collections import deque
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -136,11 +137,11 @@ def test_tune_refuses_what_has_no_numbers(returned: object) -> None:
         hmpx.tune(lambda x: (x @ x, returned)[1], [torch.ones(2, 2)], tolerance=0.1)
 
 
-def seen(function: Callable[[], object], **options: object) -> hmpx.OpCall:
+def seen(function: Callable[[], object], **options: Any) -> hmpx.OpCall:
     """Returns the last call that ``function`` makes."""
     calls: list[hmpx.OpCall] = []
     with (
-        hmpx.convert(device_types={"cpu"}, **options),  # type: ignore[arg-type]
+        hmpx.convert(device_types={"cpu"}, **options),
         hmpx.attach(calls.append, every_op=True),
     ):
         function()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, ClassVar
 
 import numpy
 import pytest
@@ -72,7 +72,7 @@ def test_other_functions_are_what_they_were(name: str, modules: Any) -> None:
 
 def test_modules_of_torch_imported_while_converted_hold_its_functions(modules: Any) -> None:
     class Known(Tensor):
-        FUNCTIONS = {}  # noqa: RUF012
+        FUNCTIONS: ClassVar[dict[Any, str]] = {}
 
         @classmethod
         def __torch_function__(cls, *args: Any, **kwargs: Any) -> Any:

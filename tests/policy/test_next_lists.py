@@ -16,7 +16,7 @@ from hmpx.policy.lists import sets
 FP32, LOW = torch.float32, torch.bfloat16
 FILES = [path.name for path in sorted((sets.directory() / "next").iterdir())]
 
-#: What functions of torch.nn.functional that have a ``reduction`` return, if it is no loss.
+#: Functions with a ``reduction`` that do not return a loss.
 NO_LOSS: set[str] = {"embedding_bag"}
 
 
@@ -59,7 +59,7 @@ def test_every_loss_runs_in_fp32(policy: hmpx.Policy) -> None:
 
 @pytest.mark.parametrize("kind", ["low", "fp32", "widest"])
 def test_what_torch_autocast_casts_is_cast_alike(kind: str, policy: hmpx.Policy) -> None:
-    """All but what costs more than it gains, by name."""
+    """Except for ops that cost more than they gain."""
     follows = {
         "low": {"prelu", "_convolution", "convolution", "_scaled_dot_product_flash_attention"},
         "fp32": {

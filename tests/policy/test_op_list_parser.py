@@ -107,8 +107,8 @@ def test_include_and_remove() -> None:
     [
         ("matmul softmax", "a.txt:1: expected one op per line, found 'matmul softmax'"),
         ("softmax\nmatmul, mm", "a.txt:2: expected one op per line, found 'matmul, mm'"),
-        ("@hpm", "a.txt:1: there is no shipped set 'hpm' (autocast-cpu, autocast-cuda, autocast-hpu, autocast-mps, autocast-xpu, hmp, hmpx, next, o2)"
-                 "; did you mean 'hmp'?"),
+        ("@hpm", "a.txt:1: there is no shipped set 'hpm' (autocast-cpu, autocast-cuda, autocast-hpu, "
+                 "autocast-mps, autocast-xpu, hmp, hmpx, next, o2); did you mean 'hmp'?"),
         ("mat\x01mul", "a.txt:1: expected one op per line, found 'mat\\x01mul'"),
     ],
 )  # fmt: skip
