@@ -42,6 +42,10 @@ LOOSE: Final = 0.05
 SEED: Final = 42
 
 
+#: While comparisons are lenient, ``torch.allclose`` asks `are_close`.
+_ALLCLOSE: Final = torch.allclose
+
+
 class TimedOutError(BaseException):
     """A test took longer than it may; no test catches this by ``except Exception``."""
 
@@ -192,7 +196,7 @@ def are_close(a: object, b: object) -> bool:
         left, right = left.double(), right.double()
         finite = left[left.isfinite()].abs()
         scale = float(finite.amax()) if finite.numel() else 0.0
-        return torch.allclose(left, right, rtol=LOOSE, atol=LOOSE * scale, equal_nan=True)
+        return _ALLCLOSE(left, right, rtol=LOOSE, atol=LOOSE * scale, equal_nan=True)
 
 
 _NUMBER: Final = re.compile(r"[-+]?(?:\d+\.?\d*|\.\d+)(?:[eE][-+]?\d+)?|\bnan\b|\binf\b")

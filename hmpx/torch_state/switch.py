@@ -112,14 +112,16 @@ def innermost() -> Region | None:
 
 
 def open_region(region: Region) -> None:
-    """Opens ``region`` in this thread or task. The caller closes it if this call raises.
+    """Opens ``region`` in this thread or task.
 
-    Only the caller can. A signal may arrive after this function returns: where torch.compile is at
-    work, Python runs signal handlers after the call of any function.
+    The caller closes it if this call raises, or if a signal arrives after it: where torch.compile is
+    at work, Python runs signal handlers after the call of any function. The caller first sets
+    ``is_closed`` itself: where the stack is full, it can't call `close_region`. The next call that
+    looks for a region drops this one.
     """
+    _region.set(region)
     _note(region, is_open=True)
     mark(region.off)
-    _region.set(region)
 
 
 def close_region(region: Region | None) -> None:
@@ -142,18 +144,18 @@ def close_region(region: Region | None) -> None:
 
 def _settle_on(region: Region | None) -> None:
     """Makes ``region`` the innermost one of this thread or task."""
-    inner = _region.get()
+    inner = left = _region.get()
     while region is not None and region.is_over():
         region = region.outer
-    _region.set(region)
     if region is not None:
         mark(region.off)
     else:
         is_own = inner is not None and inner.thread == threading.get_ident()
         mark(inner.beneath if inner is not None and is_own else ON)
-    while inner is not None and inner is not region:
-        _forget(inner)
-        inner = inner.outer
+    while left is not None and left is not region:
+        _forget(left)
+        left = left.outer
+    _region.set(region)  # at last: an interrupted call is made up for by the next one
 
 
 def _forget(region: Region) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -525,6 +526,28 @@ def test_disable_casts_restores_after_an_exception() -> None:
             1 / 0  # noqa: B018
         assert hmpx.casts_enabled()
         assert cast_dtype() is BF16
+
+
+@pytest.mark.parametrize("depth", range(12))
+def test_disable_casts_ends_where_the_stack_is_full(depth: int) -> None:
+    """Its own calls run out of stack, too; casts are on again behind it."""
+
+    def catching() -> None:
+        with hmpx.disable_casts(), contextlib.suppress(RecursionError):
+            catching()
+
+    def raising() -> None:
+        with hmpx.disable_casts():
+            raising()
+
+    def from_depth(function: Callable[[], None], calls: int) -> None:
+        function() if calls == 0 else from_depth(function, calls - 1)
+
+    hmpx.convert()
+    for function in (catching, raising, hmpx.disable_casts()(lambda: raising())):
+        with contextlib.suppress(RecursionError):
+            from_depth(function, depth)
+        assert (torch.ones(2, 2) @ torch.ones(2, 2)).dtype == BF16
 
 
 def test_one_instance_of_disable_casts_can_be_entered_twice() -> None:
