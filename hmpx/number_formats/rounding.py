@@ -26,8 +26,7 @@ from ..torch_internals import (
 from . import graph_op
 from .bits import FP32, FP64
 from .families import PLANS, Format, Rounder
-from .gpu_rounding import rounded_on_gpu
-from .kernels import calls, gpu
+from .kernels import calls
 from .kernels import library as kernel_library
 from .keys import draw_keys, traced_keys
 from .layouts import NO_GRID, Grid, Layout
@@ -85,8 +84,6 @@ class Rounding:
                 return self._in_graph(x, generator)
             check_dense(x)
             with torch.no_grad():
-                if x.is_cuda and _has_own_values(x) and gpu.has_kernel(step.plan):
-                    return rounded_on_gpu(x, step.plan, generator)
                 return by_traceable_ops(x, step.plan, step.layout, generator, scale)
         keys = NO_KEYS if self.mode != "stochastic" else draw_keys(generator)
         return rounded(x, step, keys, scale)
@@ -210,12 +207,9 @@ class DtypeRounding:
 
 def has_own_memory(x: Tensor) -> bool:
     """Whether kernels may read the memory of ``x``, with nobody between who is to see it."""
-    return x.is_cpu and _has_own_values(x)
-
-
-def _has_own_values(x: Tensor) -> bool:
     return (
-        type(x) in PLAIN_TENSORS
+        x.is_cpu
+        and type(x) in PLAIN_TENSORS
         and not (dispatch_modes() or is_batch(x))
         and transforms() is None
         and jit_tracing_state() is None

@@ -29,7 +29,6 @@ for module in sys.argv[1:]:
 
 #: What programs import only for other libraries.
 LEFT_OUT = {"hmpx.__main__", "hmpx.integrations"}
-TRITON = "hmpx.number_formats.kernels.triton_kernels"
 
 
 def use_hmpx() -> None:
@@ -40,8 +39,7 @@ def use_hmpx() -> None:
         if room.name not in LEFT_OUT:
             paths = getattr(importlib.import_module(room.name), "__path__", ())
             for module in pkgutil.walk_packages(paths, f"{room.name}."):
-                if module.name != TRITON:
-                    importlib.import_module(module.name)
+                importlib.import_module(module.name)
     hmpx.convert()
     hmpx.revert()
     assert threading.active_count() == 1  # they would be missing in children
