@@ -167,3 +167,22 @@ def has_run(name: str, returned: Any) -> Any:
                 f"lambda *inputs: {remedy}"
             )
     return returned
+
+
+def first_and_end(name: str, value: Any) -> tuple[int, float]:
+    """Returns the first number of a range or pair, and the one to stop before; all numbers for None.
+
+    Raises:
+        OptionError: ``value`` is neither.
+    """
+    if value is None:
+        return 0, float("inf")
+    if isinstance(value, range) and value.step == 1:
+        return value.start, value.stop
+    is_pair = isinstance(value, (tuple, list)) and len(value) == 2
+    if not is_pair or any(type(each) is not int for each in value) or not 0 <= value[0] < value[1]:
+        raise OptionError(
+            f"{name} must be a range or a pair of the first step and the one to stop before, such as "
+            f"(100, 200), not {shown(value)}"
+        )
+    return value[0], value[1]

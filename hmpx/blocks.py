@@ -16,25 +16,24 @@ from typing import Any
 
 
 class ends_surely:  # noqa: N801  # a decorator
-    """Makes ``with`` end a block even if a signal handler raises right before or in ``__exit__``.
+    """Makes ``with`` end a block even if a signal handler raises right before or in ``__exit__``."""
 
-    Direct calls, and torch.compile, use the decorated ``__exit__``. It must do the same as
-    ``end(find(instance))``.
-    """
-
-    def __init__(self, find: Callable[[Any], Any], end: Callable[[Any], object]) -> None:
+    def __init__(self, find: Callable[[Any], Any] | None, end: Callable[[Any], object]) -> None:
         """Takes two Python functions.
 
         Args:
-            find: Returns the block that an instance opened last. Has no side effect.
-            end: Ends that block. It runs a second time if an exception interrupts it, so it must be
-                idempotent.
+            find: Returns the block that an instance opened last. Has no side effect. None if the instance
+                itself is the block: ``with`` then calls the decorated ``__exit__``, with the exception.
+            end: Ends the block. It runs a second time, or after ``__exit__``, if an exception interrupts
+                that, so it must be idempotent.
         """
-        self._find, self._end = find, end
+        self._find = find or (lambda instance: instance)
+        self._end = end
+        self._leave = None if find is None else lambda block, *exc_info: end(block)
         self._by_hand: Callable[..., object] = end
 
     def __call__(self, by_hand: Callable[..., object]) -> ends_surely:
-        """Takes the ``__exit__``."""
+        """Takes the ``__exit__``, which ends the block that ``find`` returns."""
         functools.update_wrapper(self, by_hand)
         self._by_hand = by_hand
         return self
@@ -43,15 +42,43 @@ class ends_surely:  # noqa: N801  # a decorator
         """Returns the C function that ends the block. ``with`` fetches it before it calls ``__enter__``."""
         if instance is None:
             return self._by_hand
-        leave = _at_end(instance, self._find, self._end)
+        leave = _at_end(instance, self._find, self._end, self._leave or self._by_hand)
         leave.__func__ = self._by_hand  # type: ignore[attr-defined]  # for torch.compile
         return leave
+
+
+def _remove(handles: list[Any]) -> None:
+    for each in handles:
+        each.remove()
+
+
+class hooked:  # noqa: N801  # a block
+    """Has torch call hooks until the end of the block."""
+
+    def __init__(self, *hooks: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
+        """Takes pairs: a function of torch that registers a hook, and the hook."""
+        self._hooks = hooks
+        self._handles: list[Any] = []
+
+    def __enter__(self) -> None:
+        try:
+            for register, hook in self._hooks:
+                # In C from the call on to the list, so that no signal comes between.
+                self._handles.extend(map(register, [hook]))
+        except BaseException:
+            _remove(self._handles)
+            raise
+
+    @ends_surely(None, lambda block: _remove(block._handles))
+    def __exit__(self, *exc_info: object) -> None:
+        _remove(self._handles)
 
 
 class Entrance(threading.local):
     """The C functions that ``with`` calls on an object that takes effect before its block begins.
 
-    Each thread has its own pair, so two threads can leave at the same time.
+    Each thread has its own pair, so two threads can leave at the same time. The object is kept alive
+    while a block is open, and not by this otherwise.
 
     Attributes:
         enter: Returns the object.
@@ -65,18 +92,22 @@ class Entrance(threading.local):
 
     def renew(self) -> None:
         """Replaces both functions. A signal that interrupts one makes it unusable."""
-        beginning = _beginning(self._owner)
+        held: list[Any] = []
+
+        def end(block: list[Any], *exc_info: object) -> None:
+            owner = block[0]
+            if owner is not None:
+                owner.end_block(block)
+            held.clear()
+
+        beginning = _beginning(self._owner, held, end)
         next(beginning)
         self.enter = functools.partial(next, beginning)
-        self.leave = _at_end(self._owner, _block_of, _end_block)
+        self.leave = _at_end(self._owner, _block_of, end, end)
 
 
-class entered(property):  # noqa: N801
-    """Forwards ``__enter__`` or ``__exit__`` to an `Entrance`: ``entered("entrance.enter")``."""
-
-    def __init__(self, path: str) -> None:
-        """Takes the attribute path. It is looked up in C."""
-        super().__init__(operator.attrgetter(path))
+class _InC(property):
+    """A method that C code makes of the instance: Python runs no signal handler while it is looked up."""
 
     def __call__(self, instance: Any, *args: Any) -> Any:
         """Supports `contextlib.ExitStack`, which looks the method up on the class."""
@@ -84,16 +115,32 @@ class entered(property):  # noqa: N801
         return self.fget(instance)(*args)
 
 
-def _beginning(owner: Callable[[], Any]) -> Generator[Any, None, None]:
+class Entered:
+    """A base class of context managers that take effect before their block begins.
+
+    Attributes:
+        entrance: Made for this object.
+    """
+
+    entrance: Entrance
+    _enter = _InC(operator.attrgetter("entrance.enter"))
+    #: Holds the object, which ``with`` does not: it might be the last reference.
+    __enter__ = _InC(functools.partial(functools.partial, operator.methodcaller("_enter")))
+    __exit__ = _InC(operator.attrgetter("entrance.leave"))
+
+
+def _beginning(
+    owner: Callable[[], Any], held: list[Any], end: Callable[[list[Any]], object]
+) -> Generator[Any, None, None]:
     try:
         while True:
             yield owner()
+            held.append(owner())
             owner().begin_block()
     except GeneratorExit:
         pass
     except BaseException:
-        block = _block_of(owner)
-        _end_block(block)
+        end(_block_of(owner))
         raise
 
 
@@ -101,39 +148,32 @@ def _block_of(owner: Callable[[], Any]) -> list[Any]:
     return [owner()]
 
 
-def _end_block(block: list[Any]) -> None:
-    owner = block[0]
-    if owner is not None:
-        owner.end_block(block)
-
-
 def _at_end(
-    instance: Any, find: Callable[[Any], Any], end: Callable[[Any], object]
+    instance: Any,
+    find: Callable[[Any], Any],
+    end: Callable[[Any], object],
+    leave: Callable[..., object],
 ) -> functools.partial[None]:
-    ending = _ending(instance, find, end)
+    ending = _ending(instance, find, end, leave)
     next(ending)
     # Calls `send` with None, and with each argument; None is returned, as the first of equals.
     return functools.partial(max, None, key=ending.send)
 
 
 def _ending(
-    instance: Any, find: Callable[[Any], Any], end: Callable[[Any], object]
+    instance: Any,
+    find: Callable[[Any], Any],
+    end: Callable[[Any], object],
+    leave: Callable[..., object],
 ) -> Generator[int, object, None]:
     while True:
+        found: list[Any] = []
         try:
             yield 0
-            block = find(instance)
-        except GeneratorExit:  # the block has never begun
-            return
-        except BaseException:
-            end(find(instance))
+            found += [find(instance)]
+            leave(*found, (yield 0), (yield 0), (yield 0))
+        except BaseException as error:
+            if isinstance(error, GeneratorExit) and not found:  # the block has never begun
+                return
+            end(found[0] if found else find(instance))
             raise
-        try:
-            end(block)
-        except BaseException:
-            end(block)
-            raise
-        del block
-        yield 0
-        yield 0
-        yield 0

@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from .. import arguments
 from ..errors import OptionError, said_by, shown
-from ..observers import CallTensors, OpCall, attach, attach_to_values
+from ..observers import Attached, CallTensors, OpCall, attach
 from ..recording import Recorder, counted_rows
 from ..reports import Row
 from ..tensors import (
@@ -133,7 +133,7 @@ class Runs:
         passing = self._passing
         with (
             attach(passing.observe, tensors=True, every_op=True),
-            attach_to_values(passing.count),
+            Attached(passing.count, every_op=True, values=True),
         ):
             yield
 

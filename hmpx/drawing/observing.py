@@ -17,7 +17,7 @@ from torch.nn.modules.module import (
 )
 
 from .. import session, torch_state
-from ..observers import OpCall, attach_to_values
+from ..observers import Attached, OpCall
 from ..tensors import edges_of, node_of, tensors_in
 from ..torch_internals import disable_modes, next_number, uncompiled
 
@@ -128,7 +128,7 @@ def observed(
         stack.enter_context(torch.enable_grad())
         stack.enter_context(_modules_noted(observation))
         if session.is_converted():
-            stack.enter_context(attach_to_values(observation.note))
+            stack.enter_context(Attached(observation.note, every_op=True, values=True))
         return function(*args), observation
 
 

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 from torch import nn
 
 from .. import arguments, patches
-from ..blocks import ends_surely
+from ..blocks import Entered, Entrance
 from ..errors import FreezeError
 from .originals import Originals
 from .seal import Attachments, Seal
@@ -15,7 +17,7 @@ from .slots import Slot
 from .weights import Weight, listed, table
 
 
-class Frozen:
+class Frozen(Entered):
     """A report of what `freeze` did to a model, and the way to undo it.
 
     This object holds the fp32 weights; they are freed when nothing refers to it any more. As a context
@@ -50,6 +52,7 @@ class Frozen:
         self._originals = originals
         self._attached = attached
         self._is_undone = False
+        self.entrance = Entrance(weakref.ref(self))
 
     def summary(self) -> str:
         """Returns a table: the bytes before and after, and for each weight its dtype and the reason."""
@@ -108,22 +111,23 @@ class Frozen:
             "call undo(strict=False) to restore the others"
         )
 
-    def __enter__(self) -> Frozen:
-        """Returns itself.
+    def begin_block(self) -> None:
+        """Checks that there is a way back.
 
         Raises:
-            FreezeError: The model was frozen with ``keep_fp32=False``: there is no way back.
+            FreezeError: The model was frozen with ``keep_fp32=False``.
         """
         if self._originals is None:
+            self.entrance.renew()
             raise FreezeError(
                 f"{self._name} was frozen with keep_fp32=False, so a with block can't undo() it "
                 "at its end; leave out keep_fp32=False, or call hmpx.freeze without the block"
             )
-        return self
 
-    @ends_surely(lambda frozen: frozen, undo)
-    def __exit__(self, *exc_info: object) -> None:
-        self.undo()
+    def end_block(self, block: list[Any]) -> None:
+        """Undoes the freezing."""
+        if self._originals is not None:
+            self.undo()
 
     def __repr__(self) -> str:
         low = sum(weight.is_low for weight in self.weights)

@@ -105,5 +105,5 @@ def restore(state: bytes) -> None:
     if wanted.stand_in is not None:
         shim.install(wanted.stand_in)
     if wanted.conversion is not None:
-        session.restore(**wanted.conversion)
+        session.restore(**wanted.conversion).begin_block()
     follow()  # for the processes that it starts in turn

@@ -10,7 +10,6 @@ from .attached import (
     TensorObserver,
     ValueObserver,
     attach,
-    attach_to_values,
 )
 from .log import LOGGER, announce_conversion, announcing, log_observer, show_log
 from .op_calls import CallTensors, OpCall, user_location
@@ -28,7 +27,6 @@ __all__ = [
     "announce_conversion",
     "announcing",
     "attach",
-    "attach_to_values",
     "log_observer",
     "show_log",
     "user_location",

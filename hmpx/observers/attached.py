@@ -5,14 +5,15 @@ Knows nothing of wrappers: these are made anew, by the session, when observers c
 
 from __future__ import annotations
 
+import weakref
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from torch import Tensor
 
 from .. import arguments
-from ..blocks import ends_surely
+from ..blocks import Entered, Entrance
 from ..errors import OptionError, shown
 from ..registry import Registry, exclusive
 from .op_calls import CallTensors, OpCall
@@ -51,18 +52,20 @@ class ValueObserver(Protocol):
         """Takes one call, its floating inputs and all arguments before any cast, and what it returned."""
 
 
-@dataclass(frozen=True, slots=True, eq=False)
-class Attached:
+@dataclass(frozen=True, eq=False)
+class Attached(Entered):
     """An observer that is attached.
 
-    As a context manager it is detached at the end of the block.
+    As a context manager it is detached at the end of the block; it begins there, unless `attach` has
+    begun it.
 
     Attributes:
         observer: What `attach` was given.
         tensors: Whether it asked for tensors.
         every_op: Whether it asked for the ops that the policy leaves alone, too.
         values: Whether it is a `ValueObserver`.
-        times: Whether it asked for the seconds that calls take.
+        times: Whether it asked for the seconds that calls take. Each call then waits for its accelerator.
+        entrance: The functions that ``with`` calls.
 
     Example:
         >>> attached = hmpx.attach(lambda call: print(call.op))
@@ -77,6 +80,11 @@ class Attached:
     every_op: bool = False
     values: bool = False
     times: bool = False
+    entrance: Entrance = field(init=False, repr=False)
+
+    def __post_init__(self) -> None:
+        """Makes the functions that ``with`` calls."""
+        object.__setattr__(self, "entrance", Entrance(weakref.ref(self)))
 
     def tell(self, call: OpCall, tensors: CallTensors | None) -> None:
         """Passes a call on to the observer."""
@@ -94,16 +102,20 @@ class Attached:
         PAUSED.discard(self)
 
     @exclusive
+    def begin_block(self) -> None:
+        """Begins the observation; does nothing if it has begun."""
+        if self not in ATTACHED.value:
+            ATTACHED.change((*ATTACHED.value, self))
+
+    @exclusive
     def detach(self) -> None:
         """Ends the observation; does nothing if it has ended."""
-        ATTACHED.change(tuple(each for each in ATTACHED.value if each is not self))
+        if self in ATTACHED.value:
+            ATTACHED.change(tuple(each for each in ATTACHED.value if each is not self))
         PAUSED.discard(self)
 
-    def __enter__(self) -> Attached:
-        return self
-
-    @ends_surely(lambda attached: attached, detach)
-    def __exit__(self, *exc_info: object) -> None:
+    def end_block(self, block: list[Any]) -> None:
+        """Ends the observation."""
         self.detach()
 
     def __repr__(self) -> str:
@@ -119,7 +131,6 @@ ATTACHED: Final[Registry[tuple[Attached, ...]]] = Registry(())
 PAUSED: Final[set[Attached]] = set()
 
 
-@exclusive
 def attach(
     observer: Observer | TensorObserver, tensors: bool = False, *, every_op: bool = False
 ) -> Attached:
@@ -159,18 +170,9 @@ def attach(
     attached = Attached(
         observer, arguments.truth("tensors", tensors), arguments.truth("every_op", every_op)
     )
-    ATTACHED.change((*ATTACHED.value, attached))
-    return attached
-
-
-@exclusive
-def attach_to_values(observer: ValueObserver, *, times: bool = False) -> Attached:
-    """Has ``observer`` called after each call of an op that computes, with its arguments and result.
-
-    Args:
-        observer: The observer.
-        times: Whether calls are timed. Where tensors are on an accelerator this waits for it.
-    """
-    attached = Attached(observer, every_op=True, values=True, times=times)
-    ATTACHED.change((*ATTACHED.value, attached))
-    return attached
+    try:
+        attached.begin_block()
+        return attached  # from here on, `with` detaches it
+    except BaseException:
+        attached.detach()
+        raise

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from ..errors import HmpxError, OptionError, PlanError, said_by, shown
-from ..observers import attach_to_values
+from ..observers import Attached
 from ..recording import Ledger, Recorder, counted_rows, raised_at
 from ..reports import Memory, Report
 from ..session import convert
@@ -84,10 +84,11 @@ class Program:
         with contextlib.ExitStack() as stack:
             stack.callback(self._forget)
             if conversion is not None:
-                attached = attach_to_values(recorder)
-                stack.callback(attached.detach)
+                stack.enter_context(Attached(recorder, every_op=True, values=True))
                 stack.enter_context(convert(**conversion))
-            stack.enter_context(ledger.open())
+            noting = ledger.noting()
+            stack.callback(noting.close)
+            next(noting)
             for module in self.modules:
                 ledger.note_module(module)
             groups = groups_of(self.modules, self._step())

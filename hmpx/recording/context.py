@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import traceback
+from collections.abc import Generator
 from typing import Any
 
 import torch
 
 from .. import arguments
+from ..blocks import ends_surely
 from ..errors import OptionError
-from ..observers import Attached, attach_to_values, user_location
+from ..observers import Attached, user_location
 from ..policy import policy_line
 from ..reports import Groups, Memory, Report, Row, Waste, added_waste
 from ..session import current
@@ -57,32 +58,41 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
         self._is_timed = arguments.truth("times", times)
         self._ledger = Ledger() if arguments.truth("memory", memory) else None
         self._recorder = Recorder(is_timed=self._is_timed)
-        self._attached: Attached | None = None
-        self._open = contextlib.ExitStack()
+        self._block: Generator[None, None, None] | None = None
         self._about: dict[str, str] = {}
         self._error: str | None = None
         self._error_location = ""
 
     def __enter__(self) -> record:
-        if self._attached is not None:
+        if self._block is not None:
             raise OptionError("this record was entered before; make a new one with hmpx.record()")
-        with contextlib.ExitStack() as stack:
-            stack.enter_context(uncompiled())
-            self._attached = attach_to_values(self._recorder, times=self._is_timed)
-            stack.callback(self._attached.detach)
-            if self._ledger is not None:
-                stack.enter_context(self._ledger.open())
-            self._open = stack.pop_all()
-        return self
+        self._block = self._observing()
+        try:
+            next(self._block)
+            return self
+        except BaseException:
+            self._block.close()
+            raise
 
+    def _observing(self) -> Generator[None, None, None]:
+        """Observes from the first step until it is closed."""
+        try:
+            attached = Attached(self._recorder, every_op=True, values=True, times=self._is_timed)
+            with uncompiled(), attached:
+                if self._ledger is None:
+                    yield
+                else:
+                    yield from self._ledger.noting()
+        finally:
+            self._recorder.is_on = False
+
+    @ends_surely(None, lambda rec: rec._block and rec._block.close())
     def __exit__(self, kind: Any, error: BaseException | None, trace: Any) -> None:
         self._about = _about()
         if error is not None:
             self._error, self._error_location = _said(error), raised_at(error)
-        try:
-            self._open.close()
-        finally:
-            self._recorder.is_on = False
+        if self._block is not None:
+            self._block.close()
 
     def report(self) -> Report:
         """Returns what was recorded so far, as data."""

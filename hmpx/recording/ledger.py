@@ -6,9 +6,8 @@ Follows storages, so that views are the same; keeps none of them alive. It only 
 
 from __future__ import annotations
 
-import contextlib
 import weakref
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable
 from typing import Any
 
 import torch
@@ -20,6 +19,7 @@ from torch.optim.optimizer import (
 )
 from torch.utils.weak import WeakIdKeyDictionary
 
+from ..blocks import hooked
 from ..reports import Memory
 from ..tensors import tensors_of
 from ..torch_internals import (
@@ -89,28 +89,26 @@ class Ledger:
     """Notes when memory is taken and given back, by one thread and the backward that it starts."""
 
     def __init__(self) -> None:
-        """Notes nothing until it is open."""
+        """Notes nothing until `noting` is begun."""
         self._log: list[Event] = []
         self._stored: dict[int, Stored] = {}
         self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
         self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
         self._is_stepping = False
 
-    @contextlib.contextmanager
-    def open(self) -> Iterator[Ledger]:
-        """Notes what happens in the block."""
-        hooks = torch.autograd.graph.saved_tensors_hooks(self._pack, _tensor_of)
-        with contextlib.ExitStack() as stack:
-            for hook in (
-                register_module_forward_pre_hook(self._note_call),
-                register_optimizer_step_pre_hook(self._note_step),
-                register_optimizer_step_post_hook(self._note_state),
-            ):
-                stack.callback(hook.remove)
-            stack.enter_context(hooks)
-            stack.enter_context(_Mode(self))
+    def noting(self) -> Generator[None, None, None]:
+        """Notes what happens from the first step of this generator until it is closed."""
+        with (
+            hooked(
+                (register_module_forward_pre_hook, self._note_call),
+                (register_optimizer_step_pre_hook, self._note_step),
+                (register_optimizer_step_post_hook, self._note_state),
+            ),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, _tensor_of),
+            _Mode(self),
+        ):
             try:
-                yield self
+                yield
             finally:
                 self._note_gradients()
 

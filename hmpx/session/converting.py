@@ -6,12 +6,14 @@ import contextlib
 import inspect
 import os
 import threading
+import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .. import torch_internals, torch_state
+from ..blocks import Entered, Entrance
 from ..casting import Options
 from ..errors import OptionError, shown, suggestion
 from ..observers import LOGGER, announce_conversion, show_log
@@ -181,12 +183,29 @@ def _names_of(function: Callable[..., Any]) -> list[str]:
     return [each.name for each in found if each.kind not in (each.VAR_POSITIONAL, each.VAR_KEYWORD)]
 
 
-def restore(
-    policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
-) -> Session:
-    """Converts as a session does that has these `Session.arguments`, in another process, say."""
-    torch_internals.check()
-    return _put_in_force(policy, device_types, options, verbose, [None])
+class restore(Entered):  # noqa: N801  # a block
+    """Converts as a session does that has these `Session.arguments`, in another process, say.
+
+    Until the end of the block, or for good by `begin_block`.
+    """
+
+    def __init__(
+        self, policy: Policy, device_types: frozenset[str], options: Options, verbose: bool | str
+    ) -> None:
+        """Changes nothing yet."""
+        torch_internals.check()
+        self._arguments = policy, device_types, options, verbose
+        self._taken: list[Session | None] = [None]
+        self.entrance = Entrance(weakref.ref(self))
+
+    def begin_block(self) -> None:
+        """Puts the conversion in force."""
+        _put_in_force(*self._arguments, self._taken).begin_block()
+
+    def end_block(self, block: list[Any]) -> None:
+        """Restores what was in force before."""
+        if self._taken[0] is not None:
+            self._taken[0].end_block(self._taken)
 
 
 @exclusive

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import compute, torch_state
-from ..blocks import Entrance, entered
+from ..blocks import Entered, Entrance
 from ..casting import Options
 from ..errors import HmpxWarning
 from ..observers import ATTACHED, Attached, log_observer
@@ -36,7 +36,7 @@ from .steps import Callbacks, StepContext, draft_steps
 _current: Session | None = None
 
 
-class Session:
+class Session(Entered):
     """One conversion of torch, in force until it is reverted or replaced.
 
     As a context manager it restores on exit what was in force before its `convert`.
@@ -95,8 +95,6 @@ class Session:
             A dotted path such as ``package.module.Block.forward(activation=)``, and the function.
         """
         return missed(cast_originals(self._installation.wrappers))
-
-    __enter__, __exit__ = entered("entrance.enter"), entered("entrance.leave")
 
     def begin_block(self) -> None:
         """Notes that a ``with`` block of this session begins."""

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
 import threading
-from collections.abc import Iterator
 from typing import Any, Final
 
 import torch
 
+from ..blocks import ends_surely
 from .after_import import AfterImport
 from .compiler import is_dynamo_loaded
 
@@ -24,50 +23,52 @@ class _Uncompiled:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._asking = 0
-        self._stance: Any = None
+        self._asking: set[object] = set()
+        self._stances: list[Any] = []  # at most one
         self._finder = AfterImport(_DYNAMO, lambda module: self.set())
 
-    def begin(self) -> None:
+    def begin(self, block: object) -> None:
         """Sets the stance; where torch.compile isn't imported, as soon as it is: that takes seconds."""
         with self._lock:
-            self._asking += 1
-            if self._asking > 1:
-                return
+            self._asking.add(block)
             if is_dynamo_loaded():
                 self.set()
-            else:
+            elif self._finder not in sys.meta_path:
                 sys.meta_path.insert(0, self._finder)
 
-    def end(self) -> None:
-        """Restores the stance, if nobody asks any more."""
+    def end(self, block: object) -> None:
+        """Restores the stance, if nobody asks any more. An interrupted call can be repeated."""
         with self._lock:
-            self._asking -= 1
+            self._asking.discard(block)
             if self._asking:
                 return
             if self._finder in sys.meta_path:
                 sys.meta_path.remove(self._finder)
-            stance, self._stance = self._stance, None
-            if stance is not None:
+            for stance in self._stances:
                 stance.__exit__(None, None, None)
+            self._stances.clear()
 
     def set(self) -> None:
         """Sets the stance, if somebody still asks for it."""
         with self._lock:
-            if self._asking and self._stance is None:
-                stance: Any = torch.compiler.set_stance("force_eager")
-                stance.__enter__()
-                self._stance = stance
+            if self._asking and not self._stances:
+                # In C from the call on to the list, so that no signal comes between.
+                self._stances.extend(map(torch.compiler.set_stance, ["force_eager"]))
 
 
 _uncompiled: Final = _Uncompiled()
 
 
-@contextlib.contextmanager
-def uncompiled() -> Iterator[None]:
+class uncompiled:  # noqa: N801  # a block
     """Runs compiled functions as they are written, in all threads, until the end of the block."""
-    _uncompiled.begin()
-    try:
-        yield
-    finally:
-        _uncompiled.end()
+
+    def __enter__(self) -> None:
+        try:
+            _uncompiled.begin(self)
+        except BaseException:
+            _uncompiled.end(self)
+            raise
+
+    @ends_surely(None, _uncompiled.end)
+    def __exit__(self, *exc_info: object) -> None:
+        _uncompiled.end(self)

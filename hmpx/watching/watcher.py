@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Generator, Mapping
 from typing import Any, Final, Literal
 
 from torch import Tensor
@@ -13,10 +13,11 @@ from torch.optim.optimizer import (
     register_optimizer_step_pre_hook,
 )
 
-from .. import session
+from .. import arguments, session
+from ..blocks import ends_surely, hooked
 from ..casting import Options
 from ..errors import NonFiniteError, OptionError, shown
-from ..observers import LOGGER, Attached, OpCall, attach_to_values
+from ..observers import LOGGER, Attached, OpCall
 from ..policy import Policy
 from ..torch_internals import uncompiled
 from .judging import Judge, Origin, offence_of
@@ -63,7 +64,7 @@ class Watch:
         self._mode, self._every, self._closure, self._window = mode, every, step, steps
         self._notes, self._judge = Notes(), Judge()
         self._scaling, self._underflow = LossScaling(), UnderflowCounts(underflow)
-        self._undo = contextlib.ExitStack()
+        self._block: Generator[None, None, None] | None = None
         self._attached: Attached | None = None
         self._number = 0
         self._steps_by_hand = self._has_optimizer = False
@@ -89,21 +90,36 @@ class Watch:
     def __enter__(self) -> Watch:
         if self._attached is not None:
             raise OptionError("this watch is running already; make another one with hmpx.watch()")
-        with contextlib.ExitStack() as undo:
-            if not session.is_converted():
-                nothing = Policy.from_ops(), frozenset[str](), Options()
-                undo.enter_context(session.restore(*nothing, verbose=False))
-            self._attached = undo.enter_context(attach_to_values(self._observe))
-            undo.callback(self._end)
-            before: Any = self._before_optimizer  # torch takes new arguments from it, undeclared
-            undo.callback(register_optimizer_step_pre_hook(before).remove)
-            undo.callback(register_optimizer_step_post_hook(self._after_optimizer).remove)
-            undo.enter_context(uncompiled())
-            self._undo = undo.pop_all()
-        self._notes.is_open = True
-        self._pause_or_resume()
-        return self
+        self._block = self._observing()
+        try:
+            next(self._block)
+            return self
+        except BaseException:
+            self._block.close()
+            raise
 
+    def _observing(self) -> Generator[None, None, None]:
+        """Observes from the first step until it is closed."""
+        nothing = Policy.from_ops(), frozenset[str](), Options(), False
+        is_needed = not session.is_converted()
+        try:
+            with (
+                session.restore(*nothing) if is_needed else contextlib.nullcontext(),
+                Attached(self._observe, every_op=True, values=True) as self._attached,
+                hooked(
+                    (register_optimizer_step_pre_hook, self._before_optimizer),
+                    (register_optimizer_step_post_hook, self._after_optimizer),
+                ),
+                uncompiled(),
+            ):
+                self._notes.is_open = True
+                self._pause_or_resume()
+                yield
+        finally:
+            self._attached = None
+            self._notes.is_open = False
+
+    @ends_surely(None, lambda watch: watch._block and watch._block.close())
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: object
     ) -> None:
@@ -111,16 +127,13 @@ class Watch:
         try:
             self._close_step(may_raise=error is None)
         finally:
-            self._undo.close()
+            if self._block is not None:
+                self._block.close()
         found = self.offences[before:]
         is_others = error is not None and not isinstance(error, NonFiniteError)
         if found and is_others and self._mode == "raise":
             vars(error).setdefault("__notes__", []).append(f"hmpx.watch: {found[0]}")
             self._log(found[0])
-
-    def _end(self) -> None:
-        self._attached = None
-        self._notes.is_open = False
 
     # --- steps -----------------------------------------------------------------------------------
 
@@ -333,18 +346,4 @@ def watch(
     is_rate = isinstance(underflow, (bool, int, float)) and 0 <= underflow <= 1
     if not is_rate:
         raise OptionError(f"underflow must be a bool or a share of calls, not {shown(underflow)}")
-    return Watch(mode, every, step, _window(steps), float(underflow))
-
-
-def _window(steps: Any) -> tuple[int, float]:
-    if steps is None:
-        return 0, float("inf")
-    if isinstance(steps, range) and steps.step == 1:
-        return steps.start, steps.stop
-    is_pair = isinstance(steps, (tuple, list)) and len(steps) == 2
-    if not is_pair or any(type(each) is not int for each in steps) or not 0 <= steps[0] < steps[1]:
-        raise OptionError(
-            f"steps must be a range or a pair of the first step and the one to stop before, such as "
-            f"(100, 200), not {shown(steps)}"
-        )
-    return steps[0], steps[1]
+    return Watch(mode, every, step, arguments.first_and_end("steps", steps), float(underflow))

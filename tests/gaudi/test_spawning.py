@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
@@ -218,11 +219,12 @@ def test_the_conversion_arrives_as_it_is(ends: list[Any], monkeypatch: pytest.Mo
     policy = {"lists": "none", "low": ["mm float16"], "sections": [{"ndim": 2, "fp32": ["exp"]}]}
     with hmpx.convert(policy=policy, device_types={"cpu"}, legalize="always") as sent:
         expected = sent.arguments()
-        arrived: list[Any] = []
-        monkeypatch.setattr("hmpx.session.restore", lambda **state: arrived.append(state))
+        arrived = mock.Mock()
+        monkeypatch.setattr("hmpx.session.restore", arrived)
         monkeypatch.setattr(spawning, "follow", lambda: None)
         prepared()
-    assert {name: arrived[0][name] for name in expected} == expected
+    assert {name: arrived.call_args.kwargs[name] for name in expected} == expected
+    arrived.return_value.begin_block.assert_called_once_with()
 
 
 def test_a_conversion_that_cannot_be_sent_is_said(

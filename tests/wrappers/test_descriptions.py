@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hmpx
-from hmpx.observers import OpCall, attach_to_values
+from hmpx.observers import Attached, OpCall
 
 Program = Callable[[], Any]
 
@@ -90,7 +90,7 @@ def described(programs: list[Program], *, anew: bool) -> list[tuple[Any, ...]]:
 
     groups = [[program] for program in programs] if anew else [programs]
     for group in groups:
-        with attach_to_values(note):  # makes all wrappers anew
+        with Attached(note, every_op=True, values=True):  # makes all wrappers anew
             for program in group:
                 program()
                 with hmpx.disable_casts(), contextlib.suppress(RuntimeError):  # of mixed dtypes
@@ -113,8 +113,8 @@ def test_a_paused_observer_gets_nothing_beside_others() -> None:
     second: list[str] = []
     with (
         hmpx.convert(device_types={"cpu"}),
-        attach_to_values(lambda call, *_: first.append(call.op)) as paused,
-        attach_to_values(lambda call, *_: second.append(call.op)),
+        Attached(lambda call, *_: first.append(call.op), every_op=True, values=True) as paused,
+        Attached(lambda call, *_: second.append(call.op), every_op=True, values=True),
     ):
         paused.pause()
         torch.mm(EYE, EYE)
