@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import PlanError, said_by
 from ..patching import apply, undo
-from ..tensors import is_available, map_all
+from ..tensors import is_present, map_all
 from ..torch_internals import (
     HERE,
     FakeTensor,
@@ -37,7 +37,7 @@ class Place:
     def __init__(self, device_type: str, *, is_small: bool) -> None:
         """Is not entered yet."""
         self.device_type, self.is_small = device_type, is_small
-        self.is_there = device_type == "cpu" or (_has(device_type) and not is_small)
+        self.is_there = device_type == "cpu" or (is_present(device_type) and not is_small)
         self._corrections = Corrections()
         self._mode = None if is_small else fake_mode()
 
@@ -132,10 +132,3 @@ def _like(placed: Tensor, tensor: Tensor) -> Tensor:
     if isinstance(tensor, nn.Parameter):
         return nn.Parameter(placed.detach(), requires_grad=tensor.requires_grad)
     return placed
-
-
-def _has(device_type: str) -> bool:
-    try:
-        return is_available(device_type)
-    except (RuntimeError, AttributeError):  # torch has no module for it here
-        return False

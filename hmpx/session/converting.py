@@ -20,6 +20,7 @@ from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import LowType, Policy, PolicySource
 from ..registry import exclusive, hold_off_forks
 from . import request
+from .messages import warn_of_absent
 from .session import Session, current, switch_to
 
 if TYPE_CHECKING:
@@ -142,6 +143,8 @@ def convert(
                     'convert(device_types={"cpu"}) casts those',
                     found,
                 )
+            if device_types is not None:
+                warn_of_absent(asked.device_types)
             session.entrance.renew()
             return session  # from here on, `with` ends it
         except BaseException:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -16,6 +16,8 @@ from ..observers import LOGGER
 from ..patches import held_by_models
 from ..patching import Change
 from ..policy import Policy
+from ..tensors import default_device_types, is_present
+from ..torch_internals import FakeTensor
 
 
 def said_of(covered: Iterable[Change]) -> str:
@@ -30,13 +32,32 @@ def said_of(covered: Iterable[Change]) -> str:
 
 
 def say(messages: list[str]) -> None:
-    """Warns of what is wrong with names in the lists, at the first line outside of hmpx."""
+    """Warns of what is wrong with names in the lists."""
     if messages:
-        level, frame = 1, sys._getframe()
-        while frame.f_back is not None and _is_passing_on(frame.f_globals.get("__name__")):
-            level, frame = level + 1, frame.f_back
-        lines = "\n  ".join(messages)
-        warnings.warn(f"left out of the op lists:\n  {lines}", HmpxWarning, stacklevel=level)
+        _warn("left out of the op lists:\n  " + "\n  ".join(messages))
+
+
+def warn_of_absent(device_types: Collection[str]) -> None:
+    """Warns if this machine has no device of these types, unless a FakeTensorMode stands in for them."""
+    by_default = default_device_types()
+    if any(each in by_default or is_present(each) for each in device_types):
+        return
+    if isinstance(torch.empty(0), FakeTensor):
+        return
+    here = " and ".join(sorted(by_default))
+    _warn(
+        f"nothing will be cast: torch finds no {' or '.join(sorted(device_types))} device on this "
+        f"machine; leave out device_types to cast tensors on {here}, or name the types of the devices "
+        "that tensors are on"
+    )
+
+
+def _warn(text: str) -> None:
+    """Warns at the first line outside of hmpx."""
+    level, frame = 1, sys._getframe()
+    while frame.f_back is not None and _is_passing_on(frame.f_globals.get("__name__")):
+        level, frame = level + 1, frame.f_back
+    warnings.warn(text, HmpxWarning, stacklevel=level)
 
 
 def _is_passing_on(module: object) -> bool:

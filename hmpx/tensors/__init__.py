@@ -4,7 +4,13 @@ from __future__ import annotations
 
 from .chunks import cast_as_one, chunk_of, is_in_memory
 from .constants import Constant
-from .devices import default_device_types, is_available, parse_device_type, parse_device_types
+from .devices import (
+    default_device_types,
+    is_available,
+    is_present,
+    parse_device_type,
+    parse_device_types,
+)
 from .dtypes import (
     CAST,
     COMPUTED,
@@ -65,6 +71,7 @@ __all__ = [
     "is_in_memory",
     "is_leaf",
     "is_low",
+    "is_present",
     "leaves",
     "long_name",
     "map_all",

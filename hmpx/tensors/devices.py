@@ -41,6 +41,14 @@ def is_available(device_type: str) -> bool:
     return bool(module.is_available())
 
 
+def is_present(device_type: str) -> bool:
+    """Whether tensors can be on devices of this type here."""
+    try:
+        return device_type == "meta" or is_available(device_type)
+    except (RuntimeError, AttributeError):  # torch has no module for it, or none that can say
+        return False
+
+
 def parse_device_types(value: object) -> frozenset[str]:
     """Returns ``value`` as a set of torch device types; ``None`` gives the default.
 

@@ -199,6 +199,7 @@ def test_parameters_and_tensor_subclasses_are_cast() -> None:
     assert out.dtype is BF16
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_other_devices_are_not_cast() -> None:
     """Only tensors on a device type in ``device_types`` are eligible."""
     with hmpx.convert(policy=Policy.from_ops(low=["matmul"]), device_types={"cuda"}):

@@ -404,6 +404,7 @@ def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     assert caplog.messages == ["linalg_inv computes in fp32: cpu has no bf16 kernel for it"]
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_it_holds_where_casts_are_off_and_ends_with_the_conversion() -> None:
     """A tensor that an op before has made low is no reason to stop, wherever it goes."""
     with hmpx.convert(device_types={"cuda"}):

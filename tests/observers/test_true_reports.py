@@ -19,6 +19,7 @@ from hmpx.tensors import floating_parts, parts_of
 from hmpx.tuning.metrics import relative_l2
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_tensors_on_other_devices_are_not_reported_as_cast() -> None:
     calls: list[hmpx.OpCall] = []
     x = torch.ones(2, 2)

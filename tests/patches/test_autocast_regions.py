@@ -136,7 +136,7 @@ def test_casts_are_off_in_a_region_that_is_off(spelling: str) -> None:
 
 
 def test_cudas_own_spelling() -> None:
-    with low(device_types={"cuda"}), FakeTensorMode(), torch.cuda.amp.autocast(enabled=False):
+    with FakeTensorMode(), low(device_types={"cuda"}), torch.cuda.amp.autocast(enabled=False):
         c = torch.ones(2, 2, device="cuda")
         assert (c @ c).dtype is FP32
 
@@ -319,6 +319,7 @@ def only_asks() -> bool:
     return torch.is_autocast_enabled("cpu")
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_code_that_opens_a_region_only_where_autocast_is_on() -> None:
     """It finds casts; who does not open a region with ``enabled=`` is told of autocast alone."""
     with low():
@@ -386,6 +387,7 @@ def test_code_that_opens_a_region_is_told_the_dtype_of_the_casts(
     assert dtype_for(x) is FP32
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_code_that_casts_to_the_dtype_of_autocast() -> None:
     """It casts to the conversion's; who keeps the state to restore it is told of autocast alone."""
     x, before = a(), state_to_restore()
@@ -600,6 +602,7 @@ def test_regions_that_are_open_while_conversions_come_and_go() -> None:
     assert is_clean()
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_a_region_follows_the_device_types_in_force() -> None:
     with low(device_types={"cpu", "cuda"}), off("cpu"):
         with low(device_types={"cpu"}):

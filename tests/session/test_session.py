@@ -18,6 +18,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import hmpx
 from hmpx import HmpxWarning, OptionError, Policy, patching
@@ -585,3 +586,41 @@ def test_a_kept_wrapper_that_somebody_elses_function_calls_does_not_call_that(
     with hmpx.convert(policy=Policy.from_ops(low=["mm"])):
         assert torch.mm(x, x).dtype is torch.bfloat16
     assert torch.mm(x, x).dtype is torch.float32
+
+
+# --- devices that are not there -------------------------------------------------------------------
+
+
+@pytest.mark.skipif(torch.accelerator.is_available(), reason="this machine has an accelerator")
+@pytest.mark.parametrize(
+    ("device_types", "named"),
+    [({"cuda"}, "cuda"), ({"xpu", "mps"}, "mps or xpu"), ({"hpu"}, "hpu")],
+)
+def test_device_types_of_which_this_machine_has_none_are_warned_of(
+    device_types: set[str], named: str
+) -> None:
+    """Once, at the user's line, with the remedy; where warnings are errors torch stays unconverted."""
+    with pytest.warns(hmpx.HmpxWarning, match=f"torch finds no {named} device") as found:
+        hmpx.convert(device_types=device_types)
+    (warning,) = found
+    assert warning.filename == __file__
+    assert "leave out device_types to cast tensors on cpu" in str(warning.message)
+    hmpx.revert()
+    with pytest.raises(hmpx.HmpxWarning):
+        hmpx.convert(device_types=device_types)
+    assert not hmpx.is_converted()
+
+
+@pytest.mark.parametrize("device_types", [None, {"cpu"}, {"cpu", "cuda"}, {"meta"}])
+def test_device_types_of_which_this_machine_has_one_are_not_warned_of(
+    device_types: set[str] | None,
+) -> None:
+    """Warnings are errors here."""
+    with hmpx.convert(device_types=device_types):
+        assert hmpx.is_converted()
+
+
+def test_devices_that_a_fake_tensor_mode_stands_in_for_are_not_warned_of() -> None:
+    with FakeTensorMode(), hmpx.convert(device_types={"cuda"}):
+        weight = torch.ones(2, 2, device="cuda")
+        assert (weight @ weight).dtype is torch.bfloat16
