@@ -3,7 +3,7 @@
     python examples/hmp_linear.py
 
 What `hmp.convert` did on Gaudi, `hmpx.convert` does on the device that is there: the list
-``lists/hmp/bf16.txt`` holds ``linear``, so its input, weight and bias are cast to bfloat16, and
+``lists/hmpx/bf16.txt`` holds ``linear``, so its input, weight and bias are cast to bfloat16, and
 the weight itself stays float32. The optimizer's step is not cast.
 """
 

@@ -49,7 +49,7 @@ missing = [name for name in sys.argv[1:] if not (package / "lists" / name).is_fi
 assert not missing, f"the wheel lacks the lists {missing}"
 session = hmpx.convert(device_types={"cpu"})
 assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype is torch.bfloat16
-assert session.policy["linear"].reason.startswith("lists/hmp/bf16.txt:")
+assert session.policy["linear"].reason.startswith("lists/hmpx/bf16.txt:")
 assert Report(()).to_html().rstrip().endswith("</html>")  # its files are data
 hmpx.revert()
 assert torch.nn.Linear(4, 4)(torch.ones(2, 4)).dtype is torch.float32

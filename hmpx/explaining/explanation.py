@@ -70,7 +70,7 @@ class Explanation:
 
     @property
     def reason(self) -> str:
-        """Where the decision comes from: ``"lists/hmp/bf16.txt:12"``."""
+        """Where the decision comes from: ``"lists/hmpx/bf16.txt:24"``."""
         return self.decision.reason
 
     @property

@@ -63,8 +63,8 @@ def convert(
         low_precision_type: ``torch.bfloat16``, ``torch.float16``, or a number format of
             `hmpx.formats` or its name, such as ``"float8_e4m3fn"``, which is emulated in float32.
         lists: Name of a shipped set, or a directory that holds ``bf16.txt``, ``fp32.txt``,
-            ``widest.txt``. None: ``"hmpx"``, which is HMP's lists less ``mul`` and ``t``. Others:
-            ``"hmp"``, ``"autocast-cuda"``, ``"autocast-cpu"``, ``"o2"``.
+            ``widest.txt``. None: ``"hmpx"``. Others: ``"lean"``, ``"hmp"``, ``"autocast-cuda"``,
+            ``"autocast-cpu"``, ``"o2"``.
         policy: Instead of all the lists above a ready `Policy`, or the path of a policy file (YAML, or
             a ``gaudi_config.json``), or a dict like such a file.
         device_types: Types of the devices whose tensors are cast, such as ``{"cuda"}``. None: the

@@ -165,7 +165,7 @@ def test_ops_shows_policy_reason_and_call_sites(capsys: pytest.CaptureFixture[st
     """The row of an op says what is done, by which line, and where the op is called."""
     name, policy, reason, sites = table(["softmax"], capsys)[0]
     assert (name, policy) == ("softmax", "FP32")
-    assert reason.startswith("lists/hmp/fp32.txt:")
+    assert reason.startswith("lists/hmpx/fp32.txt:")
     assert sites.split(", ") == [
         "torch.softmax",
         "torch.Tensor.softmax",
@@ -177,26 +177,26 @@ def test_ops_shows_policy_reason_and_call_sites(capsys: pytest.CaptureFixture[st
 def test_ops_names_each_policy(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each has a spelling, the low one with its type."""
     write(directory, "low.txt", "cos\n")
-    write(directory, "policy.yaml", "low: [cos]\nfollow: [sin]\n")
+    write(directory, "policy.yaml", "low: {add: [cos], remove: [mv]}\nfollow: [sin]\n")
     rows = {row[0]: row for row in table(["--policy", "policy.yaml"], capsys)}
-    policies = {name: rows[name][1] for name in ("cos", "sin", "div", "cat", "lerp", "tan")}
+    policies = {name: rows[name][1] for name in ("cos", "sin", "exp", "cat", "mv", "erf")}
     spelt = {"-" if policy is CastPolicy.PASS else policy.name for policy in CastPolicy}
     assert {policy.split()[0] for policy in policies.values()} == spelt
     rows = {row[0]: row for row in table(["--bf16", "low.txt"], capsys)}
     policies = {
         **policies,
-        **{name: rows[name][1] for name in ("cos", "div", "cat", "lerp", "tan")},
+        **{name: rows[name][1] for name in ("cos", "exp", "cat", "mv", "erf")},
     }
     assert policies == {
         "cos": "LOW bf16",
         "sin": "FOLLOW",
-        "div": "FP32",
+        "exp": "FP32",
         "cat": "WIDEST",
-        "lerp": "FIRST",
-        "tan": "-",
+        "mv": "FIRST",
+        "erf": "-",
     }
     assert rows["cos"][2] == "low.txt:1"
-    assert rows["tan"][2] == "in no list"
+    assert rows["erf"][2] == "in no list"
 
 
 def test_ops_holds_every_op_a_list_may_name(capsys: pytest.CaptureFixture[str]) -> None:

@@ -167,7 +167,7 @@ def test_norm_weights_stay_as_they_are_and_buffers_are_not_rounded() -> None:
     norm.running_mean.fill_(1 / 3)
     plain = copy.deepcopy(norm)
     expected = quantize(plain(quantize(normal(6, 4), "float8_e4m3fn")), "float8_e4m3fn")
-    with hmpx.convert(low_precision_type="float8_e4m3fn"):
+    with hmpx.convert(lists="lean", low_precision_type="float8_e4m3fn"):
         same_or_nan(norm(normal(6, 4)), expected)
     same_or_nan(norm.running_mean, plain.running_mean)
 
@@ -789,7 +789,7 @@ def test_traces_are_refused() -> None:
 def test_running_statistics_are_those_of_the_computation(format: str) -> None:
     """Also where that is in fp64, which the buffers are not."""
     norm, plain = nn.BatchNorm1d(4), nn.BatchNorm1d(4)
-    with hmpx.convert(low_precision_type=format):
+    with hmpx.convert(lists="lean", low_precision_type=format):
         norm(normal(16, 4) + 5)
     plain.double()(quantize(normal(16, 4) + 5, format).double())
     torch.testing.assert_close(norm.running_mean.double(), plain.running_mean, rtol=1e-6, atol=0)

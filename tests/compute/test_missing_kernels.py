@@ -203,7 +203,7 @@ def faults(infos: list[OpInfo], dtype: torch.dtype, most: int | None, **options:
                     is_compared = is_exact and "dtype" not in call[1]
                     calls.append((info.full_name, function, low, expected, is_compared))
     found = []
-    with hmpx.convert(**options):
+    with hmpx.convert(lists="lean", **options):
         for name, function, low, expected, is_compared in calls:
             actual = attempt(current(function), low)
             what = f"{name} {[(tuple(t.shape), t.dtype) for t in tensors(low)]}"
@@ -267,7 +267,7 @@ def matrix(dtype: torch.dtype = BF16) -> Tensor:
 def test_results_have_the_inputs_dtype_and_complex_ones_stay_complex64() -> None:
     """Named tuples stay what they are; indices stay integers."""
     m = matrix()
-    with hmpx.convert():
+    with hmpx.convert(lists="lean"):
         assert torch.linalg.inv(m).dtype is BF16
         assert torch.fft.fft(m).dtype is torch.complex64
         assert torch.polar(m, m).dtype is torch.complex64

@@ -61,7 +61,7 @@ def test_a_model_has_the_casts_that_the_policy_asks_for(legalize: str) -> None:
     assert (linear.label, linear.dtype, linear.module) == ("linear", "bf16", "fc")
     assert linear.shape == (64, 32)
     assert linear.is_legalized is (legalize == "always")
-    assert re.fullmatch(r"lists/hmp/bf16.txt:\d+", linear.reason)
+    assert re.fullmatch(r"lists/hmpx/bf16.txt:\d+", linear.reason)
     assert re.search(r"test_draw.py:\d+$", last.location)
     assert (last.label, last.dtype) == ("softmax", "fp32")
     (parameter,) = of(drawing, "parameter")

@@ -38,7 +38,7 @@ def test_every_spelling_means_the_op(spelling: str) -> None:
     """As in lists."""
     found = explained(spelling)
     assert (found.op, found.cast_policy) == ("softmax", CastPolicy.FP32)
-    assert found.reason.startswith("lists/hmp/fp32.txt:")
+    assert found.reason.startswith("lists/hmpx/fp32.txt:")
     assert {"torch.softmax", "torch.Tensor.softmax", "torch.nn.functional.softmax"} <= {
         *found.sites
     }
@@ -74,7 +74,7 @@ def test_a_glob_gives_a_line_for_each_op() -> None:
     assert {"layer_norm", "batch_norm", "norm"} <= {each.op for each in found}
     *lines, last = str(found).splitlines()
     assert len(lines) == len(found)
-    assert any(line.split()[:3] == ["layer_norm", "LOW", "bf16"] for line in lines)
+    assert any(line.split()[:2] == ["norm", "FP32"] for line in lines)
     assert last.startswith("by default policy")
 
 
@@ -169,7 +169,7 @@ def test_a_slow_machine_is_the_reason_to_legalize() -> None:
 def test_lacking_kernels_and_emulation_are_explained() -> None:
     """Ops that have no kernel in low precision, and number formats."""
     with hmpx.convert(device_types={"cpu"}):
-        assert explained("cdist").device_notes[0][1].startswith("no bf16 or fp16 kernel: ")
+        assert explained("linalg_inv").device_notes[0][1].startswith("no bf16 or fp16 kernel: ")
     with hmpx.convert(device_types={"cpu"}, low_precision_type="float8_e4m3fn"):
         assert explained("mm").device_notes[0][1].startswith("emulated: ")
         assert str(hmpx.explain("mm")).startswith("mm: LOW, inputs are rounded to float8_e4m3fn")

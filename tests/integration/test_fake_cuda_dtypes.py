@@ -91,9 +91,9 @@ def report() -> dict[str, Any]:
     with steps.fake("cuda"):
         return {
             "lacking": _lacking(),
-            "norms": _norms(),
+            "norms": _norms({"lists": "lean"}),
             "norms of rules": _norms({"lists": "none", "low": list(_NORM_OPS)}),
-            "followers": _norms({"lists": "hmpx", "low": {"remove": list(_NORM_OPS)}}),
+            "followers": _norms({"lists": "lean", "low": {"remove": list(_NORM_OPS)}}),
             "products": _products(),
             "losses": _losses(),
             "kept": _kept(),
@@ -105,7 +105,7 @@ _NORM_OPS = ("batch_norm", "group_norm", "instance_norm", "layer_norm")
 
 def _lacking() -> dict[str, list[str]]:
     found = {}
-    with hmpx.convert(device_types={"cuda"}):
+    with hmpx.convert(lists="lean", device_types={"cuda"}):
         for name, call in LACKING.items():
             with steps.Kernels("cuda") as each:
                 call()

@@ -158,18 +158,16 @@ def test_metrics_are_bit_equal(load: Any) -> None:
 
 
 def test_data_preparation_differs_in_products_alone(load: Any) -> None:
-    """As it does under torch.autocast, but for what HMP's lists have beside: relu and dropout."""
+    """As it does under torch.autocast."""
     pipelines = load("pipelines")
     found, _ = pipelines.verdicts(list(pipelines.torch_cases()))
     assert {each.name: each.ops for each in found if each.hmpx} == {
         "covariance by @": ("matmul",),
         "moving average by conv1d": ("conv1d",),
         "mel spectrogram by @": ("matmul",),
-        "noise with F.dropout": ("dropout",),
-        "clipping by relu": ("relu",),
+        "luma by einsum": ("einsum",),
     }
-    worse = [each.name for each in found if each.hmpx.is_worse_than(each.autocast)]
-    assert worse == ["noise with F.dropout", "clipping by relu"]
+    assert not [each.name for each in found if each.hmpx.is_worse_than(each.autocast)]
 
 
 def test_a_difference_is_told_in_numbers_dtypes_or_words(load: Any) -> None:

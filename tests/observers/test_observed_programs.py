@@ -224,7 +224,7 @@ def test_calls_again_in_fp32() -> None:
         errors.append((tensors.result - tensors.in_fp32()).abs().max().item())
 
     model = nn.Sequential(nn.Linear(8, 8), nn.ReLU(), nn.Linear(8, 2))
-    with hmpx.convert(device_types=CPU), hmpx.attach(observer, tensors=True):
+    with hmpx.convert(lists="lean", device_types=CPU), hmpx.attach(observer, tensors=True):
         model(torch.randn(4, 8, generator=torch.Generator().manual_seed(0)))
     assert len(errors) == 3
     assert 0 < errors[0] < 0.02

@@ -196,13 +196,12 @@ def test_default_lists_decide(kind: str, cast_policy: CastPolicy) -> None:
 FLEX_ATTENTION = "torch.nn.attention.flex_attention.flex_attention"
 
 
-def test_the_default_is_hmps_less_two_ops_and_with_attention() -> None:
+def test_lean_is_hmps_less_two_ops_and_with_attention() -> None:
     """Products of positions, of new weights and of data stay fp32, and a view is a view.
 
     Queries and keys that rotary embeddings have made fp32 don't bring attention there.
     """
-    policy, hmps = hmpx.load_policy(), hmpx.load_policy(lists="hmp")
-    assert hmpx.load_policy(lists="hmpx") == policy
+    policy, hmps = hmpx.load_policy(lists="lean"), hmpx.load_policy(lists="hmp")
     differing = {op for op in hmps.decisions if hmps[op].cast_policy is not policy[op].cast_policy}
     assert differing == {"mul", "imul", "rmul", "t", "scaled_dot_product_attention"}
     assert policy["scaled_dot_product_attention"].cast_policy is CastPolicy.LOW
@@ -211,9 +210,10 @@ def test_the_default_is_hmps_less_two_ops_and_with_attention() -> None:
     assert {policy[op].cast_policy for op in ("mul", "imul", "rmul")} == {CastPolicy.WIDEST}
 
 
-def test_the_default_for_float16_has_no_norms_and_dropouts() -> None:
+def test_lean_has_no_norms_and_dropouts_in_float16() -> None:
     """They follow their input: torch.autocast doesn't round the residual stream either."""
-    policy, halves = hmpx.load_policy(), hmpx.load_policy(low_precision_type=torch.float16)
+    policy = hmpx.load_policy(lists="lean")
+    halves = hmpx.load_policy(lists="lean", low_precision_type=torch.float16)
     low = {
         name
         for name in policy.decisions
@@ -224,8 +224,20 @@ def test_the_default_for_float16_has_no_norms_and_dropouts() -> None:
     assert {halves[name].cast_policy for name in norms} == {CastPolicy.FIRST}
     assert halves["linear"].dtype is torch.float16
     assert hmpx.load_policy(low_precision_type="float16", lists="hmp")["dropout"].dtype is not None
-    file = {"low_precision_type": "float16", "low": {"remove": ["dropout", "mul"]}}
+    removed = {"remove": ["dropout", "mul"]}
+    file = {"lists": "lean", "low_precision_type": "float16", "low": removed}
     assert hmpx.load_policy(policy=file) == halves
+
+
+def test_the_default_is_the_set_hmpx() -> None:
+    """For both low types alike."""
+    policy, halves = hmpx.load_policy(), hmpx.load_policy(low_precision_type=torch.float16)
+    assert hmpx.load_policy(lists="hmpx") == policy
+    assert {
+        name
+        for name in policy.decisions.keys() | halves.decisions.keys()
+        if policy[name].cast_policy is not halves[name].cast_policy
+    } == set()
 
 
 def test_the_default_leaves_products_to_torch_and_views_alone() -> None:
@@ -322,16 +334,16 @@ def test_a_shipped_list_is_read_again_once_it_has_changed(
     copied = tmp_path / "lists"
     shutil.copytree(LISTS, copied)
     monkeypatch.setattr(oplists, "directory", lambda: copied)
-    assert hmpx.load_policy()["softmax"].cast_policy is CastPolicy.FP32
+    assert hmpx.load_policy(lists="lean")["softmax"].cast_policy is CastPolicy.FP32
     fp32 = copied / "hmp" / "fp32.txt"
     fp32.write_text(fp32.read_text(encoding="utf-8").replace("softmax\n", ""), encoding="utf-8")
-    assert "softmax" not in hmpx.load_policy().decisions
-    assert "softmax" not in hmpx.load_policy(policy={"lists": "hmpx"}).decisions
+    assert "softmax" not in hmpx.load_policy(lists="lean").decisions
+    assert "softmax" not in hmpx.load_policy(policy={"lists": "lean"}).decisions
     shutil.copytree(copied / "hmp", copied / "mine")
     (copied / "mine" / "fp32.txt").write_text("softmax\n", encoding="utf-8")
     assert hmpx.load_policy(lists="mine")["softmax"].cast_policy is CastPolicy.FP32
     monkeypatch.undo()
-    assert hmpx.load_policy()["softmax"].cast_policy is CastPolicy.FP32
+    assert hmpx.load_policy(lists="lean")["softmax"].cast_policy is CastPolicy.FP32
 
 
 def test_what_one_caller_gets_of_the_shipped_lists_another_cannot_change() -> None:

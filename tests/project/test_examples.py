@@ -92,7 +92,7 @@ def test_hmp_linear(tmp_path: Path) -> None:
     assert losses == sorted(losses, reverse=True)
     assert losses[-1] < 0.7 * losses[0]
     assert "output torch.bfloat16, weight torch.float32" in output
-    assert re.search(r"^linear: lists/hmp/bf16.txt:\d+$", output, re.M)
+    assert re.search(r"^linear: lists/hmpx/bf16.txt:\d+$", output, re.M)
     assert "after revert: output torch.float32" in output
 
 
@@ -109,12 +109,11 @@ def test_train_gpt(tmp_path: Path) -> None:
         assert mixed == pytest.approx(fp32, rel=0.02)  # bf16 has 8 bits, 2**-8 a rounding
     assert losses[-1][0] < 0.8 * losses[0][0]
     for decision in (
-        r"embedding\(fp32\) +to_fp32 +FP32 by lists/hmp/fp32.txt:\d+ +in token",
-        r"layer_norm\(fp32, fp32, fp32\) +to_bf16 +LOW by lists/hmp/bf16.txt:\d+ ",
-        r"linear\(bf16, fp32, fp32\) +to_bf16 +LOW by lists/hmp/bf16.txt:\d+ +in blocks.0.atten",
-        r"matmul\(fp32, bf16\) +to_bf16 +LOW by lists/hmp/bf16.txt:\d+ +in blocks.0.attention ",
+        r"layer_norm\(fp32, fp32, fp32\) +to_fp32 +FIRST by lists/first.txt:\d+ ",
+        r"linear\(fp32, fp32, fp32\) +to_bf16 +LOW by lists/hmpx/bf16.txt:\d+ +in blocks.0.atten",
+        r"matmul\(fp32, bf16\) +to_bf16 +LOW by lists/hmpx/bf16.txt:\d+ +in blocks.0.attention ",
         r"add\(fp32, bf16\) +to_fp32 +WIDEST by lists/hmp/widest.txt:\d+ +in blocks.0 ",
-        r"cross_entropy\(bf16\) +to_fp32 +FP32 by lists/hmp/fp32.txt:\d+ +at train_gpt.py:\d+",
+        r"cross_entropy\(bf16\) +to_fp32 +FP32 by lists/hmpx/fp32.txt:\d+ +at train_gpt.py:\d+",
     ):
         assert re.search(f"^  {decision}", output, re.MULTILINE), decision
 

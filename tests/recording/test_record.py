@@ -83,8 +83,8 @@ def test_gradients_are_rows_of_their_own() -> None:
 def test_ops_that_no_list_names_count() -> None:
     """As they ran: in the dtype of their input."""
     with hmpx.record() as rec:
-        torch.exp(torch.mm(X, WEIGHT)).sqrt_()
-    for op in ("exp", "sqrt"):
+        torch.erf(torch.mm(X, WEIGHT)).sqrt_()
+    for op in ("erf", "sqrt"):
         row = row_of(rec, op)
         assert (row.dtype, row.casts, row.calls) == ("bfloat16", 0, 1)
 
@@ -183,12 +183,12 @@ def test_records_nest() -> None:
 
 def test_after_it_torch_is_as_before() -> None:
     """Wrappers are those without observers, and calls are not counted any more."""
-    before = torch.nn.functional.linear.__code__, torch.exp
+    before = torch.nn.functional.linear.__code__, torch.erf
     with hmpx.record() as rec:
         y = torch.mm(X.clone().requires_grad_(), WEIGHT).sum()
     y.backward()
     torch.mm(X, WEIGHT)
-    assert (torch.nn.functional.linear.__code__, torch.exp) == before
+    assert (torch.nn.functional.linear.__code__, torch.erf) == before
     assert {(row.op, row.phase) for row in rec.report().rows} == {
         ("mm", "forward"),
         ("sum", "forward"),
@@ -388,7 +388,7 @@ def test_an_fp32_op_between_low_ones() -> None:
 
 def test_a_low_op_between_fp32_ones() -> None:
     """Where it computes little."""
-    with hmpx.record() as rec:
+    with hmpx.convert(lists="lean", device_types={"cpu"}), hmpx.record() as rec:
         torch.softmax(F.leaky_relu(X), -1)
     assert wasted(rec, "round trip") == [("leaky_relu -> softmax", 1, "bf16.txt: -leaky_relu")]
 

@@ -279,13 +279,13 @@ class Obstinate(types.ModuleType):
 def test_a_module_that_refuses_a_wrapper_keeps_what_it_has() -> None:
     """A name from before convert is not worth an error; `missed` tells of it."""
     module = Obstinate("obstinate")
-    vars(module)["relu"] = torch.relu
+    vars(module)["mm"] = torch.mm
     sys.modules["obstinate"] = module
     try:
         with hmpx.convert() as active:
-            assert vars(module)["relu"] is torch.relu.__wrapped__  # type: ignore[attr-defined]
-            assert "obstinate.relu" in [path for path, _ in active.missed()]
-        assert vars(module)["relu"] is torch.relu
+            assert vars(module)["mm"] is torch.mm.__wrapped__  # type: ignore[attr-defined]
+            assert "obstinate.mm" in [path for path, _ in active.missed()]
+        assert vars(module)["mm"] is torch.mm
     finally:
         del sys.modules["obstinate"]
 
@@ -470,7 +470,7 @@ def test_verbose_logs_each_call_in_hmps_shape(caplog: pytest.LogCaptureFixture) 
     torch.add(ones(), ones().bfloat16())
     with hmpx.disable_casts():
         ones() @ ones()
-    torch.relu(ones().double())
+    torch.mm(ones().double(), ones().double())
     assert (
         lines(caplog)[:2]
         == [
@@ -493,18 +493,18 @@ def test_verbose_once_logs_each_decision_with_reason_module_and_line(
 ) -> None:
     """The list line, the module path, the user's file:line; once (pytorch #117832, #116935)."""
     caplog.set_level(logging.INFO, "hmpx")
-    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.ReLU())
+    model = nn.Sequential(nn.Sequential(nn.Linear(2, 2)), nn.Softmax(-1))
     hmpx.convert(isVerbose="once")
     for _ in range(3):
         model(ones())
     logged = lines(caplog)
     assert len(logged) == 2
     assert logged[0].startswith(
-        "casting  linear(fp32, fp32, fp32)  to_bf16  LOW by lists/hmp/bf16.txt:20  in 0.0  at "
+        "casting  linear(fp32, fp32, fp32)  to_bf16  LOW by lists/hmpx/bf16.txt:21  in 0.0  at "
     )
     here = Path(__file__).name
     assert f"{here}:" in logged[0]
-    assert "relu(bf16)  to_bf16" in logged[1]
+    assert "softmax(bf16)  to_fp32" in logged[1]
     assert "  in 1  at " in logged[1]
 
 

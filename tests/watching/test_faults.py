@@ -39,7 +39,8 @@ class Fault:
         self.expected = {"op": op, "phase": phase, "kind": kind, "module": module, "source": source}
         self.remedy = remedy
         low = {} if "policy" in options else {"low_precision_type": FP16}
-        self.options = {"device_types": {"cpu"}, **low, **options}
+        lists = {} if "policy" in options else {"lists": "lean"}
+        self.options = {"device_types": {"cpu"}, **low, **lists, **options}
         self.key = repr(self.options)
 
     def __call__(self, program: Callable[[], Any]) -> Callable[[], Any]:

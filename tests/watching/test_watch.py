@@ -187,7 +187,7 @@ def test_names_and_text() -> None:
         def forward(self, h: Tensor) -> Tensor:
             return torch.exp(h)
 
-    with convert(low_precision_type=FP16), hmpx.watch("collect") as w:
+    with convert(lists="lean", low_precision_type=FP16), hmpx.watch("collect") as w:
         Net()(x(3, 2))
     assert w.first is not None and w.first.module == "act"
     lines = str(w.first).splitlines()
@@ -365,7 +365,11 @@ def test_a_forward_that_overflows_is_one_under_a_scaler() -> None:
     scaler = torch.amp.GradScaler("cpu")
     weight = nn.Parameter(torch.full((4,), 300.0))
     optimizer = torch.optim.SGD([weight], lr=1e-6)
-    with convert(low_precision_type=FP16), pytest.raises(NonFiniteError) as caught, hmpx.watch():
+    with (
+        convert(lists="lean", low_precision_type=FP16),
+        pytest.raises(NonFiniteError) as caught,
+        hmpx.watch(),
+    ):
         for _ in range(2):
             optimizer.zero_grad()
             scaler.scale(weight.half().square().sum()).backward()

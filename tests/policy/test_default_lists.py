@@ -1,4 +1,4 @@
-"""The lists of the set ``next``: what they must hold, and what each line says of itself."""
+"""The lists of the default: what they must hold, and what each line says of itself."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from hmpx import CastPolicy
 from hmpx.policy.lists import sets
 
 FP32, LOW = torch.float32, torch.bfloat16
-FILES = [path.name for path in sorted((sets.directory() / "next").iterdir())]
+FILES = [path.name for path in sorted((sets.directory() / "hmpx").iterdir())]
 
 #: Functions with a ``reduction`` that do not return a loss.
 NO_LOSS: set[str] = {"embedding_bag"}
@@ -23,13 +23,13 @@ NO_LOSS: set[str] = {"embedding_bag"}
 @pytest.fixture(scope="module")
 def policy() -> hmpx.Policy:
     """Returns the policy of the set."""
-    return hmpx.load_policy(lists="next")
+    return hmpx.load_policy(lists="hmpx")
 
 
 @pytest.mark.parametrize("file", FILES)
 def test_each_line_gives_its_reason(file: str) -> None:
     """In a comment on the line itself: it stays with the line in a copy, and in a diff."""
-    lines = (sets.directory() / "next" / file).read_text("utf-8").splitlines()
+    lines = (sets.directory() / "hmpx" / file).read_text("utf-8").splitlines()
     named = [line for line in lines if line[0] not in "#@"]
     assert named
     assert [line for line in named if len(line.partition("  # ")[2].split()) < 3] == []
@@ -95,7 +95,7 @@ def test_norms_follow_their_input(norm: object) -> None:
     assert callable(norm)
     x = torch.randn(16, 8) + 500
     exact = norm(x)
-    with hmpx.convert(lists="next", device_types={"cpu"}):
+    with hmpx.convert(device_types={"cpu"}):
         assert torch.equal(norm(x), exact)
         assert norm(x.to(LOW)).dtype is LOW
 
@@ -105,7 +105,7 @@ def test_a_batch_norm_of_years_and_prices_keeps_its_statistics() -> None:
     x = torch.stack([torch.arange(1990.0, 2022.0), torch.linspace(3, 40, 32)], dim=1)
     expected, norm = torch.nn.BatchNorm1d(2), torch.nn.BatchNorm1d(2)
     expected(x)
-    with hmpx.convert(lists="next", device_types={"cpu"}):
+    with hmpx.convert(device_types={"cpu"}):
         norm(x)
     assert norm.running_var is not None
     assert torch.equal(norm.running_var, expected.running_var)
@@ -115,7 +115,7 @@ def test_positions_of_samples_are_not_rounded_with_what_is_sampled() -> None:
     """An identity warp of 1,024 columns in bfloat16 is the image."""
     image = torch.arange(1024.0).expand(1, 1, 2, 1024).contiguous()
     identity = F.affine_grid(torch.eye(2, 3)[None], [1, 1, 2, 1024], align_corners=True)
-    with hmpx.convert(lists="next", device_types={"cpu"}):
+    with hmpx.convert(device_types={"cpu"}):
         found = F.grid_sample(image.to(LOW), identity, align_corners=True)
     assert found.dtype is FP32
     assert torch.allclose(found, image.to(LOW).float(), atol=0.5)
@@ -126,7 +126,7 @@ def test_totals_of_losses_and_scattered_numbers_grow_on(low: torch.dtype) -> Non
     """In bfloat16 they would stop at 256."""
     values = torch.ones(5000, 1)
     index = torch.zeros(5000, dtype=torch.int64)
-    with hmpx.convert(lists="next", low_precision_type=low, device_types={"cpu"}):
+    with hmpx.convert(low_precision_type=low, device_types={"cpu"}):
         h = torch.eye(4) @ torch.eye(4)
         assert h.dtype is low
         assert h.new_zeros(1, 1).index_add(0, index, values).item() == 5000
@@ -139,7 +139,7 @@ def test_totals_of_losses_and_scattered_numbers_grow_on(low: torch.dtype) -> Non
 
 def test_a_hand_written_rms_norm_stays_finite_in_float16() -> None:
     """Its squares would overflow."""
-    with hmpx.convert(lists="next", low_precision_type=torch.float16, device_types={"cpu"}):
+    with hmpx.convert(low_precision_type=torch.float16, device_types={"cpu"}):
         x = 500 * torch.eye(8) @ torch.eye(8)
         assert x.dtype is torch.float16
         found = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
