@@ -17,6 +17,9 @@ _Error = TypeVar("_Error", bound=BaseException)
 class HmpxError(Exception):
     """Base of every error that hmpx raises deliberately."""
 
+    def __str__(self) -> str:
+        return lined(super().__str__().split("\n"))
+
 
 class OpListError(HmpxError):
     """An op list can't be read, or contradicts itself or another list."""
@@ -77,8 +80,30 @@ class NonFiniteError(HmpxError):
 class HmpxWarning(UserWarning):
     """Part of the user's input was ignored, and hmpx went on without it."""
 
+    def __str__(self) -> str:
+        return lined(super().__str__().split("\n"))
+
 
 # --- what messages show ------------------------------------------------------------------------
+
+
+def printable(text: str) -> str:
+    r"""Returns text on one line that can be shown: what can't be printed is escaped, as ``\n``, ``\x1b``.
+
+    Names of modules and files may hold anything: escapes of terminals, marks that turn the direction
+    of writing, halves of characters.
+    """
+    if text.isprintable():
+        return text
+    return "".join(
+        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
+    )
+
+
+def lined(lines: Iterable[str]) -> str:
+    """Returns a text of these lines, each `printable`. All texts that tools print pass here."""
+    return "\n".join(map(printable, lines))
+
 
 #: How many faults of one kind are shown; the others are only counted.
 MOST_SHOWN: Final = 20

@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import OptionError, short
+from ..errors import OptionError, printable, short
 
 #: Names of colours -> what terminals take for them.
 _COLOURS: Final = {"blue": "34", "bold": "1", "dim": "2", "red": "31", "yellow": "33"}
@@ -54,7 +54,7 @@ def check_writable(option: str, name: str | None) -> None:
 def complain(message: str) -> None:
     """Prints a message to stderr; each of its lines begins with ``hmpx:``."""
     for line in message.splitlines():
-        print(f"hmpx: {line}", file=sys.stderr)
+        print(f"hmpx: {printable(line)}", file=sys.stderr)
 
 
 def with_warnings_shown(function: Callable[..., Any], **arguments: Any) -> Any:

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
+from ..errors import lined
 from ..policy import UNDECIDED, CastPolicy, Decision
 from ..reports import Row, located
 from ..tensors import short_name
@@ -79,7 +80,7 @@ class Explanation:
         return self.decision.cast_policy
 
     def __str__(self) -> str:
-        return "\n".join(self._lines())
+        return lined(self._lines())
 
     def _lines(self) -> Iterator[str]:
         yield from _wrapped(f"{self.op}: {self._what()}", "", 2)
@@ -168,7 +169,7 @@ class Explanations(tuple[Explanation, ...]):
             cells = [op.ljust(widths[0]), said.ljust(widths[1]), reason, first]
             lines.append("  ".join([cell for cell in cells if cell]).rstrip() + called)
         policies = dict.fromkeys(each.policy for each in self)
-        return "\n".join([*lines, f"by {', '.join(policies)}; a single name says more"])
+        return lined([*lines, f"by {', '.join(policies)}; a single name says more"])
 
 
 _SHORT: Final = {"float32": "fp32", "bfloat16": "bf16", "float16": "fp16", "float64": "fp64"}

@@ -10,7 +10,7 @@ from torch import nn
 
 from .. import arguments, patches
 from ..blocks import Entered, Entrance
-from ..errors import FreezeError
+from ..errors import FreezeError, printable
 from .originals import Originals
 from .seal import Attachments, Seal
 from .slots import Slot
@@ -47,7 +47,7 @@ class Frozen(Entered):
         """Called by `freeze` only."""
         self.weights = weights
         self._model = model
-        self._name = type(model).__name__
+        self._name = printable(type(model).__name__)
         self._seal = seal
         self._originals = originals
         self._attached = attached

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
+from ..errors import lined
 from ..policy import LowType
 from ..tensors import short_name
 
@@ -79,7 +80,7 @@ def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
     for *cells, size, reason in rows:
         padded = [cell.ljust(width) for cell, width in zip(cells, widths, strict=False)]
         lines.append("  ".join([*padded, size.rjust(widths[-2]), reason]))
-    return "\n".join(lines)
+    return lined(lines)
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:

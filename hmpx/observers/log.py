@@ -14,6 +14,7 @@ from typing import Any, Final, TextIO
 
 import torch
 
+from ..errors import printable
 from ..frames import is_ours, located
 from ..patching import Draft, Patch
 from ..tensors import short_name
@@ -22,6 +23,18 @@ from .attached import Observer
 from .op_calls import OpCall
 
 LOGGER: Final = logging.getLogger("hmpx")
+
+
+def _escape(record: logging.LogRecord) -> bool:
+    """Makes strings in the log's lines printable: names of modules and files."""
+    if isinstance(record.args, tuple):
+        record.args = tuple(
+            [printable(each) if isinstance(each, str) else each for each in record.args]
+        )
+    return True
+
+
+LOGGER.addFilter(_escape)
 
 
 def log_observer(verbose: bool | str) -> Observer:

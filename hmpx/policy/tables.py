@@ -7,7 +7,7 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
-from ..errors import shown
+from ..errors import lined, shown
 from ..tensors import short_name
 from .decisions import CastPolicy, Decision, LowType
 from .sections import Section
@@ -64,7 +64,7 @@ def text(
         lines.append(heading)
         if rows:
             lines += [_aligned(row, widths) for row in (_TITLES, *rows)]
-    return "\n".join(lines)
+    return lined(lines)
 
 
 def as_html(

@@ -10,6 +10,7 @@ from typing import Final
 import torch
 
 from .. import frames
+from ..errors import printable
 from ..tensors import short_name
 from .rows import is_measured
 
@@ -88,17 +89,8 @@ def share(part: float, whole: float) -> str:
 
 
 def clean(text: str) -> str:
-    r"""Returns text on one line that can be shown: what can't be printed is escaped, as ``\n``, ``\x1b``.
-
-    Names of modules and files may hold anything: escapes of terminals, marks that turn the direction
-    of writing, halves of characters.
-    """
-    text = text[:_LONGEST]
-    if text.isprintable():
-        return text
-    return "".join(
-        each if each.isprintable() else each.encode("unicode_escape").decode() for each in text
-    )
+    """Returns text as a cell of a table shows it: `printable`, without the end of a long one."""
+    return printable(text[:_LONGEST])
 
 
 def located(location: str) -> str:

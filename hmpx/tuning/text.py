@@ -6,7 +6,7 @@ import math
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
-from ..errors import cut
+from ..errors import cut, lined
 from .assignment import FP32
 from .candidates import FOLLOWS, Candidate, bare, is_following
 from .shares import low_parts, shares
@@ -77,7 +77,7 @@ def verdict(tuned: Tuned) -> str:
             f"The search did not end, since {why.get(tuned.stopped_by, tuned.stopped_by)}: this is the "
             "best set so far."
         )
-    return "\n".join(lines)
+    return lined(lines)
 
 
 def _is_wider(member: str) -> bool:
@@ -184,7 +184,7 @@ def shown(value: float | None) -> str:
 def aligned(rows: Sequence[tuple[str, ...]]) -> str:
     """Returns rows as a table of text."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return "\n".join(
+    return lined(
         "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
         for row in rows
     )

@@ -8,6 +8,7 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from ..errors import lined
 from ..frames import located
 from ..tensors import short_name
 from ..torch_state import Phase
@@ -114,7 +115,7 @@ class Offence:
         lines += textwrap.wrap(
             f"remedy   {self.remedy}", 80, initial_indent="  ", subsequent_indent=" " * 11
         )
-        return "\n".join(lines)
+        return lined(lines)
 
     def _verdict(self) -> str:
         if self.source == "parameter":

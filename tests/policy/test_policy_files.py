@@ -631,7 +631,7 @@ def test_files_that_cannot_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPat
         "utf16.yml": "utf16.yml: not UTF-8 text (byte 0: 0xff); save it as UTF-8",
         "large.json": "large.json: 10.0 MB is too large for a policy file; at most 1 MB",
         "policy.txt": "policy.txt: a policy file ends in .yaml, .yml, .json",
-        "nul\0.yaml": "nul\0.yaml: can't be read: embedded null byte",
+        "nul\0.yaml": r"nul\x00.yaml: can't be read: embedded null byte",
     }
     for name, message in cases.items():
         for path in (name, Path(name)):
