@@ -90,7 +90,7 @@ examples:
         "--report",
         metavar="FILE",
         help="record the run, and write what ran in which type, why, and at what cost, to FILE: "
-        ".html, .json, .csv or .txt; of several processes each writes its own",
+        ".html, .json, .csv or .txt; of several ranks each writes its own",
     )
     parser.add_argument(
         "--watch",

@@ -1,17 +1,25 @@
-"""``hmpx run --report``: records a program, and writes the report also if the program crashes or exits."""
+"""``hmpx run --report``: records a program and those forked from it; writes the report however it ends."""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import os
+import secrets
+import shutil
+import signal
 import sys
+import tempfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
+from .. import patching
 from ..errors import said_by, short
+from ..patching import Patch
 from ..recording import record
-from ..reports import Report, written
+from ..reports import Report, merged, read_json, written
 from . import output
 from .scripts import ScriptError
 
@@ -52,9 +60,18 @@ def checked(name: str) -> Path:
     return path.absolute()  # the program may change its directory
 
 
+#: Functions that end a process where it stands.
+_ENDS: Final = ("_exit", "abort", "execv", "execve")
+
+#: Signals that schedulers, terminals and `multiprocessing` end processes with.
+_SIGNALS: Final = ("SIGTERM", "SIGHUP")
+
+
 @contextlib.contextmanager
 def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
-    """Records what runs inside, and writes the report to ``path``, even after an exception.
+    """Records what runs inside, and writes the report to ``path``, however the process ends.
+
+    Forked processes write what they have recorded to files beside it, which this one adds to its own.
 
     Args:
         path: Where to; None to record nothing.
@@ -64,12 +81,59 @@ def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
     if path is None:
         yield
         return
-    recording = record()
+    recording, process = record(), os.getpid()
+    target = path if replaces else _free(path)
+    folder = Path(tempfile.mkdtemp(prefix="hmpx-report-"))
+
+    def write(error: str | None = None) -> None:
+        if os.getpid() == process:
+            _write(recording, target, folder, error)
+        elif folder.exists():  # else the report has been written
+            _write_part(recording, folder, error)
+
+    def forget() -> None:
+        if folder.exists():
+            recording.forget()
+
+    if hasattr(os, "register_at_fork"):
+        os.register_at_fork(after_in_child=forget)
+    ends = patching.apply([Patch(os, name, _writing(name, write)) for name in _ENDS])
+    handlers = _signals_followed(write)
     try:
         with recording:
             yield
     finally:
-        _write(recording, path if replaces else _free(path))
+        for number, handler in handlers.items():
+            if signal.getsignal(number) is handler:
+                signal.signal(number, signal.SIG_DFL)
+        patching.undo(ends)
+        write()
+
+
+def _writing(name: str, write: Callable[[str], None]) -> Callable[..., Any]:
+    function = getattr(os, name)
+
+    @functools.wraps(function)
+    def end(*args: Any, **kwargs: Any) -> Any:
+        write(f"os.{name}")
+        return function(*args, **kwargs)
+
+    return end
+
+
+def _signals_followed(write: Callable[[str], None]) -> dict[int, Callable[..., None]]:
+    """Has signals that would end the process write the report before; returns the handlers."""
+
+    def end(number: int, frame: object) -> None:
+        signal.signal(number, signal.SIG_DFL)  # first: another one ends the process at once
+        write(signal.Signals(number).name)
+        os.kill(os.getpid(), number)
+
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    handlers = {each: end for each in numbers if signal.getsignal(each) is signal.SIG_DFL}
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
+    return handlers
 
 
 def _free(path: Path) -> Path:
@@ -77,14 +141,30 @@ def _free(path: Path) -> Path:
     return path.with_suffix(f".{os.getpid()}{path.suffix}") if path.exists() else path
 
 
-def _write(recording: record, path: Path) -> None:
+def _report(recording: record, error: str | None) -> Report:
+    report = recording.report()
+    return dataclasses.replace(report, error=error) if error else report
+
+
+def _write_part(recording: record, folder: Path, error: str | None) -> None:
+    """Writes what a forked process has recorded; an end by `os._exit` is that of each."""
+    report = _report(recording, None if error == "os._exit" else error)
+    if report.rows:
+        report.to_json(folder / f"{os.getpid()}-{secrets.token_hex(8)}.json")
+
+
+def _write(recording: record, path: Path, folder: Path, error: str | None) -> None:
     """Writes the report; where it can't, says so: the program has ended as it would without a report."""
     try:
-        report = recording.report()
+        report = _report(recording, error)
+        if parts := [read_json(each) for each in sorted(folder.glob("*.json"))]:
+            report = merged([report, *parts])
         _WRITERS[path.suffix.lower()](report, path)
         verdict = str(report).splitlines()[0]
-    except Exception as error:
-        output.complain(f"the report can't be written: {said_by(error)}")
+    except Exception as failure:
+        output.complain(f"the report can't be written: {said_by(failure)}")
     else:
         sys.stdout.flush()
         output.complain(f"{verdict}\nreport: {path}")
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)

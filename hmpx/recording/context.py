@@ -94,6 +94,10 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
         if self._block is not None:
             self._block.close()
 
+    def forget(self) -> None:
+        """Forgets all calls recorded so far, as those that a forked process has from its parent."""
+        self._recorder.forget()
+
     def report(self) -> Report:
         """Returns what was recorded so far, as data."""
         counted = self._recorder.counted()

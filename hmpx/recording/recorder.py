@@ -51,12 +51,16 @@ class Recorder:
     def __init__(self, *, is_timed: bool = False) -> None:
         """Starts empty."""
         self._is_timed = is_timed
+        self.is_on = True
+        self.forget()
+
+    def forget(self) -> None:
+        """Starts anew. A forked process may find the lock taken by a thread that it does not have."""
         self._here = _Here()
         self._lock = threading.RLock()
         self._counts: list[Counts] = []
         self._folded = Folded()
         self.traces = Traces()
-        self.is_on = True
 
     def __call__(
         self,

@@ -50,7 +50,9 @@ def write(data: bytes, path: str | os.PathLike[str], *, follows_links: bool = Tr
         else:
             _replace(data, target)
     except (OSError, ValueError) as error:
-        raise OptionError(f"can't write {short(os.fspath(path))}: {said_by(error)}") from error
+        # Its text may name the temporary file.
+        why = (isinstance(error, OSError) and error.strerror) or said_by(error)
+        raise OptionError(f"can't write {short(os.fspath(path))}: {why}") from error
 
 
 def _replace(data: bytes, target: Path) -> None:

@@ -69,7 +69,7 @@ def test_hostile_reports_are_printed(
         (["0.json", "bad.json"], "hmpx: bad.json is not JSON, or was cut short: "),
         (
             ["0.json", "--html", "absent/a.html"],
-            "hmpx: can't write absent/a.html: FileNotFoundError",
+            "hmpx: can't write absent/a.html: No such file or directory",
         ),
     ],
 )

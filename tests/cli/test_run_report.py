@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import subprocess
 from pathlib import Path
 
@@ -30,14 +31,22 @@ def run(
     return forks.run(*command, cwd=directory, env=environment)
 
 
+KILL = "import signal; os.kill(os.getpid(), signal.{}); import time; time.sleep(60)"
+
+
 @pytest.mark.parametrize(
     ("end", "status", "error"),
     [
         ("", 0, None),
         ("raise KeyError('x')", 1, "KeyError: 'x'"),
         ("sys.exit(3)", 3, "SystemExit: 3"),
+        ("os._exit(3)", 3, "os._exit"),
+        ("os.execv(sys.executable, ['python', '-c', 'raise SystemExit(5)'])", 5, "os.execv"),
+        (KILL.format("SIGTERM"), -signal.SIGTERM, "SIGTERM"),
+        (KILL.format("SIGHUP"), -signal.SIGHUP, "SIGHUP"),
+        ("try:\n    " + KILL.format("SIGTERM") + "\nfinally:\n    os._exit(7)", -15, "SIGTERM"),
     ],
-    ids=["ends", "crashes", "exits"],
+    ids=["ends", "crashes", "exits", "_exit", "exec", "SIGTERM", "SIGHUP", "no handler of ours"],
 )
 def test_a_report_is_written_however_a_program_ends(
     tmp_path: Path, end: str, status: int, error: str | None
@@ -49,6 +58,56 @@ def test_a_report_is_written_however_a_program_ends(
     assert [(row.op, row.calls, row.dtype) for row in report.rows] == [("linear", 3, "bfloat16")]
     assert report.error == error
     assert f"hmpx: report: {tmp_path / 'report.json'}" in done.stderr
+
+
+FORK = """
+import multiprocessing, signal, time
+def work():
+    linear(torch.ones(2, 4))
+    {end}
+context = multiprocessing.get_context("fork")
+processes = [context.Process(target=work) for _ in range(2)]
+for each in processes:
+    each.start()
+for each in processes:
+    each.join()
+linear(torch.ones(2, 4))
+"""
+
+
+@pytest.mark.parametrize(
+    "end",
+    [
+        "",
+        "sys.exit(1)",
+        "1 / 0",
+        "os._exit(2)",
+        "os.kill(os.getpid(), signal.SIGTERM); time.sleep(60)",
+    ],
+)
+def test_calls_of_forked_processes_are_added(tmp_path: Path, end: str) -> None:
+    """Each call once, however they end."""
+    done = run(tmp_path, "report.json", FORK.format(end=end))
+    assert done.returncode == 0
+    report = read_json(tmp_path / "report.json")
+    assert sum(row.calls for row in report.rows if row.op == "linear") == 3 + 1 + 2
+    assert done.stderr.count("hmpx: report: ") == 1
+    assert {each.name for each in tmp_path.iterdir()} == {"report.json", "script.py"}
+
+
+def test_calls_of_a_child_that_runs_the_script_to_its_end_are_added(tmp_path: Path) -> None:
+    end = "child = os.fork()\nlinear(torch.ones(2, 4))\nif child: os.waitpid(child, 0)"
+    assert run(tmp_path, "report.json", end).returncode == 0
+    report = read_json(tmp_path / "report.json")
+    assert sum(row.calls for row in report.rows if row.op == "linear") == 3 + 2
+
+
+def test_a_programs_own_handler_comes_first(tmp_path: Path) -> None:
+    """As for a checkpoint before the time limit."""
+    end = "import signal\nsignal.signal(signal.SIGTERM, lambda *_: sys.exit(9))\n"
+    done = run(tmp_path, "report.json", end + KILL.format("SIGTERM"))
+    assert done.returncode == 9
+    assert read_json(tmp_path / "report.json").error == "SystemExit: 9"
 
 
 def test_ranks_write_files_of_their_own_that_add_up(tmp_path: Path) -> None:

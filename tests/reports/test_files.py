@@ -111,8 +111,16 @@ def test_files_that_cannot_be_read_or_written_are_named(tmp_path: Path) -> None:
     with pytest.raises(OptionError, match=r"Is a directory"):
         read_json(tmp_path)
     for write in (Report(()).to_json, Report(()).to_csv, Report(()).to_html):
-        with pytest.raises(OptionError, match=r"can't write .*report\.json: FileNotFoundError"):
+        with pytest.raises(OptionError, match=r"can't write .*report\.json: No such file"):
             write(path)
+
+
+def test_a_folder_that_can_not_be_written_to_is_said_by_the_files_name(tmp_path: Path) -> None:
+    """Rather than by that of the temporary file."""
+    path = tmp_path / "absent" / "report.json"
+    with pytest.raises(OptionError) as caught:
+        Report(()).to_json(path)
+    assert str(caught.value) == f"can't write {path}: No such file or directory"
 
 
 def test_every_field_is_checked() -> None:
