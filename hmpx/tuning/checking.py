@@ -28,7 +28,7 @@ from .progress import progress as shown_progress
 from .request import low_type_name
 from .result import Tuned
 from .runner import Evaluator, Runner
-from .scoring import from_record, to_record
+from .scoring import RECORDS, from_record, to_record
 from .searching import Searching
 from .text import CHECK
 from .working import Work
@@ -85,7 +85,7 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
 def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     header = {"hmpx": __version__, "command": check.command, "low_precision_type": low_type}
     header |= {"by": check.by, "runs": str(check.runs)}
-    journal = Journal(os.fspath(check.directory / "journal.jsonl"), header)
+    journal = Journal(os.fspath(check.directory / "journal.jsonl"), header, RECORDS)
     commands = _Commands(check, low_type)
     profiles = journal.parsed("spots", from_record)
     if not profiles:

@@ -182,7 +182,7 @@ class _Tuning:
         """Returns the result."""
         request, task = self._request, self._task
         noise = self._noise_floor()
-        journal = Journal(request.journal, request.header())
+        journal = Journal(request.journal, request.header(), scoring.RECORDS)
         spots, scores = self._profile(journal)
         is_finer = request.by == "module" and scores is None
         if request.by == "op" or is_finer:

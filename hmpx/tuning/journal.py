@@ -21,7 +21,12 @@ class Journal:
         records: What the file held when it was opened, without its header.
     """
 
-    def __init__(self, path: str, header: Mapping[str, Any]) -> None:
+    def __init__(
+        self,
+        path: str,
+        header: Mapping[str, Any],
+        parsers: Mapping[str, Callable[[Any], object]] | None = None,
+    ) -> None:
         """Opens the journal, or begins one.
 
         A last line that a kill has torn is dropped.
@@ -29,9 +34,10 @@ class Journal:
         Args:
             path: The file; ``""`` for none.
             header: What the records belong to.
+            parsers: A key -> what parses records that have it. The file stays as it is if one can't.
 
         Raises:
-            OptionError: The file belongs to something else, or can't be read or written.
+            OptionError: The file belongs to something else, can't be read or written, or is damaged.
         """
         self._path = path
         self.records: list[dict[str, Any]] = []
@@ -55,6 +61,8 @@ class Journal:
                 f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
             )
         self.records = lines[1:]
+        for key, parse in (parsers or {}).items():
+            self.parsed(key, parse)
         self._cut(torn)
 
     def write(self, record: Mapping[str, Any]) -> None:

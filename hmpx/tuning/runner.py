@@ -54,7 +54,7 @@ class Runner:
         """
         self._evaluator, self._journal, self._budget, self._show = evaluator, journal, budget, show
         self._is_noisy = is_noisy
-        self._known: dict[Work, Outcome] = dict(journal.parsed("kept", _from_record))
+        self._known: dict[Work, Outcome] = dict(journal.parsed("kept", outcome_from_record))
         self._asked: set[Work] = set()
         self.path: list[Evaluation] = []
 
@@ -136,7 +136,8 @@ class Runner:
         )
 
 
-def _from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
+def outcome_from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
+    """Returns what a record of a journal says of a set."""
     work = frozenset(map(str, record["kept"])), str(record["inputs"]), float(record["tolerance"])
     seen = {name: Seen(*map(float, each)) for name, each in record["seen"].items()}
     return work, Outcome(float(record["error"]), seen)

@@ -16,6 +16,7 @@ from .journal import Journal
 from .metrics import loss_of
 from .profiling import seconds_of
 from .request import Request
+from .runner import outcome_from_record
 from .seeding import seed_all
 
 #: How many batches effects are summed over.
@@ -149,3 +150,12 @@ def _errors_from_record(record: Mapping[str, Any]) -> dict[str, dict[str, float]
         low_type: {name: float(error) for name, error in errors.items()}
         for low_type, errors in record["errors"].items()
     }
+
+
+#: A key -> what parses the records of a journal that have it.
+RECORDS: Final[Mapping[str, Callable[[Any], object]]] = {
+    "spots": from_record,
+    "seconds": _seconds_from_record,
+    "errors": _errors_from_record,
+    "kept": outcome_from_record,
+}

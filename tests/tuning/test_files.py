@@ -91,19 +91,21 @@ def header(tmp_path_factory: pytest.TempPathFactory) -> bytes:
         {"kept": [], "inputs": "tuning", "tolerance": 0, "error": 0, "seen": {"a": [1]}},
         {"kept": [], "inputs": "tuning", "tolerance": 0, "error": 0, "seen": 3},
         {"kept": []},
+        {"seconds": [["linear"]]},
+        {"errors": {"bfloat16": 1}},
         3,
     ],
-    ids=range(12),
+    ids=range(14),
 )
 def test_damaged_journals_are_named_with_the_line(
     tmp_path: Path, header: bytes, record: object
 ) -> None:
     path = tmp_path / "journal"
-    content = header + b"\n" + json.dumps(record).encode() + b"\n"
+    content = header + b"\n" + json.dumps(record).encode() + b'\n{"kept": ["to'
     path.write_bytes(content)
     with pytest.raises(hmpx.OptionError, match=r"journal:2: the journal is damaged .*; delete"):
         tune(small(), journal=path)
-    assert path.read_bytes().startswith(content)
+    assert path.read_bytes() == content
 
 
 def test_a_lock_is_neither_emptied_nor_followed(tmp_path: Path) -> None:
