@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tests import forks
-from zoo import catalogue, measuring, table
+from zoo import catalogue, lines, measuring, table
 from zoo.entry import Entry, normal
 from zoo.modes import MODES
 
@@ -88,6 +89,30 @@ def test_ratio_is_to_autocast_of_the_same_type() -> None:
         for name, value in {"autocast": 0.02, "autocast fp16": 0.002, "hmpx fp16": 0.003}.items()
     }
     assert table.ratio(lines, "hmpx fp16", "outputs") == pytest.approx(1.5)
+
+
+class Normed(nn.Module):
+    """Calls ops of two lines of the default, and one that HMP's list has."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(8, 4), nn.LayerNorm(4)
+
+    def forward(self, x: Tensor) -> dict[str, Tensor]:
+        return {"y": self.norm(self.linear(x).float() + 500).softmax(-1)}
+
+
+def test_a_line_is_measured_by_what_happens_without_it() -> None:
+    """And one of another set by what it adds; each model has lines for the ops that it calls."""
+    normed = Entry("normed", "torch", "toys", Normed, lambda model: {"x": normal(3, 8)})
+    found = {(m["is_added"], m["kind"], m["op"]): m for m in lines.measure(normed)}
+    assert {(False, "low", "linear"), (False, "fp32", "softmax"), (True, "low", "layer_norm")} <= {
+        *found
+    }
+    assert found[False, "low", "linear"]["outputs"] < 0.1
+    assert found[True, "low", "layer_norm"]["outputs"] > 2
+    text = "\n".join(lines.tables(found.values()))
+    assert re.search(r"^\| `layer_norm` \| low \| 1 \| [\d.]+ \| [\d.]+ \(normed\) \|", text, re.M)
 
 
 def test_a_sample_has_all_families() -> None:
