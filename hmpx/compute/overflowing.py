@@ -7,15 +7,13 @@ was rounded, a tenth to a third of the time of rounding; `hmpx.watch` looks ever
 from __future__ import annotations
 
 import math
-import sys
 import warnings
-from typing import Final
 
 import torch
 from torch import Tensor
 
 from ..errors import HmpxWarning
-from ..frames import is_ours
+from ..frames import users_level
 from ..number_formats import Format, Rounder
 from ..patching import unpatched
 from ..tensors import PLAIN_TENSORS
@@ -81,7 +79,7 @@ def _largest_lost(tensor: Tensor, result: Tensor) -> float | None:
 def _warn(message: str) -> None:
     global _warned
     _warned = in_force()
-    warnings.warn(message, HmpxWarning, stacklevel=_users_level())
+    warnings.warn(message, HmpxWarning, stacklevel=users_level())
 
 
 def _message(format: Format, op: str, what: str, line: str, most: float) -> str:
@@ -92,18 +90,3 @@ def _message(format: Format, op: str, what: str, line: str, most: float) -> str:
         'became infinite or NaN; convert(overflow="saturate"), or overflow=saturate on the op\'s line '
         f"({line or 'a rule'}), keeps the largest value instead. Said once"
     )
-
-
-#: Frames between a user's line and hmpx.
-_TORCH: Final = "torch"
-
-
-def _users_level() -> int:
-    """Returns the stack level, for the caller's `warnings.warn`, of the first caller outside hmpx and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None:
-        name = str(frame.f_globals.get("__name__"))
-        if not is_ours(name) and name.partition(".")[0] != _TORCH:
-            break
-        level, frame = level + 1, frame.f_back
-    return level

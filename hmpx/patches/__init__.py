@@ -12,6 +12,7 @@ from .early_names import (
 from .filled import filled_patches
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
 from .held_functions import held_function_patches
+from .kept_values import kept_value_patches
 from .numpy_values import numpy_patches
 from .pickling import pickle_patch, retired, retired_name
 from .regions import SCALERS, region_patches
@@ -30,6 +31,7 @@ __all__ = [
     "held_by_models",
     "held_function_patches",
     "is_renewed",
+    "kept_value_patches",
     "missed",
     "note_torchs_modules",
     "numpy_patches",

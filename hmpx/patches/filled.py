@@ -19,6 +19,7 @@ from ..compute import held
 from ..patching import Draft, Patch
 from ..tensors import LOW_DTYPES, is_low
 from ..torch_internals import device_constructors
+from .compiled import unwrapped
 
 
 def filled_patches(draft: Draft) -> Iterator[Patch]:
@@ -32,7 +33,7 @@ def _full(original: Callable[..., Any]) -> Callable[..., Any]:
     def full(*args: Any, **kwargs: Any) -> Any:
         return _filled(original, kwargs.get("dtype"), args, kwargs)
 
-    return _named_after(original, full, "full")
+    return named_after(original, full, "full")
 
 
 def _new_full(original: Callable[..., Any]) -> Callable[..., Any]:
@@ -43,7 +44,7 @@ def _new_full(original: Callable[..., Any]) -> Callable[..., Any]:
             return handle_torch_function(new_full, (self,), self, *args, **kwargs)
         return _filled(original, kwargs.get("dtype") or self.dtype, (self, *args), kwargs)
 
-    return _named_after(original, new_full, "Tensor.new_full")
+    return named_after(original, new_full, "new_full", Tensor)
 
 
 def _filled(
@@ -64,8 +65,12 @@ def _filled(
     return original(*args[:-1], number, **kwargs)
 
 
-def _named_after(original: Any, function: Callable[..., Any], name: str) -> Callable[..., Any]:
-    function.__module__, function.__qualname__ = "torch", name
+def named_after(
+    original: Any, function: Callable[..., Any], name: str, owner: Any = torch
+) -> Callable[..., Any]:
+    """Makes ``function`` look like torch's ``original``, which is at ``owner.name``; returns it."""
+    qualified = name if owner is torch else f"Tensor.{name}"
+    function.__module__, function.__name__, function.__qualname__ = "torch", name, qualified
     function.__doc__ = original.__doc__
-    vars(function).update(__wrapped__=original, __hmpx_filled__=True)
+    vars(function).update(__wrapped__=unwrapped(original), __hmpx_filled__=True)
     return function

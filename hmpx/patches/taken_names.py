@@ -25,7 +25,7 @@ _originals: Final[weakref.WeakKeyDictionary[Callable[..., Any], Callable[..., An
 #: The names of torch's modules that had been imported before torch was converted.
 _before: set[str] = set()
 
-_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType)
+_FUNCTIONS: Final = (types.FunctionType, types.BuiltinFunctionType, types.MethodDescriptorType)
 
 
 def note_torchs_modules() -> None:
@@ -44,7 +44,8 @@ def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
         is_name = isinstance(done.patch, Patch) and not done.patch.is_foreign
         is_function = type(value) is types.FunctionType and isinstance(before, _FUNCTIONS)
         if is_name and is_function and "__hmpx_site__" not in vars(value):
-            original = _originals[value] = _originals.get(before, before)
+            is_ours = type(before) is types.FunctionType  # methods of torch can't be keys
+            original = _originals[value] = _originals.get(before, before) if is_ours else before
             found[id(original)] = value
     for earlier, original in list(_originals.items()):
         if id(original) in found:

@@ -17,6 +17,7 @@ from ..patches import (
     filled_patches,
     following,
     held_function_patches,
+    kept_value_patches,
     note_torchs_modules,
     numpy_patches,
     pickle_patch,
@@ -142,6 +143,11 @@ def _filled(context: StepContext) -> Iterable[Change]:
     return filled_patches(context.draft)
 
 
+def _kept_values(context: StepContext) -> Iterable[Change]:
+    """Requests for low precision, and what keeps tensors: parameters, buffers, gradients."""
+    return kept_value_patches(context.draft)
+
+
 def _hmp_messages(context: StepContext) -> Iterable[Change]:
     """`disable_casts`, which prints what HMP printed."""
     return announcing(context.draft)
@@ -226,6 +232,7 @@ STEPS: Final = (
     Step(_regions),
     Step(_numpy),
     Step(_filled),
+    Step(_kept_values),
     Step(_hmp_messages, lambda context: context.verbose == "hmp"),
     Step(_reused_casts, lambda context: context.conversion.options.reuse_casts),
     Step(_pickling),

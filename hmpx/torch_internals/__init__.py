@@ -90,6 +90,7 @@ from .modes import (
     is_tensor_of_tensors,
 )
 from .modules import (
+    BUFFER_HOOKS,
     CLIPPING,
     FX_MODULE_CALL,
     FX_TRACING,
@@ -101,6 +102,7 @@ from .modules import (
     STEP_HOOKS,
     has_hooked_step,
     is_replica,
+    rebuild_tensor,
 )
 from .operators import (
     HAS_OPERATORS,
@@ -148,6 +150,7 @@ __all__ = [
     "AOT_GRAPHS",
     "AUTOCAST_OPENERS",
     "BATCH_NORM_OP",
+    "BUFFER_HOOKS",
     "CAST_OP",
     "CHECKPOINT_GENERATOR",
     "CLIPPING",
@@ -271,6 +274,7 @@ __all__ = [
     "pop_hooks",
     "push_hooks",
     "quiet",
+    "rebuild_tensor",
     "replacing_parameters",
     "run_when_traced",
     "schemas_of",

@@ -42,17 +42,29 @@ rely_on(
     behaves=_prepares_steps,
 )
 
-_step_hooks, _module_hooks = rely_on(
+_step_hooks, _module_hooks, _buffer_hooks = rely_on(
     "torch.optim.optimizer._global_optimizer_post_hooks",
     "torch.nn.modules.module._global_module_registration_hooks",
+    "torch.nn.modules.module._global_buffer_registration_hooks",
     feature="hooks of optimizers and modules",
     since="2.13",
     without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
     behaves=lambda *tables: all(isinstance(table, dict) for table in tables),
 )
-#: Hooks by key: after each optimizer's step, and for each module that is put into another.
+#: Hooks by key: after each optimizer's step, for each module that is put into another, for each buffer.
 STEP_HOOKS: Final = _step_hooks
 MODULE_HOOKS: Final = _module_hooks
+BUFFER_HOOKS: Final = _buffer_hooks
+
+#: The function by which torch makes tensors of what was stored.
+rebuild_tensor = rely_on(
+    "torch._utils._rebuild_tensor",
+    feature="loaded tensors",
+    since="2.13",
+    without="programs that load them in low precision are warned where they make parameters of them",
+    behaves=inspect.isfunction,
+    instead=(do_nothing,),
+)
 
 
 #: What torch.nn.DataParallel sets on its copies of a module.

@@ -1348,7 +1348,7 @@ HARMFUL: dict[str, tuple[Callable[[nn.Module], Any], str, set[str]]] = {
         {"last.weight", "first.bias", "table"},
     ),
     "spectral_norm": (
-        lambda model: parametrizations.spectral_norm(model.first),
+        hmpx.disable_casts()(lambda model: parametrizations.spectral_norm(model.first)),
         r"'first\.weight' is computed by a parametrization; put back",
         {"last.weight", "table"},
     ),
@@ -1900,7 +1900,8 @@ def normalized(model: nn.Module, x: Tensor) -> None:
 
 
 def replaced_weight(model: nn.Module, x: Tensor) -> None:
-    model.table = nn.Parameter(model.table.detach().clone())
+    with hmpx.disable_casts():
+        model.table = nn.Parameter(model.table.detach().clone())
     model(x).sum().backward()
 
 

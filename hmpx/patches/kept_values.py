@@ -1,0 +1,238 @@
+"""Upcasts low-precision results that a program keeps: as parameters, buffers, gradients.
+
+A program that never asks for low precision has low-precision values from the conversion only. If it asks, what it
+asked for stays as it is. Its other low-precision values may be either, so they stay, too, and one warning says so.
+A request is noted by its memory, so views of it and in-place initialization are covered.
+"""
+
+from __future__ import annotations
+
+import functools
+import gc
+import sys
+import types
+import warnings
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+import torch.nn.utils.parametrize
+from torch import Tensor, nn
+from torch.overrides import handle_torch_function, has_torch_function
+
+from ..compute import widen
+from ..errors import HmpxWarning
+from ..frames import is_ours, users_level
+from ..patching import Draft, EntryPatch, ItemPatch, Patch
+from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, short_name
+from ..torch_internals import BUFFER_HOOKS, device_constructors, rebuild_tensor
+from ..torch_state import has_casts, in_force, without_casts
+from .compiled import unwrapped
+from .filled import named_after
+
+_is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+
+#: Memory that the program asked for in low precision, and what `hmpx.freeze` stored weights in.
+#: By identity: a set of weak references takes 1 us more.
+_asked_for: Final[dict[int, weakref.ref[torch.UntypedStorage]]] = {}
+_most = 1000  # when that many are noted, those that are gone are dropped
+#: The conversions in which the program asked, in which that was looked for, and that were warned of.
+_asked: object = None
+_searched: object = None
+_warned: object = None
+
+
+def kept_value_patches(draft: Draft) -> Iterator[Patch | ItemPatch | EntryPatch]:
+    """Yields the patches of what makes low-precision tensors on request, and of what keeps tensors."""
+    for owner, name in _requests():
+        original = draft.attribute(owner, name)
+        noting = _noting(original)
+        yield Patch(owner, name, named_after(original, noting, name, owner))
+        if unwrapped(original) in device_constructors():
+            yield EntryPatch(device_constructors(), noting)
+    module, name = sys.modules[rebuild_tensor.__module__], rebuild_tensor.__name__
+    yield Patch(module, name, functools.wraps(rebuild_tensor)(_noting(rebuild_tensor)))
+    yield Patch(nn.Parameter, "__new__", _new(draft.attribute(nn.Parameter, "__new__")))
+    yield Patch(Tensor, "data", _data(draft.attribute(Tensor, "data")))
+    yield Patch(Tensor, "grad", _grad(draft.attribute(Tensor, "grad")))
+    yield ItemPatch(BUFFER_HOOKS, "hmpx", _keep_buffer)
+    parametrize = torch.nn.utils.parametrize
+    for function in ("register_parametrization", "remove_parametrizations"):
+        uncast = without_casts()(draft.attribute(parametrize, function))
+        yield Patch(parametrize, function, uncast)  # they compute what is kept, and check its dtype
+    invert = draft.attribute(parametrize.ParametrizationList, "right_inverse")
+    yield Patch(parametrize.ParametrizationList, "right_inverse", _right_inverse(invert))
+
+
+# --- requests ----------------------------------------------------------------------------------
+
+
+def _requests() -> Iterator[tuple[Any, str]]:
+    """Yields where torch has the functions that make tensors of a dtype that they are given."""
+    names = {function.__name__ for function in device_constructors()}
+    names |= {name for name in vars(torch) if name.endswith("_like")}
+    names |= {"from_file", "from_numpy", "frombuffer", "normal"}
+    functions = (types.BuiltinFunctionType, types.FunctionType)
+    for name in sorted(names):
+        if isinstance(vars(torch).get(name), functions):
+            yield torch, name
+    for name in [name for name in dir(Tensor) if name.startswith("new_")]:
+        yield Tensor, name
+    for name in (*_CASTS, "to"):
+        yield Tensor, name
+
+
+def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
+    """Makes ``original`` note the low-precision tensors that it makes on request."""
+    is_function = isinstance(original, types.BuiltinFunctionType)  # torch looks methods up
+
+    def noting(*args: Any, **kwargs: Any) -> Any:
+        if is_function and has_torch_function(args):
+            return handle_torch_function(noting, args, *args, **kwargs)
+        made = original(*args, **kwargs)
+        if type(made) in PLAIN_TENSORS and made.dtype in LOW_DTYPES and not _is_dynamo_compiling():
+            _note(made, original.__name__, args, kwargs)
+        return made
+
+    return noting
+
+
+def _note(made: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    global _asked
+    if not (name in _CASTS or "dtype" in kwargs or torch.dtype in map(type, args)):
+        followed = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
+        if followed and not any(map(_is_asked_for, followed)):
+            return
+    asker = sys._getframe(2).f_globals.get("__name__", "")
+    if asker[:5] != "hmpx.":
+        _add(made)
+        if asker[:6] != "torch.":  # torch asks for the dtype of what it is given, too
+            _asked = in_force()
+
+
+#: They do nothing else than name a dtype.
+_CASTS: Final = ("bfloat16", "half", "type")
+
+
+def _add(tensor: Tensor) -> None:
+    global _most
+    try:
+        storage = _untyped_storage(tensor)
+    except RuntimeError:  # it has no memory of its own: a transform's, or sparse
+        return
+    _asked_for[id(storage)] = weakref.ref(storage)
+    if len(_asked_for) > _most:
+        for key, noted in list(_asked_for.items()):
+            if noted() is None:
+                _asked_for.pop(key, None)
+        _most = 2 * len(_asked_for) + 1000
+
+
+def _is_asked_for(tensor: Tensor) -> bool:
+    try:
+        storage = _untyped_storage(tensor)
+    except RuntimeError:
+        return False
+    noted = _asked_for.get(id(storage))
+    return noted is not None and noted() is storage
+
+
+_untyped_storage = Tensor.untyped_storage
+
+
+def _has_asked() -> bool:
+    """Whether the program has asked for low precision; parameters tell what it did before `convert`."""
+    global _asked, _searched
+    if _searched is not in_force():
+        _searched = in_force()
+        found = gc.get_objects()
+        if any(type(each) is nn.Parameter and each.dtype in LOW_DTYPES for each in found):
+            _asked = in_force()
+    return _asked is in_force()
+
+
+# --- what is kept ------------------------------------------------------------------------------
+
+
+def _kept(value: Any, what: str) -> Any:
+    """Returns ``value`` as it becomes ``what`` in the frame that calls the caller.
+
+    Where torch itself is that frame, apart from `torch.nn`, it keeps what somebody else has made.
+    """
+    global _asked, _warned
+    if type(value) not in PLAIN_TENSORS or value.dtype not in LOW_DTYPES or _is_dynamo_compiling():
+        return value
+    keeper: Any = sys._getframe(2)
+    while keeper.f_code in _PASSING_ON:
+        keeper = keeper.f_back
+    name = str(keeper.f_globals.get("__name__"))
+    if is_ours(name):
+        _add(value)
+    is_carried = keeper.f_code in _CARRYING or (name[:6] == "torch." and name[:9] != "torch.nn.")
+    if is_carried or not has_casts(value.device.type):
+        return value
+    if _is_asked_for(value):
+        _asked = in_force()
+        return value
+    if not _has_asked():
+        return widen(value)
+    if _warned is not in_force():
+        _warned = in_force()
+        warnings.warn(
+            f"{what} of {short_name(value.dtype)}: the program uses low precision elsewhere, so hmpx can't "
+            "tell whether it is meant to be. Compute it in `with hmpx.disable_casts():`, or call float() on "
+            "it, to have what the program says. Said once",
+            HmpxWarning,
+            stacklevel=users_level(),
+        )
+    return value
+
+
+#: Methods by which modules keep buffers, and those that make parameters of parameters.
+_PASSING_ON: Final = frozenset([nn.Module.__setattr__.__code__, nn.Module.register_buffer.__code__])
+_CARRYING: Final = frozenset([nn.Module._apply.__code__, nn.Parameter.__deepcopy__.__code__])
+
+
+def _new(original: Callable[..., Any]) -> staticmethod[..., Any]:
+    @functools.wraps(original)
+    def new(cls: type[nn.Parameter], data: Any = None, requires_grad: bool = True) -> Any:
+        return original(cls, _kept(data, "a parameter"), requires_grad)
+
+    return staticmethod(new)
+
+
+def _data(slot: Any) -> property:
+    def set_data(tensor: Tensor, value: Any) -> None:
+        if tensor.dtype is torch.float32:
+            value = _kept(value, "the data of a tensor that was fp32")
+        slot.__set__(tensor, value)
+
+    return property(slot.__get__, set_data, doc=slot.__doc__)
+
+
+def _grad(slot: Any) -> property:
+    def set_grad(tensor: Tensor, value: Any) -> None:
+        if type(value) in PLAIN_TENSORS and type(tensor) in PLAIN_TENSORS:
+            dtype: Any = tensor.grad_dtype if tensor.is_leaf else tensor.dtype
+            if dtype in CAST and dtype is not value.dtype and value.dtype in CAST:
+                value = CAST[dtype](value)  # torch takes no other
+        slot.__set__(tensor, value)
+
+    return property(slot.__get__, set_grad, slot.__delete__, slot.__doc__)
+
+
+def _keep_buffer(module: nn.Module, name: str, value: Tensor | None) -> Tensor | None:
+    before = module._buffers.get(name)
+    is_low = before is not None and before.dtype in LOW_DTYPES
+    return value if is_low else _kept(value, f"the buffer {name!r}")
+
+
+def _right_inverse(original: Callable[..., Any]) -> Callable[..., Any]:
+    uncast = without_casts()(original)
+
+    @functools.wraps(original)
+    def right_inverse(self: Any, value: Tensor) -> None:
+        uncast(self, _kept(value, "a parametrized tensor"))
+
+    return right_inverse

@@ -1,0 +1,394 @@
+"""Parameters, buffers and gradients that a program makes while torch is converted."""
+
+from __future__ import annotations
+
+import copy
+import io
+import pickle
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, parametrizations, parametrize, vector_to_parameters
+from torch.overrides import TorchFunctionMode
+
+import hmpx
+from hmpx.patches import kept_values
+
+BF16, FP32 = torch.bfloat16, torch.float32
+
+pytestmark = pytest.mark.filterwarnings("error::hmpx.HmpxWarning")
+
+
+@pytest.fixture(autouse=True)
+def _no_others(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides low parameters of other tests: they say that the program asked for low precision."""
+    if "before" not in request.node.name:
+        monkeypatch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=list))
+
+
+def product() -> Tensor:
+    """Returns a result that the conversion made low."""
+    made = torch.randn(4, 4) @ torch.randn(4, 4)
+    assert made.dtype is BF16
+    return made
+
+
+class Symmetric(nn.Module):
+    """A parametrization whose value, and whose inverse, is a product."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x @ torch.eye(4)
+
+    def right_inverse(self, x: Tensor) -> Tensor:
+        return x @ torch.eye(4)
+
+
+def parameter() -> Tensor:
+    return nn.Parameter(product())
+
+
+def derived() -> Tensor:
+    return nn.Parameter(product().t().contiguous() * 2)
+
+
+def with_history() -> Tensor:
+    return nn.Parameter(torch.randn(4, 4, requires_grad=True) @ torch.randn(4, 4))
+
+
+def data() -> Tensor:
+    linear = nn.Linear(4, 4)
+    linear.weight.data = torch.randn(4, 4) @ linear.weight.data
+    return linear.weight
+
+
+def buffer() -> Tensor:
+    module = nn.Module()
+    module.register_buffer("b", product())
+    return module.get_buffer("b")
+
+
+def buffer_object() -> Tensor:
+    module = nn.Module()
+    module.b = nn.Buffer(product())
+    return module.get_buffer("b")
+
+
+def set_buffer() -> Tensor:
+    module = nn.Module()
+    module.register_buffer("b", torch.zeros(4, 4))
+    module.b = product()
+    return module.get_buffer("b")
+
+
+def gradient() -> Tensor:
+    made = nn.Parameter(torch.zeros(4, 4))
+    made.grad = product()
+    assert made.grad is not None
+    return made.grad
+
+
+def data_of_gradient() -> Tensor:
+    made = nn.Parameter(torch.zeros(4, 4))
+    made.grad = torch.zeros(4, 4)
+    made.grad.data = product()
+    return made.grad
+
+
+def assigned_state() -> Tensor:
+    linear = nn.Linear(4, 4)
+    linear.load_state_dict({"weight": product(), "bias": torch.zeros(4)}, assign=True)
+    return linear.weight
+
+
+def assigned_buffers() -> Tensor:
+    norm = nn.BatchNorm1d(4)
+    state = norm.state_dict()
+    state["running_var"] = product()[0]
+    norm.load_state_dict(state, assign=True)
+    assert norm.running_var is not None
+    return norm.running_var
+
+
+def vector() -> Tensor:
+    linear = nn.Linear(4, 4)
+    vector_to_parameters(
+        torch.eye(20) @ parameters_to_vector(linear.parameters()), linear.parameters()
+    )
+    return linear.weight
+
+
+def orthogonal() -> Tensor:
+    linear = parametrizations.orthogonal(nn.Linear(4, 4))
+    parametrize.remove_parametrizations(linear, "weight")
+    return linear.weight
+
+
+def registered() -> Tensor:
+    linear = parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
+    return linear.parametrizations.weight.original
+
+
+def registered_twice() -> Tensor:
+    linear = parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
+    parametrize.register_parametrization(linear, "weight", Symmetric())
+    return linear.parametrizations.weight.original
+
+
+def set_parametrized() -> Tensor:
+    linear = parametrize.register_parametrization(nn.Linear(4, 4), "weight", Symmetric())
+    linear.weight = product()
+    return linear.parametrizations.weight.original
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        parameter,
+        derived,
+        with_history,
+        data,
+        buffer,
+        buffer_object,
+        set_buffer,
+        gradient,
+        data_of_gradient,
+        assigned_state,
+        assigned_buffers,
+        vector,
+        orthogonal,
+        registered,
+        registered_twice,
+        set_parametrized,
+    ],
+)
+@pytest.mark.parametrize("options", [{}, {"lists": "autocast-cuda"}, {"legalize": "always"}])
+def test_what_is_kept_stays_fp32(make: Callable[[], Tensor], options: dict[str, Any]) -> None:
+    with hmpx.convert(device_types={"cpu"}, **options):
+        assert make().dtype is FP32
+
+
+def test_small_steps_move_a_weight_that_a_product_made() -> None:
+    with hmpx.convert(device_types={"cpu"}):
+        weight = nn.Parameter(torch.ones(4, 4) @ torch.eye(4))
+        optimizer = torch.optim.SGD([weight], 1.0)
+        for _ in range(10):
+            weight.grad = torch.full((4, 4), 1e-3)
+            optimizer.step()
+    assert torch.allclose(weight, torch.full((4, 4), 0.99))
+
+
+# --- what the program asks for -----------------------------------------------------------------
+
+
+class Asked(nn.Module):
+    """Names its dtype wherever it can."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.empty = nn.Parameter(torch.empty(4, dtype=dtype).uniform_())
+        self.random = nn.Parameter(torch.randn(4, 4).to(dtype).t())
+        self.like = nn.Parameter(torch.ones_like(self.empty, dtype=dtype))
+        self.new = nn.Parameter(self.empty.new_zeros(4))
+        self.linear = nn.Linear(4, 4, dtype=dtype)
+        self.register_buffer("mask", torch.tensor([1.0, 2.0], dtype=dtype)[None])
+
+
+def dtypes(module: nn.Module) -> set[torch.dtype]:
+    return {value.dtype for value in module.state_dict().values()}
+
+
+def loaded(module: nn.Module) -> nn.Module:
+    stream = io.BytesIO()
+    torch.save(module.state_dict(), stream)
+    stream.seek(0)
+    fresh = Asked(FP32)
+    fresh.load_state_dict(torch.load(stream), assign=True)
+    return fresh
+
+
+def under_default_dtype(module: nn.Module) -> nn.Module:
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(BF16)
+    try:
+        return nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4, track_running_stats=False))
+    finally:
+        torch.set_default_dtype(before)
+
+
+def cast_by_hand(module: nn.Module) -> nn.Module:
+    linear = nn.Linear(4, 4)
+    for each in linear.parameters():
+        each.data = each.data.bfloat16()
+    return linear
+
+
+def cast_product(module: nn.Module) -> nn.Module:
+    linear = nn.Linear(4, 4, bias=False)
+    linear.weight = nn.Parameter(product().bfloat16())
+    return linear
+
+
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda asked: asked,
+        copy.deepcopy,
+        lambda asked: pickle.loads(pickle.dumps(asked)),
+        loaded,
+        lambda asked: Asked(FP32).bfloat16(),
+        lambda asked: Asked(FP32).to(BF16),
+        lambda asked: Asked(FP32).to(torch.zeros(1, dtype=BF16)),
+        lambda asked: asked.to("cpu", torch.float64).type(BF16),
+        under_default_dtype,
+        cast_by_hand,
+        cast_product,
+    ],
+)
+def test_what_the_program_asks_for_stays_low(make: Callable[[nn.Module], nn.Module]) -> None:
+    with hmpx.convert(device_types={"cpu"}):
+        assert dtypes(make(Asked(BF16))) == {BF16}
+
+
+def test_a_program_that_asks_elsewhere_is_warned_once_at_its_line() -> None:
+    with hmpx.convert(device_types={"cpu"}):
+        torch.zeros(2, dtype=BF16)
+        with pytest.warns(hmpx.HmpxWarning, match=r"a parameter of bf16.*disable_casts") as found:
+            first = nn.Parameter(product())
+            second = nn.Parameter(product())
+    assert first.dtype is BF16 and second.dtype is BF16
+    assert [warning.filename for warning in found] == [__file__]
+
+
+def test_the_remedies_of_the_warning() -> None:
+    with hmpx.convert(device_types={"cpu"}):
+        torch.zeros(2, dtype=BF16)
+        assert nn.Parameter(product().float()).dtype is FP32
+        with hmpx.disable_casts():
+            low = torch.ones(2, 2, dtype=BF16)
+            assert nn.Parameter(low @ low).dtype is BF16
+            assert nn.Parameter(torch.ones(2, 2) @ torch.eye(2)).dtype is FP32
+
+
+def test_low_parameters_from_before_the_conversion_count_as_asked_for() -> None:
+    before = nn.Linear(2, 2).bfloat16()
+    with hmpx.convert(device_types={"cpu"}), pytest.warns(hmpx.HmpxWarning, match="a parameter"):
+        before.weight = nn.Parameter(before.weight * 2)
+    assert before.weight.dtype is BF16
+
+
+def test_a_low_target_stays_low_without_a_warning() -> None:
+    low = nn.Linear(2, 2).bfloat16()
+    low.register_buffer("b", torch.zeros(2, 2, dtype=BF16))
+    with hmpx.convert(device_types={"cpu"}):
+        low.weight.data = low.weight.data @ torch.eye(2)
+        low.b = low.weight.data @ torch.eye(2)
+        low.weight.grad = torch.softmax(low.weight.data, 0)
+    assert low.weight.dtype is BF16 and low.b.dtype is BF16 and low.weight.grad.dtype is BF16
+
+
+def test_following_a_low_result_asks_for_nothing() -> None:
+    with hmpx.convert(device_types={"cpu"}):
+        made = product()
+        torch.zeros_like(made), made.new_zeros(2), torch.ones(4, 4).to(made), made.cpu()
+        query = product()[:, None]
+        mask = torch.zeros(4, 4, dtype=torch.bool)
+        nn.MultiheadAttention(4, 2)(query, query, query, attn_mask=mask)
+        assert nn.Parameter(product()).dtype is FP32
+
+
+def test_a_layer_of_a_low_dtype_asks() -> None:
+    with hmpx.convert(device_types={"cpu"}):
+        linear = nn.Linear(2, 2, dtype=BF16)
+        with pytest.warns(hmpx.HmpxWarning, match="a parameter of bf16"):
+            assert nn.Parameter(linear.weight * 2).dtype is BF16
+
+
+def test_gradients_of_any_dtype_and_of_results() -> None:
+    with hmpx.convert(device_types={"cpu"}):
+        weight = nn.Parameter(torch.zeros(4, 4))
+        result = weight * 2
+        result.retain_grad()
+        result.grad = product()
+        assert result.grad.dtype is FP32
+        weight.grad_dtype = None
+        weight.grad = product()
+        assert weight.grad is not None and weight.grad.dtype is BF16
+        weight.grad = None
+        with pytest.raises(RuntimeError, match="dtype"):
+            nn.Parameter(torch.zeros(4, 4)).grad = torch.zeros(4, 4, dtype=torch.int32)
+
+
+def test_requests_keep_no_memory_alive_and_are_forgotten() -> None:
+    with hmpx.convert(device_types={"cpu"}):
+        gone = weakref.ref(torch.zeros(2, dtype=BF16))
+        assert gone() is None
+        for _ in range(3000):
+            torch.zeros(2, dtype=BF16)
+        kept = [torch.zeros(2, dtype=BF16) for _ in range(3000)]
+        assert len(kept_values._asked_for) < 9000
+        for each in kept:
+            assert nn.Parameter(each).dtype is BF16
+
+
+# --- functions that note requests --------------------------------------------------------------
+
+
+def test_modes_and_subclasses_find_the_functions_that_they_name() -> None:
+    seen: list[Any] = []
+
+    class Mode(TorchFunctionMode):
+        def __torch_function__(
+            self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return func(*args, **(kwargs or {}))
+
+    class Own(Tensor):
+        @classmethod
+        def __torch_function__(
+            cls, func: Any, types: Any, args: Any = (), kwargs: Any = None
+        ) -> Any:
+            seen.append(func)
+            return super().__torch_function__(func, types, args, kwargs or {})
+
+    with hmpx.convert(device_types={"cpu"}):
+        with Mode():
+            torch.zeros_like(torch.ones(2))
+        own = torch.ones(2).as_subclass(Own)
+        own.to(BF16)
+        torch.zeros_like(own)
+        assert torch.zeros_like in seen[:2] and seen[2:] == [Tensor.to, torch.zeros_like]
+        with torch.device("meta"):
+            assert (
+                torch.zeros(2).is_meta and torch.empty(2).is_meta and torch.full((2,), 1.0).is_meta
+            )
+
+
+def test_functions_from_before_the_conversion_can_be_pickled_during_it() -> None:
+    zeros = torch.zeros
+    with hmpx.convert(device_types={"cpu"}):
+        assert pickle.loads(pickle.dumps(zeros))(2).shape == (2,)
+        assert pickle.loads(pickle.dumps(torch.zeros))(2).shape == (2,)
+
+
+def test_graphs_hold_what_they_held() -> None:
+    def function(x: Tensor) -> Tensor:
+        return (
+            torch.zeros_like(x)
+            + torch.zeros(2, dtype=FP32)
+            + x.to(torch.float64).float()
+            + x.half()
+        )
+
+    with warnings.catch_warnings(), hmpx.convert(device_types={"cpu"}):
+        warnings.simplefilter("ignore")
+        compiled = torch.compile(function, backend="aot_eager", fullgraph=True)
+        assert compiled(torch.ones(2)).tolist() == [2, 2]
+        nn.Parameter(product())
+    torch._dynamo.reset()
