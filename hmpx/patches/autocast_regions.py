@@ -22,6 +22,7 @@ from ..blocks import ends_surely
 from ..patching import Draft, Patch
 from ..torch_internals import (
     AUTOCAST_OPENERS,
+    CUSTOM_BACKWARD,
     CUSTOM_FORWARD,
     TRACER,
     autocast_depth,
@@ -40,6 +41,7 @@ from ..torch_state import (
     is_covered,
     is_enabled,
     last_region,
+    off,
     open_region,
 )
 
@@ -120,6 +122,12 @@ def _region_patches(draft: Draft) -> Iterator[Patch]:
 def _region(autocast: torch.autocast, frame: types.FrameType | None) -> Region:
     """Returns the region that ``autocast`` opens, entered from ``frame``."""
     device = frozenset([autocast.device])
+    if frame is not None and frame.f_code is CUSTOM_BACKWARD:
+        ctx = frame.f_locals["args"][0]
+        if (off := getattr(ctx, _FORWARD_OFF, None)) is not None:
+            autocast._enabled = False  # the conversion's casts, as in the forward
+            autocast.fast_dtype = torch.get_autocast_dtype(autocast.device)
+            return Region(autocast, off=off)
     if autocast._enabled:
         return Region(autocast, less=device)
     if autocast.fast_dtype is _AS_AROUND:
@@ -184,11 +192,13 @@ _REPLAYED: Final = "_hmpx_regions"
 # --- custom_fwd and custom_bwd ----------------------------------------------------------------
 
 
-# Libraries decorate their functions before there is a conversion; the code is always the same.
-_FORWARD: Final = CUSTOM_FORWARD
+#: Attribute of a context: what was off in the forward, which ran outside of autocast, with casts on. torch
+#: then opens an enabled region for the backward. While torch is converted, that is a region as the forward's;
+#: afterwards torch.autocast casts there, as the dtypes of gradients fit no others.
+_FORWARD_OFF: Final = "_hmpx_off"
 
-#: The dtype of a backward's region if the forward ran outside of autocast, with casts on: torch then
-#: opens a disabled region, which must change nothing. Autocast itself never takes this dtype.
+#: The dtype of such a backward's region in graphs, and where outputs are fp32: torch then opens a disabled
+#: region, which must change nothing. Autocast itself never takes this dtype.
 _AS_AROUND: Final = torch.float64
 
 
@@ -211,9 +221,14 @@ def _telling(
         if asker is None:
             return dtype
         device_type = args[0] if args else kwargs.get("device_type", "cuda")
-        if asker.f_code is _FORWARD:
+        if asker.f_code is CUSTOM_FORWARD:
             is_plain = not _casts_inputs(asker) and not is_enabled(device_type)
-            return _AS_AROUND if is_plain and has_casts(device_type) else dtype
+            if not is_plain or not has_casts(device_type):
+                return dtype
+            if low_dtype is None or not isinstance(asker, types.FrameType):
+                return _AS_AROUND
+            setattr(asker.f_locals["args"][0], _FORWARD_OFF, off())
+            return low_dtype
         if low_dtype is None or not _acts_on_casts(asker) or is_autocast_enabled(device_type):
             return dtype
         return low_dtype if has_casts(device_type) else dtype
@@ -253,8 +268,11 @@ def _answering(asked: Callable[..., bool], tells_dtype: bool) -> Callable[..., b
         asker = _asker(sys._getframe(1), "is_autocast_enabled")
         if asker is None or answer or not has_casts(device_type):
             return answer
-        if asker.f_code is _FORWARD:
-            return _casts_inputs(asker)
+        if asker.f_code is CUSTOM_FORWARD:
+            is_real = isinstance(asker, types.FrameType)
+            return _casts_inputs(asker) or (
+                is_real and hasattr(asker.f_locals["args"][0], _FORWARD_OFF)
+            )
         if tells_dtype:
             return _acts_on_casts(asker)
         return not _module(asker).startswith("torch.") and _opens_regions(asker.f_code)

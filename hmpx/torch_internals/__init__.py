@@ -6,6 +6,7 @@ from .after_import import AfterImport
 from .aten_ops import BATCH_NORM_OP, CAST_OP, FLASH_ATTENTION, MASKED_ATTENTION, VALUE_OP
 from .autocast import (
     AUTOCAST_OPENERS,
+    CUSTOM_BACKWARD,
     CUSTOM_FORWARD,
     OFF_MARK,
     TRAINING_MARK,
@@ -155,6 +156,7 @@ __all__ = [
     "CHECKPOINT_GENERATOR",
     "CLIPPING",
     "CODE_CACHE",
+    "CUSTOM_BACKWARD",
     "CUSTOM_FORWARD",
     "DYNAMO_FUNCTIONS",
     "DYNAMO_GUARDS",

@@ -122,13 +122,18 @@ def _code_in(function: Any, name: str) -> types.CodeType | None:
     return next((code for code in codes if code.co_name == name), None)
 
 
-_custom_fwd = rely_on(
+_custom_fwd, _custom_bwd = rely_on(
     "torch.amp.autocast_mode.custom_fwd",
+    "torch.amp.autocast_mode.custom_bwd",
     feature="torch.amp.custom_fwd",
     since="2.13",
     without="functions that it decorates run with casts on, whatever their cast_inputs say",
-    behaves=lambda custom_fwd: _code_in(custom_fwd, "decorate_fwd") is not None,
-    instead=(lambda: None,),
+    behaves=lambda forward, backward: (
+        _code_in(forward, "decorate_fwd") is not None
+        and _code_in(backward, "decorate_bwd") is not None
+    ),
+    instead=(lambda: None, lambda: None),
 )
-#: Code of every function that `torch.amp.custom_fwd` has decorated.
+#: Code of every function that these have decorated. Libraries do that before there is a conversion.
 CUSTOM_FORWARD: Final = _code_in(_custom_fwd, "decorate_fwd")
+CUSTOM_BACKWARD: Final = _code_in(_custom_bwd, "decorate_bwd")

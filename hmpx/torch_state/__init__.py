@@ -36,6 +36,7 @@ from .switch import (
     has_casts,
     is_off,
     last_region,
+    off,
     open_region,
     partly_off,
 )
@@ -76,6 +77,7 @@ __all__ = [
     "last_region",
     "module_patches",
     "named_modules",
+    "off",
     "open_region",
     "partly_off",
     "phase",

@@ -465,6 +465,51 @@ def test_custom_functions_run_backward_as_forward(function: Any, region: Callabl
     assert Custom.seen == [FP32 if is_fp32 else BF16] * 2
 
 
+class CustomLinear(torch.autograd.Function):
+    """A product whose output, and whose gradient, is in low precision."""
+
+    @staticmethod
+    @custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        return x @ weight
+
+    @staticmethod
+    @custom_bwd(device_type="cpu")
+    def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, Tensor]:
+        x, weight = ctx.saved_tensors
+        Custom.seen.append((gradient @ weight.T).dtype)
+        return gradient @ weight.T, x.T @ gradient
+
+
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
+@pytest.mark.parametrize("low_precision_type", [BF16, torch.float16])
+@pytest.mark.parametrize(
+    "where", ["inside", "behind", "disable_casts", "off", "on", "other devices"]
+)
+def test_custom_functions_run_backward_anywhere(
+    where: str, low_precision_type: torch.dtype
+) -> None:
+    Custom.seen.clear()
+    x, weight = a().requires_grad_(), a().requires_grad_()
+    with hmpx.convert(device_types={"cpu"}, low_precision_type=low_precision_type):
+        loss = CustomLinear.apply(x, weight).float().sum()
+        around = {"disable_casts": hmpx.disable_casts, "off": off, "on": on}
+        if where in ("inside", *around):
+            with around.get(where, contextlib.nullcontext)():
+                loss.backward()
+                assert (a() @ a()).dtype is (
+                    FP32 if where in ("disable_casts", "off") else low_precision_type
+                )
+    if where == "other devices":
+        with low(device_types={"cuda"}):
+            loss.backward()
+    if where == "behind":
+        loss.backward()
+    assert not torch.is_autocast_enabled("cpu")
+    assert Custom.seen == [low_precision_type] and x.grad.dtype is weight.grad.dtype is FP32
+
+
 def test_regions_by_which_torch_restores_a_state_change_nothing() -> None:
     """As in DataParallel's threads, and where AOTAutograd traces a backward."""
     source = "import torch\ndef worker(run):\n with torch.amp.autocast('cpu', enabled=False):\n  return run()"
