@@ -2,14 +2,12 @@
 
 Printing shows values as they are. The arithmetic of optimizers, of loss scaling and of gradient
 clipping is not cast. A checkpointed forward is recomputed in the on/off state that it first ran in.
-Modules that check dtypes before their ops run leave that to the ops. torch.jit.script sees torch as
-it was. Independent of ops and policies.
+Modules that check dtypes before their ops run leave that to the ops. Independent of ops and policies.
 """
 
 from __future__ import annotations
 
 import functools
-import sys
 import types
 import warnings
 import weakref
@@ -38,7 +36,7 @@ from ..torch_state import (
     keeps_state,
     without_casts,
 )
-from . import autocast_regions
+from . import autocast_regions, scripting
 
 
 def region_patches(
@@ -66,8 +64,7 @@ def region_patches(
     yield from _checkpoint_patches(draft)
     yield from _module_patches(draft)
     yield from autocast_regions.patches(draft, low_dtype)
-    script = draft.attribute(torch.jit, "script")
-    yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
+    yield from scripting.patches(draft, run_suspended, low_dtype)
 
 
 # --- optimizers --------------------------------------------------------------------------------
@@ -308,29 +305,3 @@ def _module_patches(draft: Draft) -> Iterator[Patch]:
             torch.set_autocast_enabled("cpu", was_enabled)
 
     yield Patch(rnn_base, "check_input", check_but_for_casts)
-
-
-# --- TorchScript -------------------------------------------------------------------------------
-
-
-def _scripting_uncast(
-    script: Callable[..., Any], run_suspended: Callable[..., Any]
-) -> Callable[..., Any]:
-    """Returns `torch.jit.script` made to see torch's own functions: it accepts no others."""
-    has_warned = False
-
-    @functools.wraps(script)
-    def wrapper(*args: Any, **kwargs: Any) -> Any:
-        nonlocal has_warned
-        is_by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
-        if not has_warned and not is_by_torch:
-            has_warned = True
-            warnings.warn(
-                "torch.jit.script takes torch's own functions only: what it scripts is not cast. "
-                "Use torch.jit.trace or torch.export to have the casts in the graph",
-                HmpxWarning,
-                stacklevel=2,
-            )
-        return run_suspended(script, *args, **kwargs)
-
-    return wrapper

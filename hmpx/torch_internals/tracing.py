@@ -171,3 +171,14 @@ FUNCTION_MODULES: Final = (
     "torch._tensor",
     "torch._jit",
 )
+
+#: The classes of what `torch.jit.script` and `torch.jit.trace` make, by whose calls it runs.
+SCRIPTED: Final[tuple[type[Any], ...]] = rely_on(
+    "torch._C.ScriptMethod",
+    "torch._C.ScriptFunction",
+    feature="TorchScript",
+    since="2.13",
+    without="what was scripted mixes dtypes where it is given low-precision tensors",
+    behaves=lambda *kinds: all("__call__" in vars(kind) for kind in kinds),
+    instead=(),
+)

@@ -109,6 +109,43 @@ def test_scripts_are_not_cast_and_say_so_once() -> None:
     assert scripted(x).dtype is FP32
 
 
+def mixed(x: Tensor, y: Tensor) -> Tensor:
+    return torch.matmul(x, y.transpose(-1, -2)) + 1
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.(script|trace):DeprecationWarning")
+@pytest.mark.parametrize("dtype", [BF16, torch.float16])
+def test_scripts_take_low_precision_tensors(dtype: torch.dtype) -> None:
+    """As in a region of torch.autocast."""
+
+    class Scripted(nn.Module):  # torch compiles a class for one dtype
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(4, 4)
+
+        def forward(self, x: Tensor, others: dict[str, Tensor]) -> Tensor:
+            return torch.relu(self.linear(x)) @ others["x"].t()
+
+    module, function = torch.jit.script(Scripted()), torch.jit.script(mixed)
+    traced = torch.jit.trace(mixed, (torch.ones(4, 4), torch.ones(4, 4)))
+    x = torch.randn(4, 4)
+    with torch.autocast("cpu", dtype):
+        low = x @ x
+        expected = [module(low, {"x": x}), function(low, x), traced(x, y=low), function(x=x, y=low)]
+    with hmpx.convert(device_types={"cpu"}, low_precision_type=dtype):
+        low = x @ x
+        assert low.dtype is dtype
+        outputs = [module(low, {"x": x}), function(low, x), traced(x, y=low), function(x=x, y=low)]
+        outputs[0].float().sum().backward()
+        assert not torch.is_autocast_enabled("cpu")
+        with hmpx.disable_casts():
+            assert function(x, x).dtype is torch.float32
+    assert module.linear.weight.grad.dtype is torch.float32
+    torch.testing.assert_close(outputs, expected, rtol=2e-2, atol=2e-2)
+    with pytest.raises(RuntimeError, match="dtype"):
+        function(low, x)
+
+
 def test_a_failing_script_leaves_torch_converted() -> None:
     """The patches come back however scripting ends."""
 
