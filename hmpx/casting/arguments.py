@@ -26,6 +26,7 @@ from ..tensors import (
     SPARSE,
     Args,
     Kwargs,
+    cast_any_layout,
     cast_as_one,
     is_floating,
     is_low,
@@ -179,6 +180,8 @@ def cast_dtypes(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[torch.dtype]
 
 def _cast_to(dtype: torch.dtype, recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     cast = converter(recipe, dtype)
+    if "sparse" in recipe.skipped and argument(recipe, "sparse", args, kwargs):
+        cast = cast_any_layout(dtype)
 
     def convert(name: str, tensor: Tensor) -> Tensor:
         return tensor if tensor.dtype is dtype else cast(tensor)

@@ -18,10 +18,13 @@ from ..tensors import (
     LOW_DTYPES,
     PLAIN_TENSORS,
     SEQUENCES,
+    SPARSE,
     Args,
     Kwargs,
+    cast_any_layout,
     cast_as_one,
     map_tensors,
+    tensors_in,
     with_items,
 )
 from ..torch_internals import passes_for_real
@@ -89,7 +92,10 @@ def computed_in_fp32(
     function: Callable[..., Any], args: Args, kwargs: Kwargs, dtype: torch.dtype
 ) -> Any:
     """Returns the result of ``function`` on inputs upcast to fp32, rounded to ``dtype``."""
-    return rounded(call_raised(function, args, kwargs, widen), CAST[dtype])
+    inputs = tensors_in((*args, *kwargs.values()))
+    is_sparse = any([t.layout in SPARSE for t in inputs])  # noqa: C419  # Dynamo traces lists better
+    upcast = cast_any_layout(torch.float32) if is_sparse else widen
+    return rounded(call_raised(function, args, kwargs, upcast), CAST[dtype])
 
 
 def call_raised(

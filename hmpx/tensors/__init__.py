@@ -23,6 +23,7 @@ from .dtypes import (
     parse_name,
     short_name,
 )
+from .layouts import cast_any_layout
 from .nested import (
     NUMBERS,
     PLAIN_TENSORS,
@@ -57,6 +58,7 @@ __all__ = [
     "Named",
     "Opaque",
     "Part",
+    "cast_any_layout",
     "cast_as_one",
     "chunk_of",
     "copied",

@@ -152,6 +152,7 @@ def _body(recipe: Recipe, names: str) -> str:
         "A" in recipe.cast_kinds.values()
         or recipe.fp32_positions is None
         or recipe.facts.never_narrows
+        or "sparse" in recipe.site.parameters.plain  # by which the cast depends on the call
         or any(kinds[position] == "N" for position in recipe.statistic_positions)
     )
     if is_fixed:
