@@ -29,6 +29,9 @@ _entry: Final = threading.RLock()
 #: A limit, because the forking thread may hold an import lock that the block itself waits for.
 _LONGEST_WAIT_S: Final = 10.0
 
+#: How long `eventually` waits. No change of this process takes longer, but for what users do in it.
+_PATIENCE_S: Final = 2.0
+
 
 def hold_off_forks(lock: Any) -> None:
     """Makes forks wait while this thread holds ``lock``.
@@ -69,6 +72,30 @@ def exclusive(function: _F) -> _F:
             time.sleep(1e-3)  # locks are not fair: a thread that makes changes in a loop gives way
         # On one line, so that an interruption finds no line between the call and the release.
         with LOCK: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
+
+    return wrapper  # type: ignore[return-value]
+
+
+def eventually(function: _F) -> _F:
+    """Wraps a function without a result as `exclusive` does, but leaves it to a thread if `LOCK` stays taken.
+
+    For calls from inside an import or a compilation: the thread that holds `LOCK` may wait for their locks.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        taken: list[bool] = []
+        try:
+            # In C from the call on to the list, so that no signal comes between.
+            taken.extend(map(LOCK.acquire, [True], [_PATIENCE_S]))
+            if taken[0]:
+                function(*args, **kwargs)
+                return
+        finally:
+            if taken and taken[0]:
+                LOCK.release()
+        later = exclusive(function)
+        threading.Thread(target=later, args=args, kwargs=kwargs, daemon=True).start()
 
     return wrapper  # type: ignore[return-value]
 

@@ -24,7 +24,7 @@ from ..observers import ATTACHED, Attached, log_observer
 from ..patches import early_name_patches, is_renewed, missed, retired, taken_name_patches
 from ..patching import Change, Draft, Patch
 from ..policy import Policy
-from ..registry import exclusive
+from ..registry import eventually, exclusive
 from ..rules import RULES, Registered, all_rules
 from ..wrappers import in_force, put_in_use, retirements
 from .changing import alone, forget_what_is_cached, paused_gc
@@ -214,13 +214,13 @@ class Session(Entered):
         draft.apply([Patch(self, "_installation", extended)])
         draft.make()
 
-    @exclusive
+    @eventually
     @alone
     def _add(self, patch: Patch) -> None:
         if self is _current:
             self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
 
-    @exclusive
+    @eventually
     @alone
     def _follow(self, names: Collection[str], module: object) -> None:
         """Wraps those ops of other libraries that have come with ``module``."""

@@ -13,6 +13,7 @@ import threading
 import time
 import types
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,6 +24,7 @@ from torch import Tensor, nn
 import hmpx
 from hmpx import Policy, blocks, patching
 from hmpx.torch_state import disabling, marks, switch
+from tests import forks
 from tests.conftest import differences, namespaces
 
 BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
@@ -505,3 +507,84 @@ def test_an_interruption_at_any_line_of_disable_casts_leaves_compiled_regions_th
                 return True
 
         assert in_thread(enter)
+
+
+# --- locks ----------------------------------------------------------------------------------------
+
+#: One thread imports a module whose ops are listed. The other scripts a model meanwhile, for which hmpx
+#: takes its patches away: the model's own code imports the same module.
+IMPORTING = """
+import pathlib, sys, tempfile, threading, time, torch, hmpx
+importing, scripting = threading.Event(), threading.Event()
+source = '''
+import threading, time, torch, __main__
+def op(x): return torch.mm(x, x)
+__main__.importing.set()
+__main__.scripting.wait(20)
+time.sleep(.2)
+'''
+sys.path.insert(0, tempfile.mkdtemp())
+pathlib.Path(sys.path[0], "lib.py").write_text(source)
+
+class Model(torch.nn.Module):
+    def forward(self, x):
+        return x
+    def __prepare_scriptable__(self):
+        scripting.set()
+        import lib
+        return self
+
+def import_it():
+    import lib
+
+hmpx.registry._PATIENCE_S = 0.2
+with hmpx.convert(policy={"lists": "none", "low": ["lib.op"]}, device_types={"cpu"}):
+    thread = threading.Thread(target=import_it, daemon=True)
+    thread.start()
+    assert importing.wait(20)
+    torch.jit.script(Model())
+    thread.join(20)
+    assert not thread.is_alive()
+    import lib
+    end = time.monotonic() + 20
+    while lib.op(torch.ones(2, 2)).dtype is not torch.bfloat16:
+        assert time.monotonic() < end
+        time.sleep(.01)
+assert lib.op(torch.ones(2, 2)).dtype is torch.float32
+"""
+
+#: One thread compiles, and imports the compiler. The other converts meanwhile, which resets torch.compile.
+COMPILING = """
+import sys, threading, time, torch, torch._dynamo, hmpx
+assert "torch._inductor.compile_fx" not in sys.modules
+compiling, found = threading.Event(), []
+
+def backend(graph, inputs):
+    compiling.set()
+    time.sleep(.5)
+    import torch._inductor.compile_fx
+    return graph
+
+def compile_it():
+    found.append(torch.compile(lambda x: x @ x, backend=backend)(torch.ones(2, 2)).dtype)
+
+hmpx.registry._PATIENCE_S = 0.2
+hmpx.convert(policy={"lists": "none", "low": ["matmul"]}, device_types={"cpu"})
+thread = threading.Thread(target=compile_it, daemon=True)
+thread.start()
+assert compiling.wait(60)
+hmpx.convert(policy={"lists": "none", "low": ["linear"]}, device_types={"cpu"})
+thread.join(60)
+assert not thread.is_alive() and len(found) == 1
+hmpx.revert()
+assert torch.ones(2, 2).matmul(torch.ones(2, 2)).dtype is torch.float32
+"""
+
+
+@pytest.mark.parametrize("script", [IMPORTING, COMPILING], ids=["importing", "compiling"])
+def test_no_thread_waits_for_one_that_waits_for_it(script: str, tmp_path: Path) -> None:
+    """Neither in an import nor in a compilation, whose locks a change in another thread may need."""
+    (tmp_path / "script.py").write_text(script)
+    path = str(tmp_path / "script.py")
+    done = forks.run("-W", "ignore", path, imported=forks.TORCH, timeout=60)
+    assert (done.returncode, done.stderr) == (0, "")
