@@ -46,7 +46,7 @@ class BenchError(HmpxError):
 
 
 class PlanError(HmpxError):
-    """A step can't be planned: the model needs values, or raised an error."""
+    """A step can't be planned: the model needs values, or can't be copied."""
 
 
 class KernelsError(HmpxError):
@@ -186,11 +186,16 @@ def said_by(error: BaseException) -> str:
 
 
 def noted(error: _Error, note: str) -> _Error:
-    """Adds a note to an error, which tracebacks show below its message; to the message before Python 3.11."""
+    """Adds a note to an error, which tracebacks show below its message.
+
+    Before Python 3.11 they don't: hmpx's own errors get it into their message, others keep theirs.
+    """
     if hasattr(error, "add_note"):
         error.add_note(note)
-    else:
+    elif isinstance(error, HmpxError):
         error.args = (f"{error}\n{note}",)
+    else:
+        vars(error).setdefault("__notes__", []).append(note)
     return error
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import argparse
 from typing import Any
 
-from . import functions, output
+from ..errors import HmpxError
+from . import functions, output, tracebacks
 from .options import add_command, add_list_options, list_options
 
 
@@ -84,16 +85,22 @@ def _run(options: argparse.Namespace, source: str, name: str) -> int:
         loss = functions.found(*functions.split(options.loss, source))
     from ..planning import plan  # which takes a moment to import
 
-    found = plan(
-        model,
-        inputs,
-        options.device,
-        loss_fn=loss,
-        optimizer=None if options.optimizer.lower() == "none" else options.optimizer,
-        training=False if options.inference else None,
-        small=options.small,
-        **list_options(options),
-    )
+    try:
+        found = plan(
+            model,
+            inputs,
+            options.device,
+            loss_fn=loss,
+            optimizer=None if options.optimizer.lower() == "none" else options.optimizer,
+            training=False if options.inference else None,
+            small=options.small,
+            **list_options(options),
+        )
+    except HmpxError:
+        raise
+    except Exception as error:  # of the model, or of another function of the program
+        tracebacks.show_uncaught(error)
+        return 2
     lines = str(found).splitlines()
     if options.world_size is not None:
         lines += ["", *found.ranks(options.world_size).splitlines()]

@@ -60,8 +60,8 @@ def freeze(
 
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
-            training mode or already frozen, its forward raised, or its values would be lost, under
-            FakeTensorMode. The model is then untouched.
+            training mode or already frozen, or its values would be lost, under FakeTensorMode. The
+            model is then untouched, as where its forward raises an error, which passes with a note.
         OptionError: ``outputs``, ``store`` or ``keep_fp32`` has an invalid value.
 
     Example:

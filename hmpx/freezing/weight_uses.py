@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import compute, torch_state
-from ..errors import FreezeError
+from ..errors import noted, printable
 from ..number_formats import Format
 from ..policy import LowType
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, SEQUENCES
@@ -293,10 +293,12 @@ def watch_forward(
         with torch.no_grad(), uncompiled(), formats, unrounded, deciding, watch:
             model(*args, **kwargs)
     except Exception as error:
-        raise FreezeError(
-            f"{type(model).__name__} could not be frozen: its forward raised "
-            f"{type(error).__name__}: {error}; pass hmpx.freeze an example that the model takes"
-        ) from error
+        noted(
+            error,
+            f"hmpx.freeze: the forward of {printable(type(model).__name__)} raised it, so nothing was frozen; "
+            "pass an example that the model takes",
+        )
+        raise
     finally:
         watch.take_back_writes()
     return watch

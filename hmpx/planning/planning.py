@@ -10,7 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from .. import arguments
-from ..errors import FreezeError, OptionError, noted, said_by, shown
+from ..errors import OptionError, said_by, shown
 from ..freezing import freeze
 from ..session import check_names, convert, unconverted
 from ..tensors import default_device_types, parse_device_type
@@ -20,7 +20,7 @@ from .optimizers import Optimizer, parsed
 from .places import Place
 from .result import Plan
 from .sharding import ShardGroup
-from .steps import Program, Run, explained
+from .steps import Program, Run, raise_explained
 
 #: Arguments of `convert` that are of no use for what is over before anything could be printed, or are given
 #: in another way.
@@ -68,7 +68,7 @@ def plan(
     Raises:
         OptionError: An argument has a value that it can't have, ``model_fn`` returns no model, or ``loss_fn``
             returns no scalar.
-        PlanError: What the model computes depends on values, or it raised an error.
+        PlanError: What the model computes depends on values. What the model raises passes, with a note.
 
     Example:
         >>> def build():
@@ -180,8 +180,7 @@ def _called(function: Callable[[], Any], name: str) -> Any:
     try:
         return function()
     except Exception as error:
-        found = explained(error)
-        raise noted(found, f"{name} raised it") from error
+        raise_explained(error, f"{name} raised it")
 
 
 def _options(place: Place, conversion: Mapping[str, Any]) -> dict[str, Any]:
@@ -226,7 +225,7 @@ def _frozen(program: Program, options: Mapping[str, Any]) -> tuple[int | None, t
     try:
         with convert(**options), torch.no_grad():
             frozen = freeze(model, *args, keep_fp32=False, **kwargs)
-    except FreezeError as error:
+    except Exception as error:  # hmpx's, or the model's own
         return None, (f"hmpx.freeze can't freeze it: {said_by(error)}",)
     return sum(weight.stored_bytes for weight in frozen.weights), ()
 

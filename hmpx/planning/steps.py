@@ -5,12 +5,12 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import HmpxError, OptionError, PlanError, said_by, shown
+from ..errors import OptionError, PlanError, noted, shown
 from ..observers import Attached
 from ..recording import Ledger, Recorder, counted_rows, raised_at
 from ..reports import Memory, Report
@@ -78,7 +78,7 @@ class Program:
             What it costs, and the groups of parameters.
 
         Raises:
-            PlanError: The model needs values, or raised an error.
+            PlanError: The model needs values.
         """
         ledger, recorder = Ledger(), Recorder()
         with contextlib.ExitStack() as stack:
@@ -110,10 +110,11 @@ class Program:
             try:
                 optimizer.step()
             except Exception as error:
-                raise PlanError(
-                    f"{type(optimizer).__name__}.step() failed: {said_by(error)}; plan without it by "
-                    "optimizer=None, or with another one"
-                ) from error
+                noted(
+                    error,
+                    "hmpx.plan: plan without this optimizer by optimizer=None, or another one",
+                )
+                raise
         return optimizer
 
     def _called(self) -> Any:
@@ -166,17 +167,31 @@ def _described(value: Any) -> str:
 
 @contextlib.contextmanager
 def _explained() -> Iterator[None]:
-    """Says of errors what and where they are about, and what to do."""
+    """Says of errors what they mean for a plan."""
     try:
         yield
-    except HmpxError:
-        raise
     except Exception as error:
-        raise explained(error) from error
+        raise_explained(error, "the model raised it in a plan")
 
 
-def explained(error: Exception) -> PlanError:
-    """Returns the error that says what a model's error means for a plan."""
+def raise_explained(error: Exception, note: str) -> NoReturn:
+    """Raises a `PlanError` if the error comes from tensors without values, else the same error with a note.
+
+    Raises:
+        PlanError: The model needs values.
+    """
+    if found := _without_values(error):
+        raise found from error
+    if differs_in_devices(error):
+        note += (
+            "; make all tensors inside model_fn or inputs_fn, and give a module with its weights, not a "
+            "function of one"
+        )
+    raise noted(error, f"hmpx.plan: {note}")
+
+
+def _without_values(error: Exception) -> PlanError | None:
+    """Returns what to do about an error that real tensors would not give; None of others."""
     where = raised_at(error)
     at = f" at {where}" if where else ""
     op = needs_values(error)
@@ -192,10 +207,4 @@ def explained(error: Exception) -> PlanError:
             f"{op}{at} has no kernel for tensors without values; pass small=True and a small config, "
             "with which it is run on real tensors"
         )
-    hint = ""
-    if differs_in_devices(error):
-        hint = (
-            "; make all tensors inside model_fn or inputs_fn, and give a module with its weights, not a "
-            "function of one"
-        )
-    return PlanError(f"the model failed{at}: {said_by(error)}{hint}")
+    return None

@@ -15,7 +15,7 @@ import torch
 
 from .. import arguments, session
 from ..casting import Options
-from ..errors import OptionError, said_by, shown
+from ..errors import OptionError, shown
 from ..observers import attach
 from ..tensors import Opaque, parts_of, widened
 from ..torch_internals import uncompiled
@@ -215,10 +215,7 @@ class Task:
         with unchanged(self.model), uncompiled():
             model = copy.deepcopy(self.model)
             seed_all(seed)
-            try:
-                return float(measure(model, seed))
-            except (TypeError, ValueError) as error:
-                raise OptionError(f"measure failed with {said_by(error)}") from error
+            return metrics.number("measure", measure, model, seed)
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:

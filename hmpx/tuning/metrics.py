@@ -10,7 +10,7 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
-from ..errors import OptionError, said_by, shown
+from ..errors import OptionError, noted, shown
 from ..tensors import Opaque, floating_parts, parts_of
 from .batches import Batch
 
@@ -86,12 +86,13 @@ def number(name: str, function: Callable[..., Any], *args: Any) -> float:
     """Returns what the user's function returns, as a float.
 
     Raises:
-        OptionError: It raises, or returns something else than a number.
+        OptionError: It returns something else than a number. What it raises passes, with a note.
     """
     try:
         value = function(*args)
     except Exception as error:
-        raise OptionError(f"{name} {shown(function)} raised {said_by(error)}") from error
+        noted(error, f"hmpx.tune: {name} raised it")
+        raise
     try:
         return float(value)
     except (TypeError, ValueError, RuntimeError):

@@ -16,7 +16,7 @@ from torch.optim.optimizer import (
 from .. import arguments, session
 from ..blocks import ends_surely, hooked
 from ..casting import Options
-from ..errors import NonFiniteError, OptionError, shown
+from ..errors import NonFiniteError, OptionError, noted, shown
 from ..observers import LOGGER, Attached, OpCall
 from ..policy import Policy
 from ..torch_internals import uncompiled
@@ -130,9 +130,9 @@ class Watch:
             if self._block is not None:
                 self._block.close()
         found = self.offences[before:]
-        is_others = error is not None and not isinstance(error, NonFiniteError)
-        if found and is_others and self._mode == "raise":
-            vars(error).setdefault("__notes__", []).append(f"hmpx.watch: {found[0]}")
+        is_own = isinstance(error, NonFiniteError)
+        if found and error is not None and not is_own and self._mode == "raise":
+            noted(error, f"hmpx.watch: {found[0]}")
             self._log(found[0])
 
     # --- steps -----------------------------------------------------------------------------------

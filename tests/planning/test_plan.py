@@ -172,6 +172,11 @@ def test_a_large_model_takes_little(pytestconfig: pytest.Config) -> None:
 # --- what resists --------------------------------------------------------------------------------
 
 
+class Stopping(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        raise hmpx.OptionError("of the model")
+
+
 class NeedsValues(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         if x.sum() > -1e9:
@@ -367,18 +372,23 @@ def test_wrong_arguments_are_errors(arguments: dict[str, Any], message: str) -> 
 
 
 @pytest.mark.parametrize(
-    ("model", "inputs", "message"),
+    ("model", "inputs", "kind", "message", "note"),
     [
-        (lambda: 1 // 0, batch, r"failed at .*test_plan\.py:\d+: ZeroDivisionError"),
-        (linear, lambda: torch.randn(2, 5), "same reduction dim"),
-        (linear, lambda: {"nonsense": torch.ones(1)}, "nonsense"),
+        (lambda: 1 // 0, batch, ZeroDivisionError, "^integer division", "model_fn raised it"),
+        (linear, lambda: 1 // 0, ZeroDivisionError, "^integer division", "inputs_fn raised it"),
+        (linear, lambda: torch.randn(2, 5), RuntimeError, "same reduction dim", "the model raised"),
+        (linear, lambda: {"nonsense": torch.ones(1)}, TypeError, "nonsense", "the model raised it"),
+        (lambda: Stopping(4, 4), batch, hmpx.OptionError, "^of the model", "the model raised it"),
     ],
 )
-def test_what_models_raise_is_passed_on(model: Any, inputs: Any, message: str) -> None:
-    """As an error of a plan, whose cause it is; torch is as it was."""
-    with pytest.raises(PlanError, match=message) as caught:
+def test_what_models_raise_passes(
+    model: Any, inputs: Any, kind: type[Exception], message: str, note: str
+) -> None:
+    """The same error, with a note; torch is as it was."""
+    with pytest.raises(kind, match=message) as caught:
         hmpx.plan(model, inputs, device="hpu")
-    assert caught.value.__cause__ is not None
+    assert caught.value.__cause__ is None
+    assert caught.value.__notes__[0].startswith(f"hmpx.plan: {note}")
     assert vars(F)["scaled_dot_product_attention"] is torch._C._nn.scaled_dot_product_attention
     assert "dropout" not in vars(torch._VF)
 
@@ -386,8 +396,9 @@ def test_what_models_raise_is_passed_on(model: Any, inputs: Any, message: str) -
 def test_tensors_made_before_are_elsewhere() -> None:
     """As they would be on the device."""
     before = torch.ones(4)
-    with pytest.raises(PlanError, match="make all tensors inside model_fn"):
+    with pytest.raises(RuntimeError, match="device") as caught:
         hmpx.plan(lambda: lambda x: x * before, batch, device="hpu")
+    assert "make all tensors inside model_fn" in caught.value.__notes__[0]
     assert hmpx.plan(lambda: lambda x: x * before, batch, device="cpu").peak_bytes > 0
 
 

@@ -247,6 +247,33 @@ def test_samples_are_taken_until_it_is_clear() -> None:
 # --- what it refuses ---------------------------------------------------------------------------------
 
 
+def failing(*_: Any) -> float:
+    raise TypeError("mine")
+
+
+@pytest.mark.parametrize(
+    ("options", "name"), [({"metric": failing}, "metric"), ({"measure": failing}, "measure")]
+)
+def test_what_functions_of_users_raise_passes(options: dict[str, Any], name: str) -> None:
+    """The same error, with a note that says which function it is."""
+    with pytest.raises(TypeError, match="mine") as caught:
+        hmpx.tune(nn.Linear(4, 4), torch.ones(2, 4), progress=False, **options)
+    assert str(caught.value) == "mine"
+    assert caught.value.__cause__ is None
+    assert caught.value.__notes__ == [f"hmpx.tune: {name} raised it"]
+
+
+def test_what_the_model_raises_passes() -> None:
+    """In its first forward."""
+
+    class Failing(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        hmpx.tune(Failing(4, 4), torch.ones(2, 4), progress=False)
+
+
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -258,7 +285,6 @@ def test_samples_are_taken_until_it_is_clear() -> None:
         ({"metric": "l2"}, "metric must be one of 'relative_l2', 'loss', 'kl'"),
         ({"metric": "loss"}, "needs a loss_fn"),
         ({"metric": lambda a, b: "x"}, "metric must return a number"),
-        ({"metric": lambda a: 0.0}, "raised TypeError"),
         ({"by": "layer"}, "by must be 'op' or 'module'"),
         ({"seed": -1}, "seed must be an integer of at least 0"),
         ({"budget": 1}, "budget must be an integer of at least 2"),
