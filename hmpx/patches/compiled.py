@@ -12,11 +12,13 @@ import enum
 import functools
 import hashlib
 import sys
+import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from .. import torch_state
 from ..compute import reported
@@ -27,6 +29,7 @@ from ..torch_internals import (
     AOT_GRAPHS,
     CODE_CACHE,
     DYNAMO_FUNCTIONS,
+    DYNAMO_RULES,
     INDUCTOR_CONFIG,
     INDUCTOR_CPP,
     INDUCTOR_GRAPHS,
@@ -86,6 +89,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         SELECT_ALGORITHM: _unwrap_kernels,
         CODE_CACHE: _tag_keys,
         DYNAMO_FUNCTIONS: _fold_originals,
+        DYNAMO_RULES: _know_methods,
         INDUCTOR_LOWERINGS: _list_originals,
         INDUCTOR_GRAPHS: _lower_originals("GraphLowering"),
         INDUCTOR_SUBGRAPHS: _lower_originals("PointwiseSubgraphLowering"),
@@ -136,6 +140,24 @@ def _fold_originals(module: Any) -> None:
     update = of_later(module.__name__, "constant_fold_functions.update")
     if update is not None:
         update(dict.fromkeys(AUTOCAST_STATE))
+
+
+def _know_methods(module: Any) -> None:
+    """Makes torch.compile know torch's own methods of tensors where others stand under their names.
+
+    hmpx casts by them in what is traced.
+    """
+    found = of_later(module.__name__, "get_tensor_method.__wrapped__")
+    if found is None or hasattr(found, "__hmpx_methods__"):
+        return
+    own = {m for m in vars(Tensor.__mro__[1]).values() if isinstance(m, types.MethodDescriptorType)}
+
+    @functools.wraps(found)
+    def knowing() -> frozenset[Any]:
+        return frozenset(found() | own)
+
+    vars(knowing)["__hmpx_methods__"] = True
+    module.get_tensor_method = functools.cache(knowing)
 
 
 # --- kernels -----------------------------------------------------------------------------------

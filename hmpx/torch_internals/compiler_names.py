@@ -19,6 +19,7 @@ INDUCTOR_LOWERINGS: Final = "torch._inductor.lowering"
 INDUCTOR_GRAPHS: Final = "torch._inductor.graph"
 INDUCTOR_SUBGRAPHS: Final = "torch._inductor.subgraph_lowering"
 DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
+DYNAMO_RULES: Final = "torch._dynamo.trace_rules"
 DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
 DYNAMO_GUARDS: Final = "torch._dynamo.guards"
 DYNAMO_SOURCES: Final = "torch._dynamo.source"
@@ -90,6 +91,11 @@ LATER: Final[dict[str, Later]] = {
         "questions about torch.autocast while tracing",
         ("constant_fold_functions.update",),
         "graphs break where a model asks whether torch.autocast is on",
+    ),
+    DYNAMO_RULES: Later(
+        "methods of tensors while tracing",
+        ("get_tensor_method.__wrapped__",),
+        "graphs break where hmpx casts for functions of other libraries",
     ),
     DYNAMO_TRANSLATION: Later(
         "sections by module in compiled graphs",
