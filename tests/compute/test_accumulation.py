@@ -521,6 +521,7 @@ def test_in_place_and_out_are_untouched(kind: str) -> None:
             torch.testing.assert_close(a, expected, rtol=0, atol=0, msg=spelling)
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_integers_complex_numbers_and_other_devices_are_untouched() -> None:
     """A call without an input to cast has no output to cast."""
     policy = {"lists": "none", "low": ["mul accumulate=float32 output=float16"]}

@@ -325,6 +325,7 @@ def test_an_op_of_the_low_list_is_cast_and_looked_up() -> None:
     assert torch.equal(y, expected)
 
 
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_never_and_other_devices_leave_torch_alone() -> None:
     before = F.gelu, torch._C._nn.silu
     with hmpx.convert(legalize="never"):

@@ -1455,6 +1455,7 @@ def test_in_an_autocast_region() -> None:
 
 
 @pytest.mark.parametrize("legalize", ["always", "fast", "never"])
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
 def test_tensors_of_other_devices_are_left_alone(legalize: str) -> None:
     """Where casts are for another device type, fp32 stays fp32, bit for bit."""
     a, w = normal(64, 64), normal(64, 64, seed=1)
