@@ -509,6 +509,23 @@ def test_a_line_of_convolution_means_every_convolution(name: str, tmp_path: Path
     assert hmpx.load_policy(low)["conv2d"].reason.endswith("low.txt:1")
 
 
+def test_a_line_that_names_an_operator_of_aten_says_what_it_is_read_as(tmp_path: Path) -> None:
+    """Torch's functions are cast, and the operator is not."""
+    path = tmp_path / "low.txt"
+    path.write_text("torch.ops.aten.linear\naten::mm\n")
+    fault = (
+        f"{path}:1: 'torch.ops.aten.linear' is read as 'linear': torch's functions are cast, calls of "
+        "torch.ops.aten.linear are not; write 'linear'"
+    )
+    x = torch.ones(2, 2)
+    with pytest.warns(hmpx.HmpxWarning) as caught:
+        hmpx.convert(path, strict=True)
+    assert [str(w.message) for w in caught] == [fault]
+    assert policy.check_files({"low": (str(path),)}) == [fault]
+    assert F.linear(x, x).dtype is torch.mm(x, x).dtype is torch.bfloat16
+    assert torch.ops.aten.linear(x, x).dtype is torch.float32
+
+
 def test_a_line_that_can_change_nothing_is_said(tmp_path: Path) -> None:
     """In one warning, and by `check`; not beside the op that covers it, nor of shipped lists."""
     path = tmp_path / "low.txt"

@@ -16,6 +16,8 @@ from .sets import SHIPPED
 #: Stands above the faults of names in a warning.
 LEFT_OUT: Final = "left out of the op lists:"
 
+_OPERATORS: Final = "torch.ops.aten."
+
 
 def unknown_names(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
     """Returns messages for the lines that do not name an op that can be cast."""
@@ -85,6 +87,16 @@ def _idle_roles(op_list: OpList) -> list[str]:
     ]
 
 
+def _operators(op_list: OpList) -> list[str]:
+    """Returns messages for a user's lines that name ATen's operators as they are called: these are not cast."""
+    return [
+        f"{entry.where}: {shown(entry.text)} is read as {name!r}: torch's functions are cast, calls of "
+        f"{_OPERATORS}{name} are not; write {name!r}"
+        for name, entry in op_list.ops.items()
+        if entry.text.startswith(_OPERATORS) and not ops.is_foreign(name)
+    ]
+
+
 def _why_unknown(text: str) -> str:
     bare = text.removeprefix("-")
     if bare in ops.facts("became"):
@@ -139,13 +151,15 @@ def report(
 
 
 def idle_lines(lists: Iterable[Listed]) -> list[str]:
-    """Returns messages for lines that can never change anything."""
+    """Returns messages for lines that can never change anything, or not what they name."""
     return [
         message
         for op_list, decision in lists
         if decision.cast_policy is not CastPolicy.PASS
         for message in chain(
-            _idle(op_list, is_relative=decision.cast_policy in YIELDING), _idle_roles(op_list)
+            _idle(op_list, is_relative=decision.cast_policy in YIELDING),
+            _idle_roles(op_list),
+            _operators(op_list),
         )
     ]
 
