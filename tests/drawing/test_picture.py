@@ -169,7 +169,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
     """A suffix that is unknown, a folder that is not there."""
     with pytest.raises(OptionError, match=r"path must end in one of .svg, .png, .pdf, .dot, .gv"):
         drawing().save(tmp_path / "graph.jpg")
-    with pytest.raises(OptionError, match="FileNotFoundError"):
+    with pytest.raises(OptionError, match=r"can't write .*graph.dot: No such file"):
         drawing().save(tmp_path / "nowhere" / "graph.dot")
     with pytest.raises(OptionError, match="path must be a string or a path, not 3"):
         drawing().save(3)  # type: ignore[arg-type]
