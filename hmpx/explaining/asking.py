@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 from .. import arguments, casting, ops, rules, session
 from ..errors import OptionError, shown, suggestion
-from ..policy import CastPolicy, Policy, PolicySource, load_policy
+from ..policy import CastPolicy, Policy, PolicySource, leaves_pointwise_einsums, load_policy
 from ..reports import Report, Row
 from ..tensors import parse_device_types
 from .devices import device_note
@@ -217,6 +217,8 @@ def _notes(name: str, policy: Policy) -> Iterable[str]:
         yield "torch promotes to that type by itself, so calls are patched for observers only"
     if decision.cast_policy is CastPolicy.PASS and not facts.promotes and not facts.is_view:
         yield "a list line, a section or a rule may decide otherwise"
+    if name == "einsum" and leaves_pointwise_einsums(policy.decisions):
+        yield 'calls that sum no products, such as "i,j->ij", are not cast'
     if facts.norm_parameters and decision.cast_policy is CastPolicy.LOW:
         yield (
             "a norm: its weight and bias follow only where the kernel refuses mixed types; running "

@@ -19,6 +19,7 @@ from .decisions import (
     parse_format,
     settled_dtype,
 )
+from .einsums import leaves_pointwise_einsums
 from .files.names import is_policy_file
 from .files.sources import PolicySource
 from .lists.kinds import FILE_NAMES, LIST_KINDS
@@ -62,6 +63,7 @@ __all__ = [
     "Verdict",
     "check_files",
     "is_policy_file",
+    "leaves_pointwise_einsums",
     "load_policy",
     "of_libraries",
     "parse_format",

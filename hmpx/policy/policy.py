@@ -15,7 +15,7 @@ from .. import arguments, ops
 from ..arguments import is_a
 from ..errors import OptionError, shown
 from ..number_formats import is_format
-from . import sections
+from . import einsums, sections
 from .calls import Rule
 from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
 from .lists.faults import report
@@ -125,8 +125,11 @@ class Policy:
         return found
 
     def asked_rules(self) -> dict[str, tuple[Rule, ...]]:
-        """Returns op -> rules that decide as `section_rules`, with little to ask of each call."""
-        return {op: (*by_module(rules),) for op, rules in self.section_rules().items()}
+        """Returns op -> rules that decide as `section_rules`, with little to ask of each call, and `einsums`."""
+        found = {op: (*by_module(rules),) for op, rules in self.section_rules().items()}
+        if einsums.leaves_pointwise_einsums(self.decisions):
+            found[einsums.NAME] = (*found.get(einsums.NAME, ()), einsums.left_alone)
+        return found
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:
         """Returns a message for each module pattern that matches none of these qualified names.

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import inspect
+import itertools
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -144,3 +146,54 @@ def test_a_hand_written_rms_norm_stays_finite_in_float16() -> None:
         assert x.dtype is torch.float16
         found = x * torch.rsqrt(x.pow(2).mean(-1, keepdim=True) + 1e-6)
     assert torch.allclose(found.float().diagonal(), torch.full((8,), 8**0.5), rtol=1e-3)
+
+
+EINSUMS = {
+    "i,j->ij": ((5,), (6,)),
+    "i,j": ((5,), (6,)),
+    "ii->i": ((5, 5),),
+    "ij->i": ((5, 6),),
+    "ij,ij->ij": ((5, 6), (5, 6)),
+    "ij,j->ij": ((5, 6), (6,)),
+    "bh,->bh": ((2, 3), ()),
+    "k,bkc...->bc...": ((2,), (2, 2, 3, 4)),
+    "k, bkc... -> bc...": ((1,), (2, 1, 3, 4)),
+    "ij,ik->jk": ((1, 3), (1, 4)),
+    "ij,k->k": ((2, 3), (4,)),
+    "ij,jk": ((5, 6), (6, 7)),
+    "ij,ij->i": ((5, 6), (5, 6)),
+    "i,i->": ((6,), (6,)),
+    "bij,bjk->bik": ((2, 5, 6), (2, 6, 7)),
+    "... i j, ... j k -> ... i k": ((2, 3, 4), (2, 4, 5)),
+    "ij,kj,lk->il": ((5, 6), (7, 6), (8, 7)),
+}
+
+
+@pytest.mark.parametrize("lists", ["hmpx", "autocast-cpu"])
+@pytest.mark.parametrize("equation", EINSUMS)
+def test_only_einsums_that_sum_products_are_low(equation: str, lists: str) -> None:
+    """As under torch.autocast, for fp32 and low inputs in any order."""
+    for dtypes in itertools.product([FP32, LOW], repeat=len(EINSUMS[equation])):
+        inputs = [
+            torch.rand(shape, dtype=dtype)
+            for shape, dtype in zip(EINSUMS[equation], dtypes, strict=True)
+        ]
+        with torch.autocast("cpu", LOW):
+            expected = torch.einsum(equation, inputs)
+        with hmpx.convert(lists=lists, device_types={"cpu"}):
+            assert torch.einsum(equation, inputs).dtype is expected.dtype
+            assert torch.einsum(equation, *inputs).dtype is expected.dtype
+
+
+def test_positions_keep_apart_in_an_outer_product_by_einsum(tmp_path: Path) -> None:
+    """Rotary embeddings multiply them so by frequencies; a user's own line is obeyed."""
+    positions = torch.arange(2048.0)
+    with hmpx.convert(device_types={"cpu"}):
+        assert torch.equal(
+            torch.einsum("i,j->ij", positions, torch.ones(1)), positions.unsqueeze(1)
+        )
+    assert "calls that sum no products" in str(hmpx.explain("einsum"))
+    mine = tmp_path / "mine.txt"
+    mine.write_text("einsum\n", encoding="utf-8")
+    with hmpx.convert(mine, device_types={"cpu"}):
+        assert torch.einsum("i,j->ij", positions, torch.ones(1)).dtype is LOW

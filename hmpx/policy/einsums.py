@@ -1,0 +1,53 @@
+"""Which calls of einsum sum products: as under torch.autocast, only these are low by a shipped list.
+
+torch computes the others, such as the outer product ``"i,j->ij"`` of positions and frequencies, by multiplying.
+"""
+
+from __future__ import annotations
+
+import collections
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from .calls import Call
+from .decisions import CastPolicy, Decision
+from .lists.sets import SHIPPED
+
+NAME: Final = "einsum"
+_PASS: Final = Decision(CastPolicy.PASS, reason="an einsum that sums no products")
+
+
+def leaves_pointwise_einsums(decisions: Mapping[str, Decision]) -> bool:
+    """Whether `left_alone` decides before the lists: a shipped list has einsum low."""
+    decision = decisions.get(NAME)
+    if decision is None or decision.cast_policy is not CastPolicy.LOW:
+        return False
+    return decision.reason.startswith(SHIPPED)
+
+
+def left_alone(call: Call) -> Decision | None:
+    """Returns the verdict for a call that sums no products."""
+    equation = call.kwargs.get("equation")
+    if isinstance(equation, str) and not sums_products(equation, call.shapes):
+        return _PASS
+    return None
+
+
+def sums_products(equation: str, shapes: Sequence[Sequence[int]]) -> bool:
+    """Whether an index is summed that is longer than 1 in several operands.
+
+    Args:
+        equation: As `torch.einsum` takes it: ``"bij,bjk->bik"``.
+        shapes: Those of the operands.
+    """
+    inputs, arrow, output = equation.replace(" ", "").partition("->")
+    terms = inputs.split(",")
+    counts = collections.Counter(inputs)
+    longer: collections.Counter[str] = collections.Counter()
+    for term, shape in zip(terms, shapes, strict=False):
+        before, _, after = term.partition("...")
+        sizes = [*zip(before, shape, strict=False)]
+        sizes += zip(reversed(after), reversed(shape), strict=False)
+        longer.update({index for index, size in sizes if size != 1})
+    summed = {index for index in longer if (index not in output if arrow else counts[index] > 1)}
+    return any(longer[index] > 1 for index in summed)
