@@ -230,6 +230,10 @@ def verdicts(cases: list[Case]) -> tuple[list[Verdict], list[str]]:
     return found, [cases[i].name for i in range(len(cases)) if i not in set(usable)]
 
 
+#: What an example may have imported.
+_NO_VALUES: Final = (types.ModuleType, types.FunctionType, types.BuiltinFunctionType, type)
+
+
 class _Lines(logging.Handler):
     def __init__(self) -> None:
         super().__init__()
@@ -684,7 +688,7 @@ class Example:
             for name, value in names.items()
             if name not in self._test.globs
             and not name.startswith("__")
-            and not isinstance(value, types.ModuleType | types.FunctionType | type)
+            and not isinstance(value, _NO_VALUES)
         }
         return values, left
 

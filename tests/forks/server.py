@@ -53,6 +53,7 @@ gc.freeze()  # else each child's first collection would copy all that they share
 def prepare(directory: str, environment: dict[str, str], out: str, err: str, limit_s: int) -> None:
     """Gives the child what a new process would have."""
     signal.alarm(limit_s)
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup has it ignored
     for descriptor, path in ((1, out), (2, err)):
         opened = os.open(path, os.O_WRONLY | os.O_CREAT)
         os.dup2(opened, descriptor)
