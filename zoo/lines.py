@@ -30,6 +30,7 @@ from . import catalogue
 from .entry import Entry
 from .measuring import SEED, backward, built, distance, floating_tensors, settle
 from .peers import put
+from .results import ROOT
 from .running import warm_up
 
 KINDS: Final = {"LOW": "low", "FP32": "fp32", "WIDEST": "widest"}
@@ -55,13 +56,18 @@ def changes(called: Iterable[str]) -> Iterator[Change]:
     """Yields the changes that concern these ops."""
     default = hmpx.load_policy()
     others = [hmpx.load_policy(lists=name) for name in OTHERS]
+    removed = set()
     for op in sorted(called):
         now = default[op].cast_policy.name
         if default[op].reason.startswith("lists/hmpx/"):
-            yield Change(False, KINDS[now], op)
+            path, _, number = default[op].reason.rpartition(":")
+            line = (ROOT / path).read_text("utf-8").splitlines()[int(number) - 1]
+            removed.add((KINDS[now], line.split()[0]))  # a line may cover several ops
         for kind in sorted({other[op].cast_policy.name for other in others} - {now}):
             if kind in KINDS:
                 yield Change(True, KINDS[kind], op)
+    for kind, name in sorted(removed):
+        yield Change(False, kind, name)
 
 
 def outcome(
