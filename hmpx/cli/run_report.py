@@ -98,16 +98,13 @@ def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
     if hasattr(os, "register_at_fork"):
         os.register_at_fork(after_in_child=forget)
     ends = patching.apply([Patch(os, name, _writing(name, write)) for name in _ENDS])
-    handlers = _signals_followed(write)
-    try:
-        with recording:
-            yield
-    finally:
-        for number, handler in handlers.items():
-            if signal.getsignal(number) is handler:
-                signal.signal(number, signal.SIG_DFL)
-        patching.undo(ends)
-        write()
+    with _signals_followed(write):
+        try:
+            with recording:
+                yield
+        finally:
+            patching.undo(ends)
+            write()
 
 
 def _writing(name: str, write: Callable[[str], None]) -> Callable[..., Any]:
@@ -118,22 +115,46 @@ def _writing(name: str, write: Callable[[str], None]) -> Callable[..., Any]:
         write(f"os.{name}")
         return function(*args, **kwargs)
 
+    end.__module__ = os.__name__  # where pickle looks it up
     return end
 
 
-def _signals_followed(write: Callable[[str], None]) -> dict[int, Callable[..., None]]:
-    """Has signals that would end the process write the report before; returns the handlers."""
+@contextlib.contextmanager
+def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
+    """Has signals that would end the process write the report before; the program doesn't see that."""
+    get, set_handler = signal.getsignal, signal.signal
+    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
+    followed = [each for each in numbers if get(each) is signal.SIG_DFL]
 
     def end(number: int, frame: object) -> None:
-        signal.signal(number, signal.SIG_DFL)  # first: another one ends the process at once
+        set_handler(number, signal.SIG_DFL)  # first: another one ends the process at once
         write(signal.Signals(number).name)
         os.kill(os.getpid(), number)
 
-    numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
-    handlers = {each: end for each in numbers if signal.getsignal(each) is signal.SIG_DFL}
-    for number, handler in handlers.items():
-        signal.signal(number, handler)
-    return handlers
+    def shown(handler: Any) -> Any:
+        return signal.SIG_DFL if handler is end else handler
+
+    @functools.wraps(get)
+    def getsignal(number: int) -> Any:
+        return shown(get(number))
+
+    @functools.wraps(set_handler)
+    def set_shown(number: int, handler: Any) -> Any:
+        is_ours = handler is signal.SIG_DFL and number in followed
+        return shown(set_handler(number, end if is_ours else handler))
+
+    for each in followed:
+        set_handler(each, end)
+    hidden = patching.apply(
+        [Patch(signal, "getsignal", getsignal), Patch(signal, "signal", set_shown)]
+    )
+    try:
+        yield
+    finally:
+        patching.undo(hidden)
+        for each in followed:
+            if get(each) is end:
+                set_handler(each, signal.SIG_DFL)
 
 
 def _free(path: Path) -> Path:
@@ -164,7 +185,8 @@ def _write(recording: record, path: Path, folder: Path, error: str | None) -> No
     except Exception as failure:
         output.complain(f"the report can't be written: {said_by(failure)}")
     else:
-        sys.stdout.flush()
+        with contextlib.suppress(ValueError):  # the program may have closed it
+            sys.stdout.flush()
         output.complain(f"{verdict}\nreport: {path}")
     finally:
         shutil.rmtree(folder, ignore_errors=True)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -167,3 +168,50 @@ def test_names_may_end_in_capitals(tmp_path: Path) -> None:
     """As some programs write them."""
     assert run(tmp_path, "R.JSON").returncode == 0
     assert read_json(tmp_path / "R.JSON").rows
+
+
+CHAINS = """
+before = signal.getsignal(signal.SIGTERM)
+def stop(number, frame):
+    if callable(before):
+        before(number, frame)
+    sys.exit(3)
+assert signal.signal(signal.SIGTERM, stop) is before is signal.SIG_DFL
+os.kill(os.getpid(), signal.SIGTERM)
+"""
+RESETS = """
+signal.signal(signal.SIGTERM, lambda *_: None)
+signal.signal(signal.SIGTERM, signal.SIG_DFL)
+os.kill(os.getpid(), signal.SIGTERM); import time; time.sleep(60)
+"""
+SPAWNS = """
+import multiprocessing
+child = multiprocessing.get_context("spawn").Process(target=os._exit, args=(5,))
+if __name__ == "__main__":
+    child.start(); child.join(); sys.exit(child.exitcode)
+"""
+
+
+@pytest.mark.parametrize(
+    ("end", "status"),
+    [
+        ("import signal" + CHAINS, 3),
+        ("import signal" + RESETS, -signal.SIGTERM),
+        (SPAWNS, 5),
+    ],
+    ids=["chains a handler", "resets a handler", "spawns"],
+)
+def test_a_program_ends_as_it_does_without_a_report(tmp_path: Path, end: str, status: int) -> None:
+    """It does not see the handlers that write the report."""
+    done = run(tmp_path, "report.json", end)
+    assert done.returncode == status, done.stderr
+    assert [row.calls for row in read_json(tmp_path / "report.json").rows] == [3]
+
+
+def test_a_program_may_close_its_stdout(tmp_path: Path) -> None:
+    """In a process of its own: the forked ones of these tests write there at their end."""
+    (tmp_path / "script.py").write_text(SCRIPT.format(end="sys.stdout.close()"))
+    command = [sys.executable, "-m", "hmpx", "run", "--report", "report.json", "script.py"]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, check=False)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False), done.stderr
+    assert [row.calls for row in read_json(tmp_path / "report.json").rows] == [3]
