@@ -100,7 +100,10 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 def _note(made: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
     global _asked
-    if not (name in _CASTS or "dtype" in kwargs or torch.dtype in map(type, args)):
+    if name not in _CASTS and args and made is args[0]:
+        return  # it had the dtype already
+    is_named = kwargs.get("dtype") is not None or torch.dtype in map(type, args)
+    if not (name in _CASTS or is_named):
         followed = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
         if followed and not any(map(_is_asked_for, followed)):
             return

@@ -302,6 +302,20 @@ def test_following_a_low_result_asks_for_nothing() -> None:
         assert nn.Parameter(product()).dtype is FP32
 
 
+@pytest.mark.parametrize(
+    "same",
+    [
+        lambda y: y.to(y.dtype),
+        lambda y: y.to(device="cpu", dtype=None),
+        lambda y: torch.zeros_like(y, dtype=None) + y,
+    ],
+)
+def test_to_keep_the_dtype_asks_for_nothing(same: Callable[[Tensor], Tensor]) -> None:
+    """Code for any dtype says so."""
+    with hmpx.convert(device_types={"cpu"}):
+        assert nn.Parameter(same(product())).dtype is FP32
+
+
 def test_a_layer_of_a_low_dtype_asks() -> None:
     with hmpx.convert(device_types={"cpu"}):
         linear = nn.Linear(2, 2, dtype=BF16)
