@@ -39,7 +39,7 @@ class ComparedSite:
         module: Qualified name of the innermost module whose forward made the calls; ``""`` for none.
         site: ``"model.py:12"``: the line of the program.
         cast_policy: Name of the `CastPolicy` that decided.
-        reason: Where that comes from: ``"lists/hmpx/bf16.txt:24"``.
+        reason: Where that comes from: ``"lists/hmpx/bf16.txt:20"``.
         dtype: Name of the low-precision type that the op computed with; ``""`` if with none: all its
             errors are 0 then.
         calls: How many calls.

@@ -40,7 +40,7 @@ class Node:
         shape: Of the result; None if unknown.
         module: Qualified name of the module that it belongs to; ``""`` for none.
         location: ``"train.py:12"``, of an op that was observed.
-        reason: Why it computes in that type: ``"lists/hmpx/bf16.txt:21"``, of an op that was observed.
+        reason: Why it computes in that type: ``"lists/hmpx/bf16.txt:18"``, of an op that was observed.
         grad_fn: Autograd's names of what is shown as this node.
         is_legalized: An op computes in fp32 and rounds to ``dtype``.
         times: How many such ops, one after the other, are shown as this one.

@@ -71,7 +71,7 @@ class Explanation:
 
     @property
     def reason(self) -> str:
-        """Where the decision comes from: ``"lists/hmpx/bf16.txt:24"``."""
+        """Where the decision comes from: ``"lists/hmpx/bf16.txt:20"``."""
         return self.decision.reason
 
     @property

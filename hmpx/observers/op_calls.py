@@ -34,7 +34,7 @@ class OpCall:
         function: The callable that ran: torch's own.
         cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` where that was the
             argument that the call writes to; ``"PASS"`` where nothing is ever cast.
-        reason: Where that comes from: ``"lists/hmpx/bf16.txt:24"``, ``"in-place rule"``.
+        reason: Where that comes from: ``"lists/hmpx/bf16.txt:20"``, ``"in-place rule"``.
         dtype: The dtype, or number format, that the call's inputs were brought to, by hmpx or
             torch.autocast; None if the call was left alone.
         input_dtypes: Dtypes of the floating inputs, before and

@@ -28,7 +28,7 @@ class Row:
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         device_type: ``"cpu"``, ``"cuda"``, ...
         cast_policy: Name of the `CastPolicy` that decided, ``"TARGET"`` or ``"PASS"``.
-        reason: Where that comes from: ``"lists/hmpx/bf16.txt:24"``.
+        reason: Where that comes from: ``"lists/hmpx/bf16.txt:20"``.
         dtype: Name of the dtype or number format that the op computed in: ``"bfloat16"``.
         input_dtypes: Names of the dtypes of the floating inputs, before and
         cast_dtypes: after casting.

@@ -177,22 +177,22 @@ def test_ops_shows_policy_reason_and_call_sites(capsys: pytest.CaptureFixture[st
 def test_ops_names_each_policy(directory: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Each has a spelling, the low one with its type."""
     write(directory, "low.txt", "cos\n")
-    write(directory, "policy.yaml", "low: {add: [cos], remove: [mv]}\nfollow: [sin]\n")
+    write(directory, "policy.yaml", "low: [cos]\nfollow: [sin]\n")
     rows = {row[0]: row for row in table(["--policy", "policy.yaml"], capsys)}
-    policies = {name: rows[name][1] for name in ("cos", "sin", "exp", "cat", "mv", "erf")}
+    policies = {name: rows[name][1] for name in ("cos", "sin", "exp", "cat", "layer_norm", "erf")}
     spelt = {"-" if policy is CastPolicy.PASS else policy.name for policy in CastPolicy}
     assert {policy.split()[0] for policy in policies.values()} == spelt
     rows = {row[0]: row for row in table(["--bf16", "low.txt"], capsys)}
     policies = {
         **policies,
-        **{name: rows[name][1] for name in ("cos", "exp", "cat", "mv", "erf")},
+        **{name: rows[name][1] for name in ("cos", "exp", "cat", "layer_norm", "erf")},
     }
     assert policies == {
         "cos": "LOW bf16",
         "sin": "FOLLOW",
         "exp": "FP32",
         "cat": "WIDEST",
-        "mv": "FIRST",
+        "layer_norm": "FIRST",
         "erf": "-",
     }
     assert rows["cos"][2] == "low.txt:1"

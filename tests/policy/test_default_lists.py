@@ -63,7 +63,11 @@ def test_every_loss_runs_in_fp32(policy: hmpx.Policy) -> None:
 def test_what_torch_autocast_casts_is_cast_alike(kind: str, policy: hmpx.Policy) -> None:
     """Except for ops that cost more than they gain."""
     follows = {
-        "low": {"prelu", "_convolution", "convolution", "_scaled_dot_product_flash_attention"},
+        "low": {
+            *("prelu", "_convolution", "convolution", "_scaled_dot_product_flash_attention"),
+            # Updates repeat these, and states that are passed on stop moving.
+            *("addmv", "addr", "mv", "gru_cell", "lstm_cell", "rnn_relu_cell", "rnn_tanh_cell"),
+        },
         "fp32": {
             *("layer_norm", "native_layer_norm", "group_norm", "rms_norm"),
             *(f"_upsample_nearest_exact{n}d" for n in (1, 2, 3)),
@@ -197,3 +201,48 @@ def test_positions_keep_apart_in_an_outer_product_by_einsum(tmp_path: Path) -> N
     mine.write_text("einsum\n", encoding="utf-8")
     with hmpx.convert(mine, device_types={"cpu"}):
         assert torch.einsum("i,j->ij", positions, torch.ones(1)).dtype is LOW
+
+
+def test_updates_by_vectors_and_states_of_cells_are_not_rounded() -> None:
+    """Each step would round what the step before has left, and a slow state would stop moving."""
+    generator = torch.Generator().manual_seed(0)
+    u, v = torch.randn(8, generator=generator), torch.randn(8, generator=generator)
+    cell = torch.nn.GRUCell(8, 8)
+
+    def program() -> list[torch.Tensor]:
+        matrix, state = torch.eye(8), torch.zeros(1, 8)
+        for _ in range(100):
+            matrix = torch.addr(matrix, u, v, alpha=0.01)
+            state = cell(torch.nn.functional.linear(u[None], torch.eye(8)), state)
+        return [matrix, torch.addmv(u, matrix, v), torch.mv(matrix, v), state]
+
+    expected = program()
+    with hmpx.convert(device_types={"cpu"}):
+        *exact, state = program()
+    assert all(torch.equal(a, e) for a, e in zip(exact, expected, strict=False))
+    assert state.dtype is FP32
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda m: torch.linalg.inv(m),
+        lambda m: torch.linalg.qr(m),
+        lambda m: torch.linalg.svdvals(m),
+        lambda m: torch.linalg.slogdet(m),
+        lambda m: torch.linalg.cholesky(m),
+        lambda m: torch.trace(m),
+        lambda m: torch.quantile(m, 0.5),
+    ],
+    ids=["inv", "qr", "svdvals", "slogdet", "cholesky", "trace", "quantile"],
+)
+def test_what_torch_computes_in_fp32_only_stays_fp32(call: object) -> None:
+    """Rounded, the parts of a factorization no longer fit together."""
+    assert callable(call)
+    low = (torch.eye(4) + 0.01).to(LOW)
+    expected = call(low.float())
+    with hmpx.convert(device_types={"cpu"}):
+        found = call(low)
+    is_one = isinstance(found, torch.Tensor)
+    pairs = [(found, expected)] if is_one else zip(found, expected, strict=True)
+    assert all(a.dtype is FP32 and torch.equal(a, e) for a, e in pairs)

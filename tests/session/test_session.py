@@ -500,7 +500,7 @@ def test_verbose_once_logs_each_decision_with_reason_module_and_line(
     logged = lines(caplog)
     assert len(logged) == 2
     assert logged[0].startswith(
-        "casting  linear(fp32, fp32, fp32)  to_bf16  LOW by lists/hmpx/bf16.txt:21  in 0.0  at "
+        "casting  linear(fp32, fp32, fp32)  to_bf16  LOW by lists/hmpx/bf16.txt:18  in 0.0  at "
     )
     here = Path(__file__).name
     assert f"{here}:" in logged[0]
