@@ -287,7 +287,7 @@ def test_an_op_whose_kernels_give_wrong_numbers_computes_in_fp32(dtype: torch.dt
     wide = x.detach().float().requires_grad_()
     expected = torch.linalg.matrix_exp(wide)
     torch.testing.assert_close(expected, math.exp(1 / 8) * torch.eye(4))
-    with hmpx.convert(low_precision_type=dtype, device_types={"cpu"}):
+    with hmpx.convert(lists="lean", low_precision_type=dtype, device_types={"cpu"}):
         for function in (torch.matrix_exp, torch.linalg.matrix_exp, Tensor.matrix_exp):
             assert torch.equal(function(x), expected.to(dtype))
         (gradient,) = torch.autograd.grad(torch.matrix_exp(x).float().sum(), x)
@@ -398,7 +398,7 @@ def test_random_numbers_are_drawn_once() -> None:
 def test_it_is_logged_once(caplog: pytest.LogCaptureFixture) -> None:
     """At the level of information: there is nothing to be done about it."""
     missing_kernels._noted.clear()
-    with caplog.at_level(logging.INFO, "hmpx"), hmpx.convert():
+    with caplog.at_level(logging.INFO, "hmpx"), hmpx.convert(lists="lean"):
         for _ in range(3):
             torch.linalg.inv(matrix())
     assert caplog.messages == ["linalg_inv computes in fp32: cpu has no bf16 kernel for it"]
@@ -461,7 +461,7 @@ class Logged(Tensor):
 
 def test_subclasses_and_transforms() -> None:
     """What a class or a transform calls in turn has its kernel, too."""
-    with hmpx.convert():
+    with hmpx.convert(lists="lean"):
         assert isinstance(torch.linalg.inv(matrix().as_subclass(Logged)), Logged)
         found = torch.func.vmap(torch.linalg.inv)(torch.stack([matrix()] * 2))
     assert found.dtype is BF16
