@@ -12,9 +12,10 @@ import threading
 import time
 import weakref
 from collections.abc import Callable
-from typing import Any, Final, Generic, TypeVar
+from typing import Any, Final, Generic, ParamSpec, TypeVar
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
 _T = TypeVar("_T")
 
 #: Held while anything process-wide changes.
@@ -76,14 +77,14 @@ def exclusive(function: _F) -> _F:
     return wrapper  # type: ignore[return-value]
 
 
-def eventually(function: _F) -> _F:
-    """Wraps a function without a result as `exclusive` does, but leaves it to a thread if `LOCK` stays taken.
+def eventually(function: Callable[_P, None]) -> Callable[_P, None]:
+    """Runs ``function`` as `exclusive` does, or later in a thread of its own if `LOCK` stays taken.
 
     For calls from inside an import or a compilation: the thread that holds `LOCK` may wait for their locks.
     """
 
     @functools.wraps(function)
-    def wrapper(*args: Any, **kwargs: Any) -> None:
+    def wrapper(*args: _P.args, **kwargs: _P.kwargs) -> None:
         taken: list[bool] = []
         try:
             # In C from the call on to the list, so that no signal comes between.
@@ -97,7 +98,7 @@ def eventually(function: _F) -> _F:
         later = exclusive(function)
         threading.Thread(target=later, args=args, kwargs=kwargs, daemon=True).start()
 
-    return wrapper  # type: ignore[return-value]
+    return wrapper
 
 
 class Registry(Generic[_T]):

@@ -91,7 +91,7 @@ def moments(files: set[str], block: Callable[[], object], step: int = 1) -> Iter
 
 
 def in_force() -> dict[str, object]:
-    """Returns what blocks change, but for their conversions."""
+    """Returns the state that blocks change, except their conversions."""
     return {
         "attached": ATTACHED.value,
         "paused": set(PAUSED),
@@ -150,7 +150,9 @@ def test_a_signal_at_any_moment_of_a_block_leaves_nothing_of_it(
     policy = hmpx.Policy.from_ops(low=["mm"])
     with hmpx.convert(policy=policy) if is_converted else contextlib.nullcontext():
         before = in_force()
-        for moment in moments(FILES, block, step=7 if is_converted else 1):  # wrappers made anew
+        for moment in moments(
+            FILES, block, step=7 if is_converted else 1
+        ):  # a conversion takes long
             assert in_force() == before, moment
             assert hmpx.is_converted() is is_converted, moment
 

@@ -71,7 +71,7 @@ _SIGNALS: Final = ("SIGTERM", "SIGHUP")
 def recorded(path: Path | None, *, replaces: bool = True) -> Iterator[None]:
     """Records what runs inside, and writes the report to ``path``, however the process ends.
 
-    Forked processes write what they have recorded to files beside it, which this one adds to its own.
+    A forked process writes its part to a temporary folder. This process merges it into the report.
 
     Args:
         path: Where to; None to record nothing.
@@ -121,7 +121,7 @@ def _writing(name: str, write: Callable[[str], None]) -> Callable[..., Any]:
 
 @contextlib.contextmanager
 def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
-    """Has signals that would end the process write the report before; the program doesn't see that."""
+    """Writes the report before a signal ends the process. `signal.getsignal` hides the handlers for that."""
     get, set_handler = signal.getsignal, signal.signal
     numbers = [getattr(signal, name) for name in _SIGNALS if hasattr(signal, name)]
     followed = [each for each in numbers if get(each) is signal.SIG_DFL]
@@ -140,7 +140,7 @@ def _signals_followed(write: Callable[[str], None]) -> Iterator[None]:
 
     @functools.wraps(set_handler)
     def set_shown(number: int, handler: Any) -> Any:
-        is_ours = handler is signal.SIG_DFL and number in followed
+        is_ours = handler == signal.SIG_DFL and number in followed
         return shown(set_handler(number, end if is_ours else handler))
 
     for each in followed:

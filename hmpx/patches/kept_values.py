@@ -183,9 +183,9 @@ def _kept(value: Any, what: str) -> Any:
     if _warned is not in_force():
         _warned = in_force()
         warnings.warn(
-            f"{what} of {short_name(value.dtype)}: the program uses low precision elsewhere, so hmpx can't "
-            "tell whether it is meant to be. Compute it in `with hmpx.disable_casts():`, or call float() on "
-            "it, to have what the program says. Said once",
+            f"{what} is {short_name(value.dtype)}. The program also uses low precision itself, so hmpx can't "
+            "tell whether that is intended. Compute it in `with hmpx.disable_casts():` to get the dtype "
+            "that the program gives it, or call .float() on it. Shown once",
             HmpxWarning,
             stacklevel=users_level(),
         )

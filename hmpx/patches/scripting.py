@@ -1,7 +1,7 @@
 """TorchScript, whose code calls torch's kernels below all wrappers.
 
-`torch.jit.script` sees torch as it was. What was scripted, then or before, mixes dtypes where it is given the
-conversion's low-precision tensors: torch.autocast casts in such a call.
+`torch.jit.script` compiles torch's unpatched functions. Given low-precision tensors beside fp32 weights, scripted
+code would fail on mixed dtypes, so such a call runs in a region of torch.autocast.
 """
 
 from __future__ import annotations

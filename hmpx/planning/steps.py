@@ -191,7 +191,7 @@ def raise_explained(error: Exception, note: str) -> NoReturn:
 
 
 def _without_values(error: Exception) -> PlanError | None:
-    """Returns what to do about an error that real tensors would not give; None of others."""
+    """Returns the error to raise if tensors without values are the cause; None otherwise."""
     where = raised_at(error)
     at = f" at {where}" if where else ""
     op = needs_values(error)

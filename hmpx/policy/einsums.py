@@ -1,6 +1,7 @@
-"""Which calls of einsum sum products: as under torch.autocast, only these are low by a shipped list.
+"""Shipped lists run einsum in low precision only where it sums products, as torch.autocast does.
 
-torch computes the others, such as the outer product ``"i,j->ij"`` of positions and frequencies, by multiplying.
+torch computes other equations elementwise, such as ``"i,j->ij"`` of positions and frequencies. Rounded to
+bfloat16, positions above 256 would coincide.
 """
 
 from __future__ import annotations
@@ -18,15 +19,15 @@ _PASS: Final = Decision(CastPolicy.PASS, reason="an einsum that sums no products
 
 
 def leaves_pointwise_einsums(decisions: Mapping[str, Decision]) -> bool:
-    """Whether `left_alone` decides before the lists: a shipped list has einsum low."""
+    """Whether a shipped list has einsum low, so that `pass_pointwise` decides first."""
     decision = decisions.get(NAME)
     if decision is None or decision.cast_policy is not CastPolicy.LOW:
         return False
     return decision.reason.startswith(SHIPPED)
 
 
-def left_alone(call: Call) -> Decision | None:
-    """Returns the verdict for a call that sums no products."""
+def pass_pointwise(call: Call) -> Decision | None:
+    """A rule: leaves a call that sums no products as it is."""
     equation = call.kwargs.get("equation")
     if isinstance(equation, str) and not sums_products(equation, call.shapes):
         return _PASS

@@ -125,10 +125,10 @@ class Policy:
         return found
 
     def asked_rules(self) -> dict[str, tuple[Rule, ...]]:
-        """Returns op -> rules that decide as `section_rules`, with little to ask of each call, and `einsums`."""
+        """Returns op -> rules that decide as `section_rules`, but faster, and the rule for einsum."""
         found = {op: (*by_module(rules),) for op, rules in self.section_rules().items()}
         if einsums.leaves_pointwise_einsums(self.decisions):
-            found[einsums.NAME] = (*found.get(einsums.NAME, ()), einsums.left_alone)
+            found[einsums.NAME] = (*found.get(einsums.NAME, ()), einsums.pass_pointwise)
         return found
 
     def unmatched(self, paths: Iterable[str]) -> list[str]:

@@ -95,7 +95,7 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
             self._block.close()
 
     def forget(self) -> None:
-        """Forgets all calls recorded so far, as those that a forked process has from its parent."""
+        """Drops all calls recorded so far. A forked process does so with the calls of its parent."""
         self._recorder.forget()
 
     def report(self) -> Report:

@@ -55,7 +55,7 @@ class Recorder:
         self.forget()
 
     def forget(self) -> None:
-        """Starts anew. A forked process may find the lock taken by a thread that it does not have."""
+        """Drops all calls. Makes a new lock, since a thread of the parent may hold the old one after a fork."""
         self._here = _Here()
         self._lock = threading.RLock()
         self._counts: list[Counts] = []

@@ -155,7 +155,7 @@ def _settle_on(region: Region | None) -> None:
     while left is not None and left is not region:
         _forget(left)
         left = left.outer
-    _region.set(region)  # at last: an interrupted call is made up for by the next one
+    _region.set(region)  # last: if this call is interrupted, the next one repeats it
 
 
 def _forget(region: Region) -> None:

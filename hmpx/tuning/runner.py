@@ -137,7 +137,7 @@ class Runner:
 
 
 def outcome_from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
-    """Returns what a record of a journal says of a set."""
+    """Parses a journal record into a set and its outcome."""
     work = frozenset(map(str, record["kept"])), str(record["inputs"]), float(record["tolerance"])
     seen = {name: Seen(*map(float, each)) for name, each in record["seen"].items()}
     return work, Outcome(float(record["error"]), seen)

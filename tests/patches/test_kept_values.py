@@ -258,7 +258,7 @@ def test_what_the_program_asks_for_stays_low(make: Callable[[nn.Module], nn.Modu
 def test_a_program_that_asks_elsewhere_is_warned_once_at_its_line() -> None:
     with hmpx.convert(device_types={"cpu"}):
         torch.zeros(2, dtype=BF16)
-        with pytest.warns(hmpx.HmpxWarning, match=r"a parameter of bf16.*disable_casts") as found:
+        with pytest.warns(hmpx.HmpxWarning, match=r"a parameter is bf16.*disable_casts") as found:
             first = nn.Parameter(product())
             second = nn.Parameter(product())
     assert first.dtype is BF16 and second.dtype is BF16
@@ -319,7 +319,7 @@ def test_to_keep_the_dtype_asks_for_nothing(same: Callable[[Tensor], Tensor]) ->
 def test_a_layer_of_a_low_dtype_asks() -> None:
     with hmpx.convert(device_types={"cpu"}):
         linear = nn.Linear(2, 2, dtype=BF16)
-        with pytest.warns(hmpx.HmpxWarning, match="a parameter of bf16"):
+        with pytest.warns(hmpx.HmpxWarning, match="a parameter is bf16"):
             assert nn.Parameter(linear.weight * 2).dtype is BF16
 
 

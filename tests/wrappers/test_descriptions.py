@@ -90,7 +90,7 @@ def described(programs: list[Program], *, anew: bool) -> list[tuple[Any, ...]]:
 
     groups = [[program] for program in programs] if anew else [programs]
     for group in groups:
-        with Attached(note, every_op=True, values=True):  # makes all wrappers anew
+        with Attached(note, every_op=True, values=True):  # replaces all wrappers
             for program in group:
                 program()
                 with hmpx.disable_casts(), contextlib.suppress(RuntimeError):  # of mixed dtypes

@@ -88,7 +88,7 @@ def _idle_roles(op_list: OpList) -> list[str]:
 
 
 def _operators(op_list: OpList) -> list[str]:
-    """Returns messages for a user's lines that name ATen's operators as they are called: these are not cast."""
+    """Returns messages for a user's lines that name ``torch.ops.aten`` operators, which are not cast."""
     return [
         f"{entry.where}: {shown(entry.text)} is read as {name!r}: torch's functions are cast, calls of "
         f"{_OPERATORS}{name} are not; write {name!r}"
