@@ -55,7 +55,6 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
             try:
                 open_region(region)
             except BaseException:
-                region.is_closed = True
                 close_region(region)
                 raise
 
@@ -149,7 +148,6 @@ class _State:
         try:
             open_region(self._region)
         except BaseException:
-            self._region.is_closed = True
             close_region(self._region)
             raise
 

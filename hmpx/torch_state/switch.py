@@ -115,11 +115,9 @@ def open_region(region: Region) -> None:
     """Opens ``region`` in this thread or task.
 
     The caller closes it if this call raises, or if a signal arrives after it: where torch.compile is
-    at work, Python runs signal handlers after the call of any function. The caller first sets
-    ``is_closed`` itself: where the stack is full, it can't call `close_region`. The next call that
-    looks for a region drops this one.
+    at work, Python runs signal handlers after the call of any function.
     """
-    _region.set(region)
+    _region.set(region)  # first: if closing is interrupted, too, the next call that looks drops it
     _note(region, is_open=True)
     mark(region.off)
 
