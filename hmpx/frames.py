@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from types import FrameType
@@ -24,17 +23,6 @@ def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
     while frame is not None:
         yield frame
         frame = frame.f_back
-
-
-def users_level() -> int:
-    """Returns the stack level, for the caller's `warnings.warn`, of the first caller outside hmpx and torch."""
-    level, frame = 1, sys._getframe(1)
-    while frame.f_back is not None:
-        name = frame.f_globals.get("__name__")
-        if not is_ours(name) and str(name).partition(".")[0] != "torch":
-            break
-        level, frame = level + 1, frame.f_back
-    return level
 
 
 def located(location: str) -> str:

@@ -7,18 +7,16 @@ was rounded, a tenth to a third of the time of rounding; `hmpx.watch` looks ever
 from __future__ import annotations
 
 import math
-import warnings
 
 import torch
 from torch import Tensor
 
-from ..errors import HmpxWarning
-from ..frames import users_level
 from ..number_formats import Format, Rounder
 from ..patching import unpatched
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import dispatch_modes, transforms
 from ..torch_state import in_force, place, without_casts
+from ..warning import warn
 
 # As they are where nothing is patched: op lists may name any of them.
 _sum, _isfinite, _and, _not = unpatched(
@@ -79,7 +77,7 @@ def _largest_lost(tensor: Tensor, result: Tensor) -> float | None:
 def _warn(message: str) -> None:
     global _warned
     _warned = in_force()
-    warnings.warn(message, HmpxWarning, stacklevel=users_level())
+    warn(message)
 
 
 def _message(format: Format, op: str, what: str, line: str, most: float) -> str:

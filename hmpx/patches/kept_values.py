@@ -11,7 +11,6 @@ import functools
 import gc
 import sys
 import types
-import warnings
 import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, Final
@@ -22,12 +21,12 @@ from torch import Tensor, nn
 from torch.overrides import handle_torch_function, has_torch_function
 
 from ..compute import widen
-from ..errors import HmpxWarning
-from ..frames import is_ours, users_level
+from ..frames import is_ours
 from ..patching import Draft, EntryPatch, ItemPatch, Patch
 from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, short_name
 from ..torch_internals import BUFFER_HOOKS, device_constructors, rebuild_tensor
 from ..torch_state import has_casts, in_force, without_casts
+from ..warning import warn
 from .compiled import unwrapped
 from .filled import named_after
 
@@ -182,12 +181,10 @@ def _kept(value: Any, what: str) -> Any:
         return widen(value)
     if _warned is not in_force():
         _warned = in_force()
-        warnings.warn(
+        warn(
             f"{what} is {short_name(value.dtype)}. The program also uses low precision itself, so hmpx can't "
             "tell whether that is intended. Compute it in `with hmpx.disable_casts():` to get the dtype "
-            "that the program gives it, or call .float() on it. Shown once",
-            HmpxWarning,
-            stacklevel=users_level(),
+            "that the program gives it, or call .float() on it. Shown once"
         )
     return value
 

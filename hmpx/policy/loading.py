@@ -14,6 +14,7 @@ import torch
 from .. import arguments, ops
 from ..arguments import is_a
 from ..errors import OptionError, PolicyFileError, shown, suggestion
+from ..warning import warn
 from .decisions import CastPolicy, Decision, LowType
 from .files.sources import PolicySource
 from .lists import sets
@@ -24,7 +25,6 @@ from .policy import Policy
 from .precedence import resolve
 from .request import PolicyRequest, path_and_policy, policy_request
 from .sections import Section
-from .warning import warn
 
 
 def load_policy(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import warnings
 from collections.abc import Callable, Collection, Iterable, Sequence
 from typing import Any
@@ -11,13 +10,13 @@ import torch
 
 from .. import torch_state
 from ..errors import HmpxWarning
-from ..frames import is_ours
 from ..observers import LOGGER
 from ..patches import held_by_models
 from ..patching import Change
 from ..policy import Policy
 from ..tensors import default_device_types, is_present
 from ..torch_internals import FakeTensor
+from ..warning import warn
 
 
 def said_of(covered: Iterable[Change]) -> str:
@@ -34,7 +33,7 @@ def said_of(covered: Iterable[Change]) -> str:
 def say(messages: list[str]) -> None:
     """Warns of what is wrong with names in the lists."""
     if messages:
-        _warn("left out of the op lists:\n  " + "\n  ".join(messages))
+        warn("left out of the op lists:\n  " + "\n  ".join(messages))
 
 
 def warn_of_absent(device_types: Collection[str]) -> None:
@@ -45,23 +44,11 @@ def warn_of_absent(device_types: Collection[str]) -> None:
     if isinstance(torch.empty(0), FakeTensor):
         return
     here = " and ".join(sorted(by_default))
-    _warn(
+    warn(
         f"nothing will be cast: torch finds no {' or '.join(sorted(device_types))} device on this "
         f"machine; leave out device_types to cast tensors on {here}, or name the types of the devices "
         "that tensors are on"
     )
-
-
-def _warn(text: str) -> None:
-    """Warns at the first line outside of hmpx."""
-    level, frame = 1, sys._getframe()
-    while frame.f_back is not None and _is_passing_on(frame.f_globals.get("__name__")):
-        level, frame = level + 1, frame.f_back
-    warnings.warn(text, HmpxWarning, stacklevel=level)
-
-
-def _is_passing_on(module: object) -> bool:
-    return is_ours(module) or str(module).partition(".")[0] in ("importlib", "_frozen_importlib")
 
 
 def log_what_models_keep(functions: Sequence[Callable[..., Any]]) -> None:

@@ -8,8 +8,8 @@ from typing import Final
 
 from ... import ops
 from ...errors import MOST_SHOWN, OpListError, gathered, shown
+from ...warning import warn
 from ..decisions import ROLES, YIELDING, CastPolicy, Decision
-from ..warning import warn
 from .op_list import Entry, Listed, OpList
 from .sets import SHIPPED
 
