@@ -77,8 +77,8 @@ examples:
     parser.add_argument(
         "--legalize",
         choices=LEGALIZE_MODES,
-        help="which low-precision ops compute in fp32 and round: those slow on this machine (auto, the "
-        "default), always all, never any, or those of auto without rounding fp32 inputs (fast)",
+        help="which low-precision ops compute in fp32 and round. auto, the default: those that are slow "
+        "on this machine; always: all; never: none; fast: as auto, but fp32 inputs are not rounded",
     )
     parser.add_argument(
         "--keep-weight-casts",

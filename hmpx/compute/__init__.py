@@ -20,6 +20,7 @@ from .legalize.capability import (
     reported,
 )
 from .legalize.convolutions import CONVOLUTIONS
+from .legalize.graphs import is_onnx_made
 from .legalize.legalization import (
     LEGALIZE_MODES,
     SLOW_KINDS,
@@ -110,6 +111,7 @@ __all__ = [
     "histories_patch",
     "in_fp32",
     "inputs_of",
+    "is_onnx_made",
     "is_refusal",
     "is_watched",
     "keeping_parameters",

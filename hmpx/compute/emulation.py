@@ -26,7 +26,7 @@ from . import frozen_codes
 from .composition import call_raised, rounded
 from .emulated_products import ByAxis, EmulatedProduct, has_axis
 from .factored import factored, may_be_factored
-from .legalize.graphs import is_traced
+from .legalize.graphs import is_onnx_made, is_traced
 from .lowering import Lowering
 from .overflowing import may_overflow, warning_of_overflow
 from .straight_through import straight_through
@@ -175,9 +175,11 @@ class Emulation:
         return tensor if self.rounds_late else self._rounded_factor(name, given, tensor)
 
     def _check(self) -> None:
-        if not torch.compiler.is_dynamo_compiling() and is_jit_tracing():
+        is_onnx = is_onnx_made()
+        if is_onnx or (not torch.compiler.is_dynamo_compiling() and is_jit_tracing()):
+            what = "ONNX" if is_onnx else "torch.jit.trace"
             raise OptionError(
-                f"{self.format.name}: torch.jit.trace can't hold a number format; use torch.export"
+                f"{self.format.name}: {what} can't hold a number format; use torch.export"
             )
 
     def _rounded_addend(self, tensor: Tensor) -> Tensor:

@@ -8,7 +8,6 @@ call, 2 to 4 % of a small legalized product.
 from __future__ import annotations
 
 import functools
-import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, Final
 
@@ -38,6 +37,7 @@ from ..compute import (
     computed_in_fp32,
     in_fp32,
     inputs_of,
+    is_onnx_made,
     is_watched,
     keeping_parameters,
     names_dtype,
@@ -342,8 +342,7 @@ def _run_norm(
 
     The kernels that do take them compute in fp32 too, and round the same result.
     """
-    onnx = sys.modules.get("torch.onnx")
-    if onnx is not None and onnx.is_in_onnx_export():
+    if is_onnx_made():
         dtype = floating_inputs(recipe, args, kwargs)[0].dtype
         if dtype in LOW_DTYPES:
             return computed_in_fp32(function, args, kwargs, dtype)

@@ -324,3 +324,15 @@ def test_attention_becomes_one_low_precision_node(tmp_path: Path) -> None:
     found = [inputs for op, inputs, _ in node_types(artefact.proto) if op == "Attention"]
     assert found == [["FLOAT16"] * 4]
     assert_equals_eager(artefact, "onnxruntime", tmp_path)
+
+
+@pytest.mark.filterwarnings("ignore:.*(legacy TorchScript|torch.jit):DeprecationWarning")
+@pytest.mark.parametrize("dynamo", [True, False])
+def test_number_formats_are_refused(dynamo: bool, tmp_path: Path) -> None:
+    """ONNX has no view of another dtype, by which they round."""
+    message = "float8_e4m3fn: ONNX can't hold a number format; use torch.export"
+    with hmpx.convert(low_precision_type="float8_e4m3fn"), pytest.raises(Exception) as error:
+        torch.onnx.export(
+            nn.Linear(8, 4).eval(), (torch.ones(2, 8),), tmp_path / "a.onnx", dynamo=dynamo
+        )
+    assert message in str(error.value)

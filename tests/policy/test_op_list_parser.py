@@ -107,6 +107,9 @@ def test_include_and_remove() -> None:
     [
         ("matmul softmax", "a.txt:1: expected one op per line, found 'matmul softmax'"),
         ("softmax\nmatmul, mm", "a.txt:2: expected one op per line, found 'matmul, mm'"),
+        ("gelu, linear, mm", "a.txt:1: expected one op per line, found 'gelu, linear, mm'"),
+        ("gelu linear mm", "a.txt:1: expected one op per line, found 'gelu linear mm'"),
+        ("gelu,linear", "a.txt:1: expected one op per line, found 'gelu,linear'"),
         ("@hpm", "a.txt:1: there is no shipped set 'hpm' (autocast-cpu, autocast-cuda, autocast-hpu, "
                  "autocast-mps, autocast-xpu, hmp, hmpx, lean, o2); did you mean 'hmp'?"),
         ("mat\x01mul", "a.txt:1: expected one op per line, found 'mat\\x01mul'"),
@@ -524,6 +527,22 @@ def test_a_line_that_names_an_operator_of_aten_says_what_it_is_read_as(tmp_path:
     assert policy.check_files({"low": (str(path),)}) == [fault]
     assert F.linear(x, x).dtype is torch.mm(x, x).dtype is torch.bfloat16
     assert torch.ops.aten.linear(x, x).dtype is torch.float32
+
+
+@pytest.mark.parametrize("where", ["1", "4"])
+def test_all_alone_says_that_it_is_an_op(tmp_path: Path, where: str) -> None:
+    """Whoever writes it means every op; beside others, as a written policy has it, it is one of them."""
+    path = tmp_path / "policy.yaml"
+    path.write_text(
+        "fp32: all" if where == "1" else "sections:\n- module: a\n  low: mm\n  fp32: all"
+    )
+    fault = f"{path}:{where}: 'all' is read as the op torch.all; write '*' for every other op"
+    assert policy.check_files({"policy": (str(path),)}) == [fault]
+    with pytest.warns(hmpx.HmpxWarning) as caught:
+        hmpx.load_policy(path)
+    assert [str(w.message) for w in caught] == [fault]
+    path.write_text("fp32: [all, any]")  # no warning
+    hmpx.load_policy(path)
 
 
 def test_a_line_that_can_change_nothing_is_said(tmp_path: Path) -> None:

@@ -20,7 +20,11 @@ def is_exported() -> bool:
     """Whether the call becomes part of an artefact, which may run on any hardware."""
     if torch.compiler.is_exporting() or is_jit_tracing():
         return True
-    if torch.compiler.is_dynamo_compiling():
-        return False
+    return not torch.compiler.is_dynamo_compiling() and is_onnx_made()
+
+
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
+def is_onnx_made() -> bool:
+    """Whether the call becomes part of an ONNX file."""
     onnx = sys.modules.get("torch.onnx")
     return onnx is not None and onnx.is_in_onnx_export()

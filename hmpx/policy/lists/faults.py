@@ -87,14 +87,16 @@ def _idle_roles(op_list: OpList) -> list[str]:
     ]
 
 
-def _operators(op_list: OpList) -> list[str]:
-    """Returns messages for a user's lines that name ``torch.ops.aten`` operators, which are not cast."""
-    return [
-        f"{entry.where}: {shown(entry.text)} is read as {name!r}: torch's functions are cast, calls of "
-        f"{_OPERATORS}{name} are not; write {name!r}"
-        for name, entry in op_list.ops.items()
-        if entry.text.startswith(_OPERATORS) and not ops.is_foreign(name)
-    ]
+def _misread(op_list: OpList) -> Iterator[str]:
+    """Yields messages for a user's lines that probably mean something else than they are read as."""
+    for name, entry in op_list.ops.items():
+        if entry.text.startswith(_OPERATORS) and not ops.is_foreign(name):
+            yield (
+                f"{entry.where}: {shown(entry.text)} is read as {name!r}: torch's functions are cast, "
+                f"calls of {_OPERATORS}{name} are not; write {name!r}"
+            )
+        elif entry.text == "all" and len(op_list.ops) == 1:
+            yield f"{entry.where}: 'all' is read as the op torch.all; write '*' for every other op"
 
 
 def _why_unknown(text: str) -> str:
@@ -159,7 +161,7 @@ def idle_lines(lists: Iterable[Listed]) -> list[str]:
         for message in chain(
             _idle(op_list, is_relative=decision.cast_policy in YIELDING),
             _idle_roles(op_list),
-            _operators(op_list),
+            _misread(op_list),
         )
     ]
 

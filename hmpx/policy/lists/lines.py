@@ -77,8 +77,8 @@ def parse_line(content: str, where: str, kind: str = "low") -> Entry:
         try:
             options[_OPTIONS[key]] = _option(key, value)
         except OptionError as error:
-            is_op = ops.resolve(word) in ops.table() and not number_formats.said_of(word)
-            if not is_option and len(words) == 1 and is_op:
+            is_op = ops.resolve(word.strip(",")) in ops.table() and not number_formats.said_of(word)
+            if not is_option and is_op:
                 raise OpListError(
                     f"{where}: expected one op per line, found {shown(content)}"
                 ) from None

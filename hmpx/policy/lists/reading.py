@@ -239,6 +239,8 @@ class _Reading:
             self.repeated.append((Entry(content, where), Entry(content, earlier)))
 
     def _note_unknown(self, content: str, where: str) -> None:
+        if "," in content:
+            raise OpListError(f"{where}: expected one op per line, found {shown(content)}")
         why = ops.refusal(content.removeprefix("-"))
         if why:
             raise OpListError(f"{where}: {why}")
