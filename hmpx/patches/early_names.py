@@ -4,9 +4,9 @@
 torch reaches. This searches module globals, and one level into the dicts, lists and partials that
 they name. torch's own modules are left alone. So are models: finding those in a process takes longer
 than the rest of a conversion, so they are listed only on request. A table with a torch function as a
-key, as in classes with a ``__torch_function__``, gets the wrapper as a second key beside it, and a set
-that has one the wrapper, too. `taken_names` does the same the other way for what was taken meanwhile.
-Patches nothing itself.
+key, as in classes with a ``__torch_function__``, also torch's, gets the wrapper as a second key beside
+it, and a set that has one the wrapper, too. `taken_names` does the same the other way for what was taken
+meanwhile. Patches nothing itself.
 """
 
 from __future__ import annotations
@@ -58,6 +58,8 @@ def early_name_patches(replacements: Mapping[int, Any]) -> Iterator[NamePatch]:
     seen: set[int] = set()
     for module in _modules().values():
         yield from in_module(module, replacements, seen)
+    for kind in _subclasses(torch.Tensor):  # torch's own, too
+        yield from _class_patches(kind, replacements, seen)
 
 
 def in_module(
@@ -135,14 +137,19 @@ def held_by_models(
 
 def _models(seen: Collection[int]) -> list[tuple[str, torch.nn.Module]]:
     """Returns the live instances of `torch.nn.Module` in this process, named by their class."""
-    kinds: set[type] = {torch.nn.Module}
-    left = [torch.nn.Module]
-    while left:
-        new = set(type.__subclasses__(left.pop())) - kinds
-        kinds |= new
-        left.extend(new)
+    kinds = _subclasses(torch.nn.Module)
     living = [each for each in gc.get_objects() if type(each) in kinds and id(each) not in seen]
     return [(f"{type(m).__module__}.{type(m).__qualname__}()", m) for m in living]
+
+
+def _subclasses(base: type) -> set[type]:
+    """Returns ``base`` and all classes derived from it."""
+    kinds, left = {base}, [base]
+    while left:
+        new: set[type] = set(type.__subclasses__(left.pop())) - kinds
+        kinds |= new
+        left.extend(new)
+    return kinds
 
 
 def _found(
@@ -295,11 +302,20 @@ def _class_patches(
         if ~id(kind) in seen:
             continue
         seen.add(~id(kind))
-        tables = [each for each in list(vars(kind).values()) if type(each) in _TABLES]
-        for table in tables:
+        for table in [each for each in _named(kind) if type(each) in _TABLES]:
             yield from _table_patches(table, replacements)
             for inner in list(table.values()) if type(table) is dict else ():
                 yield from _table_patches(inner, replacements)
+
+
+def _named(kind: type) -> list[Any]:
+    """Returns the attributes of a class, and the globals that its ``__torch_function__`` names."""
+    function = getattr(vars(kind).get("__torch_function__"), "__func__", None)
+    values = list(vars(kind).values())
+    if type(function) is types.FunctionType:
+        names = function.__globals__
+        values += [names[name] for name in function.__code__.co_names if name in names]
+    return values
 
 
 def _item_patches(

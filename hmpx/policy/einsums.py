@@ -43,12 +43,22 @@ def sums_products(equation: str, shapes: Sequence[Sequence[int]]) -> bool:
     """
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
-    counts = collections.Counter(inputs)
-    longer: collections.Counter[str] = collections.Counter()
+    counts: collections.Counter[str | int] = collections.Counter(inputs)
+    longer: collections.Counter[str | int] = collections.Counter()
     for term, shape in zip(terms, shapes, strict=False):
-        before, _, after = term.partition("...")
-        sizes = [*zip(before, shape, strict=False)]
+        before, dots, after = term.partition("...")
+        sizes: list[tuple[str | int, int]] = [*zip(before, shape, strict=False)]
         sizes += zip(reversed(after), reversed(shape), strict=False)
+        if dots:  # its dimensions are aligned at the right
+            sizes += enumerate(reversed(shape[len(before) : len(shape) - len(after)]))
         longer.update({index for index, size in sizes if size != 1})
-    summed = {index for index in longer if (index not in output if arrow else counts[index] > 1)}
+    summed = {
+        index
+        for index in longer
+        if (
+            (index if isinstance(index, str) else "...") not in output
+            if arrow
+            else counts[index] > 1
+        )
+    }
     return any(longer[index] > 1 for index in summed)

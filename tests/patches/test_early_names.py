@@ -16,6 +16,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.nn.utils._expanded_weights.expanded_weights_impl import (
+    ExpandedWeight,
+    expanded_weights_rnn_decomps,
+)
+from torch.nn.utils._per_sample_grad import call_for_per_sample_grads
 
 import hmpx
 from hmpx import Policy, ops
@@ -322,3 +327,21 @@ def test_modules_that_are_not_looked_at_hold_no_function_of_torch() -> None:
         if id(value) in functions
     ]
     assert not found
+
+
+@pytest.mark.parametrize("module", [nn.Linear, functools.partial(nn.GRU, batch_first=True)])
+def test_per_sample_gradients_are_those_under_autocast(module: Any) -> None:
+    """Torch has the functions in tables of a class of its own, and of that class's module."""
+    tables = ExpandedWeight.handled_functions, expanded_weights_rnn_decomps
+    sizes = [len(table) for table in tables]
+    found = []
+    for region in (torch.autocast("cpu", torch.bfloat16), hmpx.convert(device_types={"cpu"})):
+        torch.manual_seed(0)
+        made = module(8, 4)
+        with region:
+            result = call_for_per_sample_grads(made)(torch.randn(5, 3, 8))
+            (result if isinstance(result, Tensor) else result[0]).float().square().sum().backward()
+        found.append([p.grad_sample for p in made.parameters()])
+    assert [a.dtype for a in found[0]] == [a.dtype for a in found[1]]
+    torch.testing.assert_close(*found)
+    assert [len(table) for table in tables] == sizes
