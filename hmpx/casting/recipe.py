@@ -14,7 +14,7 @@ import torch
 from .. import compute, number_formats
 from ..compute import PRODUCTS, Lacking
 from ..ops import Numbers, Parameters
-from ..policy import INPUT, RELATIVE, Decision
+from ..policy import INPUT, RELATIVE, CastPolicy, Decision
 from ..tensors import LOW_DTYPES
 
 if TYPE_CHECKING:
@@ -109,7 +109,7 @@ class Recipe:
         device_types: Tensors elsewhere are not cast.
         options: How ops compute.
         lowerings: What computes the op in a number format, instead of torch.
-        is_narrowed: The wrapper stands in for one of more device types, where casts of some are off.
+        is_narrowed: The wrapper stands in for another one where some of that one's casts are off.
 
         target: Name of the argument that every call writes to; the others are cast to its dtype. None
             if there is none.
@@ -161,8 +161,9 @@ class Recipe:
 
     @property
     def narrows(self) -> bool:
-        """Whether casts may be off on some of the device types, and on elsewhere."""
-        return len(self.device_types) > 1 and not self.is_narrowed
+        """Whether some casts may be off, and others on: those of a device type, or to low precision."""
+        is_low = self.decision.cast_policy is CastPolicy.LOW
+        return (is_low or len(self.device_types) > 1) and not self.is_narrowed
 
     @property
     def is_low(self) -> bool:

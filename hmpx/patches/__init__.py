@@ -1,4 +1,4 @@
-"""Changes to torch other than the wrappers: regions, filled tensors, early names, pickling, compilers, numpy."""
+"""Changes to torch other than the wrappers: regions, filled tensors, early names, gradients, pickling, compilers, numpy."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ from .early_names import (
 )
 from .filled import filled_patches
 from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
+from .gradients import gradient_patches
 from .held_functions import held_function_patches
 from .kept_values import kept_value_patches
 from .numpy_values import numpy_patches
@@ -28,6 +29,7 @@ __all__ = [
     "foreign_sites_of",
     "forget_compiled",
     "forget_overrides",
+    "gradient_patches",
     "held_by_models",
     "held_function_patches",
     "is_renewed",

@@ -1,4 +1,4 @@
-"""Upcasts low-precision results that a program keeps: as parameters, buffers, gradients.
+"""Upcasts low-precision results that a program keeps: as parameters and buffers.
 
 A program that never asks for low precision has low-precision values from the conversion only. If it asks, what it
 asked for stays as it is. Its other low-precision values may be either, so they stay, too, and one warning says so.
@@ -23,7 +23,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..compute import widen
 from ..frames import is_ours
 from ..patching import Draft, EntryPatch, ItemPatch, Patch
-from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, short_name
+from ..tensors import LOW_DTYPES, PLAIN_TENSORS, short_name
 from ..torch_internals import BUFFER_HOOKS, device_constructors, rebuild_tensor
 from ..torch_state import has_casts, in_force, without_casts
 from ..warning import warn
@@ -54,7 +54,6 @@ def kept_value_patches(draft: Draft) -> Iterator[Patch | ItemPatch | EntryPatch]
     yield Patch(module, name, functools.wraps(rebuild_tensor)(_noting(rebuild_tensor)))
     yield Patch(nn.Parameter, "__new__", _new(draft.attribute(nn.Parameter, "__new__")))
     yield Patch(Tensor, "data", _data(draft.attribute(Tensor, "data")))
-    yield Patch(Tensor, "grad", _grad(draft.attribute(Tensor, "grad")))
     yield ItemPatch(BUFFER_HOOKS, "hmpx", _keep_buffer)
     parametrize = torch.nn.utils.parametrize
     for function in ("register_parametrization", "remove_parametrizations"):
@@ -209,17 +208,6 @@ def _data(slot: Any) -> property:
         slot.__set__(tensor, value)
 
     return property(slot.__get__, set_data, doc=slot.__doc__)
-
-
-def _grad(slot: Any) -> property:
-    def set_grad(tensor: Tensor, value: Any) -> None:
-        if type(value) in PLAIN_TENSORS and type(tensor) in PLAIN_TENSORS:
-            dtype: Any = tensor.grad_dtype if tensor.is_leaf else tensor.dtype
-            if dtype in CAST and dtype is not value.dtype and value.dtype in CAST:
-                value = CAST[dtype](value)  # torch takes no other
-        slot.__set__(tensor, value)
-
-    return property(slot.__get__, set_grad, slot.__delete__, slot.__doc__)
 
 
 def _keep_buffer(module: nn.Module, name: str, value: Tensor | None) -> Tensor | None:

@@ -307,7 +307,7 @@ def switch_to(session: Session | None) -> None:
             epoch = None if session is None else object()
         decides = None if session is None else session._decides(installation.rules)
         device_types = frozenset() if session is None else session.device_types
-        torch_state.reserve_marks(device_types)
+        torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
         draft.apply(torch_state.conversion_patches(epoch, decides, device_types))
         draft.apply([Patch(sys.modules[__name__], "_current", session)])
         kept = () if session is None else installation.wrappers

@@ -16,6 +16,7 @@ from ..patches import (
     early_name_patches,
     filled_patches,
     following,
+    gradient_patches,
     held_function_patches,
     kept_value_patches,
     note_torchs_modules,
@@ -144,8 +145,13 @@ def _filled(context: StepContext) -> Iterable[Change]:
 
 
 def _kept_values(context: StepContext) -> Iterable[Change]:
-    """Requests for low precision, and what keeps tensors: parameters, buffers, gradients."""
+    """Requests for low precision, and what keeps tensors: parameters and buffers."""
     return kept_value_patches(context.draft)
+
+
+def _gradients(context: StepContext) -> Iterable[Change]:
+    """Gradients that a program computes in hooks, or sets."""
+    return gradient_patches(context.draft)
 
 
 def _hmp_messages(context: StepContext) -> Iterable[Change]:
@@ -233,6 +239,7 @@ STEPS: Final = (
     Step(_numpy),
     Step(_filled),
     Step(_kept_values),
+    Step(_gradients),
     Step(_hmp_messages, lambda context: context.verbose == "hmp"),
     Step(_reused_casts, lambda context: context.conversion.options.reuse_casts),
     Step(_pickling),

@@ -10,9 +10,10 @@ from .disabling import (
     keeps_state,
     unobserved_casts,
     without_casts,
+    without_low_casts,
 )
 from .dispatcher import is_below_dispatcher
-from .marks import AUTOCAST_STATE, ON, is_enabled, reserve_marks
+from .marks import AUTOCAST_STATE, ON, TO_LOW, is_enabled, reserve_marks
 from .model_state import ModelState, unchanged
 from .module_names import class_name, named_modules
 from .module_path import (
@@ -46,6 +47,7 @@ from .training import as_training, is_training, keeps_kind
 __all__ = [
     "AUTOCAST_STATE",
     "ON",
+    "TO_LOW",
     "ModelState",
     "Phase",
     "Reached",
@@ -91,4 +93,5 @@ __all__ = [
     "unchanged",
     "unobserved_casts",
     "without_casts",
+    "without_low_casts",
 ]

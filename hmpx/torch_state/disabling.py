@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 import torch
 
 from ..blocks import ends_surely
-from .marks import ON, is_every_marked, mark_every
+from .marks import ON, TO_LOW, is_every_marked, mark_every
 from .switch import (
     ALL,
     Region,
@@ -161,6 +161,11 @@ class unobserved_casts(_State):  # noqa: N801
 
     def __init__(self) -> None:
         super().__init__(ON)
+
+
+def without_low_casts() -> _State:
+    """Returns a context without casts to low precision: ops compute in it if all their inputs have it."""
+    return _State(off() | {TO_LOW})
 
 
 def keeps_state(function: _F) -> _F:

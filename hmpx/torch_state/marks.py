@@ -11,6 +11,8 @@ from ..torch_internals import OFF_MARK
 
 #: Stands for all device types among those whose casts are off.
 EVERY: Final = "*"
+#: Stands for casts to low precision, among what is off.
+TO_LOW: Final = "to low precision"
 #: No casts are off.
 ON: Final[frozenset[str]] = frozenset()
 

@@ -22,7 +22,7 @@ import torch
 from ..torch_internals import current_graph_task, run_when_traced
 from . import conversions
 from .dispatcher import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
-from .marks import EVERY, ON, is_every_marked, mark, marked
+from .marks import EVERY, ON, TO_LOW, is_every_marked, mark, marked
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -188,9 +188,9 @@ def is_off() -> bool:
 
 
 def partly_off() -> frozenset[str]:
-    """Returns the device types whose casts are off, if those of other converted types are on."""
+    """Returns the device types whose casts are off, if others are on, and `TO_LOW` if those are off."""
     found = off()
-    return ON if _covers_all(found) else found & conversions.covered
+    return ON if _covers_all(found) else found & (conversions.covered | {TO_LOW})
 
 
 def has_casts(device_type: str) -> bool:

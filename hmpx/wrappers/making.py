@@ -17,10 +17,10 @@ import torch
 from .. import compute
 from ..casting import Recipe, cast_args, converter
 from ..compute import Legalization
-from ..policy import CastPolicy
+from ..policy import CastPolicy, Decision
 from ..tensors import ELIGIBLE, Args, Kwargs
 from ..torch_internals import is_any_autocast_enabled, run_when_traced
-from ..torch_state import partly_off
+from ..torch_state import TO_LOW, partly_off
 from .factory import factory
 from .overriding import is_overridden, override
 from .retiring import Variables, cast_nothing, named_after
@@ -93,7 +93,7 @@ def narrower(
     recipe: Recipe,
     make: Callable[[Recipe], Callable[..., Any] | None],
 ) -> Callable[[], Callable[..., Any] | None]:
-    """Returns a function that finds the wrapper for the device types whose casts are on; None if all are."""
+    """Returns a function that finds the wrapper for the casts that are on; None if all are."""
     made: dict[frozenset[str], Callable[..., Any]] = {}
 
     def narrowed() -> Callable[..., Any] | None:
@@ -109,7 +109,14 @@ def narrower(
 
 
 def _without(recipe: Recipe, off: frozenset[str]) -> Recipe:
-    return dataclasses.replace(recipe, device_types=recipe.device_types - off, is_narrowed=True)
+    decision, device_types = recipe.decision, recipe.device_types - off
+    if TO_LOW in off and decision.cast_policy is CastPolicy.LOW:
+        decision = Decision(
+            CastPolicy.FOLLOW, reason=f"{decision.reason}, in a hook of the backward"
+        )
+    return dataclasses.replace(
+        recipe, decision=decision, device_types=device_types, is_narrowed=True
+    )
 
 
 def cast_where_on(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:

@@ -45,7 +45,7 @@ PARAMETERS: Final = (
     "convert",
     "device_types",
     "is_autocast_on",
-    "narrowed",  # where casts of some device types are off: the wrapper for the others, else None
+    "narrowed",  # where some casts are off: the wrapper for the others, else None
     "may_legalize",  # whether a product of two matrices is not left to its kernel for its size
     "is_open",  # whether the first input is not on a device type that is left to torch's kernels
     "legalizes",  # False where ``run`` would do nothing else than call the function

@@ -33,7 +33,7 @@ def make({factory_parameters}):
     return Made(wrapper, settle, Variables(VARIABLES, read, write))
 """
 
-#: Where several device types are covered, and torch.autocast is off for some of them only.
+#: Where some casts may be off, and others on.
 NARROWS = """
             if (others := narrowed()) is not None:
                 return others(*given({names}rest), **kwargs)"""
