@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
@@ -29,6 +30,7 @@ from ..patches import (
 from ..patching import Applied, Change, Draft, ItemPatch, Patch
 from ..rules import Registered
 from ..torch_internals import STEP_HOOKS
+from ..warning import relocating
 from ..wrappers import in_force
 from .installation import Installation, asks_for_modules, has_history
 from .policy_patches import Conversion, Foreign, foreign_names, originals, patches, replacements
@@ -169,6 +171,12 @@ def _pickling(context: StepContext) -> Iterable[Change]:
     return [pickle_patch(originals(context.made), context.draft)]
 
 
+def _warnings(context: StepContext) -> Iterable[Change]:
+    """Warnings of torch, whose lines are those without wrappers."""
+    name = "_showwarnmsg"
+    return [Patch(warnings, name, relocating(context.draft.attribute(warnings, name)))]
+
+
 def _early_names(context: StepContext) -> Iterable[Change]:
     """Names that modules took from torch before the conversion, or during an earlier one."""
     # The list keeps the earlier wrappers alive, which are found by their ids.
@@ -243,6 +251,7 @@ STEPS: Final = (
     Step(_hmp_messages, lambda context: context.verbose == "hmp"),
     Step(_reused_casts, lambda context: context.conversion.options.reuse_casts),
     Step(_pickling),
+    Step(_warnings),
     Step(_early_names),
     Step(_held_functions),
     Step(_later_ops),

@@ -23,8 +23,11 @@ def is_exported() -> bool:
     return not torch.compiler.is_dynamo_compiling() and is_onnx_made()
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]
 def is_onnx_made() -> bool:
     """Whether the call becomes part of an ONNX file."""
     onnx = sys.modules.get("torch.onnx")
     return onnx is not None and onnx.is_in_onnx_export()
+
+
+# As `torch.compiler.assume_constant_result`, which imports Dynamo: there torch says that it isn't.
+vars(is_onnx_made)["_dynamo_marked_constant"] = True
