@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from .compiled import compile_patches, forget_compiled
+from .control_flow import control_flow_patches
 from .early_names import (
     early_name_patches,
     forget_overrides,
@@ -23,6 +24,7 @@ __all__ = [
     "SCALERS",
     "ForeignSite",
     "compile_patches",
+    "control_flow_patches",
     "early_name_patches",
     "filled_patches",
     "following",

@@ -14,6 +14,7 @@ from ..compute import Histories
 from ..observers import announcing
 from ..patches import (
     compile_patches,
+    control_flow_patches,
     early_name_patches,
     filled_patches,
     following,
@@ -146,6 +147,11 @@ def _filled(context: StepContext) -> Iterable[Change]:
     return filled_patches(context.draft)
 
 
+def _control_flow(context: StepContext) -> Iterable[Change]:
+    """Branches and loops that torch traces."""
+    return control_flow_patches(context.draft)
+
+
 def _kept_values(context: StepContext) -> Iterable[Change]:
     """Requests for low precision, and what keeps tensors: parameters and buffers."""
     return kept_value_patches(context.draft)
@@ -246,6 +252,7 @@ STEPS: Final = (
     Step(_regions),
     Step(_numpy),
     Step(_filled),
+    Step(_control_flow),
     Step(_kept_values),
     Step(_gradients),
     Step(_hmp_messages, lambda context: context.verbose == "hmp"),
