@@ -39,7 +39,7 @@ from .legalize.watching import (
     watched_rounding,
 )
 from .lowered import LOWERINGS
-from .missing_kernels import Callee, Lacking, completed, in_fp32, is_refusal, lacking_kernels
+from .missing_kernels import Callee, Lacking, completed, in_fp32, lacking_kernels, may_run_again
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
 from .rounded_last import rounding_last
@@ -112,13 +112,13 @@ __all__ = [
     "in_fp32",
     "inputs_of",
     "is_onnx_made",
-    "is_refusal",
     "is_watched",
     "keeping_parameters",
     "lacking_kernels",
     "looked_up",
     "lowerings",
     "may_be_legalized",
+    "may_run_again",
     "names_dtype",
     "note_deciding",
     "note_legalized",

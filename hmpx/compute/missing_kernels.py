@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import logging
 import re
+import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
@@ -23,10 +24,10 @@ from torch import Tensor
 
 from ..data_files import read_sections
 from ..device_types import DEVICE_TYPES
-from ..frames import PACKAGE
+from ..frames import PACKAGE, with_callers
 from ..ops import parameter_named
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
-from ..torch_internals import run_when_traced
+from ..torch_internals import is_jit_tracing, run_when_traced
 from ..torch_state import is_below_dispatcher, without_casts
 from .composition import inputs_of, names_dtype, widen
 from .legalize.watching import note_legalized
@@ -143,10 +144,10 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         lacks = lacking.lacks(low, is_learning=inputs.is_learning)
         if lacks is False or (callee.promotes and _widest(args, kwargs) not in LOW_DTYPES):
             return original(*args, **kwargs)
-        # A failed try may leave what it writes to half-done, and while tracing, kernels don't fail yet.
-        if lacks is None and not (
-            has_writes or kwargs.get("out") is not None or torch.compiler.is_dynamo_compiling()
-        ):
+        # A failed try may leave what it writes to half-done. While torch.compile traces, kernels don't fail yet,
+        # and a call that fails breaks the graph of torch.jit.trace.
+        is_traced = torch.compiler.is_dynamo_compiling() or is_jit_tracing()
+        if lacks is None and not (has_writes or kwargs.get("out") is not None or is_traced):
             return _tried(callee, args, kwargs, low, inputs.first.dtype)
         _note(callee.op, short_name(low.dtype), low.device.type)
         return in_fp32(callee, args, kwargs, inputs.first.dtype)
@@ -203,6 +204,16 @@ def is_refusal(error: Exception, library: str = "torch") -> bool:
     frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     packages = {str(frame.f_globals.get("__name__")).partition(".")[0] for frame in frames}
     return packages <= {PACKAGE, "torch", library}
+
+
+def may_run_again(error: Exception, library: str = "torch") -> bool:
+    """Whether a call that ``error`` ended may run again: see `is_refusal`.
+
+    Not in torch.jit.trace: a call that fails takes the state of the trace with it, and the process ends if the
+    traced function goes on.
+    """
+    modules = [frame.f_globals.get("__name__") for frame in with_callers(sys._getframe())]
+    return is_refusal(error, library) and torch.jit.trace.__module__ not in modules
 
 
 def _generator(kwargs: Kwargs, low: Tensor) -> Any:

@@ -1,4 +1,4 @@
-"""Changes to torch other than the wrappers: regions, filled tensors, early names, gradients, pickling, compilers, numpy."""
+"""Changes to torch other than the wrappers: regions, filled tensors, early names, gradients, operators, pickling, compilers, numpy."""
 
 from __future__ import annotations
 
@@ -16,6 +16,7 @@ from .gradients import gradient_patches
 from .held_functions import held_function_patches
 from .kept_values import kept_value_patches
 from .numpy_values import numpy_patches
+from .operators import operator_patches
 from .pickling import pickle_patch, retired, retired_name
 from .regions import SCALERS, region_patches
 from .taken_names import note_torchs_modules, standing_for, taken_name_patches
@@ -39,6 +40,7 @@ __all__ = [
     "missed",
     "note_torchs_modules",
     "numpy_patches",
+    "operator_patches",
     "pickle_patch",
     "region_patches",
     "retired",

@@ -23,6 +23,7 @@ from ..patches import (
     kept_value_patches,
     note_torchs_modules,
     numpy_patches,
+    operator_patches,
     pickle_patch,
     region_patches,
     retired,
@@ -157,6 +158,11 @@ def _kept_values(context: StepContext) -> Iterable[Change]:
     return kept_value_patches(context.draft)
 
 
+def _operators(context: StepContext) -> Iterable[Change]:
+    """How operators of `torch.ops` are called."""
+    return operator_patches(context.draft)
+
+
 def _gradients(context: StepContext) -> Iterable[Change]:
     """Gradients that a program computes in hooks, or sets."""
     return gradient_patches(context.draft)
@@ -255,6 +261,7 @@ STEPS: Final = (
     Step(_control_flow),
     Step(_kept_values),
     Step(_gradients),
+    Step(_operators),
     Step(_hmp_messages, lambda context: context.verbose == "hmp"),
     Step(_reused_casts, lambda context: context.conversion.options.reuse_casts),
     Step(_pickling),

@@ -9,7 +9,7 @@ from typing import Any, Final
 import torch
 
 from ..casting import Recipe, cast_args, floating_inputs, written
-from ..compute import computed_in_fp32, is_refusal, note_legalized, rounded
+from ..compute import computed_in_fp32, may_run_again, note_legalized, rounded
 from ..policy import INPUT
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
 from ..torch_state import without_casts
@@ -28,7 +28,7 @@ def retry_in_fp32(
     None if ``error`` does not reject dtypes, if the call writes to a tensor, or if it has no low-precision
     input.
     """
-    if not is_refusal(error, recipe.site.name.partition(".")[0]):
+    if not may_run_again(error, recipe.site.name.partition(".")[0]):
         return None
     if written(recipe, args, kwargs) is not None:
         return None

@@ -220,3 +220,73 @@ def test_what_a_subclass_refuses_is_not_tried_again() -> None:
         with pytest.raises(NotImplementedError) as caught:
             torch.mm(x, x)
     assert caught.value.__context__ is None
+
+
+# --- operators of torch.ops ----------------------------------------------------------------------
+
+ATEN = torch.ops.aten
+LOW, WIDE = torch.rand(4, 8).bfloat16(), torch.rand(8, 8)
+
+OPERATORS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "mm": ATEN.mm,
+    "mm.default": ATEN.mm.default,
+    "linear": ATEN.linear,
+    "bmm": lambda low, wide: ATEN.bmm(low[None], wide[None]),
+    "conv1d": lambda low, wide: ATEN.conv1d(low[None].mT, wide[..., None], None, [1], [1]),
+    "attention": lambda low, wide: ATEN.scaled_dot_product_attention(
+        low[None], wide[None], wide[None]
+    ),
+    "lerp": lambda low, wide: ATEN.lerp.Scalar(low, wide[:4], 0.5),
+}
+
+
+@pytest.mark.parametrize("name", OPERATORS)
+def test_operators_that_refuse_mixed_dtypes_compute_in_fp32(name: str) -> None:
+    """The result has the dtype of the first input, and gradients have those of the inputs."""
+    call = OPERATORS[name]
+    low, wide = LOW.clone().requires_grad_(), WIDE.clone().requires_grad_()
+    with hmpx.convert(device_types={"cpu"}):
+        result = call(low, wide)
+        result.sum().backward()
+    assert torch.equal(result, call(LOW.float(), WIDE).bfloat16())
+    assert low.grad is not None
+    assert wide.grad is not None
+    assert (low.grad.dtype, wide.grad.dtype) == (torch.bfloat16, torch.float32)
+
+
+def test_operators_write_to_their_targets() -> None:
+    index, ones = torch.arange(4), torch.ones(4, 8)
+    with hmpx.convert(device_types={"cpu"}):
+        out = torch.zeros(4, 8)
+        assert ATEN.mm.out(LOW, WIDE, out=out) is out
+        wide, low = torch.zeros(4, 8), torch.zeros(4, 8).bfloat16()
+        assert ATEN.index_add_(wide, 0, index, ones.bfloat16()) is wide
+        assert ATEN.index_add_.default(low, 0, index, ones) is low
+    torch.testing.assert_close(out, LOW.float() @ WIDE)
+    assert torch.equal(wide, ones)
+    assert torch.equal(low, ones.bfloat16())
+
+
+@pytest.mark.parametrize(
+    "around", [hmpx.disable_casts, lambda: dispatch_mode(Raising(RuntimeError(TEXT)))]
+)
+def test_operators_raise_where_nothing_is_cast_and_what_others_raise(around: Any) -> None:
+    with hmpx.convert(device_types={"cpu"}), around(), pytest.raises(RuntimeError) as caught:
+        ATEN.mm(LOW, WIDE)
+    assert caught.value.__context__ is None
+    assert not any("in_fp32" in name for name in functions(caught.value))
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.trace:DeprecationWarning")
+def test_a_call_that_fails_amid_a_trace_raises() -> None:
+    """torch.jit.trace ends the process where a program goes on behind one."""
+
+    def inverted(x: Tensor) -> Tensor:
+        return torch.linalg.matrix_power(x.bfloat16(), -1)
+
+    x = torch.eye(3)
+    with hmpx.convert(device_types={"cpu"}):
+        traced = torch.jit.trace(inverted, (x,))
+        with pytest.raises(RuntimeError, match="same dtype"):
+            torch.jit.trace(lambda low, wide: ATEN.mm(low, wide), (LOW, WIDE))
+    assert torch.equal(traced(2 * x), (x / 2).bfloat16())
