@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from .conversions import conversion, conversion_patches, in_force, is_covered
 from .disabling import (
+    apart,
     disable_casts,
     is_off_by_program,
     is_unobserved,
@@ -52,6 +53,7 @@ __all__ = [
     "Phase",
     "Reached",
     "Region",
+    "apart",
     "as_recomputation",
     "as_training",
     "asked_by",

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, TypeVar
 
 import torch
 
 from ..blocks import ends_surely
+from ..torch_internals import DisableAutocast, disable_modes, is_any_autocast_enabled
 from .marks import ON, TO_LOW, is_every_marked, mark_every
 from .switch import (
     ALL,
@@ -99,6 +101,16 @@ class disable_casts:  # noqa: N801  # HMP's name; a context manager, like torch.
 
 class without_casts(disable_casts):  # noqa: N801
     """`disable_casts` for what hmpx and torch's optimizers run themselves: observers don't see it."""
+
+
+@contextlib.contextmanager
+def apart() -> Iterator[None]:
+    """What runs inside is none of the program's: not cast, observed, recorded, or seen by its modes."""
+    is_autocast_on = is_any_autocast_enabled()
+    # Outermost, since at its end it puts back the switch's marks, too.
+    without_autocast = DisableAutocast() if is_autocast_on else contextlib.nullcontext()
+    with without_autocast, without_casts(), torch.no_grad(), disable_modes():
+        yield
 
 
 def is_unobserved() -> bool:

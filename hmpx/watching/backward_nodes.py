@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -86,6 +86,22 @@ def _computing(
             is_cast = True
         node, edge = source
     return node, edge
+
+
+def leaving(node: Any, is_known: Callable[[Any], bool]) -> list[tuple[Any, int]]:
+    """Returns the edges by which the graph behind ``node`` reaches nodes that are known, and leaves."""
+    found, seen, pending = [], {node}, [node]
+    while pending and len(seen) <= _MOST:
+        for edge in edges_of(pending.pop()):
+            following = edge[0]
+            if following is None:
+                continue
+            if is_known(following) or type(following).__name__ == "AccumulateGrad":
+                found.append(edge)
+            elif following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found
 
 
 def name_of(node: Any) -> str:

@@ -14,8 +14,19 @@ from collections.abc import Iterable
 from dataclasses import dataclass
 
 from .offences import EarlierCall, Kind, Offence, Range, Source
-from .records import NAN, NEGATIVE, POSITIVE, CallRecord, Cell, GradientRecord, Leaf, alive, bits_of
-from .remedies import kind_of, remedy_for
+from .records import (
+    NAN,
+    NEGATIVE,
+    POSITIVE,
+    CallRecord,
+    Cell,
+    GradientRecord,
+    Leaf,
+    Trial,
+    alive,
+    bits_of,
+)
+from .remedies import kind_of, remedy_for, trial_of
 from .slots import exact_finite
 
 #: How many calls before an offence it shows.
@@ -37,6 +48,8 @@ class Origin:
         after: those that it computed, if it is these.
         node: Name of the autograd node, or of the function, that made them, if no op did.
         parameter: Name of the parameter that had them, if it is one that a module holds.
+        trial: What the backward gave in float32, if it was tried.
+        is_written: The program gave them as a number.
         is_reported: It has been reported.
     """
 
@@ -49,6 +62,8 @@ class Origin:
     node: str = ""
     parameter: str = ""
     is_backward: bool = False
+    trial: Trial | None = None
+    is_written: bool = False
     is_reported: bool = False
 
 
@@ -99,7 +114,9 @@ class Judge:
         had, is_unsure, origins = self._inputs(record)
         origin = origins[0] if origins else None
         if record.is_intended:
-            pass
+            if origin is None and made & NAN:
+                origin = self._origin(record, "input", made)
+                origin.is_written = True
         elif not (had or is_unsure):
             origin = self._origin(record, "op", made)
             if made & _WORST:
@@ -107,6 +124,8 @@ class Judge:
         elif not had & NAN:
             if made & _WORST & ~had and origin is not None and origin.source == "op":
                 self._report(origin)  # NaN or +inf has followed
+            if made & NAN and origin is not None and not (origin.bits & NAN or origin.is_reported):
+                origin = self._origin(record, "op", made)  # of infinities that came in
             if origin is None and (made & _WORST or not had):
                 is_passed_on = had and not made & ~had
                 origin = self._origin(record, "input" if is_passed_on else "op", made)
@@ -127,10 +146,20 @@ class Judge:
                     else:
                         had |= bits
                     if cell.origin is None:
-                        cell.origin = self._origin_outside(record, cell, bits)
+                        cell.origin = self._origin_before(record, cell, bits)
                     if cell.origin is not None:
                         origins.append(cell.origin)
         return had, is_unsure, origins
+
+    def _origin_before(self, record: CallRecord, cell: Cell, bits: int) -> Origin | None:
+        """Returns the origin of what no observed call has made."""
+        for source in cell.sources:
+            if source.bits:
+                if isinstance(source, Leaf) and source.origin is None:
+                    source.origin = self._origin_outside(record, source, source.bits)
+                origin: Origin | None = source.origin
+                return origin
+        return self._origin_outside(record, cell, bits)
 
     def _origin_outside(self, record: CallRecord, cell: Cell, bits: int) -> Origin | None:
         """Returns the origin of what no observed call has made; None for what is likely to be meant."""
@@ -150,7 +179,9 @@ class Judge:
             origin = cell.origin
             if cell.bits and origin is not None:
                 # -inf in what a call only wrote a part of, as 0 into a tensor of -inf: it was there.
-                is_meant = origin.record.is_unsure and not origin.bits & _WORST
+                is_meant = origin.is_written or (
+                    origin.record.is_unsure and not origin.bits & _WORST
+                )
                 if not is_meant:
                     self._report(origin)
 
@@ -188,6 +219,7 @@ class Judge:
                 tuple(record.after),
                 record.node,
                 is_backward=True,
+                trial=record.trial,
             )
             self._report(origin)
 
@@ -220,7 +252,8 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
     """Returns the offence to report; ``kind`` if it is already known."""
     call, record = origin.record.call, origin.record
     ranges = _ranges(origin)
-    found = kind_of(origin, ranges) if kind is None else kind
+    trial = trial_of(origin)
+    found = kind_of(origin, trial) if kind is None else kind
     return Offence(
         op=origin.node or call.op,
         module=call.module,
@@ -232,7 +265,7 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
         source=origin.source,
         context=origin.context,
         ranges=ranges,
-        remedy=remedy_for(origin, found, ranges),
+        remedy=remedy_for(origin, trial),
         parameter=origin.parameter,
     )
 

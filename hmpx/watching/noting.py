@@ -1,6 +1,7 @@
 """Notes each call of a watched program and the gradients that go back through it.
 
-Runs amid the program: it waits for no device, records no gradients and keeps no tensor alive.
+Runs amid the program: it waits for no device and records no gradients. It keeps no tensor alive but the
+inputs of calls in low precision on the CPU, until their backward has run.
 """
 
 from __future__ import annotations
@@ -9,23 +10,17 @@ import functools
 import math
 import threading
 import weakref
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..observers import OpCall
 from ..tensors import edges_of, is_leaf, node_of, tensors_in
-from ..torch_internals import (
-    dispatch_modes,
-    has_tangents,
-    is_graph_made,
-    is_jit_tracing,
-    transforms,
-)
 from ..torch_state import running_module
-from .backward_nodes import Exits, boundary, name_of
+from .backward_nodes import Exits, boundary, leaving, name_of
+from .hooks import Hooks, is_captured, is_off_limits
 from .known_tensors import KnownTensors, is_measurable, storage_of
 from .records import (
     UNSET,
@@ -37,6 +32,10 @@ from .records import (
     version_of,
 )
 from .slots import Slots
+from .trials import Arguments, can_change, kept, tried, tried_forward
+
+#: The key under which a node's metadata holds what is known of its results.
+_CELLS: Final = "hmpx.watched"
 
 
 class Notes:
@@ -47,6 +46,7 @@ class Notes:
         step: Number of the step.
         is_open: Whether anything is noted.
         has_gradients: Gradients have been noted.
+        waits: Calls that fail on accelerators are tried at once, as on the CPU.
     """
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Notes:
         self.records: list[CallRecord | GradientRecord] = []
         self.step = 0
         self.is_open = True
-        self.has_gradients = False
+        self.has_gradients = self.waits = False
         self._slots = Slots()
         self._known = KnownTensors()
         self._leaves: dict[int, Leaf] = {}
@@ -116,7 +116,11 @@ class Notes:
         with self._lock:
             self._note_values(record, inputs, results)
             self.records.append(record)
-        self._hook(record, inputs, results)
+        arguments = None
+        if not record.is_intended:
+            arguments = kept(args, kwargs, inputs) if can_change(call) else None
+            arguments = self._try(record, arguments, inputs, results)
+        self._hook(record, inputs, results, arguments)
 
     def _note_values(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
         storages = [storage_of(each) for each in results]
@@ -131,7 +135,10 @@ class Notes:
             else:
                 record.inputs.append(self._input(record, tensor, storage))
         for tensor, storage in zip(results, storages, strict=True):
-            cell = Cell(self._slots.measure(tensor), is_hooked=node_of(tensor) is not None)
+            node = node_of(tensor)
+            cell = Cell(self._slots.measure(tensor), is_hooked=node is not None)
+            if node is not None:
+                node.metadata.setdefault(_CELLS, {})[tensor.output_nr] = cell
             version = version_of(tensor)
             record.results.append(cell)
             record.alive.append((weakref.ref(tensor), version))
@@ -139,12 +146,7 @@ class Notes:
 
     def _input(self, record: CallRecord, tensor: Tensor, storage: Any) -> Input:
         if tensor.requires_grad and is_leaf(tensor):
-            key, version = id(tensor), version_of(tensor)
-            leaf = self._leaves.get(key)
-            if leaf is None or leaf.version != version or leaf.reference() is not tensor:
-                leaf = Leaf(tensor, version, running_module(), record.call.module)
-                self._leaves[key] = leaf
-            return Input((leaf,), False)
+            return Input((self._leaf(record, tensor),), False)
         found = self._known.find(tensor, storage)
         if found is not None:
             if not found[0][-1].is_hooked and (node := node_of(tensor)) is not None:
@@ -158,8 +160,62 @@ class Notes:
         cell = Cell(self._slots.measure(tensor), maker)
         self._known.note(tensor, storage, version_of(tensor), cell)
         if node is not None:
+            cell.sources = self._sources(record, node)
             self._hook_made_outside(record, node)
         return Input((cell,), False)
+
+    def _leaf(self, record: CallRecord, tensor: Tensor) -> Leaf:
+        key, version = id(tensor), version_of(tensor)
+        leaf = self._leaves.get(key)
+        if leaf is None or leaf.version != version or leaf.reference() is not tensor:
+            leaf = Leaf(tensor, version, running_module(), record.call.module)
+            self._leaves[key] = leaf
+        return leaf
+
+    def _sources(self, record: CallRecord, node: Any) -> list[Cell]:
+        """Returns what is known of the tensors that unobserved functions made a tensor from."""
+        found: list[Cell] = []
+        for following, number in leaving(node, lambda each: _CELLS in each.metadata):
+            if _CELLS not in following.metadata:
+                found.append(self._leaf(record, following.variable))
+            elif number in (cells := following.metadata[_CELLS]):
+                found.append(cells[number])
+        return found
+
+    def _try(
+        self,
+        record: CallRecord,
+        arguments: Arguments | None,
+        inputs: list[Tensor],
+        results: list[Tensor],
+    ) -> Arguments | None:
+        """Looks closer at a call that failed, while its inputs are there; returns what its backward can be tried on."""
+        if results[0].is_cpu or self.waits:
+            if not self._are_finite(record.results):
+                for given in record.inputs:
+                    if isinstance(given.cells[0], Leaf):
+                        given.cells[0].look()
+                if arguments is not None and not record.writes:
+                    record.trial = tried_forward(record.call, arguments, results)
+            if not record.writes:
+                return arguments
+        if arguments is not None and len(record.inputs) == len(inputs):
+            record.outline = arguments.outline()
+        return None
+
+    def _are_finite(self, cells: list[Cell]) -> bool:
+        with self._lock:
+            return all(
+                cell.bits == 0 if cell.slot is None else self._slots.is_finite(cell.slot)
+                for cell in cells
+            )
+
+    def try_backward(
+        self, record: GradientRecord, arguments: Arguments, gradients: Mapping[int, Tensor]
+    ) -> None:
+        """Tries the backward of a call again, if it made finite gradients non-finite."""
+        if gradients and self._are_finite(record.before) and not self._are_finite(record.after):
+            record.trial = tried(record.record.call, arguments, gradients)
 
     def _is_gradient(self, tensor: Tensor) -> bool:
         """Whether ``tensor`` is the gradient of a leaf of this step: it was looked at on its way there."""
@@ -182,9 +238,18 @@ class Notes:
 
     # --- gradients -------------------------------------------------------------------------------
 
-    def _hook(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
+    def _hook(
+        self,
+        record: CallRecord,
+        inputs: list[Tensor],
+        results: list[Tensor],
+        arguments: Arguments | None,
+    ) -> None:
         """Has gradients noted where they enter and leave the backward of a call."""
-        nodes = dict.fromkeys([node for each in results if (node := node_of(each)) is not None])
+        nodes: dict[Any, dict[int, int]] = {}
+        for number, each in enumerate(results):
+            if (node := node_of(each)) is not None:
+                nodes.setdefault(node, {})[each.output_nr] = number
         if not nodes:
             return
         stops: dict[Any, torch.dtype | None] = {}
@@ -201,19 +266,26 @@ class Notes:
             dtypes = record.call.cast_dtypes
             widest = torch.float64 if torch.float64 in dtypes else torch.float32
             exits = boundary(entries, stops, widest)
-        self._hook_nodes(record, "", entries, exits)
+        self._hook_nodes(record, "", {each: nodes[each] for each in entries}, exits, arguments)
 
     def _hook_made_outside(self, record: CallRecord, node: Any) -> None:
         """Has gradients noted at the node of a function that is not an observed call."""
-        self._hook_nodes(record, name_of(node), [node], {node: range(len(edges_of(node)))})
+        self._hook_nodes(record, name_of(node), {node: {}}, {node: range(len(edges_of(node)))})
 
-    def _hook_nodes(self, record: CallRecord, name: str, entries: list[Any], exits: Exits) -> None:
-        hooks = _Hooks(self, record, name)
-        for node in entries:
+    def _hook_nodes(
+        self,
+        record: CallRecord,
+        name: str,
+        entries: Mapping[Any, Mapping[int, int]],
+        exits: Exits,
+        arguments: Arguments | None = None,
+    ) -> None:
+        hooks = Hooks(self, record, name, arguments, len(exits))
+        for node, numbers in entries.items():
             if node not in exits:
-                node.register_prehook(hooks.arrive)
+                node.register_prehook(functools.partial(hooks.arrive, numbers))
         for node, edges in exits.items():
-            node.register_hook(functools.partial(hooks.pass_on, edges, node in entries))
+            node.register_hook(functools.partial(hooks.pass_on, edges, entries.get(node)))
 
     def gradients(self, gradients: Iterable[Tensor | None]) -> list[Cell]:
         """Returns what is known of these gradients, measured if need be."""
@@ -241,60 +313,10 @@ class Notes:
             self.records.append(record)
 
 
-class _Hooks:
-    """The hooks on the autograd nodes of one call: they live as long as these."""
-
-    __slots__ = ("_arrived", "_name", "_notes", "_record")
-
-    def __init__(self, notes: Notes, record: CallRecord, name: str) -> None:
-        self._notes, self._record, self._name = notes, record, name
-        self._arrived: list[Cell] = []
-
-    def arrive(self, grad_outputs: Sequence[Tensor | None]) -> None:
-        """Notes the gradients of the results."""
-        notes = self._notes
-        if not notes.is_open or is_off_limits():
-            return
-        self._arrived = notes.gradients(grad_outputs)
-        self._add([])
-
-    def pass_on(
-        self,
-        edges: Sequence[int],
-        is_entry: bool,
-        grad_inputs: Sequence[Tensor | None],
-        grad_outputs: Sequence[Tensor | None],
-    ) -> None:
-        """Notes the gradients of the inputs, and those of the results if no other node gets them first."""
-        notes = self._notes
-        if not notes.is_open or is_off_limits():
-            return
-        if is_entry:
-            self._arrived = notes.gradients(grad_outputs)
-        self._add(notes.gradients([grad_inputs[e] for e in edges if e < len(grad_inputs)]))
-
-    def _add(self, after: list[Cell]) -> None:
-        notes, before = self._notes, self._arrived
-        if before or after:
-            notes.add(GradientRecord(self._record, self._name, before, after, notes.step))
-
-
 def _cells_of(record: CallRecord | GradientRecord) -> list[Cell]:
     if isinstance(record, GradientRecord):
         return record.before + record.after
     return [*record.results, *(cell for each in record.inputs for cell in each.cells)]
-
-
-def is_off_limits() -> bool:
-    """Whether calls made here have no values, or belong to a transform or a trace."""
-    if transforms() is not None or is_jit_tracing() or has_tangents():
-        return True
-    return bool(dispatch_modes()) and is_graph_made()
-
-
-def is_captured(tensor: Tensor) -> bool:
-    """Whether calls with ``tensor`` are being recorded for a CUDA graph."""
-    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _has_non_finite(values: Iterable[Any]) -> bool:

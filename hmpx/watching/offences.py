@@ -63,8 +63,8 @@ class Offence:
         module: Qualified name of the module whose forward made the call; ``""`` for none.
         site: The call site: ``"torch.nn.functional.linear"``.
         location: ``"train.py:12"``: the line of the program that made the call.
-        kind: ``"nan"``; ``"inf"``, which float32 would give, too; ``"overflow"`` of a low-precision
-            type or number format; ``"underflow"``: an input that rounding made zero; ``"scale"``: gradients
+        kind: ``"nan"``; ``"inf"``, which float32 gives, too; ``"overflow"`` of a low-precision type or
+            number format; ``"underflow"``: an input that rounding made zero; ``"scale"``: gradients
             overflow at whatever scale a `torch.amp.GradScaler` tries.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         step: Number of the step, from 0.
@@ -73,8 +73,8 @@ class Offence:
         context: The last calls before it, the nearest last.
         ranges: Those of its finite inputs, and of the result's finite part; of a result that is gone
             by then, its extremes, an infinity among them.
-        remedy: A line for an op list that would have prevented it: ``"fp32.txt: exp"``; or
-            ``"none: ..."``, and why.
+        remedy: A line for an op list that prevents it, as tried on the same values: ``"fp32.txt: exp"``,
+            and whether that could not be tried; or ``"none: ..."``, and why.
         parameter: Qualified name of the parameter whose values were non-finite, of the source
             ``"parameter"``; ``""`` if no module that was running holds it.
 

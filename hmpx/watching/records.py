@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import weakref
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import nn
@@ -28,9 +28,10 @@ class Cell:
         maker: Name of the autograd node that made the tensor, if no observed call did; ``""`` for
             data; None where an observed call did, or its backward.
         is_hooked: The tensor's autograd node has been seen, if it has one.
+        sources: Those that it was computed from, if no observed call made it.
     """
 
-    __slots__ = ("extremes", "is_hooked", "maker", "origin", "slot")
+    __slots__ = ("extremes", "is_hooked", "maker", "origin", "slot", "sources")
 
     def __init__(
         self, slot: int | None, maker: str | None = None, *, is_hooked: bool = True
@@ -39,6 +40,7 @@ class Cell:
         self.slot, self.maker, self.is_hooked = slot, maker, is_hooked
         self.extremes: Extremes | None = (0.0, 0.0) if slot is None else None
         self.origin: Any = None
+        self.sources: list[Cell] = []
 
     @property
     def bits(self) -> int | None:
@@ -64,16 +66,20 @@ class Leaf(Cell):
         """Starts without looking at ``tensor``, which is at ``version``."""
         self.holder, self.path = None if holder is None else weakref.ref(holder), path
         self.slot, self.maker, self.is_hooked = None, "", True
-        self.extremes = self.origin = None
+        self.extremes, self.origin, self.sources = None, None, []
         self.reference, self.version = weakref.ref(tensor), version
 
-    @property
-    def bits(self) -> int | None:
-        """Which non-finite values the parameter has; None if it was written to since."""
+    def look(self) -> None:
+        """Reads the parameter, unless it was written to since."""
         if self.extremes is None:
             tensor = alive(self.reference)
             if tensor is not None and version_of(tensor) == self.version:
                 self.extremes = exact(tensor)
+
+    @property
+    def bits(self) -> int | None:
+        """Which non-finite values the parameter has; None if it was written to since."""
+        self.look()
         return super().bits
 
     @property
@@ -122,6 +128,22 @@ class Input:
     is_part: bool
 
 
+class Trial(NamedTuple):
+    """What a call gives in float32.
+
+    Attributes:
+        bits: The non-finite values of its results, or of its gradients; 0 if there are none.
+        where: Values of its inputs for which that was seen: ``"input 0 is -2"``; ``""`` if unknown.
+        is_underflow: It is finite, but not on its inputs as rounded, some of them to zero.
+        is_sure: It ran on its inputs; otherwise on one element, for the extremes of these.
+    """
+
+    bits: int
+    where: str = ""
+    is_underflow: bool = False
+    is_sure: bool = True
+
+
 @dataclass(slots=True, eq=False)
 class CallRecord:
     """A call of the forward, or of a recomputation.
@@ -136,6 +158,8 @@ class CallRecord:
         writes: It wrote to an argument, as far as is known.
         is_blamed: Its backward was found to make gradients non-finite.
         alive: The results, while they are alive, and their versions.
+        trial: What it gave in float32, if it was tried.
+        outline: Its arguments without values, if it may have to be tried on extremes.
     """
 
     call: OpCall
@@ -147,6 +171,8 @@ class CallRecord:
     writes: bool = False
     is_blamed: bool = False
     alive: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    trial: Trial | None = None
+    outline: Any = None
 
 
 @dataclass(slots=True, eq=False)
@@ -159,6 +185,7 @@ class GradientRecord:
         before: The gradients that arrived at its results; None at a node that only hands them out.
         after: Those that it computed.
         step: Number of the step.
+        trial: What the backward gave in float32, if it was tried.
     """
 
     record: CallRecord
@@ -166,6 +193,7 @@ class GradientRecord:
     before: list[Cell]
     after: list[Cell]
     step: int
+    trial: Trial | None = None
 
 
 #: Ops whose results are whatever memory holds.

@@ -2,92 +2,51 @@
 
 from __future__ import annotations
 
-import math
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import ops
-from ..tensors import LOW_DTYPES, Named
-from .offences import Kind, Range
-from .records import NAN
+from ..tensors import Named
+from .offences import Kind
+from .records import NAN, Trial
+from .trials import CONVERTING, is_emulated, is_low_call, tried_on_extremes
 
 if TYPE_CHECKING:
     from .judging import Origin
 
-_GREATEST: Final = torch.finfo(torch.float32).max
 
-#: Conversions, which no op list decides about.
-_CONVERTING: Final = ops.facts("converting").keys()
-
-#: Ops that are infinite or undefined at zero: of which input.
-_POLES: Final = {
-    "div": 1,
-    "truediv": 1,
-    "rtruediv": 0,
-    "rdiv": 0,
-    "true_divide": 1,
-    "floor_divide": 1,
-    "remainder": 1,
-    "fmod": 1,
-    "reciprocal": 0,
-    "rsqrt": 0,
-    "log": 0,
-    "log2": 0,
-    "log10": 0,
-    "logit": 0,
-    "lgamma": 0,
-    "digamma": 0,
-    "addcdiv": 2,
-    "atan2": 1,
-}
-#: The largest input whose result is finite in float32.
-_GROWING: Final = {
-    "exp": math.log(_GREATEST),
-    "expm1": math.log(_GREATEST),
-    "exp2": 128.0,
-    "sinh": math.log(_GREATEST) + math.log(2),
-    "cosh": math.log(_GREATEST) + math.log(2),
-    "square": math.sqrt(_GREATEST),
-}
-_PRODUCTS: Final = frozenset(
-    {
-        "mul", "imul", "rmul", "matmul", "rmatmul", "mm", "bmm", "mv", "dot", "vdot", "inner", "outer",
-        "linear", "einsum", "addmm", "baddbmm", "addbmm", "conv1d", "conv2d", "conv3d",
-    }
-)  # fmt: skip
+def trial_of(origin: Origin) -> Trial | None:
+    """Returns what the call that went wrong gives in float32; None if it could not be tried."""
+    record = origin.record
+    found = origin.trial if origin.is_backward else record.trial
+    if found is not None or record.outline is None or origin.source != "op" or origin.node:
+        return found
+    cells = [given.cells[0] for given in record.inputs if len(given.cells) == 1]
+    inputs = [each.extremes for each in cells if not each.bits and each.extremes is not None]
+    arrived = [each.extremes for each in origin.before if each.extremes is not None]
+    if len(inputs) != len(record.inputs) or len(arrived) != origin.is_backward:
+        return None
+    return tried_on_extremes(record.call, record.outline, inputs, *arrived)
 
 
-def is_low(origin: Origin) -> bool:
-    """Whether the call computed in low precision, or a number format."""
-    call = origin.record.call
-    if _is_emulated(origin):
-        return True
-    return not LOW_DTYPES.isdisjoint((*call.cast_dtypes, *call.output_dtypes, call.dtype))
-
-
-def _is_emulated(origin: Origin) -> bool:
-    """Whether the call computed in a number format, some of which overflow to NaN."""
-    dtype = origin.record.call.dtype
-    return dtype is not None and not isinstance(dtype, torch.dtype)
-
-
-def kind_of(origin: Origin, ranges: tuple[Range, ...]) -> Kind:
+def kind_of(origin: Origin, trial: Trial | None) -> Kind:
     """Returns the kind of an offence."""
-    if origin.source in ("input", "parameter"):
-        return "nan" if origin.bits & NAN else "inf"
-    if _became_zero(origin, ranges):
-        return "underflow"
-    if is_low(origin) and (not origin.bits & NAN or _is_emulated(origin)):
-        is_pole = not origin.is_backward and _is_at_pole(origin, ranges)
-        if not is_pole and not _overflows_in_fp32(origin, ranges):
-            return "overflow"
-    return "nan" if origin.bits & NAN else "inf"
+    call = origin.record.call
+    seen: Kind = "nan" if origin.bits & NAN else "inf"
+    if origin.source != "op" or origin.node or not is_low_call(call):
+        return seen
+    if trial is not None and trial.bits:
+        return "nan" if trial.bits & NAN else "inf"
+    if seen == "nan" and not is_emulated(call):
+        return seen
+    return "underflow" if trial is not None and trial.is_underflow else "overflow"
 
 
-def remedy_for(origin: Origin, kind: Kind, ranges: tuple[Range, ...]) -> str:
+def remedy_for(origin: Origin, trial: Trial | None) -> str:
     """Returns a line for an op list, or why none helps."""
     call = origin.record.call
+    if origin.is_written:
+        return "none: the program wrote NaN here itself"
     if origin.source in ("input", "parameter"):
         what = "the parameter" if origin.source == "parameter" else "an input"
         return f"none: {what} was not finite before any op that was seen"
@@ -98,72 +57,33 @@ def remedy_for(origin: Origin, kind: Kind, ranges: tuple[Range, ...]) -> str:
         )
     if origin.node:
         return f"none: {origin.node} is not an op of torch"
-    if call.op in _CONVERTING:
+    if call.op in CONVERTING:
         return (
             f"none: {call.op} is the program's own conversion to {_name(*call.output_dtypes)}; leave "
             "it out, or keep values in its range"
         )
-    if not is_low(origin):
+    if not is_low_call(call):
         return f"none: {call.op} ran in float32 already; its inputs have to change"
-    if call.cast_policy == "TARGET":
+    if trial is not None and trial.bits:
+        what = f"the gradient of {call.op}" if origin.is_backward else call.op
+        how = "is" if trial.is_sure else "may be"
+        value = "NaN" if trial.bits & NAN else "infinite"
+        where = f", where {trial.where}" if trial.where else ""
+        return f"none: {what} {how} {value} in float32, too{where}"
+    if origin.record.writes or call.cast_policy == "TARGET":
         return (
-            f"none: {call.op} writes to a tensor of {_name(*call.output_dtypes, call.dtype)}, which keeps its dtype; "
-            "make that tensor float32"
+            f"none: {call.op} writes to a tensor of {_name(*call.output_dtypes, call.dtype)}, which "
+            "keeps its dtype"
         )
-    if not origin.is_backward and _overflows_in_fp32(origin, ranges):
-        return f"none: {call.op} overflows in float32, too"
-    if not origin.is_backward and kind != "underflow" and _is_at_pole(origin, ranges):
-        return f"none: an input of {call.op} is zero, which float32 can't mend here"
+    line = f"fp32.txt: {call.op}"
+    if trial is None:
+        line += " (not tried: the values that it was given are not known any more)"
+    elif not trial.is_sure:
+        line += " (tried on the extremes of its inputs only)"
     if call.reason == "casts are switched off":
-        return f"none: casts are switched off here; with them on, fp32.txt: {call.op}"
-    return f"fp32.txt: {call.op}"
+        return f"none: casts are switched off here; with them on, {line}"
+    return line
 
 
 def _name(dtype: torch.dtype | Named | None, *_: Any) -> str:
     return str(getattr(dtype, "name", dtype)).removeprefix("torch.")
-
-
-def _inputs(ranges: tuple[Range, ...]) -> dict[int, Range]:
-    return {
-        int(each.name.removeprefix("input ")): each
-        for each in ranges
-        if each.name.startswith("input ")
-    }
-
-
-def _is_at_pole(origin: Origin, ranges: tuple[Range, ...]) -> bool:
-    """Whether the input that must not be zero may be."""
-    position = _POLES.get(origin.record.call.op)
-    if position is None:
-        return False
-    inputs = _inputs(ranges)
-    found = inputs.get(position, inputs.get(len(inputs) - 1))
-    return found is not None and found.min <= 0 <= found.max
-
-
-def _became_zero(origin: Origin, ranges: tuple[Range, ...]) -> bool:
-    """Whether the input that must not be zero was not, before it was cast."""
-    call = origin.record.call
-    position = _POLES.get(call.op)
-    if position is None or origin.is_backward:
-        return False
-    found = _inputs(ranges).get(position)
-    if found is None or found.min <= 0 <= found.max:
-        return False
-    least = min(abs(found.min), abs(found.max))
-    lowest = [
-        torch.finfo(dtype).smallest_normal * torch.finfo(dtype).eps / 2
-        for dtype in (*call.cast_dtypes, call.dtype)
-        if isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES
-    ]
-    return bool(lowest) and least <= max(lowest)
-
-
-def _overflows_in_fp32(origin: Origin, ranges: tuple[Range, ...]) -> bool:
-    """Whether the op overflows on these inputs in float32, too, as far as their ranges tell."""
-    op, inputs = origin.record.call.op, _inputs(ranges)
-    if op in _GROWING and inputs:
-        return max(each.amax for each in inputs.values()) > _GROWING[op]
-    if op in _PRODUCTS and len(inputs) > 1:
-        return math.prod(each.amax for each in inputs.values()) > _GREATEST
-    return False

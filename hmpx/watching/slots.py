@@ -10,6 +10,7 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
+import sys
 from collections.abc import Iterable, Mapping
 from typing import Final
 
@@ -28,8 +29,14 @@ _cat, _detach, _empty, _to = unpatched(torch.cat, Tensor.detach, torch.empty, Te
 _isfinite, _masked_select = unpatched(torch.isfinite, torch.masked_select)
 _tolist, _unbind, _view_as_real = unpatched(Tensor.tolist, Tensor.unbind, torch.view_as_real)
 
-#: Dtypes whose extremes are computed as they are; those of narrower ones after an upcast.
-_OWN_KERNELS: Final = frozenset({torch.float16, torch.bfloat16, torch.float32, torch.float64})
+#: Dtypes whose extremes are computed as they are, those of narrower ones after an upcast -> the bits
+#: of an infinity, all of which NaN has, too.
+_OWN_KERNELS: Final = {
+    torch.float16: 0x7C00,
+    torch.bfloat16: 0x7F80,
+    torch.float32: 0x7F800000,
+    torch.float64: 0x7FF0000000000000,
+}
 
 #: How many tensors a piece of memory has slots for, at first and at most.
 _FEWEST, _MOST = 256, 16384
@@ -132,6 +139,22 @@ class Slots:
             self._pieces.append(piece)
         return piece
 
+    def is_finite(self, slot: int | None) -> bool:
+        """Whether what a slot holds by now is finite; waits for its device, and runs no op on the CPU."""
+        if slot is None:
+            return True
+        piece, position = self._pieces[slot // _MOST], slot % _MOST
+        if not piece.memory.is_cpu:
+            return all(map(math.isfinite, _tolist(piece.memory[position])))
+        infinity, size = _OWN_KERNELS[piece.memory.dtype], piece.memory.element_size()
+        low, high = (
+            int.from_bytes(
+                ctypes.string_at(piece.address + (2 * position + each) * size, size), sys.byteorder
+            )
+            for each in (0, 1)
+        )
+        return low & infinity != infinity and high & infinity != infinity
+
     def read(self) -> Mapping[int, Extremes] | None:
         """Returns what `read_all` does; None if all are finite, which is told without a look at each."""
         if self._is_all_finite_on_cpu():
@@ -192,7 +215,7 @@ class _Piece:
     def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
         # Made where inference mode is off: other threads write to it.
         self.size = size
-        with torch.inference_mode(False), torch.no_grad():
+        with torch.inference_mode(False), torch.no_grad(), disable_modes():
             self.memory = _empty((size, 2), dtype=dtype, device=device)
             columns = [_unbind(column) for column in _unbind(self.memory, 1)]
         self.address = self.memory.data_ptr()
@@ -235,10 +258,9 @@ def _is_row(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
 def exact(tensor: Tensor) -> Extremes:
     """Returns the extremes of a tensor at once; waits for its device."""
     slots = Slots()
-    slot = slots.measure(tensor)
-    if slot is None:
-        return 0.0, 0.0
-    return slots.read_all()[slot]
+    with disable_modes():
+        slot = slots.measure(tensor)
+        return (0.0, 0.0) if slot is None else slots.read_all()[slot]
 
 
 def exact_finite(tensor: Tensor | None, version: int) -> Extremes | None:

@@ -14,8 +14,8 @@ from ..patching import unpatched
 from ..tensors import CAST, LOW_DTYPES
 from ..torch_internals import disable_modes
 from ..torch_state import without_casts
+from .hooks import is_captured, is_off_limits
 from .known_tensors import is_measurable
-from .noting import is_captured, is_off_limits
 
 #: How many values of a tensor are looked at.
 _SAMPLE: Final = 4096

@@ -178,10 +178,11 @@ class Watch:
             raise OptionError("enter the watch first: `with hmpx.watch(...) as w:`")
         self._judge_notes(ends_step=True, may_raise=False)
         attached.resume()
-        number = self._number
+        number, self._notes.waits = self._number, True
         try:
             flag.run_again()
         finally:
+            self._notes.waits = False
             try:
                 self._close_step(may_raise=may_raise)
             finally:

@@ -41,7 +41,7 @@ from ..tensors import (
     map_tensors,
     tensors_in,
 )
-from ..torch_internals import transforms
+from ..torch_internals import disable_modes, transforms
 
 #: The reason of calls whose casts the program has switched off.
 SWITCHED_OFF: Final = "casts are switched off"
@@ -109,7 +109,8 @@ class Descriptions:
         try:
             found = self._known[key]
         except KeyError:
-            new = self._new(args, kwargs, is_on=is_on)
+            with disable_modes():
+                new = self._new(args, kwargs, is_on=is_on)
             if len(self._known) >= _MOST_KINDS:
                 self._known.clear()
             found = self._known[key] = None if new is None else self._placed(new[0], args, kwargs)

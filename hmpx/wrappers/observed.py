@@ -6,12 +6,11 @@ same recipe.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any, Final
 
 import torch
@@ -23,14 +22,13 @@ from ..ops import facts
 from ..policy import CastPolicy
 from ..tensors import PLAIN_TENSORS, Args, Kwargs, map_tensors, tensors_in
 from ..torch_internals import (
-    DisableAutocast,
-    disable_modes,
     has_fake_tensors,
     is_any_autocast_enabled,
     is_graph_made,
     run_when_traced,
 )
 from ..torch_state import (
+    apart,
     is_below_dispatcher,
     is_off,
     is_off_by_program,
@@ -40,7 +38,6 @@ from ..torch_state import (
     state_of_random_numbers,
     switch,
     unobserved_casts,
-    without_casts,
 )
 from . import overriding
 from .descriptions import Description, Descriptions, decoded, describe
@@ -182,7 +179,7 @@ def make_observed_wrapper(
                 if each not in PAUSED:
                     each.observer(call, *values)
         if others:
-            with _apart():
+            with apart():
                 for each in others:
                     each.tell(call, tensors if tensors is None else _own(tensors))
 
@@ -266,16 +263,6 @@ def _now(device_type: str) -> float:
     return time.perf_counter()
 
 
-@contextlib.contextmanager
-def _apart() -> Iterator[None]:
-    """What runs inside is none of the program's: not cast, observed, recorded, or seen by its modes."""
-    is_autocast_on = is_any_autocast_enabled()
-    # Outermost, since at its end it puts back the switch's marks, too.
-    without_autocast = DisableAutocast() if is_autocast_on else contextlib.nullcontext()
-    with without_autocast, without_casts(), torch.no_grad(), disable_modes():
-        yield
-
-
 def _tensors(
     recipe: Recipe,
     complete: Callable[..., Any],
@@ -298,7 +285,7 @@ def _tensors(
         if recipe.facts.is_random or recipe.emulation is not None
         else None
     )
-    with _apart():
+    with apart():
         if _writes(recipe, args, kwargs):
             args, kwargs = _copied(args, kwargs)
         cast, cast_kwargs = cast_args(dataclasses.replace(recipe, options=options), args, kwargs)
@@ -316,11 +303,11 @@ def _tensors(
             now.restore()
 
     def run(*args: Any, **kwargs: Any) -> Any:
-        with _apart():
+        with apart():
             return again(complete, *args, **kwargs)
 
     def run_cast(*args: Any, **kwargs: Any) -> Any:
-        with _apart(), unobserved_casts():
+        with apart(), unobserved_casts():
             return again(inner, *args, **kwargs)
 
     writes = _writes(recipe, args, kwargs)

@@ -90,7 +90,7 @@ def exponential_in_half() -> Tensor:
     return torch.exp(torch.tensor([1.0, 12.0]).half())  # here
 
 
-@Fault("exp", kind="inf", remedy="none: exp overflows in float32, too")
+@Fault("exp", kind="inf", remedy="none: exp is infinite in float32, too, where input 0 is 120")
 def exponential_too_large_for_fp32() -> Tensor:
     return torch.exp(torch.tensor([1.0, 120.0]).half())  # here
 

@@ -1,0 +1,277 @@
+"""Calls that gave non-finite values, run again in float32: a remedy is tried before it is given.
+
+The program does not notice: calls run on copies, without its modes and hooks, and the random numbers
+that they draw are put back.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import itertools
+import warnings
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
+
+import torch
+from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
+
+from ..observers import OpCall
+from ..ops import facts
+from ..tensors import (
+    CAST,
+    LOW_DTYPES,
+    floating_in,
+    is_floating,
+    is_low,
+    leaves,
+    map_tensors,
+    tensors_in,
+)
+from ..torch_internals import disable_modes
+from ..torch_state import apart, state_of_random_numbers
+from .records import NAN, Trial, bits_of, version_of
+from .slots import Extremes, exact
+
+#: Up to so many inputs, all combinations of their extremes are tried.
+_MOST_INPUTS: Final = 3
+
+#: Conversions, which no op list decides about.
+CONVERTING: Final = facts("converting").keys()
+
+#: Number of a result -> its gradient; one element stands for as many as the result has.
+Gradients = Mapping[int, Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Arguments:
+    """The arguments of a call, kept to run it again.
+
+    Attributes:
+        args: By position.
+        kwargs: By name.
+        versions: Versions of the floating tensors among them when the call ran.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    versions: tuple[int, ...] = ()
+
+    def replaced(self, function: Callable[[Tensor], Tensor]) -> Arguments:
+        """Returns the arguments with another tensor in place of each."""
+        args = map_tensors(self.args, function)
+        return Arguments(
+            args, {name: map_tensors(value, function) for name, value in self.kwargs.items()}
+        )
+
+    def outline(self) -> Arguments:
+        """Returns the arguments with a tensor of one element, and without memory, in place of each."""
+        return self.replaced(lambda tensor: _element(tensor.ndim, tensor.requires_grad))
+
+    def values(self) -> list[Any]:
+        """Returns all arguments, also those inside lists and tuples."""
+        return leaves([*self.args, *self.kwargs.values()])
+
+
+def kept(args: tuple[Any, ...], kwargs: Mapping[str, Any], inputs: Iterable[Tensor]) -> Arguments:
+    """Returns the arguments of a call that has just run."""
+    return Arguments(args, kwargs, _versions(inputs))
+
+
+def is_emulated(call: OpCall) -> bool:
+    """Whether a call computed in a number format, some of which overflow to NaN."""
+    return call.dtype is not None and not isinstance(call.dtype, torch.dtype)
+
+
+def is_low_call(call: OpCall) -> bool:
+    """Whether a call computed in low precision, or in a number format."""
+    dtypes = (*call.cast_dtypes, *call.output_dtypes, call.dtype)
+    return is_emulated(call) or not LOW_DTYPES.isdisjoint(dtypes)
+
+
+def can_change(call: OpCall) -> bool:
+    """Whether the call computed in low precision because of a list, or for want of a line in one."""
+    return is_low_call(call) and call.op not in CONVERTING
+
+
+def tried(call: OpCall, arguments: Arguments, gradients: Gradients | None = None) -> Trial | None:
+    """Returns what a call, or with ``gradients`` its backward, gives in float32; None if it can't run."""
+    values = arguments.values()
+    inputs = floating_in(values)
+    if _versions(inputs) != arguments.versions or any(
+        isinstance(each, torch.Generator) for each in values
+    ):
+        return None
+    with _aside(values):
+        exact_inputs = [_upcast(each.detach()) for each in inputs]
+        given = None if gradients is None else {n: _upcast(g) for n, g in gradients.items()}
+        found = _outcome(call, arguments, exact_inputs, given)
+        bad = next((each for each in found if _bits([each])), None)
+        if bad is None:
+            is_rounded = gradients is None and _fails_rounded(call, arguments, exact_inputs)
+            return Trial(0, is_underflow=is_rounded)
+        return Trial(_bits(found), _where(call, arguments, exact_inputs, given, bad))
+    return None
+
+
+def tried_forward(call: OpCall, arguments: Arguments, results: Sequence[Tensor]) -> Trial | None:
+    """Returns what `tried` does; None if the call only passes on values that its inputs had."""
+    had = _bits(floating_in(arguments.values()))
+    if had & NAN or not _bits(results) & ~had:
+        return None
+    return tried(call, arguments)
+
+
+def tried_on_extremes(
+    call: OpCall, outline: Arguments, extremes: Sequence[Extremes], gradient: Extremes | None = None
+) -> Trial | None:
+    """Returns what a call on one element gives in float32 for the extremes of its inputs.
+
+    Args:
+        call: The call.
+        outline: Its arguments, without values.
+        extremes: Of each floating input.
+        gradient: Of the gradient of its result, to try its backward.
+    """
+    if not 0 < len(extremes) <= _MOST_INPUTS or len(extremes) != len(tensors_in(outline.values())):
+        return None
+    is_underflow = False
+    with _aside([]):
+        for values in itertools.product(*map(_points, extremes)):
+            single = _single(outline, values)
+            for last in [None] if gradient is None else _points(gradient):
+                given = None if last is None else {0: torch.tensor(last)}
+                bits = _bits(_outcome(call, outline, single, given))
+                if bits:
+                    return Trial(bits, _text(values, given), is_sure=False)
+                is_underflow |= given is None and _fails_rounded(call, outline, single)
+        return Trial(0, is_underflow=is_underflow, is_sure=False)
+    return None
+
+
+def _where(
+    call: OpCall,
+    arguments: Arguments,
+    inputs: Sequence[Tensor],
+    gradients: Gradients | None,
+    bad: Tensor,
+) -> str:
+    """Returns the input values at the first non-finite element; ``""`` if it does not follow from them alone."""
+    position = int((~torch.isfinite(bad)).flatten().nonzero()[0])
+    with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
+        values = [each.expand_as(bad).flatten()[position].item() for each in inputs]
+        given = gradients and {
+            number: each.expand_as(bad).flatten()[position] for number, each in gradients.items()
+        }
+        if _bits(_outcome(call, arguments, _single(arguments, values), given)):
+            return _text(values, given)
+    return ""
+
+
+def _text(values: Sequence[float], gradients: Gradients | None) -> str:
+    texts = [f"input {number} is {value + 0.0:.4g}" for number, value in enumerate(values)]
+    texts += [f"the gradient is {each.item():.4g}" for each in (gradients or {}).values()]
+    return " and ".join(texts)
+
+
+def _outcome(
+    call: OpCall, arguments: Arguments, inputs: Iterable[Tensor], gradients: Gradients | None
+) -> list[Tensor]:
+    """Returns results of a call, or gradients of its inputs, with ``inputs`` as its floating arguments."""
+    following, wanted = iter(inputs), []
+
+    def replace(tensor: Tensor) -> Tensor:
+        if not is_floating(tensor):
+            return tensor.clone()
+        new = next(following).clone()
+        if gradients is not None and tensor.requires_grad:
+            wanted.append(new.requires_grad_())
+        return new
+
+    given = arguments.replaced(replace)
+    if gradients is None:
+        return floating_in([call.function(*given.args, **given.kwargs)])
+    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+        results = floating_in([call.function(*given.args, **given.kwargs)])
+        chosen = [results[number] for number in gradients]
+        arrived = [
+            each.to(result.dtype).expand_as(result)
+            for each, result in zip(gradients.values(), chosen, strict=True)
+        ]
+        found = torch.autograd.grad(chosen, wanted, arrived, allow_unused=True)
+    return [each for each in found if each is not None]
+
+
+def _fails_rounded(call: OpCall, arguments: Arguments, inputs: Sequence[Tensor]) -> bool:
+    """Whether a call fails in float32 once its inputs are rounded to low precision, some of them to zero."""
+    low = next((each for each in (*call.cast_dtypes, call.dtype) if is_low(each)), None)
+    if low is None:
+        return False
+    rounded = [
+        CAST[torch.float32](CAST[low](each)) if each.dtype is torch.float32 else each
+        for each in inputs
+    ]
+    if not any(
+        bool(((new == 0) & (old != 0)).any()) for new, old in zip(rounded, inputs, strict=True)
+    ):
+        return False
+    return bool(_bits(_outcome(call, arguments, rounded, None)))
+
+
+@contextlib.contextmanager
+def _aside(values: Iterable[Any]) -> Iterator[None]:
+    """Runs its block unseen by the program; what torch refuses ends the block."""
+    state = state_of_random_numbers(values)
+    is_strict = torch.is_anomaly_enabled()
+    try:
+        with (
+            contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError),
+            apart(),
+            torch.inference_mode(False),
+            torch.no_grad(),
+            torch.autograd.set_detect_anomaly(False) if is_strict else contextlib.nullcontext(),
+            warnings.catch_warnings(),
+        ):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        state.restore()
+
+
+def _upcast(tensor: Tensor) -> Tensor:
+    return CAST[torch.float32](tensor) if tensor.dtype in LOW_DTYPES else tensor
+
+
+def _single(arguments: Arguments, values: Iterable[float]) -> list[Tensor]:
+    """Returns tensors of one element, with as many dimensions as those among the arguments."""
+    tensors = floating_in(arguments.values())
+    return [torch.full([1] * each.ndim, value) for each, value in zip(tensors, values, strict=True)]
+
+
+@functools.cache
+def _element(dimensions: int, requires_grad: bool) -> Tensor:
+    with disable_modes(), torch.inference_mode(False):
+        return torch.empty([1] * dimensions, device="meta", requires_grad=requires_grad)
+
+
+def _points(extremes: Extremes) -> list[float]:
+    """Returns the smallest and the largest value, and zero if that lies between them."""
+    low, high = extremes
+    return sorted({low, high, 0.0} if low < 0 < high else {low, high})
+
+
+def _bits(tensors: Iterable[Tensor]) -> int:
+    found = 0
+    for each in tensors:
+        found |= bits_of(exact(each))
+    return found
+
+
+def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
+    return tuple([version_of(each) for each in tensors])
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
