@@ -40,7 +40,8 @@ class Tuned:
         evaluations: How many sets were evaluated.
         is_complete: Whether the search came to its end: no op can be taken out of the set. If not, the
             set is the best so far.
-        stopped_by: What ended it early: ``"budget"``, ``"interrupt"`` or ``""``.
+        stopped_by: What ended it early: ``"budget"``, ``"interrupt"``, ``"fresh inputs"`` on which each smaller
+            set failed, or ``""``.
         seen: What was seen of those that may follow their inputs, with the set.
         limit: What the choice of types was limited to, as text; ``""`` if it was to pass the tolerance.
         searched: The smaller tolerance that the last search was for, after a set failed on fresh inputs; else None.

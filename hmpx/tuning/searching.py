@@ -28,7 +28,8 @@ class Found:
     Attributes:
         kept: The set.
         candidates: What it is a part of.
-        stopped_by: ``"budget"``, ``"interrupt"``, or ``""`` if the search came to its end.
+        stopped_by: ``"budget"``, ``"interrupt"``; ``"fresh inputs"`` if each smaller set failed on them; ``""``
+            if the search came to its end.
         fresh_error: Its error on fresh inputs; None if it was not tried on any.
         searched: The tolerance of the search: below the one asked for where a set failed on fresh inputs.
             None if that is the same.
@@ -109,7 +110,7 @@ class Searching:
                 f"on fresh inputs the error is {error:.3g} with every op in fp32, above the tolerance "
                 f"{self.tolerance:g}"
             )
-        return Found(everything, tuple(self.coarse), "", error)
+        return Found(everything, tuple(self.coarse), "fresh inputs", error)
 
     def _set_within(self, tolerance: float) -> tuple[Kept, tuple[Candidate, ...]]:
         kept = self.runner.search(self.make(self.coarse, tolerance), tolerance)

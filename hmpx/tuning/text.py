@@ -72,7 +72,11 @@ def verdict(tuned: Tuned) -> str:
                 )
             lines.append(f"None of {which} can be taken out: without it {failing}.")
     else:
-        why = {"budget": "the budget was spent", "interrupt": "it was interrupted"}
+        why = {
+            "budget": "the budget was spent",
+            "interrupt": "it was interrupted",
+            "fresh inputs": "each smaller set that it found failed on fresh inputs",
+        }
         lines.append(
             f"The search did not end, since {why.get(tuned.stopped_by, tuned.stopped_by)}: this is the "
             "best set so far."

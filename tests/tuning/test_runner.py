@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 
 from hmpx import OptionError
+from hmpx.tuning import searching
 from hmpx.tuning.candidates import Kept
 from hmpx.tuning.evaluation import Outcome, Seen
 from hmpx.tuning.journal import Journal
@@ -118,6 +119,15 @@ def test_fresh_inputs_tighten_the_tolerance() -> None:
     searched = found.searched or 1.0
     assert (found.searched is not None) is (not fresh[0].passed)
     assert all(model.error(found.kept - {each}) > searched for each in found.kept)
+
+
+def test_nothing_is_proven_where_no_smaller_set_passes_on_fresh_inputs(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(searching, "_MOST_ROUNDS", 0)
+    found, _ = found_by(Simulated(MODEL), MODEL, Journal("", {}), has_fresh=True)
+    assert found.kept == {each.name for each in MODEL.candidates}
+    assert found.stopped_by == "fresh inputs"
 
 
 def test_fp32_has_to_pass() -> None:
