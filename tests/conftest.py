@@ -23,7 +23,7 @@ from hmpx import ops
 from hmpx.compute.legalize import capability, legalization
 from hmpx.compute.legalize.capability import Capability
 from hmpx.ops.sites import NAMESPACES
-from hmpx.patches import early_names
+from hmpx.patches import early_names, kept_values
 
 from . import fake_cuda
 
@@ -195,6 +195,12 @@ def native_where_marked(request: pytest.FixtureRequest) -> None:
     """Takes `has_low_precision` in tests marked ``native``."""
     if request.node.get_closest_marker("native") is not None:
         request.getfixturevalue("has_low_precision")
+
+
+@pytest.fixture(autouse=True)
+def low_parameters_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Hides those of other tests, which say that the program asked for low precision."""
+    monkeypatch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=list))
 
 
 @pytest.fixture(autouse=True)

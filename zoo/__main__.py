@@ -7,11 +7,13 @@ import fnmatch
 import os
 import sys
 import time
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from . import catalogue, running, table
 from .entry import Entry
+from .measuring import SEED
 from .modes import DEFAULT, MODES
 from .results import ROOT, Results, version
 
@@ -22,6 +24,9 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", metavar="PATTERN", help="names, families, libraries")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=DEFAULT)
     parser.add_argument("--sample", type=int, metavar="N", help="so many models of all families")
+    parser.add_argument(
+        "--seeds", type=int, default=4, metavar="N", help="more, for models over what is accepted"
+    )
     parser.add_argument("--again", action="store_true", help="run what has results, too")
     parser.add_argument("--results", type=Path, default=ROOT / "zoo" / "results.jsonl")
     parser.add_argument("--table", type=Path, help="default: docs/zoo.md after a whole sweep")
@@ -48,36 +53,50 @@ def main(arguments: list[str] | None = None) -> int:
         chosen = catalogue.sample(chosen, options.sample)
     results = Results(options.results)
     versions = {mode: version(mode) for mode in MODES}
-    work: list[tuple[Entry, list[str]]] = []
-    for entry in chosen:
-        left = [
-            mode
-            for mode in options.modes
-            if options.again
-            or not results.is_known(entry.library, entry.name, mode, versions[mode])
-        ]
-        if left:
-            work.append((entry, left))
     start = time.monotonic()
     running.warm_up({entry.library for entry in chosen})
 
-    def report(entry: Entry, mode: str, measured: dict[str, Any]) -> None:
-        results.add({
-            "library": entry.library, "family": entry.family, "model": entry.name, "mode": mode,
-            "version": versions[mode], **measured,
-        })  # fmt: skip
-        print(
-            f"{time.monotonic() - start:6.0f} s  {entry.name:32} {table.line_of(mode, measured)}",
-            flush=True,
+    def sweep(wanted: Mapping[Entry, Iterable[str]], seed: int) -> None:
+        work: list[tuple[Entry, list[str]]] = []
+        for entry, modes in wanted.items():
+            left = [
+                mode
+                for mode in modes
+                if options.again
+                or not results.is_known((entry.library, entry.name, mode, seed), versions[mode])
+            ]
+            if left:
+                work.append((entry, left))
+
+        def report(entry: Entry, mode: str, measured: dict[str, Any]) -> None:
+            results.add({
+                "library": entry.library, "family": entry.family, "model": entry.name,
+                "mode": mode, "seed": seed, "version": versions[mode], **measured,
+            })  # fmt: skip
+            print(
+                f"{time.monotonic() - start:6.0f} s  {entry.name:32} "
+                f"{table.line_of(mode, measured)}",
+                flush=True,
+            )
+
+        running.sweep(
+            work,
+            report,
+            seed=seed,
+            jobs=options.jobs,
+            limit_s=options.limit,
+            memory_bytes=int(options.memory * 2**30),
         )
 
-    running.sweep(
-        work,
-        report,
-        jobs=options.jobs,
-        limit_s=options.limit,
-        memory_bytes=int(options.memory * 2**30),
-    )
+    sweep(dict.fromkeys(chosen, options.modes), SEED)
+    models = table.by_model(results.lines.values())
+    over = {
+        entry: [each for mode in modes for each in (MODES[mode].peer, mode)]
+        for entry in chosen
+        if (modes := table.modes_over(models.get((entry.library, entry.name), {})))
+    }
+    for seed in range(SEED + 1, SEED + 1 + options.seeds):
+        sweep(over, seed)
     is_whole = not options.models and options.sample is None
     path = options.table or (ROOT / "docs" / "zoo.md" if is_whole else None)
     keys = {(entry.library, entry.name) for entry in chosen}

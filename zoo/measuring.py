@@ -85,9 +85,9 @@ def settle(model: nn.Module, entry: Entry, batch: Mapping[str, Any]) -> None:
         m.momentum = momentum
 
 
-def built(entry: Entry) -> nn.Module:
-    """Returns the model with the weights of its seed."""
-    torch.manual_seed(SEED)
+def built(entry: Entry, seed: int = SEED) -> nn.Module:
+    """Returns the model with the weights of this seed."""
+    torch.manual_seed(seed)
     model = entry.build()
     for parameter in model.parameters():
         parameter.requires_grad_(parameter.is_floating_point())
@@ -100,7 +100,7 @@ def loss_of(outputs: Any) -> Tensor | None:
     return loss if isinstance(loss, Tensor) and loss.requires_grad else None
 
 
-def backward(outputs: Any) -> None:
+def backward(outputs: Any, seed: int = SEED) -> None:
     """Computes the gradients of the loss, or of a fixed random projection of the outputs.
 
     The projection's weights are given to autograd, so that no op of the measure is ever cast.
@@ -110,7 +110,7 @@ def backward(outputs: Any) -> None:
         loss.backward(torch.full_like(loss, LOSS_SCALE))
         return
     ends = [t for t in floating_tensors(outputs) if t.requires_grad]
-    generator = torch.Generator().manual_seed(SEED)
+    generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(t.shape, generator=generator) for t in ends]
     scaled = [w * (LOSS_SCALE / max(w.numel(), 1) ** 0.5) for w in weights]
     torch.autograd.backward(ends, [w.to(t.dtype) for w, t in zip(scaled, ends, strict=True)])
@@ -122,17 +122,23 @@ def first_line(error: BaseException) -> str:
     return f"{type(error).__name__}: {lines[0].strip() if lines else ''}"[:200]
 
 
-def run(entry: Entry, mode: Mode, notify: Callable[[str], None] = lambda stage: None) -> Run:
+def run(
+    entry: Entry,
+    mode: Mode,
+    notify: Callable[[str], None] = lambda stage: None,
+    seed: int = SEED,
+) -> Run:
     """Returns what the model did in the mode; a stage that fails ends what depends on it.
 
     Args:
         entry: the model.
         mode: the way to run it.
         notify: is called with each stage's name before it begins.
+        seed: of the weights, of the outputs' projection and of random ops.
     """
     result = Run()
     start = time.perf_counter()
-    model = built(entry)
+    model = built(entry, seed)
     batch = entry.batch(model)
     settle(model, entry, batch)
     entry.compared_mode(model)
@@ -144,14 +150,14 @@ def run(entry: Entry, mode: Mode, notify: Callable[[str], None] = lambda stage: 
             state.setdefault("skipped", set()).add(name)
             return
         notify(name)
-        torch.manual_seed(SEED)
+        torch.manual_seed(seed)
         try:
             function()
         except Exception as error:
             result.errors[name] = first_line(error)
 
     def build() -> None:
-        state["built after"] = built(entry)
+        state["built after"] = built(entry, seed)
         result.built = tensors_of(state["built after"])
 
     def forward() -> None:
@@ -160,7 +166,7 @@ def run(entry: Entry, mode: Mode, notify: Callable[[str], None] = lambda stage: 
         result.outputs = [t.detach().clone() for t in floating_tensors(state["outputs"])]
 
     def differentiate() -> None:
-        backward(state.pop("outputs"))
+        backward(state.pop("outputs"), seed)
         result.gradients = [
             (torch.zeros_like(p) if p.grad is None else p.grad).detach().to_dense() / LOSS_SCALE
             for p in model.parameters()
@@ -186,7 +192,7 @@ def run(entry: Entry, mode: Mode, notify: Callable[[str], None] = lambda stage: 
         optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
         with mode.region():
             outputs = entry.forward(trained, batch)
-        backward(outputs)
+        backward(outputs, seed)
         for parameter in trained.parameters():
             if parameter.grad is not None:
                 parameter.grad = parameter.grad.to_dense() / LOSS_SCALE

@@ -1,11 +1,14 @@
-"""The results file: one JSON line for each model and mode, the last one counts."""
+"""The results file: one JSON line for each model, mode and seed, the last one counts."""
 
 from __future__ import annotations
 
 import hashlib
 import json
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
+
+from .measuring import SEED
 
 ROOT = Path(__file__).resolve().parent.parent
 #: Modes without hmpx stay valid when hmpx changes.
@@ -27,24 +30,31 @@ def version(mode: str) -> str:
     return "" if mode.startswith(_WITHOUT_HMPX) else digest("hmpx", "lists")
 
 
+Key = tuple[str, str, str, int]
+
+
+def key_of(line: Mapping[str, Any]) -> Key:
+    """Returns a line's (library, model, mode, seed)."""
+    return line["library"], line["model"], line["mode"], line.get("seed", SEED)
+
+
 class Results:
-    """Lines by (library, model, mode)."""
+    """Lines by (library, model, mode, seed)."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
-        self.lines: dict[tuple[str, str, str], dict[str, Any]] = {}
+        self.lines: dict[Key, dict[str, Any]] = {}
         if path.exists():
             for text in path.read_text(encoding="utf-8").splitlines():
                 line = json.loads(text)
-                self.lines[line["library"], line["model"], line["mode"]] = line
+                self.lines[key_of(line)] = line
 
     def add(self, line: dict[str, Any]) -> None:
         """Keeps a line, at once."""
-        self.lines[line["library"], line["model"], line["mode"]] = line
+        self.lines[key_of(line)] = line
         with self._path.open("a", encoding="utf-8") as file:
             file.write(json.dumps(line) + "\n")
 
-    def is_known(self, library: str, model: str, mode: str, version: str) -> bool:
+    def is_known(self, key: Key, version: str) -> bool:
         """Returns whether there is a line of this version."""
-        line = self.lines.get((library, model, mode))
-        return line is not None and line["version"] == version
+        return key in self.lines and self.lines[key]["version"] == version

@@ -22,7 +22,7 @@ import torch
 import hmpx
 
 from .entry import Entry
-from .measuring import first_line, measure, run
+from .measuring import SEED, first_line, measure, run
 from .modes import MODES
 
 Line = dict[str, Any]
@@ -45,14 +45,20 @@ def warm_up(libraries: Iterable[str]) -> None:
             torch.nn.functional.linear(x, x).softmax(-1).sum().backward()
 
 
-def _work(entry: Entry, modes: Sequence[str], memory_bytes: int, sender: Connection) -> None:
+def _work(
+    entry: Entry, modes: Sequence[str], seed: int, memory_bytes: int, sender: Connection
+) -> None:
     """Runs one model in some modes and sends a line for each, with the stages as they begin."""
     resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
     torch.set_num_threads(1)
     mode = _REFERENCE
-    sender.send(("stage", mode, "build"))
+
+    def notify(stage: str) -> None:
+        sender.send(("stage", mode, stage))
+
+    notify("build")
     try:
-        reference = run(entry, MODES[mode], lambda stage: sender.send(("stage", mode, stage)))
+        reference = run(entry, MODES[mode], notify, seed)
     except Exception as error:
         sender.send(("unusable", mode, first_line(error)))
         return
@@ -61,9 +67,9 @@ def _work(entry: Entry, modes: Sequence[str], memory_bytes: int, sender: Connect
     for mode in modes:
         if mode == _REFERENCE:
             continue
-        sender.send(("stage", mode, "convert"))
+        notify("convert")
         try:
-            result = run(entry, MODES[mode], lambda stage: sender.send(("stage", mode, stage)))  # noqa: B023
+            result = run(entry, MODES[mode], notify, seed)
             sender.send(("line", mode, measure(result, reference)))
         except Exception as error:
             sender.send(("line", mode, {"errors": {"convert": first_line(error)}}))
@@ -85,6 +91,7 @@ def sweep(
     work: Sequence[tuple[Entry, Sequence[str]]],
     report: Callable[[Entry, str, Line], None],
     *,
+    seed: int = SEED,
     jobs: int,
     limit_s: float,
     memory_bytes: int,
@@ -94,6 +101,7 @@ def sweep(
     Args:
         work: the models, each with its modes.
         report: is called with each line as soon as it is there.
+        seed: of weights and random ops.
         jobs: how many processes run at once.
         limit_s: the longest time that a model may take in one mode.
         memory_bytes: the most memory that a process may allocate.
@@ -105,7 +113,7 @@ def sweep(
     def begin(entry: Entry, modes: list[str]) -> None:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_work, args=(entry, modes, memory_bytes, sender), daemon=True
+            target=_work, args=(entry, modes, seed, memory_bytes, sender), daemon=True
         )
         process.start()
         sender.close()

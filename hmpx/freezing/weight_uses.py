@@ -227,6 +227,8 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             uses.written_by.append(_op_name(func))
         elif alias is not None and _shares_storage(result, tensor):
             pass  # a view: its own uses will be seen
+        elif getattr(func, "namespace", "") == "prim":
+            pass  # asks for the device or the layout, not for values
         elif (
             getattr(func, "overloadpacket", None) in casts_of_aten()
             and tensor.dtype is torch.float32

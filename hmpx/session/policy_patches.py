@@ -23,7 +23,7 @@ from ..number_formats import is_format
 from ..observers import Attached
 from ..patches import ForeignSite, foreign_sites_of
 from ..patching import Draft, Patch
-from ..policy import SHIPPED, UNDECIDED, CastPolicy, Decision, Policy, Rule
+from ..policy import INPUT, SHIPPED, UNDECIDED, CastPolicy, Decision, Policy, Rule
 
 
 @dataclass(frozen=True, slots=True)
@@ -292,16 +292,11 @@ def _maker(
     observers: tuple[Attached, ...],
 ) -> wrappers.Maker:
     """Returns a function from a decision to the wrapper that follows it; None if it would do nothing."""
-    rounds_statistics = not recipe.device_types.isdisjoint(
-        ops.facts("rounded_statistics").get(recipe.site.op, ())
-    )
 
     def make(decision: Decision) -> Callable[..., Any] | None:
-        if rounds_statistics:
-            decision = _with_exact_statistics(decision)
-        decided = recipe
-        if decision is not recipe.decision:
-            decided = dataclasses.replace(recipe, decision=decision)
+        decision = _as_kernels_need_it(decision, recipe.site.op, recipe.device_types)
+        is_same = decision is recipe.decision
+        decided = recipe if is_same else dataclasses.replace(recipe, decision=decision)
         if is_format(decision.dtype):
             lowerings = compute.lowerings(recipe.site.op, decision.dtype.name)
             decided = dataclasses.replace(decided, lowerings=lowerings)
@@ -327,12 +322,17 @@ def _is_observed(
     return not calls_others and any(each.every_op for each in observers)
 
 
-def _with_exact_statistics(decision: Decision) -> Decision:
-    """Makes a norm accumulate in fp32 if its kernels round its statistics along with its input."""
-    casts_low = decision.cast_policy in _LOW_POLICIES and not is_format(decision.dtype)
-    if not casts_low or decision.accumulate_dtype is not None:
+def _as_kernels_need_it(decision: Decision, op: str, device_types: frozenset[str]) -> Decision:
+    """Makes a norm compute in fp32 where its kernels for low inputs round, or refuse fp32 parameters."""
+    if decision.accumulate_dtype is not None:
         return decision
-    return dataclasses.replace(decision, accumulate_dtype=torch.float32)
+    casts_low = decision.cast_policy in _LOW_POLICIES and not is_format(decision.dtype)
+    if casts_low and device_types & {*ops.facts("rounded_statistics").get(op, ())}:
+        return dataclasses.replace(decision, accumulate_dtype=torch.float32)
+    follows = decision.cast_policy is CastPolicy.FIRST and decision.output_dtype is None
+    if follows and device_types & {*ops.facts("refused_parameters").get(op, ())}:
+        return dataclasses.replace(decision, cast_policy=CastPolicy.WIDEST, output_dtype=INPUT)
+    return decision
 
 
 #: Under these policies the inputs of an op may be in low precision.

@@ -329,7 +329,9 @@ def test_in_place_targets_keep_dtype_and_storage(
     a, b = uniform(4, 4, dtype=target), uniform(4, 4, dtype=source)
     expected = a.clone()
     promotes = form in ("x += y", "add_", "mul_", "add out", "copy by index")
-    if form == "addmm out" and kind == "fp32":  # an op of the fp32 list rounds once into its target
+    if (
+        form in ("mm out", "addmm out") and kind == "fp32"
+    ):  # an op of the fp32 list rounds once into its target
         wide = a.float()
         IN_PLACE[form](wide, b.float())
         expected = wide.to(target)
@@ -429,6 +431,21 @@ def test_layer_norm_weights_follow_only_where_the_kernel_refuses(
         by_name = torch.layer_norm(a, normalized_shape=(8,), weight=w, bias=w)
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
     torch.testing.assert_close(by_name, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("weight_dtype", [FP32, BF16])
+def test_rms_norm_keeps_its_weight_in_fp32(weight_dtype: torch.dtype) -> None:
+    """No list names it: the low input's norm is rounded once, and so is the weight's gradient."""
+    x = (uniform(16, 8) * 50).bfloat16().requires_grad_()
+    w = (uniform(8, seed=1) * 100).to(weight_dtype).requires_grad_()
+    exact = F.rms_norm(x.double(), (8,), w.double())
+    with hmpx.convert():
+        y = F.rms_norm(x, (8,), w)
+    assert y.dtype is BF16
+    torch.testing.assert_close(y, exact.bfloat16(), rtol=2**-8, atol=0)
+    assert (y.double() - exact).norm() <= 1.01 * (exact.bfloat16().double() - exact).norm()
+    y.float().square().sum().backward()
+    assert (x.grad.dtype, w.grad.dtype) == (BF16, weight_dtype)
 
 
 @pytest.mark.parametrize("kind", ["low", "first"])

@@ -110,9 +110,13 @@ def ops(name: str, candidate: str, device_type: str) -> list[str]:
 
 
 def report(name: str) -> dict[str, dict[str, Any]]:
-    """Returns candidate -> `summary` of a model, and the ops with their dtypes, in order."""
+    """Returns candidate -> `summary` of a model, its ops with their dtypes, in order, and their bytes."""
     found = {candidate: kernels(name, candidate) for candidate in CANDIDATES}
     return {
-        candidate: {**summary(listed), "ops": [str(kernel) for kernel in listed]}
+        candidate: {
+            **summary(listed),
+            "ops": [str(kernel) for kernel in listed],
+            "bytes_by_op": [kernel.bytes for kernel in listed],
+        }
         for candidate, listed in found.items()
     }

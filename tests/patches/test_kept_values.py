@@ -26,8 +26,10 @@ pytestmark = pytest.mark.filterwarnings("error::hmpx.HmpxWarning")
 
 
 @pytest.fixture(autouse=True)
-def _no_others(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides low parameters of other tests: they say that the program asked for low precision."""
+def low_parameters_are_hidden(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Hides those of other tests, except where they are what is tested."""
     if "before" not in request.node.name:
         monkeypatch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=list))
 
