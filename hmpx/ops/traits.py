@@ -26,8 +26,8 @@ PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")
 def is_decisive(name: str, *, is_relative: bool) -> bool:
     """Whether a list's line may change what a call of op ``name`` does.
 
-    It can't where every callable writes to its first argument, whose dtype then decides; nor, in lists
-    whose dtypes are relative to the inputs', where there is only one input.
+    It can't where every callable writes to its first argument, whose dtype then decides; in lists whose dtypes
+    are relative to the inputs', where there is only one input.
     """
     if name not in table():
         return True  # another library's
@@ -37,11 +37,10 @@ def is_decisive(name: str, *, is_relative: bool) -> bool:
 
 
 def _is_decisive(name: str, *, is_relative: bool) -> bool:
-    return any(
-        not site.in_place
-        and (not is_relative or site.is_python or parameters(site).has_several_tensors)
-        for site in table()[name].sites
-    )
+    sites = table()[name].sites
+    if is_relative:
+        return any(site.is_python or parameters(site).has_several_tensors for site in sites)
+    return not all(site.in_place for site in sites)
 
 
 @functools.cache
