@@ -2,7 +2,8 @@
 
 A program that never asks for low precision has low-precision values from the conversion only. If it asks, what it
 asked for stays as it is. Its other low-precision values may be either, so they stay, too, and one warning says so.
-A request is noted by its memory, so views of it and in-place initialization are covered.
+A request is noted by its memory, so views of it and in-place initialization are covered. A dtype may also be read
+from a result of the conversion: where such results exist, `x.to(dtype)` says nothing of the program's other values.
 """
 
 from __future__ import annotations
@@ -36,9 +37,11 @@ _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 #: By identity: a set of weak references takes 1 us more.
 _asked_for: Final[dict[int, weakref.ref[torch.UntypedStorage]]] = {}
 _most = 1000  # when that many are noted, those that are gone are dropped
-#: The conversions in which the program asked, in which that was looked for, and that were warned of.
+#: The conversions in which the program asked, in which that was looked for, in which low results were found then,
+#: and that were warned of.
 _asked: object = None
 _searched: object = None
+_has_results: object = None
 _warned: object = None
 
 
@@ -70,26 +73,26 @@ def _requests() -> Iterator[tuple[Any, str]]:
     """Yields where torch has the functions that make tensors of a dtype that they are given."""
     names = {function.__name__ for function in device_constructors()}
     names |= {name for name in vars(torch) if name.endswith("_like")}
-    names |= {"from_file", "from_numpy", "frombuffer", "normal"}
+    names |= {"from_dlpack", "from_file", "from_numpy", "frombuffer", "normal"}
     functions = (types.BuiltinFunctionType, types.FunctionType)
     for name in sorted(names):
         if isinstance(vars(torch).get(name), functions):
             yield torch, name
     for name in [name for name in dir(Tensor) if name.startswith("new_")]:
         yield Tensor, name
-    for name in (*_CASTS, "to"):
+    for name in (*_CASTS, "to", "type"):
         yield Tensor, name
 
 
 def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes ``original`` note the low-precision tensors that it makes on request."""
+    """Makes ``original`` note the low-precision tensors that it makes on request, and raw memory for these."""
     is_function = isinstance(original, types.BuiltinFunctionType)  # torch looks methods up
 
     def noting(*args: Any, **kwargs: Any) -> Any:
         if is_function and has_torch_function(args):
             return handle_torch_function(noting, args, *args, **kwargs)
         made = original(*args, **kwargs)
-        if type(made) in PLAIN_TENSORS and made.dtype in LOW_DTYPES and not _is_dynamo_compiling():
+        if type(made) in PLAIN_TENSORS and made.dtype in _NOTED and not _is_dynamo_compiling():
             _note(made, original.__name__, args, kwargs)
         return made
 
@@ -97,9 +100,11 @@ def _noting(original: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def _note(made: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-    global _asked
     if name not in _CASTS and args and made is args[0]:
         return  # it had the dtype already
+    if made.dtype not in LOW_DTYPES:
+        _add(made)
+        return
     is_named = kwargs.get("dtype") is not None or torch.dtype in map(type, args)
     if not (name in _CASTS or is_named):
         followed = [each for each in (*args, *kwargs.values()) if isinstance(each, Tensor)]
@@ -109,11 +114,20 @@ def _note(made: Tensor, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]
     if asker[:5] != "hmpx.":
         _add(made)
         if asker[:6] != "torch.":  # torch asks for the dtype of what it is given, too
-            _asked = in_force()
+            _ask(is_literal=name in _CASTS)
 
 
-#: They do nothing else than name a dtype.
-_CASTS: Final = ("bfloat16", "half", "type")
+def _ask(*, is_literal: bool = False) -> None:
+    """Notes that the program asks for a low dtype, unless it may have read that from a result."""
+    global _asked
+    if is_literal or not (_has_asked() or _has_results is in_force()):
+        _asked = in_force()
+
+
+#: Their names are those of dtypes.
+_CASTS: Final = ("bfloat16", "half")
+#: What `Tensor.view` turns into low-precision tensors, as loaders of files do, shares their memory.
+_NOTED: Final = LOW_DTYPES | {torch.int8, torch.int16, torch.uint8, torch.uint16}
 
 
 def _add(tensor: Tensor) -> None:
@@ -144,12 +158,15 @@ _untyped_storage = Tensor.untyped_storage
 
 def _has_asked() -> bool:
     """Whether the program has asked for low precision; parameters tell what it did before `convert`."""
-    global _asked, _searched
+    global _asked, _has_results, _searched
     if _searched is not in_force():
         _searched = in_force()
-        found = gc.get_objects()
-        if any(type(each) is nn.Parameter and each.dtype in LOW_DTYPES for each in found):
+        found = [each for each in gc.get_objects() if type(each) in PLAIN_TENSORS]
+        low = [each for each in found if each.dtype in LOW_DTYPES]
+        if any(type(each) is nn.Parameter for each in low):
             _asked = in_force()
+        elif not all(map(_is_asked_for, low)):
+            _has_results = in_force()
     return _asked is in_force()
 
 
@@ -161,7 +178,7 @@ def _kept(value: Any, what: str) -> Any:
 
     Where torch itself is that frame, apart from `torch.nn`, it keeps what somebody else has made.
     """
-    global _asked, _warned
+    global _warned
     if type(value) not in PLAIN_TENSORS or value.dtype not in LOW_DTYPES or _is_dynamo_compiling():
         return value
     keeper: Any = sys._getframe(2)
@@ -174,7 +191,7 @@ def _kept(value: Any, what: str) -> Any:
     if is_carried or not has_casts(value.device.type):
         return value
     if _is_asked_for(value):
-        _asked = in_force()
+        _ask()
         return value
     if not _has_asked():
         return widen(value)

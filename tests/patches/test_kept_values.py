@@ -11,6 +11,7 @@ import weakref
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -95,6 +96,13 @@ def gradient() -> Tensor:
     return made.grad
 
 
+def set_to() -> Tensor:
+    made = nn.Parameter(torch.zeros(4, 4))
+    with torch.no_grad():
+        assert made.set_(product()) is made
+    return made
+
+
 def data_of_gradient() -> Tensor:
     made = nn.Parameter(torch.zeros(4, 4))
     made.grad = torch.zeros(4, 4)
@@ -159,6 +167,7 @@ def set_parametrized() -> Tensor:
         buffer_object,
         set_buffer,
         gradient,
+        set_to,
         data_of_gradient,
         assigned_state,
         assigned_buffers,
@@ -316,6 +325,48 @@ def test_to_keep_the_dtype_asks_for_nothing(same: Callable[[Tensor], Tensor]) ->
     """Code for any dtype says so."""
     with hmpx.convert(device_types={"cpu"}):
         assert nn.Parameter(same(product())).dtype is FP32
+
+
+@pytest.mark.parametrize(
+    "follow",
+    [
+        lambda y: torch.ones(4) * y.float().to(y.dtype),
+        lambda y: torch.zeros(4, 4, dtype=y.dtype),
+        lambda y: torch.ones(4, 4).type(y.dtype),
+        lambda y: nn.Linear(4, 4, dtype=y.dtype),
+    ],
+)
+def test_a_dtype_that_is_read_from_a_result_asks_for_no_other_value(
+    follow: Callable[[Tensor], object], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing is upcast that the program names a low dtype for, and nothing else is left low."""
+    with hmpx.convert(device_types={"cpu"}):
+        y = product()
+        monkeypatch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=lambda: [y]))
+        kept = follow(y)
+        assert nn.Parameter(product()).dtype is FP32
+        if isinstance(kept, Tensor) and kept.dtype is BF16:
+            assert nn.Parameter(kept).dtype is BF16
+        assert nn.Parameter(product()).dtype is FP32
+        y.float().bfloat16()
+        with pytest.warns(hmpx.HmpxWarning, match="a parameter is bf16"):
+            assert nn.Parameter(product()).dtype is BF16
+
+
+@pytest.mark.parametrize(
+    "load",
+    [
+        lambda: torch.zeros(4, dtype=torch.int16).view(BF16),
+        lambda: torch.frombuffer(bytearray(8), dtype=torch.uint8)[2:6].view(BF16),
+        lambda: torch.asarray(torch.UntypedStorage(8), dtype=torch.uint8).view(dtype=BF16),
+        lambda: torch.from_numpy(np.zeros(4, np.int16)).cpu().view(BF16),
+        lambda: torch.from_dlpack(torch.zeros(4, dtype=BF16)),
+    ],
+)
+def test_memory_that_is_read_as_a_low_dtype_stays_low(load: Callable[[], Tensor]) -> None:
+    """As loaders of files read it."""
+    with hmpx.convert(device_types={"cpu"}):
+        assert nn.Parameter(load()).dtype is BF16
 
 
 def test_a_layer_of_a_low_dtype_asks() -> None:
