@@ -21,6 +21,8 @@ from .filled import named_after
 def control_flow_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches by which results of branches and bodies have the dtypes that torch expects."""
     for name, settle in (("cond", _cond), ("while_loop", _while_loop)):
+        if not hasattr(torch, name):  # both are prototypes
+            continue
         original = draft.attribute(torch, name)
         wrapper = named_after(original, settle(original), name)
         yield from (Patch(owner, name, wrapper) for owner in (torch, torch._higher_order_ops))
