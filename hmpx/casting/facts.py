@@ -23,6 +23,7 @@ def facts_of(op: str) -> OpFacts:
         updates_if=next(iter(ops.facts("writes_if").get(op, ())), None),
         norm_parameters=frozenset(ops.facts("parameters").get(op, ())),
         mixed_device_types=frozenset(ops.facts("mixed_parameters").get(op, ())),
+        rounds_statistics=op in ops.facts("rounded_running"),
         never_narrows=op in ops.facts("never_narrow"),
         is_view=ops.is_view(op),
         casts_first=op in ops.facts("casts_first"),

@@ -66,6 +66,7 @@ class OpFacts:
             they always are.
         norm_parameters: Names of a norm's weight and bias, which stay fp32 beside a low-precision
             input on ``mixed_device_types``.
+        rounds_statistics: Torch gives running statistics in the input's dtype.
         never_narrows: The op refuses a ``dtype=`` narrower than its input.
         is_view: The op computes nothing.
         casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
@@ -80,6 +81,7 @@ class OpFacts:
     updates_if: str | None = None
     norm_parameters: frozenset[str] = frozenset()
     mixed_device_types: frozenset[str] = frozenset()
+    rounds_statistics: bool = False
     never_narrows: bool = False
     is_view: bool = False
     casts_first: bool = False
@@ -259,7 +261,7 @@ def _norms(recipe: Recipe) -> dict[str, Any]:
             positions = None
     return {
         "statistic_positions": tuple(map(names.index, recipe.site.statistics)),
-        "takes_fp32_statistics": takes_fp32,
+        "takes_fp32_statistics": takes_fp32 and not recipe.facts.rounds_statistics,
         "fp32_positions": positions,
     }
 

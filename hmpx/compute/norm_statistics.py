@@ -37,6 +37,7 @@ class Statistics:
             None if they always are.
         mixed_device_types: Device types whose kernels take fp32 parameters and statistics beside a
             low-precision input. On others all have the input's dtype.
+        are_rounded: Torch's function gives the kernel statistics in the input's dtype.
     """
 
     positions: Mapping[str, int]
@@ -44,6 +45,7 @@ class Statistics:
     first: str
     updates_if: tuple[str, int] | None
     mixed_device_types: frozenset[str]
+    are_rounded: bool
 
     def are_fp32(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether statistics and parameters are fp32 or absent, and the kernel accepts them that way.
@@ -95,9 +97,10 @@ class Statistics:
         if dtype is None or is_below_dispatcher():
             return function(*values, **kwargs)
         is_transformed = transforms() is not None
+        is_upcast = is_transformed or (self.are_rounded and dtype is not first.dtype)
         for where, key in parameters:
             where[key] = CAST[dtype](where[key])
-        if is_transformed:
+        if is_upcast:
             if values:
                 values[0] = CAST[dtype](first)
             else:
@@ -114,19 +117,20 @@ class Statistics:
                 for statistic, copy in copied:
                     # Bypass the version counter, as the kernels do, for gradients still to come.
                     _copy_(statistic if is_transformed else data_of(statistic), copy)
-        return rounded(result, CAST[first.dtype], dtype) if is_transformed else result
+        return rounded(result, CAST[first.dtype], dtype) if is_upcast else result
 
     def _dtype(self, first: Tensor, found: set[torch.dtype]) -> torch.dtype | None:
         """Returns the dtype to cast statistics and parameters to; None if accepted as they are.
 
-        The formulas of torch.func.vmap take no mixed dtypes: there the input is cast to it, too.
+        The formulas of torch.func.vmap take no mixed dtypes: there the input is cast to it, too. So it is
+        where torch's function would round the statistics.
         """
         dtype = first.dtype
         if dtype not in CAST or found <= {dtype}:
             return None
         if dtype not in LOW_DTYPES:
             return dtype
-        if transforms() is not None:
+        if transforms() is not None or self.are_rounded:
             return torch.float32
         if first.device.type not in self.mixed_device_types:
             return dtype

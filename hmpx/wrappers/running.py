@@ -116,6 +116,7 @@ def statistics_of(recipe: Recipe) -> Statistics | None:
         first=recipe.site.parameters.names[0],
         updates_if=None if updates_if is None else (updates_if, position[updates_if]),
         mixed_device_types=recipe.facts.mixed_device_types,
+        are_rounded=recipe.facts.rounds_statistics,
     )
 
 

@@ -430,6 +430,31 @@ def test_running_statistics_are_updated(
         torch.testing.assert_close(each.running_var, expected.running_var, rtol=rtol, atol=0)
 
 
+@pytest.mark.parametrize("legalize", ["always", "never"])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+@pytest.mark.parametrize("kind", [nn.BatchNorm1d, nn.InstanceNorm1d])
+def test_running_statistics_are_kept_in_fp32(
+    kind: Callable[..., nn.Module], dtype: torch.dtype, legalize: str
+) -> None:
+    """Small updates are not lost, nor variances above the largest number of fp16."""
+    data = 2 * normal(16, 4, 12)
+    module = kind(4, track_running_stats=True, momentum=0.002)
+    expected = copy.deepcopy(module)
+    for _ in range(50):
+        expected(data)
+    with hmpx.convert(device_types={"cpu"}, low_precision_type=dtype, legalize=legalize):
+        for _ in range(50):
+            module(data.to(dtype))
+        torch.testing.assert_close(module.state_dict(), expected.state_dict(), rtol=1e-3, atol=1e-3)
+        module.eval().running_var.fill_(90_000)
+        given = (150 * data).to(dtype).requires_grad_()
+        found = module(given)
+        found.sum().backward()
+    assert found.dtype is given.grad.dtype is dtype
+    expected.eval().running_var.fill_(90_000)
+    torch.testing.assert_close(found.float(), expected(150 * data), rtol=0.01, atol=0.01)
+
+
 # --- where it rounds ------------------------------------------------------------------------------
 
 
