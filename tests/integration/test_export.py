@@ -146,6 +146,29 @@ def test_scripts_take_low_precision_tensors(dtype: torch.dtype) -> None:
         function(low, x)
 
 
+class Recurrent(nn.Module):
+    """Takes a state in another dtype than its input."""
+
+    def __init__(self, kind: type[nn.RNNBase]) -> None:
+        super().__init__()
+        self.layer = kind(4, 4)
+
+    def forward(self, x: Tensor, state: Tensor) -> Tensor:
+        return self.layer(x, state)[0]
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit.script:DeprecationWarning")
+@pytest.mark.parametrize("kind", [nn.GRU, nn.RNN])
+def test_scripts_of_recurrent_layers(kind: type[nn.RNNBase]) -> None:
+    script = torch.jit.script(Recurrent(kind))
+    x, state = torch.randn(3, 4), torch.zeros(1, 4)
+    with torch.autocast("cpu", BF16):
+        expected = script(x @ torch.eye(4), state)
+    with hmpx.convert(device_types={"cpu"}):
+        actual = script(x @ torch.eye(4), state)
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
 def test_a_failing_script_leaves_torch_converted() -> None:
     """The patches come back however scripting ends."""
 
