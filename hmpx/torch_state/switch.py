@@ -190,7 +190,7 @@ def is_off() -> bool:
 def partly_off() -> frozenset[str]:
     """Returns the device types whose casts are off, if others are on, and `TO_LOW` if those are off."""
     found = off()
-    return ON if _covers_all(found) else found & (conversions.covered | {TO_LOW})
+    return ON if not found or _covers_all(found) else found & (conversions.covered | {TO_LOW})
 
 
 def has_casts(device_type: str) -> bool:
