@@ -225,11 +225,13 @@ def measure_model(repeats: int, *, training: bool) -> dict[str, float]:
 
 
 def measure_convert() -> dict[str, float]:
-    """Returns milliseconds of the first convert in a process, of later ones, and of revert.
+    """Returns milliseconds of the first convert in a process, of later ones, of revert, and of equal blocks.
 
-    Later, the names that loaded modules took early are searched for in those of transformers too.
+    Later, the names that loaded modules took early are searched for in those of transformers too. Equal
+    blocks are ``with hmpx.convert()`` from the second on, beside a region of torch.autocast, and beside all
+    slots of torch written there and back, which a block can't do without.
     """
-    times = {}
+    times: dict[str, float] = {}
     for name in ("first convert", "later convert", "with transformers"):
         if name == "with transformers":
             importlib.import_module("transformers.models.llama.modeling_llama")
@@ -239,7 +241,26 @@ def measure_convert() -> dict[str, float]:
         start = time.perf_counter()
         hmpx.revert()
         times["revert"] = (time.perf_counter() - start) * 1e3
-    return times
+
+    def block() -> None:
+        with hmpx.convert():
+            pass
+
+    def region() -> None:
+        with torch.autocast("cpu"):
+            pass
+
+    with hmpx.convert() as session:
+        pass
+    kept = session.kept
+    assert kept is not None
+
+    def written() -> None:
+        kept.slots.write(1)
+        kept.slots.write(0)
+
+    found = timing.fastest({"block": block, "slots": written, "autocast region": region}, 1, 300)
+    return times | {name: microseconds / 1e3 for name, microseconds in found.items()}
 
 
 def main() -> None:
@@ -249,7 +270,7 @@ def main() -> None:
     options = parser.parse_args()
     torch.set_num_threads(1)
     converting = measure_convert()
-    print("milliseconds  " + "  ".join(f"{k} {v:.1f}" for k, v in converting.items()))
+    print("milliseconds  " + "  ".join(f"{k} {v:.3g}" for k, v in converting.items()))
     print("\nmicroseconds over raw")
     columns = ("autocast", "pass-through", "disabled", "ruled", "naive", "by hand", "casting")
     print(f"{'op':12}{'raw':>8}" + "".join(f"{c:>14}" for c in columns))

@@ -198,9 +198,14 @@ def native_where_marked(request: pytest.FixtureRequest) -> None:
 
 
 @pytest.fixture(autouse=True)
-def low_parameters_are_hidden(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Hides those of other tests, which say that the program asked for low precision."""
-    monkeypatch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=list))
+def low_parameters_are_hidden() -> Iterator[None]:
+    """Hides those of other tests, which say that the program asked for low precision.
+
+    By a patch of its own, so that those of tests are undone before `torch_is_left_untouched` looks.
+    """
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(kept_values, "gc", types.SimpleNamespace(get_objects=list))
+        yield
 
 
 @pytest.fixture(autouse=True)
@@ -253,7 +258,9 @@ def slow_machine(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 def no_search_for_early_names(monkeypatch: pytest.MonkeyPatch) -> None:
     """Speeds conversions up where no call uses a function taken from torch before, or kept after."""
     monkeypatch.setattr("hmpx.session.steps.early_name_patches", lambda replacements: iter(()))
-    monkeypatch.setattr("hmpx.session.session.taken_name_patches", lambda draft, wrappers: iter(()))
+    monkeypatch.setattr(
+        "hmpx.session.switching.taken_name_patches", lambda draft, wrappers: iter(())
+    )
 
 
 @pytest.fixture

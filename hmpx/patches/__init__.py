@@ -19,7 +19,7 @@ from .numpy_values import numpy_patches
 from .operators import operator_patches
 from .pickling import pickle_patch, retired, retired_name
 from .regions import SCALERS, region_patches
-from .taken_names import note_torchs_modules, standing_for, taken_name_patches
+from .taken_names import function_in, note_torchs_modules, standing_for, taken_name_patches
 
 __all__ = [
     "SCALERS",
@@ -32,6 +32,7 @@ __all__ = [
     "foreign_sites_of",
     "forget_compiled",
     "forget_overrides",
+    "function_in",
     "gradient_patches",
     "held_by_models",
     "held_function_patches",

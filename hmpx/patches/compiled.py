@@ -29,7 +29,9 @@ from ..torch_internals import (
     AOT_GRAPHS,
     CODE_CACHE,
     DYNAMO_FUNCTIONS,
+    DYNAMO_GRAPHS,
     DYNAMO_RULES,
+    DYNAMO_SOURCES,
     INDUCTOR_CONFIG,
     INDUCTOR_CPP,
     INDUCTOR_GRAPHS,
@@ -49,13 +51,16 @@ from .autocast_regions import tracing_patch
 from .partitioned import partition_patches
 
 
-def forget_compiled() -> None:
+def forget_compiled(*, stays: bool = False) -> None:
     """Makes torch.compile trace again, and look up torch's functions anew.
 
     It sets no guard on the wrappers of methods and operators. Whatever it finds under the names of
     torch's functions, which are wrappers now, it puts into the graph as is; they cast when that runs.
+
+    Args:
+        stays: Graphs stay that are guarded by the conversion.
     """
-    forget_traced()
+    forget_traced(keeps_graphs=stays and _are_guarded)
 
 
 def compile_patches(  # noqa: PLR0917  # all that a conversion is
@@ -90,6 +95,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         CODE_CACHE: _tag_keys,
         DYNAMO_FUNCTIONS: _fold_originals,
         DYNAMO_RULES: _know_methods,
+        DYNAMO_GRAPHS: _guard_graphs,
         INDUCTOR_LOWERINGS: _list_originals,
         INDUCTOR_GRAPHS: _lower_originals("GraphLowering"),
         INDUCTOR_SUBGRAPHS: _lower_originals("PointwiseSubgraphLowering"),
@@ -158,6 +164,38 @@ def _know_methods(module: Any) -> None:
 
     vars(knowing)["__hmpx_methods__"] = True
     module.get_tensor_method = functools.cache(knowing)
+
+
+# --- guards ------------------------------------------------------------------------------------
+
+_are_guarded = False  # a graph is used in the conversion that it was traced in, or in none
+
+
+def _guard_graphs(module: Any) -> None:
+    """Makes graphs run in the conversion that they were traced in only, and those of none in none."""
+    global _are_guarded
+    begin = of_later(module.__name__, "OutputGraph.init_ambient_guards")
+    source = of_later(DYNAMO_SOURCES, "GlobalStateSource")
+    if begin is None or source is None or hasattr(begin, "__hmpx_guards__"):
+        return
+
+    @functools.wraps(begin)
+    def guarding(self: Any) -> None:
+        begin(self)
+        self.guards.add(source().make_guard(_conversion_guard))
+
+    vars(guarding)["__hmpx_guards__"] = True
+    module.OutputGraph.init_ambient_guards = guarding
+    _are_guarded = True
+
+
+def _conversion_guard(builder: Any, guard: Any) -> None:
+    decides = torch_state.decided()
+    builder.guard_manager.root.add_lambda_guard(
+        lambda scope: torch_state.decided() is decides,
+        ["hmpx: the conversion in force"],
+        guard.user_stack,
+    )
 
 
 # --- kernels -----------------------------------------------------------------------------------

@@ -40,7 +40,7 @@ def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
     """
     found: dict[int, Callable[..., Any]] = {}
     for done in applied:
-        value, before = _function(done.patch.value), unwrapped(_function(done.previous))
+        value, before = function_in(done.patch.value), unwrapped(function_in(done.previous))
         is_name = isinstance(done.patch, Patch) and not done.patch.is_foreign
         is_function = type(value) is types.FunctionType and isinstance(before, _FUNCTIONS)
         if is_name and is_function and "__hmpx_site__" not in vars(value):
@@ -53,7 +53,7 @@ def standing_for(applied: Iterable[Applied]) -> dict[int, Callable[..., Any]]:
     return found
 
 
-def _function(value: Any) -> Any:
+def function_in(value: Any) -> Any:
     """Returns the function in a method, or in a partial; another value as it is."""
     if isinstance(value, functools.partial):
         return value.func
@@ -79,5 +79,7 @@ def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> 
     in_torch = [in_module(module, functions, set()) for module in later]
     for patch in itertools.chain(early_name_patches(functions), *in_torch):
         value = draft.read(patch)
-        if value is patch.read() or id(_function(value)) in functions:  # else the draft restores it
+        if (
+            value is patch.read() or id(function_in(value)) in functions
+        ):  # else the draft restores it
             yield patch

@@ -13,7 +13,8 @@ from .converting import (
     revert,
     unconverted,
 )
-from .session import Session, current
+from .session import Session
+from .switching import current
 
 __all__ = [
     "Session",

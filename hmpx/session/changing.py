@@ -57,8 +57,12 @@ def paused_gc() -> Iterator[None]:
         restore()
 
 
-def forget_what_is_cached() -> None:
-    """Makes torch look anew at its functions, which have changed."""
+def forget_what_is_cached(*, stays: bool = False) -> None:
+    """Makes torch look anew at its functions, which have changed.
+
+    Args:
+        stays: Graphs that a conversion made stay for the next one, which is the same.
+    """
     torch_state.forget_modules()
-    forget_compiled()
+    forget_compiled(stays=stays)
     forget_overrides()

@@ -21,7 +21,8 @@ from ..policy import LowType, Policy, PolicySource
 from ..registry import exclusive, hold_off_forks
 from . import request
 from .messages import warn_of_absent
-from .session import Session, current, switch_to
+from .session import Session
+from .switching import current, forget_left, left_one, switch_to
 
 if TYPE_CHECKING:
     from ..number_formats import Format
@@ -106,51 +107,72 @@ def convert(
         >>> torch.nn.functional.linear(x, weight).dtype
         torch.float32
     """
+    given = {
+        "bf16_file_path": bf16_file_path,
+        "fp32_file_path": fp32_file_path,
+        "verbose": isVerbose,
+        "too_many": too_many,
+        "fp16_file_path": fp16_file_path,
+        "opt_level": opt_level,
+        "low_precision_type": low_precision_type,
+        "lists": lists,
+        "policy": policy,
+        "device_types": device_types,
+        "strict": strict,
+        "legalize": legalize,
+        "reuse_casts": reuse_casts,
+        "keep_weight_casts": keep_weight_casts,
+        "rounding": rounding,
+        "overflow": overflow,
+        "round_gradients": round_gradients,
+    }
+    said = request.plain(given)
+    taken: list[Session | None] = [None]
+    try:
+        session = None if said is None else _put_back(said, taken)
+        if session is None:
+            session = _converted(given, taken)
+            session.said = said
+        session.entrance.renew()
+        return session  # from here on, `with` ends it
+    except BaseException:
+        if taken[0] is not None:
+            taken[0].end_block([taken[0]])
+        raise
+
+
+@exclusive
+def _put_back(said: dict[str, Any], taken: list[Session | None]) -> Session | None:
+    """Returns the session that a block has left, in force again, if it was asked for with the same arguments."""
+    session = left_one(lambda session: session.said == said)
+    if session is not None:
+        taken[0] = session
+        switch_to(session)
+    return session
+
+
+def _converted(given: dict[str, Any], taken: list[Session | None]) -> Session:
+    """Returns the session in force after `convert` with these arguments."""
     lock = threading.RLock()
     with lock:
         hold_off_forks(lock)  # for what is imported and read the first time
         torch_internals.check()
-        asked = request.checked(
-            bf16_file_path,
-            fp32_file_path,
-            isVerbose,
-            too_many,
-            fp16_file_path=fp16_file_path,
-            opt_level=opt_level,
-            low_precision_type=low_precision_type,
-            lists=lists,
-            policy=policy,
-            device_types=device_types,
-            strict=strict,
-            legalize=legalize,
-            reuse_casts=reuse_casts,
-            keep_weight_casts=keep_weight_casts,
-            rounding=rounding,
-            overflow=overflow,
-            round_gradients=round_gradients,
-        )
+        asked = request.checked(**given)
         if asked.verbose == "hmp":
-            announce_conversion(opt_level)
-        taken: list[Session | None] = [None]
-        try:
-            session = _put_in_force(
-                asked.policy, asked.device_types, asked.options, asked.verbose, taken
+            announce_conversion(given["opt_level"])
+        session = _put_in_force(
+            asked.policy, asked.device_types, asked.options, asked.verbose, taken
+        )
+        if given["device_types"] is None and "cpu" not in asked.device_types:
+            found = " and ".join(sorted(asked.device_types))
+            LOGGER.info(
+                "casting on %s: tensors on the CPU are not cast; "
+                'convert(device_types={"cpu"}) casts those',
+                found,
             )
-            if device_types is None and "cpu" not in asked.device_types:
-                found = " and ".join(sorted(asked.device_types))
-                LOGGER.info(
-                    "casting on %s: tensors on the CPU are not cast; "
-                    'convert(device_types={"cpu"}) casts those',
-                    found,
-                )
-            if device_types is not None:
-                warn_of_absent(asked.device_types)
-            session.entrance.renew()
-            return session  # from here on, `with` ends it
-        except BaseException:
-            if taken[0] is not None:
-                taken[0].end_block([taken[0]])
-            raise
+        if given["device_types"] is not None:
+            warn_of_absent(asked.device_types)
+        return session
 
 
 def checked_policy(**options: Any) -> Policy:
@@ -227,6 +249,7 @@ def _put_in_force(
     session = Session(policy, device_types, options, verbose, before)
     if verbose:
         show_log()
+    session = left_one(session.equals) or session
     if before is not None and before.answers(session, taken):
         return before
     taken[0] = session
@@ -247,6 +270,7 @@ def revert() -> None:
     session = current()
     if session is not None:
         session.revert()
+    forget_left()
 
 
 @contextlib.contextmanager

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
+
+import torch
 
 from .. import arguments
 from ..arguments import is_a
@@ -20,6 +23,7 @@ from ..policy import (
     policy_request,
     read_source,
     requested_policy,
+    set_names,
 )
 from ..rules import all_rules
 from ..tensors import parse_device_types
@@ -106,6 +110,27 @@ def checked(
         verbose=is_verbose,
         options=options,
     )
+
+
+def plain(given: Mapping[str, object]) -> dict[str, object] | None:
+    """Returns `convert`'s arguments, to be compared with later ones; None if they don't say all.
+
+    They may name files, or formats that are registered, whose content may change.
+    """
+    said = dict(given)
+    if type(said["device_types"]) is set:
+        said["device_types"] = frozenset(said["device_types"])
+    names_none = type(said["low_precision_type"]) is not str
+    names_none &= said["lists"] is None or said["lists"] in _sets()
+    is_plain = all(type(each) in _PLAIN for each in said.values()) and not any(
+        map(said.get, _FILES)
+    )
+    return said if is_plain and names_none else None
+
+
+_sets: Final = functools.cache(set_names)
+_PLAIN: Final = {str, bool, type(None), frozenset, tuple, torch.dtype, Policy}
+_FILES: Final = ("too_many", "bf16_file_path", "fp32_file_path", "fp16_file_path")
 
 
 def _rounded_gradients(value: object) -> bool | Format:

@@ -8,8 +8,6 @@ before the new one comes, and calls in other threads would find torch without ei
 from __future__ import annotations
 
 import dataclasses
-import sys
-import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -19,21 +17,20 @@ import torch
 from .. import compute, torch_state
 from ..blocks import Entered, Entrance
 from ..casting import Options
-from ..errors import HmpxWarning
 from ..observers import ATTACHED, Attached, log_observer
-from ..patches import early_name_patches, is_renewed, missed, retired, taken_name_patches
+from ..patches import early_name_patches, is_renewed, missed, retired
 from ..patching import Change, Draft, Patch
 from ..policy import Policy
 from ..registry import eventually, exclusive
-from ..rules import RULES, Registered, all_rules
-from ..wrappers import in_force, put_in_use, retirements
-from .changing import alone, forget_what_is_cached, paused_gc
-from .installation import Installation
-from .messages import log_what_models_keep, said_of, say, warn_of_unmatched
+from ..rules import Registered, all_rules
+from ..wrappers import in_force, put_in_use
+from .changing import alone, forget_what_is_cached
+from .installation import Installation, has_history
+from .kept import IS_COUNTED, Kept, Put
+from .messages import say, warn_of_unmatched
 from .policy_patches import Conversion, Foreign, cast_originals, replacements
 from .steps import Callbacks, StepContext, draft_steps
-
-_current: Session | None = None
+from .switching import current, switch_to
 
 
 class Session(Entered):
@@ -46,6 +43,8 @@ class Session(Entered):
         device_types: The device types whose tensors are cast.
         options: How ops compute.
         histories: The amaxes that formats with a history have seen in earlier training steps.
+        said: The arguments of `convert`, if they say all and name no file.
+        kept: What it has put into torch, prepared for an equal one.
 
     Example:
         >>> session = hmpx.convert(device_types={"cpu"})
@@ -76,6 +75,10 @@ class Session(Entered):
         self._is_entered = self._is_left = False
         self.entrance = Entrance(weakref.ref(self))
         self._converts = 1  # `convert` calls that this session answers
+        self.said: dict[str, Any] | None = None
+        self._decided: tuple[object, ...] = ()
+        self._put: Put | None = None
+        self.kept: Kept | None = None
 
     @property
     def rules(self) -> tuple[Registered, ...]:
@@ -85,7 +88,7 @@ class Session(Entered):
     @exclusive
     def revert(self) -> None:
         """Undoes the conversion; does nothing if it is no longer in force."""
-        if self is _current:
+        if self is current():
             switch_to(None)
 
     def missed(self) -> Iterator[tuple[str, Callable[..., Any]]]:
@@ -113,11 +116,11 @@ class Session(Entered):
             previous is not None and previous._is_left
         ):  # blocks may overlap, as those of tasks do
             previous = previous._previous
-        if self is _current:
-            switch_to(previous)
+        if self is current():
+            switch_to(previous, is_kept=previous is None)
 
     def __repr__(self) -> str:
-        state = "in force" if self is _current else "not in force"
+        state = "in force" if self is current() else "not in force"
         from ..policy import policy_line  # what only people read
 
         made = policy_line(
@@ -135,14 +138,16 @@ class Session(Entered):
 
     def answers(self, other: Session, taken: list[Session | None]) -> bool:
         """Whether this session equals ``other``. If so, ``taken`` gets it and one more exit ends it."""
-        if self._settings() != other._settings():
+        if not self.equals(other):
             return False
         taken[0] = self  # no call follows, so no signal comes between the two lines
         self._converts += 1
         return True
 
-    def _settings(self) -> tuple[object, ...]:
-        return *self._decides(self.rules), self._verbose
+    def equals(self, other: Session) -> bool:
+        """Whether both convert alike."""
+        mine, others = self._decides(self.rules), other._decides(other.rules)
+        return mine == others and self._verbose == other._verbose
 
     def arguments(self) -> dict[str, Any]:
         """Returns the arguments of `restore` for a conversion like this one."""
@@ -153,13 +158,31 @@ class Session(Entered):
             "verbose": self._verbose,
         }
 
+    def _can_be_kept(self, installed: Installation) -> bool:
+        """Whether an equal conversion that follows may be this one: it would be told the same."""
+        is_told = self._verbose or installed.observers or installed.rules
+        return IS_COUNTED and not (is_told or has_history(self.policy, self.options))
+
+    def to_keep(self) -> Kept | None:
+        """Returns what to keep of this conversion where it is left; None if it can't be."""
+        installed = self._installation
+        if self._put is None:
+            return None
+        forget_what_is_cached(stays=True)  # which has references to wrappers
+        if self.kept is None or self.kept.installation is not installed:
+            self.kept = Kept(installed, self._put)
+        return self.kept if self.kept.slots.hold() else None
+
     def _conversion(self, observers: tuple[Attached, ...]) -> Conversion:
         return Conversion(self.policy, self.device_types, self.options, observers)
 
     def _decides(self, asked: tuple[Registered, ...]) -> tuple[object, ...]:
         """Returns everything that results of calls depend on while these rules are asked."""
         functions = asked, compute.LOWERINGS.value
-        return self.policy, self.device_types, self.options, *functions
+        now = self.policy, self.device_types, self.options, *functions
+        if now != self._decided:  # else the same object, which graphs compare
+            self._decided = now
+        return self._decided
 
     def _draft(self, draft: Draft, replaced: Installation) -> Installation:
         """Drafts all patches of this session; changes nothing.
@@ -205,6 +228,8 @@ class Session(Entered):
         """Applies more patches, with the wrappers ``made`` in them, while the session is in force."""
         installed = self._installation
         kept = [done for done in installed.applied if not is_renewed(done.patch)]
+        if made or len(kept) < len(installed.applied):
+            draft.apply([Patch(self, "_put", None)])  # there are other references
         extended = dataclasses.replace(
             installed,
             applied=(*kept, *draft.apply(patches)),
@@ -217,14 +242,14 @@ class Session(Entered):
     @eventually
     @alone
     def _add(self, patch: Patch) -> None:
-        if self is _current:
+        if self is current():
             self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
 
     @eventually
     @alone
     def _follow(self, names: Collection[str], module: object) -> None:
         """Wraps those ops of other libraries that have come with ``module``."""
-        if self is not _current:
+        if self is not current():
             return
         draft, installed = Draft(), self._installation
         conversion = self._conversion(installed.observers)
@@ -243,7 +268,7 @@ class Session(Entered):
     @exclusive
     @alone
     def _note_modules(self) -> None:
-        if self is _current and not self._installation.notes_modules:
+        if self is current() and not self._installation.notes_modules:
             draft = Draft()
             patches = torch_state.module_patches(draft, self._warn_of_unmatched)
             self._extend(draft, patches, notes_modules=True)
@@ -275,73 +300,3 @@ class Session(Entered):
         if not self._has_warned:
             self._has_warned = True
             warn_of_unmatched(self.policy, root)
-
-
-def current() -> Session | None:
-    """Returns the session in force, or None."""
-    return _current
-
-
-@alone
-def switch_to(session: Session | None) -> None:
-    """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing.
-
-    All that changes is drafted first. Wrappers of the session before are retired last, so that calls
-    in other threads find the old ones or the new ones, and never torch without any.
-    """
-    old = _current
-    replaced = Installation() if old is None else old._installation
-    with paused_gc():
-        draft = Draft()
-        covered = draft.undo(replaced.applied)
-        if session is not None:
-            installation = session._draft(draft, replaced)
-            draft.apply([Patch(session, "_installation", installation)])
-        if old is not None and old is not session:
-            draft.apply([Patch(old, "_installation", Installation(rules=replaced.rules))])
-            if not old._is_entered:  # nobody will go back to what was before it
-                draft.apply([Patch(old, "_previous", None)])
-        epoch = torch_state.in_force()
-        if (old is None) != (session is None):
-            torch_state.forget_lost_regions()
-            epoch = None if session is None else object()
-        decides = None if session is None else session._decides(installation.rules)
-        device_types = frozenset() if session is None else session.device_types
-        torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
-        draft.apply(torch_state.conversion_patches(epoch, decides, device_types))
-        draft.apply([Patch(sys.modules[__name__], "_current", session)])
-        kept = () if session is None else installation.wrappers
-        if session is None:
-            draft.apply(taken_name_patches(draft, [*retired(), *replaced.wrappers]))
-        draft.apply(retirements(replaced.wrappers, kept))
-        said = said_of(covered)
-
-        def finish() -> None:
-            forget_what_is_cached()
-            if said and session is not None:  # an error that this is made into undoes the change
-                warnings.warn(said, HmpxWarning, stacklevel=7)
-            if session is not None and session is not old:
-                say(session._said)
-                if session._verbose:
-                    log_what_models_keep(cast_originals(session._installation.wrappers))
-
-        try:
-            draft.make(finish)
-        except BaseException:
-            forget_what_is_cached()
-            raise
-    if session is None:
-        torch_state.end_conversion()
-        if said:  # last: the change holds, even if this is made into an error
-            warnings.warn(said, HmpxWarning, stacklevel=6)
-
-
-@exclusive
-def _rules_changed() -> None:
-    if _current is not None:
-        switch_to(_current)
-
-
-RULES.followed_by(_rules_changed)
-compute.LOWERINGS.followed_by(_rules_changed)
-ATTACHED.followed_by(_rules_changed)

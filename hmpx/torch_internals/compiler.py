@@ -196,13 +196,14 @@ _eval_frame = rely_on(
 )
 
 
-def forget_traced() -> None:
-    """Makes torch.compile trace again, and look up torch's functions anew."""
+def forget_traced(*, keeps_graphs: bool = False) -> None:
+    """Makes torch.compile trace again, unless it keeps its graphs, and look up torch's functions anew."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not completely
         return
-    with _counting_without_driver():
-        dynamo.reset()
+    if not keeps_graphs:
+        with _counting_without_driver():
+            dynamo.reset()
     if hasattr(dynamo.trace_rules, "clear_lru_cache"):
         dynamo.trace_rules.clear_lru_cache()
 

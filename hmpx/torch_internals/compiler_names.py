@@ -21,6 +21,7 @@ INDUCTOR_SUBGRAPHS: Final = "torch._inductor.subgraph_lowering"
 DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
 DYNAMO_RULES: Final = "torch._dynamo.trace_rules"
 DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
+DYNAMO_GRAPHS: Final = "torch._dynamo.output_graph"
 DYNAMO_GUARDS: Final = "torch._dynamo.guards"
 DYNAMO_SOURCES: Final = "torch._dynamo.source"
 DYNAMO_VARIABLES: Final = "torch._dynamo.variables"
@@ -102,6 +103,11 @@ LATER: Final[dict[str, Later]] = {
         ("InstructionTranslatorBase.step",),
         "torch.compile is refused with them",
     ),
+    DYNAMO_GRAPHS: Later(
+        "graphs that stay over conversions",
+        ("OutputGraph.init_ambient_guards",),
+        "each conversion compiles again",
+    ),
     DYNAMO_GUARDS: Later(
         "guards of compiled graphs",
         ("install_guard", "GuardBuilder.EQUALS_MATCH"),
@@ -109,7 +115,7 @@ LATER: Final[dict[str, Later]] = {
     ),
     DYNAMO_SOURCES: Later(
         "sources of guards",
-        ("AttrSource", "GlobalSource"),
+        ("AttrSource", "GlobalSource", "GlobalStateSource"),
         "torch.compile is refused with sections by module",
     ),
     DYNAMO_VARIABLES: Later(

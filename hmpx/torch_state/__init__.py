@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .conversions import conversion, conversion_patches, in_force, is_covered
+from .conversions import conversion, conversion_patches, decided, in_force, is_covered
 from .disabling import (
     apart,
     disable_casts,
@@ -62,6 +62,7 @@ __all__ = [
     "conversion",
     "conversion_patches",
     "count_autocast",
+    "decided",
     "disable_casts",
     "end_conversion",
     "forget_lost_regions",

@@ -28,6 +28,11 @@ def in_force() -> object | None:
     return epoch
 
 
+def decided() -> object | None:
+    """Returns the object that identifies how the conversion in force treats calls."""
+    return decides
+
+
 def conversion() -> tuple[object, object] | None:
     """Returns a value that stays equal while calls compute the same; None without a conversion.
 

@@ -62,6 +62,8 @@ def reserve_marks(device_types: frozenset[str]) -> None:
 
     This goes as far as bits last: autocast knows more device types than a machine has devices of.
     """
+    if device_types <= _marks.keys():
+        return
     accelerator = torch.accelerator.current_accelerator()
     here = {"cpu", "" if accelerator is None else accelerator.type}
     free = [

@@ -7,7 +7,14 @@ from .making import make_wrapper, make_wrapper_where_lacking, only_looks_up
 from .observed import make_observed_wrapper
 from .overriding import hands_over
 from .retiring import in_force
-from .sharing import put_in_use, retirements, shared_where_lacking
+from .sharing import (
+    put_in_use,
+    references,
+    references_of_others,
+    retirements,
+    shared_where_lacking,
+    used_as_now,
+)
 
 __all__ = [
     "Maker",
@@ -19,6 +26,9 @@ __all__ = [
     "make_wrapper_where_lacking",
     "only_looks_up",
     "put_in_use",
+    "references",
+    "references_of_others",
     "retirements",
     "shared_where_lacking",
+    "used_as_now",
 ]

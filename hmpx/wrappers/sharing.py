@@ -6,6 +6,7 @@ with its conversion, as others are, and put back in use by the next one.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Collection, Iterable
 from typing import Any, Final, NamedTuple
 
@@ -15,11 +16,12 @@ from .retiring import Retirement, retirement
 
 
 class _Shared(NamedTuple):
-    """A wrapper, and what it was made of."""
+    """A wrapper, what it was made of, and the references to it when nobody had it."""
 
     wrapper: Callable[..., Any]
     original: Callable[..., Any]
     lacking: Lacking | None
+    references: int
 
 
 #: ``id`` of torch's function, op, call site, whether it looks up -> its wrapper.
@@ -51,18 +53,30 @@ def shared_where_lacking(
     key = id(original), op, site, looks_up
     found = _shared.get(key)
     if found is not None and found.lacking is lacking:
+        vars(found.wrapper)["__hmpx_kept__"] = references((found.wrapper,))[0] - found.references
         return found.wrapper
     wrapper = make()
     if wrapper is not None:
         wrapper.__hmpx_retirement__ = retirement(wrapper)  # type: ignore[attr-defined]
-        wrapper.__hmpx_use__ = _as_now(wrapper)  # type: ignore[attr-defined]
+        wrapper.__hmpx_use__ = used_as_now(wrapper)  # type: ignore[attr-defined]
         if len(_shared) >= _MOST:
             _shared.clear()
-        _shared[key] = _Shared(wrapper, original, lacking)
+        (count,) = references((wrapper,))  # this name is the reference that `_Shared` is above
+        _shared[key] = _Shared(wrapper, original, lacking, count)
     return wrapper
 
 
-def _as_now(wrapper: Callable[..., Any]) -> Retirement:
+def references(objects: tuple[Any, ...]) -> tuple[int, ...]:
+    """Returns how many references there are to each, that of ``objects`` included."""
+    return tuple(map(sys.getrefcount, objects))
+
+
+def references_of_others(wrappers: Iterable[Callable[..., Any]]) -> list[int]:
+    """Returns how many references to each there were before the conversion that is being drafted."""
+    return [vars(each).get("__hmpx_kept__", 0) for each in wrappers]
+
+
+def used_as_now(wrapper: Callable[..., Any]) -> Retirement:
     """Returns the patch that gives ``wrapper`` its present name and variables again."""
     patch = Retirement(wrapper, ("", "", ()))
     return Retirement(wrapper, patch.read())

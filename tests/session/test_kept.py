@@ -1,0 +1,267 @@
+"""Equal blocks one after another: the conversion stays prepared, and nobody sees that."""
+
+from __future__ import annotations
+
+import gc
+import pickle
+import signal
+import sys
+import time
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch._dynamo
+import torch.nn.functional as F
+from torch._dynamo.testing import CompileCounter
+
+import hmpx
+from hmpx import patching
+from hmpx.session import switching as sessions
+from tests.conftest import differences, namespaces
+
+BF16, FP32 = torch.bfloat16, torch.float32
+X = torch.ones(2, 2)
+
+
+def block(**options: Any) -> hmpx.Session:
+    return hmpx.convert(device_types={"cpu"}, **options)
+
+
+def prepared() -> None:
+    """Leaves a block that the next one can be."""
+    with block():
+        pass
+    assert is_prepared()
+
+
+def is_prepared() -> bool:
+    left = sessions._left
+    return left is not None and left.kept is not None and left.kept.is_as_left()
+
+
+def wrappers() -> list[Callable[..., Any]]:
+    found = {
+        id(each): each
+        for names in namespaces().values()
+        for each in names.values()
+        if "__hmpx_site__" in getattr(each, "__dict__", {})
+    }
+    return list(found.values())
+
+
+def is_retired(wrapper: Any) -> bool:
+    return wrapper.__module__ == "hmpx.patches.pickling"
+
+
+@pytest.fixture
+def module() -> Iterator[Any]:
+    made = types.ModuleType("a_module")
+    sys.modules["a_module"] = made
+    yield made
+    del sys.modules["a_module"]
+
+
+def test_an_equal_block_has_the_same_wrappers_and_torch_is_as_it_was_between() -> None:
+    before = namespaces()
+    policy = hmpx.Policy.from_ops(low=["linear"])
+    seen: dict[int, list[Any]] = {}
+    for _ in range(3):
+        for at, options in enumerate(({}, {}, {"policy": policy}, {"policy": policy})):
+            with block(**options):
+                assert F.linear(X, X).dtype is BF16
+                seen.setdefault(at, []).append(F.linear)
+            assert differences(before) == []
+            assert F.linear(X, X).dtype is FP32
+            assert not hmpx.is_converted()
+        assert seen[0][-1] is seen[1][-1]
+        assert seen[2][-1] is seen[3][-1]
+
+
+def test_wrappers_that_somebody_has_kept_are_retired_and_no_others() -> None:
+    """At the first leave and at later ones; those that conversions share, too."""
+    with block():
+        shared = [each for each in wrappers() if "__hmpx_use__" in vars(each)]
+    assert len(shared) > 100
+    assert all(map(is_retired, shared))
+    hmpx.revert()
+    for _ in range(3):
+        with block():
+            counted = len(wrappers())
+        left = sessions._left
+        assert left is not None
+        assert left.kept is not None
+        inside = left.kept.installation.wrappers
+        retired = {id(each) for each in inside if is_retired(each)}
+        assert retired >= set(map(id, shared)) & set(map(id, inside))
+        assert len(retired) <= len(shared) + 2  # that hmpx has within others
+    del shared, left, inside
+    for _ in range(2):
+        with block():
+            kept = wrappers()
+            assert not any(map(is_retired, kept))
+        assert len(kept) == counted
+        assert all(map(is_retired, kept))
+        del kept
+    with block():
+        linear, mm = F.linear, torch.mm
+    assert linear(X, X).dtype is FP32
+    assert pickle.loads(pickle.dumps(mm)) is mm
+    with block():
+        assert linear is F.linear
+        assert linear(X, X).dtype is BF16
+
+
+def test_names_that_are_taken_between_blocks_or_in_one_are_found(module: Any) -> None:
+    for first, second in ((F.gelu, F.linear), (F.linear, torch.softmax), (torch.mm, F.gelu)):
+        module.first = first
+        module.functions = {"second": second}
+        with block():
+            assert module.first is not first
+            assert module.functions["second"].__wrapped__ is second
+            module.taken = torch.matmul
+            module.script = torch.jit.script
+        assert module.first is first
+        assert module.functions["second"] is second
+        assert module.taken is torch.matmul
+        assert module.script is torch.jit.script
+    module.taken = None
+
+
+def test_what_somebody_else_puts_into_torch_between_blocks_is_wrapped() -> None:
+    prepared()
+    original = F.linear
+
+    def theirs(*args: Any) -> torch.Tensor:
+        return original(*args) + 1
+
+    F.linear = theirs
+    try:
+        with block():
+            assert torch.equal(F.linear(X, X), torch.full((2, 2), 3, dtype=BF16))
+        assert F.linear is theirs
+    finally:
+        F.linear = original
+    with pytest.warns(hmpx.HmpxWarning, match="torch.mm"), block():
+        wrapped, torch.mm = torch.mm, theirs
+    assert torch.mm is theirs
+    torch.mm = wrapped.__wrapped__  # type: ignore[attr-defined]
+
+
+def test_modules_and_rules_that_come_between_blocks_count(module: Any) -> None:
+    prepared()
+    sys.modules["b_module"] = types.ModuleType("b_module")
+    try:
+        assert not is_prepared()
+        with block():
+            pass
+        assert is_prepared()
+    finally:
+        del sys.modules["b_module"]
+    hmpx.register_rule("linear", lambda call: hmpx.DENY)
+    try:
+        with block():
+            assert F.linear(X, X).dtype is FP32
+    finally:
+        hmpx.unregister_rule("linear")
+    with block():
+        assert F.linear(X, X).dtype is BF16
+
+
+def test_revert_lets_the_prepared_conversion_go() -> None:
+    hmpx.revert()
+    gc.collect()
+    gc.disable()
+    try:
+        with block():
+            found = [weakref.ref(each) for each in (F.linear, torch.softmax, torch.Tensor.mm)]
+        assert None not in [each() for each in found]
+        hmpx.revert()
+        assert [each() for each in found] == [None] * 3
+    finally:
+        gc.enable()
+
+
+@pytest.mark.usefixtures("fresh_dynamo")
+def test_graphs_stay_with_the_conversion_that_they_were_traced_in() -> None:
+    counter = CompileCounter()
+
+    @torch.compile(backend=counter)
+    def step(x: torch.Tensor) -> torch.Tensor:
+        return x @ x
+
+    for _ in range(2):
+        with block():
+            pass
+    for _ in range(4):
+        with block():
+            assert step(X).dtype is BF16
+            with hmpx.disable_casts():
+                assert step(X).dtype is FP32
+        assert step(X).dtype is FP32
+    assert counter.frame_count == 3
+    with block(policy=hmpx.Policy.from_ops(fp32=["matmul"])):
+        assert step(X.bfloat16()).dtype is FP32
+
+
+class Stop(BaseException):
+    """What a signal raises."""
+
+
+@pytest.mark.parametrize("at", range(0, 60, 3))
+def test_an_exception_while_slots_are_written_leaves_one_state_or_the_other(
+    at: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    prepared()
+    before, left = namespaces(), at
+
+    def interrupted(patch: Any, value: Any, write: Any = patching._write) -> None:
+        nonlocal left
+        left -= 1
+        write(patch, value)
+        if left == 0:
+            raise Stop
+
+    monkeypatch.setattr(patching, "_write", interrupted)
+    try:
+        with block():
+            assert F.linear(X, X).dtype is BF16
+    except Stop:
+        pass
+    monkeypatch.undo()
+    assert not hmpx.is_converted() or left <= 0
+    hmpx.revert()
+    assert differences(before) == []
+    with block():
+        assert F.linear(X, X).dtype is BF16
+    assert differences(before) == []
+
+
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this platform has no timers")
+def test_a_signal_at_any_time_leaves_torch_as_it_was() -> None:
+    prepared()
+    before = namespaces()
+
+    def stop(*args: object) -> None:
+        raise Stop
+
+    earlier = signal.signal(signal.SIGALRM, stop)
+    try:
+        for n in range(40):
+            signal.setitimer(signal.ITIMER_REAL, 1e-4 + 7e-5 * n)
+            try:
+                end = time.perf_counter() + 5e-3
+                while time.perf_counter() < end:
+                    with block():
+                        pass
+            except Stop:
+                pass
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            assert not hmpx.is_converted()
+            assert differences(before) == []
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, earlier)
