@@ -180,7 +180,6 @@ class FirstStep:
         os.environ["TORCHINDUCTOR_CACHE_DIR"] = self._folder.name
         os.environ["TORCHINDUCTOR_FORCE_DISABLE_CACHES"] = "1"
         os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
-        os.environ["HMPX_KERNELS"] = "wait"
         torch.manual_seed(0)
         self._model, self._tokens = overhead.TinyGPT(), torch.randint(0, 32, (1, 4))
         self._compiled = torch.compile(self._loss, backend=backend)

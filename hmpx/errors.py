@@ -49,10 +49,6 @@ class PlanError(HmpxError):
     """A step can't be planned: the model needs values, or can't be copied."""
 
 
-class KernelsError(HmpxError):
-    """Compiled kernels can't be built, kept or loaded; rounding by torch ops needs none."""
-
-
 class TorchError(HmpxError):
     """The installed torch is not one that hmpx can work with."""
 

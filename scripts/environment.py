@@ -41,7 +41,9 @@ def prepare(extra: str) -> None:
     if not Path(program("python")).exists():
         print(f"Making {VENV}", flush=True)
         make(VENV)
-    sources = (ROOT / "pyproject.toml", CONSTRAINTS)
+    # What is compiled when hmpx is installed.
+    kernels = sorted((ROOT / "hmpx" / "number_formats" / "kernels").glob("*.[ch]"))
+    sources = (ROOT / "pyproject.toml", ROOT / "hatch_build.py", CONSTRAINTS, *kernels)
     state = hashlib.sha256(b"".join(path.read_bytes() for path in sources)).hexdigest()
     stamp = VENV / f"installed-{extra}.txt"
     if stamp.exists() and stamp.read_text(encoding="utf-8") == state:

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from .. import compute, session, torch_internals
+from .. import compute, number_formats, session, torch_internals
 from ..errors import said_by, shown
 from ..version import TESTED_TORCH, __version__
 from . import functions, output
@@ -79,6 +79,7 @@ def run(options: argparse.Namespace) -> int:
                 device_type: _capabilities(device_type, low_type)
                 for device_type in sorted(active.device_types)
             },
+            "kernels": _kernels(),
             "modules": options.modules,
             "uncast": [{"place": place, "function": repr(each)} for place, each in missed],
         }
@@ -93,6 +94,11 @@ def _show(
 ) -> int:
     lines = json.dumps(found, indent=1).splitlines() if options.json else text(found)
     return output.show(lines, status=int(status))
+
+
+def _kernels() -> dict[str, str | None]:
+    found = number_formats.kernels_in_use()
+    return {"path": None if found.path is None else str(found.path), "fault": found.fault}
 
 
 def _versions() -> dict[str, Any]:
@@ -162,6 +168,9 @@ def _lines(found: dict[str, Any]) -> Iterator[str]:
     yield _head(found)
     yield _summary(found["parts"])
     yield f"casts tensors on: {', '.join(found['devices'])}"
+    kernels = found["kernels"]
+    why = kernels["fault"] or "HMPX_KERNELS=off"
+    yield f"compiled kernels of number formats: {kernels['path'] or f'none, torch ops round: {why}'}"
     for device_type, known in found["devices"].items():
         yield from _capability_lines(device_type, found["low_precision_type"], known)
     for each in found["uncast"]:

@@ -13,11 +13,11 @@ from typing import Final
 
 from .. import __version__
 from ..errors import HmpxError, HmpxWarning, suggestion
-from . import bench, check, completion, doctor, kernels, ops, output, plan, report, run, tune
+from . import bench, check, completion, doctor, ops, output, plan, report, run, tune
 
 #: In the order in which ``hmpx --help`` lists them.
 _COMMANDS: Final = (
-    run, report, bench, plan, tune, check, ops, doctor, kernels, completion,
+    run, report, bench, plan, tune, check, ops, doctor, completion,
 )  # fmt: skip
 
 

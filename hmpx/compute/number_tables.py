@@ -31,7 +31,7 @@ def _run_numbers() -> Tensor:
 
 def _run(x: Tensor, values: Tensor) -> Tensor:
     with without_casts():
-        x, kernels = _dense(x), bfloat16_kernels(_MANY)
+        x, kernels = _dense(x), bfloat16_kernels()
         if kernels is None:
             return _found(x, values)
         return kernels.look_up(x, torch.empty_like(x), values)
@@ -39,7 +39,7 @@ def _run(x: Tensor, values: Tensor) -> Tensor:
 
 def _run_scaled(factors: Tensor, x: Tensor, values: Tensor) -> Tensor:
     with without_casts():
-        factors, x, kernels = _dense(factors), _dense(x), bfloat16_kernels(_MANY)
+        factors, x, kernels = _dense(factors), _dense(x), bfloat16_kernels()
         if kernels is None:
             return (factors.float() * _found(x, values)).bfloat16()
         return kernels.scale(x, factors, torch.empty_like(x), values)

@@ -29,10 +29,8 @@ if TYPE_CHECKING:
     )
     from .graph_op import is_compiled
     from .kernels.bfloat16 import Bfloat16Kernels, bfloat16_kernels
-    from .kernels.cache import build_kernels, build_portable, kernels_path
-    from .kernels.compiler import find_compiler, shown_command
     from .kernels.extremes import MOST_THREADS, extremes_kernels, largest_magnitude
-    from .kernels.library import kernels_may_come, kernels_state
+    from .kernels.library import has_kernels, kernels_in_use
     from .quantization import quantize, rounder, rounds_nothing
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
     from .rounding import Rounding
@@ -45,10 +43,8 @@ else:  # programs without number formats need none of it
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
             "kernels.bfloat16": "Bfloat16Kernels bfloat16_kernels",
             "graph_op": "is_compiled",
-            "kernels.cache": "build_kernels build_portable kernels_path",
-            "kernels.compiler": "find_compiler shown_command",
             "kernels.extremes": "MOST_THREADS extremes_kernels largest_magnitude",
-            "kernels.library": "kernels_may_come kernels_state",
+            "kernels.library": "has_kernels kernels_in_use",
             "quantization": "quantize rounder rounds_nothing",
             "registered": "FORMATS_BY_NAME canonical get names register without",
             "rounding": "Rounding",
@@ -78,21 +74,17 @@ __all__ = [
     "Table",
     "Takum",
     "bfloat16_kernels",
-    "build_kernels",
-    "build_portable",
     "canonical",
     "code_dtype",
     "decode",
     "encode",
     "extremes_kernels",
-    "find_compiler",
     "from_uint16",
     "get",
+    "has_kernels",
     "is_compiled",
     "is_format",
-    "kernels_may_come",
-    "kernels_path",
-    "kernels_state",
+    "kernels_in_use",
     "largest_magnitude",
     "name_of",
     "names",
@@ -101,7 +93,6 @@ __all__ = [
     "rounder",
     "rounds_nothing",
     "said_of",
-    "shown_command",
     "spellings",
     "to_uint16",
     "without",

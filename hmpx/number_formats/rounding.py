@@ -231,7 +231,7 @@ def rounding_of(format: Format, mode: str, overflow: str | None) -> Rounding:
         found = None
     if found is None:
         format.check_rounding(mode, overflow)
-        kernel_library.check_setting()
+        kernel_library.library(is_essential=False)
         mode = str.__str__(mode)
         overflow = None if overflow is None else str.__str__(overflow)
         found = format.derived[Rounding, mode, overflow] = Rounding(format, mode, overflow)

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, fx
 
 from ..compute import ALL_NUMBERS, LOOKED_UP, NUMBERS, SCALED
-from ..number_formats import kernels_may_come
+from ..number_formats import has_kernels
 from ..version import __version__
 
 _aten, _prims = torch.ops.aten, torch.ops.prims
@@ -90,7 +90,7 @@ def pass_of(base: Any, config: Any) -> Any:
                 tabulate(graph)
 
         def uuid(self) -> Any:
-            return "hmpx", __version__, kernels_may_come()
+            return "hmpx", __version__, has_kernels()
 
     return Tabulated()
 
@@ -102,7 +102,7 @@ def tabulate(graph: fx.Graph) -> None:
     for call in _calls(graph, functions):
         by_formula[call.function.formula].append(call)
     shared = [calls for calls in by_formula.values() if _elements(calls) >= _LEAST_TOGETHER]
-    if not shared or not kernels_may_come():
+    if not shared or not has_kernels():
         return
     start = next(node for node in graph.nodes if node.op != "placeholder")
     with graph.inserting_before(start):

@@ -402,7 +402,7 @@ def test_completion_says_what_to_install(
 
 @pytest.mark.parametrize(
     "command",
-    ["run", "report", "plan", "tune", "check", "ops", "doctor", "kernels", "completion"],
+    ["run", "report", "plan", "tune", "check", "ops", "doctor", "completion"],
 )
 def test_help_teaches(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """Each command's help explains its exit status and gives an example."""
@@ -684,22 +684,22 @@ def test_doctor_lists_what_stays_uncast(tmp_path: Path) -> None:
         for modules in (["early"], ["clean"], ["none"], [])
     )
     assert (early.status, early.err) == (1, "")
-    capabilities = plain.out.splitlines()[3:]
+    capabilities = plain.out.splitlines()[4:]
     assert early.out.splitlines()[1:3] == [
         f"relies on {len(torch_parts.parts())} parts of torch that it does not document: "
         "all as expected",
         "casts tensors on: cpu",
     ]
-    assert early.out.splitlines()[3 + len(capabilities) :] == [
+    assert early.out.splitlines()[4 + len(capabilities) :] == [
         "early.Block.project keeps <built-in function linear>, which is not cast",
         "take these functions from torch where they are called, or after hmpx.convert()",
     ]
     assert (clean.status, clean.err) == (0, "")
-    assert clean.out.splitlines()[3 + len(capabilities) :] == ["1 module: nothing stays uncast"]
+    assert clean.out.splitlines()[4 + len(capabilities) :] == ["1 module: nothing stays uncast"]
     assert (missing.status, missing.out) == (2, "")
     assert missing.err == "hmpx: can't import 'none': No module named 'none'\n"
     assert (plain.status, plain.err) == (0, "")
-    assert plain.out.splitlines()[:3] == early.out.splitlines()[:3]
+    assert plain.out.splitlines()[:4] == early.out.splitlines()[:4]
 
 
 def test_doctor_names_a_module_that_exits(
@@ -717,7 +717,8 @@ def test_doctor_shows_what_the_machine_does_natively(tmp_path: Path) -> None:
     """What torch reports of each device's hardware, and each kind of op as measured."""
     actual = finish_hmpx("doctor", "--low-precision-type", "float16", directory=tmp_path)
     assert (actual.status, actual.err) == (0, "")
-    said, what, head, *rows = actual.out.splitlines()[3:]
+    kernels, said, what, head, *rows = actual.out.splitlines()[3:]
+    assert kernels.startswith("compiled kernels of number formats: ")
     assert re.fullmatch(r"float16 on cpu: torch reports that the hardware (has|lacks) it", said)
     assert (
         what

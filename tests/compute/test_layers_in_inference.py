@@ -14,7 +14,6 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx import number_formats
 from hmpx.compute.legalize import blocks, legalization, scratch
 from hmpx.compute.legalize.capability import Capability
 from tests.compute.keeping import Keeping
@@ -90,10 +89,8 @@ def fast_for_a_row(kind: str, *where: Any) -> Capability:
 def computed_by(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
     """With compiled kernels, and without."""
     if request.param == "torch":
-        monkeypatch.setattr(scratch, "bfloat16_kernels", lambda work: None)
+        monkeypatch.setattr(scratch, "bfloat16_kernels", lambda: None)
         return "torch"
-    monkeypatch.setenv("HMPX_KERNELS", "wait")
-    number_formats.bfloat16_kernels(1 << 27)  # where there is a C compiler
     return "kernels"
 
 
@@ -187,7 +184,7 @@ def test_where_native_kernels_are_fast_for_a_row_weights_are_not_cast_first(
     rows: int, computed_by: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Read once by compiled kernels, where there are any; frozen ones are for native kernels."""
-    is_cast = scratch.bfloat16_kernels(0) is None
+    is_cast = scratch.bfloat16_kernels() is None
     monkeypatch.setattr(legalization, "known_capability", fast_for_a_row)
     layer, x = nn.Linear(160, 128).eval(), normal(rows, 160)
     low = copy.deepcopy(layer).bfloat16()
@@ -248,7 +245,7 @@ def test_a_row_is_computed_in_one_pass_however_it_is_given(
     monkeypatch.setattr(legalization, "known_capability", fast_for_a_row)
     with torch.no_grad(), hmpx.convert(device_types={"cpu"}):
         actual, expected = CALLS[way](nn.Linear(160, 128))
-    has_kernels = scratch.bfloat16_kernels(0) is not None
+    has_kernels = scratch.bfloat16_kernels() is not None
     assert [each is not None for each in products] == [True] * has_kernels
     same(actual.shape, expected.shape)
     assert actual.is_contiguous() and actual.dtype is BF16

@@ -24,7 +24,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def kernels_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tabulated, "kernels_may_come", lambda: True)
+    monkeypatch.setattr(tabulated, "has_kernels", lambda: True)
 
 
 def equal(a: Tensor, b: Tensor) -> bool:
@@ -48,7 +48,7 @@ def test_all_numbers_are_looked_up_to_the_same_values(
     name: str, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_kernels:
-        monkeypatch.setattr(number_tables, "bfloat16_kernels", lambda work: None)
+        monkeypatch.setattr(number_tables, "bfloat16_kernels", lambda: None)
     module = traced(ACTIVATIONS[name], NUMBERS)
     expected = module(NUMBERS)
     tabulated.tabulate(module.graph)
@@ -63,7 +63,7 @@ def test_gradients_are_multiplied_by_what_is_looked_up(
     op: str, has_kernels: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     if not has_kernels:
-        monkeypatch.setattr(number_tables, "bfloat16_kernels", lambda work: None)
+        monkeypatch.setattr(number_tables, "bfloat16_kernels", lambda: None)
     kind = "tanh" if "tanh" in op else "none"
 
     def backward(gradient: Tensor, x: Tensor) -> Tensor:
@@ -110,7 +110,7 @@ def test_what_is_left_as_it_is(function: Callable[[Tensor], Tensor], x: Tensor) 
 
 
 def test_graphs_are_left_where_there_will_be_no_kernels(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tabulated, "kernels_may_come", lambda: False)
+    monkeypatch.setattr(tabulated, "has_kernels", lambda: False)
     module = traced(F.gelu, NUMBERS)
     tabulated.tabulate(module.graph)
     assert operators(module.graph) == []

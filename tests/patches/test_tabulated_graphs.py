@@ -29,7 +29,7 @@ Function = Callable[..., Any]
 
 @pytest.fixture(autouse=True)
 def kernels_come(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tabulated, "kernels_may_come", lambda: True)
+    monkeypatch.setattr(tabulated, "has_kernels", lambda: True)
 
 
 @pytest.fixture

@@ -94,7 +94,7 @@ class _Activation:
         if found is None:
             size = _numel(x)
             self._seen += size
-            kernels = bfloat16_kernels(size)
+            kernels = bfloat16_kernels()
             if kernels is None or self._seen < _UNTIL or (found := self._made(kernels)) is None:
                 return None
         if x.requires_grad and torch.is_grad_enabled():

@@ -171,7 +171,7 @@ def _kernels_for(source: Tensor, dtype: torch.dtype) -> Bfloat16Kernels | None:
     """Returns the kernels that may read ``source`` and round it to ``dtype``."""
     if source.dtype is not torch.float32 or dtype is not torch.bfloat16 or not source.is_cpu:
         return None
-    return bfloat16_kernels(source.numel()) if is_in_memory(source) else None
+    return bfloat16_kernels() if is_in_memory(source) else None
 
 
 def _dense_strides(tensor: Tensor) -> Sequence[int]:

@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 from typing import Any, Final
 
 import torch
 from torch import Tensor
+
+from . import library
 
 # Taken before anything is patched: op lists may name any of them.
 _address, _numel = Tensor.data_ptr, Tensor.numel
@@ -99,28 +102,12 @@ def _shares(count: int) -> int:
     return 1 if count < 2 * _GRAIN else min(_threads(), count // _GRAIN)
 
 
-_found: Bfloat16Kernels | None = None
-
-#: Elements that have been computed without kernels, and after how many kernels are looked for, or built.
-_missed = 0
-_MOST_MISSED: Final = 1 << 26
-
-
-def bfloat16_kernels(work: int) -> Bfloat16Kernels | None:
-    """Returns the kernels; None while there are none, and while too little has been computed to build any.
-
-    Args:
-        work: The number of elements that are to be computed.
+@functools.cache
+def bfloat16_kernels() -> Bfloat16Kernels | None:
+    """Returns the kernels; None if there are none.
 
     Raises:
         OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
     """
-    global _found, _missed
-    if _found is None:
-        _missed += work
-        if _missed >= _MOST_MISSED:
-            from . import library  # what most programs never need
-
-            compiled = library.library(is_essential=False)
-            _found = None if compiled is None else Bfloat16Kernels(compiled)
-    return _found
+    compiled = library.library(is_essential=False)
+    return None if compiled is None else Bfloat16Kernels(compiled)

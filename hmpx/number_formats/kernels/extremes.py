@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import functools
 import math
 from collections.abc import Callable, Mapping
 from typing import Final, TypeAlias
@@ -26,27 +27,22 @@ _FUNCTIONS: Final = {
     torch.float16: "extremes_f16",
 }
 
-_found: dict[torch.dtype, Extremes] = {}
 
-
+@functools.cache
 def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
-    """Returns dtype -> what finds its extremes; empty while there are no compiled kernels.
+    """Returns dtype -> what finds its extremes; empty if there are no compiled kernels.
 
     Raises:
         OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
     """
-    if not _found and (compiled := library.library(is_essential=False)) is not None:
-        for dtype, name in _FUNCTIONS.items():
-            function = getattr(compiled, name)
-            function.restype = None
-            function.argtypes = (
-                ctypes.c_void_p,
-                ctypes.c_int64,
-                ctypes.c_void_p,
-                ctypes.c_int,
-            )
-            _found[dtype] = function
-    return _found
+    compiled = library.library(is_essential=False)
+    if compiled is None:
+        return {}
+    found = {dtype: getattr(compiled, name) for dtype, name in _FUNCTIONS.items()}
+    for function in found.values():
+        function.restype = None
+        function.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p, ctypes.c_int)
+    return found
 
 
 #: Torch runs smaller work on one thread, too.

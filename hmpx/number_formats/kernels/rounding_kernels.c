@@ -20,6 +20,11 @@ extern int omp_get_num_threads(void);
 #define API __attribute__((visibility("default")))
 #define INLINE static inline __attribute__((always_inline))
 
+/* What the library was compiled from. */
+#ifdef SOURCE_DIGEST
+API const char *const source_digest = SOURCE_DIGEST;
+#endif
+
 enum { NEAREST, TOWARD_ZERO, UP, DOWN, NEAREST_AWAY, STOCHASTIC };
 
 struct float_spec {

@@ -1,0 +1,24 @@
+"""The C sources of the kernels, and what tells their versions apart; `hatch_build.py` runs this file alone."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+from pathlib import Path
+from typing import Final
+
+#: What the compiler is given.
+SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
+
+#: All that the kernels are made of.
+SOURCES: Final = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
+
+
+@functools.cache
+def digest() -> str:
+    """Returns a digest that changes when kernels are called in another way, or give other values."""
+    found = hashlib.sha256()
+    for path in SOURCES:
+        content = path.read_bytes()
+        found.update(len(content).to_bytes(8, "big") + content)
+    return found.hexdigest()
