@@ -28,6 +28,7 @@ def facts_of(op: str) -> OpFacts:
         is_view=ops.is_view(op),
         casts_first=op in ops.facts("casts_first"),
         is_random=op in ops.facts("random"),
+        selects=op in ops.facts("selects"),
     )
 
 

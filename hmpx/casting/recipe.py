@@ -71,6 +71,7 @@ class OpFacts:
         is_view: The op computes nothing.
         casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
         is_random: The op draws random numbers.
+        selects: The op returns elements of its input, and computes nothing.
     """
 
     kind: str = "elementwise"
@@ -86,6 +87,7 @@ class OpFacts:
     is_view: bool = False
     casts_first: bool = False
     is_random: bool = False
+    selects: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -203,6 +205,11 @@ class Recipe:
     def rounds_last(self) -> bool:
         """Whether a call's low ``dtype=`` is that of its result only, since it computes in fp32."""
         return self.facts.casts_first and self.is_fp32
+
+    @property
+    def selects(self) -> bool:
+        """Whether what a call returns is cast to fp32, and not the table that it selects from."""
+        return self.facts.selects and self.is_fp32 and not (self.composes or self.facts.is_view)
 
     @property
     def returns_input_dtype(self) -> bool:

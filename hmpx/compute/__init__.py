@@ -43,6 +43,7 @@ from .missing_kernels import Callee, Lacking, completed, in_fp32, lacking_kernel
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
 from .rounded_last import rounding_last
+from .selecting import selected
 
 if TYPE_CHECKING:
     from .delayed import emulation_class
@@ -130,6 +131,7 @@ __all__ = [
     "rounded",
     "rounding_last",
     "saved_by",
+    "selected",
     "taking_numbers",
     "unregister",
     "watched_deciding",

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .. import compute
-from ..casting import Recipe, cast_args, converter
+from ..casting import Recipe, cast_args, converter, target_dtype
 from ..compute import Legalization
 from ..policy import CastPolicy, Decision
 from ..tensors import ELIGIBLE, Args, Kwargs
@@ -25,7 +25,7 @@ from .factory import factory
 from .overriding import is_overridden, override
 from .retiring import Variables, cast_nothing, named_after
 from .retrying import retry_in_fp32
-from .running import native_runner, runner
+from .running import Runner, native_runner, runner
 from .taking_numbers import callee_of, make_wrapper_taking_numbers, taking_numbers
 
 
@@ -66,10 +66,11 @@ def make_wrapper(
         cast_here = functools.partial(cast_where_on, recipe)
         return override(original, cast_here, public or wrapper, args, kwargs)
 
+    run = runner(recipe, legalization, settle)
     made = factory(recipe)(
         original=completed(original, recipe),
         cast=cast,
-        run=runner(recipe, legalization, settle),
+        run=_selecting(recipe, run) if recipe.selects else run,
         native=native_runner(recipe),
         may_legalize=legalization.may_apply,
         retry=functools.partial(retry_in_fp32, recipe, original),
@@ -86,6 +87,23 @@ def make_wrapper(
     # Not `made` as a whole: a wrapper within an observed one would wait for a collection of garbage.
     settle_made, shown = made.settle, public or made.wrapper
     return named_after(original, made.wrapper, recipe.site.name, made.variables)
+
+
+def _selecting(recipe: Recipe, run: Runner) -> Runner:
+    """Returns a runner that casts what an op selects; where that can't be, ``run`` gets a cast table."""
+
+    def run_selecting(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
+        dtype = target_dtype(recipe, args, kwargs)
+        inputs = compute.inputs_of(args, kwargs)
+        if dtype is torch.float32 and inputs is not None and kwargs.get("out") is None:
+            is_here = inputs.first.device.type in recipe.device_types
+            result = compute.selected(function, args, kwargs, inputs, dtype) if is_here else None
+            if result is not None:
+                return result
+        cast, kwargs = cast_args(recipe, args, kwargs)
+        return run(function, cast, kwargs, given)
+
+    return run_selecting
 
 
 def narrower(

@@ -114,6 +114,8 @@ def make_observed_wrapper(
         finally:
             _here.is_in_call = was_in_call
             is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
+        if recipe.selects and cast_bytes:
+            cast_bytes = result.nbytes  # not of the table
         if is_on and is_any_autocast_enabled():
             found = descriptions.as_run(found, args, kwargs, result)
         if is_timed:

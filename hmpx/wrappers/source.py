@@ -133,8 +133,11 @@ def _body(recipe: Recipe, names: str) -> str:
     else:
         call = f"{run} if legalizes else {native}" if recipe.legalizes else native
     is_overridden = "is_overridden(args, kwargs)" if recipe.site.is_overridable else "False"
+    late = RUN_LATE.format(names=names, is_overridden=is_overridden)
     if recipe.returns_input_dtype:
-        return RUN_LATE.format(names=names, is_overridden=is_overridden)
+        return late
+    if recipe.selects:
+        return _settled(recipe, names, None) + late
     keep = "\n        given_kwargs = kwargs" if keeps and "given_kwargs" in call else ""
     body = CAST.format(names=names, call=call, keep=keep, is_overridden=is_overridden)
     if not names or recipe.emulation is not None:
