@@ -794,7 +794,9 @@ def test_a_policy_that_is_written_loads_back_equal(tmp_path: Path, policy: Polic
     path.write_text(policy.to_yaml(), encoding="utf-8")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        warnings.filterwarnings("ignore", "(?s).* (has no effect|is read as)")  # lines that are right
+        warnings.filterwarnings(
+            "ignore", "(?s).* (has no effect|is read as)"
+        )  # lines that are right
         loaded = load_policy(policy=path, strict=True)
     assert loaded == policy, policy.to_yaml()
     assert hash(loaded) == hash(policy)
