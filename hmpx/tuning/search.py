@@ -25,7 +25,7 @@ from .shipped import best_shipped, kept_in_fp32
 #: harm, as masks of the smallest float32: its effect is not known, but it need not be kept.
 _HARMLESS: Final = 10.0
 
-#: How many exchanges may fail before and after a set is made minimal.
+#: How many exchanges may fail.
 _MOST_FAILURES: Final = 5
 
 #: Exchanges end where a search has asked for so many sets more than there are candidates, or for these
@@ -86,10 +86,6 @@ def _search(
     )
     kept = yield from lowered(ordered, kept, outcomes, tolerance)
     kept = yield from minimal(ordered, kept, tolerance)
-    further = yield from _exchanged(ordered, kept, outcomes, tolerance, reserve=0.5, most=best.most)
-    if further != kept:
-        kept = yield from lowered(ordered, further, outcomes, tolerance)
-        kept = yield from minimal(ordered, kept, tolerance)
     if best.kept is not None:
         yield Ask(
             kept, "shipped"
