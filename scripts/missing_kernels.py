@@ -55,6 +55,9 @@ MOST_SAMPLES = 40
 #: the nuclear norm calls linalg_svd.
 BY_OTHERS = {"norm"}
 
+#: The argument that must be true where an op gives wrong numbers.
+ONLY = {"index_put": "accumulate", "put": "accumulate"}
+
 #: What is said of a call that runs, but does not compute.
 WRONG = "gives wrong numbers"
 
@@ -491,7 +494,8 @@ def op_name(info: Any) -> str | None:
 HEADER = """\
 # Where torch's ops lack a kernel for a low-precision dtype: scripts/missing_kernels.py writes this.
 # A section is a device type, a dtype, and how: "always" is for ops of which no call runs, or none gives
-# right numbers, "sometimes" for those of which some don't, "backward" for those whose gradients don't. A
+# right numbers, "sometimes" for those of which some don't, "backward" for those whose gradients don't. Sums
+# that stop growing are not right. After "=" is the argument that must be true for that. A
 # name that the installed torch lacks is ignored, and an op that has its kernel there computes in fp32 all
 # the same: one file serves every version.
 """
@@ -533,7 +537,10 @@ def text(sections: Mapping[str, set[str]]) -> str:
     parts = [HEADER]
     for section in sorted(sections, key=lambda name: (name == "untried", name)):
         comment = UNTRIED if section == "untried" else ""
-        names = "".join(f"{name}\n" for name in sorted(sections[section]))
+        names = "".join(
+            f"{name} = {ONLY[name]}\n" if name in ONLY else f"{name}\n"
+            for name in sorted(sections[section])
+        )
         parts.append(f"[{section}]\n{comment}{names}")
     return "\n".join(parts)
 

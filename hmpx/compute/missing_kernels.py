@@ -50,11 +50,13 @@ class Lacking:
         always: Where no call runs.
         sometimes: Where some calls run, and others don't.
         backward: Where the gradients have no kernel.
+        only: Name of the argument that must be true for that; empty for all calls.
     """
 
     always: frozenset[Place] = frozenset()
     sometimes: frozenset[Place] = frozenset()
     backward: frozenset[Place] = frozenset()
+    only: str = ""
     dtypes: frozenset[torch.dtype] = field(init=False)
 
     def __post_init__(self) -> None:
@@ -85,17 +87,19 @@ KNOWN_DEVICES: Final = frozenset([each.name for each in DEVICE_TYPES if each.has
 def lacking_kernels() -> Mapping[str, Lacking]:
     """Returns op name -> where it lacks kernels, for the ops that do."""
     found: dict[str, dict[str, set[Place]]] = {}
+    only: dict[str, str] = {}
     for section, names in _facts().items():
         if section == "untried":
             continue
         device_type, dtype, how = section.split()
-        for name in names:
+        for name, argument in names.items():
+            only[name] = argument
             places = found.setdefault(
                 name, {"always": set(), "sometimes": set(), "backward": set()}
             )
             places[how].add((device_type, getattr(torch, dtype)))
     made = {
-        name: Lacking(**{how: frozenset(each) for how, each in places.items()})
+        name: Lacking(**{how: frozenset(each) for how, each in places.items()}, only=only[name])
         for name, places in found.items()
     }
     return types.MappingProxyType(made)
@@ -135,6 +139,7 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
     complex64.
     """
     original, has_writes = callee.function, bool(callee.writes)
+    position = callee.names.index(lacking.only) if lacking.only else None
 
     def complete(*args: Any, **kwargs: Any) -> Any:
         inputs = inputs_of(args, kwargs)
@@ -144,6 +149,10 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         lacks = lacking.lacks(low, is_learning=inputs.is_learning)
         if lacks is False or (callee.promotes and _widest(args, kwargs) not in LOW_DTYPES):
             return original(*args, **kwargs)
+        if position is not None:
+            given = args[position] if position < len(args) else kwargs.get(lacking.only)
+            if not given:
+                return original(*args, **kwargs)
         # A failed try may leave what it writes to half-done. While torch.compile traces, kernels don't fail yet,
         # and a call that fails breaks the graph of torch.jit.trace.
         is_traced = torch.compiler.is_dynamo_compiling() or is_jit_tracing()
