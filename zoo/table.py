@@ -208,13 +208,13 @@ def over(lines: Sequence[Line]) -> Iterator[tuple[tuple[str, str], str, str, lis
 
 def _rows_over(lines: Sequence[Line]) -> Iterator[str]:
     """Yields the table of what is over the accepted ratio, with the same model's other seeds."""
-    yield "The same models again, with other random weights. A median near 1 says that the first seed's"
-    yield "ratio is chance."
+    yield "The same models again, with other random weights. A median near 1 says that the first ratio,"
+    yield "which is not in it, is chance."
     yield ""
     yield "| model | mode | of | ratio | other seeds | median | cause |"
     yield "|---|---|---|---|---|---|---|"
     for key, mode, of, ratios in over(lines):
-        median = statistics.median(ratios)
+        median = statistics.median(ratios[1:] or ratios)
         cells = [
             key[1], mode, of.replace("_", " "), f"{ratios[0]:.2f}",
             " ".join(f"{r:.2f}" for r in ratios[1:]),

@@ -143,7 +143,8 @@ def test_a_sample_runs_as_in_fp32(tmp_path: Path) -> None:
     built = {m: modes["hmpx"]["built_differently"] for m, modes in models.items()}
     assert {m: names for m, names in built.items() if names} == {}
     medians = {
-        ("/".join(key), of): statistics.median(ratios) for key, _, of, ratios in table.over(lines)
+        ("/".join(key), of): statistics.median(ratios[1:])
+        for key, _, of, ratios in table.over(lines)
     }
     assert {k: r for k, r in medians.items() if r > table.ACCEPTED and k[0] not in known} == {}
 
@@ -161,4 +162,4 @@ def test_what_is_over_is_shown_with_its_other_seeds() -> None:
     assert (key, mode, of, [round(r, 6) for r in ratios]) == (
         ("l", "far"), "hmpx", "outputs", [1.5, 0.9, 1.0],
     )  # fmt: skip
-    assert "| far | hmpx | outputs | 1.50 | 0.90 1.00 | 1.00 |  |" in table.document(lines)
+    assert "| far | hmpx | outputs | 1.50 | 0.90 1.00 | 0.95 |  |" in table.document(lines)
