@@ -6,6 +6,7 @@ fp32 has them; casts in one branch alone, or in the body, would stop it.
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -25,7 +26,9 @@ def control_flow_patches(draft: Draft) -> Iterator[Patch]:
             continue
         original = draft.attribute(torch, name)
         wrapper = named_after(original, settle(original), name)
-        yield from (Patch(owner, name, wrapper) for owner in (torch, torch._higher_order_ops))
+        package = original.__globals__["__package__"]  # torch imports it from there
+        owners = (torch, sys.modules[package])
+        yield from (Patch(owner, name, wrapper) for owner in owners)
 
 
 def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
