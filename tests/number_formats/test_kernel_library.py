@@ -62,6 +62,22 @@ def test_off(setting: str) -> None:
     assert show(HMPX_KERNELS=setting) == (0, BY_OPS, "")
 
 
+@pytest.mark.parametrize("setting", ["on", "off"])
+def test_rounding_calls_nothing_that_a_list_may_name(setting: str) -> None:
+    """Every op may be low in every format: what rounds is not rounded itself, without end."""
+    program = (
+        "import torch, hmpx\n"
+        "x, w = torch.randn(4, 64, requires_grad=True), torch.randn(3, 64)\n"
+        "for name in set(hmpx.formats.names()) - {'bfloat16', 'float16'}:\n"
+        "    policy = hmpx.Policy.from_ops(low=['*'], low_precision_type=name)\n"
+        "    with hmpx.convert(policy=policy, device_types={'cpu'}, round_gradients=True):\n"
+        "        torch.nn.functional.linear(x, w).sum().backward()\n"
+    )
+    environment = {**os.environ, "HMPX_KERNELS": setting}
+    done = forks.run("-W", "ignore", "-c", program, env=environment)
+    assert done.returncode == 0, done.stderr
+
+
 @needs_kernels
 def test_a_library_of_another_installation(tmp_path: Path) -> None:
     """Its path is enough."""

@@ -23,6 +23,7 @@ from ..unpatched import (
     DIV,
     EMPTY_LIKE,
     EQ,
+    FILL,
     GE,
     LEFT,
     LT,
@@ -159,7 +160,7 @@ class ScaledPlan(Plan):
 
     def scale(self, amax: Tensor) -> Tensor:
         """Returns the scales for largest magnitudes, of the tensor if it has one; NaN for infinity."""
-        amax = amax.masked_fill(EQ(amax, math.inf), math.nan)
+        amax = FILL(amax, EQ(amax, math.inf), math.nan)
         if self.scale_format == "e8m0":
             exponent = RIGHT(ADD(amax.view(torch.int32), self.carry), 23).sub_(self.max_exponent)
             power = LEFT(CLAMP(exponent, 1, 254), 23).view(torch.float32)
