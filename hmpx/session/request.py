@@ -115,22 +115,26 @@ def checked(
 def plain(given: Mapping[str, object]) -> dict[str, object] | None:
     """Returns `convert`'s arguments, to be compared with later ones; None if they don't say all.
 
-    They may name files, or formats that are registered, whose content may change.
+    They don't where they name files, or formats that are registered, whose content may change.
     """
     said = dict(given)
     if type(said["device_types"]) is set:
         said["device_types"] = frozenset(said["device_types"])
-    names_none = type(said["low_precision_type"]) is not str
-    names_none &= said["lists"] is None or said["lists"] in _sets()
-    is_plain = all(type(each) in _PLAIN for each in said.values()) and not any(
-        map(said.get, _FILES)
+    may_change = any(
+        type(value) not in _PLAIN or (type(value) is str and value and name in _NAMES)
+        for name, value in said.items()
+        if not (name == "lists" and type(value) is str and value in _sets())
     )
-    return said if is_plain and names_none else None
+    return None if may_change or said["too_many"] else said
 
 
 _sets: Final = functools.cache(set_names)
 _PLAIN: Final = {str, bool, type(None), frozenset, tuple, torch.dtype, Policy}
-_FILES: Final = ("too_many", "bf16_file_path", "fp32_file_path", "fp16_file_path")
+#: Arguments whose strings name files, or formats that are registered.
+_NAMES: Final = {
+    *("bf16_file_path", "fp32_file_path", "fp16_file_path", "lists", "policy"),
+    *("low_precision_type", "round_gradients"),
+}
 
 
 def _rounded_gradients(value: object) -> bool | Format:

@@ -10,6 +10,7 @@ import time
 import types
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -265,3 +266,37 @@ def test_a_signal_at_any_time_leaves_torch_as_it_was() -> None:
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, earlier)
+
+
+@pytest.mark.parametrize("argument", ["policy", "bf16_file_path", "lists"])
+def test_files_that_change_between_blocks_are_read_again(argument: str, tmp_path: Path) -> None:
+    """A block with the same arguments does what the file says then."""
+    x = torch.randn(4, 4)
+    found = []
+    for op in ("linear", "mm"):
+        if argument == "policy":
+            given = tmp_path / "policy.yaml"
+            given.write_text(f"lists: none\nlow: [{op}]\n", encoding="utf-8")
+        else:
+            given = tmp_path / "bf16.txt"
+            given.write_text(f"{op}\n", encoding="utf-8")
+            (tmp_path / "fp32.txt").write_text("softmax\n", encoding="utf-8")
+        value = tmp_path if argument == "lists" else given
+        with hmpx.convert(**{argument: str(value)}, device_types={"cpu"}):  # type: ignore[arg-type]
+            found.append([F.linear(x, x).dtype, torch.mm(x, x).dtype])
+    assert found == [[torch.bfloat16, torch.float32], [torch.float32, torch.bfloat16]]
+
+
+def test_formats_that_are_registered_anew_between_blocks_count() -> None:
+    """Under the name by which the arguments ask for them."""
+    x = torch.randn(16, 16)
+    policy = hmpx.Policy.from_ops(low=["linear"], low_precision_type="float8_e4m3fn")
+    found = []
+    for bits in (6, 9):
+        hmpx.formats.register(hmpx.formats.Posit("of_this_test", bits=bits, es=1))
+        with hmpx.convert(policy=policy, device_types={"cpu"}, round_gradients="of_this_test"):
+            leaf = x.clone().requires_grad_()
+            F.linear(leaf, x).backward(x)
+            found.append(leaf.grad)
+        hmpx.formats.unregister("of_this_test")
+    assert not torch.equal(*found)
