@@ -50,7 +50,7 @@ def variants() -> dict[str, tuple[str, ...]]:
 
 
 def path_of(name: str) -> Path:
-    """Returns where a library is installed; with a dot in its name, it is no module of Python's."""
+    """Returns where a library is installed. The dot in its name keeps Python from importing it as a module."""
     return KERNELS / f"rounding.{name}.so"
 
 
@@ -64,7 +64,7 @@ def compile_kernels() -> None:
     """Compiles all variants into the package, in place of earlier ones.
 
     Raises:
-        RuntimeError: There is no compiler, or it fails.
+        RuntimeError: No compiler was found, or it fails.
     """
     if sys.platform == "win32":
         raise RuntimeError("they are compiled on Linux and macOS only")

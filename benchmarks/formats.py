@@ -217,7 +217,7 @@ def main() -> None:
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
     if kernel_library.library() is None:
-        raise SystemExit("there are no compiled kernels here; the log says why")
+        raise SystemExit("this installation has no compiled kernels; see `hmpx doctor`")
 
     x, medium, tiny = (torch.randn(n) for n in (options.elements, MEDIUM, SMALL))
     steps = {"clone": x.clone, **own(x), **codes(x), **casts(x)}

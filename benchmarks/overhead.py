@@ -227,9 +227,9 @@ def measure_model(repeats: int, *, training: bool) -> dict[str, float]:
 def measure_convert() -> dict[str, float]:
     """Returns milliseconds of the first convert in a process, of later ones, of revert, and of equal blocks.
 
-    Later, the names that loaded modules took early are searched for in those of transformers too. Equal
-    blocks are ``with hmpx.convert()`` from the second on, beside a region of torch.autocast, and beside all
-    slots of torch written there and back, which a block can't do without.
+    "with transformers" also searches the modules of transformers for stored functions. Equal blocks are
+    ``with hmpx.convert()`` from the second on. For comparison: a torch.autocast region, and the bare cost of
+    writing all patches and restoring them.
     """
     times: dict[str, float] = {}
     for name in ("first convert", "later convert", "with transformers"):

@@ -27,14 +27,13 @@ Show = Callable[[warnings.WarningMessage], None]
 
 
 def relocating(show: Show) -> Show:
-    """Returns ``warnings._showwarnmsg`` for while wrappers are between torch and its callers.
+    """Returns a replacement of ``warnings._showwarnmsg`` that moves torch's warnings to the user's line.
 
-    What torch warns of is attributed to a frame by counting: a wrapper may be that frame, or among those
-    counted. Such a warning is given anew where torch alone would give it, so that filters by module, and
-    what they note of earlier warnings, are those of that module.
+    torch counts frames to find that line, and wrappers add frames. Such a warning is issued again at the frame
+    that torch would find without hmpx, so that filters by module apply.
 
     Args:
-        show: The function that it stands for.
+        show: The function to replace.
     """
     moved: set[int] = set()
 

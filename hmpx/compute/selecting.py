@@ -46,15 +46,13 @@ def selected(
     new_args = [outline if value is table else value for value in args]
     named = {name: outline if value is table else value for name, value in kwargs.items()}
     result = function(*new_args, **named)
-    with torch.no_grad():
-        _copy_(
-            data_of(result), function(*args, **kwargs)
-        )  # no gradient of a selection needs its values
+    with torch.no_grad():  # the gradient of a selection needs none of its values
+        _copy_(data_of(result), function(*args, **kwargs))
     return CAST[dtype](result)
 
 
 class _Outline(torch.autograd.Function):
-    """A tensor of the table's shape without memory. Autograd rounds its fp32 gradient to the table's dtype."""
+    """A tensor of the table's shape that takes no memory. Autograd rounds its fp32 gradient to the table's dtype."""
 
     drawn_as = "cast"
 

@@ -52,13 +52,13 @@ from .partitioned import partition_patches
 
 
 def forget_compiled(*, stays: bool = False) -> None:
-    """Makes torch.compile trace again, and look up torch's functions anew.
+    """Clears torch.compile's table of torch's functions, and its graphs.
 
     It sets no guard on the wrappers of methods and operators. Whatever it finds under the names of
     torch's functions, which are wrappers now, it puts into the graph as is; they cast when that runs.
 
     Args:
-        stays: Graphs stay that are guarded by the conversion.
+        stays: Keep graphs that have a guard on the conversion.
     """
     forget_traced(keeps_graphs=stays and _are_guarded)
 

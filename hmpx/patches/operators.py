@@ -1,7 +1,7 @@
-"""Calls of torch's operators, such as `torch.ops.aten.mm`, which lie below all wrappers.
+"""Retries calls of torch's operators, such as `torch.ops.aten.mm`, in fp32 where they reject mixed dtypes.
 
-They are not cast. Where an fp32 tensor meets one that the conversion has made low, many kernels raise an error.
-Such a call computes in fp32, outside of dispatch modes.
+hmpx wraps functions above the operators, so operators are not cast. Their inputs may be fp32 and low then.
+Calls in dispatch modes are not retried.
 """
 
 from __future__ import annotations
@@ -27,12 +27,10 @@ def operator_patches(draft: Draft) -> Iterator[Patch]:
 
 
 def _completed(call: Callable[..., Any]) -> Callable[..., Any]:
-    is_short = call.__code__.co_names == ("_op",)  # then doing the same saves a call
-
     @functools.wraps(call)
     def complete(self: Any, /, *args: Any, **kwargs: Any) -> Any:
         try:
-            return self._op(*args, **kwargs) if is_short else call(self, *args, **kwargs)
+            return call(self, *args, **kwargs)
         except Exception as error:
             again = _retry(functools.partial(call, self), self, error, args, kwargs)
             if again is None:

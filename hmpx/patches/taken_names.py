@@ -79,7 +79,6 @@ def taken_name_patches(draft: Draft, wrappers: Iterable[Callable[..., Any]]) -> 
     in_torch = [in_module(module, functions, set()) for module in later]
     for patch in itertools.chain(early_name_patches(functions), *in_torch):
         value = draft.read(patch)
-        if (
-            value is patch.read() or id(function_in(value)) in functions
-        ):  # else the draft restores it
+        # Otherwise the draft restores it.
+        if value is patch.read() or id(function_in(value)) in functions:
             yield patch

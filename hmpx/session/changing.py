@@ -58,10 +58,10 @@ def paused_gc() -> Iterator[None]:
 
 
 def forget_what_is_cached(*, stays: bool = False) -> None:
-    """Makes torch look anew at its functions, which have changed.
+    """Clears what torch has cached about its functions.
 
     Args:
-        stays: Graphs that a conversion made stay for the next one, which is the same.
+        stays: Keep the compiled graphs, since an equal conversion may follow.
     """
     torch_state.forget_modules()
     forget_compiled(stays=stays)

@@ -1,8 +1,7 @@
-"""What is kept of a conversion that a block has left: an equal one begins at once.
+"""Keeps the wrappers and patches of a conversion that a block has left, so that an equal block starts faster.
 
-Its wrappers and patches stay prepared, as long as nothing has changed that they were made from. That
-nobody has taken a name meanwhile is seen by the number of references to torch's functions and to the
-wrappers, so that modules are searched only where somebody has.
+They are used again only if nothing that they were made from has changed. Reference counts of torch's functions
+and of the wrappers show whether other code has stored one of them. Modules are searched only then.
 """
 
 from __future__ import annotations
@@ -40,7 +39,7 @@ class Put(NamedTuple):
 
 
 def put_by(installed: Installation) -> Put:
-    """Returns what a conversion puts into torch; to be called when that is drafted.
+    """Returns the functions that a conversion puts into torch. Call it once they are drafted.
 
     The draft holds as many references as the slots will.
     """
@@ -126,6 +125,6 @@ class Kept:
 
 
 def _newest_module() -> tuple[int, str, int]:
-    """Returns what changes with each import."""
+    """Returns a value that each import changes."""
     name = next(reversed(sys.modules))
     return len(sys.modules), name, id(sys.modules[name])

@@ -164,7 +164,7 @@ class Session(Entered):
         return IS_COUNTED and not (is_told or has_history(self.policy, self.options))
 
     def to_keep(self) -> Kept | None:
-        """Returns what to keep of this conversion where it is left; None if it can't be."""
+        """Returns the parts of this conversion to keep when it is left; None if it can't be kept."""
         installed = self._installation
         if self._put is None:
             return None

@@ -1,4 +1,4 @@
-"""Slots that go from one set of values to another and back, again and again: a namespace at a time, in C."""
+"""Switches many slots of torch between two sets of values, one namespace at a time, in C."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Any, Final
 
 from ..patching import ABSENT, Change, EntryPatch, Patch, names_of
 
-#: What is written to the slots before a conversion, and in one.
+#: The values of a slot: without the conversion, and with it.
 Values = tuple[Any, Any]
 
 OUTSIDE: Final = 0
@@ -188,7 +188,7 @@ class Slots:
 
 
 def _namespace(owner: Any) -> Mapping[str, Any] | None:
-    """Returns what holds the attributes of ``owner``; None if it does more when one is set."""
+    """Returns the dict of ``owner``'s attributes; None if setting one has other effects."""
     set_attribute: Any = type(owner).__setattr__
     if set_attribute not in _PLAIN:
         return None

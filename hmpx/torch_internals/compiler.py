@@ -197,7 +197,7 @@ _eval_frame = rely_on(
 
 
 def forget_traced(*, keeps_graphs: bool = False) -> None:
-    """Makes torch.compile trace again, unless it keeps its graphs, and look up torch's functions anew."""
+    """Clears torch.compile's table of torch's functions, and its graphs unless they are kept."""
     dynamo = sys.modules.get("torch._dynamo")
     if dynamo is None or not hasattr(dynamo, "reset"):  # not imported, or not completely
         return

@@ -30,7 +30,7 @@ _FUNCTIONS: Final = {
 
 @functools.cache
 def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
-    """Returns dtype -> what finds its extremes; empty if there are no compiled kernels.
+    """Returns a function for each dtype that finds its extremes; empty without compiled kernels.
 
     Raises:
         OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
