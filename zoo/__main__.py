@@ -23,6 +23,7 @@ def parse(arguments: list[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m zoo", description=__doc__)
     parser.add_argument("--models", nargs="+", metavar="PATTERN", help="names, families, libraries")
     parser.add_argument("--modes", nargs="+", choices=MODES, default=DEFAULT)
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--sample", type=int, metavar="N", help="so many models of all families")
     parser.add_argument(
         "--seeds", type=int, default=4, metavar="N", help="more, for models over what is accepted"
@@ -83,6 +84,7 @@ def main(arguments: list[str] | None = None) -> int:
             work,
             report,
             seed=seed,
+            device=options.device,
             jobs=options.jobs,
             limit_s=options.limit,
             memory_bytes=int(options.memory * 2**30),

@@ -64,6 +64,17 @@ def tensors_of(model: nn.Module) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in named}
 
 
+def moved(value: Any, device: str) -> Any:
+    """Returns nested inputs with their tensors on the device."""
+    if isinstance(value, Tensor):
+        return value.to(device)
+    if isinstance(value, dict):
+        return {name: moved(item, device) for name, item in value.items()}
+    if type(value) in (list, tuple):
+        return type(value)(moved(item, device) for item in value)
+    return value
+
+
 def settle(model: nn.Module, entry: Entry, batch: Mapping[str, Any]) -> None:
     """Sets the statistics of batch norms to those of the batch.
 
@@ -113,7 +124,7 @@ def backward(outputs: Any, seed: int = SEED) -> None:
     generator = torch.Generator().manual_seed(seed)
     weights = [torch.randn(t.shape, generator=generator) for t in ends]
     scaled = [w * (LOSS_SCALE / max(w.numel(), 1) ** 0.5) for w in weights]
-    torch.autograd.backward(ends, [w.to(t.dtype) for w, t in zip(scaled, ends, strict=True)])
+    torch.autograd.backward(ends, [w.to(t) for w, t in zip(scaled, ends, strict=True)])
 
 
 def first_line(error: BaseException) -> str:
@@ -127,6 +138,7 @@ def run(
     mode: Mode,
     notify: Callable[[str], None] = lambda stage: None,
     seed: int = SEED,
+    device: str = "cpu",
 ) -> Run:
     """Returns what the model did in the mode; a stage that fails ends what depends on it.
 
@@ -135,14 +147,17 @@ def run(
         mode: the way to run it.
         notify: is called with each stage's name before it begins.
         seed: of the weights, of the outputs' projection and of random ops.
+        device: where the model runs; it is built on the CPU, with the same weights for each.
     """
     result = Run()
     start = time.perf_counter()
     model = built(entry, seed)
-    batch = entry.batch(model)
+    batch = moved(entry.batch(model), device)
+    long_batch = entry.long_batch(model) if entry.long_batch and mode.is_long else None
+    long_batch = moved(long_batch, device)
+    model.to(device)
     settle(model, entry, batch)
     entry.compared_mode(model)
-    long_batch = entry.long_batch(model) if entry.long_batch and mode.is_long else None
     state: dict[str, Any] = {}
 
     def stage(name: str, function: Callable[[], None], *needs: str) -> None:
@@ -161,36 +176,34 @@ def run(
         result.built = tensors_of(state["built after"])
 
     def forward() -> None:
-        with mode.region():
+        with mode.region(device):
             state["outputs"] = entry.forward(model, batch)
-        result.outputs = [t.detach().clone() for t in floating_tensors(state["outputs"])]
+        result.outputs = [t.detach().cpu().clone() for t in floating_tensors(state["outputs"])]
 
     def differentiate() -> None:
         backward(state.pop("outputs"), seed)
-        result.gradients = [
-            (torch.zeros_like(p) if p.grad is None else p.grad).detach().to_dense() / LOSS_SCALE
-            for p in model.parameters()
-        ]
-        for p, gradient in zip(model.parameters(), result.gradients, strict=True):
-            p.grad = gradient.to(p.dtype)
+        for p in model.parameters():
+            gradient = torch.zeros_like(p) if p.grad is None else p.grad.to_dense() / LOSS_SCALE
+            result.gradients.append(gradient.detach().cpu())
+            p.grad = gradient.detach().to(p.dtype)
 
     def generate() -> None:
         assert entry.generate is not None
-        with mode.region(), torch.no_grad():
+        with mode.region(device), torch.no_grad():
             result.tokens = entry.generate(model, batch)
 
     def forward_long() -> None:
-        with mode.region(), torch.no_grad():
+        with mode.region(device), torch.no_grad():
             outputs = entry.forward(model, long_batch)
-        result.long_outputs = [t.detach().clone() for t in floating_tensors(outputs)]
+        result.long_outputs = [t.detach().cpu().clone() for t in floating_tensors(outputs)]
 
     def step() -> None:
         torch.optim.AdamW(model.parameters(), lr=1e-3).step()
 
     def train() -> None:
-        trained = state["built after"].train()
+        trained = state["built after"].to(device).train()
         optimizer = torch.optim.SGD(trained.parameters(), lr=1e-3)
-        with mode.region():
+        with mode.region(device):
             outputs = entry.forward(trained, batch)
         backward(outputs, seed)
         for parameter in trained.parameters():
@@ -198,7 +211,7 @@ def run(
                 parameter.grad = parameter.grad.to_dense() / LOSS_SCALE
         optimizer.step()
 
-    with warnings.catch_warnings(), mode.process():
+    with warnings.catch_warnings(), mode.process(device):
         warnings.simplefilter("ignore")
         stage("build", build)
         stage("forward", forward)

@@ -25,13 +25,15 @@ class Mode:
     #: Whether it runs over long inputs, too.
     is_long: bool = True
 
-    def process(self) -> AbstractContextManager[Any]:
-        """Returns the context in which the whole program runs."""
-        return nullcontext() if self.convert is None else hmpx.convert(**self.convert)
+    def process(self, device: str) -> AbstractContextManager[Any]:
+        """Returns the context in which the whole program runs, ``"cpu"`` or ``"cuda"``."""
+        if self.convert is None:
+            return nullcontext()
+        return hmpx.convert(**self.convert, device_types={device})
 
-    def region(self) -> AbstractContextManager[Any]:
+    def region(self, device: str) -> AbstractContextManager[Any]:
         """Returns the context in which forward passes run."""
-        return nullcontext() if self.autocast is None else torch.autocast("cpu", self.autocast)
+        return nullcontext() if self.autocast is None else torch.autocast(device, self.autocast)
 
 
 MODES: Mapping[str, Mode] = {

@@ -46,10 +46,17 @@ def warm_up(libraries: Iterable[str]) -> None:
 
 
 def _work(
-    entry: Entry, modes: Sequence[str], seed: int, memory_bytes: int, sender: Connection
+    entry: Entry,
+    modes: Sequence[str],
+    seed: int,
+    device: str,
+    memory_bytes: int,
+    sender: Connection,
 ) -> None:
     """Runs one model in some modes and sends a line for each, with the stages as they begin."""
-    resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    if device == "cpu":  # a GPU's driver reserves more addresses than there is memory
+        resource.setrlimit(resource.RLIMIT_DATA, (memory_bytes, memory_bytes))
+    torch.backends.cudnn.allow_tf32 = False
     torch.set_num_threads(1)
     mode = _REFERENCE
 
@@ -58,7 +65,7 @@ def _work(
 
     notify("build")
     try:
-        reference = run(entry, MODES[mode], notify, seed)
+        reference = run(entry, MODES[mode], notify, seed, device)
     except Exception as error:
         sender.send(("unusable", mode, first_line(error)))
         return
@@ -69,7 +76,7 @@ def _work(
             continue
         notify("convert")
         try:
-            result = run(entry, MODES[mode], notify, seed)
+            result = run(entry, MODES[mode], notify, seed, device)
             sender.send(("line", mode, measure(result, reference)))
         except Exception as error:
             sender.send(("line", mode, {"errors": {"convert": first_line(error)}}))
@@ -92,6 +99,7 @@ def sweep(
     report: Callable[[Entry, str, Line], None],
     *,
     seed: int = SEED,
+    device: str = "cpu",
     jobs: int,
     limit_s: float,
     memory_bytes: int,
@@ -102,6 +110,7 @@ def sweep(
         work: the models, each with its modes.
         report: is called with each line as soon as it is there.
         seed: of weights and random ops.
+        device: where the models run.
         jobs: how many processes run at once.
         limit_s: the longest time that a model may take in one mode.
         memory_bytes: the most memory that a process may allocate.
@@ -113,7 +122,7 @@ def sweep(
     def begin(entry: Entry, modes: list[str]) -> None:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_work, args=(entry, modes, seed, memory_bytes, sender), daemon=True
+            target=_work, args=(entry, modes, seed, device, memory_bytes, sender), daemon=True
         )
         process.start()
         sender.close()

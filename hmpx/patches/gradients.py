@@ -11,7 +11,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
+import torch.masked.maskedtensor.core
 from torch import Tensor
+from torch.overrides import get_default_nowrap_functions
 from torch.utils.hooks import BackwardHook
 
 from ..patching import Draft, Patch
@@ -21,7 +23,12 @@ from ..torch_state import in_force, without_low_casts
 
 def gradient_patches(draft: Draft) -> Iterator[Patch]:
     """Yields the patches of `Tensor.grad`, and of what registers or calls hooks."""
-    yield Patch(Tensor, "grad", _grad(draft.attribute(Tensor, "grad")))
+    grad = _grad(draft.attribute(Tensor, "grad"))
+    yield Patch(Tensor, "grad", grad)
+    # Subclasses of Tensor do not wrap what these return: `x.grad is x.grad` holds.
+    getters = get_default_nowrap_functions() | {grad.__get__}
+    for module in (torch._tensor, torch.masked.maskedtensor.core):
+        yield Patch(module, "get_default_nowrap_functions", lambda: getters)
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield Patch(Tensor, name, _registering(draft.attribute(Tensor, name)))
     init = draft.attribute(BackwardHook, "__init__")

@@ -6,6 +6,7 @@ Tests note what they have measured as the property ``figure``.
 from __future__ import annotations
 
 import contextlib
+import functools
 import json
 import subprocess
 import sys
@@ -23,11 +24,15 @@ import hmpx
 from hmpx import ops
 from hmpx.compute import missing_kernels
 from hmpx.compute.legalize import capability
-from tests.integration.test_opinfo_conformance import LEFT_OUT, current
+from tests.integration.test_no_less_right import NORMS, less_right
+from tests.integration.test_opinfo_conformance import INFOS, LEFT_OUT, current
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
+
+#: The ops are tested in so many parts, which may run at a time.
+PARTS = 8
 
 COUNTED = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels-fake_cuda.json"
 
@@ -276,6 +281,20 @@ def test_nothing_that_runs_in_fp32_stops(lists: str) -> None:
                 except Exception as error:
                     stopped.append(f"{info.name} on {dtype}: {error}"[:200])
     assert not stopped
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("with_gradients", [False, True], ids=["outputs", "gradients"])
+@pytest.mark.parametrize("part", range(PARTS))
+def test_no_op_is_less_right_than_under_autocast(part: int, with_gradients: bool) -> None:
+    """Every OpInfo op on low and mixed inputs; an error is the distance to float64 on the card."""
+    peer = functools.partial(torch.autocast, "cuda", BF16)
+    found = []
+    for info in INFOS[part::PARTS]:
+        if info.full_name in NORMS and with_gradients:
+            continue  # the gradient of an output in bf16 is rounded, and torch.autocast's is not
+        found += less_right(info, peer, "cuda", with_gradients)
+    assert not found
 
 
 # --- numbers on the CPU, forks ---------------------------------------------------
