@@ -1,6 +1,7 @@
 """What rounding to a number format costs, in multiples of copying the tensor.
 
     python benchmarks/formats.py [--save] [--threads N] [--rounds N] [--peers]
+    python benchmarks/formats.py --device cuda --elements 134217728
 
 Every figure comes from one process, the candidates interleaved, the minimum over the rounds taken;
 compare within a table only. On Linux the process starts itself anew with malloc's mmap off: otherwise fresh pages for each
@@ -8,6 +9,7 @@ result take longer than rounding does. Candidates:
 
 NAME           hmpx, with kernels that the system's compiler built
 NAME, ops      hmpx, by torch ops: where there is no compiler, and on most other devices
+NAME, compiled hmpx, by torch ops under torch.compile; on a GPU
 NAME, encode   hmpx, with kernels: to codes; "decode" is from these to values
 NAME, axis 0   hmpx, with kernels: along the first axis of a square matrix
 torch ...      x.to(dtype).to(x.dtype); rounds as hmpx does but for overflow to float8_e4m3fn
@@ -17,6 +19,7 @@ PEER NAME      ml_dtypes, gfloat, qtorch and pychop, those that are installed; w
 from __future__ import annotations
 
 import copy
+import functools
 import importlib
 import os
 import sys
@@ -126,6 +129,24 @@ def own(x: Tensor) -> dict[str, Step]:
     return steps
 
 
+def on_device(x: Tensor) -> dict[str, Step]:
+    """Returns what can round on a GPU; a step ends when the device is done."""
+    steps = {"clone": x.clone, **casts(x)}
+    for format, rounding in CASES:
+        run = rounder(get(format), rounding)
+        name = get(format).name + ("" if rounding == "nearest" else f", {rounding}")
+        steps[f"{name}, ops"] = functools.partial(run, x)
+        if rounding == "nearest":
+            steps[f"{name}, compiled"] = functools.partial(torch.compile(run), x)
+    return {name: functools.partial(finished, step) for name, step in steps.items()}
+
+
+def finished(step: Step) -> None:
+    """Waits for the device after a step."""
+    step()
+    torch.cuda.synchronize()
+
+
 def codes(x: Tensor) -> dict[str, Step]:
     """Returns what makes and reads codes, and blocks along another axis, by kernels."""
     steps: dict[str, Step] = {}
@@ -211,8 +232,20 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=torch.get_num_threads())
     parser.add_argument("--rounds", type=int, default=10)
     parser.add_argument("--elements", type=int, default=LARGE, help="of the large tensor")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--peers", action="store_true", help="also other libraries")
     options = parser.parse_args()
+    if options.device == "cuda":
+        steps = on_device(torch.randn(options.elements, device="cuda"))
+        us = {}
+        for name, step in list(steps.items()):  # each by itself: some take much memory
+            step()
+            us |= timing.fastest({name: step}, 1, options.rounds)
+            print(f"{name:34}{us[name] / us['clone']:12.2f}{us[name] / 1e3:16.2f}", flush=True)
+        ratios = {name: found / us["clone"] for name, found in us.items()}
+        figures = {"elements": options.elements, "ratios": ratios, "large_us": us}
+        timing.save(options.save, "formats", figures, device="cuda", threads=options.threads)
+        return
     without_malloc_noise()
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
