@@ -55,6 +55,8 @@ def main() -> int:
     arguments = [
         "-p",
         "no:randomly",
+        "-p",
+        "no:benchmark",
         "-q",
         str(ROOT / "tests" / "integration" / "test_cuda.py"),
         *sys.argv[1:],

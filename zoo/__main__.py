@@ -55,7 +55,7 @@ def main(arguments: list[str] | None = None) -> int:
     results = Results(options.results)
     versions = {mode: version(mode) for mode in MODES}
     start = time.monotonic()
-    running.warm_up({entry.library for entry in chosen})
+    running.warm_up({entry.library for entry in chosen}, options.device)
 
     def sweep(wanted: Mapping[Entry, Iterable[str]], seed: int) -> None:
         work: list[tuple[Entry, list[str]]] = []

@@ -33,13 +33,16 @@ _REFERENCE = "fp32"
 _LATE = {"transformers": ("transformers.modeling_utils", "transformers.generation.utils")}
 
 
-def warm_up(libraries: Iterable[str]) -> None:
-    """Imports the libraries and has hmpx measure the machine, once for all processes."""
+def warm_up(libraries: Iterable[str], device: str = "cpu") -> None:
+    """Imports the libraries and has hmpx measure the CPU, once for all processes.
+
+    A GPU is left to them: processes forked off one that has used it can't.
+    """
     torch.set_num_threads(1)
     for library in sorted(libraries):
         for name in (library, *_LATE.get(library, ())):
             importlib.import_module(name)
-    for dtype in (torch.bfloat16, torch.float16):
+    for dtype in (torch.bfloat16, torch.float16) if device == "cpu" else ():
         with hmpx.convert(low_precision_type=dtype):
             x = torch.randn(8, 8, requires_grad=True)
             torch.nn.functional.linear(x, x).softmax(-1).sum().backward()
