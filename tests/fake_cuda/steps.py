@@ -191,8 +191,9 @@ def _attention(  # noqa: PLR0917  # as torch has them
 
 
 _library = torch.library.Library("aten", "IMPL")  # as long as the process
-for _key in ("AutogradCUDA", "CUDA", "AutogradXPU", "XPU"):
-    _library.impl("scaled_dot_product_attention", _attention, _key)
+if not torch.cuda.is_available():  # a real device has its own
+    for _key in ("AutogradCUDA", "CUDA", "AutogradXPU", "XPU"):
+        _library.impl("scaled_dot_product_attention", _attention, _key)
 
 
 @contextlib.contextmanager

@@ -1,6 +1,6 @@
 """What a step asks of a GPU, counted without one: kernels, casts and bytes beside torch.autocast.
 
-    python benchmarks/kernels.py [--models gpt2 t5] [--save] [--document]
+    python benchmarks/kernel_counts.py [--models gpt2 t5] [--save] [--document]
 
 Runs on fake CUDA tensors, which have dtypes and shapes, but no values: tests/fake_cuda. Needs a torch
 built for CPUs, a C++ compiler and transformers. `--document` writes the tables into docs/speed.md.
