@@ -287,22 +287,29 @@ def machine(device: str, threads: int) -> dict[str, Any]:
     return {**found, "environment": without} if without else found
 
 
-def save(
-    folder: Path | None, name: str, figures: Mapping[str, Any], *, device: str, threads: int
-) -> None:
-    """Writes the figures and how they came about; does nothing without a folder."""
-    if folder is None:
-        return
-    result = {
+def header(device: str, threads: int) -> dict[str, Any]:
+    """Returns how figures came about."""
+    return {
         "machine": machine(device, threads),
         "torch": torch.__version__,
         "hmpx": hmpx.__version__,
         "date": time.strftime("%Y-%m-%d"),
         "command": " ".join(["python", f"benchmarks/{Path(sys.argv[0]).name}", *sys.argv[1:]]),
-        **figures,
     }
+
+
+def save(
+    folder: Path | None, name: str, figures: Mapping[str, Any], *, device: str, threads: int
+) -> None:
+    """Writes the figures and how they came about; does nothing without a folder."""
+    if folder is not None:
+        write(folder, f"{name}-{device}", {**header(device, threads), **figures})
+
+
+def write(folder: Path, name: str, result: Mapping[str, Any]) -> None:
+    """Writes a header and figures."""
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{name}-{device}.json"
+    path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 

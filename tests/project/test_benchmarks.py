@@ -227,6 +227,56 @@ def test_tables_of_kernels_are_those_saved(load: Any) -> None:
         kernels.documented("", figures)
 
 
+def test_trainings(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Each mode starts from fp32's weights and batches; what is in the journal is not trained again."""
+    journal = ["--journal", "journal.jsonl"]
+    options = [
+        "--tasks",
+        "mlp",
+        "--modes",
+        "fp32",
+        "hmpx",
+        "--seeds",
+        "1",
+        "--steps",
+        "3",
+        *journal,
+    ]
+    assert "2/2  mlp, hmpx, seed 0: " in run("trainings.py", *options, folder=tmp_path)
+    figures = saved(tmp_path / "trainings-cpu.json")["figures"]
+    fp32, hmpx = figures["mlp"].values()
+    assert hmpx["curve"][0] == pytest.approx(fp32["curve"][0], rel=0.01)
+    assert hmpx["curve"] != fp32["curve"]
+    assert "training loss" in (tmp_path / "trainings-cpu.svg").read_text(encoding="utf-8")
+    program = load("trainings")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(program, "attempted", None)
+    monkeypatch.setattr(sys, "argv", ["benchmarks/trainings.py", *options, "--save", "again"])
+    program.main()
+    assert saved(tmp_path / "again" / "trainings-cpu.json")["figures"] == figures
+    marks = "".join(
+        f"<!-- {name} -->\n\n\n<!-- end -->\n" for name in ("metrics", "losses", "times")
+    )
+    made = program.documented(f"<!-- modes -->\n\n\n<!-- end -->\n{marks}", figures)
+    assert f"| mlp | 1.00 | {hmpx['time_ratio']:.2f} |" in made
+    with pytest.raises(SystemExit, match="has 0 tables marked 'modes', not one"):
+        program.documented(marks, figures)
+
+
+def test_trainings_are_compared_pair_by_pair(load: Any) -> None:
+    """By the paired t-test; equal values are equal, and those that are not finite differ."""
+    outcomes = load("outcomes")
+    base, values = [0.90, 0.95, 0.91, 0.97], [0.89, 0.93, 0.91, 0.94]
+    test = pytest.importorskip("scipy.stats").ttest_rel(values, base)
+    found = outcomes.compared(values, base)
+    assert found["p"] == pytest.approx(test.pvalue)
+    interval = test.confidence_interval()
+    assert [found["low"], found["high"]] == pytest.approx([interval.low, interval.high])
+    assert outcomes.compared(base, base)["p"] == 1
+    assert outcomes.compared([value + 0.5 for value in base], base)["p"] < 1e-6
+    assert outcomes.differs(outcomes.compared([float("nan"), *values[1:]], base))
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_saved_results(path: Path) -> None:
     """Each file in the repository has a complete header and figures after it."""
