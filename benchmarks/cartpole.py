@@ -108,7 +108,8 @@ class PPO:
         for _ in range(TICKS):
             logits, values = self.model(self.carts)
             policy = Categorical(logits=logits, validate_args=False)
-            actions = policy.sample()
+            # Not policy.sample(): on CUDA a NaN there would end the process.
+            actions = (torch.rand(CARTS, device=self.device) < policy.probs[:, 1]).long()
             after = moved(self.carts, actions)
             self.ages = self.ages + 1
             is_fallen = has_fallen(after)
