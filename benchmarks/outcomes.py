@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,98 +49,93 @@ def _summary(pairs: Sequence[tuple[Mapping[str, Any], Mapping[str, Any]]]) -> di
     }
 
 
-def compared(values: Sequence[float], base: Sequence[float]) -> dict[str, float | None]:
+def compared(values: Sequence[float], base: Sequence[float]) -> dict[str, Any]:
     """Returns mean and deviation of values, and how they differ from those of fp32, pair by pair.
 
     ``difference`` is the mean of the differences, ``low`` to ``high`` its 95 % interval, ``p`` that of the
-    two-sided paired t-test, ``deviations`` the difference in standard deviations of ``base``. Values that are
-    not finite differ.
+    two-sided paired t-test. ``differs`` where p is below 0.05 and the difference is larger than ``spread``, the
+    standard deviation of ``base``. Values that are not finite differ.
     """
     from scipy.special import stdtr, stdtrit
 
     differences = [a - b for a, b in zip(values, base, strict=True)]
     mean, count = statistics.fmean(differences), len(differences)
-    found: dict[str, float | None] = {"mean": statistics.fmean(values), "difference": mean}
+    found = {"mean": statistics.fmean(values), "difference": mean}
     if not all(map(math.isfinite, differences)):
-        return {**found, "deviation": None, "p": 0.0}
+        return {**found, "differs": True}
     if count < 2:
-        return {**found, "deviation": None, "p": None}
-    error = statistics.stdev(differences) / math.sqrt(count)
-    spread = statistics.stdev(base)
+        return {**found, "differs": False}
+    error, spread = statistics.stdev(differences) / math.sqrt(count), statistics.stdev(base)
     half = error * float(stdtrit(count - 1, 1 - LEVEL / 2))
     p = 2 * float(stdtr(count - 1, -abs(mean) / error)) if error else float(mean == 0)
     return {
         **found,
         "deviation": statistics.stdev(values),
+        "spread": spread,
         "low": mean - half,
         "high": mean + half,
         "p": p,
-        "deviations": mean / spread if spread else None,
+        "differs": p < LEVEL and abs(mean) > spread,
     }
-
-
-def differs(figure: Mapping[str, float | None]) -> bool:
-    """Whether a mode's values differ from fp32's at the 5 % level."""
-    p = figure["p"]
-    return p is not None and p < LEVEL
 
 
 def printed(found: Figures) -> str:
     """Returns all comparisons as text, a line each."""
-    head = f"{'task':10} {'mode':10} {'of':6} seeds {'mean':>10} {'deviation':>10} {'difference':>11} {'95 %':>23} {'p':>7}"
-    lines = [f"{head}   time"]
+    names = ("mean", "deviation", "difference", "low", "high", "p")
+    head = "".join(f"{name:>11}" for name in names)
+    lines = [f"{'task':10}{'mode':10}{'of':6}{'seeds':>6}{head}  differs   time"]
     for task, modes in found.items():
         for mode, figure in modes.items():
-            for name in ("metric", "loss"):
-                it = figure[name]
-                interval = f"{_number(it.get('low'))} to {_number(it.get('high'))}"
+            for of in ("metric", "loss"):
+                cells = "".join(f"{_number(figure[of].get(name)):>11}" for name in names)
+                verdict = "yes" if figure[of]["differs"] else "no"
+                time = f"{figure['time_ratio']:7.2f}"
                 lines.append(
-                    f"{task:10} {mode:10} {name:6} {figure['seeds']:5} {_number(it['mean']):>10} "
-                    f"{_number(it['deviation']):>10} {_number(it['difference']):>11} {interval:>23} "
-                    f"{_number(it['p']):>7} {figure['time_ratio']:6.2f}"
+                    f"{task:10}{mode:10}{of:6}{figure['seeds']:6}{cells}{verdict:>9}{time}"
                 )
     return "\n".join(lines)
 
 
-def tables(found: Figures, metrics: Mapping[str, str]) -> dict[str, str]:
+def tables(found: Figures, labels: Mapping[str, str]) -> dict[str, str]:
     """Returns name -> Markdown table.
 
     Args:
         found: The figures.
-        metrics: Task -> what its metric is called.
+        labels: Task -> what stands before its scores.
     """
     modes = list(dict.fromkeys(mode for rows in found.values() for mode in rows))
-    others = [mode for mode in modes if mode != BASE]
+
+    def by_task(cell: Callable[[Mapping[str, Any]], str]) -> list[list[str]]:
+        return [
+            [task, *(cell(rows[mode]) if mode in rows else "-" for mode in modes)]
+            for task, rows in found.items()
+        ]
+
     scores = [
-        [f"{task}, {metrics[task]}", f"{found[task][BASE]['untrained']:.3g}"]
-        + [_cell(found[task].get(mode, {}).get("metric")) for mode in modes]
-        for task in found
+        [labels[task], f"{found[task][BASE]['untrained']:.3g}", *cells]
+        for task, *cells in by_task(lambda figure: _cell(figure["metric"]))
     ]
-    losses = [
-        [task, *(_cell(found[task].get(mode, {}).get("loss")) for mode in modes)] for task in found
-    ]
-    times = [
-        [task, *(f"{rows[mode]['time_ratio']:.2f}" if mode in rows else "-" for mode in modes)]
-        for task, rows in found.items()
+    losses = by_task(lambda figure: _cell(figure["loss"]))
+    times = by_task(lambda figure: f"{figure['time_ratio']:.2f}")
+    totals = [
+        [mode, *_total([rows[mode] for rows in found.values() if mode in rows])]
+        for mode in modes
+        if mode != BASE
     ]
     return {
-        "modes": _table(
-            ["mode", "metrics that differ", "losses that differ", "time, median"],
-            [[mode, *_total(found, mode)] for mode in others],
-        ),
-        "metrics": _table(["task, metric", "untrained", *modes], scores),
+        "modes": _table(["mode", "scores that differ", "losses that differ", "time"], totals),
+        "scores": _table(["task", "untrained", *modes], scores),
         "losses": _table(["task", *modes], losses),
         "times": _table(["task", *modes], times),
     }
 
 
-def _total(found: Figures, mode: str) -> list[str]:
-    there = [modes[mode] for modes in found.values() if mode in modes]
+def _total(figures: Sequence[Mapping[str, Any]]) -> list[str]:
     counts = [
-        f"{sum(differs(figure[name]) for figure in there)} of {len(there)}"
-        for name in ("metric", "loss")
+        f"{sum(figure[of]['differs'] for figure in figures)} of {len(figures)}"
+        for of in ("metric", "loss")
     ]
-    return [*counts, f"{statistics.median(figure['time_ratio'] for figure in there):.2f}"]
+    return [*counts, f"{statistics.median(figure['time_ratio'] for figure in figures):.2f}"]
 
 
 def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -148,16 +143,15 @@ def _table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     return "".join([lines[0], "|---" * len(head) + "|\n", *lines[1:]])
 
 
-def _cell(figure: Mapping[str, float | None] | None) -> str:
-    if figure is None:
-        return "-"
-    mean = f"{figure['mean']:.3g}"
-    text = mean if figure["deviation"] is None else f"{mean} ± {figure['deviation']:.1g}"
-    return f"**{text}**" if differs(figure) else text
+def _cell(figure: Mapping[str, Any]) -> str:
+    text = f"{figure['mean']:.3g}"
+    if "deviation" in figure:
+        text += f" ± {figure['deviation']:.1g}"
+    return f"**{text}**" if figure["differs"] else text
 
 
 def _number(value: float | None) -> str:
-    return "-" if value is None else f"{value:.4g}"
+    return "-" if value is None else f"{value:.3g}"
 
 
 def draw(found: Figures, colors: Mapping[str, str], steps: Mapping[str, int], path: Path) -> None:

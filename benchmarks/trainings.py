@@ -5,8 +5,7 @@
 
 Each training is repeated with several seeds, which give weights, batches and noise. A mode is compared with fp32
 by a paired t-test over the seeds: the mean of the differences, its 95 % interval and the p-value, two-sided.
-Where p is below 0.05 the mode differs; of equal modes one in twenty does so by chance. The difference is also
-given in standard deviations of fp32's seeds.
+A mode differs where p is below 0.05 and the mean difference is larger than the standard deviation of fp32's seeds.
 
 `--journal FILE` gets a line as soon as a training ends. Trainings that are in it are not repeated, so a sweep that
 was stopped goes on; with `--limit 0` it makes the tables of what is there. `--save` also draws the losses.
@@ -231,8 +230,8 @@ def job_of(row: Mapping[str, Any]) -> Job:
 
 def documented(text: str, found: outcomes.Figures) -> str:
     """Returns a document's text with the tables between its marks made anew."""
-    metrics = {name: task.metric for name, task in tasks.TASKS.items()}
-    for name, made in outcomes.tables(found, metrics).items():
+    labels = {name: f"{name}: {task.what}; {task.metric}" for name, task in tasks.TASKS.items()}
+    for name, made in outcomes.tables(found, labels).items():
         mark = rf"(<!-- {name} -->\n\n).*?(\n<!-- end -->)"
         text, count = re.subn(mark, lambda m, t=made: m[1] + t + m[2], text, flags=re.DOTALL)
         if count != 1:
