@@ -99,7 +99,7 @@ class PPO:
         policy = Categorical(logits=logits, validate_args=False)
         ratio = (policy.log_prob(actions) - old).exp()
         gain = torch.min(ratio * advantages, ratio.clamp(1 - CLIP, 1 + CLIP) * advantages)
-        value_loss = F.mse_loss(values, returns)
+        value_loss = F.mse_loss(values.float(), returns)
         return VALUE_SHARE * value_loss - gain.mean() - ENTROPY_SHARE * policy.entropy().mean()
 
     def played(self) -> tuple[Tensor, ...]:

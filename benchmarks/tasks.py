@@ -103,7 +103,7 @@ class Denoiser:
 
     def loss(self, *batch: Tensor) -> Tensor:
         images, times, noise = batch
-        return F.mse_loss(self.model(images, times), noise)
+        return F.mse_loss(self.model(images, times).float(), noise)
 
     def score(self) -> tuple[float, float]:
         """Returns the loss, and the energy distance of sampled images to those that are held out."""

@@ -16,7 +16,6 @@ nothing about hardware. Needs scikit-learn, and matplotlib for the picture.
 from __future__ import annotations
 
 import json
-import math
 import multiprocessing
 import re
 import tempfile
@@ -249,7 +248,7 @@ def main() -> None:
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--jobs", type=int, default=1, help="processes at once")
     parser.add_argument(
-        "--limit", type=float, default=math.inf, metavar="SECONDS", help="stop after this time"
+        "--limit", type=float, default=86400.0, metavar="SECONDS", help="stop after this time"
     )
     parser.add_argument("--journal", type=Path, metavar="FILE", help="trainings done, a line each")
     parser.add_argument("--document", action="store_true", help="write docs/trainings.md's tables")
