@@ -66,13 +66,13 @@ def main() -> None:
     options = parser.parse_args()
     reason = fake_cuda.missing()
     if reason is not None:
-        raise SystemExit(f"kernels.py {reason}")
+        raise SystemExit(f"kernel_counts.py {reason}")
     if options.document and tuple(options.models) != models.NAMES:
         raise SystemExit("docs/speed.md has all models: leave out --models")
     figures = measure(list(options.models))
     for name, rows in figures.items():
         timing.show(name, rows, COLUMNS)
-    timing.save(options.save, "kernels", {"figures": figures}, device="fake_cuda", threads=1)
+    timing.save(options.save, "kernel_counts", {"figures": figures}, device="fake_cuda", threads=1)
     if options.document:
         DOCUMENT.write_text(documented(DOCUMENT.read_text("utf-8"), figures), encoding="utf-8")
 

@@ -34,7 +34,7 @@ FP32, BF16, FP16 = torch.float32, torch.bfloat16, torch.float16
 #: The ops are tested in so many parts, which may run at a time.
 PARTS = 8
 
-COUNTED = Path(__file__).parents[2] / "benchmarks" / "results" / "kernels-fake_cuda.json"
+COUNTED = Path(__file__).parents[2] / "benchmarks" / "results" / "kernel_counts-fake_cuda.json"
 
 
 def network() -> nn.Module:

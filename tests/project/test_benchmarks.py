@@ -211,16 +211,16 @@ def test_compiled_models(load: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: P
 @pytest.mark.slow
 def test_kernels(tmp_path: Path, on_fake_cuda: Any) -> None:
     """Counts every candidate."""
-    run("kernels.py", "--models", "lstm", folder=tmp_path)
-    figures = saved(tmp_path / "kernels-fake_cuda.json")["figures"]["lstm"]
+    run("kernel_counts.py", "--models", "lstm", folder=tmp_path)
+    figures = saved(tmp_path / "kernel_counts-fake_cuda.json")["figures"]["lstm"]
     assert {"fp32", "autocast", "hmpx", "inference, hmpx frozen"} <= figures.keys()
     assert figures["fp32"]["casts"] == 0 < figures["hmpx"]["casts"]
 
 
 def test_tables_of_kernels_are_those_saved(load: Any) -> None:
     """In docs/speed.md."""
-    kernels = load("kernels")
-    figures = saved(BENCHMARKS / "results" / "kernels-fake_cuda.json")["figures"]
+    kernels = load("kernel_counts")
+    figures = saved(BENCHMARKS / "results" / "kernel_counts-fake_cuda.json")["figures"]
     text = kernels.DOCUMENT.read_text("utf-8")
     assert kernels.documented(text, figures) == text
     with pytest.raises(SystemExit, match="has 0 tables marked 'training', not one"):
