@@ -168,7 +168,7 @@ def draw(found: Figures, colors: Mapping[str, str], steps: Mapping[str, int], pa
     mpl.use("agg")
     from matplotlib import pyplot
 
-    columns = max(min(4, len(found)), 1)
+    columns = min(4, len(found))
     lines = math.ceil(len(found) / columns)
     style = {"svg.fonttype": "none", "svg.hashsalt": "hmpx", "font.size": 9}
     with pyplot.rc_context(style):

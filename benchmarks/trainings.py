@@ -175,8 +175,7 @@ def curve(losses: Tensor) -> list[float]:
 def attempted(job: Job) -> dict[str, Any]:
     """Returns a line of the journal: the job, and what `trained` returns of it or its error."""
     torch.set_num_threads(1)
-    torch.backends.cudnn.conv.fp32_precision = "ieee"  # fp32 means fp32, not TensorFloat-32
-    torch.backends.cudnn.rnn.fp32_precision = "ieee"
+    torch.backends.cudnn.allow_tf32 = False  # fp32 means fp32
     torch.backends.mha.set_fastpath_enabled(False)  # scores are computed as the training is
     try:
         return {**asdict(job), **trained(job)}
@@ -268,6 +267,8 @@ def main() -> None:
         header, rows = read(journal)
     chosen = [row for row in rows if job_of(row) in set(jobs)]
     found = outcomes.figures(sorted(chosen, key=lambda row: jobs.index(job_of(row))))
+    if not found:
+        raise SystemExit("nothing to compare: no training in fp32 has ended")
     print(outcomes.printed(found))
     if options.save is not None:
         name = f"trainings-{options.device}"
