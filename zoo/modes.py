@@ -24,6 +24,8 @@ class Mode:
     peer: str = "autocast"
     #: Whether it runs over long inputs, too.
     is_long: bool = True
+    #: Whether weights are stored as they are used.
+    is_frozen: bool = False
 
     def process(self, device: str) -> AbstractContextManager[Any]:
         """Returns the context in which the whole program runs, ``"cpu"`` or ``"cuda"``."""
@@ -52,3 +54,17 @@ MODES: Mapping[str, Mode] = {
 }
 #: Those that a sweep runs unless asked for others.
 DEFAULT = tuple(name for name in MODES if name != "hmpx hmp")
+
+#: Those of the trained models.
+TRAINED: Mapping[str, Mode] = {
+    **{name: MODES[name] for name in ("fp32", "autocast", "hmpx")},
+    "hmpx frozen": Mode(convert={}, is_frozen=True),
+    "hmpx lean": Mode(convert={"lists": "lean"}),
+    **{name: MODES[name] for name in ("hmpx hmp", "hmpx fp16")},
+    **{
+        f"hmpx {name}": Mode(convert={"low_precision_type": name})
+        for name in (
+            "float8_e4m3fn", "mxfp8_e4m3", "mxfp4_e2m1", "nvfp4", "posit16_1",
+        )
+    },
+}  # fmt: skip

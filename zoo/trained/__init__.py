@@ -1,0 +1,1 @@
+"""Models with trained weights, judged by their tasks."""
