@@ -33,7 +33,7 @@ class Rows:
         if report.when != "call" and report.passed:
             return
         figure = dict(report.user_properties).get("figure", "")
-        if report.failed:
+        if report.failed and not figure:
             figure = str(report.longrepr).strip().splitlines()[-1]
         elif report.skipped and isinstance(report.longrepr, tuple):
             figure = report.longrepr[-1]

@@ -217,6 +217,13 @@ class Recipe:
         return self.composes and self.decision.returns_input_dtype
 
     @property
+    def keeps_shared_dtype(self) -> bool:
+        """Whether a call whose inputs share a dtype computes in it and returns it, as torch's does."""
+        is_widest = self.decision.cast_policy is CastPolicy.WIDEST and not self.site.statistics
+        is_composed = self.returns_input_dtype and self.decision.accumulate_dtype is None
+        return is_widest and is_composed and self.emulation is None
+
+    @property
     def is_retried(self) -> bool:
         """Whether a call that fails on cast inputs is tried in fp32; numbers are drawn only once."""
         is_cast = self.is_low or self.decision.cast_policy in RELATIVE
@@ -325,6 +332,7 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
         is_low=recipe.is_low,
         follows_inputs=decision.dtype is None,
     )
+    casts_again_by_itself = options.keep_weight_casts == "auto" and "cpu" in recipe.device_types
     computes_itself = decision.accumulate_dtype is not None or facts.is_view
     return {
         "emulation": emulation,
@@ -337,7 +345,7 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
             and recipe.target is None
         ),
         "keeps_parameters": (
-            options.keep_weight_casts is not True
+            (options.keep_weight_casts is False or casts_again_by_itself)
             and facts.kind in compute.PRODUCTS | {"attention"}
             and recipe.target is None
             and emulation is None

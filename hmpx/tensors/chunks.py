@@ -83,7 +83,10 @@ def chunk_of(tensors: Sequence[Tensor]) -> Chunk | None:
         for tensor, start, count in zip(tensors, starts, counts, strict=True)
     ]
     first = min(starts)
-    length = max(ends) - first
+    # cuDNN has room for biases behind the weights of an RNN without any, and looks for it.
+    length = (_storage(tensors[0]).nbytes() // dtype.itemsize if first == 0 else max(ends)) - first
+    if length - sum(counts) > _MOST_UNUSED * length:
+        length = max(ends) - first
     if 0 in counts or length - sum(counts) > _MOST_UNUSED * length:
         return None
     layouts = [

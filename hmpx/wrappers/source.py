@@ -135,7 +135,7 @@ def _body(recipe: Recipe, names: str) -> str:
     is_overridden = "is_overridden(args, kwargs)" if recipe.site.is_overridable else "False"
     late = RUN_LATE.format(names=names, is_overridden=is_overridden)
     if recipe.returns_input_dtype:
-        return late
+        return (_settled_by_first(recipe, names) if recipe.keeps_shared_dtype else "") + late
     if recipe.selects:
         return _settled(recipe, names, None) + late
     keep = "\n        given_kwargs = kwargs" if keeps and "given_kwargs" in call else ""
@@ -145,11 +145,7 @@ def _body(recipe: Recipe, names: str) -> str:
     if recipe.target is not None and not recipe.site.in_place:
         return body  # its dtype need not be that of the first argument
     if recipe.is_relative:
-        first = min(recipe.cast_kinds)
-        if recipe.cast_kinds[first] != "T":
-            return body
-        settled = _settled(recipe, names, first)
-        return settled + filled(recipe, settled) + body
+        return _settled_by_first(recipe, names) + body
     kinds = recipe.site.parameters.kinds
     is_fixed = not (
         "A" in recipe.cast_kinds.values()
@@ -171,6 +167,15 @@ def _body(recipe: Recipe, names: str) -> str:
         has_own = "has_own_products" if recipe.site.op == "linear" else "has_own_gradients"
         test += f" and {has_own}(a0, a1)"
     return RUN.format(names=names, legalizes=test, fill=placed(recipe, names)) + body
+
+
+def _settled_by_first(recipe: Recipe, names: str) -> str:
+    """Returns the part for inputs that have the first one's dtype; nothing if that can be left out."""
+    first = min(recipe.cast_kinds)
+    if not names or recipe.cast_kinds[first] != "T":
+        return ""
+    settled = _settled(recipe, names, first)
+    return settled + filled(recipe, settled)
 
 
 def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
@@ -205,7 +210,7 @@ def _settled(recipe: Recipe, names: str, reference: int | None) -> str:
 
     def call(plain: str) -> str:
         run = f"run(original, ({names}*rest), kwargs, ({names}*rest))"
-        if recipe.composes:
+        if recipe.composes and not recipe.keeps_shared_dtype:
             return run
         return f"{run} if {_legalizes(recipe)}{is_low} else {plain}" if recipe.legalizes else plain
 

@@ -15,13 +15,18 @@ from torch import Tensor
 from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
-from tests.integration.test_opinfo_conformance import INFOS
+from tests.integration.test_opinfo_conformance import INFOS, current
 from tests.samples import sample_inputs, spread
 from tests.values import FP32, FP64, mapped, tensors
 
 LOW = torch.bfloat16
 #: Follow their input, and round once what is fp32 inside; torch.autocast returns fp32.
-NORMS = {"nn.functional.layer_norm", "nn.functional.group_norm", "nn.functional.rms_norm"}
+NORMS = {
+    "native_layer_norm",
+    "nn.functional.layer_norm",
+    "nn.functional.group_norm",
+    "nn.functional.rms_norm",
+}
 #: Return values of their input, which torch.autocast only puts into a wider type.
 SELECTING = {"nn.functional.interpolate.nearest", "nn.functional.interpolate.nearest-exact"}
 
@@ -43,7 +48,7 @@ def with_dtypes(call: Any, first: torch.dtype, rest: torch.dtype) -> Any:
     return mapped(call, cast)
 
 
-def results(info: OpInfo, call: Any, with_gradients: bool = False) -> list[Tensor] | None:
+def results(op: Callable[..., Any], call: Any, with_gradients: bool = False) -> list[Tensor] | None:
     """Returns the op's floating and complex outputs, or the gradients of their sum; None after an error."""
     torch.manual_seed(0)
     first, args, kwargs = mapped(call, torch.clone)
@@ -52,9 +57,7 @@ def results(info: OpInfo, call: Any, with_gradients: bool = False) -> list[Tenso
         leaf.requires_grad_()
     try:
         found = [
-            t
-            for t in tensors(info.op(first, *args, **kwargs))
-            if t.is_floating_point() or t.is_complex()
+            t for t in tensors(op(first, args, kwargs)) if t.is_floating_point() or t.is_complex()
         ]
         if not with_gradients:
             return found
@@ -80,6 +83,7 @@ def less_right(
     with_gradients: bool = False,
 ) -> list[str]:
     """Returns each call that has a narrower result than under ``peer``, a larger error, or stops."""
+    op = current(info.op)  # as a program spells it: OpInfo has kept functions from before `convert`
     samples = [(s.input, s.args, s.kwargs) for s in sample_inputs(info, FP32)]
     calls = [
         mapped(with_dtypes(sample, *dtypes), lambda t: t.to(device))
@@ -88,16 +92,16 @@ def less_right(
     ]
     exact = [
         results(
-            info,
+            op,
             mapped(call, lambda t: t.to(FP64) if t.is_floating_point() else t),
             with_gradients,
         )
         for call in calls
     ]
     with peer():
-        peers = [results(info, call, with_gradients) for call in calls]
+        peers = [results(op, call, with_gradients) for call in calls]
     with hmpx.convert():
-        mine = [results(info, call, with_gradients) for call in calls]
+        mine = [results(op, call, with_gradients) for call in calls]
     found = []
     for call, truths, theirs, ours in zip(calls, exact, peers, mine, strict=True):
         if truths is None or theirs is None:
