@@ -89,7 +89,7 @@ def test_what_stops_is_kept_with_its_error(tmp_path: Path) -> None:
     [
         (scores.rank_correlation, {"similarity": [0.1, 0.5, 0.9], "truth": [0, 1, 2]}, 100),
         (scores.word_f1, {"logits": [2.0, -1, 3, -1], "truth": [1, 0, 0, 1]}, 50),
-        (scores.true_over_false, {"speech": [0.9, 0.2, 0.4], "truth": [True, False, False]}, 1),
+        (scores.true_over_false, {"speech": [0.9, 0.2, 0.4], "truth": [1, 0, 0]}, 1),
         (scores.separation, {"voices": [[1.0, 0], [1, 0.1], [0, 1], [0.1, 1]], "truth": [0, 0, 1, 1]}, 15.59),
         (scores.faces_found, {"boxes": [[0.0, 0, 9, 9]], "truth": [[0, 0, 10, 10], [20, 20, 30, 30]]}, 200 / 3),
         (scores.mean_precision, {"features": [[1.0, 0], [1, 0.1], [0, 1], [0.1, 1]], "truth": [0, 0, 1, 1]}, 100),
@@ -98,7 +98,6 @@ def test_what_stops_is_kept_with_its_error(tmp_path: Path) -> None:
 def test_scores(score: Any, outputs: dict[str, list[Any]], expected: float) -> None:
     """Scores of outputs whose values are known."""
     found = {name: torch.tensor(each) for name, each in outputs.items()}
-    found["truth"] = found["truth"].bool() if score is scores.true_over_false else found["truth"]
     assert score(found, found) == pytest.approx(expected, rel=0.01)
 
 

@@ -67,7 +67,7 @@ def true_over_false(outputs: Outputs, exact: Outputs, *, at_equal: bool = False)
         true, false = _pairs(outputs)
     else:
         scores = outputs["speech"].double()
-        true, false = scores[outputs["truth"]], scores[~outputs["truth"]]
+        true, false = scores[outputs["truth"] > 0], scores[outputs["truth"] == 0]
     if not at_equal:
         over = (true[:, None] > false).double() + 0.5 * (true[:, None] == false).double()
         return float(over.mean())
@@ -106,7 +106,7 @@ def box_quality(outputs: Outputs, exact: Outputs) -> float:
 def negative_log(outputs: Outputs, exact: Outputs) -> float:
     """Returns minus the logarithm of the probability of all true classes together, on average."""
     logs = torch.log_softmax(outputs["logits"].double(), -1)
-    return -float(logs.masked_fill(~outputs["truth"], float("-inf")).logsumexp(-1).mean())
+    return -float(logs.masked_fill(outputs["truth"] == 0, float("-inf")).logsumexp(-1).mean())
 
 
 def mean_precision(outputs: Outputs, exact: Outputs) -> float:
