@@ -128,7 +128,7 @@ def target_dtype(recipe: Recipe, args: Args, kwargs: Kwargs) -> torch.dtype | No
     elif cast_policy is CastPolicy.WIDEST:
         if recipe.widens_itself:
             return None
-        dtype = widest(inputs)
+        dtype = widest(recipe, inputs)
     else:
         inputs = counted(recipe, inputs)
         if any(t.dtype not in ELIGIBLE or t.layout not in DENSE for t in inputs):

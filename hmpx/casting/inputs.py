@@ -46,14 +46,14 @@ def given_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Any]:
     return inputs
 
 
-def widest(tensors: Iterable[Tensor]) -> torch.dtype:
+def widest(recipe: Recipe, tensors: list[Tensor]) -> torch.dtype:
     """Returns the dtype that `torch.result_type` gives for these floating tensors together.
 
-    0-dim tensors count only where there are no others.
+    0-dim tensors count only where there are no others, or where they are joined, as by `torch.hstack`.
     """
-    tensors = list(tensors)
-    dimensioned = [t.dtype for t in tensors if t.dim()] or [t.dtype for t in tensors]
-    return functools.reduce(torch.promote_types, dimensioned)
+    are_joined = set(recipe.cast_kinds.values()) == {"A"}
+    dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]
+    return functools.reduce(torch.promote_types, dtypes)
 
 
 def written(recipe: Recipe, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:

@@ -332,7 +332,6 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
         is_low=recipe.is_low,
         follows_inputs=decision.dtype is None,
     )
-    casts_again_by_itself = options.keep_weight_casts == "auto" and "cpu" in recipe.device_types
     computes_itself = decision.accumulate_dtype is not None or facts.is_view
     return {
         "emulation": emulation,
@@ -345,7 +344,7 @@ def _computations(recipe: Recipe) -> dict[str, Any]:
             and recipe.target is None
         ),
         "keeps_parameters": (
-            (options.keep_weight_casts is False or casts_again_by_itself)
+            options.keep_weight_casts is not True
             and facts.kind in compute.PRODUCTS | {"attention"}
             and recipe.target is None
             and emulation is None

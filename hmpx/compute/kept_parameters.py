@@ -37,8 +37,7 @@ Pair = tuple[Tensor, Tensor]
 #: How many times a call must use each of a parameter's elements before ``"auto"`` casts again. The
 #: products of forward and backward take 6 operations for each use of an element, casting it 6 bytes; so
 #: from here on that takes at most 3 % of their time, if a device computes so many operations for each byte that
-#: it moves: 8 on a processor, 120 on an accelerator. There only compiled graphs cast again: the hooks that
-#: it takes elsewhere cost more time than the device needs for the product.
+#: it moves: 8 on a processor, 120 on an accelerator.
 _LEAST_USES: Final = {"cpu": 256}
 _LEAST_USES_ELSEWHERE: Final = 4096
 
@@ -122,8 +121,7 @@ def _is_worthwhile(cast: Tensor, args: Args) -> bool:
     others = [each for each in args if isinstance(each, Tensor) and each is not cast]
     if not all(isinstance(each.numel(), int) for each in (cast, *others)):
         return False  # an exported graph would hold for the sizes alone that decide alike
-    is_left_to_torch = cast.device.type != "cpu"
-    return not is_left_to_torch and bool(others) and pays(cast, max(others, key=Tensor.numel))
+    return bool(others) and pays(cast, max(others, key=Tensor.numel))
 
 
 def pays(weight: Tensor, other: Tensor) -> bool:

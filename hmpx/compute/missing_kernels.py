@@ -147,7 +147,8 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         if inputs is None or low is None or is_below_dispatcher():
             return original(*args, **kwargs)
         lacks = lacking.lacks(low, is_learning=inputs.is_learning)
-        if lacks is False or (callee.promotes and _widest(args, kwargs) not in LOW_DTYPES):
+        is_mixed = lacks is not False and _widest(args, kwargs) not in LOW_DTYPES
+        if lacks is False or (callee.promotes and is_mixed):
             return original(*args, **kwargs)
         if position is not None:
             given = args[position] if position < len(args) else kwargs.get(lacking.only)
@@ -156,7 +157,8 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         # A failed try may leave what it writes to half-done. While torch.compile traces, kernels don't fail yet,
         # and a call that fails breaks the graph of torch.jit.trace.
         is_traced = torch.compiler.is_dynamo_compiling() or is_jit_tracing()
-        if lacks is None and not (has_writes or kwargs.get("out") is not None or is_traced):
+        may_run = lacks is None or is_mixed  # its kernel may promote, and return fp32
+        if may_run and not (has_writes or kwargs.get("out") is not None or is_traced):
             return _tried(callee, args, kwargs, low, inputs.first.dtype)
         _note(callee.op, short_name(low.dtype), low.device.type)
         return in_fp32(callee, args, kwargs, inputs.first.dtype)

@@ -230,7 +230,7 @@ def _dtype(recipe: Recipe, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> 
     if recipe.facts.promotes and recipe.target is not None:
         return inputs[0].dtype
     if recipe.facts.promotes and recipe.decision.cast_policy is CastPolicy.WIDEST:
-        return widest(inputs)
+        return widest(recipe, inputs)
     if is_widened(recipe, inputs):
         return torch.float32
     return target_dtype(recipe, args, kwargs)

@@ -273,7 +273,7 @@ def _composed(recipe: Recipe, run: Runner) -> Runner:
             deciding = first or (inputs if all_decide else inputs[:1] if first_decides else [])
             note_deciding(recipe.site.op, deciding)
         wrapped = functools.partial(_run_with, run, function, given)
-        dtype = widest(inputs) if is_widest else inputs[0].dtype
+        dtype = widest(recipe, inputs) if is_widest else inputs[0].dtype
         ending = by_input[first[0].dtype] if first else accumulation
         return ending.compute(wrapped, known, cast, kwargs, given, dtype)
 

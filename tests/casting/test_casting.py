@@ -17,9 +17,9 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx import Policy, casting
+from hmpx import Policy
 from hmpx.wrappers import retrying
-from tests.values import uniform
+from tests.values import same, uniform
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 
@@ -259,11 +259,19 @@ def test_widest_is_torchs_result_type(
 def test_a_0dim_tensor_does_not_widen_a_dimensioned_one() -> None:
     """As in `torch.result_type`; Python numbers never widen."""
     tensors = [uniform(3, dtype=BF16), torch.tensor(2.0)]
-    assert casting.widest(tensors) is BF16 is torch.result_type(*tensors)
-    assert casting.widest([torch.tensor(2.0), torch.tensor(1.0, dtype=BF16)]) is FP32
     with hmpx.convert(policy=Policy.from_ops(widest=["add", "heaviside"])):
         assert (tensors[0] + 2.0).dtype is BF16
-        assert torch.heaviside(*tensors).dtype is BF16
+        assert torch.heaviside(*tensors).dtype is BF16 is torch.result_type(*tensors)
+        assert torch.heaviside(tensors[0][0], tensors[1]).dtype is FP32  # where there are no others
+
+
+@pytest.mark.parametrize("join", [torch.hstack, torch.column_stack])
+def test_a_0dim_tensor_that_is_joined_to_others_counts_as_they_do(join: Callable[..., Any]) -> None:
+    """Torch gives it a dimension first."""
+    tensors = [torch.tensor(1.001), uniform(3 if join is torch.hstack else 1, dtype=BF16)]
+    expected = join(tensors)
+    with hmpx.convert():
+        same(getattr(torch, join.__name__)(tensors), expected)
 
 
 @pytest.mark.parametrize("first", [FP32, BF16])

@@ -670,3 +670,18 @@ def test_it_holds_where_casts_are_off(
     finally:
         if options is _with_a_rule:
             hmpx.unregister_rule("linalg_inv")
+
+
+@pytest.mark.parametrize("name", ["laguerre_polynomial_l", "zeta"])
+def test_mixed_inputs_of_a_kernel_that_promotes_give_fp32(name: str) -> None:
+    """It lacks a kernel for low inputs alone, and torch gives fp32 of mixed ones."""
+    function = getattr(torch.special, name)
+    low, single = torch.tensor([1.5, 2.5], dtype=BF16), torch.tensor([2.0, 3.0])
+    expected = function(low, single), function(single, low)
+    with hmpx.convert():
+        actual = (
+            getattr(torch.special, name)(low, single),
+            getattr(torch.special, name)(single, low),
+        )
+        assert getattr(torch.special, name)(low, low).dtype is BF16
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)

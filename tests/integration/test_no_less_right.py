@@ -48,25 +48,38 @@ def with_dtypes(call: Any, first: torch.dtype, rest: torch.dtype) -> Any:
     return mapped(call, cast)
 
 
-def results(op: Callable[..., Any], call: Any, with_gradients: bool = False) -> list[Tensor] | None:
-    """Returns the op's floating and complex outputs, or the gradients of their sum; None after an error."""
+def results(
+    op: Callable[..., Any],
+    call: Any,
+    with_gradients: bool,
+    region: Callable[[], contextlib.AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> list[Tensor] | None:
+    """Returns the op's floating and complex outputs, or the gradients of their sum; None after an error.
+
+    The backward runs outside of the ``region``, as torch advises.
+    """
     torch.manual_seed(0)
     first, args, kwargs = mapped(call, torch.clone)
     leaves = [t for t in tensors((first, args, kwargs)) if t.is_floating_point()]
     for leaf in leaves if with_gradients else ():
         leaf.requires_grad_()
     try:
-        found = [
-            t for t in tensors(op(first, args, kwargs)) if t.is_floating_point() or t.is_complex()
-        ]
+        with region():
+            found = tensors(op(first, args, kwargs))
+            outputs = [t for t in found if t.is_floating_point() or t.is_complex()]
         if not with_gradients:
-            return found
-        ends = [t for t in found if t.requires_grad]
+            return outputs
+        ends = [t for t in outputs if t.requires_grad]
         ones = [torch.ones_like(t) for t in ends]
         gradients = torch.autograd.grad(ends, leaves, ones, allow_unused=True) if ends else ()
         return [g for g in gradients if g is not None]
     except (RuntimeError, TypeError, ValueError, IndexError, NotImplementedError):
         return None
+
+
+def is_narrower(actual: Tensor, expected: Tensor) -> bool:
+    """Returns whether a result's dtype does not hold all values of the expected one's."""
+    return torch.promote_types(actual.dtype, expected.dtype) is not actual.dtype
 
 
 def error(actual: Tensor, exact: Tensor) -> float:
@@ -78,11 +91,11 @@ def error(actual: Tensor, exact: Tensor) -> float:
 
 def less_right(
     info: OpInfo,
-    peer: Callable[[], contextlib.AbstractContextManager[Any]],
+    region: Callable[[], contextlib.AbstractContextManager[Any]],
     device: str = "cpu",
     with_gradients: bool = False,
 ) -> list[str]:
-    """Returns each call that has a narrower result than under ``peer``, a larger error, or stops."""
+    """Returns each call that stops, has a narrower result than in ``region`` or alone, or a larger error."""
     op = current(info.op)  # as a program spells it: OpInfo has kept functions from before `convert`
     samples = [(s.input, s.args, s.kwargs) for s in sample_inputs(info, FP32)]
     calls = [
@@ -90,31 +103,28 @@ def less_right(
         for sample in spread(samples, 4)
         for dtypes in ((LOW, LOW), (LOW, FP32), (FP32, LOW))
     ]
-    exact = [
-        results(
-            op,
-            mapped(call, lambda t: t.to(FP64) if t.is_floating_point() else t),
-            with_gradients,
-        )
-        for call in calls
-    ]
-    with peer():
-        peers = [results(op, call, with_gradients) for call in calls]
+    exactly = [mapped(c, lambda t: t.to(FP64) if t.is_floating_point() else t) for c in calls]
+    exact = [results(op, call, with_gradients) for call in exactly]
+    alone = [results(op, call, with_gradients) for call in calls]
+    peers = [results(op, call, with_gradients, region) for call in calls]
     with hmpx.convert():
         mine = [results(op, call, with_gradients) for call in calls]
     found = []
-    for call, truths, theirs, ours in zip(calls, exact, peers, mine, strict=True):
-        if truths is None or theirs is None:
-            continue
+    for call, truths, plain, theirs, ours in zip(calls, exact, alone, peers, mine, strict=True):
         dtypes = [str(t.dtype).removeprefix("torch.") for t in tensors(call)]
         name = f"{info.full_name} of {dtypes}"
-        if ours is None or len(ours) != len(theirs):
-            found.append(f"{name}: stops")
+        if ours is None:
+            found += [] if plain is theirs is None else [f"{name}: stops"]
             continue
-        for truth, peers_own, our in zip(truths, theirs, ours, strict=True):
-            their = peers_own.to(our.dtype) if info.full_name in NORMS else peers_own
-            is_narrower = torch.promote_types(our.dtype, their.dtype) is not our.dtype
-            if is_narrower and info.full_name not in SELECTING:
+        for each, our in zip(plain or [], ours, strict=plain is not None):
+            if is_narrower(our, each):
+                found.append(f"{name}: {our.dtype}, and {each.dtype} without a conversion")
+        dimensions = [t.dim() for t in tensors(call) if t.is_floating_point()]
+        if truths is None or theirs is None or (0 in dimensions and any(dimensions)):
+            continue  # numbers in tensors decide nothing, as torch promotes; under torch.autocast they do
+        for truth, each, our in zip(truths, theirs, ours, strict=True):
+            their = each.to(our.dtype) if info.full_name in NORMS else each
+            if is_narrower(our, their) and info.full_name not in SELECTING:
                 found.append(f"{name}: {our.dtype} instead of {their.dtype}")
             if truth.layout is torch.strided and truth.shape == their.shape:
                 errors = error(our, truth), error(their, truth)
