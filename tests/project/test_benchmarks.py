@@ -279,6 +279,14 @@ def test_trainings_are_compared_pair_by_pair(load: Any) -> None:
         assert "p" not in found or found["p"] < 1e-6
 
 
+def test_tables_of_trainings_are_those_saved(load: Any) -> None:
+    """In docs/trainings.md."""
+    trainings = load("trainings")
+    figures = saved(BENCHMARKS / "results" / "trainings-cuda.json")["figures"]
+    text = trainings.DOCUMENT.read_text("utf-8")
+    assert trainings.documented(text, figures) == text
+
+
 @pytest.mark.parametrize("path", RESULTS, ids=lambda path: path.name)
 def test_saved_results(path: Path) -> None:
     """Each file in the repository has a complete header and figures after it."""
