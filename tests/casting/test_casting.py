@@ -274,6 +274,19 @@ def test_a_0dim_tensor_that_is_joined_to_others_counts_as_they_do(join: Callable
         same(getattr(torch, join.__name__)(tensors), expected)
 
 
+@pytest.mark.parametrize("first", [FP32, BF16, FP16])
+@pytest.mark.parametrize("second", [FP32, BF16, FP16])
+def test_widest_that_returns_the_input_dtype(first: torch.dtype, second: torch.dtype) -> None:
+    """As norms on CUDA: inputs of one dtype are left to torch, others compute in the widest."""
+    x, weight = uniform(4, 8, dtype=first), uniform(8, dtype=second)
+    wide = torch.promote_types(first, second)
+    expected = F.layer_norm(x.to(wide), (8,), weight.to(wide)).to(first)
+    with hmpx.convert(policy={"lists": "none", "widest": ["layer_norm output=input"]}):
+        same(F.layer_norm(x, (8,), weight), expected)
+        same(F.layer_norm(x, (8,), weight=weight, bias=None), expected)
+        same(torch.layer_norm(x, (8,), weight), expected)
+
+
 @pytest.mark.parametrize("first", [FP32, BF16])
 @pytest.mark.parametrize("second", [FP32, BF16])
 def test_first_follows_the_first_floating_argument_of_the_signature(
