@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from .shim import has_converted, install
+from .hmp import has_converted
+from .shim import install
 from .spawning import follow
 
 __all__ = [

@@ -3,13 +3,10 @@
 Covered: factories and methods with a ``device`` argument, ``tensor.to``, ``module.to``,
 ``tensor.hpu()``, ``torch.load``, ``torch.autocast``, ``with torch.device("hpu")``,
 ``torch.set_default_device``; process groups with the backend ``hccl``; ``torch.compile`` with the
-backend ``hpu_backend``. After `follow_cuda`, also whatever the program places on ``"cuda"``.
+backend ``hpu_backend``.
 
-Not covered: threads that were started before, or by C++, such as hooks of a backward on CUDA;
-``torch.Generator(device="hpu")``, and the legacy constructors ``torch.Tensor(device="hpu")`` and
-``.type("torch.hpu.FloatTensor")``. ``tensor.device.type`` is that of the device really used, so
-comparing it with ``"hpu"`` gives False. ``torch.compile`` runs, but may break the graph where it
-traces through the rewriting of arguments.
+Not covered: threads that were started before, or by C++, such as hooks of a backward on CUDA; what
+docs/hmp.md lists.
 """
 
 from __future__ import annotations
@@ -29,21 +26,13 @@ from ..patching import Patch
 from ..tensors import is_available
 from ..torch_internals import DeviceContext
 
-#: Habana's collectives, and those of the CUDA programs that its migration tool runs.
+#: Habana's collectives.
 _BACKENDS: Final = frozenset({"hccl", "hcl"})
-
-_follows_cuda = False
 
 
 def device_type() -> str:
     """Returns the type of the device that stands in for ``"hpu"``."""
     return "cuda" if is_available("cuda") else "cpu"
-
-
-def follow_cuda(*, is_on: bool) -> None:
-    """Sets whether ``"cuda"`` lands where ``"hpu"`` does, as under Habana's GPU migration tool."""
-    global _follows_cuda
-    _follows_cuda = is_on and device_type() != "cuda"
 
 
 class DeviceMode(TorchFunctionMode):
@@ -57,7 +46,7 @@ class DeviceMode(TorchFunctionMode):
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
         for value in args:
-            if _is_hpu(value):
+            if is_hpu(value):
                 args = tuple(map(on_device, args))
                 break
         if kwargs is None:
@@ -67,19 +56,20 @@ class DeviceMode(TorchFunctionMode):
         return func(*args, **kwargs)
 
 
-def _is_hpu(value: object) -> bool:
+def is_hpu(value: object) -> bool:
+    """Whether ``value`` names an HPU."""
     if isinstance(value, str):
         name = value.partition(":")[0]
     elif isinstance(value, torch.device):
         name = value.type
     else:
         return False
-    return name == "hpu" or (_follows_cuda and name == "cuda")
+    return name == "hpu"
 
 
 def on_device(value: Any) -> Any:
     """Returns the device that stands in for ``value`` if that is an HPU, else ``value``."""
-    if not _is_hpu(value):
+    if not is_hpu(value):
         return value
     _, _, index = str(value).partition(":")
     name = device_type()
@@ -88,10 +78,10 @@ def on_device(value: Any) -> Any:
 
 def _substituted(value: Any) -> Any:
     """Returns the substitute for ``value``: a device, a device type or a backend's name."""
-    if _is_hpu(value):
+    if is_hpu(value):
         device = on_device(value)
         return str(device) if isinstance(value, str) else device
-    if value in _BACKENDS or (_follows_cuda and value == "nccl"):
+    if value in _BACKENDS:
         return "nccl" if device_type() == "cuda" else "gloo"
     if value == "hpu_backend":
         return "inductor"
@@ -134,20 +124,13 @@ def _loading_elsewhere(load: Callable[..., Any]) -> Callable[..., Any]:
     return call
 
 
-def _moving(move: Callable[..., Any] | None) -> Callable[..., Any]:
-    """Returns the method ``.hpu()`` of tensors and modules; or ``.cuda()``, if that is ``move``."""
-
-    def call(self: Any, device: Any = None, *args: Any, **kwargs: Any) -> Any:
-        if move is not None and not _follows_cuda:
-            return move(self, device, *args, **kwargs)
-        if device is None:
-            device = "hpu"
-        elif isinstance(device, int):
-            device = f"hpu:{device}"
-        non_blocking = bool(args[0] if args else kwargs.get("non_blocking", False))
-        return self.to(on_device(device), non_blocking=non_blocking)
-
-    return call if move is None else functools.wraps(move)(call)
+def _to_hpu(self: Any, device: Any = None, non_blocking: bool = False) -> Any:
+    """The method ``.hpu()`` of tensors and modules."""
+    if device is None:
+        device = "hpu"
+    elif isinstance(device, int):
+        device = f"hpu:{device}"
+    return self.to(on_device(device), non_blocking=non_blocking)
 
 
 def _in_mode(run: Callable[..., Any]) -> Callable[..., Any]:
@@ -169,8 +152,7 @@ def patches(hpu: types.ModuleType) -> list[Patch]:
         Patch(torch, "load", load),
         Patch(torch.serialization, "load", load),
         Patch(torch, "compile", _substituting(torch.compile)),
-        *[Patch(owner, "hpu", _moving(None)) for owner in (torch.Tensor, torch.nn.Module)],
-        *[Patch(owner, "cuda", _moving(owner.cuda)) for owner in (torch.Tensor, torch.nn.Module)],
+        *[Patch(owner, "hpu", _to_hpu) for owner in (torch.Tensor, torch.nn.Module)],
         Patch(torch.autocast, "__init__", _substituting(torch.autocast.__init__)),
         Patch(
             torch.utils.data.DataLoader,

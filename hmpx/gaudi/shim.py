@@ -1,39 +1,74 @@
 """Stands in for ``habana_frameworks``, so that a script written for Gaudi runs on CUDA or the CPU.
 
-Puts the modules of `hmpx.gaudi.habana_frameworks` into `sys.modules` under Habana's names, and
-redirects whatever the script places on ``"hpu"`` to the device that is present. Nothing is cast
-before the script's own ``hmp.convert()``.
+Puts modules into `sys.modules` under Habana's names, and redirects whatever the script places on ``"hpu"``
+to the device that is present. Nothing is cast before the script's own ``hmp.convert()``.
 """
 
 from __future__ import annotations
 
-import importlib
-import importlib.machinery
 import importlib.util
-import pkgutil
 import sys
 import types
 from collections.abc import Mapping
 from typing import Any, Final
 
+from torch.utils.data import DataLoader
+
 from .. import ops, patching
 from ..errors import HmpxError
 from ..torch_internals import function_modes
-from . import devices, habana_frameworks
-from .habana_frameworks import habana_dataloader
-from .habana_frameworks.absent import AbsentFinder
-from .habana_frameworks.torch import hpu
-from .habana_frameworks.torch.hpex import hmp
+from . import core, devices, hmp, hpex, hpu, optimizers
+from .modules import ROOT, Finder, StandIn
 
-_ROOT: Final = "habana_frameworks"
 
-#: A module that takes effect when a script imports it.
-_ON_IMPORT: Final = "torch.gpu_migration"
+def _named(*objects: Any) -> dict[str, Any]:
+    return {each.__name__: each for each in objects}
+
+
+_HCCL: Final = _named(core.initialize_distributed_hpu)
+
+#: Habana's module, below its package -> what is in it.
+_CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
+    "torch": _named(hpex._hpex_C),
+    "torch.core": {
+        **_named(core.mark_step, core.hpu_set_env, core.is_enabled_weight_permute_pass),
+        "hpu_inference_set_env": core.hpu_set_env,
+    },
+    "torch.core.hccl": _HCCL,
+    "torch.distributed": {},
+    "torch.distributed.hccl": _HCCL,
+    "torch.hpex": {},
+    "torch.hpex.hmp": _named(hmp.convert, hmp.disable_casts),
+    "torch.hpex.movingavrg": _named(hpex.FusedEMA),
+    "torch.hpex.normalization": _named(hpex.FusedClipNorm),
+    "torch.hpex.optimizers": _named(
+        optimizers.FusedAdamW,
+        optimizers.FusedLamb,
+        optimizers.FusedLars,
+        optimizers.FusedResourceApplyMomentum,
+        optimizers.FusedSGD,
+    ),
+    "torch.utils": {},
+    "torch.utils.debug": {"_is_enabled_weight_permute_pass": core.is_enabled_weight_permute_pass},
+    "torch.utils.distributed_utils": _HCCL,
+    "torch.utils.experimental": {
+        "_get_device_type": lambda: core.synDeviceType.synDeviceTypeInvalid,
+        **_named(core.synDeviceType),
+    },
+    "torch.utils.internal": _named(core.is_lazy),
+    "torch.utils.library_loader": {
+        "is_habana_available": hpu.is_available,
+        "is_habana_avaialble": hpu.is_available,  # an earlier spelling
+    },
+}
+
+#: Modules that are names for the device's.
+_DEVICES: Final = ("", ".events", ".graphs", ".memory", ".random", ".streams")
 
 _replaced_modules: dict[str, types.ModuleType | None] = {}
 _applied: list[patching.Applied] = []
 _mode: devices.DeviceMode | None = None
-_finder: Final = AbsentFinder()
+_finder: Final = Finder()
 
 
 def install(options: Mapping[str, Any] | None = None) -> bool:
@@ -49,14 +84,14 @@ def install(options: Mapping[str, Any] | None = None) -> bool:
     """
     global _mode
     if _mode is None:
-        if _is_importable(f"{_ROOT}.torch"):
+        if _is_importable(f"{ROOT}.torch"):
             return False
         ops.table()  # read from torch before anything here changes it
-        for name, module in _modules().items():
-            _replaced_modules[name] = sys.modules.get(name)
-            sys.modules[name] = module
+        modules = _modules()
+        _replaced_modules.update({name: sys.modules.get(name) for name in modules})
+        sys.modules.update(modules)
         sys.meta_path.append(_finder)
-        _applied.extend(patching.apply(devices.patches(hpu)))
+        _applied.extend(patching.apply(devices.patches(modules["torch.hpu"])))
         _mode = devices.DeviceMode()
         _mode.__enter__()  # type: ignore[no-untyped-call]
     hmp.set_defaults(options or {})
@@ -82,14 +117,9 @@ def uninstall() -> None:
         )
     _mode.__exit__(None, None, None)
     _mode = None
-    devices.follow_cuda(is_on=False)
     patching.undo(_applied)
     _applied.clear()
     sys.meta_path.remove(_finder)
-    for name in [
-        n for n in sys.modules if n.startswith(f"{_ROOT}.") and n not in _replaced_modules
-    ]:
-        _forget(name)
     for name, previous in _replaced_modules.items():
         if previous is None:
             del sys.modules[name]
@@ -99,47 +129,28 @@ def uninstall() -> None:
     hmp.set_defaults({})
 
 
-def _forget(name: str) -> None:
-    """Undoes the import of a module that was not loaded when the stand-in was installed."""
-    module = sys.modules.pop(name)
-    parent, _, child = name.rpartition(".")
-    if vars(sys.modules.get(parent, habana_frameworks)).get(child) is module:
-        delattr(sys.modules[parent], child)
-
-
 def options() -> Mapping[str, Any] | None:
     """Returns the options given to `install`; None where the stand-in is not installed."""
     return None if _mode is None else hmp.defaults()
 
 
-def has_converted() -> bool:
-    """Whether the script has called ``hmp.convert()``."""
-    return hmp.was_called()
-
-
-def device_type() -> str:
-    """Returns the type of the device that stands in for ``"hpu"``."""
-    return devices.device_type()
-
-
 def _modules() -> dict[str, types.ModuleType]:
     """Returns the entries that `install` makes in `sys.modules`."""
-    found = {_ROOT: habana_frameworks}
-    prefix = f"{habana_frameworks.__name__}."
-    for info in pkgutil.walk_packages(habana_frameworks.__path__, prefix):
-        below = info.name.removeprefix(prefix)
-        if below.partition(".")[0] == "torch" and below != _ON_IMPORT:
-            found[f"{_ROOT}.{below}"] = importlib.import_module(info.name)
-    ours = f"{_ROOT}.torch.hpu"
-    found |= {n.removeprefix(f"{_ROOT}."): m for n, m in found.items() if n.startswith(ours)}
+    # `hmpx.tensors.devices` looks for the mark: the stand-in does not mean that there is a Gaudi
+    found: dict[str, types.ModuleType] = {ROOT: StandIn(ROOT, {"__hmpx_shim__": True})}
+    for below, contents in _CONTENTS.items():
+        found[f"{ROOT}.{below}"] = StandIn(f"{ROOT}.{below}", contents)
+    for below in _DEVICES:
+        name = f"torch.hpu{below}"
+        found[name] = found[f"{ROOT}.{name}"] = StandIn(f"{ROOT}.{name}", {}, hpu)
     if not _is_importable("hmp"):  # somebody else's package of that name stays
-        parent = types.ModuleType("hmp", "The package in which HMP came before habana_frameworks.")
-        parent.__path__ = []
-        parent.__spec__ = importlib.machinery.ModuleSpec("hmp", loader=None, is_package=True)
-        parent.hmp = hmp  # type: ignore[attr-defined]
-        found |= {"hmp": parent, "hmp.hmp": hmp}
+        found |= {"hmp": StandIn("hmp", {}), "hmp.hmp": found[f"{ROOT}.torch.hpex.hmp"]}
     if not _is_importable("habana_dataloader"):
-        found["habana_dataloader"] = habana_dataloader
+        found["habana_dataloader"] = StandIn("habana_dataloader", {"HabanaDataLoader": DataLoader})
+    for name, module in found.items():
+        parent, _, child = name.rpartition(".")
+        if parent in found:
+            setattr(found[parent], child, module)
     return found
 
 

@@ -15,8 +15,7 @@ import torch
 from torch import nn
 
 import hmpx
-from hmpx.gaudi.habana_frameworks.torch.hpex.optimizers import (
-    FusedAdagrad,
+from hmpx.gaudi.optimizers import (
     FusedAdamW,
     FusedLamb,
     FusedLars,
@@ -69,12 +68,6 @@ def groups(parameters: list[torch.Tensor]) -> list[dict[str, Any]]:
 @pytest.mark.parametrize(
     ("ours", "torchs"),
     [
-        (
-            lambda p: FusedAdagrad(p, 0.1, 0.01, 0.1, 0.2, 1e-6),
-            lambda p: torch.optim.Adagrad(
-                p, 0.1, lr_decay=0.01, weight_decay=0.1, initial_accumulator_value=0.2, eps=1e-6
-            ),
-        ),
         (
             lambda p: FusedAdamW(p, 0.01, (0.8, 0.9), 1e-6, 0.1),
             lambda p: torch.optim.AdamW(p, 0.01, betas=(0.8, 0.9), eps=1e-6, weight_decay=0.1),
@@ -268,7 +261,6 @@ def test_lars_is_the_papers(mask: Callable[[Any], bool], eps: float) -> None:
 # --- as scripts use them ------------------------------------------------------------------------
 
 MAKERS: dict[str, Make] = {
-    "FusedAdagrad": FusedAdagrad,
     "FusedAdamW": lambda p: FusedAdamW(p, weight_decay=0.1),
     "FusedAdamW uncorrected": lambda p: FusedAdamW(p, bias_correction=False),
     "FusedLamb": lambda p: FusedLamb(p, weight_decay=0.1, dtype=torch.bfloat16),
@@ -397,7 +389,6 @@ def test_sparse_gradients_are_refused(make: Make) -> None:
 
 #: As Habana documents them.
 SIGNATURES = {
-    FusedAdagrad: "lr=0.01 lr_decay=0 weight_decay=0 initial_accumulator_value=0 eps=1e-10",
     FusedAdamW: "lr=0.001 betas=(0.9,0.999) eps=1e-06 weight_decay=0.0 bias_correction=True "
     "moments_dtype=None",
     FusedLamb: "lr=0.001 bias_correction=True betas=(0.9,0.999) eps=1e-06 weight_decay=0.0 "

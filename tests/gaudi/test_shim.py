@@ -21,13 +21,15 @@ import torch.distributed
 from torch.utils._device import DeviceContext
 
 import hmpx
+from hmpx import gaudi
 from hmpx.errors import HmpxError
+from hmpx.gaudi import devices
 from hmpx.gaudi import shim as habana_shim
 from hmpx.session import session
 from tests import forks
 
 HPU = torch.device("hpu")
-DEVICE = habana_shim.device_type()
+DEVICE = devices.device_type()
 
 # The first pickle of a tensor leaves its slot names in the class, where Python looks them up again.
 torch.save(torch.ones(1), io.BytesIO())
@@ -170,49 +172,38 @@ def test_hccl_process_groups_use_the_backend_of_the_device() -> None:
 # --- modules -----------------------------------------------------------------------------------
 
 
-#: Module -> names that scripts of HMP's time, and since, import from it or ask of it.
+#: Module -> names that public scripts of HMP's time, and libraries that they use, import or ask for.
 NAMES = {
     "hmp": "hmp",
     "hmp.hmp": "convert disable_casts",
     "habana_dataloader": "HabanaDataLoader",
     "habana_frameworks": "torch",
-    "habana_frameworks.mediapipe": "fn",
-    "habana_frameworks.mediapipe.mediapipe": "MediaPipe",
-    "habana_frameworks.mediapipe.media_types": "imgtype dtype ftype",
     "habana_frameworks.torch": "core hpu hpex distributed utils _hpex_C",
-    "habana_frameworks.torch.core": "mark_step iter_mark_step add_step_closure hpu_initialize hpu_set_env "
-    "hpu_inference_initialize is_enabled_weight_permute_pass enable_weight_permute_pass data_ptr "
-    "hpu_inference_set_env hpu_set_inference_env hpu_teardown_inference_env quantization "
-    "set_dynamic_mode enable_permute_pass get_fallback_op_count memstat_livealloc",
+    "habana_frameworks.torch.core": "mark_step hpu_initialize hpu_set_env hpu_inference_set_env "
+    "is_enabled_weight_permute_pass enable_weight_permute_pass set_dynamic_mode",
     "habana_frameworks.torch.core.hccl": "initialize_distributed_hpu",
     "habana_frameworks.torch.distributed.hccl": "initialize_distributed_hpu",
-    "habana_frameworks.torch.gpu_migration": "",
     "habana_frameworks.torch.hpex": "hmp",
     "habana_frameworks.torch.hpex.hmp": "convert disable_casts",
-    "habana_frameworks.torch.hpex.experimental.transformer_engine": "Linear fp8_autocast recipe",
-    "habana_frameworks.torch.hpex.kernels": "FusedSDPA RotaryPosEmbeddingHelper RotaryPosEmbeddingHelperV1 CTCLoss CustomSoftmax "
-    "RotaryPosEmbeddingHelperV2 RotaryPosEmbeddingHelperV3 RotaryPosEmbeddingMode "
-    "apply_rotary_pos_emb EmbeddingBag CustomNms ScaledMaskedSoftmax",
     "habana_frameworks.torch.hpex.movingavrg": "FusedEMA",
-    "habana_frameworks.torch.hpex.normalization": "FusedClipNorm FusedRMSNorm",
-    "habana_frameworks.torch.hpex.optimizers": "FusedAdagrad FusedAdamW FusedLamb FusedLars FusedSGD "
+    "habana_frameworks.torch.hpex.normalization": "FusedClipNorm",
+    "habana_frameworks.torch.hpex.optimizers": "FusedAdamW FusedLamb FusedLars FusedSGD "
     "FusedResourceApplyMomentum",
-    "habana_frameworks.torch.hpu": "is_available device_count current_device synchronize Stream Event "
-    "HPUGraph graph ModuleCacher wrap_in_hpu_graph make_graphed_callables memory_stats "
-    "memory_allocated max_memory_allocated reset_peak_memory_stats memory_summary mem_get_info "
-    "random graphs memory metrics stream current_stream sdp_kernel enable_dynamic_shape "
-    "disable_dynamic_shape setDeterministic get_rng_state_all enable_inference_mode",
-    "habana_frameworks.torch.hpu.graphs": "wrap_in_hpu_graph HPUGraph ModuleCacher input_hash",
+    "habana_frameworks.torch.hpu": "is_available is_initialized device_count current_device set_device "
+    "synchronize Stream Event HPUGraph graph ModuleCacher wrap_in_hpu_graph make_graphed_callables "
+    "memory_stats memory_allocated max_memory_allocated reset_peak_memory_stats mem_get_info random "
+    "graphs memory stream current_stream empty_cache enable_dynamic_shape disable_dynamic_shape "
+    "setDeterministic get_rng_state_all get_device_name manual_seed",
+    "habana_frameworks.torch.hpu.graphs": "wrap_in_hpu_graph HPUGraph ModuleCacher",
     "habana_frameworks.torch.hpu.memory": "memory_stats reset_peak_memory_stats",
-    "habana_frameworks.torch.hpu.metrics": "metric_global metrics_dump",
     "habana_frameworks.torch.hpu.random": "manual_seed manual_seed_all get_rng_state set_rng_state "
     "get_rng_state_all set_rng_state_all seed seed_all initial_seed",
     "habana_frameworks.torch.hpu.streams": "Stream current_stream",
     "habana_frameworks.torch.utils": "debug experimental library_loader",
-    "habana_frameworks.torch.utils.debug": "_enable_fallback_ops _get_fallback_op_count _mem_log "
-    "_set_module_name _enable_eliminate_common_subexpression _memstat_livealloc _dump_recipe_memory_stat",
+    "habana_frameworks.torch.utils.debug": "_enable_fallback_ops _mem_log _set_module_name "
+    "_memstat_livealloc _is_enabled_weight_permute_pass",
     "habana_frameworks.torch.utils.distributed_utils": "initialize_distributed_hpu",
-    "habana_frameworks.torch.utils.experimental": "_get_device_type synDeviceType _data_ptr _record_params",
+    "habana_frameworks.torch.utils.experimental": "_get_device_type synDeviceType _record_params",
     "habana_frameworks.torch.utils.internal": "is_lazy",
     "habana_frameworks.torch.utils.library_loader": "load_habana_module is_habana_available "
     "is_habana_avaialble load_habana_profiler",
@@ -229,43 +220,68 @@ def test_modules_import_by_the_names_in_use(module: str) -> None:
     found = importlib.import_module(module)
     assert importlib.util.find_spec(module) is not None
     for name in NAMES[module].split():
-        try:
-            assert getattr(found, name) is not None
-        except AttributeError:
-            importlib.import_module(f"{module}.{name}")
+        assert getattr(found, name) is not None
 
 
 @pytest.mark.usefixtures("shim")
-def test_one_class_by_either_name() -> None:
-    """A checkpoint's classes are found without the stand-in, which has none of its own."""
+def test_checkpoints_classes_are_found_without_the_stand_in() -> None:
+    """By the module that defines them, which is hmpx's."""
     by_habanas = importlib.import_module("habana_frameworks.torch.hpex.optimizers")
-    assert by_habanas is importlib.import_module(
-        "hmpx.gaudi.habana_frameworks.torch.hpex.optimizers"
-    )
+    assert by_habanas.FusedLamb.__module__ == "hmpx.gaudi.optimizers"
+
+
+MODULES = "hmpx's stand-in for 'habana_frameworks' has no "
+NAMED = "hmpx's stand-in for 'habana_frameworks.torch.core' has no 'quantize'; "
 
 
 @pytest.mark.usefixtures("shim")
-def test_what_only_a_gaudi_has_raises_when_it_is_used() -> None:
-    """Not when it is imported, named, or derived from; and says what to do."""
-    from habana_frameworks.mediapipe import fn  # type: ignore[import-not-found]
-    from habana_frameworks.mediapipe.mediapipe import MediaPipe  # type: ignore[import-not-found]
-    from habana_frameworks.torch.hpex import kernels  # type: ignore[import-not-found]
-    from habana_frameworks.torch.utils import debug  # type: ignore[import-not-found]
-
-    class Pipe(MediaPipe):  # type: ignore[misc]
-        kind = fn.ReadImageDatasetFromDir.shuffle
-
-    uses: dict[str, Callable[[], object]] = {
-        "mediapipe.mediapipe.MediaPipe needs a Gaudi; load data with": Pipe,
-        "mediapipe.fn.ReadImageDatasetFromDir needs a Gaudi": fn.ReadImageDatasetFromDir,
-        "kernels.CustomNms needs a Gaudi; call torchvision.ops.nms": kernels.CustomNms,
-        "debug._dump_recipe_memory_stat needs a Gaudi": debug._dump_recipe_memory_stat,
-    }
-    for message, use in uses.items():
-        with pytest.raises(HmpxError, match=message):
-            use()
-        with pytest.raises(NotImplementedError):
-            use()
+@pytest.mark.parametrize(
+    ("statement", "error", "message"),
+    [
+        (
+            "from habana_frameworks.mediapipe import fn",
+            ModuleNotFoundError,
+            f"{MODULES}'habana_frameworks.mediapipe'; load data with torch.utils.data.DataLoader, or",
+        ),
+        (
+            "from habana_frameworks.torch.hpex.kernels import FusedSDPA",
+            ModuleNotFoundError,
+            f"{MODULES}'habana_frameworks.torch.hpex.kernels'; call torch's function, such as",
+        ),
+        (
+            "import habana_frameworks.torch.gpu_migration",
+            ModuleNotFoundError,
+            f"{MODULES}'habana_frameworks.torch.gpu_migration'; leave out the import, and place",
+        ),
+        (
+            "from habana_frameworks.torch.hpex.optimizers import FusedAdagrad",
+            ImportError,
+            f"{MODULES}'habana_frameworks.torch.hpex.optimizers.FusedAdagrad'; use an optimizer of",
+        ),
+        (
+            "import habana_frameworks.torch.hpex.custom",
+            ModuleNotFoundError,
+            f"{MODULES}'habana_frameworks.torch.hpex.custom'; guard its import with try and except "
+            "ImportError, or run where the real one is installed",
+        ),
+        (
+            "import habana_frameworks.torch.core as core; core.quantize",
+            AttributeError,
+            f"{NAMED}guard its use with hasattr(core, 'quantize'), or run where the real one is "
+            "installed",
+        ),
+        (
+            "import habana_frameworks.torch.utils.debug as debug; debug._dump_recipe_memory_stat",
+            AttributeError,
+            "has no '_dump_recipe_memory_stat'; look with torch.profiler, or",
+        ),
+    ],
+)
+def test_what_is_missing_says_so(statement: str, error: type[Exception], message: str) -> None:
+    """With the remedy: a module or an imported name is an ImportError, an attribute an AttributeError."""
+    with pytest.raises(error) as caught:
+        exec(statement, {})
+    assert message in str(caught.value)
 
 
 @pytest.mark.usefixtures("shim")
@@ -281,36 +297,6 @@ def test_settings_of_the_graph_compiler_say_once_that_they_do_nothing(
     assert caplog.messages == [
         "habana_frameworks.torch.utils.debug._enable_view_once() has no effect on this device"
     ]
-
-
-@pytest.mark.usefixtures("shim")
-def test_step_closures_run_at_the_next_marker() -> None:
-    """In order, once."""
-    core = importlib.import_module("habana_frameworks.torch.core")
-    seen: list[int] = []
-    core.add_step_closure(seen.append, (1,))
-    core.add_step_closure(seen.append, (2,))
-    assert not seen
-    core.mark_step()
-    core.mark_step("hpu:0")
-    assert seen == [1, 2]
-
-
-@pytest.mark.skipif(DEVICE == "cuda", reason="cuda is there")
-def test_gpu_migration_sends_cuda_to_the_device() -> None:
-    """From its import on, until the stand-in goes."""
-    assert habana_shim.install()
-    try:
-        with pytest.raises((AssertionError, RuntimeError)):
-            torch.ones(2, device="cuda")
-        importlib.import_module("habana_frameworks.torch.gpu_migration")
-        assert torch.ones(2, device="cuda").device.type == DEVICE
-        assert torch.ones(2).cuda().device.type == torch.nn.Linear(2, 2).cuda().weight.device.type
-    finally:
-        habana_shim.uninstall()
-    with pytest.raises((AssertionError, RuntimeError)):
-        torch.ones(2).cuda()
-    assert "habana_frameworks.torch.gpu_migration" not in sys.modules
 
 
 @pytest.mark.usefixtures("shim")
@@ -337,20 +323,6 @@ def test_launcher_variables_are_read(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in (("WORLD_SIZE", "8"), ("RANK", "5"), ("LOCAL_RANK", "1")):
         monkeypatch.setenv(name, value)
     assert hccl.initialize_distributed_hpu() == (8, 5, 1)
-
-
-@pytest.mark.usefixtures("shim")
-def test_what_is_missing_says_so() -> None:
-    """An attribute that the shim lacks is an AttributeError with a remedy, a module an ImportError."""
-    core = importlib.import_module("habana_frameworks.torch.core")
-    with pytest.raises(AttributeError) as caught:
-        _ = core.quantize
-    assert str(caught.value) == (
-        "hmpx's stand-in for 'habana_frameworks.torch.core' has no 'quantize'; guard its use with "
-        "hasattr(core, 'quantize'), or run where the real one is installed"
-    )
-    with pytest.raises(ImportError, match=r"habana_frameworks\.torch\.hpex\.custom"):
-        importlib.import_module("habana_frameworks.torch.hpex.custom")
 
 
 @pytest.mark.usefixtures("shim")
@@ -516,7 +488,7 @@ def test_run_says_that_the_real_package_is_used(tmp_path: Path) -> None:
 
 def merged(said: dict[str, Any], given: dict[str, Any]) -> tuple[dict[str, Any], dict[str, Any]]:
     """Returns the options that hold beside what a script says, and those that don't."""
-    from hmpx.gaudi.habana_frameworks.torch.hpex import hmp
+    from hmpx.gaudi import hmp
 
     return hmp.merged(said, given)
 
@@ -557,14 +529,14 @@ def test_options_hold_where_the_script_says_nothing(
     call: dict[str, Any], caplog: pytest.LogCaptureFixture
 ) -> None:
     """An empty path, None, and isVerbose=False say nothing: parsers of arguments have them."""
-    hmp = importlib.import_module("hmpx.gaudi.habana_frameworks.torch.hpex.hmp")
+    hmp = importlib.import_module("hmpx.gaudi.hmp")
     options = {"lists": "autocast-cuda", "legalize": "never", "isVerbose": "once"}
     assert habana_shim.install(options)
     try:
-        assert habana_shim.options() == options and not habana_shim.has_converted()
+        assert habana_shim.options() == options and not gaudi.has_converted()
         with caplog.at_level("INFO", "hmpx"):
             hmp.convert(**call)
-        assert habana_shim.has_converted()
+        assert gaudi.has_converted()
         current = session.current()
         assert current is not None
         assert current.policy == hmpx.load_policy(lists="autocast-cuda")
@@ -580,7 +552,7 @@ def test_options_hold_where_the_script_says_nothing(
 
 def test_what_is_outranked_is_said(caplog: pytest.LogCaptureFixture) -> None:
     """In a warning of the log, which is seen without any configuration."""
-    hmp = importlib.import_module("hmpx.gaudi.habana_frameworks.torch.hpex.hmp")
+    hmp = importlib.import_module("hmpx.gaudi.hmp")
     assert habana_shim.install({"opt_level": "O2", "device_types": ["cpu"]})
     try:
         hmp.convert(opt_level="O1", low_precision_type=torch.float16)
@@ -611,7 +583,7 @@ def test_wrong_arguments_of_a_script_convert_nothing(
     hmp = importlib.import_module("habana_frameworks.torch.hpex.hmp")
     with pytest.raises(HmpxError, match=message):
         hmp.convert(*arguments)
-    assert session.current() is None and not habana_shim.has_converted()
+    assert session.current() is None and not gaudi.has_converted()
 
 
 @pytest.mark.usefixtures("shim")

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 import hmpx
+from hmpx.gaudi import devices, spawning
 from hmpx.gaudi import shim as habana_shim
-from hmpx.gaudi import spawning
 
 ENVIRONMENT = {
     **os.environ,
@@ -246,7 +246,7 @@ import pickle, sys
 data = pickle.load(sys.stdin.buffer)
 import torch
 import habana_frameworks.torch.core
-from habana_frameworks.torch.hpex import hmp
+from hmpx.gaudi import hmp
 x = torch.ones(2, 2, device="hpu")
 print((x @ x).dtype, dict(hmp.defaults()))
 """
@@ -257,7 +257,7 @@ def test_a_process_that_knows_nothing_is_prepared(ends: list[Any], tmp_path: Pat
     ends.append(spawning.follow())
     assert habana_shim.install({"legalize": "never"})
     ends.append(habana_shim.uninstall)
-    with hmpx.convert(low_precision_type=torch.float16, device_types={habana_shim.device_type()}):
+    with hmpx.convert(low_precision_type=torch.float16, device_types={devices.device_type()}):
         sent = pickle.dumps(spawning._Restored(spawning._state() or b""))
     done = subprocess.run(
         [sys.executable, "-c", RESTORED],

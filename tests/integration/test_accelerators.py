@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.gaudi import shim as habana_shim
+from hmpx.gaudi.devices import device_type
 
 
 @pytest.fixture
@@ -45,7 +45,7 @@ def test_convert_initializes_no_device(caplog: pytest.LogCaptureFixture) -> None
         assert session.device_types == {"cuda"}
         assert not torch.cuda.is_initialized()
         assert torch.nn.functional.linear(torch.ones(2, 2), torch.ones(2, 2)).dtype is torch.float32
-    assert habana_shim.device_type() == "cuda"
+    assert device_type() == "cuda"
     said = [record.getMessage() for record in caplog.records if record.name == "hmpx"]
     assert said == [
         "casting on cuda: tensors on the CPU are not cast; "

@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import hmpx
-from hmpx.gaudi import shim as habana_shim
+from hmpx.gaudi.devices import device_type
 from tests import forks
 
 SCRIPTS = Path(__file__).with_name("hmp_scripts")
-DEVICE = habana_shim.device_type()
+DEVICE = device_type()
 
 #: Forks a child a run, so that torch is imported once for all of them: under ``hmpx run``, or plainly.
 FORKING = """

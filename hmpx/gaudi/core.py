@@ -1,14 +1,37 @@
-"""``habana_frameworks.torch.distributed.hccl``: Habana's collectives, which are gloo's or nccl's here.
-
-``init_process_group("hccl")`` needs no import of this module.
-"""
+"""Step markers, ranks of processes, and the questions that scripts ask of Habana's software."""
 
 from __future__ import annotations
 
+import enum
 import os
 from typing import Any, Final
 
-from ...absent import unknown
+
+def mark_step(device_str: str = "", sync: bool = False) -> None:
+    """Does nothing: there is no graph to launch here."""
+
+
+def hpu_set_env(model: Any = None, *args: object, **kwargs: object) -> Any:
+    """Returns ``model``: there is no environment to prepare."""
+    return model
+
+
+def is_enabled_weight_permute_pass() -> bool:
+    """Returns True: convolutions take weights in torch's layout, so scripts leave them alone."""
+    return True
+
+
+def is_lazy() -> bool:
+    """Whether the environment asks for the lazy mode, which changes nothing here."""
+    return os.environ.get("PT_HPU_LAZY_MODE", "1") == "1"
+
+
+#: The generations of Gaudi; the device that stands in is none of them.
+synDeviceType = enum.Enum(  # noqa: N816  # Habana's name
+    "synDeviceType",
+    {"synDeviceTypeInvalid": 0, "synDeviceGaudi": 1, "synDeviceGaudi2": 4, "synDeviceGaudi3": 5},
+)
+
 
 #: The names that launchers use for the same settings.
 _LAUNCHERS: Final = {
@@ -39,7 +62,3 @@ def initialize_distributed_hpu(
         int(environ.get("RANK", 0)),
         int(environ.get("LOCAL_RANK", -1)),
     )
-
-
-def __getattr__(name: str) -> Any:
-    raise unknown(__name__, name)

@@ -13,17 +13,16 @@ from typing import Any, Final
 
 import torch
 
-from ..... import session
-from .....torch_state import disable_casts
-from .... import devices
-from ...absent import unknown
+from .. import session
+from ..torch_state import disable_casts
+from . import devices
 
 __all__ = ["convert", "disable_casts"]
 
 _LOGGER: Final = logging.getLogger("hmpx")
 
 _defaults: Mapping[str, Any] = types.MappingProxyType({})
-_was_called = False
+_has_converted = False
 
 _PATHS: Final = ("bf16_file_path", "fp32_file_path", "fp16_file_path")
 
@@ -47,7 +46,7 @@ def convert(  # noqa: PLR0917  # HMP's positional order
         OpListError: A list can't be read, or an op is in two lists.
         OptionError: An argument has an invalid value.
     """
-    global _was_called
+    global _has_converted
     given = {
         "opt_level": opt_level,
         "bf16_file_path": bf16_file_path,
@@ -64,7 +63,7 @@ def convert(  # noqa: PLR0917  # HMP's positional order
     if said.get("isVerbose") is True:
         arguments["isVerbose"] = "hmp"
     session.convert(**arguments)
-    _was_called = True
+    _has_converted = True
     _log(said, taken, unused)
 
 
@@ -114,8 +113,8 @@ def _listed(values: Mapping[str, Any]) -> str:
 
 def set_defaults(options: Mapping[str, Any]) -> None:
     """Sets the arguments of `hmpx.convert` that `convert` uses where the script gives none."""
-    global _defaults, _was_called
-    _defaults, _was_called = types.MappingProxyType(dict(options)), False
+    global _defaults, _has_converted
+    _defaults, _has_converted = types.MappingProxyType(dict(options)), False
 
 
 def defaults() -> Mapping[str, Any]:
@@ -123,10 +122,6 @@ def defaults() -> Mapping[str, Any]:
     return _defaults
 
 
-def was_called() -> bool:
+def has_converted() -> bool:
     """Whether `convert` has converted since `set_defaults`."""
-    return _was_called
-
-
-def __getattr__(name: str) -> Any:
-    raise unknown(__name__, name)
+    return _has_converted

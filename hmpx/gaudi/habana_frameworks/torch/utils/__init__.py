@@ -1,1 +1,0 @@
-"""``habana_frameworks.torch.utils``."""

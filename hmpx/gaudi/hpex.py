@@ -1,0 +1,92 @@
+"""Habana's extensions of torch: clipping of gradients, a moving average of weights."""
+
+from __future__ import annotations
+
+import copy
+import math
+from collections.abc import Callable, Collection, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parallel import DataParallel, DistributedDataParallel
+
+from ..torch_state import disable_casts
+from .optimizers import clipping_divisor
+
+
+class _hpex_C:  # noqa: N801  # Habana's name
+    """Habana's kernels that scripts call directly."""
+
+    @staticmethod
+    def fused_lamb_norm(gradients: list[Tensor], max_norm: float) -> Tensor:
+        """Returns the divisor of ``gradients`` that makes their norm at most ``max_norm``."""
+        return clipping_divisor([each.float() for each in gradients], max_norm).reshape(1)
+
+
+class FusedClipNorm:
+    """`torch.nn.utils.clip_grad_norm_`, with the largest norm fixed in advance."""
+
+    def __init__(self, parameters: Iterable[Tensor] | Tensor, max_norm: float) -> None:
+        """Takes the largest norm, and the parameters that `clip_norm` clips if it is given none."""
+        self._parameters = _listed(parameters)
+        self.max_norm = max_norm
+
+    def clip_norm(
+        self, parameters: Iterable[Tensor] | Tensor | None = None, norm_type: float = 2.0
+    ) -> Tensor:
+        """Clips the gradients of ``parameters`` together; returns their norm before that."""
+        clipped = self._parameters if parameters is None else _listed(parameters)
+        with disable_casts():
+            return nn.utils.clip_grad_norm_(clipped, self.max_norm, norm_type)
+
+
+def _listed(parameters: Iterable[Tensor] | Tensor) -> list[Tensor]:
+    return [parameters] if isinstance(parameters, Tensor) else [*parameters]
+
+
+class FusedEMA:
+    """Keeps the moving average of a model's parameters and buffers, in ``ema``, a copy of the model.
+
+    ``decay`` maps the number of updates to the fraction of the average that the next one keeps. It
+    starts at 0, so that early weights are soon forgotten.
+    """
+
+    def __init__(self, model: nn.Module, decay: float = 0.9999, updates: float = 0) -> None:
+        """Copies ``model``.
+
+        Raises:
+            ValueError: ``decay`` is negative.
+        """
+        if not decay >= 0:
+            raise ValueError(f"decay is {decay}; it must be at least 0")
+        self.ema = copy.deepcopy(_bare(model)).eval().requires_grad_(False)
+        self.decay: Callable[[float], float] = lambda x: decay * (1 - math.exp(-x / 2000))
+        self.updates = updates
+
+    @torch.no_grad()
+    def update(self, model: nn.Module) -> None:
+        """Moves the average towards ``model``."""
+        self.updates += 1
+        decay = self.decay(self.updates)
+        current = _bare(model).state_dict()
+        with disable_casts():
+            for name, average in self.ema.state_dict().items():
+                if average.dtype.is_floating_point:
+                    average.mul_(decay).add_(current[name].detach(), alpha=1 - decay)
+
+    def update_attr(
+        self,
+        model: nn.Module,
+        include: Collection[str] = (),
+        exclude: Collection[str] = ("process_group", "reducer"),
+    ) -> None:
+        """Copies the model's attributes; only those in ``include`` if it is not empty."""
+        for name, value in vars(model).items():
+            if name.startswith("_") or name in exclude or (include and name not in include):
+                continue
+            setattr(self.ema, name, value)
+
+
+def _bare(model: nn.Module) -> Any:
+    return model.module if isinstance(model, (DataParallel, DistributedDataParallel)) else model
