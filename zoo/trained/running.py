@@ -33,7 +33,7 @@ MODES = (*TRAINED, *(f"tune {each}" for each in TUNED))
 LISTS = ROOT / "examples" / "trained_lists"
 #: Within which share of the task's measure a set is to stay.
 TOLERANCE = 0.01
-_BUDGET = 40
+_BUDGET = 100
 _BATCHES = 3
 _TUNING_SEEDS, _FRESH_SEEDS = range(1, 4), range(101, 107)
 

@@ -20,8 +20,8 @@ bfloat16, *hmpx* is `convert()` with the default lists, *frozen* is that after `
 """
 _TUNED = """`hmpx.tune` looked for the smallest set of ops out of low precision with which the first measure of the task stays
 within one percent of fp32's (a distance, such as the error of forces: below one percent). That is the mean over three
-batches, in at most 40 evaluations. *fresh* is of batches of six other seeds: on how many the change is within one
-percent, its mean, and the largest. The sets are policies in [examples/trained_lists](../examples/trained_lists).
+batches. *(budget)* marks a search that ended at its budget: some of its set may not be needed. *fresh* is of batches
+of six other seeds: on how many the change is within one percent, its mean, and the largest. The sets are policies in [examples/trained_lists](../examples/trained_lists).
 
 A set that just passes on its own batches is over on others, by as much as batches differ. Where each batch counts, ask
 for less than what is allowed, and give more batches."""

@@ -5,8 +5,10 @@ from __future__ import annotations
 import importlib.util
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 Batch = Mapping[str, Any]
@@ -48,3 +50,16 @@ class Judged(nn.Module):
     def forward(self, **batch: Any) -> Outputs:
         """Returns the outputs and the truth."""
         return {**self._run(self.model, batch), "truth": batch.get("truth")}
+
+
+def folder_of(module: str) -> Path:
+    """Returns where a package lies, without importing it."""
+    spec = importlib.util.find_spec(module)
+    assert spec is not None and spec.origin is not None
+    return Path(spec.origin).parent
+
+
+def with_weights(model: nn.Module, path: Path) -> nn.Module:
+    """Returns the model with the weights of a file, for inference."""
+    model.load_state_dict(torch.load(path, map_location="cpu", weights_only=True))
+    return model.eval()
