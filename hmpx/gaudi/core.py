@@ -4,16 +4,11 @@ from __future__ import annotations
 
 import enum
 import os
-from typing import Any, Final
+from typing import Final
 
 
 def mark_step(device_str: str = "", sync: bool = False) -> None:
     """Does nothing: there is no graph to launch here."""
-
-
-def hpu_set_env(model: Any = None, *args: object, **kwargs: object) -> Any:
-    """Returns ``model``: there is no environment to prepare."""
-    return model
 
 
 def is_enabled_weight_permute_pass() -> bool:

@@ -15,7 +15,7 @@ import functools
 import threading
 import types
 from collections.abc import Callable, Mapping
-from typing import Any, Final
+from typing import Any
 
 import torch
 import torch.distributed
@@ -25,9 +25,6 @@ from torch.serialization import default_restore_location
 from ..patching import Patch
 from ..tensors import is_available
 from ..torch_internals import DeviceContext
-
-#: Habana's collectives.
-_BACKENDS: Final = frozenset({"hccl", "hcl"})
 
 
 def device_type() -> str:
@@ -58,13 +55,8 @@ class DeviceMode(TorchFunctionMode):
 
 def is_hpu(value: object) -> bool:
     """Whether ``value`` names an HPU."""
-    if isinstance(value, str):
-        name = value.partition(":")[0]
-    elif isinstance(value, torch.device):
-        name = value.type
-    else:
-        return False
-    return name == "hpu"
+    name = value.type if isinstance(value, torch.device) else value
+    return isinstance(name, str) and name.partition(":")[0] == "hpu"
 
 
 def on_device(value: Any) -> Any:
@@ -81,7 +73,7 @@ def _substituted(value: Any) -> Any:
     if is_hpu(value):
         device = on_device(value)
         return str(device) if isinstance(value, str) else device
-    if value in _BACKENDS:
+    if value in ("hccl", "hcl"):
         return "nccl" if device_type() == "cuda" else "gloo"
     if value == "hpu_backend":
         return "inductor"
@@ -153,20 +145,17 @@ def patches(hpu: types.ModuleType) -> list[Patch]:
         Patch(torch.serialization, "load", load),
         Patch(torch, "compile", _substituting(torch.compile)),
         *[Patch(owner, "hpu", _to_hpu) for owner in (torch.Tensor, torch.nn.Module)],
-        Patch(torch.autocast, "__init__", _substituting(torch.autocast.__init__)),
-        Patch(
-            torch.utils.data.DataLoader,
-            "__init__",
-            _substituting(torch.utils.data.DataLoader.__init__),
-        ),
+        # torch.device as a context, and torch.set_default_device, act below every other mode
+        *[
+            Patch(owner, "__init__", _substituting(owner.__init__))
+            for owner in (torch.autocast, torch.utils.data.DataLoader, DeviceContext)
+        ],
         # patched below ``run``, which subclasses override
         Patch(
             threading.Thread,
             "_bootstrap_inner",
             _in_mode(threading.Thread._bootstrap_inner),  # type: ignore[attr-defined]
         ),
-        # torch.device as a context, and torch.set_default_device, act below every other mode
-        Patch(DeviceContext, "__init__", _substituting(DeviceContext.__init__)),
     ]
     if torch.distributed.is_available():
         found += [

@@ -9,7 +9,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, Final
 
@@ -33,9 +33,6 @@ def get_device_name(device: Any = None) -> str:
 
 
 setDeterministic = torch.use_deterministic_algorithms  # noqa: N816  # Habana's name
-
-
-# --- graphs --------------------------------------------------------------------------------------
 
 
 def wrap_in_hpu_graph(module: Any, *args: object, **kwargs: object) -> Any:
@@ -74,9 +71,6 @@ def graph(hpu_graph: Any, stream: Any = None, *args: object, **kwargs: object) -
     return torch.cuda.graph(hpu_graph, stream=stream)
 
 
-# --- memory --------------------------------------------------------------------------------------
-
-
 def memory_stats(device: Any = None) -> dict[str, int]:
     """Returns Habana's statistics, in bytes; on the CPU, those of this process."""
     if device_type() == "cuda":
@@ -112,9 +106,6 @@ def mem_get_info(device: Any = None) -> tuple[int, int]:
     """Returns the number of free bytes, and the total."""
     found = memory_stats(device)
     return found["Limit"] - found["InUse"], found["Limit"]
-
-
-# --- streams, events, random numbers -------------------------------------------------------------
 
 
 def _nothing(*args: object, **kwargs: object) -> None:
@@ -157,11 +148,6 @@ class _Done:
 _STREAM: Final = _Done()
 
 
-def _set_rng_state_all(new_states: Iterable[torch.Tensor]) -> None:
-    for state in new_states:
-        torch.set_rng_state(state)
-
-
 _ON_CPU: Final[Mapping[str, Any]] = {
     **dict.fromkeys(["init", "set_device", "set_stream", "synchronize", "empty_cache"], _nothing),
     **dict.fromkeys(["reset_peak_memory_stats", "reset_accumulated_memory_stats"], _nothing),
@@ -178,7 +164,7 @@ _ON_CPU: Final[Mapping[str, Any]] = {
     "get_rng_state": lambda device="hpu": torch.get_rng_state(),
     "get_rng_state_all": lambda: [torch.get_rng_state()],
     "set_rng_state": lambda new_state, device="hpu": torch.set_rng_state(new_state),
-    "set_rng_state_all": _set_rng_state_all,
+    "set_rng_state_all": lambda new_states: torch.set_rng_state(new_states[-1]),
 }
 
 

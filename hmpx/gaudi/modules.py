@@ -32,7 +32,6 @@ _REMEDIES: Final = {
     "habana_frameworks.torch.hpex.optimizers": "use an optimizer of torch.optim",
     "habana_frameworks.torch.hpu.metrics": "measure with torch.profiler",
     "habana_frameworks.torch.utils.debug": "look with torch.profiler",
-    "habana_frameworks.torch.utils.profiler": "measure with torch.profiler",
 }
 
 #: Module -> how settings of Gaudi's software begin in it; no result depends on them.

@@ -31,8 +31,10 @@ _HCCL: Final = _named(core.initialize_distributed_hpu)
 _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch": _named(hpex._hpex_C),
     "torch.core": {
-        **_named(core.mark_step, core.hpu_set_env, core.is_enabled_weight_permute_pass),
-        "hpu_inference_set_env": core.hpu_set_env,
+        **_named(core.mark_step, core.is_enabled_weight_permute_pass),
+        **dict.fromkeys(
+            ["hpu_set_env", "hpu_inference_set_env"], lambda model=None, *_, **__: model
+        ),
     },
     "torch.core.hccl": _HCCL,
     "torch.distributed": {},
@@ -156,8 +158,7 @@ def _modules() -> dict[str, types.ModuleType]:
 
 def _is_importable(name: str) -> bool:
     """Whether module ``name`` exists as a regular module, not just as a directory of that name."""
-    loaded = sys.modules.get(name)
-    if loaded is not None:
+    if sys.modules.get(name) is not None:
         return True
     try:
         spec = importlib.util.find_spec(name)

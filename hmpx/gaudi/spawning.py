@@ -13,7 +13,6 @@ import multiprocessing.spawn
 import pickle
 import runpy
 from collections.abc import Callable
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
@@ -26,25 +25,9 @@ _LOGGER: Final = logging.getLogger("hmpx")
 #: Run in the new process, by its path: that process does not know yet where to import hmpx from.
 _PREPARING: Final = str(Path(__file__).with_name("spawned.py"))
 
-#: The name under which the state travels.
-_KEY: Final = "hmpx"
-
-
-@dataclass(frozen=True)
-class State:
-    """The state that a new process is put into.
-
-    Attributes:
-        stand_in: The options of the stand-in for ``habana_frameworks``; None where there is none.
-        conversion: The arguments of `session.restore`; None where torch is not converted.
-    """
-
-    stand_in: dict[str, Any] | None
-    conversion: dict[str, Any] | None
-
 
 class _Restored:
-    """Restores a `State` when it is unpickled."""
+    """Calls `restore` when it is unpickled."""
 
     def __init__(self, state: bytes) -> None:
         self._state = state
@@ -66,7 +49,7 @@ def follow() -> Callable[[], None]:
     def prepare_more(name: str) -> dict[str, Any]:
         data = prepare(name)
         state = _state()
-        return data if state is None else {_KEY: _Restored(state), **data}
+        return data if state is None else {"hmpx": _Restored(state), **data}
 
     prepare_more.__hmpx__ = True  # type: ignore[attr-defined]
     applied = patching.apply([Patch(multiprocessing.spawn, "get_preparation_data", prepare_more)])
@@ -74,7 +57,10 @@ def follow() -> Callable[[], None]:
 
 
 def _state() -> bytes | None:
-    """Returns this process' state, pickled; None where there is nothing to restore."""
+    """Returns this process' state, pickled; None where there is nothing to restore.
+
+    It is the options of the stand-in and the arguments of `session.restore`, each None where there are none.
+    """
     options = shim.options()
     current = session.current()
     if options is None and current is None:
@@ -82,7 +68,7 @@ def _state() -> bytes | None:
     stand_in = None if options is None else dict(options)
     conversion = None if current is None else current.arguments()
     try:
-        state = pickle.dumps(State(stand_in, conversion))
+        state = pickle.dumps((stand_in, conversion))
         why = "the policy holds a function of the main module" if _MAIN in state else ""
     except Exception as error:  # a format's functions may raise anything
         state, why = b"", str(error)
@@ -92,7 +78,7 @@ def _state() -> bytes | None:
         "started processes are not converted: %s; define number formats in a module of their own",
         why,
     )
-    return pickle.dumps(State(stand_in, None))
+    return pickle.dumps((stand_in, None))
 
 
 #: A new process has not imported the program's main module yet, and finds nothing there.
@@ -101,9 +87,9 @@ _MAIN: Final = b"__main__"
 
 def restore(state: bytes) -> None:
     """Puts this process into the state that ``state`` describes."""
-    wanted: State = pickle.loads(state)
-    if wanted.stand_in is not None:
-        shim.install(wanted.stand_in)
-    if wanted.conversion is not None:
-        session.restore(**wanted.conversion).begin_block()
+    stand_in, conversion = pickle.loads(state)
+    if stand_in is not None:
+        shim.install(stand_in)
+    if conversion is not None:
+        session.restore(**conversion).begin_block()
     follow()  # for the processes that it starts in turn
