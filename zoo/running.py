@@ -51,10 +51,11 @@ def warm_up(libraries: Iterable[str], device: str = "cpu") -> None:
 def _work(
     entry: Entry,
     modes: Sequence[str],
+    sender: Connection,
+    *,
     seed: int,
     device: str,
     memory_bytes: int,
-    sender: Connection,
 ) -> None:
     """Runs one model in some modes and sends a line for each, with the stages as they begin."""
     if device == "cpu":  # a GPU's driver reserves more addresses than there is memory
@@ -125,7 +126,10 @@ def sweep(
     def begin(entry: Entry, modes: list[str]) -> None:
         receiver, sender = context.Pipe(duplex=False)
         process = context.Process(
-            target=_work, args=(entry, modes, seed, device, memory_bytes, sender), daemon=True
+            target=_work,
+            args=(entry, modes, sender),
+            kwargs={"seed": seed, "device": device, "memory_bytes": memory_bytes},
+            daemon=True,
         )
         process.start()
         sender.close()
