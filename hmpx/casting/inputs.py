@@ -16,6 +16,9 @@ from .recipe import Recipe
 
 DENSE: Final = frozenset({torch.strided, torch.jagged})
 
+#: Give tensors a dimension before they join them.
+_JOINING: Final = frozenset({"column_stack", "dstack", "hstack", "vstack"})
+
 
 def counted(recipe: Recipe, inputs: list[Tensor]) -> list[Tensor]:
     """Returns ``inputs`` without float64 numbers in tensors of no dimension, where kernels promote.
@@ -51,7 +54,7 @@ def widest(recipe: Recipe, tensors: list[Tensor]) -> torch.dtype:
 
     0-dim tensors count only where there are no others, or where they are joined, as by `torch.hstack`.
     """
-    are_joined = set(recipe.cast_kinds.values()) == {"A"}
+    are_joined = recipe.site.op in _JOINING
     dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]
     return functools.reduce(torch.promote_types, dtypes)
 

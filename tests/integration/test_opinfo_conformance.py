@@ -48,6 +48,8 @@ LEFT_OUT = {
         ("linalg.pinv.singular", "svd_lowrank", "pca_lowrank"),
         "OpInfo multiplies two matrices before it calls the op, so the samples are not its inputs",
     ),
+    "as_strided.partial_views": "its samples reach past the view, into memory that no cast copies",
+    "native_layer_norm": "torch's backward refuses an fp32 bias without a weight beside low inputs",
     **dict.fromkeys(
         ("_softmax_backward_data", "_upsample_bilinear2d_aa"),
         "OpInfo calls the ATen overload, below every Python-visible callable",
@@ -140,7 +142,8 @@ def cast_by_hand(
     elif policy is CastPolicy.FIRST:
         dtype = inputs[0].dtype
     else:
-        dimensioned = [t for t in inputs if t.dim()] or inputs
+        counted = name in {"column_stack", "dstack", "hstack", "vstack"}
+        dimensioned = [t for t in inputs if t.dim() or counted] or inputs
         dtype = torch.result_type(dimensioned[0], dimensioned[0])
         for tensor in dimensioned[1:]:
             dtype = torch.promote_types(dtype, tensor.dtype)
