@@ -6,21 +6,27 @@
 On the CPU each sample of torch's OpInfo and ModuleInfo databases is run, and every op that they have
 no sample of with arguments made up from its schema; an op lacks a kernel where the call raises on
 bfloat16 or float16 inputs and runs on the same values in float32, or where it gives numbers that have
-nothing to do with those of float32. What is found is noted for the innermost callable, which is the one
-that hmpx wraps. For CUDA it is what OpInfo declares. Lines that
+nothing to do with those of float32. Sums of thousands of equal terms, forward and backward, find the
+kernels that add up in the low type itself and stop growing. What is found is noted for the innermost
+callable, which is the one that hmpx wraps. For CUDA it is what OpInfo declares. Lines that
 other versions of torch have put into the file stay: computing in float32 what has a kernel is right.
 """
 
 from __future__ import annotations
 
 import argparse
+import ast
 import configparser
 import contextlib
 import functools
+import itertools
+import math
 import os
 import re
+import resource
 import signal
 import sys
+import time
 import warnings
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
@@ -38,6 +44,7 @@ for _name in [name for name in dir(common_cuda) if re.fullmatch(r"SM\d+OrLater",
 
 from torch.testing._internal.common_methods_invocations import op_db  # noqa: E402
 from torch.testing._internal.common_modules import module_db  # noqa: E402
+from torch.testing._internal.opinfo.core import BinaryUfuncInfo, UnaryUfuncInfo  # noqa: E402
 
 from hmpx import ops, patching  # noqa: E402
 from hmpx.ops import schemas as op_schemas  # noqa: E402
@@ -55,17 +62,52 @@ MOST_SAMPLES = 40
 #: the nuclear norm calls linalg_svd.
 BY_OTHERS = {"norm"}
 
-#: The argument that must be true where an op gives wrong numbers.
-ONLY = {"index_put": "accumulate", "put": "accumulate"}
-
 #: What is said of a call that runs, but does not compute.
 WRONG = "gives wrong numbers"
 
 #: Results agree that differ by less than this part of their norm.
 AGREEING = 1e-3
 
+#: Sums that stop growing lack more than this part.
+STALLED = 0.2
+
 #: The gradients of so many calls of an op are tried.
 MOST_GRADIENTS = 3
+
+#: Sums of ones are larger, and their means.
+LEAST_SUM = 0.1
+
+#: So many equal terms are added up, such that sums of the type stop growing long before.
+TERMS = {torch.bfloat16: 1 << 10, torch.float16: 1 << 12}
+
+#: Tensors in calls with sums have so many elements at most.
+MOST_ELEMENTS = 300_000
+
+#: Calls of one OpInfo may take so many seconds.
+SUMS_S = 2
+
+#: An argument is a sparse tensor that has elements to add up.
+UNCOALESCED = "uncoalesced"
+
+#: What a call with sums may allocate.
+MOST_BYTES = 4 << 30
+
+#: Ops whose sums are left to torch. As many windows of poolings overlap as a gradient has terms: few, in use. Low
+#: convolutions are legalized, which are these sums. Norms of layers would take 1.6 times as long, and products of
+#: sparse matrices lack nothing where these are fp32 (docs/limits.md). Nothing is written to what is resized.
+LEFT_OUT = (
+    *(
+        "adaptive_",
+        "avg_pool",
+        "fractional_max_pool",
+        "im2col",
+        "max_pool",
+        "tensor_split",
+        "unfold",
+    ),
+    *("conv", "_conv", "slow_conv", "thnn_conv"),
+    *("layer_norm", "native_layer_norm", "_sparse_mm", "resize"),
+)
 
 
 @dataclass
@@ -77,7 +119,18 @@ class Found:
     gave_complex: int = 0
     ran_backward: int = 0
     lacked_backward: int = 0
+    error: float = 0
+    stalled: bool = False
+    stalled_backward: bool = False
+    flags: set[str] = field(default_factory=set)
     texts: set[str] = field(default_factory=set)
+
+    def is_far_off(self, dtype: torch.dtype) -> bool:
+        """Whether the forward of gradients that stop growing is further off than rounding it twice.
+
+        It has to compute in fp32 too then: a checkpoint's forward is to give what its recomputation gives.
+        """
+        return self.stalled_backward and self.error > 2 * torch.finfo(dtype).eps
 
     def is_complex(self) -> bool:
         """Whether every call made complex numbers of real ones."""
@@ -124,10 +177,13 @@ class Prober:
     In its calls it stands in all slots of torch's ops, as hmpx's wrappers do.
     """
 
-    def __init__(self, dtype: torch.dtype, found: dict[str, Found]) -> None:
-        """Adds to ``found`` what calls on tensors of ``dtype`` do."""
-        self._dtype, self._found = dtype, found
+    def __init__(
+        self, dtype: torch.dtype, found: dict[str, Found], *, are_sums: bool = False
+    ) -> None:
+        """Adds to ``found`` what calls on tensors of ``dtype`` do; ``are_sums``: of equal terms."""
+        self._dtype, self._found, self._are_sums = dtype, found, are_sums
         self._wrappers: dict[Any, Any] = {}
+        self.tell: Callable[[Sum], None] = lambda _: None
         patches = []
         for name, op in ops.table().items():
             is_python = all(site.is_python for site in op.sites)
@@ -140,8 +196,11 @@ class Prober:
 
     def _wrapper(self, name: str, site: ops.Site) -> Any:
         function = site.function()
+        names = ops.parameters(site).names
 
         def wrapper(*args: Any, **kwargs: Any) -> Any:
+            if self._are_sums and not self._is_idle:
+                return self._sum(name, names, function, args, kwargs)
             return self._call(name, function, args, kwargs)
 
         self._wrappers[function] = wrapper
@@ -166,6 +225,32 @@ class Prober:
             if self._dtype not in given or "dtype" in kwargs:
                 return self._within(function, args, kwargs)
             return self._probed(name, function, args, kwargs, is_low=given == {self._dtype})
+        finally:
+            self._is_idle = False
+
+    def _sum(self, name: str, names: tuple[str, ...], function: Any, args: Any, kwargs: Any) -> Any:
+        """Notes whether a call, or else its gradient, stops growing; returns the right result."""
+        self._is_idle = True
+        try:
+            wide, wider, low = (
+                mapped((args, kwargs), to(dtype, self._dtype))
+                for dtype in (torch.float32, torch.float64, self._dtype)
+            )
+            result = self._within(function, *wide)
+            if not hasattr(function, "__code__"):
+                forward = backward = False
+                with contextlib.suppress(Exception):  # the other calls tell of missing kernels
+                    forward = stalls(lambda call: function(*call[0], **call[1]), low, wide, wider)
+                    backward = not forward and stalls(
+                        lambda call: differentiated(function, call), low, wide, wider
+                    )
+                given = {**dict(zip(names, args, strict=False)), **kwargs}
+                flags = [flag for flag, value in given.items() if value is True]
+                flags += [f"{flag} {value}" for flag, value in given.items() if type(value) is str]
+                is_uncoalesced = any(t.is_sparse and not t.is_coalesced() for t in tensors(args))
+                flags += [UNCOALESCED] * is_uncoalesced
+                self.tell((name, forward, backward, flags))
+            return mapped(result, to(self._dtype, torch.float32))
         finally:
             self._is_idle = False
 
@@ -198,17 +283,20 @@ class Prober:
             found.lacked += 1
             found.gave_complex += 1
             found.texts.add("gives complex32")
-        elif is_low and has_values and self._is_wrong(function, again, result, state):
-            found.lacked += 1
-            found.texts.add(WRONG)
         elif is_low and has_values:  # without values no kernel is needed
+            error = self._error(function, again, result, state)
+            found.error = max(found.error, error)
+            if error > 1:  # further off than zeros are
+                found.lacked += 1
+                found.texts.add(WRONG)
+                return result
             found.ran += 1
             if not hasattr(function, "__code__") and found.ran <= MOST_GRADIENTS:
                 self._probe_gradients(function, low, copies, found)
         return result
 
-    def _is_wrong(self, function: Any, call: Any, result: Any, state: Tensor) -> bool:
-        """Whether ``result`` is NaN or further off than zeros are, where float32 and float64 agree.
+    def _error(self, function: Any, call: Any, result: Any, state: Tensor) -> float:
+        """Returns how far ``result`` is off where float32 and float64 agree, in parts of its norm.
 
         They don't agree about what is random, or memory that nothing was written to. An infinity is
         what overflows, perhaps on the way.
@@ -221,18 +309,20 @@ class Prober:
             try:
                 exact.append(function(*args, **kwargs))
             except Exception:
-                return False
+                return 0
             finally:
                 torch.set_rng_state(after)
-        compared = zip(*map(tensors, (result, *exact)), strict=False)
-        return any(
-            low.dtype is self._dtype
-            and low.shape == wide.shape == wider.shape
-            and not low.isinf().any()
-            and bool((wide - wider).norm() < AGREEING * wider.norm())
-            and not bool((low - wider).norm() <= wider.norm())
-            for low, wide, wider in compared
-        )
+        errors = [0.0]
+        for low, wide, wider in zip(*map(tensors, (result, *exact)), strict=False):
+            is_same = low.dtype is self._dtype and low.shape == wide.shape == wider.shape
+            if (
+                is_same
+                and not low.isinf().any()
+                and (wide - wider).norm() < AGREEING * wider.norm()
+            ):
+                error = float((low - wider).norm() / wider.norm())
+                errors.append(math.inf if math.isnan(error) else error)
+        return max(errors)
 
     _is_idle = False
 
@@ -247,25 +337,51 @@ class Prober:
             except Exception:
                 return  # the op has no gradients of these arguments
         else:
-            found.ran_backward += outcome
+            found.ran_backward += bool(outcome)
 
 
 def _is_complex_half(result: Any) -> bool:
     return any(t.dtype is torch.complex32 for t in tensors(result))
 
 
-def differentiated(function: Any, call: Any) -> bool:
-    """Runs forward and backward; returns whether there were gradients."""
+def stalls(function: Callable[[Any], Any], low: Any, wide: Any, wider: Any) -> bool:
+    """Whether what ``function`` makes of low numbers stays below what it makes of fp32 and float64 ones."""
+    made = (tensors(function(call)) for call in (low, wide))
+    for sums, expected in zip(*made, strict=True):
+        if sums.dtype in LOW and is_below(sums, expected, 1 - STALLED):
+            exact = list(tensors(function(wider)))
+            return any(is_below(sums, t, 1 - STALLED) and is_close(expected, t) for t in exact)
+    return False
+
+
+def is_below(tensor: Tensor, expected: Tensor, part: float) -> bool:
+    """Whether a tensor's norm is less than that part of what is expected, which is finite and no rounding error."""
+    if tensor.shape != expected.shape:
+        return False
+    norms = [float(t.double().to_dense().norm()) for t in (tensor, expected)]
+    return norms[0] < part * norms[1] < math.inf and norms[1] > LEAST_SUM
+
+
+def is_close(tensor: Tensor, exact: Tensor) -> bool:
+    """Whether fp32 agrees with float64, which it does not about random numbers."""
+    if tensor.shape != exact.shape:
+        return False
+    exact = exact.double().to_dense()
+    return bool((tensor.double().to_dense() - exact).norm() < AGREEING * exact.norm())
+
+
+def differentiated(function: Any, call: Any) -> list[Tensor]:
+    """Runs forward and backward; returns the gradients."""
     args, kwargs = mapped(call, lambda t: t.requires_grad_(t.is_floating_point()))
     with torch.enable_grad():
         outputs = [t for t in tensors(function(*args, **kwargs)) if t.requires_grad]
         inputs = [t for t in tensors((args, kwargs)) if t.is_leaf and t.requires_grad]
         if not outputs or not inputs:
-            return False
-        torch.autograd.grad(
+            return []
+        found = torch.autograd.grad(
             outputs, inputs, [torch.ones_like(t) for t in outputs], allow_unused=True
         )
-    return True
+    return [t for t in found if t is not None]
 
 
 # --- what is run -------------------------------------------------------------------------------
@@ -295,6 +411,118 @@ def probe_samples(dtype: torch.dtype, found: dict[str, Found]) -> None:
             for function, args, kwargs in samples(info, dtype)
         ]
         prober.run(calls)
+
+
+#: The op, whether a call stopped growing, or its gradient did, and its arguments that are true or texts.
+Sum = tuple[str, bool, bool, list[str]]
+
+
+def probe_sums(dtype: torch.dtype, found: dict[str, Found]) -> None:
+    """Makes sums of each OpInfo's samples, in processes of their own: sizes that don't fit may crash."""
+    prober = Prober(dtype, {}, are_sums=True)
+    made = [sparse_sums(TERMS[dtype])]
+    for info in op_db:
+        adds_up = not isinstance(info, (UnaryUfuncInfo, BinaryUfuncInfo))  # elementwise ops do not
+        if dtype in info.dtypes and adds_up and not info.name.startswith("torch.ops."):
+            made.append(sums(info, TERMS[dtype]))
+    told: list[Sum] = []
+    for calls in made:
+        told += in_child(functools.partial(_probe_sums, calls, dtype, prober), 10 * SUMS_S)
+    names = {name for name, *_ in told if not name.startswith(LEFT_OUT)}
+    for name in names - ops.facts("random").keys():
+        noted = [(*how, set(flags)) for each, *how, flags in told if each == name]
+        stalled = [each for each in noted if each[0] or each[1]]
+        if len(stalled) > 1:  # one may be chance: labels that are out of range read anything
+            known = found.setdefault(name, Found())
+            known.stalled = any(forward for forward, _, _ in stalled)
+            known.stalled_backward = any(backward for _, backward, _ in stalled)
+            known.flags = set.intersection(*(flags for *_, flags in stalled))
+            known.flags -= set.intersection(*(flags for *_, flags in noted)) - {UNCOALESCED}
+
+
+def _probe_sums(
+    calls: Iterable[Any], dtype: torch.dtype, prober: Prober, tell: Callable[[Sum], None]
+) -> None:
+    resource.setrlimit(resource.RLIMIT_DATA, (MOST_BYTES, MOST_BYTES))
+    deadline = time.process_time() + SUMS_S
+    calls = itertools.takewhile(lambda _: time.process_time() < deadline, calls)
+    prober.tell = tell
+    prober.run((function, *mapped(call, to(dtype, torch.float32))) for function, call in calls)
+
+
+def sums(info: Any, terms: int) -> Iterator[Any]:
+    """Yields calls of one OpInfo on ones, with sizes and numbers of the smallest samples multiplied."""
+    kinds = {}
+    for sample in info.sample_inputs("cpu", torch.float32, requires_grad=False):
+        call = ((sample.input, *sample.args), sample.kwargs)
+        flags = [value for _, value in leaves(call) if isinstance(value, (bool, str))]
+        shapes = [t.dim() for t in tensors(call)]
+        size = sum(t.numel() for t in tensors(call))
+        key = repr((flags, shapes))
+        if all(t.dim() and t.numel() for t in tensors(call)) and size < kinds.get(key, (1e9,))[0]:
+            kinds[key] = size, call
+    for _, call in sorted(kinds.values(), key=lambda kind: kind[0]):
+        ones = mapped(call, lambda t: torch.ones_like(t) if t.is_floating_point() else t)
+        edits = list(multiplied(ones, terms))
+        for first, second in itertools.combinations_with_replacement(edits, 2):
+            with contextlib.suppress(Exception):  # what doesn't fit together
+                larger = replaced(ones, *first)
+                yield info.op, larger if first is second else replaced(larger, *second)
+
+
+def sparse_sums(terms: int) -> Iterator[Any]:
+    """Yields calls of ops on equal elements of a sparse tensor, of those that do nothing with a dense one."""
+    index = torch.zeros(1, terms, dtype=torch.long)
+    given, dense = torch.sparse_coo_tensor(index, torch.ones(terms), (1,)), torch.ones(1)
+    for op in ops.table().values():
+        for function in [s.function() for s in op.sites if not (s.in_place or s.is_property)]:
+            result = None
+            with contextlib.suppress(Exception):
+                result = function(dense)
+            if result is None or result is dense:
+                yield function, ((given,), {})
+
+
+def multiplied(call: Any, terms: int) -> Iterator[tuple[tuple[Any, ...], Callable[[Any], Any]]]:
+    """Yields where a call may be enlarged, and how: dimensions of tensors, and integers."""
+    for place, value in leaves(call):
+        if isinstance(value, Tensor):
+            for dim in range(value.dim()):
+                yield place, functools.partial(repeated, dim, terms)
+            if not value.is_floating_point() and value.dtype is not torch.bool:
+                yield place, lambda t: t * terms  # lengths
+        elif isinstance(value, int) and not isinstance(value, bool) and value > 0:
+            yield place, lambda number: number * terms
+
+
+def repeated(dim: int, terms: int, tensor: Tensor) -> Tensor:
+    """Returns ``tensor`` as many times in one dimension, if that is not too large."""
+    if tensor.numel() * terms > MOST_ELEMENTS:
+        raise ValueError("too large")
+    return tensor.repeat([terms if each == dim else 1 for each in range(tensor.dim())])
+
+
+def leaves(value: Any, place: tuple[Any, ...] = ()) -> Iterator[tuple[tuple[Any, ...], Any]]:
+    """Yields what nested lists, tuples and dicts hold, and where."""
+    if isinstance(value, (list, tuple)):
+        for position, item in enumerate(value):
+            yield from leaves(item, (*place, position))
+    elif isinstance(value, dict):
+        for name, item in value.items():
+            yield from leaves(item, (*place, name))
+    else:
+        yield place, value
+
+
+def replaced(value: Any, place: tuple[Any, ...], function: Callable[[Any], Any]) -> Any:
+    """Returns ``value`` with ``function`` applied at ``place`` in it."""
+    if not place:
+        return function(value)
+    if isinstance(value, dict):
+        return {**value, place[0]: replaced(value[place[0]], place[1:], function)}
+    items = list(value)
+    items[place[0]] = replaced(items[place[0]], place[1:], function)
+    return type(value)(items)
 
 
 def probe_modules(dtype: torch.dtype, found: dict[str, Found]) -> None:
@@ -400,16 +628,20 @@ def probe_unsampled(
         if name in known or not ops.is_castable(name) or ops.is_view(name):
             continue
         answer = in_child(functools.partial(_probe_made_up, name, dtype, prober, noted))
-        if answer is None:
-            unprobed.append(name)
+        if answer:
+            found[name] = Found(*answer[-1])
         else:
-            found[name] = Found(*answer)
+            unprobed.append(name)
     return found, unprobed
 
 
 def _probe_made_up(
-    name: str, dtype: torch.dtype, prober: Prober, noted: dict[str, Found]
-) -> tuple[int, ...] | None:
+    name: str,
+    dtype: torch.dtype,
+    prober: Prober,
+    noted: dict[str, Found],
+    tell: Callable[[Any], None],
+) -> None:
     calls = []
     for function, args, kwargs in made_up(name):
         try:
@@ -418,29 +650,26 @@ def _probe_made_up(
             continue
         calls.append((function, *mapped((args, kwargs), to(dtype, torch.float32))))
     prober.run(calls)
-    if name not in noted:
-        return None
-    each = noted[name]
-    return each.ran, each.lacked, each.gave_complex, each.ran_backward, each.lacked_backward
+    if each := noted.get(name):
+        tell((each.ran, each.lacked, each.gave_complex, each.ran_backward, each.lacked_backward))
 
 
-def in_child(function: Callable[[], Any]) -> Any:
-    """Returns what ``function`` returns in a child process; None if it dies or takes too long."""
+def in_child(run: Callable[[Callable[[Any], None]], None], limit_s: int = LIMIT_S) -> list[Any]:
+    """Returns what ``run`` tells in a child process, until that dies or takes too long."""
     reader, writer = os.pipe()
     pid = os.fork()
     if pid == 0:
         os.close(reader)
-        signal.alarm(LIMIT_S)
+        signal.alarm(limit_s)
         sys.stdout = sys.stderr = Path(os.devnull).open("w")  # noqa: SIM115  # until the child ends
-        answer = repr(function())
-        os.write(writer, answer.encode())
+        with contextlib.suppress(Exception):
+            run(lambda answer: os.write(writer, f"{answer!r}\n".encode()) and None)
         os._exit(0)
     os.close(writer)
     with os.fdopen(reader, "rb") as pipe:
-        answer = pipe.read().decode()
+        answers = pipe.read().decode().splitlines()
     os.waitpid(pid, 0)
-    numbers = [int(n) for n in answer.strip("()").split(",") if n.strip().isdigit()]
-    return numbers or None
+    return [ast.literal_eval(answer) for answer in answers]
 
 
 # --- CUDA, as declared -------------------------------------------------------------------------
@@ -477,7 +706,8 @@ def declared(dtype: torch.dtype, cpu: Mapping[str, Found]) -> dict[str, set[str]
     for name, on_cpu in cpu.items():
         # Random ops have kernels of their own, and being tried costs them a look at the generator.
         is_partial = on_cpu.ran and name not in ops.facts("random")
-        if on_cpu.lacked and (name not in seen or is_partial):
+        is_wrong = on_cpu.lacked or on_cpu.stalled
+        if is_wrong and (name not in seen or is_partial):
             found["sometimes"].add(name)
     return found
 
@@ -495,7 +725,8 @@ HEADER = """\
 # Where torch's ops lack a kernel for a low-precision dtype: scripts/missing_kernels.py writes this.
 # A section is a device type, a dtype, and how: "always" is for ops of which no call runs, or none gives
 # right numbers, "sometimes" for those of which some don't, "backward" for those whose gradients don't. Sums
-# that stop growing are not right. After "=" is the argument that must be true for that. A
+# that stop growing are not right. After "=" is the argument that must be true for that, or have the value
+# after it; "uncoalesced" means sparse tensors with equal indices. A
 # name that the installed torch lacks is ignored, and an op that has its kernel there computes in fp32 all
 # the same: one file serves every version.
 """
@@ -508,18 +739,28 @@ UNTRIED = """\
 
 def merged(
     dtype: torch.dtype, cpu: Mapping[str, Found], untried: Iterable[str]
-) -> dict[str, set[str]]:
-    """Returns section -> names, of the file as it is and of what was found."""
+) -> tuple[dict[str, set[str]], dict[str, str]]:
+    """Returns section -> names, of the file as it is and of what was found, and name -> argument."""
     parser = configparser.ConfigParser(allow_no_value=True, delimiters=("=",), interpolation=None)
     parser.optionxform = str  # type: ignore[method-assign, assignment]
     if FILE.exists():
         parser.read_string(FILE.read_text(encoding="utf-8"))
     sections = {name: set(parser[name]) for name in parser.sections()}
+    flags = {name: flag for names in parser.values() for name, flag in names.items() if flag}
+    for name, each in cpu.items():
+        if each.flags:
+            flags[name] = min(each.flags)
     short = str(dtype).removeprefix("torch.")
     found = {
-        "always": {name for name, each in cpu.items() if each.lacked and not each.ran},
+        "always": {
+            name
+            for name, each in cpu.items()
+            if each.stalled or (each.lacked and not each.ran) or each.is_far_off(dtype)
+        },
         "sometimes": {name for name, each in cpu.items() if each.lacked and each.ran},
-        "backward": {name for name, each in cpu.items() if each.lacked_backward},
+        "backward": {
+            name for name, each in cpu.items() if each.stalled_backward or each.lacked_backward
+        },
     }
     for device_type, by_how in (("cpu", found), ("cuda", declared(dtype, cpu))):
         for how, names in by_how.items():
@@ -529,16 +770,16 @@ def merged(
         sections[f"{device_type} {short} backward"] -= always
     tried = {name for section, names in sections.items() if section != "untried" for name in names}
     sections["untried"] = (sections.get("untried", set()) | set(untried)) - tried - set(cpu)
-    return sections
+    return sections, flags
 
 
-def text(sections: Mapping[str, set[str]]) -> str:
+def text(sections: Mapping[str, set[str]], flags: Mapping[str, str]) -> str:
     """Returns the file that holds ``sections``."""
     parts = [HEADER]
     for section in sorted(sections, key=lambda name: (name == "untried", name)):
         comment = UNTRIED if section == "untried" else ""
         names = "".join(
-            f"{name} = {ONLY[name]}\n" if name in ONLY else f"{name}\n"
+            f"{name} = {flags[name]}\n" if name in flags else f"{name}\n"
             for name in sorted(sections[section])
         )
         parts.append(f"[{section}]\n{comment}{names}")
@@ -551,6 +792,7 @@ def probe(dtype: torch.dtype) -> tuple[dict[str, Found], list[str]]:
     probe_samples(dtype, found)
     probe_modules(dtype, found)
     probe_sparse(dtype, found)
+    probe_sums(dtype, found)
     more, untried = probe_unsampled(dtype, found)
     return {**found, **more}, untried
 
@@ -567,10 +809,10 @@ def main() -> None:
     for dtype in LOW if options.dtype is None else (getattr(torch, options.dtype),):
         found, untried = probe(dtype)
         for name, each in sorted(found.items()):
-            if each.lacked or each.lacked_backward:
+            if each.lacked or each.lacked_backward or each.stalled or each.stalled_backward:
                 print(f"{dtype} {name}: {each}")
         if options.write:
-            FILE.write_text(text(merged(dtype, found, untried)), encoding="utf-8")
+            FILE.write_text(text(*merged(dtype, found, untried)), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from .legalize.capability import (
     reported,
 )
 from .legalize.convolutions import CONVOLUTIONS
-from .legalize.graphs import is_onnx_made
+from .legalize.graphs import is_exported, is_onnx_made
 from .legalize.legalization import (
     LEGALIZE_MODES,
     SLOW_KINDS,
@@ -43,7 +43,7 @@ from .missing_kernels import Callee, Lacking, completed, in_fp32, lacking_kernel
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
 from .rounded_last import rounding_last
-from .selecting import selected
+from .selecting import selected, selects_once
 
 if TYPE_CHECKING:
     from .delayed import emulation_class
@@ -112,6 +112,7 @@ __all__ = [
     "histories_patch",
     "in_fp32",
     "inputs_of",
+    "is_exported",
     "is_onnx_made",
     "is_watched",
     "keeping_parameters",
@@ -132,6 +133,7 @@ __all__ = [
     "rounding_last",
     "saved_by",
     "selected",
+    "selects_once",
     "taking_numbers",
     "unregister",
     "watched_deciding",

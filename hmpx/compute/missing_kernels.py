@@ -26,11 +26,13 @@ from ..data_files import read_sections
 from ..device_types import DEVICE_TYPES
 from ..frames import PACKAGE, with_callers
 from ..ops import parameter_named
-from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name
+from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name, tensors_in
 from ..torch_internals import is_jit_tracing, run_when_traced
 from ..torch_state import is_below_dispatcher, without_casts
 from .composition import inputs_of, names_dtype, widen
+from .legalize.graphs import is_exported
 from .legalize.watching import note_legalized
+from .selecting import argument, with_fp32_gradients
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -50,14 +52,20 @@ class Lacking:
         always: Where no call runs.
         sometimes: Where some calls run, and others don't.
         backward: Where the gradients have no kernel.
-        only: Name of the argument that must be true for that; empty for all calls.
+        only: Name of the argument that must be true for that, or have the value after it; ``uncoalesced`` for
+            calls on sparse tensors with equal indices; empty for all calls.
     """
 
     always: frozenset[Place] = frozenset()
     sometimes: frozenset[Place] = frozenset()
     backward: frozenset[Place] = frozenset()
-    only: str = ""
+    only: tuple[str, ...] = ()
     dtypes: frozenset[torch.dtype] = field(init=False)
+
+    @property
+    def is_of_gradients(self) -> bool:
+        """Whether every forward has its kernel."""
+        return not (self.always or self.sometimes)
 
     def __post_init__(self) -> None:
         """Collects the dtypes for which a kernel is missing on some device type."""
@@ -87,13 +95,13 @@ KNOWN_DEVICES: Final = frozenset([each.name for each in DEVICE_TYPES if each.has
 def lacking_kernels() -> Mapping[str, Lacking]:
     """Returns op name -> where it lacks kernels, for the ops that do."""
     found: dict[str, dict[str, set[Place]]] = {}
-    only: dict[str, str] = {}
+    only: dict[str, tuple[str, ...]] = {}
     for section, names in _facts().items():
         if section == "untried":
             continue
         device_type, dtype, how = section.split()
-        for name, argument in names.items():
-            only[name] = argument
+        for name, condition in names.items():
+            only[name] = tuple(condition.split())
             places = found.setdefault(
                 name, {"always": set(), "sometimes": set(), "backward": set()}
             )
@@ -121,6 +129,7 @@ class Callee:
         is_python: It is implemented in Python: nothing inside it is cast.
         is_random: It draws random numbers.
         promotes: Its kernel takes mixed dtypes, and computes in the widest.
+        selects: It returns elements of its first input.
     """
 
     op: str
@@ -130,6 +139,7 @@ class Callee:
     is_python: bool
     is_random: bool
     promotes: bool = False
+    selects: bool = False
 
 
 def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
@@ -139,21 +149,24 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
     complex64.
     """
     original, has_writes = callee.function, bool(callee.writes)
-    position = callee.names.index(lacking.only) if lacking.only else None
 
     def complete(*args: Any, **kwargs: Any) -> Any:
         inputs = inputs_of(args, kwargs)
         low = None if inputs is None else inputs.low
         if inputs is None or low is None or is_below_dispatcher():
             return original(*args, **kwargs)
-        lacks = lacking.lacks(low, is_learning=inputs.is_learning)
+        # Exported programs run without gradients. torch.jit.trace checks that, and compares lines of calls, too.
+        is_learning = inputs.is_learning and not (lacking.is_of_gradients and is_exported())
+        lacks = lacking.lacks(low, is_learning=is_learning)
         is_mixed = lacks is not False and _widest(args, kwargs) not in LOW_DTYPES
         if lacks is False or (callee.promotes and is_mixed):
             return original(*args, **kwargs)
-        if position is not None:
-            given = args[position] if position < len(args) else kwargs.get(lacking.only)
-            if not given:
-                return original(*args, **kwargs)
+        if lacking.only and not _holds(lacking.only, callee, args, kwargs):
+            return original(*args, **kwargs)
+        if lacks and lacking.is_of_gradients and not is_mixed and kwargs.get("out") is None:
+            if not callee.selects:
+                _note(callee.op, short_name(low.dtype), low.device.type)
+            return with_fp32_gradients(callee, args, kwargs, inputs)
         # A failed try may leave what it writes to half-done. While torch.compile traces, kernels don't fail yet,
         # and a call that fails breaks the graph of torch.jit.trace.
         is_traced = torch.compiler.is_dynamo_compiling() or is_jit_tracing()
@@ -164,6 +177,16 @@ def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
         return in_fp32(callee, args, kwargs, inputs.first.dtype)
 
     return complete
+
+
+def _holds(only: tuple[str, ...], callee: Callee, args: Args, kwargs: Kwargs) -> bool:
+    """Whether the argument has the value that ``only`` names, or is true."""
+    name, *values = only
+    if name == "uncoalesced":  # a sparse input has several elements in one place
+        first = tensors_in((*args, *kwargs.values()))[0]
+        return first.is_sparse and not first.is_coalesced()
+    given = argument(name, callee.names, args, kwargs)
+    return given in values if values else bool(given)
 
 
 def _widest(args: Args, kwargs: Kwargs) -> torch.dtype:

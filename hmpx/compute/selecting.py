@@ -1,34 +1,57 @@
-"""Ops that select elements of a low-precision table: the result is cast, and gradients add up in fp32."""
+"""Ops that select elements of a low-precision table: the result is cast, and gradients add up in fp32.
+
+So do gradients of other ops where those alone lack a kernel.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any, Final
+import numbers
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, Args, Kwargs
-from ..torch_internals import data_of, has_tangents, is_jit_tracing, transforms
-from .composition import Inputs
+from ..ops import parameter_named
+from ..tensors import CAST, Args, Kwargs, tensors_in
+from ..torch_internals import data_of, has_fake_tensors, has_tangents, is_jit_tracing, transforms
+from .composition import Inputs, computed_in_fp32, rounded
 from .legalize.graphs import is_traced
+
+if TYPE_CHECKING:
+    from .missing_kernels import Callee
 
 # Taken before anything is patched.
 _copy_, _empty_strided = Tensor.copy_, torch.empty_strided
+_add, _aminmax, _item, _remainder = torch.add, torch.aminmax, Tensor.item, torch.remainder
+_eq, _nonzero, _to = torch.eq, torch.nonzero, Tensor.to
+_flatten, _index_select, _unique = Tensor.flatten, torch.index_select, torch._unique2
 
-#: Smaller tables are cast in less time than a function of autograd's takes.
+#: Smaller tables are cast in less time than it takes to do without.
 _LEAST: Final = 1 << 16
 
+#: Ops whose calls can be made on few of the table's rows, which they are if there are so many for each index.
+OF_ROWS: Final = frozenset({"embedding", "embedding_bag", "getitem", "index_select", "take"})
+_FEW: Final = 4
 
-def selected(
-    function: Callable[..., Any], args: Args, kwargs: Kwargs, inputs: Inputs, dtype: torch.dtype
-) -> Tensor | None:
+
+def selected(  # noqa: PLR0917  # all there is to one call
+    op: str,
+    names: Sequence[str],
+    function: Callable[..., Any],
+    args: Args,
+    kwargs: Kwargs,
+    inputs: Inputs,
+    dtype: torch.dtype,
+) -> Any:
     """Returns the selected elements in ``dtype``; None if the table has to be upcast instead.
 
     The gradient is that of an fp32 table, since torch adds it up in the table's dtype. Graphs, torch.func
     and tangents need the upcast.
 
     Args:
+        op: Op name.
+        names: The parameters of torch's function by position.
         function: torch's function, which selects from its first floating-point input.
         args: Positional arguments.
         kwargs: Keyword arguments.
@@ -36,11 +59,19 @@ def selected(
         dtype: The dtype of the result.
     """
     table = inputs.first
+    if argument("sparse", names, args, kwargs):  # a sparse gradient adds nothing up
+        return rounded(function(*args, **kwargs), CAST[dtype], table.dtype)
     if table is not inputs.low or transforms() is not None or has_tangents():
         return None
     if not inputs.is_learning:
         return CAST[dtype](function(*args, **kwargs))
     if not inputs.is_plain or is_traced() or is_jit_tracing() or table.numel() < _LEAST:
+        return None
+    if op in OF_ROWS and table.device.type == "cpu" and not has_fake_tensors():
+        few = _on_few_rows(op, names, args, kwargs, table)
+        if few is not None:
+            return computed_in_fp32(function, *few, dtype)
+    if op == "embedding_bag":  # it computes with the elements
         return None
     outline = _Outline.apply(table)  # type: ignore[no-untyped-call]
     new_args = [outline if value is table else value for value in args]
@@ -49,6 +80,85 @@ def selected(
     with torch.no_grad():  # the gradient of a selection needs none of its values
         _copy_(data_of(result), function(*args, **kwargs))
     return CAST[dtype](result)
+
+
+def with_fp32_gradients(callee: Callee, args: Args, kwargs: Kwargs, inputs: Inputs) -> Any:
+    """Returns the values that torch's function gives, with the gradients of its fp32 kernel."""
+    function, dtype, result = callee.function, inputs.first.dtype, None
+    if callee.selects or callee.op in OF_ROWS:
+        result = selected(callee.op, callee.names, function, args, kwargs, inputs, dtype)
+    if result is None:
+        result = computed_in_fp32(function, args, kwargs, dtype)
+    if callee.selects or not inputs.is_plain or is_traced() or transforms() is not None:
+        return result
+    with torch.no_grad():
+        values = function(*args, **kwargs)
+    made = list(zip(tensors_in((result,)), tensors_in((values,)), strict=True))
+    for tensor, value in made:
+        if tensor.dtype is value.dtype is dtype:
+            _copy_(data_of(tensor), value)
+    kept = [tensor if tensor.dtype is dtype else value for tensor, value in made]
+    return kept[0] if isinstance(result, Tensor) else tuple(kept)
+
+
+def argument(name: str, names: Sequence[str], args: Args, kwargs: Kwargs) -> Any:
+    """Returns the argument for a parameter; None if it is not given."""
+    position = names.index(name) if name in names else len(args)
+    return args[position] if position < len(args) else kwargs.get(name)
+
+
+def _on_few_rows(
+    op: str, names: Sequence[str], args: Args, kwargs: Kwargs, table: Tensor
+) -> tuple[Args, Kwargs] | None:
+    """Returns the arguments for those rows of the table alone that a call reads; None if they are many.
+
+    Each row is selected once, so its gradient is no sum in the low type.
+    """
+    given = dict(zip(names, args, strict=False))
+    given |= {parameter_named(name, names): value for name, value in kwargs.items()}
+    index_name = "index" if "index" in given else "indices"
+    index, dim = given.get(index_name), given.get("dim", 0)
+    if op in {"getitem", "take"}:
+        several = index if type(index) is tuple else (index,)
+        index = _flat_index(several, table.shape if op == "getitem" else (table.numel(),))
+        if index is None or not table.is_contiguous():
+            return None
+        table = _flatten(table, 0, len(several) - 1 if op == "getitem" else -1)
+    if not (_are_numbers(index) and isinstance(dim, int)):
+        return None
+    if not 0 < index.numel() * _FEW <= table.shape[dim]:
+        return None
+    rows, inverse, _ = _unique(index, return_inverse=True)
+    few: dict[str, Any] = {
+        names[0]: _index_select(table, dim, rows),
+        index_name: _to(inverse, index.dtype),
+    }
+    padding = given.get("padding_idx", -1)
+    if padding is not None and padding >= 0:
+        places = _nonzero(_eq(rows, padding))
+        few["padding_idx"] = _item(places) if places.numel() else -1
+    new_args = [few.get(name, value) for name, value in zip(names, args, strict=False)]
+    return tuple(new_args), {k: few.get(parameter_named(k, names), v) for k, v in kwargs.items()}
+
+
+def _are_numbers(index: Any) -> TypeGuard[Tensor]:
+    return isinstance(index, Tensor) and index.dtype in {torch.int64, torch.int32}
+
+
+def _flat_index(several: Sequence[Any], sizes: Sequence[int]) -> Tensor | None:
+    """Returns the index into the first dimensions, taken as one; None if there is none."""
+    if len(several) > len(sizes):
+        return None
+    flat: Tensor | None = None
+    for index, size in zip(several, sizes, strict=False):
+        if not _are_numbers(index) or not index.numel():
+            return None
+        least, largest = map(_item, _aminmax(index))
+        if least < -size or largest >= size:
+            return None
+        place = _remainder(_to(index, torch.int64), size)
+        flat = place if flat is None else _add(place, flat, alpha=size)
+    return flat
 
 
 class _Outline(torch.autograd.Function):
@@ -64,3 +174,21 @@ class _Outline(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
+
+
+_OF_VIEWS: Final = frozenset({int, slice, type(None), type(...), torch.SymInt})
+
+
+def selects_once(index: Any) -> bool:
+    """Whether ``x[index]`` holds no element of ``x`` twice: it is a view, or the index is a mask."""
+    if isinstance(index, Tensor) and index.dtype is torch.bool:
+        return True
+    for item in index if type(index) is tuple else (index,):
+        if type(item) in _OF_VIEWS:
+            continue
+        if isinstance(item, Tensor):
+            if item.dim() or item.dtype in {torch.bool, torch.uint8}:
+                return False
+        elif isinstance(item, bool) or not isinstance(item, numbers.Integral):
+            return False
+    return True

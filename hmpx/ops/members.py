@@ -118,9 +118,10 @@ def _is_sparse_builtin(member: _Member) -> bool:
 
 
 def _is_private_builtin(member: _Member) -> bool:
-    # torch._convolution: lists may hold ATen's own names, too
+    # torch._convolution: lists may hold ATen's own names, too; torch.segment_reduce has a private name
     name = member.attribute
-    return member.is_builtin and member.namespace == "torch" and name[0] == "_" != name[1]
+    is_private = name[0] == "_" != name[1] or getattr(torch, f"_{name}", None) is member.value
+    return member.is_builtin and member.namespace == "torch" and is_private
 
 
 def members() -> Iterator[tuple[str, str, Any]]:

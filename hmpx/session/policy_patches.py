@@ -54,22 +54,19 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
     policy, observers = conversion.policy, conversion.observers
     deciding = _deciding(policy)
-    lacking = compute.lacking_kernels()
+    lacking = dict(compute.lacking_kernels())
+    if "cpu" not in conversion.device_types:  # indexing lacks nothing there, and would take longer
+        lacking.pop("getitem", None)
     completed = [name for name in lacking if name in ops.table()]  # those in this version of torch
     observed: list[str] = []
     if any(each.every_op for each in observers):
         observed = sorted(ops.computing() | ops.facts("converting").keys())
     unobserved = dataclasses.replace(conversion, observers=())
-    told_of = {*policy.decisions, *deciding, *completed, *observed}
+    told_of = {*policy.decisions, *deciding, *observed}
+    told_of |= {name for name in completed if not ops.is_view(name)}
     converting = sorted(ops.converting() & ops.table().keys())
-    named = [
-        *policy.decisions,
-        *deciding,
-        *completed,
-        *converting,
-        *_looked_up(conversion),
-        *observed,
-    ]
+    looked_up = _looked_up(conversion)
+    named = [*policy.decisions, *deciding, *completed, *converting, *looked_up, *observed]
     for name in dict.fromkeys(named):
         decision = policy.decisions.get(name, UNDECIDED)
         op = ops.table().get(name)
@@ -82,7 +79,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
         takes_numbers = name in ops.converting()
         for site in op.sites:
             lacks = None if site.is_property else lacking.get(name)
-            looks_up = not site.in_place and name in _looked_up(conversion)
+            looks_up = not site.in_place and name in looked_up
             is_complete = lacks is None and not (takes_numbers and ops.converts_numbers(name, site))
             is_complete = is_complete and not looks_up
             is_settled = is_complete and (site.in_place or not asked) and not observers

@@ -13,12 +13,14 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from torch import Tensor
+from torch.overrides import has_torch_function, has_torch_function_unary
 
 from .. import compute
 from ..casting import Recipe, cast_args, converter, target_dtype
 from ..compute import Legalization
 from ..policy import CastPolicy, Decision
-from ..tensors import ELIGIBLE, Args, Kwargs
+from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import is_any_autocast_enabled, run_when_traced
 from ..torch_state import TO_LOW, partly_off
 from .factory import factory
@@ -97,7 +99,8 @@ def _selecting(recipe: Recipe, run: Runner) -> Runner:
         inputs = compute.inputs_of(args, kwargs)
         if dtype is torch.float32 and inputs is not None and kwargs.get("out") is None:
             is_here = inputs.first.device.type in recipe.device_types
-            result = compute.selected(function, args, kwargs, inputs, dtype) if is_here else None
+            call = recipe.site.op, recipe.site.parameters.names, function, args, kwargs
+            result = compute.selected(*call, inputs, dtype) if is_here else None
             if result is not None:
                 return result
         cast, kwargs = cast_args(recipe, args, kwargs)
@@ -161,10 +164,33 @@ def make_wrapper_where_lacking(
         return make_wrapper_taking_numbers(original, recipe)
     complete = completed(original, recipe)
 
+    lacks_gradients = recipe.site.lacking is not None and recipe.site.lacking.is_of_gradients
+    is_quick = lacks_gradients and recipe.site.numbers is None and not recipe.looks_up
+
     def wrapper(*args: Any, **kwargs: Any) -> Any:
+        given = (*args, *kwargs.values()) if kwargs else args
+        if is_quick and not has_torch_function(given) and not _learns_low(given):
+            return original(*args, **kwargs)
         if is_overridden(args, kwargs):
             return override(original, cast_nothing, wrapper, args, kwargs)
         return complete(*args, **kwargs)
+
+    def wrapper_of_index(self: Tensor, index: Any, /) -> Any:
+        # Programs index more tensors than they compute. One line, by which torch.jit.trace tells calls apart.
+        if (
+            has_torch_function_unary(self)
+            or not self.requires_grad
+            or type(index) is int
+            or self.dtype not in LOW_DTYPES
+            or compute.selects_once(index)
+            or is_overridden((index,), {})
+            or compute.is_exported()
+        ):
+            return original(self, index)
+        return complete(self, index)
+
+    if recipe.site.op == "getitem":
+        wrapper = wrapper_of_index
 
     def read() -> tuple[Any, ...]:
         return wrapper, original, complete
@@ -178,6 +204,14 @@ def make_wrapper_where_lacking(
     if recipe.site.lacking is None and recipe.site.numbers is None:
         vars(named)["__hmpx_looks_up__"] = True
     return named
+
+
+def _learns_low(values: Args) -> bool:
+    """Whether an input may need a gradient that lacks a kernel."""
+    for value in values:
+        if isinstance(value, Tensor) and value.requires_grad and value.dtype in LOW_DTYPES:
+            return not compute.is_exported()
+    return False
 
 
 def only_looks_up(wrapper: Callable[..., Any]) -> bool:

@@ -24,6 +24,7 @@ def callee_of(original: Callable[..., Any], recipe: Recipe) -> Callee:
         site.is_python,
         facts.is_random,
         facts.promotes,
+        facts.selects,
     )
 
 
