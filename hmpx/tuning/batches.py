@@ -1,13 +1,21 @@
-"""The inputs that a model is tuned on, and what it returns for them."""
+"""The inputs that a model is tuned on, what it returns for them, and the random numbers that it draws."""
 
 from __future__ import annotations
 
+import random
+import sys
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
+
+import torch
 
 from ..errors import OptionError, shown
 from ..tensors import copied
+
+#: Which inputs an evaluation is made on: those of the search, or those it has never seen.
+TUNING: Final = "tuning"
+FRESH: Final = "fresh"
 
 
 @dataclass(frozen=True)
@@ -59,3 +67,12 @@ def _batch(given: Any) -> Batch:
             )
         return Batch((), dict(given), given)
     return Batch((given,), {}, given)
+
+
+def seed_all(seed: int) -> None:
+    """Has torch, Python and NumPy, if it is loaded, draw the random numbers of a seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)

@@ -6,9 +6,8 @@ import math
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Final, NamedTuple, Protocol
+from typing import Final, NamedTuple
 
-from .. import ops
 from ..policy import CastPolicy, load_policy
 
 #: Where an op is called: its name, and the qualified name of the module; ``""`` outside of any.
@@ -53,70 +52,6 @@ class Score(NamedTuple):
     effect: float = 0.0
     is_hard: bool = False
     is_unseen: bool = False
-
-
-class CallRow(Protocol):
-    """What a row of a report says of calls."""
-
-    @property
-    def op(self) -> str:
-        """Op name."""
-
-    @property
-    def module(self) -> str:
-        """Qualified name of the module."""
-
-    @property
-    def phase(self) -> str:
-        """``"forward"`` for what counts here."""
-
-    @property
-    def cast_policy(self) -> str:
-        """Name of the `CastPolicy`, or ``"TARGET"``."""
-
-    @property
-    def input_dtypes(self) -> tuple[str, ...]:
-        """Names of the dtypes of floating inputs."""
-
-    @property
-    def output_dtypes(self) -> tuple[str, ...]:
-        """Names of the dtypes returned."""
-
-    @property
-    def flops(self) -> int:
-        """Floating-point operations."""
-
-    @property
-    def bytes(self) -> int:
-        """Bytes read and written."""
-
-
-class EffectRow(Protocol):
-    """What a comparison says of calls of one op in one module."""
-
-    @property
-    def op(self) -> str:
-        """Op name."""
-
-    @property
-    def module(self) -> str:
-        """Qualified name of the module."""
-
-    @property
-    def effect(self) -> float:
-        """What rounding the op does to the result; infinite where it overflows."""
-
-    @property
-    def rel(self) -> float:
-        """The relative error of its results; 0 where nothing is rounded."""
-
-    @property
-    def unseen(self) -> int:
-        """How many calls round something, but no gradient arrives at them."""
-
-    @property
-    def fits(self) -> bool:
-        """Whether fp32 inputs and outputs lie in the low type's range."""
 
 
 @dataclass(frozen=True)
@@ -164,43 +99,6 @@ def timed(candidates: Iterable[Candidate], seconds: Mapping[Spot, Seconds]) -> l
         known = [seconds[spot] for spot in each.spots]
         saved = sum(one.fp32 - one.low for one in known) / whole
         found.append(replace(each, benefit=max(saved, 0.0), saved=saved))
-    return found
-
-
-def called_spots(rows: Iterable[CallRow]) -> dict[Spot, tuple[int, int]]:
-    """Returns each spot whose op may run in low precision -> FLOPs and bytes of its calls.
-
-    The rows are those of a forward in fp32 that is converted by a policy without decisions. Left out are
-    ops that write to their first argument, whose dtype decides, those that only move, convert or make
-    tensors, and those without a floating-point result, such as comparisons.
-    """
-    may_run_low = ops.computing()
-    found: dict[Spot, tuple[int, int]] = {}
-    for row in rows:
-        if (
-            row.phase == "backward"
-            or row.cast_policy == "TARGET"
-            or not (row.op in may_run_low or ops.is_foreign(row.op))
-            or "float32" not in row.input_dtypes
-            or "float32" not in row.output_dtypes
-        ):
-            continue
-        spot = (row.op, row.module)
-        flops, count = found.get(spot, (0, 0))
-        found[spot] = flops + row.flops, count + row.bytes
-    return found
-
-
-def effects(rows: Iterable[EffectRow]) -> dict[Spot, Score]:
-    """Returns the score of each spot."""
-    found: dict[Spot, Score] = {}
-    for row in rows:
-        before = found.get((row.op, row.module), Score())
-        found[row.op, row.module] = Score(
-            math.hypot(before.effect, row.effect if math.isfinite(row.effect) else 0.0),
-            before.is_hard or not row.fits or math.isinf(row.effect),
-            before.is_unseen or row.unseen > 0 or (math.isnan(row.effect) and row.rel != 0),
-        )
     return found
 
 

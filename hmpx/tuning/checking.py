@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
+import importlib
+import importlib.util
 import json
 import math
 import os
+import signal
 import subprocess
-from collections.abc import Callable, Iterable
+import time
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Final
+from typing import Any, Final
 
 import yaml
 
@@ -17,21 +22,18 @@ from ..environment import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import OptionError, said_by, short
 from ..reports import Row, merged, read_json, written
 from ..version import __version__
+from .asking import Outcome
 from .assignment import assigned, policy_source
-from .candidates import Candidate, by_op, called_spots, split
+from .candidates import Candidate, by_op, split
 from .entry import result
-from .evaluation import Outcome
 from .journal import Journal
-from .processes import alone_in, end
-from .profiling import observing_policy
+from .profiling import RECORDS, called_spots, from_record, observing_policy, to_record
 from .progress import progress as shown_progress
 from .request import low_type_name
 from .result import Tuned
-from .runner import Evaluator, Runner
-from .scoring import RECORDS, from_record, to_record
+from .runner import Evaluator, Runner, Work
 from .searching import Searching
 from .text import CHECK
-from .working import Work
 
 #: The file of a run that holds what the command has printed.
 OUTPUT: Final = "output.txt"
@@ -208,3 +210,60 @@ class _Commands(Evaluator):
         said = {"status": status, "command": short(self._check.command)}
         written(json.dumps(said) + "\n", folder / "status.json", follows_links=False)
         return status
+
+
+#: How long what is asked to end may take to do so.
+_PATIENCE_S: Final = 5.0
+_PAUSE_S: Final = 0.02
+
+
+@contextlib.contextmanager
+def alone_in(directory: Path) -> Iterator[None]:
+    """Holds a directory inside the block, against other processes. The system lets go of it after a kill.
+
+    Raises:
+        OptionError: Another process holds it.
+        OSError: The file of the lock can't be written.
+    """
+    if importlib.util.find_spec("fcntl") is None:  # on Windows
+        yield
+        return
+    fcntl: Any = importlib.import_module("fcntl")
+    flags = os.O_WRONLY | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
+    with os.fdopen(os.open(directory / "lock", flags, 0o666), "wb") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise OptionError(
+                f"another hmpx tune is running in {directory}; wait for it, or give another --output"
+            ) from None
+        yield
+
+
+def end(process: subprocess.Popen[bytes]) -> None:
+    """Ends what is left of a command and of what it has started: all processes of its session's group.
+
+    They are asked first, and killed if they take their time; at once where one more Ctrl-C comes.
+    """
+    try:
+        if _signal(process, signal.SIGTERM):
+            _wait(process, _PATIENCE_S)
+    finally:
+        if _signal(process, signal.SIGKILL):
+            _wait(process, _PATIENCE_S)
+
+
+def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
+    """Sends a signal; returns whether there is anybody to get it."""
+    process.poll()  # takes away what has ended
+    try:
+        os.killpg(process.pid, number)
+    except (ProcessLookupError, PermissionError):
+        return False
+    return True
+
+
+def _wait(process: subprocess.Popen[bytes], patience_s: float) -> None:
+    end_s = time.monotonic() + patience_s
+    while _signal(process, 0) and time.monotonic() < end_s:
+        time.sleep(_PAUSE_S)

@@ -10,30 +10,26 @@ from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
 from typing import Any, Final
 
-import torch
-
 from .. import arguments
 from ..errors import OptionError, short, shown
 from ..policy import LowType
 from ..reports import clean
-from . import metrics, scoring
-from .asking import Search, by_errors
+from . import metrics, profiling
+from .asking import Outcome, Search, by_errors
 from .assignment import may_follow
+from .batches import FRESH, TUNING
 from .candidates import Candidate, by_module, by_op, split, timed
 from .choosing import Prices, bits_of, choose_within, search_types
-from .evaluating import FRESH, TUNING, Task
-from .evaluation import Outcome
+from .evaluating import Task
 from .journal import Journal
 from .profiling import spots_of
 from .progress import progress as shown_progress
 from .request import Request, checked
 from .result import Tuned
-from .runner import Evaluator, Runner
-from .sampling import Sampling
+from .runner import Evaluator, Runner, Workers
 from .search import search, search_in_time
 from .searching import LEAST_OVER_NOISE, Found, Searching
 from .shipped import sets_of
-from .working import Workers
 
 LOGGER: Final = logging.getLogger("hmpx")
 
@@ -162,27 +158,13 @@ class _Tuning:
 
     def __init__(self, request: Request, executor: Executor | None) -> None:
         self._request, self._executor = request, executor
-        self._task = Task(
-            model=request.model,
-            inputs=request.inputs,
-            metric=request.metric,
-            loss_fn=request.loss_fn,
-            measure=request.measure,
-            sampling=Sampling(request.samples),
-            seed=request.seed,
-            low_type=request.low_type,
-            candidates=(),
-            spots={},
-            device_types=request.device_types,
-            options=request.options,
-            threads=torch.get_num_threads(),
-        )
+        self._task = Task(request)
 
     def run(self, *, is_shown: bool) -> Tuned:
         """Returns the result."""
         request, task = self._request, self._task
         noise = self._noise_floor()
-        journal = Journal(request.journal, request.header(), scoring.RECORDS)
+        journal = Journal(request.journal, request.header(), profiling.RECORDS)
         spots, scores = self._profile(journal)
         is_finer = request.by == "module" and scores is None
         if request.by == "op" or is_finer:
@@ -196,7 +178,7 @@ class _Tuning:
             ]
         make = self._search(journal, spots, found)
         if request.objective == "time":
-            found = timed(found, scoring.seconds_of_spots(request, spots, journal))
+            found = timed(found, profiling.seconds_of_spots(request, spots, journal))
         finest = split(found, spots) if is_finer else []
         names = {each.name for each in found}
         task.candidates = (*found, *(each for each in finest if each.name not in names))
@@ -233,7 +215,7 @@ class _Tuning:
                 workers.close()
 
     def _search(
-        self, journal: Journal, spots: scoring.Costs, found: Sequence[Candidate]
+        self, journal: Journal, spots: profiling.Costs, found: Sequence[Candidate]
     ) -> Callable[[Sequence[Candidate], float], Search]:
         """Returns what makes the search."""
         request = self._request
@@ -242,7 +224,7 @@ class _Tuning:
         if not request.types:
             shipped = sets_of(request.shipped(), found) if request.may_follow else ()
             return lambda candidates, tolerance: search(candidates, tolerance, shipped)
-        errors = scoring.errors_of(request, spots, found, journal)
+        errors = profiling.errors_of(request, spots, found, journal)
         unit, most = request.limit or ("bytes", math.inf)
         prices = Prices(request.types, bits_of(request.types), errors, unit)
         if request.limit is None:
@@ -273,10 +255,10 @@ class _Tuning:
             )
         return noise
 
-    def _profile(self, journal: Journal) -> tuple[scoring.Costs, scoring.Scores | None]:
+    def _profile(self, journal: Journal) -> tuple[profiling.Costs, profiling.Scores | None]:
         """Returns what may run in low precision with its cost, and its effects if they are known."""
         request = self._request
-        for known in journal.parsed("spots", scoring.from_record):
+        for known in journal.parsed("spots", profiling.from_record):
             return known
         batches = request.inputs[TUNING]
         spots = spots_of(
@@ -287,8 +269,8 @@ class _Tuning:
                 "the model calls no op on fp32 tensors that may run in low precision; are its inputs and "
                 f"parameters fp32, and on {' or '.join(sorted(request.device_types))}?"
             )
-        scores = scoring.scores_of(request, spots, request.low_type)
-        journal.write(scoring.to_record(spots, scores))
+        scores = profiling.scores_of(request, spots, request.low_type)
+        journal.write(profiling.to_record(spots, scores))
         return spots, scores
 
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import math
 import threading
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -14,24 +15,18 @@ from typing import Any, Final
 import torch
 
 from .. import arguments, session
-from ..casting import Options
 from ..errors import OptionError, shown
-from ..observers import attach
-from ..tensors import Opaque, parts_of, widened
+from ..observers import OpCall, attach
+from ..tensors import LOW_DTYPES, Opaque, parts_of, widened
 from ..torch_internals import uncompiled
 from ..torch_state import disable_casts, unchanged
 from . import metrics
-from .assignment import assigned, policy_of
-from .batches import Batch
+from .asking import Outcome, Seen
+from .assignment import assigned, policy_of, reads_first
+from .batches import FRESH, TUNING, seed_all
 from .candidates import Candidate, Kept, Spot
-from .evaluation import Outcome
-from .observing import Observed
-from .sampling import Sampling, sampled
-from .seeding import seed_all
-
-#: Which inputs an evaluation is made on: those of the search, or those it has never seen.
-TUNING: Final = "tuning"
-FRESH: Final = "fresh"
+from .metrics import sampled
+from .request import Request
 
 #: Added to the seed on fresh inputs.
 _OTHER_SEED: Final = 1_000
@@ -45,34 +40,16 @@ class Task:
     """All that an evaluation needs; what is pickled to other processes.
 
     Attributes:
-        model: The model.
-        inputs: `TUNING`, and `FRESH` if there are any -> batches.
-        metric: A name in `metrics.METRICS`, or the user's function of the outputs and those in fp32.
-        loss_fn: The user's loss of an output; None if there is none.
-        measure: The user's function of a model and a seed, which takes the metric's place; or None.
-        sampling: How often that is called.
-        seed: Seed of random numbers.
-        low_type: Name of the low-precision type.
+        request: What `tune` was asked for.
         candidates: What may be kept, and
         spots: the FLOPs and bytes of the spots that these stand for.
-        device_types: The device types whose tensors are cast.
-        options: How ops compute.
         threads: How many threads torch uses: sums depend on it.
     """
 
-    model: Any
-    inputs: Mapping[str, Sequence[Batch]]
-    metric: str | Callable[..., Any]
-    loss_fn: Callable[..., Any] | None
-    measure: Callable[..., Any] | None
-    sampling: Sampling
-    seed: int
-    low_type: str
-    candidates: tuple[Candidate, ...]
-    spots: Mapping[Spot, tuple[int, int]]
-    device_types: frozenset[str]
-    options: Options
-    threads: int
+    request: Request
+    candidates: tuple[Candidate, ...] = ()
+    spots: Mapping[Spot, tuple[int, int]] = field(default_factory=dict)
+    threads: int = field(default_factory=torch.get_num_threads)
     _references: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
@@ -87,7 +64,9 @@ class Task:
             inputs: `TUNING` or `FRESH`.
             tolerance: For measures with noise: what they are compared with.
         """
-        policy = policy_of(assigned(self.candidates, kept, self.low_type), self.low_type)
+        policy = policy_of(
+            assigned(self.candidates, kept, self.request.low_type), self.request.low_type
+        )
         with _TURNS:
             threads = torch.get_num_threads()
             if threads != self.threads:
@@ -99,7 +78,7 @@ class Task:
                     torch.set_num_threads(threads)
 
     def _outcome(self, policy: Any, inputs: str, tolerance: float) -> Outcome:
-        if self.measure is not None:
+        if self.request.measure is not None:
             return Outcome(self._measured(policy, inputs, tolerance))
         expected = self.reference(inputs)
         observed = Observed()
@@ -107,7 +86,7 @@ class Task:
         with (
             # before the conversion: wrappers are made once, with it
             attach(observed, every_op=True) if is_watched else contextlib.nullcontext(),
-            session.restore(policy, self.device_types, self.options, False),
+            session.restore(policy, self.request.device_types, self.request.options, False),
         ):
             try:
                 found = self._outputs(inputs)
@@ -143,7 +122,7 @@ class Task:
 
     def noise(self) -> float:
         """Returns the error of fp32 against itself, with another number of threads."""
-        if self.measure is not None:
+        if self.request.measure is not None:
             return 0.0
         expected = self.reference(TUNING)
         if torch.get_num_threads() > 1:
@@ -165,32 +144,34 @@ class Task:
     def _outputs(self, inputs: str) -> list[Any]:
         offset = _OTHER_SEED if inputs == FRESH else 0
         found = []
-        with unchanged(self.model), uncompiled(), torch.no_grad():
-            for index, batch in enumerate(self.inputs[inputs]):
-                seed_all(self.seed + offset + index)
-                found.append(arguments.has_run("model", batch.run(self.model)))
+        with unchanged(self.request.model), uncompiled(), torch.no_grad():
+            for index, batch in enumerate(self.request.inputs[inputs]):
+                seed_all(self.request.seed + offset + index)
+                found.append(arguments.has_run("model", batch.run(self.request.model)))
         return found
 
     def _distance(self, found: list[Any], expected: list[Any], inputs: str) -> float:
         with torch.no_grad(), disable_casts():
-            if self.metric == "relative_l2":
+            if self.request.metric == "relative_l2":
                 return metrics.relative_l2(found, expected)
-            if self.metric == "kl":
+            if self.request.metric == "kl":
                 return metrics.kl(found, expected)
-            if self.metric == "loss":
+            if self.request.metric == "loss":
                 return metrics.relative_change(
                     self._losses(found, inputs), self._losses(expected, inputs)
                 )
-            if not callable(self.metric):
-                raise OptionError(f"unknown metric {self.metric!r}")
-            return metrics.of_user(self.metric)([*map(widened, found)], [*map(widened, expected)])
+            if not callable(self.request.metric):
+                raise OptionError(f"unknown metric {self.request.metric!r}")
+            return metrics.of_user(self.request.metric)(
+                [*map(widened, found)], [*map(widened, expected)]
+            )
 
     def _losses(self, outputs: list[Any], inputs: str) -> list[float]:
         return [
-            metrics.number("loss_fn", metrics.loss_of, self.loss_fn, widened(output), batch)
-            if self.loss_fn is not None
+            metrics.number("loss_fn", metrics.loss_of, self.request.loss_fn, widened(output), batch)
+            if self.request.loss_fn is not None
             else float(metrics.loss_of(None, output, batch))
-            for output, batch in zip(outputs, self.inputs[inputs], strict=True)
+            for output, batch in zip(outputs, self.request.inputs[inputs], strict=True)
         ]
 
     def _measured(self, policy: Any, inputs: str, tolerance: float) -> float:
@@ -198,25 +179,69 @@ class Task:
         offset = _OTHER_SEED if inputs == FRESH else 0
 
         def difference(index: int) -> float:
-            seed = self.seed + offset + index
+            seed = self.request.seed + offset + index
             if seed not in self._references:
                 with disable_casts():
                     self._references[seed] = self._value(seed)
             if not math.isfinite(self._references[seed]):
                 raise OptionError(f"measure is not finite in fp32, with seed {seed}")
-            with session.restore(policy, self.device_types, self.options, False):
+            with session.restore(policy, self.request.device_types, self.request.options, False):
                 return self._value(seed) - float(self._references[seed])
 
-        return sampled(difference, tolerance, self.sampling)
+        return sampled(difference, tolerance, self.request.samples)
 
     def _value(self, seed: int) -> float:
-        measure = self.measure
+        measure = self.request.measure
         assert measure is not None
-        with unchanged(self.model), uncompiled():
-            model = copy.deepcopy(self.model)
+        with unchanged(self.request.model), uncompiled():
+            model = copy.deepcopy(self.request.model)
             seed_all(seed)
             return metrics.number("measure", measure, model, seed)
 
 
 def _is_lack_of_memory(error: BaseException) -> bool:
     return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+
+
+class Observed:
+    """An observer that counts calls: all, those in low precision, those that were given nothing else."""
+
+    def __init__(self) -> None:
+        """Has seen none."""
+        self._counts: dict[Spot, list[int]] = {}
+
+    def __call__(self, call: OpCall) -> None:
+        """Counts one call."""
+        if not call.input_dtypes:
+            return
+        counts = self._counts.setdefault((call.op, call.module), [0, 0, 0])
+        given = call.input_dtypes[:1] if reads_first(call.op) else call.input_dtypes
+        dtype = call.dtype
+        if dtype is None:  # it was left alone: it computes in what it is given
+            dtype = functools.reduce(torch.promote_types, call.cast_dtypes)
+        counts[0] += 1
+        counts[1] += dtype in LOW_DTYPES
+        counts[2] += all(each in LOW_DTYPES for each in given)
+
+    def seen(
+        self, candidates: Iterable[Candidate], spots: Mapping[Spot, tuple[int, int]]
+    ) -> dict[str, Seen]:
+        """Returns what was seen of each candidate that may follow; ``spots`` has what its calls cost."""
+        return {
+            each.name: Seen(
+                self._share([(spot, spots[spot][0]) for spot in sorted(each.spots)], 1),
+                self._share([(spot, spots[spot][1]) for spot in sorted(each.spots)], 1),
+                self._share([(spot, spots[spot][1]) for spot in sorted(each.spots)], 2),
+            )
+            for each in candidates
+            if each.may_follow
+        }
+
+    def _share(self, costs: Iterable[tuple[Spot, int]], counted: int) -> float:
+        """Returns the share of a cost that is of calls that were counted; of each spot all cost the same."""
+        part = whole = 0.0
+        for spot, cost in costs:
+            counts = self._counts.get(spot, [0, 0, 0])
+            whole += cost
+            part += cost * counts[counted] / (counts[0] or 1)
+        return part / whole if whole else 1.0

@@ -10,10 +10,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from .asking import Outcome, Seen, low_parts
 from .bounds import ANYTHING, Work, is_within
 from .candidates import Candidate, Kept, following
-from .evaluation import Outcome, Seen
-from .shares import low_parts
 
 #: A line in a list costs something, however little work its op does: so much of the model's work.
 COST_OF_A_LINE: Final = 0.01

@@ -5,12 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
-from .asking import Ask, Asking
+from .asking import Ask, Asking, Outcome, Seen, low_parts
 from .bounds import is_within
 from .candidates import Candidate, Kept, bare, following
-from .evaluation import Outcome, Seen
 from .exchanging import calibrated, cost
-from .shares import low_parts
 
 #: How many sets may fail until what is left is left to the proof.
 _MOST_FAILURES: Final = 2

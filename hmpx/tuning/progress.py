@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any, Protocol
 
 from ..observers import LOGGER
-from .evaluation import Evaluation
+from .asking import Evaluation
 
 
 class Progress(Protocol):

@@ -18,9 +18,8 @@ from ..policy import Policy, load_policy, set_names
 from ..tensors import long_name, parse_device_types, tensors_of
 from ..version import __version__
 from .assignment import FP32
-from .batches import Batch, batches
+from .batches import FRESH, TUNING, Batch, batches
 from .choosing import UNITS, bits_of
-from .evaluating import FRESH, TUNING
 from .metrics import METRICS
 
 BY = ("op", "module")

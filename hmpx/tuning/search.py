@@ -1,7 +1,7 @@
-"""The search for the smallest set to keep in fp32, as a pure generator.
+"""The search for the smallest set to keep in fp32, as pure generators.
 
-It yields what it wants evaluated and is sent what came of it; all that it decides depends on this alone.
-So a journal replays it, and however many processes evaluate, the result is the same.
+They yield what they want evaluated and are sent what came of it; all that they decide depends on this alone.
+So a journal replays a search, and however many processes evaluate, the result is the same.
 """
 
 from __future__ import annotations
@@ -11,14 +11,11 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import Final
 
-from .asking import Ask, Asking, Search, noted
+from .asking import Ask, Asking, Outcome, Search, noted
 from .bounds import Work
 from .candidates import Candidate, Kept, bare
-from .evaluation import Outcome
 from .exchanging import cost, cost_of, exchanges
 from .lowering import lowered
-from .minimal import minimal
-from .passing import passing
 from .shipped import best_shipped, kept_in_fp32
 
 #: Where all in low precision is off by no more than so many tolerances, what leaves the range does little
@@ -170,4 +167,196 @@ def _exchanged(
             kept = first
         else:
             failures += 1  # or what follows is given less in low precision than it was
+    return kept
+
+
+#: Candidates whose predicted errors together are below this share of the tolerance come last.
+_NEGLIGIBLE: Final = 0.3
+
+#: What no gradient arrives at is harmless if the error with nothing else in low precision is below this
+#: share of the tolerance; else it is kept like what leaves the range, until it is pruned.
+_UNFELT: Final = 0.3
+
+
+def passing(ordered: Sequence[Candidate], error: float, tolerance: float) -> Asking[Kept]:
+    """Yields what to evaluate, and returns a set that passes, with few members that are not needed.
+
+    Args:
+        ordered: What may be kept, by name.
+        error: The error with nothing kept.
+        tolerance: The largest error that passes.
+    """
+    hard = frozenset(each.name for each in ordered if each.is_hard)
+    unseen = frozenset(each.name for each in ordered if each.is_unseen) - hard
+    if unseen:
+        others = frozenset(each.name for each in ordered) - unseen
+        if not others or (yield Ask(others, "unseen")) > _UNFELT * tolerance:
+            hard |= unseen
+    rest = [each for each in ordered if each.name not in hard]
+    if hard:
+        error = yield Ask(hard, "range")
+    if hard and error <= tolerance:
+        return hard
+    scale = _scale(rest, error)
+    ranking = _ranking(rest, scale, tolerance)
+    length = yield from _prefix(hard, ranking, error, scale, tolerance)
+    return hard | {each.name for each in ranking[:length]}
+
+
+def _scale(candidates: Iterable[Candidate], error: float) -> float:
+    """Returns what to multiply squared scores by so that together they are the measured error's square."""
+    total = sum((each.score or 0.0) ** 2 for each in candidates)
+    return error**2 / total if math.isfinite(error) and total > 0 else 0.0
+
+
+def _predicted(candidate: Candidate, scale: float) -> float:
+    """Returns the square of the error that computing ``candidate`` in low precision is predicted to add."""
+    return (candidate.score or 0.0) ** 2 * scale
+
+
+def _ranking(candidates: Sequence[Candidate], scale: float, tolerance: float) -> list[Candidate]:
+    """Returns the candidates, those first that take most error away for the work that they cost.
+
+    What together has no effect that matters comes last, whatever it costs. Without scores: as the default
+    lists have them.
+    """
+    if all(each.score is None for each in candidates):
+        return sorted(candidates, key=lambda each: (each.prior, each.benefit, each.name))
+    if not scale:  # nothing to calibrate by: the error is infinite
+        return sorted(candidates, key=lambda each: (-(each.score or 0.0), each.name))
+    weakest = sorted(candidates, key=lambda each: (_predicted(each, scale), each.name))
+    budget, count = (_NEGLIGIBLE * tolerance) ** 2, 0
+    for each in weakest:
+        budget -= _predicted(each, scale)
+        if budget < 0:
+            break
+        count += 1
+    strong = sorted(
+        weakest[count:],
+        key=lambda each: (-_predicted(each, scale) / cost(each), each.name),
+    )
+    return strong + weakest[:count][::-1]
+
+
+def _prefix(
+    hard: Kept, ranking: Sequence[Candidate], error: float, scale: float, tolerance: float
+) -> Asking[int]:
+    """Yields what to evaluate, and returns how many of the ranking to keep so that the rest passes.
+
+    Gallops up from none to the first that passes, where predictions say how far, then bisects.
+    """
+
+    def kept(length: int) -> Kept:
+        return hard | {each.name for each in ranking[:length]}
+
+    predicted = [_predicted(each, scale) for each in ranking]
+    low, high = 0, len(ranking)
+    errors = {low: error}
+    step = 1
+    while high - low > 1:
+        if high == len(ranking):
+            guess = _length_by_failure(predicted, low, errors[low], tolerance)
+            guess = max(guess, low + step)
+            step *= 2
+            ahead: Iterable[int] = (guess - 1, guess + step, guess - 2)
+        else:
+            guess = _length_by_both(predicted, (low, high), errors, tolerance)
+            if step:  # once, then by halves unless it closes in
+                step = 0
+            elif guess not in (low + 1, high - 1) or high - low > 4:
+                guess = (low + high) // 2
+            ahead = (guess - 1, guess + 1, (low + guess) // 2, (guess + high) // 2)
+        guess = min(max(guess, low + 1), high - 1)
+        others = [each for each in dict.fromkeys(ahead) if low < each < high and each != guess]
+        errors[guess] = yield Ask(kept(guess), "prefix", tuple(map(kept, others)))
+        if errors[guess] <= tolerance:
+            high = guess
+        else:
+            low = guess
+    return high
+
+
+def _length_by_failure(predicted: Sequence[float], low: int, error: float, tolerance: float) -> int:
+    """Returns the length after which the rest is predicted to pass, calibrated on what failed at ``low``."""
+    rest = sum(predicted[low:])
+    if not math.isfinite(error) or rest <= 0:
+        return low + 1
+    scale = error**2 / rest
+    for length in range(low, len(predicted)):
+        if rest * scale <= tolerance**2:
+            return length
+        rest -= predicted[length]
+    return len(predicted)
+
+
+def _length_by_both(
+    predicted: Sequence[float], bracket: tuple[int, int], errors: dict[int, float], tolerance: float
+) -> int:
+    """Returns the length that is predicted to pass, between one that failed and one that passed."""
+    low, high = bracket
+    between = sum(predicted[low:high])
+    gained = errors[low] ** 2 - errors[high] ** 2 if high in errors else math.inf
+    if not math.isfinite(gained) or between <= 0:
+        return (low + high) // 2
+    scale = gained / between
+    error = errors[high] ** 2
+    for length in range(high - 1, low, -1):
+        error += predicted[length] * scale
+        if error > tolerance**2:
+            return min(length + 1, high - 1)
+    return low + 1
+
+
+#: How many sets are named at most that may be asked for next.
+_MOST_AHEAD: Final = 8
+
+
+def minimal(candidates: Sequence[Candidate], kept: Kept, tolerance: float) -> Asking[Kept]:
+    """Yields what to evaluate, and returns a 1-minimal part of a set that passes.
+
+    Blocks that get larger as long as they are not needed are taken out first: of what left the range, as
+    masks of the smallest float32 do without harm, and of what has no effect that is known, then the weakest.
+    Each one taken out late has those before tried anew. Then single members, the dearest first, until none can be taken out.
+    """
+    member = {bare(each): each for each in kept}
+    members = [each for each in candidates if each.name in member]
+    weakest = sorted(
+        members,
+        key=lambda each: (
+            not each.is_hard,
+            not each.is_unseen,
+            each.score or -each.prior,
+            -each.benefit,
+            each.name,
+        ),
+    )
+    names = [member[each.name] for each in weakest]
+    needed: set[str] = set()
+    start, block = 0, 1
+    while start < len(names):
+        part = names[start : start + block]
+        trial, after = kept - set(part), start + len(part)
+        larger = trial - set(names[after : after + 2 * block])
+        smaller = kept - set(part[: len(part) // 2])
+        singles = [kept - {name} for name in names[start + 1 : start + _MOST_AHEAD]]
+        others = dict.fromkeys([larger, *(singles if len(part) == 1 else [smaller])])
+        ahead = tuple(each for each in others if each not in (trial, kept))
+        error = yield Ask(trial, "prune", ahead)
+        if error <= tolerance:
+            kept, needed = trial, set()
+            start, block = after, 2 * block
+        elif len(part) == 1:
+            needed.add(part[0])
+            start, block = start + 1, 1
+        else:
+            block = len(part) // 2
+    dearest = sorted(members, key=lambda each: (-each.benefit, each.name))
+    order = [member[each.name] for each in dearest]
+    while left := [each for each in order if each in kept - needed]:
+        ahead = tuple(kept - {name} for name in left[1 : _MOST_AHEAD + 1])
+        error = yield Ask(kept - {left[0]}, "sweep", ahead)
+        if error <= tolerance:
+            kept, needed = kept - {left[0]}, set()
+        else:
+            needed.add(left[0])
     return kept

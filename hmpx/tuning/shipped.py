@@ -7,12 +7,10 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from ..policy import CastPolicy, Policy
-from .asking import Ask, Asking
+from .asking import Ask, Asking, Outcome, Seen, shares
 from .bounds import ANYTHING, Work, is_within
 from .candidates import Candidate, Kept, bare, following, is_following
-from .evaluation import Outcome, Seen
 from .exchanging import cost
-from .shares import shares
 
 #: A shipped set is not tried if one that keeps more fails by more than this factor: errors are not quite monotone.
 _CLEARLY: Final = 1.05

@@ -262,7 +262,7 @@ def test_what_a_command_leaves_behind_is_ended(
 ) -> None:
     """Also what does not listen, and what it has left in the background; nothing of others."""
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setattr("hmpx.tuning.processes._PATIENCE_S", 0.3)
+    monkeypatch.setattr("hmpx.tuning.checking._PATIENCE_S", 0.3)
     marker = f"left-by-{os.getpid()}"
     start = f'{sys.executable} -c "{STUBBORN}" {marker} up &'
     wait = "while [ ! -e up ]; do sleep 0.02; done; rm up"

@@ -7,8 +7,8 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+from hmpx.tuning.asking import Outcome, Seen
 from hmpx.tuning.candidates import Candidate, Kept
-from hmpx.tuning.evaluation import Outcome, Seen
 from hmpx.tuning.search import search
 
 TOLERANCE = 1.0

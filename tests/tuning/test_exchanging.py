@@ -7,8 +7,8 @@ import math
 import random
 import statistics
 
+from hmpx.tuning.asking import Outcome
 from hmpx.tuning.candidates import Candidate, Kept
-from hmpx.tuning.evaluation import Outcome
 from hmpx.tuning.exchanging import calibrated, cost_of, exchanges
 
 from .oracles import run

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.tuning.processes import alone_in
+from hmpx.tuning.checking import alone_in
 from tests import forks
 
 
@@ -206,9 +206,8 @@ def test_one_function_writes_files() -> None:
         "benchmarking/memory.py",  # /proc
         "cli/output.py",  # /dev/null
         "policy/text_files.py",  # reads
-        "tuning/checking.py",  # what a command prints
+        "tuning/checking.py",  # what a command prints, and the lock
         "tuning/journal.py",  # appends
-        "tuning/processes.py",  # the lock
     }
 
 

@@ -15,9 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
+from hmpx.tuning.asking import Outcome
 from hmpx.tuning.assignment import assigned, may_follow, policy_of
 from hmpx.tuning.candidates import Candidate, Kept, bare, is_following
-from hmpx.tuning.evaluation import Outcome
 from hmpx.tuning.search import search
 from hmpx.tuning.shipped import sets_of
 

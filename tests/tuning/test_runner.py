@@ -15,12 +15,11 @@ import pytest
 
 from hmpx import OptionError
 from hmpx.tuning import searching
+from hmpx.tuning.asking import Outcome, Seen
 from hmpx.tuning.candidates import Kept
-from hmpx.tuning.evaluation import Outcome, Seen
 from hmpx.tuning.journal import Journal
-from hmpx.tuning.runner import Runner
+from hmpx.tuning.runner import Runner, Workers
 from hmpx.tuning.searching import Found, Searching
-from hmpx.tuning.working import Workers
 
 from .oracles import Oracle, oracle
 

@@ -9,8 +9,8 @@ import statistics
 
 import pytest
 
+from hmpx.tuning.asking import Outcome
 from hmpx.tuning.candidates import Candidate, Kept
-from hmpx.tuning.evaluation import Outcome
 from hmpx.tuning.search import search, search_in_time
 
 from .oracles import TOLERANCE, Oracle, oracle, run

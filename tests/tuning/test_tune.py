@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.tuning import scoring
+from hmpx.tuning import profiling
 from hmpx.tuning.candidates import Seconds
-from hmpx.tuning.sampling import Sampling, sampled
+from hmpx.tuning.metrics import sampled
 
 from .planted import Block, Faulty, inputs
 
@@ -152,7 +152,7 @@ def test_measured_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         asked.append(low_type)
         return {spot: Seconds(*seconds.get(spot[0], (1.0, 0.5))) for spot in spots}
 
-    monkeypatch.setattr(scoring, "seconds_of", seconds_of)
+    monkeypatch.setattr(profiling, "seconds_of", seconds_of)
     journal = tmp_path / "journal"
     best = tune(faulty(), inputs(), objective="time", journal=journal)
     assert best.keep_fp32 == {"gelu", "tanh", "add", "sub"}
@@ -232,16 +232,16 @@ def test_samples_are_taken_until_it_is_clear() -> None:
 
         return difference
 
-    assert sampled(differences(0.2), 0.1, Sampling(1)) == 0.2
-    assert sampled(differences(0.05, 0.05), 0.1, Sampling(8)) == pytest.approx(0.05)
+    assert sampled(differences(0.2), 0.1, 1) == 0.2
+    assert sampled(differences(0.05, 0.05), 0.1, 8) == pytest.approx(0.05)
     assert len(taken) == 3
     taken.clear()
-    assert sampled(differences(0.0, 0.19), 0.1, Sampling(8)) > 0.1
+    assert sampled(differences(0.0, 0.19), 0.1, 8) > 0.1
     assert len(taken) == 8
     taken.clear()
-    assert sampled(differences(0.5, 0.51), 0.1, Sampling(8)) > 0.1
+    assert sampled(differences(0.5, 0.51), 0.1, 8) > 0.1
     assert len(taken) == 2
-    assert sampled(differences(math.nan), 0.1, Sampling(8)) == math.inf
+    assert sampled(differences(math.nan), 0.1, 8) == math.inf
 
 
 # --- what it refuses ---------------------------------------------------------------------------------
