@@ -271,6 +271,8 @@ def _fingerprint(tensors: Iterable[torch.Tensor]) -> str:
     for each in tensors:
         value = each.detach()
         is_plain = value.layout is torch.strided and not value.is_meta and value.numel() > 0
+        if value.dtype is torch.bool:  # which has no absolute values
+            value = value.byte()
         total = float(value.abs().double().sum()) if is_plain else 0.0
         said.update(repr((tuple(value.shape), str(value.dtype), total)).encode())
     return said.hexdigest()[:16]

@@ -373,3 +373,18 @@ def test_a_model_that_cannot_be_pickled() -> None:
     model = Fixed(lambda x: torch.tanh(x))
     with ThreadPoolExecutor(1) as executor, pytest.raises(hmpx.OptionError, match="can't be sent"):
         tune(model, inputs(), executor=executor)
+
+
+def test_inputs_may_hold_flags() -> None:
+    """Bool tensors, which go to the model as they are."""
+
+    class Masked(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.linear = nn.Linear(8, 4)
+
+        def forward(self, x: Tensor, kept: Tensor) -> Tensor:
+            return self.linear(x) * kept
+
+    batches = [{"x": torch.randn(6, 8), "kept": torch.rand(6, 4) > 0.5} for _ in range(2)]
+    assert tune(Masked(), batches, tolerance=0.1).error <= 0.1
