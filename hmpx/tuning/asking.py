@@ -85,7 +85,7 @@ class Evaluation:
     Attributes:
         kept: What was computed in fp32, or followed its inputs.
         phase: What it was for: ``"all fp32"``, ``"all low"``, ``"free"``, ``"unseen"``, ``"range"``,
-            ``"prefix"``, ``"shipped"``, ``"exchange"``, ``"prune"``, ``"sweep"``, ``"follow"``,
+            ``"prefix"``, ``"shipped"``, ``"prune"``, ``"sweep"``, ``"follow"``,
             ``"fresh inputs"``.
         error: The error; infinite where outputs are not finite.
         passed: Whether that was within the tolerance of that time.

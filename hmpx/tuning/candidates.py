@@ -27,6 +27,10 @@ MOST_SPOTS: Final = 24
 _MOST_CANDIDATES: Final = 32
 
 
+#: A line in a list costs something, however little work its op does: so much of the model's work.
+COST_OF_A_LINE: Final = 0.01
+
+
 class Seconds(NamedTuple):
     """How long the calls of a spot take.
 
@@ -231,3 +235,13 @@ def following(name: str) -> str:
 def is_following(member: str) -> bool:
     """Whether a member of a set follows its inputs."""
     return parted(member)[1] == FOLLOWS
+
+
+def cost(candidate: Candidate) -> float:
+    """Returns what keeping a candidate costs: a share of the model's work, and a line in a list."""
+    return candidate.benefit + COST_OF_A_LINE
+
+
+def is_within(kept: Kept, other: Kept) -> bool:
+    """Whether all members of a set are in another, following their inputs there or in fp32."""
+    return all(each in other or (is_following(each) and bare(each) in other) for each in kept)

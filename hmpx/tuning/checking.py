@@ -28,10 +28,10 @@ from .candidates import Candidate, by_op, split
 from .entry import result
 from .journal import Journal
 from .profiling import RECORDS, called_spots, from_record, observing_policy, to_record
-from .progress import progress as shown_progress
 from .request import low_type_name
 from .result import Tuned
 from .runner import Evaluator, Runner, Work
+from .runner import progress as shown_progress
 from .searching import Searching
 from .text import CHECK
 

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-import logging
 import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
-from typing import Any, Final
+from typing import Any
 
 from .. import arguments
 from ..errors import OptionError, short, shown
+from ..observers import LOGGER
 from ..policy import LowType
 from ..reports import clean
 from . import metrics, profiling
@@ -23,15 +23,13 @@ from .choosing import Prices, bits_of, choose_within, search_types
 from .evaluating import Task
 from .journal import Journal
 from .profiling import spots_of
-from .progress import progress as shown_progress
 from .request import Request, checked
 from .result import Tuned
 from .runner import Evaluator, Runner, Workers
+from .runner import progress as shown_progress
 from .search import search, search_in_time
 from .searching import LEAST_OVER_NOISE, Found, Searching
 from .shipped import sets_of
-
-LOGGER: Final = logging.getLogger("hmpx")
 
 
 def tune(

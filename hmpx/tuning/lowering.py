@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Final, NamedTuple
 
 from .asking import Ask, Asking, Outcome, Seen, low_parts
-from .bounds import is_within
-from .candidates import Candidate, Kept, bare, following
-from .exchanging import calibrated, cost
+from .candidates import Candidate, Kept, bare, cost, following, is_within
 
 #: How many sets may fail until what is left is left to the proof.
 _MOST_FAILURES: Final = 2
-
-#: How many sets are named at most that may be asked for next.
-_MOST_AHEAD: Final = 8
 
 #: To follow its inputs a member has to bring so much of the model's work into low precision.
 _LEAST: Final = 0.002
@@ -22,6 +18,20 @@ _LEAST: Final = 0.002
 
 #: By how much squared errors may be predicted above the squared tolerance where a single member follows.
 _MARGIN: Final = 3.0
+
+
+#: Errors beyond so many tolerances tell no more than that they are too large.
+_CLIPPED: Final = 10.0
+
+#: Squared effects, in squared tolerances, that are assumed where none is known, or where it is 0.
+_UNKNOWN: Final = 0.3**2
+_NO_EFFECT: Final = 0.02**2
+
+#: How fast effects are fitted to errors: a rate, and how often all errors are gone through.
+_FITTING: Final = ((0.7, 30), (0.3, 20))
+
+#: Predicted and measured squared errors that differ by less agree.
+_AGREES: Final = 1.002
 
 
 class _Move(NamedTuple):
@@ -61,7 +71,7 @@ def lowered(
             trial = _lowered_by(moves, kept, outcomes, tolerance, rest)
             if trial == kept:
                 break
-            error = yield Ask(trial, phase, _ahead(moves, trial))
+            error = yield Ask(trial, phase)
             if error <= tolerance:
                 kept = trial
             else:
@@ -132,23 +142,45 @@ def _lowered_by(
     return trial
 
 
-def _ahead(moves: Sequence[_Move], trial: Kept) -> tuple[Kept, ...]:
-    """Returns sets that may be tried next: beyond the trial, with those that were not lowered yet in their order.
-
-    An error that passes makes effects smaller than they were predicted to be, and hardly changes their order.
-    """
-    further = trial
-    found: list[Kept] = []
-    for each in sorted(moves, key=lambda each: (each.harm / each.gain, each.member)):
-        if each.member in further and len(found) < _MOST_AHEAD:
-            further = further - {each.member} | each.lowered
-            found.append(further)
-    return tuple(found)
-
-
 def _is_hopeless(kept: Kept, outcomes: Mapping[Kept, Outcome], tolerance: float) -> bool:
     """Whether more than this was kept once, and not enough."""
     return any(
         not outcome.error <= tolerance and is_within(kept, other)
         for other, outcome in outcomes.items()
     )
+
+
+def calibrated(
+    candidates: Sequence[Candidate], outcomes: Mapping[Kept, Outcome], tolerance: float
+) -> dict[str, float]:
+    """Returns the squared error that each candidate adds in low precision.
+
+    These are the squared scores, multiplied so that those of what was in low precision together come to
+    the squared error that was measured, as nearly as the measurements agree.
+    """
+    effects = {each.name: _first_guess(each, tolerance) for each in candidates}
+    measured = []
+    for kept, outcome in outcomes.items():
+        parts = [(each.name, low_parts(each, kept, outcome.seen)[1]) for each in candidates]
+        low = [(name, part) for name, part in parts if part > 0]
+        error = outcome.error
+        clipped = min(error, _CLIPPED * tolerance) if not math.isnan(error) else math.inf
+        if low:
+            measured.append((low, max(clipped, 1e-3 * tolerance) ** 2))
+    for rate, rounds in _FITTING:
+        for _ in range(rounds):
+            furthest = 1.0
+            for low, square in measured:
+                ratio = square / sum([effects[name] * part for name, part in low])
+                furthest = max(furthest, ratio, 1 / ratio)
+                factor = min(max(ratio, 0.05), 20.0)
+                for name, part in low:
+                    effects[name] *= factor ** (rate * part)
+            if furthest < _AGREES:
+                return effects
+    return effects
+
+
+def _first_guess(candidate: Candidate, tolerance: float) -> float:
+    least = _UNKNOWN if candidate.is_hard or candidate.is_unseen else _NO_EFFECT
+    return max((candidate.score or 0.0) ** 2, least * tolerance**2)

@@ -12,24 +12,16 @@ from dataclasses import replace
 from typing import Final
 
 from .asking import Ask, Asking, Outcome, Search, noted
-from .bounds import Work
-from .candidates import Candidate, Kept, bare
-from .exchanging import cost, cost_of, exchanges
-from .lowering import lowered
-from .shipped import best_shipped, kept_in_fp32
+from .candidates import Candidate, Kept, bare, cost
+from .lowering import calibrated, lowered
+from .shipped import best_shipped
 
 #: Where all in low precision is off by no more than so many tolerances, what leaves the range does little
 #: harm, as masks of the smallest float32: its effect is not known, but it need not be kept.
 _HARMLESS: Final = 10.0
 
-#: How many exchanges may fail.
-_MOST_FAILURES: Final = 5
-
-#: Exchanges end where a search has asked for so many sets more than there are candidates, or for these
-#: many, unless one promises to bring so much of the model's work into low precision.
-_MORE_THAN_CANDIDATES: Final = 8
-_FEW, _MANY = 14, 38
-_MUCH: Final = 0.05
+#: How often candidates are ranked anew.
+_MOST_RANKINGS: Final = 4
 
 
 def search(
@@ -37,9 +29,7 @@ def search(
 ) -> Search:
     """Yields what to evaluate, and returns a set within the tolerance that is 1-minimal.
 
-    That is: no single member can be taken out of it. The set of all candidates is known to pass. Of the
-    sets that pass it is one that costs little: members that keep much work in fp32 have been exchanged for
-    others, where effects as calibrated by all errors so far promise that.
+    That is: no single member can be taken out of it. The set of all candidates is known to pass.
 
     Args:
         candidates: What may be kept.
@@ -60,8 +50,7 @@ def _search(
 ) -> Asking[Kept]:
     if not ordered:
         return frozenset()
-    hard = frozenset(each.name for each in ordered if each.is_hard)
-    error = yield Ask(frozenset(), "all low", (hard,) if hard else ())
+    error = yield Ask(frozenset(), "all low")
     if error <= tolerance:
         return frozenset()
     if error <= _HARMLESS * tolerance:
@@ -72,21 +61,47 @@ def _search(
     kept = yield from passing(ordered, error, tolerance)
     if all(each.score is None for each in ordered):
         return (yield from minimal(ordered, kept, tolerance))
-    kept = yield from _without_the_dearest(ordered, kept, tolerance)
     best = yield from best_shipped(ordered, kept, shipped, outcomes, tolerance)
-    reserve = 1.3
-    if best.kept is not None:
-        kept = yield from lowered(ordered, best.kept, outcomes, tolerance)
-        reserve = 0.5  # of what a list keeps without need, most is out by now
-    kept = yield from _exchanged(
-        ordered, kept, outcomes, tolerance, reserve=reserve, most=best.most
-    )
+    if best is not None:
+        kept = best
+    else:
+        kept = yield from _ranked_anew(ordered, kept, outcomes, tolerance)
     kept = yield from lowered(ordered, kept, outcomes, tolerance)
     kept = yield from minimal(ordered, kept, tolerance)
-    if best.kept is not None:
-        yield Ask(
-            kept, "shipped"
-        )  # it may compute the same as a shipped set, and not be evaluated yet
+    if best is not None:
+        # It may compute the same as a shipped set, and not be evaluated yet.
+        yield Ask(kept, "shipped")
+    return kept
+
+
+def _ranked_anew(
+    candidates: Sequence[Candidate],
+    kept: Kept,
+    outcomes: Mapping[Kept, Outcome],
+    tolerance: float,
+) -> Asking[Kept]:
+    """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``.
+
+    That is a prefix once more, of the ranking by effects as all errors so far say, without what is predicted
+    not to be needed, the dearest first.
+    """
+    costs = {each.name: cost(each) for each in candidates}
+    for _ in range(_MOST_RANKINGS):
+        effects = calibrated(candidates, outcomes, tolerance)
+        rest = sum(effects.values())
+        trial: set[str] = {each.name for each in candidates if each.is_hard}
+        rest -= sum(effects[name] for name in trial)
+        for name in sorted(effects, key=lambda name: (-effects[name] / costs[name], name)):
+            if rest > tolerance**2 and name not in trial:
+                trial, rest = trial | {name}, rest - effects[name]
+        for name in sorted(trial, key=lambda name: (-costs[name], name)):
+            if rest + effects[name] <= tolerance**2:
+                trial, rest = trial - {name}, rest + effects[name]
+        found = frozenset(trial)
+        if found in outcomes or sum(costs[n] for n in found) >= sum(costs[n] for n in kept):
+            break
+        if (yield Ask(found, "prefix")) <= tolerance:
+            kept = found
     return kept
 
 
@@ -98,7 +113,7 @@ def search_in_time(candidates: Sequence[Candidate], tolerance: float) -> Search:
     free = frozenset(each.name for each in candidates if each.is_free)
     if not free:
         return (yield from search(candidates, tolerance))
-    yield Ask(frozenset(), "all low", (free,))
+    yield Ask(frozenset(), "all low")
     asking = search([each for each in candidates if not each.is_free], tolerance)
     try:
         asked = next(asking)
@@ -109,65 +124,6 @@ def search_in_time(candidates: Sequence[Candidate], tolerance: float) -> Search:
     except StopIteration as done:
         others: Kept = done.value
         return free | others
-
-
-def _without_the_dearest(
-    candidates: Sequence[Candidate], kept: Kept, tolerance: float
-) -> Asking[Kept]:
-    """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``.
-
-    Where one member costs more than all that is in low precision, one evaluation with that alone in low
-    precision tells whether it could be: if so the others are pruned later, else it stays for good.
-    """
-    members = [each for each in candidates if each.name in kept]
-    dearest = max(members, key=lambda each: (cost(each), each.name))
-    others = frozenset(each.name for each in candidates) - {dearest.name}
-    if dearest.is_hard or cost_of(candidates, others) >= cost_of(candidates, kept):
-        return kept
-    error = yield Ask(others, "exchange")
-    return others if error <= tolerance else kept
-
-
-def _exchanged(
-    candidates: Sequence[Candidate],
-    kept: Kept,
-    outcomes: Mapping[Kept, Outcome],
-    tolerance: float,
-    *,
-    reserve: float,
-    most: Work,
-) -> Asking[Kept]:
-    """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``.
-
-    ``most`` is what a set may keep, and ``reserve`` how many evaluations are left for each member, to make
-    the set minimal.
-    """
-    enough = min(_MANY, max(_FEW, len(candidates) + _MORE_THAN_CANDIDATES))
-    hard = {each.name for each in candidates if each.is_hard}
-    failures = 0
-    while failures < _MOST_FAILURES:
-        fixed = frozenset(
-            each
-            for each in kept
-            if not math.isfinite(
-                outcomes[kept - {each}].error
-                if kept - {each} in outcomes
-                else math.inf
-                if bare(each) in hard
-                else 0.0
-            )
-        )
-        found = exchanges(candidates, outcomes, kept, fixed, tolerance, most=most)
-        is_late = len(outcomes) + reserve * len(kept) >= enough
-        if not found or (is_late and found[0].promise < _MUCH):
-            break
-        first, *others = [each.kept for each in found]
-        error = yield Ask(first, "exchange", tuple(others))
-        if error <= tolerance and kept_in_fp32(candidates, first, outcomes).is_within(most):
-            kept = first
-        else:
-            failures += 1  # or what follows is given less in low precision than it was
-    return kept
 
 
 #: Candidates whose predicted errors together are below this share of the tolerance come last.
@@ -258,17 +214,14 @@ def _prefix(
             guess = _length_by_failure(predicted, low, errors[low], tolerance)
             guess = max(guess, low + step)
             step *= 2
-            ahead: Iterable[int] = (guess - 1, guess + step, guess - 2)
         else:
             guess = _length_by_both(predicted, (low, high), errors, tolerance)
             if step:  # once, then by halves unless it closes in
                 step = 0
             elif guess not in (low + 1, high - 1) or high - low > 4:
                 guess = (low + high) // 2
-            ahead = (guess - 1, guess + 1, (low + guess) // 2, (guess + high) // 2)
         guess = min(max(guess, low + 1), high - 1)
-        others = [each for each in dict.fromkeys(ahead) if low < each < high and each != guess]
-        errors[guess] = yield Ask(kept(guess), "prefix", tuple(map(kept, others)))
+        errors[guess] = yield Ask(kept(guess), "prefix")
         if errors[guess] <= tolerance:
             high = guess
         else:
@@ -336,11 +289,7 @@ def minimal(candidates: Sequence[Candidate], kept: Kept, tolerance: float) -> As
     while start < len(names):
         part = names[start : start + block]
         trial, after = kept - set(part), start + len(part)
-        larger = trial - set(names[after : after + 2 * block])
-        smaller = kept - set(part[: len(part) // 2])
-        singles = [kept - {name} for name in names[start + 1 : start + _MOST_AHEAD]]
-        others = dict.fromkeys([larger, *(singles if len(part) == 1 else [smaller])])
-        ahead = tuple(each for each in others if each not in (trial, kept))
+        ahead = tuple(kept - {name} for name in names[start + 1 : start + _MOST_AHEAD])
         error = yield Ask(trial, "prune", ahead)
         if error <= tolerance:
             kept, needed = trial, set()

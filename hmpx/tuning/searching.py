@@ -7,9 +7,8 @@ from dataclasses import dataclass
 from typing import Final
 
 from ..errors import OptionError
-from .asking import Search
-from .candidates import Candidate, Kept, Spot, bare, split
-from .exchanging import cost_of
+from .asking import Search, low_parts
+from .candidates import COST_OF_A_LINE, Candidate, Kept, Spot, bare, split
 from .runner import BudgetError, Runner
 from .search import search
 
@@ -140,7 +139,9 @@ class Searching:
         def cost(choice: tuple[Kept, tuple[Candidate, ...]]) -> tuple[float, int, list[str]]:
             kept, known = choice
             outcome = self.runner.known(kept, self.tolerance)
-            lost = cost_of(known, kept, {} if outcome is None else outcome.seen)
+            seen = {} if outcome is None else outcome.seen
+            lost = sum(each.benefit * (1 - low_parts(each, kept, seen)[1]) for each in known)
+            lost += COST_OF_A_LINE * len(kept)
             return lost, len(kept), sorted(kept)
 
         kept, known = min(choices, key=cost, default=(everything, tuple(self.coarse)))

@@ -2,15 +2,12 @@
 
 from __future__ import annotations
 
-import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Final, NamedTuple
+from typing import Final
 
 from ..policy import CastPolicy, Policy
 from .asking import Ask, Asking, Outcome, Seen, shares
-from .bounds import ANYTHING, Work, is_within
-from .candidates import Candidate, Kept, bare, following, is_following
-from .exchanging import cost
+from .candidates import Candidate, Kept, bare, cost, following, is_following, is_within
 
 #: A shipped set is not tried if one that keeps more fails by more than this factor: errors are not quite monotone.
 _CLEARLY: Final = 1.05
@@ -35,34 +32,21 @@ def _member(policy: Policy, candidate: Candidate) -> str:
     return following(candidate.name) if follows else candidate.name
 
 
-class Best(NamedTuple):
-    """The best of the shipped sets.
-
-    Attributes:
-        kept: The one that keeps least of those that pass, if it keeps less than the set at hand; else None.
-        most: What a set may keep in fp32 so that no shipped set that passes has more in low precision.
-    """
-
-    kept: Kept | None
-    most: Work
-
-
 def best_shipped(
     candidates: Sequence[Candidate],
     kept: Kept,
     shipped: Iterable[Kept],
     outcomes: dict[Kept, Outcome],
     tolerance: float,
-) -> Asking[Best]:
-    """Yields what to evaluate, and returns the best shipped set beside ``kept``, which passes.
+) -> Asking[Kept | None]:
+    """Yields what to evaluate, and returns the best shipped set; None if none is better than ``kept``.
 
     Those that keep most are tried first: if they fail, so do the others. What can't have more in low
     precision than ``kept``, whatever follows what, isn't tried.
     """
     all_low = outcomes[frozenset()].seen
     have = kept_in_fp32(candidates, kept, outcomes)
-    most = ANYTHING
-    best: list[tuple[Work, list[str], Kept]] = []
+    best: list[tuple[tuple[float, int], list[str], Kept]] = []
     sets = {_without_doubt(each, all_low) for each in shipped} - {frozenset()}
     for each in sorted(sets, key=lambda each: (-_weight(candidates, each), sorted(each))):
         if any(
@@ -70,9 +54,8 @@ def best_shipped(
             for other, outcome in outcomes.items()
         ):
             continue
-        bound = kept_in_fp32(candidates, each, {})._replace(members=math.inf)
-        if have.is_within(bound):
-            most = min(most, bound)
+        least, _ = kept_in_fp32(candidates, each, {})
+        if have[0] <= least:
             continue
         error = yield Ask(each, "shipped")
         if not error <= tolerance:
@@ -80,13 +63,9 @@ def best_shipped(
         found = _settled(each, outcomes[each].seen)
         outcomes[found] = outcomes[each]
         keeps = kept_in_fp32(candidates, found, outcomes)
-        most = min(most, keeps)
-        if not have.is_within(keeps):
+        if keeps < have:
             best.append((keeps, sorted(found), found))
-    if not best:
-        return Best(None, most)
-    _, _, found = min(best)
-    return Best(found, most)
+    return min(best)[-1] if best else None
 
 
 def _without_doubt(kept: Kept, all_low: Mapping[str, Seen]) -> Kept:
@@ -110,10 +89,14 @@ def _settled(kept: Kept, seen: Mapping[str, Seen]) -> Kept:
 
 def kept_in_fp32(
     candidates: Sequence[Candidate], kept: Kept, outcomes: Mapping[Kept, Outcome]
-) -> Work:
-    """Returns what a set keeps in fp32; the least that it may keep where nothing was seen of a member."""
+) -> tuple[float, int]:
+    """Returns what sets compete by: what one keeps in fp32, and how many members it has.
+
+    That is the sum of the shares of FLOPs and of bytes; the least that it may be where nothing was seen of
+    a member.
+    """
     flops, count = shares(candidates, kept, outcomes[kept].seen if kept in outcomes else {})
-    return Work(2 - flops - count, len(kept))
+    return round(2 - flops - count, 9), len(kept)
 
 
 def _weight(candidates: Sequence[Candidate], kept: Kept) -> float:
