@@ -14,10 +14,10 @@ from .. import arguments, compute, observers, session
 from ..errors import BenchError, HmpxError, OptionError, shown, suggestion
 from ..tensors import default_device_types, parse_device_type
 from . import turns
-from .failures import FAILURES, told
 from .randomness import Randomness
 from .result import Bench, Measured
 from .runner import Runner, made
+from .turns import FAILURES, told
 from .variants import BASE, DEFAULT, VARIANTS, Conditions
 
 #: Options of `hmpx.convert` that `bench` itself decides.

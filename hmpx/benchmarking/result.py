@@ -12,7 +12,7 @@ from typing import Any, Final
 from ..errors import OptionError, shown
 from ..reports import plain, written
 from . import text
-from .chance import is_beyond_chance
+from .verdict import is_beyond_chance
 
 #: The version of the JSON that `Bench.to_json` writes.
 SCHEMA: Final = 1

@@ -13,14 +13,16 @@ from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.overrides import TorchFunctionMode, resolve_name
 
-from .. import arguments, freezing
+from .. import arguments, freezing, session
 from ..errors import BenchError, shown
-from ..tensors import floats_of
-from .baseline import low_op_of
+from ..frames import located
+from ..observers import user_location
+from ..tensors import LOW_DTYPES, floats_of
 from .memory import peak_bytes
 from .randomness import Randomness
-from .sharing import trained
 from .variants import Conditions, Variant
 
 #: Most steps of a run.
@@ -195,3 +197,59 @@ def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
+def low_op_of(step: Callable[[], Any]) -> str:
+    """Runs a step, and returns its first op in low precision: ``"linear gives bfloat16, at train.py:12"``.
+
+    ``""`` if there is none. Compiled functions run as written, for compiled graphs show no ops.
+    """
+    noting = _Noting()
+    with torch.compiler.set_stance("force_eager"), noting:
+        step()
+    return noting.found
+
+
+class _Noting(TorchFunctionMode):
+    """Notes the first op with a result in low precision."""
+
+    found = ""
+
+    def __torch_function__(
+        self,
+        func: Callable[..., Any],
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: Mapping[str, Any] | None = None,
+    ) -> Any:
+        returned = func(*args, **(kwargs or {}))
+        if not self.found:
+            low = [each.dtype for each in floats_of(returned) if each.dtype in LOW_DTYPES]
+            if low or session.is_converted():
+                self.found = _said(func, low)
+        return returned
+
+
+def _said(func: Callable[..., Any], low: list[torch.dtype]) -> str:
+    name = str(resolve_name(func) or getattr(func, "__name__", func)).rpartition(".")[2]
+    does = f"gives {str(low[0]).removeprefix('torch.')}" if low else "runs under hmpx.convert()"
+    where = user_location()
+    return f"{name} {does}, at {located(where)}" if where else f"{name} {does}"
+
+
+@contextlib.contextmanager
+def trained() -> Iterator[list[Tensor]]:
+    """Gives the parameters of the optimizers that step inside the block.
+
+    Variants must not share them: the losses of one model that all train are nobody's.
+    """
+    found: list[Tensor] = []
+
+    def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
+        found.extend(each for group in optimizer.param_groups for each in group["params"])
+
+    hook = register_optimizer_step_post_hook(note)
+    try:
+        yield found
+    finally:
+        hook.remove()

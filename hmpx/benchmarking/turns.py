@@ -5,16 +5,21 @@ from __future__ import annotations
 import gc
 import math
 from collections.abc import Callable, Sequence
+from typing import Final
 
 import torch
 from torch import Tensor
 
 from .. import session
 from ..errors import BenchError, said_by
-from .failures import FAILURES, place_of, told
+from ..frames import located
+from ..recording import raised_at
 from .result import Measured, Quartiles
 from .runner import Runner
 from .variants import BASE
+
+#: What ends a variant, but not the benchmark: `sys.exit` in a step would end it without a word.
+FAILURES: Final = (Exception, SystemExit)
 
 
 def take(
@@ -176,3 +181,15 @@ def _relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
     if whole:
         return float((difference / whole) ** 0.5)
     return None if 0.0 < difference < math.inf else difference
+
+
+def told(error: BaseException) -> str:
+    """Returns an error's class, its message, and the user's line that it came from, if known."""
+    where = place_of(error)
+    return f"{said_by(error)}, at {where}" if where else said_by(error)
+
+
+def place_of(error: BaseException) -> str:
+    """Returns the user's line that an error came from, ``"train.py:12"``; ``""`` if unknown."""
+    where = raised_at(error)
+    return located(where) if where else ""
