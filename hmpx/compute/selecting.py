@@ -5,7 +5,6 @@ So do gradients of other ops where those alone lack a kernel.
 
 from __future__ import annotations
 
-import numbers
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Final, TypeGuard
 
@@ -25,7 +24,7 @@ if TYPE_CHECKING:
 _copy_, _empty_strided = Tensor.copy_, torch.empty_strided
 _add, _aminmax, _item, _remainder = torch.add, torch.aminmax, Tensor.item, torch.remainder
 _eq, _nonzero, _to = torch.eq, torch.nonzero, Tensor.to
-_flatten, _index_select, _unique = Tensor.flatten, torch.index_select, torch._unique2
+_flatten, _index_select, _unique = Tensor.flatten, torch.index_select, torch.unique
 
 #: Smaller tables are cast in less time than it takes to do without.
 _LEAST: Final = 1 << 16
@@ -128,15 +127,20 @@ def _on_few_rows(
         return None
     if not 0 < index.numel() * _FEW <= table.shape[dim]:
         return None
-    rows, inverse, _ = _unique(index, return_inverse=True)
+    rows, inverse = _unique(index, return_inverse=True)
     few: dict[str, Any] = {
         names[0]: _index_select(table, dim, rows),
         index_name: _to(inverse, index.dtype),
     }
-    padding = given.get("padding_idx", -1)
-    if padding is not None and padding >= 0:
+    padding = given.get("padding_idx")
+    if padding is not None:
+        # For `torch.embedding` -1 stands for no row, for the others the last one, and None for none.
+        counts_from_end = op == "embedding_bag" or "max_norm" in names
+        if counts_from_end and padding < 0:
+            padding += table.shape[dim]
         places = _nonzero(_eq(rows, padding))
-        few["padding_idx"] = _item(places) if places.numel() else -1
+        none = None if counts_from_end else -1
+        few["padding_idx"] = _item(places) if places.numel() else none
     new_args = [few.get(name, value) for name, value in zip(names, args, strict=False)]
     return tuple(new_args), {k: few.get(parameter_named(k, names), v) for k, v in kwargs.items()}
 
@@ -176,19 +180,20 @@ class _Outline(torch.autograd.Function):
         return gradient
 
 
-_OF_VIEWS: Final = frozenset({int, slice, type(None), type(...), torch.SymInt})
-
-
 def selects_once(index: Any) -> bool:
-    """Whether ``x[index]`` holds no element of ``x`` twice: it is a view, or the index is a mask."""
-    if isinstance(index, Tensor) and index.dtype is torch.bool:
-        return True
-    for item in index if type(index) is tuple else (index,):
-        if type(item) in _OF_VIEWS:
-            continue
-        if isinstance(item, Tensor):
-            if item.dim() or item.dtype in {torch.bool, torch.uint8}:
-                return False
-        elif isinstance(item, bool) or not isinstance(item, numbers.Integral):
-            return False
-    return True
+    """Whether ``x[index]`` holds no element of ``x`` twice, as views and masks don't.
+
+    Taken for such is also what only torch can read: nested lists, subclasses of tuple.
+    """
+    items = index if type(index) is tuple else (index,)
+    return not any(map(_is_several, items))
+
+
+def _is_several(item: Any) -> bool:
+    """Whether a part of an index holds positions, of which several may be equal."""
+    if type(item) is list:
+        return all([type(each) is int for each in item])  # noqa: C419  # twice as fast
+    if isinstance(item, Tensor):
+        return item.dim() > 0 and item.dtype not in {torch.bool, torch.uint8}
+    is_array = hasattr(item, "__array_interface__") and getattr(item, "ndim", 0) > 0
+    return is_array and str(item.dtype) != "bool"

@@ -12,6 +12,7 @@ docs/hmp.md lists.
 from __future__ import annotations
 
 import functools
+import inspect
 import threading
 import types
 from collections.abc import Callable, Mapping
@@ -42,6 +43,8 @@ class DeviceMode(TorchFunctionMode):
         args: tuple[Any, ...] = (),
         kwargs: dict[str, Any] | None = None,
     ) -> Any:
+        if func is torch.device:  # which says "hpu" still; what is placed there is not
+            return func(*args, **(kwargs or {}))
         for value in args:
             if is_hpu(value):
                 args = tuple(map(on_device, args))
@@ -78,6 +81,34 @@ def _substituted(value: Any) -> Any:
     if value == "hpu_backend":
         return "inductor"
     return value
+
+
+def _backend(value: Any) -> Any:
+    """Returns the backend that stands in for Habana's in ``"hccl"`` or ``"cpu:gloo,hpu:hccl"``."""
+    if not isinstance(value, str):
+        return value
+    found = []
+    for part in value.lower().split(","):
+        device, _, name = part.rpartition(":")
+        name = _substituted(name)
+        found.append(f"{device_type() if device == 'hpu' else device}:{name}" if device else name)
+    return ",".join(dict.fromkeys(found))
+
+
+def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a function that makes a process group by a backend of Habana's."""
+    names = list(inspect.signature(function).parameters)
+
+    @functools.wraps(function)
+    def call(*args: Any, **kwargs: Any) -> Any:
+        args = tuple([_backend(v) if n == "backend" else v for n, v in zip(names, args)])  # noqa: B905
+        if "backend" in kwargs:
+            kwargs["backend"] = _backend(kwargs["backend"])
+        if "device_id" in kwargs:
+            kwargs["device_id"] = on_device(kwargs["device_id"])
+        return function(*args, **kwargs)
+
+    return call
 
 
 def _substituting(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -159,7 +190,7 @@ def patches(hpu: types.ModuleType) -> list[Patch]:
     ]
     if torch.distributed.is_available():
         found += [
-            Patch(torch.distributed, name, _substituting(getattr(torch.distributed, name)))
+            Patch(torch.distributed, name, _with_backend(getattr(torch.distributed, name)))
             for name in ("init_process_group", "new_group")
         ]
     return found

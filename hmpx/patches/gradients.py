@@ -11,13 +11,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-import torch.masked.maskedtensor.core
 from torch import Tensor
 from torch.overrides import get_default_nowrap_functions
 from torch.utils.hooks import BackwardHook
 
 from ..patching import Draft, Patch
 from ..tensors import CAST, PLAIN_TENSORS
+from ..torch_internals import NAMING_GETTERS
 from ..torch_state import in_force, without_low_casts
 
 
@@ -27,7 +27,7 @@ def gradient_patches(draft: Draft) -> Iterator[Patch]:
     yield Patch(Tensor, "grad", grad)
     # Subclasses of Tensor do not wrap what these return: `x.grad is x.grad` holds.
     getters = get_default_nowrap_functions() | {grad.__get__}
-    for module in (torch._tensor, torch.masked.maskedtensor.core):
+    for module in NAMING_GETTERS:
         yield Patch(module, "get_default_nowrap_functions", lambda: getters)
     for name in ("register_hook", "register_post_accumulate_grad_hook"):
         yield Patch(Tensor, name, _registering(draft.attribute(Tensor, name)))

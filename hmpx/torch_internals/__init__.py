@@ -82,6 +82,7 @@ from .fake_tensors import (
 from .gradient_batches import each_of_batch, is_gradient_batch, one_of_batch, outside_batches
 from .graph_nodes import function_of, next_number, number_of, outputs_of
 from .modes import (
+    NAMING_GETTERS,
     DeviceContext,
     DisableTorchFunctionSubclass,
     FakeTensor,
@@ -184,6 +185,7 @@ __all__ = [
     "KERNEL_MODULES",
     "MASKED_ATTENTION",
     "MODULE_HOOKS",
+    "NAMING_GETTERS",
     "NN",
     "NN_NAMESPACE",
     "NODE_KEY",

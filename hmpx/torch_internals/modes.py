@@ -7,10 +7,14 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+import torch.masked.maskedtensor.core
 from torch import Tensor
 
 from ..errors import TorchError
 from .torch_part import one, rely_on
+
+#: Modules that name `torch.overrides.get_default_nowrap_functions`: getters whose results stay as they are.
+NAMING_GETTERS = (torch._tensor, torch.masked.maskedtensor.core)
 
 #: The class of tensors without values.
 FakeTensor = rely_on(

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import numpy
 import pytest
 import torch
 import torch.nn.functional as F
@@ -214,3 +215,53 @@ def test_exported_programs_do_not_upcast_tables() -> None:
         traced = torch.jit.trace(module, (rows,))
     assert "float32" not in str(exported.graph) and "aten::to" not in str(traced.graph)
     assert torch.equal(traced(rows), module(rows))
+
+
+@pytest.mark.parametrize("padding", [None, 0, 2, -1, -1999])
+@pytest.mark.parametrize("mode", ["sum", "mean", "max", "rows"])
+def test_gradients_of_bags_leave_out_the_padding_alone(mode: str, padding: int | None) -> None:
+    """Of a large low table, whether the padding is among the indices or not."""
+
+    def gradient() -> Tensor:
+        table = (torch.arange(2000 * 64).view(2000, 64) % 7 / 7).to(BF16).requires_grad_()
+        index = torch.tensor([[1, 2, 3, 3]])
+        if mode == "rows":
+            result = F.embedding(index, table, padding_idx=padding)
+        else:
+            result = F.embedding_bag(index, table, mode=mode, padding_idx=padding)
+        result.sum().backward()
+        assert table.grad is not None
+        return table.grad
+
+    expected = gradient()
+    with hmpx.convert(device_types={"cpu"}):
+        torch.testing.assert_close(gradient(), expected, rtol=0, atol=0)
+
+
+class Pair(tuple[Any, ...]):
+    """A tuple by another name, which torch takes as an index."""
+
+
+@pytest.mark.parametrize("rows", [8, 2000])
+@pytest.mark.parametrize(
+    "index", [numpy.array(1), (numpy.array(1), 0), Pair((slice(2, 5), 1)), torch.tensor(3)], ids=str
+)
+def test_indices_that_give_views_give_views(index: Any, rows: int) -> None:
+    """What is written to them is written to the tensor."""
+    with hmpx.convert(device_types={"cpu"}):
+        h = torch.ones(rows, 64, dtype=BF16, requires_grad=True) * 1
+        h[index].zero_()
+        actual = h.detach()
+    expected = torch.ones(rows, 64, dtype=BF16)
+    expected[index] = 0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("index", [[0] * 3000, numpy.zeros(3000, int), ([0] * 3000, slice(None))])
+def test_indices_that_repeat_add_up(index: Any) -> None:
+    """Lists and arrays as tensors do."""
+    with hmpx.convert(device_types={"cpu"}):
+        h = torch.ones(8, 4, dtype=BF16, requires_grad=True)
+        h[index].sum().backward()
+    assert h.grad is not None
+    assert abs(float(h.grad[0, 0]) - 3000) < 16

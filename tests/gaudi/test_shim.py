@@ -158,13 +158,23 @@ def test_load_prefers_what_the_callers_function_returns() -> None:
 
 
 @pytest.mark.usefixtures("shim")
-def test_hccl_process_groups_use_the_backend_of_the_device() -> None:
+def test_a_device_is_made_by_type_and_index() -> None:
+    """It says "hpu" still, and what is placed there lands elsewhere."""
+    for device in (torch.device("hpu", 0), torch.device("hpu", index=0)):
+        assert (device.type, device.index) == ("hpu", 0)
+        assert torch.ones(2, device=device).device.type == DEVICE
+
+
+@pytest.mark.parametrize("backend", ["hccl", "HCCL", "hpu:hccl", "cpu:gloo,hpu:hccl"])
+@pytest.mark.usefixtures("shim")
+def test_hccl_process_groups_use_the_backend_of_the_device(backend: str) -> None:
     """A script that asks for Habana's collectives gets those of the device."""
     torch.distributed.init_process_group(
-        backend="hccl", store=torch.distributed.HashStore(), rank=0, world_size=1
+        backend=backend, store=torch.distributed.HashStore(), rank=0, world_size=1
     )
     try:
-        assert torch.distributed.get_backend() == ("nccl" if DEVICE == "cuda" else "gloo")
+        name = "nccl" if DEVICE == "cuda" else "gloo"
+        assert torch.distributed.get_backend().endswith(name)
     finally:
         torch.distributed.destroy_process_group()
 
