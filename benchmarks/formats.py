@@ -130,7 +130,7 @@ def own(x: Tensor) -> dict[str, Step]:
 
 
 def on_device(x: Tensor) -> dict[str, Step]:
-    """Returns what can round on a GPU; a step ends when the device is done."""
+    """Returns the candidates on a GPU. A step ends when the device has finished."""
     steps = {"clone": x.clone, **casts(x)}
     for format, rounding in CASES:
         run = rounder(get(format), rounding)

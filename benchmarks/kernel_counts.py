@@ -8,7 +8,6 @@ built for CPUs, a C++ compiler and transformers. `--document` writes the tables 
 
 from __future__ import annotations
 
-import re
 import sys
 import tempfile
 from collections.abc import Mapping
@@ -48,14 +47,9 @@ def table(figures: Figures, chosen: tuple[str, ...]) -> str:
 
 
 def documented(text: str, figures: Figures) -> str:
-    """Returns a document's text with the tables between its marks made anew."""
-    for name, chosen in TABLES.items():
-        mark = rf"(<!-- {name}: .*? -->\n\n).*?(\n<!-- end -->)"
-        made = table(figures, chosen)
-        text, count = re.subn(mark, lambda m, t=made: m[1] + t + m[2], text, flags=re.DOTALL)
-        if count != 1:
-            raise SystemExit(f"{DOCUMENT} has {count} tables marked {name!r}, not one")
-    return text
+    """Returns the text of docs/speed.md with new tables."""
+    tables = {name: table(figures, chosen) for name, chosen in TABLES.items()}
+    return timing.with_tables(text, tables, DOCUMENT)
 
 
 def main() -> None:

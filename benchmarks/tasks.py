@@ -27,10 +27,10 @@ class Training(Protocol):
     model: nn.Module
 
     def batch(self, step: int) -> tuple[Tensor, ...]:
-        """Returns what `loss` is given in a step; called without gradients."""
+        """Returns the batch that `loss` gets in a step; called without gradients."""
 
     def loss(self, *batch: Tensor) -> Tensor:
-        """Returns what the step minimizes."""
+        """Returns the loss of a batch."""
 
     def score(self) -> tuple[float, float]:
         """Returns the loss and the metric, on data that are not trained on."""
@@ -264,10 +264,10 @@ class Task:
     """What is trained, and how.
 
     Attributes:
-        start: Returns a training of so many steps on a device, with random weights.
+        start: Starts a training on a device: of this number of steps, with random weights.
         steps: Of the optimizer.
         rate: The highest learning rate.
-        metric: What `Training.score` returns beside the loss.
+        metric: The name of the score that `Training.score` returns alongside the loss.
         what: Model and data, in a few words.
     """
 

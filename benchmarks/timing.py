@@ -11,6 +11,7 @@ import json
 import multiprocessing
 import os
 import platform
+import re
 import statistics
 import sys
 import time
@@ -311,6 +312,20 @@ def write(folder: Path, name: str, result: Mapping[str, Any]) -> None:
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{name}.json"
     path.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+
+
+def with_tables(text: str, tables: Mapping[str, str], document: Path) -> str:
+    """Returns a document's text with new tables between their marks, ``<!-- name -->`` and an end.
+
+    Raises:
+        SystemExit: A table has no marks, or several.
+    """
+    for name, table in tables.items():
+        mark = rf"(<!-- {name}(?:: .*?)? -->\n\n).*?(\n<!-- end -->)"
+        text, count = re.subn(mark, lambda m, t=table: m[1] + t + m[2], text, flags=re.DOTALL)
+        if count != 1:
+            raise SystemExit(f"{document} has {count} tables marked {name!r}, not one")
+    return text
 
 
 def _processor() -> str:

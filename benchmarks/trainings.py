@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import json
 import multiprocessing
-import re
 import tempfile
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -56,11 +55,11 @@ class Mode:
     is_scaled: bool = False
 
     def converted(self) -> AbstractContextManager[object]:
-        """Returns what a whole training runs in."""
+        """Returns the context of a whole training."""
         return nullcontext() if self.options is None else hmpx.convert(**self.options)
 
     def region(self, device: str) -> AbstractContextManager[object]:
-        """Returns what the forward and the loss run in."""
+        """Returns the context of the forward and the loss."""
         return torch.autocast(device, torch.bfloat16) if self.is_autocast else nullcontext()
 
 
@@ -227,14 +226,9 @@ def job_of(row: Mapping[str, Any]) -> Job:
 
 
 def documented(text: str, found: outcomes.Figures) -> str:
-    """Returns a document's text with the tables between its marks made anew."""
+    """Returns the text of docs/trainings.md with new tables."""
     labels = {name: f"{name}: {task.what}; {task.metric}" for name, task in tasks.TASKS.items()}
-    for name, made in outcomes.tables(found, labels).items():
-        mark = rf"(<!-- {name} -->\n\n).*?(\n<!-- end -->)"
-        text, count = re.subn(mark, lambda m, t=made: m[1] + t + m[2], text, flags=re.DOTALL)
-        if count != 1:
-            raise SystemExit(f"{DOCUMENT} has {count} tables marked {name!r}, not one")
-    return text
+    return timing.with_tables(text, outcomes.tables(found, labels), DOCUMENT)
 
 
 def main() -> None:

@@ -87,7 +87,7 @@ def _median(row: Measured) -> float:
 
 
 def is_beyond_chance(ratios: Sequence[float]) -> bool:
-    """Whether so many of the ratios are on one side of 1 that chance rarely does it: the sign test.
+    """Whether the sign test tells the ratios from 1.
 
     Quartiles that leave out 1 do not show it: of variants that are all equal to fp32, with ten runs each, one
     of four "is faster" by its quartiles in every seventh benchmark, and with three runs in nearly every second.

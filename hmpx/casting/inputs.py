@@ -16,7 +16,7 @@ from .recipe import Recipe
 
 DENSE: Final = frozenset({torch.strided, torch.jagged})
 
-#: Give tensors a dimension before they join them.
+#: Ops that give 0-dim tensors a dimension and then join them with the others.
 _JOINING: Final = frozenset({"column_stack", "dstack", "hstack", "vstack"})
 
 
@@ -52,7 +52,7 @@ def given_inputs(recipe: Recipe, args: Args, kwargs: Kwargs) -> list[Any]:
 def widest(recipe: Recipe, tensors: list[Tensor]) -> torch.dtype:
     """Returns the dtype that `torch.result_type` gives for these floating tensors together.
 
-    0-dim tensors count only where there are no others, or where they are joined, as by `torch.hstack`.
+    0-dim tensors count if all are 0-dim, or if the op joins them with the others, as `torch.hstack` does.
     """
     are_joined = recipe.site.op in _JOINING
     dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]

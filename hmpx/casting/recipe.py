@@ -220,8 +220,7 @@ class Recipe:
     def keeps_shared_dtype(self) -> bool:
         """Whether a call whose inputs share a dtype computes in it and returns it, as torch's does."""
         is_widest = self.decision.cast_policy is CastPolicy.WIDEST and not self.site.statistics
-        is_composed = self.returns_input_dtype and self.decision.accumulate_dtype is None
-        return is_widest and is_composed and self.emulation is None
+        return is_widest and self.returns_input_dtype and self.decision.accumulate_dtype is None
 
     @property
     def is_retried(self) -> bool:

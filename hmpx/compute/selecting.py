@@ -29,8 +29,9 @@ _flatten, _index_select, _unique = Tensor.flatten, torch.index_select, torch.uni
 #: Smaller tables are cast in less time than it takes to do without.
 _LEAST: Final = 1 << 16
 
-#: Ops whose calls can be made on few of the table's rows, which they are if there are so many for each index.
+#: Ops that can run on the rows alone that a call reads.
 OF_ROWS: Final = frozenset({"embedding", "embedding_bag", "getitem", "index_select", "take"})
+#: They do if the table has this number of rows for each index.
 _FEW: Final = 4
 
 
@@ -111,7 +112,7 @@ def _on_few_rows(
 ) -> tuple[Args, Kwargs] | None:
     """Returns the arguments for those rows of the table alone that a call reads; None if they are many.
 
-    Each row is selected once, so its gradient is no sum in the low type.
+    Each row is selected once, so that its gradient is not a sum in the low type.
     """
     given = dict(zip(names, args, strict=False))
     given |= {parameter_named(name, names): value for name, value in kwargs.items()}
@@ -183,7 +184,7 @@ class _Outline(torch.autograd.Function):
 def selects_once(index: Any) -> bool:
     """Whether ``x[index]`` holds no element of ``x`` twice, as views and masks don't.
 
-    Taken for such is also what only torch can read: nested lists, subclasses of tuple.
+    True as well for indices that only torch can read: nested lists, subclasses of tuple.
     """
     items = index if type(index) is tuple else (index,)
     return not any(map(_is_several, items))

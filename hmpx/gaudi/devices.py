@@ -101,7 +101,8 @@ def _with_backend(function: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(function)
     def call(*args: Any, **kwargs: Any) -> Any:
-        args = tuple([_backend(v) if n == "backend" else v for n, v in zip(names, args)])  # noqa: B905
+        named = zip(names, args, strict=False)
+        args = tuple([_backend(v) if name == "backend" else v for name, v in named])
         if "backend" in kwargs:
             kwargs["backend"] = _backend(kwargs["backend"])
         if "device_id" in kwargs:
