@@ -265,3 +265,14 @@ def test_indices_that_repeat_add_up(index: Any) -> None:
         h[index].sum().backward()
     assert h.grad is not None
     assert abs(float(h.grad[0, 0]) - 3000) < 16
+
+
+@pytest.mark.filterwarnings("ignore:nothing will be cast")
+@pytest.mark.parametrize(("device_type", "is_wrapped"), [("cpu", True), ("cuda", False)])
+def test_indexing_is_wrapped_only_where_its_gradients_stall(
+    device_type: str, is_wrapped: bool
+) -> None:
+    """Each index would take longer otherwise."""
+    before = Tensor.__getitem__
+    with hmpx.convert(device_types={device_type}):
+        assert (Tensor.__getitem__ is not before) is is_wrapped
