@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import dataclasses
+import inspect
 import itertools
 import json
 import math
@@ -14,6 +16,7 @@ import torch
 
 import hmpx
 from hmpx import HmpxError, OpListError, OptionError, Policy, PolicyFileError, errors, formats
+from hmpx.casting import Options
 from tests import fuzzing
 from tests.policy.test_hostile_files import taking
 
@@ -392,3 +395,9 @@ def test_option_errors_are_the_class_for_arguments() -> None:
     """So that one ``except`` catches them."""
     with pytest.raises(OptionError):
         hmpx.convert(device_types=3)
+
+
+def test_options_are_arguments_of_convert_with_their_defaults() -> None:
+    parameters = inspect.signature(hmpx.convert).parameters
+    for field in dataclasses.fields(Options):
+        assert parameters[field.name].default == field.default, field.name

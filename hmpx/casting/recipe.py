@@ -5,16 +5,19 @@ What a call needs is worked out here, once. Knows neither lists nor how wrappers
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, field
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import compute, number_formats
-from ..compute import PRODUCTS, Lacking
+from .. import arguments, compute, number_formats
+from ..arguments import is_a
+from ..compute import LEGALIZE_MODES, PRODUCTS, Lacking
+from ..errors import OptionError, shown
+from ..number_formats import OVERFLOWS, ROUNDING_MODES
 from ..ops import Numbers, Parameters
-from ..policy import INPUT, RELATIVE, CastPolicy, Decision
+from ..policy import INPUT, RELATIVE, CastPolicy, Decision, parse_format
 from ..tensors import LOW_DTYPES
 
 if TYPE_CHECKING:
@@ -90,16 +93,53 @@ class OpFacts:
     selects: bool = False
 
 
+def _option(default: Any, check: Callable[[str, object], Any]) -> Any:
+    """Returns a field of `Options`: its default, and what checks its name and value."""
+    return field(default=default, metadata={"check": check})
+
+
+def _kept_casts(name: str, value: object) -> bool | str:
+    if is_a(value, str) and str(value) == "auto":
+        return "auto"
+    if is_a(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    raise OptionError(f"{name} must be 'auto', True or False, not {shown(value)}")
+
+
+def _rounded_gradients(name: str, value: object) -> bool | Format:
+    if is_a(value, str) or number_formats.is_format(value):
+        return parse_format(name, value)
+    if is_a(value, (bool, int)) and value in (0, 1):
+        return bool(value)
+    raise OptionError(
+        f"{name} must be True, False, or a number format or its name, not {shown(value)}"
+    )
+
+
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How ops compute: see `convert`."""
+    """How ops compute. A field is an argument of `convert`, which documents it."""
 
-    legalize: str = "auto"
-    reuse_casts: bool = False
-    keep_weight_casts: bool | str = "auto"
-    rounding: str = "nearest"
-    overflow: str | None = None
-    round_gradients: bool | Format = False
+    legalize: str = _option("auto", lambda n, v: arguments.choice(n, v, LEGALIZE_MODES))
+    reuse_casts: bool = _option(False, arguments.truth)
+    keep_weight_casts: bool | str = _option("auto", _kept_casts)
+    rounding: str = _option(
+        "nearest",
+        lambda n, v: arguments.choice(n, v, ROUNDING_MODES, number_formats.spellings("rounding")),
+    )
+    overflow: str | None = _option(
+        None, lambda n, v: None if v is None else arguments.choice(n, v, OVERFLOWS)
+    )
+    round_gradients: bool | Format = _option(False, _rounded_gradients)  # noqa: RUF009
+
+    @classmethod
+    def checked(cls, given: Mapping[str, object]) -> Options:
+        """Returns the options among the arguments of `convert`.
+
+        Raises:
+            OptionError: One has an invalid value.
+        """
+        return cls(**{f.name: f.metadata["check"](f.name, given[f.name]) for f in fields(cls)})
 
 
 @dataclass(frozen=True, eq=False)

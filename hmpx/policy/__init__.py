@@ -24,9 +24,9 @@ from .files.names import is_policy_file
 from .files.sources import PolicySource
 from .lists.kinds import FILE_NAMES, LIST_KINDS
 from .lists.sets import SHIPPED, of_libraries, read_list, set_names
-from .loading import load_policy, read_source, requested_policy
+from .loading import load_policy, requested_policy
 from .policy import Policy
-from .request import path_and_policy, policy_request
+from .request import policy_request
 
 if TYPE_CHECKING:
     from .checking import check_files
@@ -67,12 +67,10 @@ __all__ = [
     "load_policy",
     "of_libraries",
     "parse_format",
-    "path_and_policy",
     "policy_line",
     "policy_request",
     "read_list",
     "read_policy_file",
-    "read_source",
     "requested_policy",
     "set_names",
     "settled_dtype",

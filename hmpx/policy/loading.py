@@ -11,9 +11,8 @@ from typing import Any, NamedTuple
 
 import torch
 
-from .. import arguments, ops
-from ..arguments import is_a
-from ..errors import OptionError, PolicyFileError, shown, suggestion
+from .. import ops
+from ..errors import PolicyFileError, shown, suggestion
 from ..warning import warn
 from .decisions import CastPolicy, Decision, LowType
 from .files.sources import PolicySource
@@ -23,7 +22,7 @@ from .lists.kinds import KINDS
 from .lists.op_list import Listed, OpList
 from .policy import Policy
 from .precedence import resolve
-from .request import PolicyRequest, path_and_policy, policy_request
+from .request import PolicyRequest, policy_request
 from .sections import Section
 
 
@@ -55,19 +54,7 @@ def load_policy(
         >>> "softmax" in policy.decisions
         False
     """
-    bf16_path, policy_or_path = path_and_policy(bf16_file_path, policy)
-    return requested_policy(
-        policy_request(
-            bf16_path,
-            fp32_file_path,
-            fp16_file_path=fp16_file_path,
-            opt_level=opt_level,
-            low_precision_type=low_precision_type,
-            lists=lists,
-            policy=policy_or_path,
-            strict=strict,
-        )
-    )
+    return requested_policy(policy_request(locals()))
 
 
 def requested_policy(request: PolicyRequest) -> Policy:
@@ -75,14 +62,13 @@ def requested_policy(request: PolicyRequest) -> Policy:
 
     Raises:
         OpListError: A list can't be read, or an op is in two lists; also of unknown names, if strict.
-        PolicyFileError: The policy can't be read, or is not a policy.
-        OptionError: The policy is neither one nor something to read.
+        PolicyFileError: The policy file contradicts itself.
     """
     policy, low_dtype, strict = request.policy, request.low_dtype, request.strict
     if isinstance(policy, Policy):
         return policy
     if policy is not None:
-        return _from_source(read_source(policy), low_dtype, strict=strict)
+        return _from_source(policy, low_dtype, strict=strict)
     if request.opt_level == "O2":
         if ignored := ", ".join(shown(path) for path in request.paths.values() if path):
             warn(f"opt_level 'O2' ignores list files ({ignored}); use 'O1' to read them")
@@ -131,26 +117,6 @@ def _shipped(state: sets.State, lists: str, low_dtype: LowType) -> _Shipped:
     first = [Listed(sets.read_shipped("first"), KINDS["first"].decision(low_dtype))]
     decisions = resolve([[], shipped, first, [_of_libraries(shipped)]])
     return _Shipped(tuple(shipped), types.MappingProxyType(decisions))
-
-
-def read_source(policy: object) -> PolicySource:
-    """Returns the content of a policy file, or of a mapping like one.
-
-    Raises:
-        OptionError: ``policy`` is neither.
-        PolicyFileError: It can't be read, or is not a policy.
-    """
-    if isinstance(policy, PolicySource):
-        return policy
-    from .files import reading  # yaml
-
-    if is_a(policy, Mapping):
-        return reading.from_mapping(policy)  # type: ignore[arg-type]
-    if is_a(policy, str) or hasattr(type(policy), "__fspath__"):
-        return reading.read_policy_file(arguments.path("policy", policy))
-    raise OptionError(
-        f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {shown(policy)}"
-    )
 
 
 def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) -> Policy:

@@ -107,25 +107,7 @@ def convert(
         >>> torch.nn.functional.linear(x, weight).dtype
         torch.float32
     """
-    given = {
-        "bf16_file_path": bf16_file_path,
-        "fp32_file_path": fp32_file_path,
-        "verbose": isVerbose,
-        "too_many": too_many,
-        "fp16_file_path": fp16_file_path,
-        "opt_level": opt_level,
-        "low_precision_type": low_precision_type,
-        "lists": lists,
-        "policy": policy,
-        "device_types": device_types,
-        "strict": strict,
-        "legalize": legalize,
-        "reuse_casts": reuse_casts,
-        "keep_weight_casts": keep_weight_casts,
-        "rounding": rounding,
-        "overflow": overflow,
-        "round_gradients": round_gradients,
-    }
+    given = dict(locals())
     said = request.plain(given)
     taken: list[Session | None] = [None]
     try:
@@ -157,7 +139,7 @@ def _converted(given: dict[str, Any], taken: list[Session | None]) -> Session:
     with lock:
         hold_off_forks(lock)  # for what is imported and read the first time
         torch_internals.check()
-        asked = request.checked(**given)
+        asked = request.checked(given)
         if asked.verbose == "hmp":
             announce_conversion(given["opt_level"])
         session = _put_in_force(
@@ -186,8 +168,7 @@ def checked_policy(**options: Any) -> Policy:
     check_names(convert, options)
     known = inspect.signature(convert).parameters
     given = {name: options.get(name, each.default) for name, each in known.items()}
-    given["verbose"] = given.pop("isVerbose")
-    return request.checked(**{**given, "too_many": ()}).policy
+    return request.checked({**given, "too_many": ()}).policy
 
 
 def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:

@@ -3,33 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Final
+from typing import Any, Final
 
 import torch
 
-from .. import arguments
 from ..arguments import is_a
 from ..casting import Options
-from ..compute import LEGALIZE_MODES
 from ..errors import OptionError, shown
-from ..number_formats import OVERFLOWS, is_format, spellings
-from ..number_formats import ROUNDING_MODES as ROUNDINGS
-from ..policy import (
-    Policy,
-    parse_format,
-    path_and_policy,
-    policy_request,
-    read_source,
-    requested_policy,
-    set_names,
-)
+from ..policy import Policy, policy_request, requested_policy, set_names
 from ..rules import all_rules
 from ..tensors import parse_device_types
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -49,65 +34,27 @@ class Request:
     options: Options
 
 
-def checked(
-    bf16_file_path: object,
-    fp32_file_path: object,
-    verbose: object,
-    too_many: tuple[object, ...],
-    *,
-    fp16_file_path: object,
-    opt_level: object,
-    low_precision_type: object,
-    lists: object,
-    policy: object,
-    device_types: Iterable[str] | None,
-    strict: object,
-    legalize: object,
-    reuse_casts: object,
-    keep_weight_casts: object,
-    rounding: object,
-    overflow: object,
-    round_gradients: object,
-) -> Request:
-    """Returns the request that `convert`'s arguments make; ``too_many`` are positional ones.
+def checked(given: Mapping[str, Any]) -> Request:
+    """Returns the request that `convert`'s arguments make.
 
     Raises:
         OpListError: A list can't be read, or an op stands in two lists.
         PolicyFileError: ``policy`` can't be read, or is not a policy.
         OptionError: An argument has a value that it can't have.
     """
-    if too_many:
-        raise OptionError(_too_many((bf16_file_path, fp32_file_path, verbose, *too_many)))
-    is_verbose = _verbosity(verbose)
-    options = Options(
-        legalize=arguments.choice("legalize", legalize, LEGALIZE_MODES),
-        reuse_casts=arguments.truth("reuse_casts", reuse_casts),
-        keep_weight_casts=_kept_casts(keep_weight_casts),
-        rounding=arguments.choice("rounding", rounding, ROUNDINGS, spellings("rounding")),
-        overflow=None if overflow is None else arguments.choice("overflow", overflow, OVERFLOWS),
-        round_gradients=_rounded_gradients(round_gradients),
-    )
-    found_types = parse_device_types(device_types)
-    bf16_path, policy = path_and_policy(bf16_file_path, policy)
-    if policy is not None and not isinstance(policy, Policy):
-        policy = source = read_source(policy)
-        is_verbose = is_verbose or source.is_verbose
-    asked = policy_request(
-        bf16_path,
-        fp32_file_path,
-        fp16_file_path=fp16_file_path,
-        opt_level=opt_level,
-        low_precision_type=low_precision_type,
-        lists=lists,
-        policy=policy,
-        strict=strict,
-    )
+    if given["too_many"]:
+        first = [given[name] for name in ("bf16_file_path", "fp32_file_path", "isVerbose")]
+        raise OptionError(_too_many((*first, *given["too_many"])))
+    is_verbose = _verbosity(given["isVerbose"])
+    options = Options.checked(given)
+    found_types = parse_device_types(given["device_types"])
+    asked = policy_request(given)
     made = requested_policy(asked)
     _check_effect(options, made)
     return Request(
         policy=made,
         device_types=found_types,
-        verbose=is_verbose,
+        verbose=is_verbose or asked.is_verbose,
         options=options,
     )
 
@@ -135,16 +82,6 @@ _NAMES: Final = {
     *("bf16_file_path", "fp32_file_path", "fp16_file_path", "lists", "policy"),
     *("low_precision_type", "round_gradients"),
 }
-
-
-def _rounded_gradients(value: object) -> bool | Format:
-    if is_a(value, str) or is_format(value):
-        return parse_format("round_gradients", value)
-    if is_a(value, (bool, int)) and value in (0, 1):
-        return bool(value)
-    raise OptionError(
-        f"round_gradients must be True, False, or a number format or its name, not {shown(value)}"
-    )
 
 
 def _check_effect(options: Options, policy: Policy) -> None:
@@ -177,14 +114,6 @@ def _verbosity(value: object) -> bool | str:
     elif is_a(value, (bool, int)) and value in (0, 1):
         return bool(value)
     raise OptionError(f"isVerbose must be {_EXPECTED}, not {shown(value)}")
-
-
-def _kept_casts(value: object) -> bool | str:
-    if is_a(value, str) and str.__str__(value) == "auto":
-        return "auto"
-    if is_a(value, (bool, int)) and value in (0, 1):
-        return bool(value)
-    raise OptionError(f"keep_weight_casts must be 'auto', True or False, not {shown(value)}")
 
 
 #: HMP's first order of arguments.
