@@ -56,7 +56,6 @@ if TYPE_CHECKING:
         register_op,
         unregister,
     )
-    from .number_tables import ALL_NUMBERS, LOOKED_UP, NUMBERS, SCALED
 else:  # programs without number formats need none of it
     __getattr__ = shown_later(
         __name__,
@@ -65,24 +64,19 @@ else:  # programs without number formats need none of it
             "emulation": "Emulation Formats",
             "frozen_codes": "watched_emulation",
             "lowering": "Lowering create_lower_func lowerings register_op unregister",
-            "number_tables": "ALL_NUMBERS LOOKED_UP NUMBERS SCALED",
         },
     )
 
 __all__ = [
     "ACTIVATIONS",
-    "ALL_NUMBERS",
     "COMPUTED",
     "CONVOLUTIONS",
     "DECIDING_WATCHERS",
     "KINDS",
     "LEAST_ELEMENTS",
     "LEGALIZE_MODES",
-    "LOOKED_UP",
     "LOWERINGS",
-    "NUMBERS",
     "PRODUCTS",
-    "SCALED",
     "SLOW_KINDS",
     "Accumulation",
     "Callee",

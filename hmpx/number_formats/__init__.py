@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from .graph_op import is_compiled
     from .kernels.bfloat16 import Bfloat16Kernels, bfloat16_kernels
     from .kernels.extremes import MOST_THREADS, extremes_kernels, largest_magnitude
-    from .kernels.library import has_kernels, kernels_in_use
+    from .kernels.library import kernels_in_use
     from .quantization import quantize, rounder, rounds_nothing
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
     from .rounding import Rounding
@@ -44,7 +44,7 @@ else:  # programs without number formats need none of it
             "kernels.bfloat16": "Bfloat16Kernels bfloat16_kernels",
             "graph_op": "is_compiled",
             "kernels.extremes": "MOST_THREADS extremes_kernels largest_magnitude",
-            "kernels.library": "has_kernels kernels_in_use",
+            "kernels.library": "kernels_in_use",
             "quantization": "quantize rounder rounds_nothing",
             "registered": "FORMATS_BY_NAME canonical get names register without",
             "rounding": "Rounding",
@@ -81,7 +81,6 @@ __all__ = [
     "extremes_kernels",
     "from_uint16",
     "get",
-    "has_kernels",
     "is_compiled",
     "is_format",
     "kernels_in_use",

@@ -36,7 +36,6 @@ from ..torch_internals import (
     INDUCTOR_CPP,
     INDUCTOR_GRAPHS,
     INDUCTOR_LOWERINGS,
-    INDUCTOR_PASSES,
     INDUCTOR_SUBGRAPHS,
     SELECT_ALGORITHM,
     TRACER,
@@ -109,12 +108,9 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         def keep_casts(module: Any) -> None:
             for patch in _keeping_casts(sys.modules[INDUCTOR_CONFIG], Draft()):
                 add(patch)
-            for patch in _looking_up(sys.modules[INDUCTOR_CONFIG], Draft()):
-                add(patch)
 
         if INDUCTOR_CPP in sys.modules:
             yield from _keeping_casts(sys.modules[INDUCTOR_CONFIG], draft)
-            yield from _looking_up(sys.modules[INDUCTOR_CONFIG], draft)
         else:
             actions[INDUCTOR_CPP] = keep_casts
     if keep_weight_casts is not True:
@@ -343,16 +339,3 @@ def _keeping_casts(config: Any, draft: Draft) -> Iterator[Patch]:
         entry is not None and draft.read(keeping) is False
     ):  # a value that a thread has set itself takes precedence
         yield keeping
-
-
-def _looking_up(config: Any, draft: Draft) -> Iterator[Patch]:
-    """Yields the patch that has inductor look up functions of bfloat16 numbers, in all threads."""
-    entry: Any = of_later(config.__name__, "_config.post_grad_custom_post_pass")
-    base = of_later(INDUCTOR_PASSES, "CustomGraphPass")
-    if entry is None or base is None:
-        return
-    from .tabulated import pass_of  # what most programs never need
-
-    looking_up = Patch(entry, "default", pass_of(base, config))
-    if draft.read(looking_up) is None:
-        yield looking_up

@@ -13,7 +13,6 @@ SELECT_ALGORITHM: Final = "torch._inductor.select_algorithm"
 CODE_CACHE: Final = "torch._inductor.codecache"
 INDUCTOR_CONFIG: Final = "torch._inductor.config"
 AOT_GRAPHS: Final = "torch._functorch._aot_autograd.graph_compile"
-INDUCTOR_PASSES: Final = "torch._inductor.custom_graph_pass"
 INDUCTOR_CPP: Final = "torch._inductor.codegen.cpp"
 INDUCTOR_LOWERINGS: Final = "torch._inductor.lowering"
 INDUCTOR_GRAPHS: Final = "torch._inductor.graph"
@@ -56,17 +55,8 @@ LATER: Final[dict[str, Later]] = {
     ),
     INDUCTOR_CONFIG: Later(
         "casts in compiled graphs",
-        (
-            "_config.emulate_precision_casts",
-            "_config.post_grad_custom_post_pass",
-            "force_disable_caches",
-        ),
+        ("_config.emulate_precision_casts", "force_disable_caches"),
         "rounding takes longer there",
-    ),
-    INDUCTOR_PASSES: Later(
-        "functions of bfloat16 numbers in compiled graphs",
-        ("CustomGraphPass",),
-        "activations take longer there",
     ),
     INDUCTOR_LOWERINGS: Later(
         "torch's functions in compiled graphs",

@@ -87,15 +87,6 @@ def kernels_in_use() -> Kernels:
     return Kernels(loaded, path)
 
 
-def has_kernels() -> bool:
-    """Whether there are compiled kernels.
-
-    Raises:
-        OptionError: As `library` does.
-    """
-    return library(is_essential=False) is not None
-
-
 def _load(path: Path) -> ctypes.CDLL | str:
     """Returns the library at ``path``, or why it can't be used."""
     try:
