@@ -1,21 +1,36 @@
-"""What is noted of calls and of gradients while a program runs, without any of its tensors."""
+"""What is known of calls, gradients and tensors while a program runs, without any of its tensors."""
 
 from __future__ import annotations
 
 import math
 import weakref
+from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple, TypeGuard
 
 import torch
-from torch import nn
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import TensorWeakRef
 
 from ..observers import OpCall
+from ..tensors import PLAIN_TENSORS
+from ..torch_internals import (
+    dispatch_modes,
+    has_tangents,
+    is_graph_made,
+    is_jit_tracing,
+    transforms,
+)
 from .slots import Extremes, exact
 
-#: What a tensor holds beside finite values.
+#: The non-finite values that a tensor may hold, as bits.
 NAN, POSITIVE, NEGATIVE = 4, 2, 1
+
+storage_of: Final[Callable[[Tensor], Any]] = Tensor.untyped_storage
+
+#: Of how many measurements of its parts a tensor may be known.
+_MOST_PARTS: Final = 8
 
 
 class Cell:
@@ -49,24 +64,17 @@ class Cell:
 
 
 class Leaf(Cell):
-    """What is known of a parameter, or another leaf: it is looked at only if something is wrong.
-
-    Attributes:
-        reference: The parameter, while it is alive.
-        version: Its version when it was used.
-        holder: The module whose forward used it, while that is alive; None outside of any.
-        path: Qualified name of that module.
-    """
+    """A parameter or another leaf: its values are read only if something is wrong."""
 
     __slots__ = ("holder", "path", "reference", "version")
 
     def __init__(
-        self, tensor: torch.Tensor, version: int, holder: nn.Module | None = None, path: str = ""
+        self, tensor: Tensor, version: int, holder: nn.Module | None = None, path: str = ""
     ) -> None:
-        """Starts without looking at ``tensor``, which is at ``version``."""
+        """Is used by module ``holder`` of that qualified name, at that version."""
+        super().__init__(None, "")
+        self.extremes = None
         self.holder, self.path = None if holder is None else weakref.ref(holder), path
-        self.slot, self.maker, self.is_hooked = None, "", True
-        self.extremes, self.origin, self.sources = None, None, []
         self.reference, self.version = weakref.ref(tensor), version
 
     def look(self) -> None:
@@ -93,36 +101,8 @@ class Leaf(Cell):
         return f"{self.path}.{found}" if found and self.path else found
 
 
-def alive(reference: weakref.ref[torch.Tensor]) -> torch.Tensor | None:
-    """Returns the tensor of a weak reference that is cheap to make; None if it has died."""
-    tensor = reference()
-    return None if tensor is None else TensorWeakRef(tensor)()
-
-
-def bits_of(extremes: Extremes) -> int:
-    """Returns which non-finite values a tensor of these extremes has."""
-    low, high = extremes
-    if math.isnan(low) or math.isnan(high):
-        return NAN
-    return POSITIVE * (high == math.inf) | NEGATIVE * (low == -math.inf)
-
-
-def version_of(tensor: torch.Tensor) -> int:
-    """Returns a tensor's version; -1 for one of inference mode, which counts none."""
-    try:
-        return tensor._version
-    except RuntimeError:
-        return -1
-
-
-@dataclass(slots=True, eq=False)
-class Input:
-    """One floating-point input of a call.
-
-    Attributes:
-        cells: What is known of its memory.
-        is_part: It is only a part of that.
-    """
+class Input(NamedTuple):
+    """A floating-point input of a call: what is known of its memory, and whether it is a part of that."""
 
     cells: tuple[Cell, ...]
     is_part: bool
@@ -170,9 +150,13 @@ class CallRecord:
     is_unsure: bool = False
     writes: bool = False
     is_blamed: bool = False
-    alive: list[tuple[weakref.ref[torch.Tensor], int]] = field(default_factory=list)
+    alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
     trial: Trial | None = None
     outline: Any = None
+
+    def cells(self) -> list[Cell]:
+        """Returns those of all inputs and results."""
+        return [*self.results, *(cell for each in self.inputs for cell in each.cells)]
 
 
 @dataclass(slots=True, eq=False)
@@ -195,6 +179,97 @@ class GradientRecord:
     step: int
     trial: Trial | None = None
 
+    def cells(self) -> list[Cell]:
+        """Returns those of all gradients."""
+        return self.before + self.after
 
-#: Ops whose results are whatever memory holds.
-UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
+
+class KnownTensors:
+    """What was measured of tensors that may still be alive: by their memory and version, as views share these.
+
+    A weak reference keeps the address of freed memory from being given to other memory.
+    """
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._found: dict[int, tuple[StorageWeakRef, int, tuple[Cell, ...]]] = {}
+
+    def find(self, tensor: Tensor, storage: Any) -> tuple[tuple[Cell, ...], bool] | None:
+        """Returns what is known of ``tensor`` in memory ``storage``, and whether that is of more than it."""
+        found = self._found.get(storage._cdata)
+        if found is None or found[1] != version_of(tensor) or found[1] < 0:
+            return None
+        return found[2], tensor.nbytes < storage.nbytes()
+
+    def before(self, tensor: Tensor, storage: Any) -> tuple[Cell, ...] | None:
+        """Returns what was known of ``tensor`` before a call wrote to it; None if nothing was."""
+        found = self._found.get(storage._cdata)
+        if found is None or not 0 <= version_of(tensor) - found[1] <= 1:
+            return None
+        return found[2]
+
+    def add(self, tensor: Tensor, storage: Any, version: int, cell: Cell) -> None:
+        """Remembers that ``cell`` holds what ``tensor`` has now, at this version."""
+        key = storage._cdata
+        cells: tuple[Cell, ...] = (cell,)
+        found = self._found.get(key)
+        if version >= 0 and tensor.nbytes < storage.nbytes():
+            # The rest is as it was, if that is known.
+            if found is None or not 0 <= version - found[1] <= 1 or len(found[2]) >= _MOST_PARTS:
+                self._found.pop(key, None)
+                return
+            cells = (*found[2], cell)
+        reference = found[0] if found is not None else StorageWeakRef(storage)  # type: ignore[no-untyped-call]
+        self._found[key] = reference, version, cells
+
+    def forget(self, *, only_dead: bool = False) -> None:
+        """Forgets all, or memory that has been freed."""
+        kept = self._found.items() if only_dead else ()
+        self._found = {key: each for key, each in kept if not each[0].expired()}  # type: ignore[no-untyped-call]
+
+
+def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
+    """Returns the tensor of a weak reference that is cheap to make; None if it has died."""
+    tensor = reference()
+    return None if tensor is None else TensorWeakRef(tensor)()
+
+
+def bits_of(extremes: Extremes) -> int:
+    """Returns which non-finite values a tensor of these extremes has."""
+    low, high = extremes
+    if math.isnan(low) or math.isnan(high):
+        return NAN
+    return POSITIVE * (high == math.inf) | NEGATIVE * (low == -math.inf)
+
+
+def version_of(tensor: Tensor) -> int:
+    """Returns a tensor's version; -1 for one of inference mode, which counts none."""
+    try:
+        return tensor._version
+    except RuntimeError:
+        return -1
+
+
+def is_measurable(value: object) -> TypeGuard[Tensor]:
+    """Whether ``value`` is a floating-point tensor whose values can be read."""
+    if type(value) not in PLAIN_TENSORS:
+        return False
+    tensor: Any = value
+    dtype = tensor.dtype
+    return (
+        (dtype.is_floating_point or dtype.is_complex)
+        and tensor.layout is torch.strided
+        and not tensor.is_meta
+    )
+
+
+def is_off_limits() -> bool:
+    """Whether calls made here have no values, or belong to a transform or a trace."""
+    if transforms() is not None or is_jit_tracing() or has_tangents():
+        return True
+    return bool(dispatch_modes()) and is_graph_made()
+
+
+def is_captured(tensor: Tensor) -> bool:
+    """Whether calls with ``tensor`` are being recorded for a CUDA graph."""
+    return tensor.is_cuda and torch.cuda.is_current_stream_capturing()

@@ -11,7 +11,7 @@ import ctypes
 import functools
 import math
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from typing import Final
 
 import torch
@@ -29,8 +29,8 @@ _cat, _detach, _empty, _to = unpatched(torch.cat, Tensor.detach, torch.empty, Te
 _isfinite, _masked_select = unpatched(torch.isfinite, torch.masked_select)
 _tolist, _unbind, _view_as_real = unpatched(Tensor.tolist, Tensor.unbind, torch.view_as_real)
 
-#: Dtypes whose extremes are computed as they are, those of narrower ones after an upcast -> the bits
-#: of an infinity, all of which NaN has, too.
+#: Dtypes whose extremes are computed as they are, those of others after an upcast -> the bits of an
+#: infinity, all of which NaN has, too.
 _OWN_KERNELS: Final = {
     torch.float16: 0x7C00,
     torch.bfloat16: 0x7F80,
@@ -41,11 +41,6 @@ _OWN_KERNELS: Final = {
 #: How many tensors a piece of memory has slots for, at first and at most.
 _FEWEST, _MOST = 256, 16384
 
-#: Up to so many elements a call costs more than what it computes.
-_FEW: Final = 1 << 15
-
-_CPU: Final = torch.device("cpu")
-
 #: From so many elements on kernels run in several threads.
 _MANY: Final = 1 << 17
 
@@ -54,21 +49,13 @@ Extremes = tuple[float, float]
 
 
 class Slots:
-    """Slots for the extremes of tensors, used by one thread at a time.
-
-    Attributes:
-        count: How many are in use.
-        is_full: No memory is left: they must be read.
-    """
+    """Slots for the extremes of tensors, used by one thread at a time; ``count`` are in use."""
 
     def __init__(self) -> None:
         """Starts without memory."""
         self._pieces: list[_Piece] = []
         self._open: dict[tuple[torch.device, torch.dtype], _Piece] = {}
-        self._on_cpu: _Piece | None = None
         self._kernels = extremes_kernels()
-        self._extremes = (ctypes.c_float * 2)()
-        self._extremes_address = ctypes.addressof(self._extremes)
         self.count = 0
 
     @property
@@ -77,7 +64,7 @@ class Slots:
         return self.count >= _MOST
 
     def measure(self, tensor: Tensor) -> int | None:
-        """Writes the extremes of ``tensor`` into a slot and returns its number; None if it has none."""
+        """Writes the extremes of ``tensor`` into a slot and returns its number; None if it is empty."""
         count = tensor.numel()
         if not count:
             return None
@@ -85,12 +72,7 @@ class Slots:
         if kernel is not None and not tensor.is_neg():
             is_row = tensor.is_contiguous() or _is_row(tensor.stride(), tensor.shape)
             if is_row and (address := tensor.data_ptr()):  # tensors of known zeros have no memory
-                piece = self._on_cpu
-                if piece is None or piece.used == piece.size:
-                    piece = self._on_cpu = self._opened(_CPU, torch.float32)
-                position = piece.used
-                piece.used += 1
-                self.count += 1
+                piece, position = self._take(_CPU, torch.float32)
                 kernel(address, count, piece.address + 8 * position, _threads_for(count))
                 return piece.first_slot + position
         if dispatch_modes():  # of the program, which must not see this
@@ -105,112 +87,77 @@ class Slots:
             tensor = _view_as_real(tensor)
         if tensor.dtype not in _OWN_KERNELS:
             tensor = _to(tensor, torch.float32)
-        slot, low, high = self._take(tensor.device, tensor.dtype)
+        piece, position = self._take(tensor.device, tensor.dtype)
+        low, high = piece.views[position]
         is_contiguous = tensor.is_contiguous()
         if not is_contiguous and _is_row(tensor.stride(), tensor.shape):
             tensor = _as_strided(tensor, (tensor.numel(),), (1,), tensor.storage_offset())
             is_contiguous = True
-        # On CPUs, M: 1M elements, us: of float32 200 and 200 against 320 together, of the low ones 350
-        # and 350 against 210. Where elements are apart `aminmax` is far slower. Few elements of float32
-        # take one call rather than two.
-        is_split = tensor.dtype is torch.float32 and tensor.is_cpu and tensor.numel() > _FEW
-        if is_contiguous and not is_split:
+        if is_contiguous:
             _aminmax(tensor, out=(low, high))
-        else:
+        else:  # where elements are apart `aminmax` is far slower
             _amin(tensor, (), out=low)
             _amax(tensor, (), out=high)
-        return slot
+        return piece.first_slot + position
 
-    def _take(self, device: torch.device, dtype: torch.dtype) -> tuple[int, Tensor, Tensor]:
-        piece = self._opened(device, dtype)
-        position = piece.used
-        piece.used += 1
-        self.count += 1
-        low, high = piece.views[position]
-        return piece.first_slot + position, low, high
-
-    def _opened(self, device: torch.device, dtype: torch.dtype) -> _Piece:
-        """Returns the memory of this kind that has slots left."""
+    def _take(self, device: torch.device, dtype: torch.dtype) -> tuple[_Piece, int]:
+        """Returns memory of this kind, and the position of a free slot in it."""
         piece = self._open.get((device, dtype))
         if piece is None or piece.used == piece.size:
             size = _FEWEST if piece is None else min(4 * piece.size, _MOST)
             piece = self._open[device, dtype] = _Piece(size, device, dtype)
             piece.first_slot = len(self._pieces) * _MOST
             self._pieces.append(piece)
-        return piece
+        piece.used += 1
+        self.count += 1
+        return piece, piece.used - 1
 
     def is_finite(self, slot: int | None) -> bool:
-        """Whether what a slot holds by now is finite; waits for its device, and runs no op on the CPU."""
+        """Whether a slot's values are finite; waits for its device, and runs no op on the CPU."""
         if slot is None:
             return True
         piece, position = self._pieces[slot // _MOST], slot % _MOST
         if not piece.memory.is_cpu:
             return all(map(math.isfinite, _tolist(piece.memory[position])))
         infinity, size = _OWN_KERNELS[piece.memory.dtype], piece.memory.element_size()
-        low, high = (
-            int.from_bytes(
-                ctypes.string_at(piece.address + (2 * position + each) * size, size), sys.byteorder
-            )
-            for each in (0, 1)
-        )
-        return low & infinity != infinity and high & infinity != infinity
+        for each in (2 * position, 2 * position + 1):
+            bits = ctypes.string_at(piece.address + each * size, size)
+            if int.from_bytes(bits, sys.byteorder) & infinity == infinity:
+                return False
+        return True
 
-    def read(self) -> Mapping[int, Extremes] | None:
-        """Returns what `read_all` does; None if all are finite, which is told without a look at each."""
-        if self._is_all_finite_on_cpu():
-            self._empty_all()
-            return None
-        values = self._read()
-        # A sum of products with zero is not finite exactly if one of the values is not.
-        if all(math.isfinite(sum([each * 0.0 for each in found])) for _, found in values):
-            return None
-        return _by_slot(values)
+    def read(self, *, always: bool = False) -> Mapping[int, Extremes] | None:
+        """Returns slot -> the extremes in it, and empties all; waits for devices.
 
-    def read_all(self) -> Mapping[int, Extremes]:
-        """Returns slot -> the extremes in it, and empties all; waits for devices."""
-        return _by_slot(self._read())
-
-    def _read(self) -> list[tuple[list[int], list[float]]]:
-        """Returns slots and the pairs of values in them, by one copy from each device."""
+        Unless ``always``, None if all of them are finite.
+        """
         on_devices: dict[torch.device, list[_Piece]] = {}
         for piece in self._pieces:
             if piece.used:
                 on_devices.setdefault(piece.memory.device, []).append(piece)
-        found = [_values_on(device, pieces) for device, pieces in on_devices.items()]
-        self._empty_all()
-        return found
-
-    def _is_all_finite_on_cpu(self) -> bool:
-        """Whether a kernel, of all that was written, tells that it is finite; False if none can tell."""
-        kernel = self._kernels.get(torch.float32)
-        used = [piece for piece in self._pieces if piece.used]
-        if kernel is None or any(not piece.is_of_kernels for piece in used):
-            return False
-        for piece in used:
-            kernel(piece.address, 2 * piece.used, self._extremes_address, 1)
-            if not (math.isfinite(self._extremes[0]) and math.isfinite(self._extremes[1])):
-                return False
-        return True
-
-    def _empty_all(self) -> None:
+        slots: list[int] = []
+        values: list[float] = []
+        for device, pieces in on_devices.items():
+            wide = torch.float32 if device.type == "mps" else torch.float64
+            rows = [_to(piece.memory[: piece.used], wide) for piece in pieces]
+            values += _tolist(_cat(rows).flatten())
+            slots += [piece.first_slot + each for piece in pieces for each in range(piece.used)]
         self._kernels = extremes_kernels()  # they may have been built by now
         self.count, self._pieces = 0, list(self._open.values())
         for number, piece in enumerate(self._pieces):
             piece.used, piece.first_slot = 0, number * _MOST
+        # A sum of products with zero is not finite exactly if one of the values is not.
+        if not always and math.isfinite(sum([each * 0.0 for each in values])):
+            return None
+        pairs = zip(values[::2], values[1::2], strict=True)
+        return dict(zip(slots, pairs, strict=True))
+
+
+_CPU: Final = torch.device("cpu")
 
 
 class _Piece:
-    """Memory for slots of one dtype on one device.
-
-    Attributes:
-        memory: [slots, 2].
-        size: How many slots there are.
-        address: Where that begins.
-        views: Two tensors of no dimension for each slot.
-        is_of_kernels: Kernels read it: on the CPU, of float32.
-        first_slot: Number of the first slot.
-        used: How many slots are in use.
-    """
+    """Memory for slots of one dtype on one device: [slots, 2], the first ``used`` of which are in use."""
 
     def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
         # Made where inference mode is off: other threads write to it.
@@ -219,24 +166,8 @@ class _Piece:
             self.memory = _empty((size, 2), dtype=dtype, device=device)
             columns = [_unbind(column) for column in _unbind(self.memory, 1)]
         self.address = self.memory.data_ptr()
-        self.is_of_kernels = device.type == "cpu" and dtype is torch.float32
         self.views = list(zip(*columns, strict=True))
         self.first_slot = self.used = 0
-
-
-def _values_on(device: torch.device, pieces: list[_Piece]) -> tuple[list[int], list[float]]:
-    """Returns the slots in use, and the pairs of values in them."""
-    wide = torch.float32 if device.type == "mps" else torch.float64
-    rows = [_to(piece.memory[: piece.used], wide) for piece in pieces]
-    slots = [piece.first_slot + each for piece in pieces for each in range(piece.used)]
-    return slots, _tolist(_cat(rows).flatten())
-
-
-def _by_slot(values: Iterable[tuple[list[int], list[float]]]) -> dict[int, Extremes]:
-    found: dict[int, Extremes] = {}
-    for slots, pairs in values:
-        found.update(zip(slots, zip(pairs[::2], pairs[1::2], strict=True), strict=True))
-    return found
 
 
 def _threads_for(count: int) -> int:
@@ -260,7 +191,8 @@ def exact(tensor: Tensor) -> Extremes:
     slots = Slots()
     with disable_modes():
         slot = slots.measure(tensor)
-        return (0.0, 0.0) if slot is None else slots.read_all()[slot]
+        found = slots.read(always=True)
+    return (0.0, 0.0) if slot is None or found is None else found[slot]
 
 
 def exact_finite(tensor: Tensor | None, version: int) -> Extremes | None:

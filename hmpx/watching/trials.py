@@ -1,7 +1,7 @@
 """Calls that gave non-finite values, run again in float32: a remedy is tried before it is given.
 
-The program does not notice: calls run on copies, without its modes and hooks, and the random numbers
-that they draw are put back.
+The program does not notice: calls run on copies, without its modes and hooks, and the random state is
+restored.
 """
 
 from __future__ import annotations
@@ -47,13 +47,7 @@ Gradients = Mapping[int, Tensor]
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a call, kept to run it again.
-
-    Attributes:
-        args: By position.
-        kwargs: By name.
-        versions: Versions of the floating tensors among them when the call ran.
-    """
+    """The arguments of a call, kept to run it again, and versions of the floating tensors among them."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
@@ -61,10 +55,9 @@ class Arguments:
 
     def replaced(self, function: Callable[[Tensor], Tensor]) -> Arguments:
         """Returns the arguments with another tensor in place of each."""
-        args = map_tensors(self.args, function)
-        return Arguments(
-            args, {name: map_tensors(value, function) for name, value in self.kwargs.items()}
-        )
+        names = self.kwargs.items()
+        kwargs = {name: map_tensors(value, function) for name, value in names}
+        return Arguments(map_tensors(self.args, function), kwargs)
 
     def outline(self) -> Arguments:
         """Returns the arguments with a tensor of one element, and without memory, in place of each."""
@@ -129,11 +122,7 @@ def tried_on_extremes(
 ) -> Trial | None:
     """Returns what a call on one element gives in float32 for the extremes of its inputs.
 
-    Args:
-        call: The call.
-        outline: Its arguments, without values.
-        extremes: Of each floating input.
-        gradient: Of the gradient of its result, to try its backward.
+    Its backward, if the extremes of the gradient of its result are given.
     """
     if not 0 < len(extremes) <= _MOST_INPUTS or len(extremes) != len(tensors_in(outline.values())):
         return None
@@ -193,7 +182,7 @@ def _outcome(
     given = arguments.replaced(replace)
     if gradients is None:
         return floating_in([call.function(*given.args, **given.kwargs)])
-    with torch.enable_grad(), saved_tensors_hooks(_same, _same):
+    with torch.enable_grad(), saved_tensors_hooks(lambda tensor: tensor, lambda tensor: tensor):
         results = floating_in([call.function(*given.args, **given.kwargs)])
         chosen = [results[number] for number in gradients]
         arrived = [
@@ -271,7 +260,3 @@ def _bits(tensors: Iterable[Tensor]) -> int:
 
 def _versions(tensors: Iterable[Tensor]) -> tuple[int, ...]:
     return tuple([version_of(each) for each in tensors])
-
-
-def _same(tensor: Tensor) -> Tensor:
-    return tensor

@@ -14,8 +14,7 @@ from ..patching import unpatched
 from ..tensors import CAST, LOW_DTYPES
 from ..torch_internals import disable_modes
 from ..torch_state import without_casts
-from .hooks import is_captured, is_off_limits
-from .known_tensors import is_measurable
+from .records import is_captured, is_measurable, is_off_limits
 
 #: How many values of a tensor are looked at.
 _SAMPLE: Final = 4096
@@ -58,18 +57,16 @@ class UnderflowCounts:
         self._calls = 0
         self._counts: dict[tuple[str, str, str], Tensor] = {}
 
-    def note(self, call: OpCall, inputs: list[Tensor]) -> None:
+    def add(self, call: OpCall, inputs: list[Tensor]) -> None:
         """Counts a call."""
-        if not self._rate or (call.input_dtypes == call.cast_dtypes and not _is_format(call.dtype)):
+        is_format = isinstance(call.dtype, Format)
+        if not self._rate or (call.input_dtypes == call.cast_dtypes and not is_format):
             return
         self._calls += 1
         if int(self._calls * self._rate) == int((self._calls - 1) * self._rate) or is_off_limits():
             return
-        target: Any = next(
-            (each for each in (*call.cast_dtypes, call.dtype) if _is_low(each)), None
-        )
-        if _is_format(call.dtype):
-            target = call.dtype
+        low = [each for each in (*call.cast_dtypes, call.dtype) if each in LOW_DTYPES]
+        target: Any = call.dtype if is_format else next(iter(low), None)
         given = [each for each in inputs if is_measurable(each)]
         if target is None or any(map(is_captured, given)):
             return
@@ -117,14 +114,6 @@ def _sample(tensor: Tensor) -> Tensor:
         shape[longest] = math.ceil(shape[longest] / 2)
         strides[longest] *= 2
     return _as_strided(tensor, shape, strides, tensor.storage_offset())
-
-
-def _is_format(dtype: object) -> bool:
-    return isinstance(dtype, Format)
-
-
-def _is_low(dtype: object) -> bool:
-    return isinstance(dtype, torch.dtype) and dtype in LOW_DTYPES
 
 
 def _least_normal(target: Any) -> float:

@@ -20,11 +20,10 @@ from ..errors import NonFiniteError, OptionError, noted, shown
 from ..observers import LOGGER, Attached, OpCall
 from ..policy import Policy
 from ..torch_internals import uncompiled
-from .judging import Judge, Origin, offence_of
-from .locating import Flag
-from .loss_scaling import LossScaling
-from .noting import Notes
+from .culprit import Judge, Origin, offence_of
+from .notes import Notes
 from .offences import Offence
+from .steps import LossScaling, Run
 from .underflow import Underflow, UnderflowCounts
 
 Mode = Literal["raise", "log", "collect"]
@@ -108,7 +107,7 @@ class Watch:
                 Attached(self._observe, every_op=True, values=True) as self._attached,
                 hooked(
                     (register_optimizer_step_pre_hook, self._before_optimizer),
-                    (register_optimizer_step_post_hook, self._after_optimizer),
+                    (register_optimizer_step_post_hook, self._pause_or_resume),
                 ),
                 uncompiled(),
             ):
@@ -149,11 +148,11 @@ class Watch:
         if self._closure is None:
             self._close_step()
             return None
-        flag = Flag(self._closure, args, kwargs)
-        result = flag.run()
+        run = Run(self._closure, args, kwargs)
+        result = run.first()
         try:
-            if flag.is_raised(result):
-                self._run_again(flag)
+            if run.is_bad(result):
+                self._run_again(run)
         finally:
             self._number += 1
             self._pause_or_resume()
@@ -169,10 +168,10 @@ class Watch:
             The first offence in it; None if there is none.
         """
         before = len(self.offences)
-        self._run_again(Flag(closure, (), {}), may_raise=False)
+        self._run_again(Run(closure, (), {}), may_raise=False)
         return self.offences[before] if len(self.offences) > before else None
 
-    def _run_again(self, flag: Flag, *, may_raise: bool = True) -> None:
+    def _run_again(self, run: Run, *, may_raise: bool = True) -> None:
         attached = self._attached
         if attached is None:
             raise OptionError("enter the watch first: `with hmpx.watch(...) as w:`")
@@ -180,7 +179,7 @@ class Watch:
         attached.resume()
         number, self._notes.waits = self._number, True
         try:
-            flag.run_again()
+            run.again()
         finally:
             self._notes.waits = False
             try:
@@ -189,18 +188,17 @@ class Watch:
                 self._number = number
                 self._pause_or_resume()
 
-    def _pause_or_resume(self) -> None:
-        """Observes calls in the steps that are watched only."""
+    def _pause_or_resume(self, *_: Any) -> None:
+        """Observes calls in the steps that are watched only; also a hook after an optimizer's step."""
         first, end = self._window
         is_watched = first <= self._number < end and (self._number - first) % self._every == 0
-        attached = self._attached
-        if attached is None:
+        if self._attached is None:
             return
         self._notes.step = self._number
         if is_watched and self._closure is None:
-            attached.resume()
+            self._attached.resume()
         else:
-            attached.pause()
+            self._attached.pause()
 
     def _before_optimizer(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
@@ -234,9 +232,6 @@ class Watch:
 
         return watched
 
-    def _after_optimizer(self, *_: Any) -> None:
-        self._pause_or_resume()
-
     def _close_step(self, *, may_raise: bool = True) -> None:
         try:
             self._judge_notes(ends_step=True, may_raise=may_raise)
@@ -259,14 +254,12 @@ class Watch:
             self._judge_notes(ends_step=False)
         elif notes.has_gradients and call.phase == "forward" and self._ends_unseen():
             self._close_skipped()
-        notes.note_call(call, inputs, args, kwargs, result)
-        self._underflow.note(call, inputs)
+        notes.add_call(call, inputs, args, kwargs, result)
+        self._underflow.add(call, inputs)
 
     def _ends_unseen(self) -> bool:
         """Whether a step may have ended without an optimizer's: skipped by a loss scaler, or by hand."""
-        if self._steps_by_hand:
-            return False
-        return self._scaling.is_used() or not self._has_optimizer
+        return not self._steps_by_hand and (self._scaling.is_used() or not self._has_optimizer)
 
     def _close_skipped(self) -> None:
         found = self._judge_notes(ends_step=True)
@@ -294,7 +287,7 @@ class Watch:
         return bool(origins)
 
     def _offence(self, origin: Origin) -> Offence | None:
-        if not (origin.is_backward and self._scaling.is_used()):
+        if not (origin.gradients and self._scaling.is_used()):
             return offence_of(origin)
         return offence_of(origin, "scale") if self._scaling.is_lost() else None
 

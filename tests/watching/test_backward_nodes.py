@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import hmpx
-from hmpx.watching.backward_nodes import HANDING_ON, boundary
+from hmpx.watching.gradients import HANDING_ON, boundary
 from hmpx.watching.records import GradientRecord
 
 pytestmark = pytest.mark.usefixtures("no_search_for_early_names")

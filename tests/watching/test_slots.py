@@ -45,7 +45,7 @@ def found(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> An
         measured = Slots()
         numbers = [measured.measure(each) for each in tensors]
         assert used == [each.dtype for each in tensors if by_kernel and each.dtype in chosen]
-        values = measured.read_all()
+        values = measured.read(always=True) or {}
         return [None if each is None else values[each] for each in numbers]
 
     return find
@@ -148,7 +148,7 @@ def test_complex_numbers(found: Any) -> None:
     values = torch.complex(torch.tensor([1.0, 2.0]), torch.tensor([-3.0, INFINITY]))
     slots = Slots()
     slot = slots.measure(values)
-    assert slot is not None and slots.read_all()[slot] == (-3.0, INFINITY)
+    assert slot is not None and slots.read() == {slot: (-3.0, INFINITY)}
 
 
 @pytest.mark.sampled(3)

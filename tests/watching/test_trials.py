@@ -15,7 +15,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
-from hmpx.watching import noting
+from hmpx.watching import notes
 
 pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
 
@@ -124,7 +124,7 @@ def test_on_accelerators_extremes_are_tried(
     program: Any, expected: str, remedy: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Where nothing may be read before the end of the step."""
-    looks_closer = noting.Notes._try
+    looks_closer = notes.Notes._try
 
     def as_on_accelerators(
         self: Any, record: Any, arguments: Any, inputs: Any, results: Any
@@ -132,7 +132,7 @@ def test_on_accelerators_extremes_are_tried(
         elsewhere = [type("Elsewhere", (), {"is_cpu": False})()]
         return looks_closer(self, record, arguments, inputs, elsewhere)
 
-    monkeypatch.setattr(noting.Notes, "_try", as_on_accelerators)
+    monkeypatch.setattr(notes.Notes, "_try", as_on_accelerators)
     with hmpx.watch("collect") as w:
         h = torch.tensor([0.0, 12.0], dtype=FP16, requires_grad=True) * 1
         program(h if expected != "overflow" else h * 1)
@@ -283,10 +283,10 @@ def test_trials_change_nothing(
         tries.append(tried(*args))
         return tries[-1]
 
-    tried = noting.tried
+    tried = notes.tried
     with hmpx.convert(low_precision_type=FP16, device_types={"cpu"}, legalize=legalize):
         expected = outcome(anomalies=anomalies)
-        monkeypatch.setattr(noting, "tried", counted)
+        monkeypatch.setattr(notes, "tried", counted)
         monkeypatch.setattr("hmpx.watching.trials.tried", counted)
         with hmpx.watch("collect") as w:
             actual = outcome(anomalies=anomalies)

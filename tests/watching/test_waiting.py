@@ -13,7 +13,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import hmpx
 from hmpx.torch_internals import disable_modes
-from hmpx.watching import known_tensors, noting, slots
+from hmpx.watching import notes, records, slots
 
 pytestmark = pytest.mark.usefixtures("no_search_for_early_names")
 
@@ -68,7 +68,7 @@ def waits(calls: int, monkeypatch: pytest.MonkeyPatch) -> tuple[Counter[str], Co
             patches = stack.enter_context(monkeypatch.context())
             for name in WAITING_METHODS:
                 patches.setattr(Tensor, name, counted(getattr(Tensor, name), name))
-            for module in (slots, known_tensors, noting):
+            for module in (slots, records, notes):
                 for name, value in list(vars(module).items()):
                     method = getattr(value, "__name__", "")
                     if name.startswith("_") and method in WAITING_METHODS:

@@ -1,4 +1,4 @@
-"""Notes each call of a watched program and the gradients that go back through it.
+"""Records each call of a watched program and the gradients that go back through it.
 
 Runs amid the program: it waits for no device and records no gradients. It keeps no tensor alive but the
 inputs of calls in low precision on the CPU, until their backward has run.
@@ -6,29 +6,29 @@ inputs of calls in low precision on the CPU, until their backward has run.
 
 from __future__ import annotations
 
-import functools
 import math
 import threading
 import weakref
 from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-import torch
 from torch import Tensor
 
 from ..observers import OpCall
-from ..tensors import edges_of, is_leaf, node_of, tensors_in
+from ..tensors import is_leaf, node_of, tensors_in
 from ..torch_state import running_module
-from .backward_nodes import Exits, boundary, leaving, name_of
-from .hooks import Hooks, is_captured, is_off_limits
-from .known_tensors import KnownTensors, is_measurable, storage_of
+from .gradients import hook_call, hook_function, name_of, sources_of
 from .records import (
-    UNSET,
     CallRecord,
     Cell,
     GradientRecord,
     Input,
+    KnownTensors,
     Leaf,
+    is_captured,
+    is_measurable,
+    is_off_limits,
+    storage_of,
     version_of,
 )
 from .slots import Slots
@@ -37,15 +37,18 @@ from .trials import Arguments, can_change, kept, tried, tried_forward
 #: The key under which a node's metadata holds what is known of its results.
 _CELLS: Final = "hmpx.watched"
 
+#: Ops whose results are whatever memory holds.
+_UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
+
 
 class Notes:
-    """What is noted of one step.
+    """The records of one step.
 
     Attributes:
         records: In the order of events.
         step: Number of the step.
-        is_open: Whether anything is noted.
-        has_gradients: Gradients have been noted.
+        is_open: Whether anything is recorded.
+        has_gradients: Gradients have been recorded.
         waits: Calls that fail on accelerators are tried at once, as on the CPU.
     """
 
@@ -63,7 +66,7 @@ class Notes:
 
     @property
     def is_full(self) -> bool:
-        """Whether they should be taken before more are noted."""
+        """Whether they should be taken before more are added."""
         return self._slots.is_full
 
     def take(self, *, ends_step: bool) -> list[CallRecord | GradientRecord]:
@@ -75,15 +78,13 @@ class Notes:
             records, self.records = self.records, []
             extremes = self._slots.read()
             self._leaves, self._owners = {}, None
+            self._known.forget(only_dead=not ends_step)
             if ends_step:
                 self.has_gradients = False
-                self._known.forget()
                 if extremes is None:
                     return []
-            else:
-                self._known.forget_dead()
             for record in records:
-                for cell in _cells_of(record):
+                for cell in record.cells():
                     if cell.slot is not None:
                         cell.extremes = (0.0, 0.0) if extremes is None else extremes[cell.slot]
                         cell.slot = None
@@ -91,7 +92,7 @@ class Notes:
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def note_call(  # as of a `ValueObserver`
+    def add_call(  # as of a `ValueObserver`
         self,
         call: OpCall,
         inputs: list[Tensor],
@@ -99,7 +100,7 @@ class Notes:
         kwargs: Mapping[str, Any],
         result: Any,
     ) -> None:
-        """Notes a call after it ran."""
+        """Records a call after it ran."""
         if not self.is_open or is_off_limits():
             return
         written = args[0] if call.op == "setitem" else result
@@ -110,19 +111,19 @@ class Notes:
         if not results or is_captured(results[0]):
             return
         record = CallRecord(call, self.step, [])
-        record.is_intended = call.op in UNSET or _has_non_finite(args)
+        record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:
             record.is_intended = _has_non_finite(kwargs.values())
         with self._lock:
-            self._note_values(record, inputs, results)
+            self._measure(record, inputs, results)
             self.records.append(record)
         arguments = None
         if not record.is_intended:
             arguments = kept(args, kwargs, inputs) if can_change(call) else None
             arguments = self._try(record, arguments, inputs, results)
-        self._hook(record, inputs, results, arguments)
+        hook_call(self, record, inputs, results, arguments)
 
-    def _note_values(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
+    def _measure(self, record: CallRecord, inputs: list[Tensor], results: list[Tensor]) -> None:
         storages = [storage_of(each) for each in results]
         ours = [each._cdata for each in storages]
         for tensor in inputs:
@@ -131,7 +132,7 @@ class Notes:
                 continue
             storage = storage_of(tensor)
             if storage._cdata in ours:
-                self._note_target(record, tensor, storage)
+                self._add_target(record, tensor, storage)
             else:
                 record.inputs.append(self._input(record, tensor, storage))
         for tensor, storage in zip(results, storages, strict=True):
@@ -142,26 +143,27 @@ class Notes:
             version = version_of(tensor)
             record.results.append(cell)
             record.alive.append((weakref.ref(tensor), version))
-            self._known.note(tensor, storage, version, cell)
+            self._known.add(tensor, storage, version, cell)
 
     def _input(self, record: CallRecord, tensor: Tensor, storage: Any) -> Input:
         if tensor.requires_grad and is_leaf(tensor):
             return Input((self._leaf(record, tensor),), False)
         found = self._known.find(tensor, storage)
         if found is not None:
-            if not found[0][-1].is_hooked and (node := node_of(tensor)) is not None:
-                found[0][-1].is_hooked = True  # as of a torch.autograd.Function
-                self._hook_made_outside(record, node)
+            last = found[0][-1]
+            if not last.is_hooked and (node := node_of(tensor)) is not None:
+                last.is_hooked = True  # as of a torch.autograd.Function
+                hook_function(self, record, node)
             return Input(*found)
         node = node_of(tensor)
         maker = None if node is None else name_of(node)
         if node is None and not (self.has_gradients and self._is_gradient(tensor)):
             maker = ""
         cell = Cell(self._slots.measure(tensor), maker)
-        self._known.note(tensor, storage, version_of(tensor), cell)
+        self._known.add(tensor, storage, version_of(tensor), cell)
         if node is not None:
             cell.sources = self._sources(record, node)
-            self._hook_made_outside(record, node)
+            hook_function(self, record, node)
         return Input((cell,), False)
 
     def _leaf(self, record: CallRecord, tensor: Tensor) -> Leaf:
@@ -175,12 +177,22 @@ class Notes:
     def _sources(self, record: CallRecord, node: Any) -> list[Cell]:
         """Returns what is known of the tensors that unobserved functions made a tensor from."""
         found: list[Cell] = []
-        for following, number in leaving(node, lambda each: _CELLS in each.metadata):
+        for following, number in sources_of(node, lambda each: _CELLS in each.metadata):
             if _CELLS not in following.metadata:
                 found.append(self._leaf(record, following.variable))
             elif number in (cells := following.metadata[_CELLS]):
                 found.append(cells[number])
         return found
+
+    def _add_target(self, record: CallRecord, tensor: Tensor, storage: Any) -> None:
+        """Adds what an argument was that the call wrote to, or returned."""
+        before = self._known.find(tensor, storage)
+        record.writes = before is None
+        cells = self._known.before(tensor, storage) if before is None else before[0]
+        if cells is None:
+            record.is_unsure = True
+        else:
+            record.inputs.append(Input(cells, False))
 
     def _try(
         self,
@@ -189,7 +201,7 @@ class Notes:
         inputs: list[Tensor],
         results: list[Tensor],
     ) -> Arguments | None:
-        """Looks closer at a call that failed, while its inputs are there; returns what its backward can be tried on."""
+        """Tries a call that failed while its inputs are there; returns what its backward can be tried on."""
         if results[0].is_cpu or self.waits:
             if not self._are_finite(record.results):
                 for given in record.inputs:
@@ -210,82 +222,7 @@ class Notes:
                 for cell in cells
             )
 
-    def try_backward(
-        self, record: GradientRecord, arguments: Arguments, gradients: Mapping[int, Tensor]
-    ) -> None:
-        """Tries the backward of a call again, if it made finite gradients non-finite."""
-        if gradients and self._are_finite(record.before) and not self._are_finite(record.after):
-            record.trial = tried(record.record.call, arguments, gradients)
-
-    def _is_gradient(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the gradient of a leaf of this step: it was looked at on its way there."""
-        if self._owners is None:
-            owned = [(leaf, leaf.reference()) for leaf in self._leaves.values()]
-            self._owners = {id(owner.grad): leaf for leaf, owner in owned if owner is not None}
-        leaf = self._owners.get(id(tensor))
-        owner = None if leaf is None else leaf.reference()
-        return owner is not None and owner.grad is tensor
-
-    def _note_target(self, record: CallRecord, tensor: Tensor, storage: Any) -> None:
-        """Notes what an argument was that the call wrote to, or returned."""
-        before = self._known.find(tensor, storage)
-        record.writes = before is None
-        cells = self._known.before(tensor, storage) if before is None else before[0]
-        if cells is None:
-            record.is_unsure = True
-        else:
-            record.inputs.append(Input(cells, False))
-
     # --- gradients -------------------------------------------------------------------------------
-
-    def _hook(
-        self,
-        record: CallRecord,
-        inputs: list[Tensor],
-        results: list[Tensor],
-        arguments: Arguments | None,
-    ) -> None:
-        """Has gradients noted where they enter and leave the backward of a call."""
-        nodes: dict[Any, dict[int, int]] = {}
-        for number, each in enumerate(results):
-            if (node := node_of(each)) is not None:
-                nodes.setdefault(node, {})[each.output_nr] = number
-        if not nodes:
-            return
-        stops: dict[Any, torch.dtype | None] = {}
-        for each in inputs:
-            if (node := node_of(each)) is not None:
-                dtype = each.dtype
-                stops[node] = dtype if stops.get(node, dtype) is dtype else None
-        if any([each is result for result in results for each in inputs]):  # noqa: C419
-            # It was written to, or returned as it is: what its node was before is unknown.
-            entries = list(nodes) if record.writes else []
-            exits: Exits = {node: range(len(edges_of(node))) for node in entries}
-        else:
-            entries = [node for node in nodes if node not in stops]
-            dtypes = record.call.cast_dtypes
-            widest = torch.float64 if torch.float64 in dtypes else torch.float32
-            exits = boundary(entries, stops, widest)
-        self._hook_nodes(record, "", {each: nodes[each] for each in entries}, exits, arguments)
-
-    def _hook_made_outside(self, record: CallRecord, node: Any) -> None:
-        """Has gradients noted at the node of a function that is not an observed call."""
-        self._hook_nodes(record, name_of(node), {node: {}}, {node: range(len(edges_of(node)))})
-
-    def _hook_nodes(
-        self,
-        record: CallRecord,
-        name: str,
-        entries: Mapping[Any, Mapping[int, int]],
-        exits: Exits,
-        arguments: Arguments | None = None,
-    ) -> None:
-        hooks = Hooks(self, record, name, arguments, len(exits))
-        for node, numbers in entries.items():
-            if node not in exits:
-                node.register_prehook(functools.partial(hooks.arrive, numbers))
-        for node, edges in exits.items():
-            node.register_hook(functools.partial(hooks.pass_on, edges, entries.get(node)))
 
     def gradients(self, gradients: Iterable[Tensor | None]) -> list[Cell]:
         """Returns what is known of these gradients, measured if need be."""
@@ -301,22 +238,32 @@ class Notes:
                     found += before[0]
                     continue
                 cell = Cell(self._slots.measure(gradient))
-                known.note(gradient, storage, version_of(gradient), cell)
+                known.add(gradient, storage, version_of(gradient), cell)
                 found.append(cell)
         return found
 
+    def try_backward(
+        self, record: GradientRecord, arguments: Arguments, gradients: Mapping[int, Tensor]
+    ) -> None:
+        """Tries the backward of a call again, if it made finite gradients non-finite."""
+        if gradients and self._are_finite(record.before) and not self._are_finite(record.after):
+            record.trial = tried(record.record.call, arguments, gradients)
+
     def add(self, record: GradientRecord) -> None:
-        """Notes gradients."""
+        """Adds gradients."""
         self.has_gradients = True
         with self._lock:
             self._owners = None
             self.records.append(record)
 
-
-def _cells_of(record: CallRecord | GradientRecord) -> list[Cell]:
-    if isinstance(record, GradientRecord):
-        return record.before + record.after
-    return [*record.results, *(cell for each in record.inputs for cell in each.cells)]
+    def _is_gradient(self, tensor: Tensor) -> bool:
+        """Whether ``tensor`` is the gradient of a leaf of this step: it was measured on its way there."""
+        if self._owners is None:
+            owned = [(leaf, leaf.reference()) for leaf in self._leaves.values()]
+            self._owners = {id(owner.grad): leaf for leaf, owner in owned if owner is not None}
+        leaf = self._owners.get(id(tensor))
+        owner = None if leaf is None else leaf.reference()
+        return owner is not None and owner.grad is tensor
 
 
 def _has_non_finite(values: Iterable[Any]) -> bool:

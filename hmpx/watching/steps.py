@@ -1,44 +1,57 @@
-"""A step that is watched cheaply, and run again op by op once it fails."""
+"""Steps: those that are watched cheaply and run again op by op once they fail, and those a loss scaler skips."""
 
 from __future__ import annotations
 
 import math
+from collections import deque
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
+from ..patches import SCALERS
 from ..tensors import edges_of, floating_in, node_of
 from ..torch_state import state_of_random_numbers
 from .slots import Slots
 
+#: Of so many steps, a loss scaler may skip this share; a scale below the floor no longer scales up.
+_STEPS: Final = 200
+_MOST_SKIPPED: Final = 0.05
+_FLOOR: Final = 1.0
 
-class Flag:
-    """One step, and whether anything that comes out of it is not finite."""
+
+class Run:
+    """One step as a function."""
 
     def __init__(
         self, closure: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> None:
         """Prepares ``closure(*args, **kwargs)``."""
         self._closure, self._args, self._kwargs = closure, args, kwargs
-        self._state = state_of_random_numbers([*_accelerators(), *args, *kwargs.values()])
+        self._state = self._random_state()
 
-    def run(self) -> Any:
+    def _random_state(self) -> Any:
+        tensors = [*self._args, *self._kwargs.values()]
+        if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]  # the step may draw there
+            tensors.append(torch.empty(0, device="cuda"))
+        return state_of_random_numbers(tensors)
+
+    def first(self) -> Any:
         """Runs the step."""
         return self._closure(*self._args, **self._kwargs)
 
-    def run_again(self) -> Any:
+    def again(self) -> Any:
         """Runs the step on the random numbers that it was first run on; restores those that come next."""
-        now = state_of_random_numbers([*_accelerators(), *self._args, *self._kwargs.values()])
+        now = self._random_state()
         self._state.restore()
         try:
-            return self.run()
+            return self.first()
         finally:
             now.restore()
 
     @staticmethod
-    def is_raised(result: Any) -> bool:
+    def is_bad(result: Any) -> bool:
         """Whether the result, or a gradient behind it, is not finite; waits for devices."""
         results = floating_in(result.values() if isinstance(result, dict) else [result])
         slots = Slots()
@@ -67,8 +80,28 @@ def _gradients(results: list[Tensor]) -> list[Tensor]:
     return found
 
 
-def _accelerators() -> list[Tensor]:
-    """Returns a tensor on the accelerator in use, if any, whose random numbers a step may draw."""
-    if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
-        return [torch.empty(0, device="cuda")]
-    return []
+class LossScaling:
+    """The steps that loss scalers have skipped: they make gradients overflow at times on purpose."""
+
+    def __init__(self) -> None:
+        """Starts with none."""
+        self._skipped: deque[bool] = deque(maxlen=_STEPS)
+        self._is_bad = False
+        SCALERS.clear()
+
+    def is_used(self) -> bool:
+        """Whether a loss has been scaled since the watch began."""
+        return any(scaler.is_enabled() for scaler in list(SCALERS))
+
+    def is_lost(self) -> bool:
+        """Takes gradients that are not finite; returns whether no scale helps."""
+        self._is_bad = True
+        if sum(self._skipped) + 1 > _MOST_SKIPPED * _STEPS:
+            return True
+        return any(scaler.is_enabled() and scaler.get_scale() < _FLOOR for scaler in list(SCALERS))
+
+    def end_step(self) -> None:
+        """Starts the next step."""
+        if self.is_used():
+            self._skipped.append(self._is_bad)
+        self._is_bad = False

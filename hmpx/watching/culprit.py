@@ -1,4 +1,4 @@
-"""Who is to blame: the first call with finite inputs and a non-finite result, and not those after it.
+"""The culprit: the first call with finite inputs and a non-finite result, and not those after it.
 
 Some infinities are meant: masks, and what low precision makes of their smallest numbers; a softmax makes
 zeros of them. So the verdict on -inf waits: it is reported once NaN or +inf follows from it, or if it
@@ -9,9 +9,9 @@ made itself, as of a softmax over -inf alone, and that on what came in with data
 from __future__ import annotations
 
 import math
-from collections import deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from typing import Final
 
 from .offences import EarlierCall, Kind, Offence, Range, Source
 from .records import (
@@ -26,29 +26,27 @@ from .records import (
     alive,
     bits_of,
 )
-from .remedies import kind_of, remedy_for, trial_of
 from .slots import exact_finite
+from .trials import CONVERTING, is_emulated, is_low_call, tried_on_extremes
 
 #: How many calls before an offence it shows.
-_CONTEXT = 5
+_CONTEXT: Final = 5
 
-_WORST = NAN | POSITIVE
+_WORST: Final = NAN | POSITIVE
 
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """Where non-finite values first were.
+    """Where non-finite values first were: in this source of this call.
 
     Attributes:
         record: The call.
-        source: What of it had them.
+        source: Where of it they were.
         bits: Which they were.
         context: The calls before it.
-        before: The gradients that arrived at the call, and
-        after: those that it computed, if it is these.
         node: Name of the autograd node, or of the function, that made them, if no op did.
+        gradients: What passed through its backward, if it is that.
         parameter: Name of the parameter that had them, if it is one that a module holds.
-        trial: What the backward gave in float32, if it was tried.
         is_written: The program gave them as a number.
         is_reported: It has been reported.
     """
@@ -57,56 +55,49 @@ class Origin:
     source: Source
     bits: int
     context: tuple[EarlierCall, ...]
-    before: tuple[Cell, ...] = ()
-    after: tuple[Cell, ...] = ()
     node: str = ""
+    gradients: GradientRecord | None = None
     parameter: str = ""
-    is_backward: bool = False
-    trial: Trial | None = None
     is_written: bool = False
     is_reported: bool = False
 
 
 class Judge:
-    """Judges the records of steps in their order.
-
-    Attributes:
-        found: What is to be reported, in the order of events.
-    """
+    """Judges the records of steps in their order; ``found`` is what to report, in the order of events."""
 
     def __init__(self) -> None:
         """Starts with nothing found."""
         self.found: list[Origin] = []
-        self._calls: deque[CallRecord] = deque(maxlen=_CONTEXT)
-        self._records: list[CallRecord | GradientRecord] = []
+        self._calls: list[CallRecord] = []
+        self._positions: dict[int, int] = {}
         self._last: CallRecord | None = None
         self._has_gradients = self._has_bad_gradients = False
 
     def judge(
-        self, records: Iterable[CallRecord | GradientRecord], *, ends_step: bool
+        self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool
     ) -> list[Origin]:
-        """Returns what is to be reported of these records."""
-        self.found, self._records = [], list(records)
-        for record in self._records:
+        """Returns what to report of these records."""
+        self.found = []
+        calls = [each for each in records if isinstance(each, CallRecord)]
+        self._calls = [*self._calls[-_CONTEXT:], *calls]
+        self._positions = {id(call): position for position, call in enumerate(self._calls)}
+        for record in records:
             if isinstance(record, GradientRecord):
                 self._judge_gradients(record)
             else:
                 self._judge_call(record)
-                self._calls.append(record)
-        self._records = []
         if ends_step:
             if not self._has_gradients:
                 self._confirm_last()
             self._last, self._has_gradients, self._has_bad_gradients = None, False, False
-            self._calls.clear()
+            self._calls, self._positions = [], {}
         return self.found
 
     # --- calls -----------------------------------------------------------------------------------
 
     def _judge_call(self, record: CallRecord) -> None:
         if record.call.phase == "forward" and record.results:
-            if self._has_gradients:  # another forward, after a backward
-                self._has_gradients = False
+            self._has_gradients = False  # another forward, if there was a backward
             self._last = record
         made = _bits(record.results)
         if not made:
@@ -162,7 +153,7 @@ class Judge:
         return self._origin_outside(record, cell, bits)
 
     def _origin_outside(self, record: CallRecord, cell: Cell, bits: int) -> Origin | None:
-        """Returns the origin of what no observed call has made; None for what is likely to be meant."""
+        """Returns the origin of data or a parameter; None for what is likely to be meant."""
         if isinstance(cell, Leaf):
             if not bits & _WORST:
                 return None
@@ -188,19 +179,19 @@ class Judge:
     # --- gradients -------------------------------------------------------------------------------
 
     def _judge_gradients(self, record: GradientRecord) -> None:
+        call = record.record
         if not self._has_gradients:
             self._has_gradients = True
-            self._confirm(record.record.results)  # of the loss
+            for cell in call.results:  # of the loss
+                if cell.bits and cell.origin is not None:
+                    self._report(cell.origin)
             self._confirm_last()
         arrived, computed = _bits(record.before), _bits(record.after)
         if not (arrived or computed):
             return
         is_new = not (arrived and self._has_bad_gradients)
         self._has_bad_gradients = True
-        if not is_new:
-            return
-        call = record.record
-        if call.is_blamed:  # several of its nodes hand on gradients
+        if not is_new or call.is_blamed:  # several of its nodes hand on gradients
             return
         call.is_blamed = True
         cells = [cell for given in call.inputs for cell in given.cells] + call.results
@@ -208,39 +199,21 @@ class Judge:
         if origins:
             self._report(origins[0])
         else:
-            context = self._context_of(call)
             source: Source = "gradient" if arrived else "op"
-            origin = Origin(
-                call,
-                source,
-                arrived or computed,
-                context,
-                tuple(record.before),
-                tuple(record.after),
-                record.node,
-                is_backward=True,
-                trial=record.trial,
-            )
+            origin = self._origin(call, source, arrived or computed, node=record.node)
+            origin.gradients = record
             self._report(origin)
-
-    def _confirm(self, cells: Iterable[Cell]) -> None:
-        for cell in cells:
-            if cell.bits and cell.origin is not None:
-                self._report(cell.origin)
 
     # --- origins ---------------------------------------------------------------------------------
 
     def _origin(self, record: CallRecord, source: Source, bits: int, node: str = "") -> Origin:
-        context = tuple([_earlier(each) for each in self._calls])
-        return Origin(record, source, bits, context, node=node)
-
-    def _context_of(self, call: CallRecord) -> tuple[EarlierCall, ...]:
-        """Returns the calls before one of these records."""
-        calls = [each for each in self._records if isinstance(each, CallRecord)]
-        if call in calls:
-            end = calls.index(call)
-            calls = calls[max(0, end - _CONTEXT) : end]
-        return tuple([_earlier(each) for each in calls[-_CONTEXT:]])
+        end = self._positions.get(id(record), len(self._calls))
+        calls = [each.call for each in self._calls[max(0, end - _CONTEXT) : end]]
+        context = [
+            EarlierCall(each.op, each.module, each.location, each.cast_dtypes, each.output_dtypes)
+            for each in calls
+        ]
+        return Origin(record, source, bits, tuple(context), node=node)
 
     def _report(self, origin: Origin) -> None:
         if not origin.is_reported:
@@ -248,24 +221,31 @@ class Judge:
             self.found.append(origin)
 
 
+def _bits(cells: Iterable[Cell]) -> int:
+    found = 0
+    for cell in cells:
+        found |= cell.bits or 0
+    return found
+
+
+# --- what is reported --------------------------------------------------------------------------------
+
+
 def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
     """Returns the offence to report; ``kind`` if it is already known."""
-    call, record = origin.record.call, origin.record
-    ranges = _ranges(origin)
-    trial = trial_of(origin)
-    found = kind_of(origin, trial) if kind is None else kind
+    call, trial = origin.record.call, _trial_of(origin)
     return Offence(
         op=origin.node or call.op,
         module=call.module,
         site=call.site,
         location=call.location,
-        kind=found,
-        phase="backward" if origin.is_backward else call.phase,
-        step=record.step,
+        kind=kind or _kind_of(origin, trial),
+        phase="backward" if origin.gradients else call.phase,
+        step=origin.record.step,
         source=origin.source,
         context=origin.context,
-        ranges=ranges,
-        remedy=remedy_for(origin, trial),
+        ranges=_ranges(origin),
+        remedy=_remedy_for(origin, trial),
         parameter=origin.parameter,
     )
 
@@ -280,35 +260,88 @@ def _ranges(origin: Origin) -> tuple[Range, ...]:
         cell = given.cells[0]
         if len(given.cells) == 1 and cell.bits == 0 and cell.extremes is not None:
             found.append(Range(f"input {position}", *cell.extremes))
-    if origin.is_backward:
-        for name, cells in (("gradient", origin.before), ("result", origin.after)):
-            found += [
-                Range(name, *cell.extremes)
-                for cell in cells
-                if cell.extremes is not None and not cell.bits
-            ]
+    if origin.gradients is not None:
+        passed = {"gradient": origin.gradients.before, "result": origin.gradients.after}
+        found += [
+            Range(name, *cell.extremes)
+            for name, cells in passed.items()
+            for cell in cells
+            if cell.extremes is not None and not cell.bits
+        ]
         return tuple(found)
-    for reference, version in record.alive:
-        part = exact_finite(alive(reference), version)
-        if part is not None:
-            found.append(Range("result", *part))
-    if not any(each.name == "result" for each in found):
-        for cell in record.results:
-            extremes = cell.extremes
-            if extremes is None or bits_of(extremes) not in (POSITIVE, NEGATIVE):
-                continue
-            if any(map(math.isfinite, extremes)):
-                found.append(Range("result", *extremes))
-    return tuple(found)
+    parts = [exact_finite(alive(reference), version) for reference, version in record.alive]
+    results = [each for each in parts if each is not None] or [
+        each
+        for each in [cell.extremes for cell in record.results]
+        if each and bits_of(each) in (POSITIVE, NEGATIVE) and any(map(math.isfinite, each))
+    ]
+    return (*found, *[Range("result", *each) for each in results])
 
 
-def _bits(cells: Iterable[Cell]) -> int:
-    found = 0
-    for cell in cells:
-        found |= cell.bits or 0
-    return found
+def _trial_of(origin: Origin) -> Trial | None:
+    """Returns what the call that went wrong gives in float32; None if it could not be tried."""
+    record, gradients = origin.record, origin.gradients
+    found = record.trial if gradients is None else gradients.trial
+    if found is not None or record.outline is None or origin.source != "op" or origin.node:
+        return found
+    cells = [given.cells[0] for given in record.inputs if len(given.cells) == 1]
+    inputs = [each.extremes for each in cells if not each.bits and each.extremes is not None]
+    before = [] if gradients is None else gradients.before
+    arrived = [each.extremes for each in before if each.extremes is not None]
+    if len(inputs) != len(record.inputs) or len(arrived) != (gradients is not None):
+        return None
+    return tried_on_extremes(record.call, record.outline, inputs, *arrived)
 
 
-def _earlier(record: CallRecord) -> EarlierCall:
-    call = record.call
-    return EarlierCall(call.op, call.module, call.location, call.cast_dtypes, call.output_dtypes)
+def _kind_of(origin: Origin, trial: Trial | None) -> Kind:
+    call = origin.record.call
+    seen: Kind = "nan" if origin.bits & NAN else "inf"
+    if origin.source != "op" or origin.node or not is_low_call(call):
+        return seen
+    if trial is not None and trial.bits:
+        return "nan" if trial.bits & NAN else "inf"
+    if seen == "nan" and not is_emulated(call):
+        return seen
+    return "underflow" if trial is not None and trial.is_underflow else "overflow"
+
+
+def _remedy_for(origin: Origin, trial: Trial | None) -> str:
+    """Returns a line for an op list, or why none helps."""
+    call = origin.record.call
+    if origin.is_written:
+        return "none: the program wrote NaN here itself"
+    if origin.source in ("input", "parameter"):
+        what = "the parameter" if origin.source == "parameter" else "an input"
+        return f"none: {what} was not finite before any op that was seen"
+    if origin.source == "gradient":
+        return (
+            "none: the gradient came from something else than an op: the loss, a hook, a "
+            "torch.autograd.Function, or a sum of gradients"
+        )
+    if origin.node:
+        return f"none: {origin.node} is not an op of torch"
+    made = (*call.output_dtypes, call.dtype)[0]
+    type_name = str(getattr(made, "name", made)).removeprefix("torch.")
+    if call.op in CONVERTING:
+        return (
+            f"none: {call.op} is the program's own conversion to {type_name}; leave "
+            "it out, or keep values in its range"
+        )
+    if not is_low_call(call):
+        return f"none: {call.op} ran in float32 already; its inputs have to change"
+    if trial is not None and trial.bits:
+        what = f"the gradient of {call.op}" if origin.gradients else call.op
+        how = "is" if trial.is_sure else "may be"
+        value = "NaN" if trial.bits & NAN else "infinite"
+        where = f", where {trial.where}" if trial.where else ""
+        return f"none: {what} {how} {value} in float32, too{where}"
+    if origin.record.writes or call.cast_policy == "TARGET":
+        return f"none: {call.op} writes to a tensor of {type_name}, which keeps its dtype"
+    line = f"fp32.txt: {call.op}"
+    if trial is None:
+        line += " (not tried: the values that it was given are not known any more)"
+    elif not trial.is_sure:
+        line += " (tried on the extremes of its inputs only)"
+    if call.reason == "casts are switched off":
+        return f"none: casts are switched off here; with them on, {line}"
+    return line

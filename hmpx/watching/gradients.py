@@ -1,0 +1,226 @@
+"""Hooks on the autograd nodes of a watched call: where gradients enter and leave its backward."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
+
+import torch
+from torch import Tensor
+
+from ..tensors import edges_of, node_of
+from .records import CallRecord, Cell, GradientRecord, is_off_limits
+from .trials import Arguments
+
+if TYPE_CHECKING:
+    from .notes import Notes
+
+#: More nodes than any op has: beyond them, inputs were not recognised.
+_MOST: Final = 200
+
+#: Nodes whose result has the values that they are given: in another shape, or cast. With a cast to a
+#: narrower dtype that is another matter: it may overflow.
+HANDING_ON: Final = frozenset(
+    {
+        "PermuteBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
+        "TBackward0", "ToCopyBackward0", "TransposeBackward0", "UnsafeViewBackward0",
+        "UnsqueezeBackward0", "ViewBackward0",
+    }
+)  # fmt: skip
+
+#: node -> its edges that leave a call.
+_Exits = Mapping[Any, Sequence[int]]
+
+
+class Hooks:
+    """The hooks on the nodes of one call: they live as long as these.
+
+    They keep the arguments of the call, if its backward may be tried, until that has run.
+    """
+
+    __slots__ = ("_arguments", "_arrived", "_gradients", "_left", "_name", "_notes", "_record")
+
+    def __init__(
+        self, notes: Notes, record: CallRecord, name: str, arguments: Arguments | None
+    ) -> None:
+        """Is registered by `on_call` or `on_function`."""
+        self._notes, self._record, self._name = notes, record, name
+        self._arguments, self._left = arguments, 0
+        self._arrived: list[Cell] = []
+        self._gradients: dict[int, Tensor] = {}
+
+    def on_nodes(self, entries: Mapping[Any, Mapping[int, int]], exits: _Exits) -> None:
+        """Registers the hooks.
+
+        Args:
+            entries: A node of results -> number of a gradient there -> number of the result.
+            exits: A node -> the edges by which gradients of inputs leave it.
+        """
+        self._left = len(exits)
+        for node, numbers in entries.items():
+            if node not in exits:
+                node.register_prehook(functools.partial(self._arrive, numbers))
+        for node, edges in exits.items():
+            node.register_hook(functools.partial(self._pass_on, edges, entries.get(node)))
+
+    def _arrive(self, numbers: Mapping[int, int], grad_outputs: Sequence[Tensor | None]) -> None:
+        if not self._is_closed():
+            self._take(numbers, grad_outputs)
+            self._add([])
+
+    def _pass_on(
+        self,
+        edges: Sequence[int],
+        numbers: Mapping[int, int] | None,
+        grad_inputs: Sequence[Tensor | None],
+        grad_outputs: Sequence[Tensor | None],
+    ) -> None:
+        """Records the gradients of inputs, and those of results if no other node gets them first."""
+        if self._is_closed():
+            return
+        if numbers is not None:
+            self._take(numbers, grad_outputs)
+        self._add(self._notes.gradients([grad_inputs[e] for e in edges if e < len(grad_inputs)]))
+        self._left -= 1
+        if not self._left:
+            self._release()
+
+    def _is_closed(self) -> bool:
+        if self._notes.is_open and not is_off_limits():
+            return False
+        self._release()
+        return True
+
+    def _release(self) -> None:
+        self._arguments, self._gradients = None, {}
+
+    def _take(self, numbers: Mapping[int, int], gradients: Sequence[Tensor | None]) -> None:
+        self._arrived = self._notes.gradients(gradients)
+        if self._arguments is not None:
+            for position, number in numbers.items():
+                if (gradient := gradients[position]) is not None:
+                    self._gradients[number] = gradient
+
+    def _add(self, after: list[Cell]) -> None:
+        notes, before = self._notes, self._arrived
+        if before or after:
+            record = GradientRecord(self._record, self._name, before, after, notes.step)
+            if self._arguments is not None:
+                notes.try_backward(record, self._arguments, self._gradients)
+            notes.add(record)
+
+
+def hook_call(
+    notes: Notes,
+    record: CallRecord,
+    inputs: Sequence[Tensor],
+    results: Sequence[Tensor],
+    arguments: Arguments | None,
+) -> None:
+    """Has gradients recorded where they enter and leave the backward of a call."""
+    nodes: dict[Any, dict[int, int]] = {}
+    for number, each in enumerate(results):
+        if (node := node_of(each)) is not None:
+            nodes.setdefault(node, {})[each.output_nr] = number
+    if not nodes:
+        return
+    stops: dict[Any, torch.dtype | None] = {}
+    for each in inputs:
+        if (node := node_of(each)) is not None:
+            dtype = each.dtype
+            stops[node] = dtype if stops.get(node, dtype) is dtype else None
+    if any([each is result for result in results for each in inputs]):  # noqa: C419
+        # It was written to, or returned as it is: what its node was before is unknown.
+        entries = list(nodes) if record.writes else []
+        exits: _Exits = {node: range(len(edges_of(node))) for node in entries}
+    else:
+        entries = [node for node in nodes if node not in stops]
+        dtypes = record.call.cast_dtypes
+        exits = boundary(
+            entries, stops, torch.float64 if torch.float64 in dtypes else torch.float32
+        )
+    Hooks(notes, record, "", arguments).on_nodes({each: nodes[each] for each in entries}, exits)
+
+
+def hook_function(notes: Notes, record: CallRecord, node: Any) -> None:
+    """Has gradients recorded at the node of a function that is not an observed call."""
+    Hooks(notes, record, name_of(node), None).on_nodes(
+        {node: {}}, {node: range(len(edges_of(node)))}
+    )
+
+
+def boundary(
+    entries: Sequence[Any], stops: Mapping[Any, torch.dtype | None], widest: torch.dtype
+) -> _Exits:
+    """Returns node -> its edges that leave the call, to nodes in ``stops`` and to leaves.
+
+    Where only nodes that hand on gradients come between an input and the node that computes its gradient,
+    the edge is the latter's: what reaches the input is finite exactly if that is.
+
+    Args:
+        entries: Nodes of the results.
+        stops: Node of an input -> its dtype, None if there are several. The caller keeps the nodes, or
+            Python would make other objects for them.
+        widest: The widest dtype that the call computes in: casts to inputs of it are to no narrower one.
+    """
+    seen, pending = set(entries), list(entries)
+    exits: dict[Any, list[int]] = {}
+    leaving: list[tuple[Any, int]] = []  # to inputs of the widest dtype
+    above: dict[Any, tuple[Any, int] | None] = {}
+    while pending:
+        node = pending.pop()
+        for edge, (following, _) in enumerate(edges_of(node)):
+            if following is None:
+                continue
+            is_leaf = _is_leaf(following)
+            if is_leaf or following in stops:
+                dtype = following.variable.dtype if is_leaf else stops[following]
+                if dtype is widest:
+                    leaving.append((node, edge))
+                else:
+                    exits.setdefault(node, []).append(edge)
+            elif following not in seen:
+                seen.add(following)
+                above[following] = node, edge
+                pending.append(following)
+            else:
+                above[following] = None  # its gradient is a sum
+        if len(seen) > _MOST:
+            return {node: range(len(edges_of(node))) for node in entries}
+    for end in leaving:
+        node, edge = end
+        # The last cast on the way to an input of the widest dtype widens; one before it may overflow.
+        casts = 0
+        while (name := type(node).__name__) in HANDING_ON and (source := above.get(node)):
+            casts += name == "ToCopyBackward0"
+            if casts > 1:
+                break
+            node, edge = source
+        exits.setdefault(node, []).append(edge)
+    return exits
+
+
+def sources_of(node: Any, is_known: Callable[[Any], bool]) -> list[tuple[Any, int]]:
+    """Returns the edges by which the graph behind ``node`` reaches nodes that are known, and leaves."""
+    found, seen, pending = [], {node}, [node]
+    while pending and len(seen) <= _MOST:
+        for edge in edges_of(pending.pop()):
+            following = edge[0]
+            if following is None:
+                continue
+            if is_known(following) or _is_leaf(following):
+                found.append(edge)
+            elif following not in seen:
+                seen.add(following)
+                pending.append(following)
+    return found
+
+
+def _is_leaf(node: Any) -> bool:
+    return type(node).__name__ == "AccumulateGrad"
+
+
+def name_of(node: Any) -> str:
+    """Returns a node's name: ``"MulBackward0"``."""
+    return str(node.name()).rpartition("::")[2]
