@@ -34,7 +34,7 @@ from torch import nn
 import hmpx
 from hmpx import HmpxError, HmpxWarning, Policy, cli, formats
 from hmpx.compute import lowering
-from hmpx.policy.lists import sets as oplists
+from hmpx.policy import lists as oplists
 from tests.conftest import differences, namespaces
 
 PACKAGE = str(Path(hmpx.__file__).parent)

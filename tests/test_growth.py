@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 import hmpx
 import hmpx.recording.recorder
-from hmpx.policy.module_names import Globs
+from hmpx.policy.sections import Globs
 
 ROOT = Path(__file__).parents[1]
 

@@ -83,6 +83,9 @@ def resolve(name: str) -> str | None:
     ATen's (``pow.Tensor_Scalar``, ``aten::nll_loss2d``). An op of another library is known by any
     dotted name that is none of these (``torchvision.ops.nms``, ``torch.ops.mylib.scaled_add``).
     """
+    found = names().get(name)
+    if found is not None or name.isidentifier():
+        return found
     found = _resolve_of_torch(name)
     return _foreign(name) if found is None else found
 

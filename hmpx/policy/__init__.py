@@ -20,26 +20,19 @@ from .decisions import (
     settled_dtype,
 )
 from .einsums import leaves_pointwise_einsums
-from .files.names import is_policy_file
-from .files.sources import PolicySource
-from .lists.kinds import FILE_NAMES, LIST_KINDS
-from .lists.sets import SHIPPED, of_libraries, read_list, set_names
-from .loading import load_policy, requested_policy
+from .faults import check_files
+from .lists import SHIPPED, of_libraries, read_list, set_names
+from .loading import load_policy, policy_request, requested_policy
+from .op_lists import FILE_NAMES, LIST_KINDS, PolicySource, is_policy_file
 from .policy import Policy
-from .request import policy_request
 
 if TYPE_CHECKING:
-    from .checking import check_files
-    from .files.reading import read_policy_file
-    from .tables import policy_line
+    from .files import read_policy_file
+    from .texts import policy_line
 else:  # files in YAML, and tables for people to read
     __getattr__ = shown_later(
         __name__,
-        {
-            "checking": "check_files",
-            "files.reading": "read_policy_file",
-            "tables": "policy_line",
-        },
+        {"files": "read_policy_file", "texts": "policy_line"},
     )
 
 __all__ = [

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import enum
-from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field, fields, replace
-from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias
+import functools
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field, fields
+from typing import TYPE_CHECKING, Any, Final, Literal, NamedTuple, TypeAlias
 
 import torch
 
@@ -52,17 +53,6 @@ UNNAMED: Final = "lists/first.txt:"
 INPUT: Final = "input"
 
 OutputType = torch.dtype | Literal["input"]
-
-#: Word on a list's line -> the field of `Decision` that it sets, besides the type itself.
-OPTIONS: Final[Mapping[str, str]] = {
-    "accumulate": "accumulate_dtype",
-    "output": "output_dtype",
-    "weights": "weights",
-    "activations": "activations",
-    "gradients": "gradients",
-    "rounding": "rounding",
-    "overflow": "overflow",
-}
 
 #: Those that name the format of some of an op's tensors.
 ROLES: Final = ("weights", "activations", "gradients")
@@ -188,10 +178,9 @@ class Decision:
             object.__setattr__(self, "dtype", parse_format("dtype", self.dtype))
 
     def __repr__(self) -> str:
-        shown = {field.name: getattr(self, field.name) for field in fields(self)}
-        for name in OPTIONS.values():
-            if shown[name] is None:
-                del shown[name]
+        always = {"cast_policy", "dtype", "reason"}
+        values = {each.name: getattr(self, each.name) for each in fields(self)}
+        shown = {n: value for n, value in values.items() if n in always or value is not None}
         return f"Decision({', '.join(f'{name}={value!r}' for name, value in shown.items())})"
 
     @property
@@ -211,50 +200,14 @@ class Decision:
 
     def options(self) -> Iterator[tuple[str, Any]]:
         """Yields the words of a list's line that make this decision, after the type, and their values."""
-        for word, name in OPTIONS.items():
-            value = getattr(self, name)
-            if value is not None:
+        for word, option in LINE_OPTIONS.items():
+            value = getattr(self, option.field)
+            if value is not None and word != "dtype":
                 yield word, value
 
 
 #: Of an op that no list names, and no rule decides.
 UNDECIDED: Final = Decision(CastPolicy.PASS, reason="in no list")
-
-
-@dataclass(frozen=True, slots=True)
-class FormatOptions:
-    """What a policy file says of all its ops in number formats, unless their lines say otherwise.
-
-    Attributes:
-        rounding: As `Decision.rounding`.
-        overflow: As `Decision.overflow`.
-        round_gradients: Whether gradients are rounded to the op's format, or to which format they are;
-            None leaves that to `convert`.
-    """
-
-    rounding: str | None = None
-    overflow: str | None = None
-    round_gradients: bool | Format | None = None
-
-    def given(self) -> list[str]:
-        """Returns the names of those that are given."""
-        return [each.name for each in fields(self) if getattr(self, each.name) is not None]
-
-    def settled(self, decision: Decision) -> Decision:
-        """Returns a decision with these options, where it has a format and does not say otherwise."""
-        if not is_format(decision.dtype):
-            return decision
-        gradients: Any = self.round_gradients
-        if gradients is True:
-            gradients = decision.dtype
-        elif gradients is False:
-            gradients = number_formats.get("float32")
-        return replace(
-            decision,
-            rounding=decision.rounding or self.rounding,
-            overflow=decision.overflow or self.overflow,
-            gradients=decision.gradients or gradients,
-        )
 
 
 def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:
@@ -315,3 +268,34 @@ def parse_format(name: str, value: object) -> Format:
         return number_formats.get(value)  # type: ignore[arg-type]
     except OptionError as error:
         raise OptionError(f"{name}: {error}") from None
+
+
+class LineOption(NamedTuple):
+    """A word that may follow a name on a list's line: ``output=float32``.
+
+    Attributes:
+        field: The field of `Decision` that it sets.
+        read: Makes a value of the text after ``=``.
+        is_of_low: Only lines of low-precision lists may say it.
+    """
+
+    field: str
+    read: Callable[[str], Any]
+    is_of_low: bool = True
+
+
+def _output_type(name: str) -> OutputType:
+    return INPUT if name == INPUT else tensors.parse_name(name)
+
+
+#: Word -> option. ``dtype`` stands alone: ``conv2d float16``.
+LINE_OPTIONS: Final[Mapping[str, LineOption]] = {
+    "dtype": LineOption("dtype", parse_low_type),
+    "accumulate": LineOption("accumulate_dtype", tensors.parse_name, is_of_low=False),
+    "output": LineOption("output_dtype", _output_type, is_of_low=False),
+    **{role: LineOption(role, functools.partial(parse_format, role)) for role in ROLES},
+    "rounding": LineOption(
+        "rounding", lambda name: arguments.choice("rounding", name, ROUNDING_MODES)
+    ),
+    "overflow": LineOption("overflow", lambda name: arguments.choice("overflow", name, OVERFLOWS)),
+}

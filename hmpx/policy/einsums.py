@@ -12,7 +12,7 @@ from typing import Final
 
 from .calls import Call
 from .decisions import CastPolicy, Decision
-from .lists.sets import SHIPPED
+from .lists import SHIPPED
 
 NAME: Final = "einsum"
 _PASS: Final = Decision(CastPolicy.PASS, reason="an einsum that sums no products")

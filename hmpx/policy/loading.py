@@ -1,4 +1,4 @@
-"""Makes policies of op lists and policy files: the arguments of `hmpx.convert`."""
+"""Makes policies of op lists and policy files: the arguments of `load_policy`, and of `hmpx.convert`."""
 
 from __future__ import annotations
 
@@ -7,23 +7,30 @@ import functools
 import os
 import types
 from collections.abc import Iterable, Mapping
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any, Final
 
 import torch
+from torch import nn
 
-from .. import ops
-from ..errors import PolicyFileError, shown, suggestion
+from .. import arguments, ops
+from ..arguments import is_a
+from ..errors import OptionError, PolicyFileError, shown, suggestion
 from ..warning import warn
-from .decisions import CastPolicy, Decision, LowType
-from .files.sources import PolicySource
-from .lists import sets
-from .lists.faults import report
-from .lists.kinds import KINDS
-from .lists.op_list import Listed, OpList
+from .decisions import CastPolicy, Decision, LowType, parse_low_type
+from .faults import report
+from .lists import State, of_libraries, read_list, read_set, read_shipped, set_names, state
+from .op_lists import DEFAULT_SET, Listed, OpList, PolicySource, is_policy_file, listed, resolve
 from .policy import Policy
-from .precedence import resolve
-from .request import PolicyRequest, policy_request
 from .sections import Section
+
+#: What is given in the place of the first list by mistake -> what to do.
+_MISPLACED: Final = (
+    (nn.Module, "leave the model out: it is torch that is converted, for all models"),
+    ((list, tuple, set, frozenset), "names of ops go in policy=hmpx.Policy.from_ops(low=[...])"),
+    (Mapping, "pass it by name: policy=..."),
+    (torch.dtype, "pass it by name: low_precision_type=..."),
+)
 
 
 def load_policy(
@@ -57,6 +64,102 @@ def load_policy(
     return requested_policy(policy_request(locals()))
 
 
+@dataclass(frozen=True, slots=True)
+class PolicyRequest:
+    """The checked arguments of `load_policy`.
+
+    Attributes:
+        policy: A policy, or the content of a policy file; None for lists.
+        paths: Kind -> the path of its list, ``""`` for none.
+        opt_level: ``"O1"`` or ``"O2"``.
+        lists: Name or path of a set of lists; None for the default one.
+        low_dtype: The low-precision type, where the policy does not say another.
+        strict: Whether unknown names in lists are errors.
+    """
+
+    policy: Policy | PolicySource | None
+    paths: Mapping[str, str]
+    opt_level: str
+    lists: str | None
+    low_dtype: LowType
+    strict: bool
+
+    @property
+    def is_verbose(self) -> bool:
+        """Whether a policy file asks for logging."""
+        return isinstance(self.policy, PolicySource) and self.policy.is_verbose
+
+
+def policy_request(given: Mapping[str, Any]) -> PolicyRequest:
+    """Returns the request that the arguments of `load_policy` make; a policy file is read.
+
+    Raises:
+        OptionError: An argument has an invalid value, or two contradict each other.
+        PolicyFileError: The policy file can't be read, or is not a policy.
+    """
+    bf16_path, policy = _path_and_policy(given["bf16_file_path"], given["policy"])
+    source = policy if policy is None or isinstance(policy, Policy) else _read_source(policy)
+    paths = {"bf16_file_path": bf16_path} | {
+        name: arguments.path(name, given[name]) for name in ("fp32_file_path", "fp16_file_path")
+    }
+    lists = given["lists"]
+    request = PolicyRequest(
+        policy=source,
+        paths=dict(zip(("low", "fp32", "fp16"), paths.values(), strict=True)),
+        opt_level=arguments.choice("opt_level", given["opt_level"], ("O1", "O2")),
+        lists=None if lists is None else arguments.path("lists", lists),
+        strict=arguments.truth("strict", given["strict"]),
+        low_dtype=parse_low_type(given["low_precision_type"]),
+    )
+    if policy is not None:
+        if any(paths.values()) or request.lists or request.opt_level != "O1":
+            raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
+        return request
+    for argument, path in paths.items():
+        if path in ("O1", "O2"):
+            raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
+        if is_policy_file(path):
+            found = shown(path)
+            raise OptionError(f"{argument} is {found}; pass it by name: policy={found}")
+    if request.opt_level == "O2" and lists is not None:
+        raise OptionError("opt_level 'O2' has its own lists; leave out lists, or use 'O1'")
+    return request
+
+
+def _path_and_policy(bf16_file_path: object, policy: object) -> tuple[str, object]:
+    """Returns the path of the bf16 list, and the policy, whose file may stand in the list's place."""
+    try:
+        path = arguments.path("bf16_file_path", bf16_file_path)
+    except OptionError as error:
+        for kinds, remedy in _MISPLACED:
+            if is_a(bf16_file_path, kinds):
+                raise OptionError(f"{error}; {remedy}") from None
+        raise
+    if policy is None and is_policy_file(path):
+        return "", path
+    return path, policy
+
+
+def _read_source(policy: object) -> PolicySource:
+    """Returns the content of a policy file, or of a mapping like one.
+
+    Raises:
+        OptionError: ``policy`` is neither.
+        PolicyFileError: It can't be read, or is not a policy.
+    """
+    if isinstance(policy, PolicySource):
+        return policy
+    from . import files  # yaml
+
+    if is_a(policy, Mapping):
+        return files.from_mapping(policy)  # type: ignore[arg-type]
+    if is_a(policy, str) or hasattr(type(policy), "__fspath__"):
+        return files.read_policy_file(arguments.path("policy", policy))
+    raise OptionError(
+        f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {shown(policy)}"
+    )
+
+
 def requested_policy(request: PolicyRequest) -> Policy:
     """Returns the policy that is asked for.
 
@@ -73,7 +176,7 @@ def requested_policy(request: PolicyRequest) -> Policy:
         if ignored := ", ".join(shown(path) for path in request.paths.values() if path):
             warn(f"opt_level 'O2' ignores list files ({ignored}); use 'O1' to read them")
         return _from_lists({}, "o2", low_dtype, strict=strict)
-    lists = sets.DEFAULT_SET if request.lists is None else request.lists
+    lists = DEFAULT_SET if request.lists is None else request.lists
     return _from_lists(request.paths, lists, low_dtype, strict=strict)
 
 
@@ -81,42 +184,45 @@ def _from_lists(
     paths: Mapping[str, str], lists: str, low_dtype: LowType, *, strict: bool
 ) -> Policy:
     """Returns the policy of the files at ``paths``, by kind, and of a set of lists for the other kinds."""
-    given = [
-        Listed(sets.read_list(path, kind), KINDS[kind].decision(low_dtype))
-        for kind, path in paths.items()
-        if path
-    ]
-    if not given and lists in sets.set_names():
-        made = _shipped(sets.state(), lists, low_dtype)
-        report(list(made.lists), strict=strict)
-        return Policy(made.decisions, low_dtype)
-    has_low = paths.get("low") or (paths.get("fp16") and low_dtype is torch.float16)
-    shipped = [
-        Listed(op_list, KINDS[kind].decision(low_dtype))
-        for kind, op_list in sets.read_set(lists, low_dtype).items()
-        if not (kind == "fp32" and paths.get("fp32")) and not (kind == "low" and has_low)
-    ]
-    first = [Listed(sets.read_shipped("first"), KINDS["first"].decision(low_dtype))]
+    own = {kind: read_list(path, kind) for kind, path in paths.items() if path}
+    if not own and lists in set_names():
+        made, decisions = _shipped(state(), lists, low_dtype)
+        report(made, strict=strict)
+        return Policy(decisions, low_dtype)
+    given, replaced = listed(own, low_dtype), {*own}
+    if "fp16" in own and low_dtype is torch.float16:
+        replaced.add("low")
+    rest = {k: each for k, each in read_set(lists, low_dtype).items() if k not in replaced}
+    shipped = listed(rest, low_dtype)
     report([*given, *shipped], strict=strict)
-    libraries = [_of_libraries([*given, *shipped])]
-    return Policy(resolve([given, shipped, first, libraries]), low_dtype)
-
-
-class _Shipped(NamedTuple):
-    """A set of shipped lists, and the decisions that they make."""
-
-    lists: tuple[Listed, ...]
-    decisions: Mapping[str, Decision]
+    return Policy(resolve([given, shipped, *_beneath([*given, *shipped])]), low_dtype)
 
 
 @functools.lru_cache(maxsize=32)
-def _shipped(state: sets.State, lists: str, low_dtype: LowType) -> _Shipped:
-    """Returns what a shipped set decides where no other list is given; ``state`` is that of its files."""
-    found = sets.read_set(lists, low_dtype)
-    shipped = [Listed(op_list, KINDS[kind].decision(low_dtype)) for kind, op_list in found.items()]
-    first = [Listed(sets.read_shipped("first"), KINDS["first"].decision(low_dtype))]
-    decisions = resolve([[], shipped, first, [_of_libraries(shipped)]])
-    return _Shipped(tuple(shipped), types.MappingProxyType(decisions))
+def _shipped(
+    state: State, lists: str, low_dtype: LowType
+) -> tuple[list[Listed], Mapping[str, Decision]]:
+    """Returns a set of shipped lists, whose files have that ``state``, and what they decide alone."""
+    shipped = listed(read_set(lists, low_dtype), low_dtype)
+    return shipped, types.MappingProxyType(resolve([[], shipped, *_beneath(shipped)]))
+
+
+def _beneath(lists: Iterable[Listed], first: OpList | None = None) -> list[list[Listed]]:
+    """Returns the bands that all others outrank: ops whose inputs must agree, ops of other libraries.
+
+    Args:
+        lists: The others; what they remove is in no band.
+        first: The list of the former; None for the shipped one.
+    """
+    removed = frozenset().union(*[each.op_list.removed for each in lists])
+    libraries = of_libraries()
+    kept = {name: entry for name, entry in libraries.ops.items() if name not in removed}
+    first = read_shipped("first") if first is None else first
+    of_others = dataclasses.replace(libraries, ops=kept)
+    return [
+        listed({kind: each}, torch.bfloat16)
+        for kind, each in (("first", first), ("fp32", of_others))
+    ]
 
 
 def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) -> Policy:
@@ -124,36 +230,26 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
     for note in source.notes:
         warn(note)
     low_dtype = source.low_precision_type or default_dtype
-    given = [
-        Listed(op_list, KINDS[kind].decision(low_dtype)) for kind, op_list in source.lists.items()
-    ]
-    shipped = []
-    first: list[Listed] = []
-    libraries: list[Listed] = []
+    given = listed(source.lists, low_dtype)
+    bands = [given]
     if source.base is not None:
-        base = sets.read_set(source.base, low_dtype)
-        shipped = [
-            Listed(_without(op_list, kind, source), KINDS[kind].decision(low_dtype))
-            for kind, op_list in base.items()
-        ]
+        base = read_set(source.base, low_dtype)
         for kind in source.removed.keys() - base.keys() - {"first"}:
             raise PolicyFileError(
                 f"{source.removed[kind][0].where}: the shipped set has no {kind} list to remove from"
             )
-        first_list = _without(sets.read_shipped("first"), "first", source)
-        first = [Listed(first_list, KINDS["first"].decision(low_dtype))]
-        libraries = [_of_libraries([*given, *shipped])]
+        kept = {kind: _without(op_list, kind, source) for kind, op_list in base.items()}
+        shipped = listed(kept, low_dtype)
+        first = _without(read_shipped("first"), "first", source)
+        bands += [shipped, *_beneath([*given, *shipped], first)]
     by_section = [
-        [
-            Listed(op_list, KINDS[kind].decision(section.low_precision_type or low_dtype))
-            for kind, op_list in section.lists.items()
-        ]
+        listed(section.lists, section.low_precision_type or low_dtype)
         for section in source.sections
     ]
-    report([*given, *shipped], *by_section, strict=strict)
+    report([each for band in bands[:2] for each in band], *by_section, strict=strict)
     decisions = {
         op: decision
-        for op, decision in resolve([given, shipped, first, libraries]).items()
+        for op, decision in resolve(bands).items()
         if decision.cast_policy is not CastPolicy.PASS
     }
     made = [
@@ -162,41 +258,6 @@ def _from_source(source: PolicySource, default_dtype: LowType, *, strict: bool) 
     ]
     _check_sections(made)
     return _with_formats(Policy(decisions, low_dtype, tuple(made)), source)
-
-
-def _with_formats(policy: Policy, source: PolicySource) -> Policy:
-    """Returns the policy with what the file says of all ops in number formats.
-
-    Raises:
-        PolicyFileError: It says something, and there are none.
-    """
-    given = source.formats.given()
-    if not given:
-        return policy
-    if not policy.formats():
-        raise PolicyFileError(
-            f"{source.where}: {given[0]} has no effect: no op runs in a number format; name one as "
-            "low_precision_type, or on an op's line"
-        )
-    settled: dict[int, Decision] = {}  # a line of ``*`` is one decision for all its ops
-
-    def settle(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
-        return {
-            op: settled.setdefault(id(said), source.formats.settled(said))
-            for op, said in decisions.items()
-        }
-
-    sections = [each.with_decisions(settle(each.decisions)) for each in policy.sections]
-    return Policy(settle(policy.decisions), policy.low_precision_type, tuple(sections))
-
-
-def _of_libraries(lists: Iterable[Listed]) -> Listed:
-    """Returns the shipped list of other libraries' ops, without those that ``lists`` remove."""
-    removed = frozenset().union(*[listed.op_list.removed for listed in lists])
-    op_list = sets.of_libraries()
-    kept = {name: entry for name, entry in op_list.ops.items() if name not in removed}
-    decision = Decision(CastPolicy.FP32, torch.float32)
-    return Listed(dataclasses.replace(op_list, ops=kept), decision)
 
 
 def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
@@ -208,7 +269,7 @@ def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
         name = ops.resolve(entry.text)
         if name in op_list.removed:
             continue  # the shipped list does without it already
-        if name is not None and name in sets.of_libraries().ops:
+        if name is not None and name in of_libraries().ops:
             removed.add(name)
         elif name is None or kept.pop(name, None) is None:
             hint = suggestion(entry.text, kept)
@@ -232,3 +293,30 @@ def _check_sections(made: list[Section]) -> None:
                     "with the same conditions; keep one of the lines"
                 )
         decided.update(section.decisions)
+
+
+def _with_formats(policy: Policy, source: PolicySource) -> Policy:
+    """Returns the policy with what the file says of all ops in number formats.
+
+    Raises:
+        PolicyFileError: It says something, and there are none.
+    """
+    said = dataclasses.asdict(source.formats)
+    given = [name for name, value in said.items() if value is not None]
+    if not given:
+        return policy
+    if not policy.formats():
+        raise PolicyFileError(
+            f"{source.where}: {given[0]} has no effect: no op runs in a number format; name one as "
+            "low_precision_type, or on an op's line"
+        )
+    settled: dict[int, Decision] = {}  # a line of ``*`` is one decision for all its ops
+
+    def settle(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
+        return {
+            op: settled.setdefault(id(said), source.formats.settled(said))
+            for op, said in decisions.items()
+        }
+
+    sections = [each.with_decisions(settle(each.decisions)) for each in policy.sections]
+    return Policy(settle(policy.decisions), policy.low_precision_type, tuple(sections))

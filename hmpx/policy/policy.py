@@ -18,11 +18,9 @@ from ..number_formats import is_format
 from . import einsums, sections
 from .calls import Rule
 from .decisions import UNDECIDED, Decision, LowType, parse_low_type, settled_dtype
-from .lists.faults import report
-from .lists.kinds import KINDS
-from .lists.op_list import Listed
-from .lists.sets import parse
-from .precedence import resolve
+from .faults import report
+from .lists import parse
+from .op_lists import listed, resolve
 from .sections import Section, SectionRule, by_module
 
 if TYPE_CHECKING:
@@ -82,20 +80,20 @@ class Policy:
         object.__setattr__(self, "sections", made)
 
     def __repr__(self) -> str:
-        from . import tables  # for people to read, as those below
+        from . import texts  # for people to read, as those below
 
-        return f"<hmpx.Policy {tables.policy_line(*self._content())}>"
+        return f"<hmpx.Policy {texts.policy_line(*self._content())}>"
 
     def __str__(self) -> str:
-        from . import tables
+        from . import texts
 
-        return tables.text(*self._content())
+        return texts.table(*self._content())
 
     def _repr_html_(self) -> str:
         """Returns the table that notebooks show."""
-        from . import tables
+        from . import texts
 
-        return tables.as_html(*self._content())
+        return texts.as_html(*self._content())
 
     def _content(self) -> tuple[Mapping[str, Decision], LowType, tuple[Section, ...]]:
         return self.decisions, self.low_precision_type, self.sections
@@ -147,9 +145,9 @@ class Policy:
 
     def to_yaml(self) -> str:
         """Returns a policy file that makes an equal policy, with every decision spelled out."""
-        from .files import writing
+        from . import texts
 
-        return writing.to_yaml(self.decisions, self.low_precision_type, self.sections)
+        return texts.to_yaml(*self._content())
 
     def __getitem__(self, op: str) -> Decision:
         """Returns the decision for ``op``, in any of its spellings.
@@ -188,13 +186,11 @@ class Policy:
         """
         low_dtype = parse_low_type(low_precision_type)
         given = {"low": low, "fp32": fp32, "widest": widest, "first": first}
-        lists = [
-            Listed(
-                parse("\n".join(arguments.texts(kind, names, _NAMES)), f"<{kind}>"),
-                KINDS[kind].decision(low_dtype),
-            )
+        read = {
+            kind: parse("\n".join(arguments.texts(kind, names, _NAMES)), f"<{kind}>")
             for kind, names in given.items()
-        ]
+        }
+        lists = listed(read, low_dtype)
         report(lists, strict=True, is_from_files=False)
         return cls(resolve([[each] for each in lists]), low_dtype)
 

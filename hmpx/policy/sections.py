@@ -1,18 +1,171 @@
-"""Decisions for a part of a model, or for calls of a kind: a section of a policy file, as data."""
+"""Decisions for a part of a model, or for calls of a kind: a section of a policy file, as data.
+
+The conditions of sections are one row each, from which reading, matching and writing follow. Those on
+tensors are about the first floating-point tensor of a call, as it is given.
+"""
 
 from __future__ import annotations
 
+import fnmatch
 import functools
 import itertools
+import re
 import types
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, Final, NamedTuple
 
+from . import regexes
 from .calls import Call, Rule
-from .conditions import CONDITIONS, Condition
 from .decisions import Decision
-from .module_names import Globs
+
+# --- patterns of modules' qualified names ------------------------------------------------------
+
+
+class Regexes:
+    """Regular expressions for whole names."""
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        """Takes the patterns, in their order."""
+        self.patterns = patterns
+
+    def near(self, name: str) -> Iterable[int]:
+        """Returns the positions, ascending, of all patterns that may match ``name`` or a module around it."""
+        return range(len(self.patterns))
+
+    def match_around(self, name: str) -> bool:
+        """Whether a pattern matches the module of that name, or one that it is in."""
+        parts = name.split(".")
+        names = ["", *[".".join(parts[: count + 1]) for count in range(len(parts))]]
+        return any(
+            self.matches(self.patterns[at], each) for at in self.near(name) for each in names
+        )
+
+    def matching(self, names: Iterable[str]) -> set[str]:
+        """Returns the patterns that match one of these names."""
+        found: set[str] = set()
+        for name in names:
+            tried = {self.patterns[at] for at in self.near(name)}
+            found |= {each for each in tried - found if self.matches(each, name)}
+        return found
+
+    @staticmethod
+    def matches(pattern: str, name: str) -> bool:
+        """Whether ``pattern`` matches the whole of ``name``."""
+        return _regex_matches(pattern, name)
+
+
+class Globs(Regexes):
+    """Globs, in which ``*`` stands for any characters.
+
+    Each is found by a part between dots that it needs, such as ``3`` in ``layer.3.*``: there may be one for
+    each of thousands of modules.
+    """
+
+    def __init__(self, patterns: Sequence[str]) -> None:
+        """Chooses the rarest part of each glob."""
+        super().__init__(patterns)
+        parts = [
+            [part for part in each.split(".") if part and not _WILD & {*part}] for each in patterns
+        ]
+        counts = Counter(part for several in parts for part in several)
+        self._by_part: dict[str, list[int]] = defaultdict(list)
+        for at, several in enumerate(parts):
+            self._by_part[min(several, key=counts.__getitem__, default="")].append(at)
+
+    def near(self, name: str) -> Iterable[int]:
+        """As in `Regexes`."""
+        return sorted([at for part in {"", *name.split(".")} for at in self._by_part.get(part, ())])
+
+    @staticmethod
+    def matches(pattern: str, name: str) -> bool:
+        """As in `Regexes`."""
+        return _compiled(pattern).fullmatch(name) is not None
+
+
+_WILD: Final = frozenset("*?[")
+
+
+@functools.lru_cache(maxsize=1 << 16)
+def _regex_matches(pattern: str, name: str) -> bool:
+    return regexes.compiled(pattern).matches(name)
+
+
+@functools.lru_cache(maxsize=1 << 12)
+def _compiled(glob: str) -> re.Pattern[str]:
+    return re.compile(fnmatch.translate(glob))
+
+
+# --- conditions --------------------------------------------------------------------------------
+
+
+class Condition(NamedTuple):
+    """Something that a section may ask of a call.
+
+    Attributes:
+        key: Its name in policy files, and as an argument of `Section`.
+        kind: What reads its value: a method of `files.NodeReader`.
+        holds: Whether a call meets it: of its value, made into ``patterns`` where it has some, and the call.
+        is_placed: It depends on the modules that are running.
+        group: Of neighbouring rows with the same group, one that holds is enough; ``""`` for none.
+        patterns: For patterns of qualified names: their class.
+    """
+
+    key: str
+    kind: str
+    holds: Callable[[Any, Call], bool]
+    is_placed: bool = False
+    group: str = ""
+    patterns: type[Regexes] | None = None
+
+
+def _of_first(ask: Callable[[Any, Call, int], bool]) -> Callable[[Any, Call], bool]:
+    """Returns a predicate that asks about the first floating-point tensor, and needs one."""
+
+    def holds(value: Any, call: Call) -> bool:
+        floating = (i for i, dtype in enumerate(call.dtypes) if dtype.is_floating_point)
+        first = next(floating, None)
+        return first is not None and ask(value, call, first)
+
+    return holds
+
+
+def _around(patterns: Regexes, call: Call) -> bool:
+    return patterns.match_around(call.module)
+
+
+_ROWS: Final = (
+    # The call is in a module with such a qualified name, or inside of one.
+    Condition("module", "texts", _around, True, "path", Globs),
+    Condition("module_regex", "regexes", _around, True, "path", Regexes),
+    # Class names: the call is in a module of one, or inside of one.
+    Condition(
+        "module_class",
+        "texts",
+        lambda classes, call: not set(classes).isdisjoint(call.module_classes),
+        is_placed=True,
+    ),
+    # The mode of the innermost module.
+    Condition(
+        "phase",
+        "phase",
+        lambda phase, call: call.training is (phase == "train"),
+        is_placed=True,
+    ),
+    # The least number of elements, and the greatest.
+    Condition("min_numel", "count", _of_first(lambda n, call, i: call.shapes[i].numel() >= n)),
+    Condition("max_numel", "count", _of_first(lambda n, call, i: call.shapes[i].numel() <= n)),
+    Condition("ndim", "counts", _of_first(lambda counts, call, i: len(call.shapes[i]) in counts)),
+    Condition("device", "devices", _of_first(lambda types, call, i: call.devices[i].type in types)),
+    Condition("dtype", "dtypes", _of_first(lambda dtypes, call, i: call.dtypes[i] in dtypes)),
+)
+
+#: Key -> condition, in the order in which policies are written.
+CONDITIONS: Final[Mapping[str, Condition]] = {condition.key: condition for condition in _ROWS}
+
+
+# --- sections ----------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, init=False)
@@ -36,7 +189,7 @@ class Section:
         Args:
             decisions: Op name -> decision.
             where: Where the section is written.
-            **conditions: Key in `conditions.CONDITIONS` -> value; None and () are no condition.
+            **conditions: Key in `CONDITIONS` -> value; None and () are no condition.
         """
         for key in conditions.keys() - CONDITIONS.keys():
             raise TypeError(f"a section has no condition {key!r}")
@@ -136,7 +289,7 @@ def by_module(rules: Iterable[SectionRule]) -> Iterator[Rule]:
 
 def unmatched(sections: Iterable[Section], paths: Iterable[str]) -> list[str]:
     """Returns a message for each pattern of the sections that none of the qualified names matches."""
-    sections, paths = list(sections), list(paths)
+    paths = list(paths)
     given = [
         (key, pattern, section.where)
         for section in sections

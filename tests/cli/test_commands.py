@@ -20,7 +20,7 @@ import hmpx
 from hmpx import CastPolicy, cli, compute, ops, version
 from hmpx.cli import doctor, output
 from hmpx.compute.legalize import capability
-from hmpx.policy.lists import sets as oplists
+from hmpx.policy import lists as oplists
 from hmpx.torch_internals import torch_part as torch_parts
 from tests import forks
 

@@ -26,7 +26,7 @@ from hmpx.compute import missing_kernels
 from hmpx.compute.missing_kernels import Callee, Lacking
 from hmpx.ops import schemas as op_schemas
 from hmpx.ops.sites import NAMESPACES
-from hmpx.policy.lists import sets as oplists
+from hmpx.policy import lists as oplists
 from hmpx.torch_internals.torch_part import torch_version
 from tests.samples import sample_inputs
 from tests.values import mapped, tensors

@@ -29,7 +29,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import hmpx
 from hmpx import ops
 from hmpx.ops.sites import NAMESPACES
-from hmpx.policy.lists import sets as oplists
+from hmpx.policy import lists as oplists
 from tests.values import tensors
 
 LISTS = oplists.directory()

@@ -73,7 +73,7 @@ def test_torch_takes_mixed_types_in_place(name: str) -> None:
 
 def test_no_op_of_the_shipped_widest_list_that_promotes_is_missing() -> None:
     """Each promoting op that is nowhere else stands in HMP's widest list, or is an operator's."""
-    from hmpx.policy.lists import sets as oplists
+    from hmpx.policy import lists as oplists
 
     widest = set(oplists.read_shipped("hmp/widest", "widest").ops)
     assert set(ops.facts("promotes")) - widest == set()

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 
 import hmpx
 from hmpx import CastPolicy
-from hmpx.policy.lists import sets
+from hmpx.policy import lists as sets
 
 FP32, LOW = torch.float32, torch.bfloat16
 FILES = [path.name for path in sorted((sets.directory() / "hmpx").iterdir())]

@@ -15,7 +15,7 @@ import torch
 
 import hmpx
 from hmpx import HmpxError, HmpxWarning, OpListError, PolicyFileError, cli, load_policy
-from hmpx.policy.lists import sets as oplists
+from hmpx.policy import lists as oplists
 from tests.conftest import differences, namespaces
 
 #: What the longest input may take, of an idle processor's time.

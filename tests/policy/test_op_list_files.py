@@ -13,9 +13,8 @@ import pytest
 import torch
 
 import hmpx
-from hmpx import CastPolicy, ops
-from hmpx.policy.lists import kinds
-from hmpx.policy.lists import sets as oplists
+from hmpx import CastPolicy, ops, policy
+from hmpx.policy import lists as oplists
 
 LISTS = oplists.directory()
 FILES = sorted(LISTS.rglob("*.txt"))
@@ -101,7 +100,7 @@ def collected(check: Callable[[Path], list[str]], paths: list[Path]) -> None:
 
 def test_each_set_holds_files_of_known_names_and_both_lists() -> None:
     """Whatever lies in the directory of the shipped lists can be loaded by name."""
-    allowed = {*kinds.FILE_NAMES.values(), "fp16.txt"}
+    allowed = {*policy.FILE_NAMES.values(), "fp16.txt"}
     faults = [
         f"{name}: {sorted(found)}"
         for name in oplists.set_names()

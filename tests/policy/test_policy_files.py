@@ -31,8 +31,7 @@ from hmpx import (
     ops,
 )
 from hmpx.policy import check_files
-from hmpx.policy.module_names import _compiled
-from hmpx.policy.sections import Section, unmatched
+from hmpx.policy.sections import Section, _compiled, unmatched
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
 

@@ -46,7 +46,7 @@ LATER = (
     "hmpx.formats",
     "hmpx.freezing",
     "hmpx.number_formats.families",
-    "hmpx.policy.files.reading",
+    "hmpx.policy.files",
     "hmpx.recording",
     "hmpx.reports",
     "hmpx.tuning",

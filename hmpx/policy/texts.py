@@ -1,4 +1,4 @@
-"""Policies as people read them: a line, a table of text, a table of HTML."""
+"""Policies as people read them: a line, a table of text, a table of HTML, a policy file."""
 
 from __future__ import annotations
 
@@ -7,9 +7,14 @@ import itertools
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final, NamedTuple
 
+import torch
+
+from .. import ops, tensors
 from ..errors import lined, shown
+from ..number_formats import Float
 from ..tensors import short_name
-from .decisions import CastPolicy, Decision, LowType
+from .decisions import YIELDING, CastPolicy, Decision, LowType
+from .op_lists import KEYS, KINDS
 from .sections import Section
 
 #: A browser shows no more without getting slow; text has no limit.
@@ -50,7 +55,7 @@ def counts(decisions: Mapping[str, Decision]) -> str:
     return ", ".join(f"{count} {kind.name}" for kind, count in found.items() if count)
 
 
-def text(
+def table(
     decisions: Mapping[str, Decision], low_dtype: LowType, sections: tuple[Section, ...]
 ) -> str:
     """Returns a table of all decisions, those of sections beneath their conditions."""
@@ -70,7 +75,7 @@ def text(
 def as_html(
     decisions: Mapping[str, Decision], low_dtype: LowType, sections: tuple[Section, ...]
 ) -> str:
-    """Returns the table of `text` for notebooks; of very long ones the beginning."""
+    """Returns the table of `table` for notebooks; of very long ones the beginning."""
     title = f"Policy, {policy_line(decisions, low_dtype, sections)}"
     rows: Iterator[str] = (_html_row(row, "td") for row in _rows(decisions))
     for section in sections:
@@ -117,3 +122,71 @@ def _html_rows(decisions: Mapping[str, Decision]) -> Iterator[str]:
 
 def _html_row(cells: Iterable[str], tag: str) -> str:
     return f"<tr>{''.join(f'<{tag}>{html.escape(cell)}</{tag}>' for cell in cells)}</tr>"
+
+
+# --- policy files ------------------------------------------------------------------------------
+
+
+def to_yaml(
+    decisions: Mapping[str, Decision], low_dtype: LowType, sections: tuple[Section, ...]
+) -> str:
+    """Returns the policy file that makes these decisions, spelled out one by one."""
+    content: dict[str, Any] = {
+        "low_precision_type": _type_name(low_dtype),
+        "lists": "none",
+        **_lists(decisions, low_dtype),
+    }
+    if sections:
+        content["sections"] = [
+            {
+                **{key: _written(value) for key, value in section.conditions()},
+                **_lists(section.decisions, low_dtype),
+            }
+            for section in sections
+        ]
+    import yaml
+
+    return yaml.safe_dump(content, sort_keys=False)  # escaped: U+0085 would be a space
+
+
+def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, list[str]]:
+    keys = {KINDS[key].cast_policy: key for key in KEYS}
+    found: dict[str, list[str]] = {}
+    for op, decision in sorted(decisions.items()):
+        covering = ops.covering(op)
+        if covering is not None and decisions.get(covering) == decision:
+            continue
+        words = [op]
+        if decision.cast_policy is CastPolicy.LOW and decision.dtype not in (None, low_dtype):
+            words.append(_type_name(decision.dtype))
+        words += [f"{word}={tensors.long_name(value)}" for word, value in decision.options()]
+        lines = found.setdefault(keys[decision.cast_policy], [])
+        lines.append(" ".join(words))
+        lines += [
+            f"-{each}"
+            for each in sorted(ops.covered(op) - {op})
+            if each not in decisions or _gives_way(decisions[each], decision)
+        ]
+    return {key: found[key] for key in KEYS if key in found}
+
+
+def _type_name(low_type: LowType | None) -> str:
+    """Returns the name of a low-precision type; a format that is called as a dtype is, as TVM has it."""
+    assert low_type is not None
+    name = tensors.long_name(low_type)
+    if isinstance(low_type, Float) and name in map(tensors.long_name, tensors.LOW_PRECISION):
+        return f"custom[{name}]{low_type.bits}"
+    return name
+
+
+def _gives_way(decision: Decision, other: Decision) -> bool:
+    """Whether a list of ``decision`` gives way to one of ``other``."""
+    return decision.cast_policy in YIELDING and other.cast_policy not in YIELDING
+
+
+def _written(value: Any) -> Any:
+    return (
+        [_written(each) for each in value]
+        if isinstance(value, tuple)
+        else (tensors.long_name(value) if isinstance(value, torch.dtype) else value)
+    )

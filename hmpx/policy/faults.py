@@ -1,0 +1,263 @@
+"""Faults of op lists and policy files: names that are unknown, lines that repeat, conflict, or do nothing."""
+
+from __future__ import annotations
+
+import re
+import warnings
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Final
+
+import torch
+
+from .. import ops
+from ..errors import (
+    MOST_SHOWN,
+    HmpxError,
+    HmpxWarning,
+    OpListError,
+    PolicyFileError,
+    gathered,
+    shown,
+)
+from ..warning import warn
+from .decisions import ROLES, CastPolicy, Decision
+from .lists import MOST_KEPT, SHIPPED, read_list
+from .op_lists import Entry, Listed, OpList, listed
+
+_OPERATORS: Final = "torch.ops.aten."
+
+#: Where a fault is, and the last line of faults that are too many to be shown.
+_LINE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d+): ")
+_MORE: Final = re.compile(r"and [\d,]+ more")
+
+
+def report(
+    lists: list[Listed],
+    *more: list[Listed],
+    strict: bool,
+    is_from_files: bool = True,
+) -> None:
+    """Raises errors or warns about the faults of lists that are used together.
+
+    Args:
+        lists: The lists of a policy.
+        *more: Those of each of its sections.
+        strict: Whether unknown names are an error.
+        is_from_files: Whether to warn of lines without effect and, with ``strict``, raise an error for
+            libraries that are not installed.
+    """
+    together = [*lists, *chain.from_iterable(more)]
+    op_lists = [op_list for op_list, _ in together]
+    unknown = unknown_names(op_lists)
+    if strict:
+        absent = list(_absent_names(op_lists)) if is_from_files else []
+        if faults := unknown + gathered(absent, len(absent)):
+            raise OpListError("\n".join(faults))
+    shipped = [each for each in lists if each.op_list.is_shipped]
+    own = [each for each in lists if not each.op_list.is_shipped]
+    conflicts = list(chain.from_iterable(map(_conflicting_lines, (own, shipped, *more))))
+    if conflicts:
+        raise OpListError("\n".join(gathered(conflicts, len(conflicts))))
+    if unknown:
+        warn("left out of the op lists:\n  " + "\n  ".join(unknown))
+    repeated = repeated_lines(op_lists)
+    if repeated:
+        warn("\n".join(repeated))
+    idle = list(_idle_lines(together))
+    if idle and is_from_files:
+        warn("\n".join(gathered(idle, len(idle))))
+
+
+# --- each kind of fault ------------------------------------------------------------------------
+
+
+def unknown_names(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
+    """Returns messages for the lines that do not name an op that can be cast."""
+    faults = (f"{e.where}: {_why_unknown(e.text)}" for each in op_lists for e in each.unknown)
+    return gathered(faults, sum(each.unknown_count for each in op_lists), most)
+
+
+def _why_unknown(text: str) -> str:
+    bare = text.removeprefix("-")
+    if bare in ops.facts("became"):
+        now = ops.facts("became")[bare][0]
+        return f"{shown(bare)} was an op of Gaudi's torch; torch's own is {now!r}"
+    name = ops.resolve(bare)
+    if name is not None and not ops.is_castable(name):
+        return f"{bare!r} computes nothing from tensors, so there is nothing to cast"
+    if name is not None:
+        return f"{text!r} removes an op that no earlier line holds"
+    return ops.unknown(bare)
+
+
+def repeated_lines(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
+    """Returns messages for the lines that are in their list twice."""
+    faults = (
+        f"{entry.where}: {shown(entry.text)} is already in this list, at {earlier.where}; "
+        "remove one of the lines"
+        for op_list in op_lists
+        for entry, earlier in op_list.repeated
+    )
+    return gathered(faults, sum(each.repeated_count for each in op_lists), most)
+
+
+def _own_lines(op_list: OpList) -> Iterator[tuple[str, Entry]]:
+    """Yields the ops and lines that are the user's: shipped lists name what need not be installed."""
+    if not op_list.is_shipped:
+        for name, entry in op_list.ops.items():
+            if not entry.where.startswith(SHIPPED):
+                yield name, entry
+
+
+def _absent_names(op_lists: Iterable[OpList]) -> Iterator[str]:
+    """Yields messages for lines that name functions which other libraries don't seem to have."""
+    for name, entry in chain.from_iterable(map(_own_lines, op_lists)):
+        if ops.is_foreign(name) and (why := ops.missing(name) or ops.lacking(name)):
+            yield f"{entry.where}: {why}"
+
+
+def _idle_lines(lists: Iterable[Listed]) -> Iterator[str]:
+    """Yields messages for lines that can never change anything, or not what they name."""
+    for each in lists:
+        if each.decision.cast_policy is CastPolicy.PASS:
+            continue
+        for find in (_idle, _idle_roles, _misread):
+            yield from find(each)
+
+
+def _idle(each: Listed) -> Iterator[str]:
+    """Yields messages for lines without any effect; ``iadd`` beside ``add``, which covers it, is fine."""
+    why = "it has only one input" if each.yields else "the dtype of its output decides"
+    for name, entry in _own_lines(each.op_list):
+        if (
+            not ops.is_decisive(name, is_relative=each.yields)
+            and ops.covering(name) not in each.op_list.ops
+            and not (each.yields and entry.options)
+        ):
+            yield f"{entry.where}: {shown(entry.text)} has no effect: {why}; remove the line"
+
+
+def _idle_roles(each: Listed) -> Iterator[str]:
+    """Yields messages for formats by role that round nothing."""
+    for name, entry in _own_lines(each.op_list):
+        for role in ROLES:
+            if role in entry.options and (why := ops.idle_roles(name).get(role)):
+                yield (
+                    f"{entry.where}: {role}= of {shown(entry.text)} has no effect: {why}; "
+                    "leave it out"
+                )
+
+
+def _misread(each: Listed) -> Iterator[str]:
+    """Yields messages for lines that probably mean something else than they are read as."""
+    for name, entry in each.op_list.ops.items():
+        if entry.text.startswith(_OPERATORS) and not ops.is_foreign(name):
+            yield (
+                f"{entry.where}: {shown(entry.text)} is read as {name!r}: torch's functions are cast, "
+                f"calls of {_OPERATORS}{name} are not; write {name!r}"
+            )
+        elif entry.text == "all" and len(each.op_list.ops) == 1:
+            yield f"{entry.where}: 'all' is read as the op torch.all; write '*' for every other op"
+
+
+def _conflicting_lines(lists: Iterable[Listed]) -> Iterator[str]:
+    """Yields a message for each op that two lists claim."""
+    seen: dict[str, tuple[Entry, Decision]] = {}
+    for each in lists:
+        if each.yields:
+            continue
+        named = list(each.op_list.ops.items())
+        if each.op_list.everything is not None:
+            named.append(("*", each.op_list.everything))
+        for name, entry in named:
+            said = each.decided(entry)
+            other, other_said = seen.setdefault(name, (entry, said))
+            if other_said == said:
+                continue
+            where = f"{entry.where}: {shown(entry.text)} is in two lists"
+            if name == "*":
+                yield f"{where}, at {other.where} too; keep one of the lines"
+            else:
+                yield (
+                    f"{where}: it is the op {name!r}, as {shown(other.text)} at {other.where} is; "
+                    "keep one of the lines"
+                )
+
+
+# --- all faults of files -----------------------------------------------------------------------
+
+
+def check_files(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """Returns the faults of files as text; of very many the first, and how many more there are.
+
+    Args:
+        paths: Kind of list, or ``policy`` -> paths.
+    """
+    faults: list[str] = []
+    read: list[Listed] = []
+    for kind, files in paths.items():
+        for path in files:
+            if kind == "policy":
+                faults += _faults_of_policy(path)
+                continue
+            refused: list[OpListError] = []
+            try:
+                read += listed({kind: read_list(path, kind, refused)}, torch.bfloat16)
+            except OpListError as error:
+                refused.append(error)
+            faults += map(str, refused)
+    return _in_order([*faults, *_faults_of_lists(read)])
+
+
+def _faults_of_lists(lists: list[Listed], *more: list[Listed]) -> list[str]:
+    """Returns the faults of lists that are used together; ``more`` are those of sections."""
+    together = [*lists, *chain.from_iterable(more)]
+    op_lists = [op_list for op_list, _ in together]
+    conflicts = chain.from_iterable(map(_conflicting_lines, (lists, *more)))
+    faults = unknown_names(op_lists, MOST_KEPT) + repeated_lines(op_lists, MOST_KEPT)
+    for found in map(list, (_absent_names(op_lists), _idle_lines(together), conflicts)):
+        faults += gathered(found, len(found), MOST_KEPT)
+    return faults
+
+
+def _faults_of_policy(path: str) -> list[str]:
+    """Returns every fault of a policy file."""
+    from .files import read_policy_file  # yaml
+    from .loading import load_policy
+
+    refused: list[PolicyFileError] = []
+    try:
+        source = read_policy_file(path, refused)
+    except HmpxError as error:
+        return str(error).splitlines()
+    low = source.low_precision_type or torch.bfloat16
+    faults = _faults_of_lists(
+        *[listed(lists, low) for lists in (source.lists, *[s.lists for s in source.sections])]
+    )
+    if refused:  # what is left out of the rest may be what it lacks
+        return [*chain.from_iterable(str(each).splitlines() for each in refused), *faults]
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", HmpxWarning)
+        try:
+            load_policy(policy=source)
+        except HmpxError as error:
+            faults += [
+                line
+                for line in str(error).splitlines()
+                if line not in faults and not (faults and _MORE.fullmatch(line))
+            ]
+    return [*source.notes, *faults]
+
+
+def _in_order(faults: list[str]) -> list[str]:
+    """Returns the faults of each file by its lines; files in the order in which they come up."""
+    files: dict[str, int] = {}
+
+    def place(fault: str) -> tuple[int, int]:
+        found = _LINE.match(fault)
+        if found is None:
+            return len(faults), 0  # "and 5 more"
+        return files.setdefault(found["file"], len(files)), int(found["line"])
+
+    return sorted(faults, key=place)

@@ -1,0 +1,408 @@
+"""Reads policy files, in YAML or JSON, and dicts like them.
+
+Everything is checked here, with file and line; nothing in a file is ever evaluated.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import fields
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+import torch
+import yaml
+
+from .. import arguments, tensors
+from ..errors import HmpxError, OpListError, OptionError, PolicyFileError, short, shown, suggestion
+from ..number_formats import OVERFLOWS, ROUNDING_MODES, Format
+from . import nodes, regexes, text_files
+from .decisions import LowType, parse_format, parse_low_type
+from .lists import from_lines, set_names
+from .op_lists import (
+    DEFAULT_SET,
+    KEYS,
+    POLICY_SUFFIXES,
+    Entry,
+    FormatOptions,
+    OpList,
+    PolicySource,
+    SectionSource,
+    is_policy_file,
+)
+from .sections import CONDITIONS
+
+_T = TypeVar("_T")
+
+_FILE: Final = text_files.TextKind("a policy file", 1 << 20, PolicyFileError)
+
+#: Of all lists in a file together.
+_MOST_ITEMS: Final = 100_000
+
+_NOTHING: Final = OpList({})
+
+
+def read_policy_file(
+    path: str | os.PathLike[str], faults: list[PolicyFileError] | None = None
+) -> PolicySource:
+    """Returns the content of the file.
+
+    Args:
+        path: The file.
+        faults: Gets the errors of single keys and values, which are left out; None to raise the first.
+
+    Raises:
+        PolicyFileError: It can't be read, or is not a policy.
+        OptionError: ``path`` is not a path.
+    """
+    plain = arguments.path("policy", path)
+    name = short(plain)
+    if not is_policy_file(plain):
+        raise PolicyFileError(f"{name}: a policy file ends in {', '.join(POLICY_SUFFIXES)}")
+    text = text_files.read(plain, _FILE)
+    reader = _Reader(name, Path(plain).parent, faults)
+    if plain.endswith(".json"):
+        return reader.gaudi_config(nodes.of_json(text, name))
+    return reader.policy(nodes.of_yaml(text, name))
+
+
+def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
+    """Returns the content of a policy file with these keys and values.
+
+    Raises:
+        PolicyFileError: It is not a policy.
+    """
+    return _Reader(nodes.DICT, Path()).policy(nodes.of_mapping(mapping))
+
+
+class _Reader:
+    """Makes values of the nodes of one file; errors name its lines."""
+
+    def __init__(
+        self, source: str, folder: Path, faults: list[PolicyFileError] | None = None
+    ) -> None:
+        """Takes the name of the file, the directory to which paths in it are relative, and where errors go."""
+        self._source, self._folder, self._faults = source, folder, faults
+        self._item_count = 0
+
+    # --- errors
+
+    def where(self, node: yaml.Node) -> str:
+        """Returns where a node begins: ``"policy.yaml:12"``; of a dict ``"<policy>['low'][0]"``."""
+        return f"{self._source}{nodes.place(node)}"
+
+    def error(self, node: yaml.Node, message: object) -> PolicyFileError:
+        """Returns an error about a node."""
+        return PolicyFileError(f"{self.where(node)}: {message}")
+
+    def refuse(self, error: HmpxError) -> None:
+        """Raises ``error``, or puts it aside."""
+        if self._faults is None:
+            raise error
+        self._faults.append(PolicyFileError(str(error)))
+
+    # --- mappings, lists and single values
+
+    def mapping(self, node: yaml.Node, readers: _Readers, what: str) -> dict[str, Any]:
+        """Returns key -> the value that its reader makes of the key and the node."""
+        self._check_tag(node)
+        if not isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{what} must be a mapping of keys to values")
+        found: dict[str, Any] = {}
+        seen: dict[str, str] = {}
+        for key_node, value in node.value:
+            key = self.text("a key", key_node)
+            try:
+                if key in seen:
+                    earlier = seen[key].replace(":", "line ")
+                    raise self.error(key_node, f"{shown(key)} is given twice, at {earlier} too")
+                seen[key] = nodes.place(key_node)
+                if key not in readers:
+                    hint = suggestion(key, readers) or f" ({', '.join(readers)})"
+                    raise self.error(key_node, f"unknown key {shown(key)} of {what}{hint}")
+                found[key] = readers[key](self, key, value)
+            except PolicyFileError as error:
+                self.refuse(error)
+        return found
+
+    def _check_tag(self, node: yaml.Node) -> None:
+        if not node.tag.startswith("tag:yaml.org,2002:") or ":python" in node.tag:
+            raise self.error(node, f"the tag {shown(node.tag)} has no meaning here; leave it out")
+
+    def items(self, key: str, node: yaml.Node) -> list[yaml.Node]:
+        """Returns the items of a list; a single value is one."""
+        self._check_tag(node)
+        if isinstance(node, yaml.MappingNode):
+            raise self.error(node, f"{key} must be a list")
+        found: list[yaml.Node] = node.value if isinstance(node, yaml.SequenceNode) else [node]
+        self._item_count += len(found)
+        if self._item_count > _MOST_ITEMS:
+            raise self.error(node, f"more than {_MOST_ITEMS:,} items in one file")
+        return found
+
+    def each(
+        self, read: Callable[[str, yaml.Node], _T], key: str, node: yaml.Node
+    ) -> tuple[_T, ...]:
+        """Returns what ``read`` makes of each item of a list, as a tuple."""
+        return tuple([read(key, item) for item in self.items(key, node)])
+
+    def text(self, key: str, node: yaml.Node) -> str:
+        """Returns a scalar as it is written."""
+        self._check_tag(node)
+        if not isinstance(node, yaml.ScalarNode) or node.tag.endswith(":null"):
+            raise self.error(node, f"{key} must be a string")
+        return str(node.value)
+
+    def parsed(self, key: str, node: yaml.Node, parse: Callable[[str], _T], name: str = "") -> _T:
+        """Returns what ``parse`` makes of a text; ``name`` is put before its errors."""
+        try:
+            return parse(self.text(key, node))
+        except (OptionError, ValueError) as error:
+            raise self.error(node, f"{name}{error}") from None
+
+    def choice(self, key: str, node: yaml.Node, known: Iterable[str]) -> str:
+        """Returns a text that is one of ``known``."""
+        text, known = self.text(key, node), tuple(known)
+        if text in known:
+            return text
+        listed = ", ".join(known)
+        raise self.error(
+            node, f"{key} must be one of {listed}, not {shown(text)}{suggestion(text, known)}"
+        )
+
+    def truth(self, key: str, node: yaml.Node) -> bool:
+        """Returns ``true`` or ``false`` as a bool."""
+        return self.choice(key, node, ("true", "false")) == "true"
+
+    def low_type(self, key: str, node: yaml.Node) -> LowType:
+        """Returns the low-precision type of that name: a dtype or a number format."""
+        return self.parsed(key, node, parse_low_type)
+
+    def truth_or_format(self, key: str, node: yaml.Node) -> bool | Format:
+        """Returns ``true`` or ``false`` as a bool, and any other name as the number format of it."""
+        text = self.text(key, node)
+        if text in ("true", "false"):
+            return text == "true"
+        return self.parsed(key, node, lambda name: parse_format(key, name))
+
+    # --- the kinds of conditions
+
+    def texts(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        return self.each(self.text, key, node)
+
+    def regexes(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        for item in self.items(key, node):
+            self.parsed(key, item, regexes.compiled, f"{key}: ")
+        return self.texts(key, node)
+
+    def phase(self, key: str, node: yaml.Node) -> str:
+        return self.choice(key, node, ("train", "eval"))
+
+    def count(self, key: str, node: yaml.Node) -> int:
+        """Returns a whole number, 0 or greater."""
+        text = self.text(key, node)
+        if node.tag != "tag:yaml.org,2002:int" or not re.fullmatch(r"[0-9][0-9_]{0,30}", text):
+            given = text if len(text) <= 40 else f"{text[:40]}..."
+            raise self.error(node, f"{key} must be a whole number, not {given!r}")
+        return int(text.replace("_", ""))
+
+    def counts(self, key: str, node: yaml.Node) -> tuple[int, ...]:
+        return self.each(self.count, key, node)
+
+    def dtypes(self, key: str, node: yaml.Node) -> tuple[torch.dtype, ...]:
+        return tuple(
+            self.parsed(key, item, tensors.parse_name, f"{key}: ") for item in self.items(key, node)
+        )
+
+    def devices(self, key: str, node: yaml.Node) -> tuple[str, ...]:
+        """Returns the device types of a list, sorted."""
+        try:
+            return tuple(sorted(tensors.parse_device_types(self.texts(key, node))))
+        except OptionError as error:
+            raise self.error(node, str(error).replace("device_types", key)) from None
+
+    # --- lists, sections and files
+
+    def ops(self, kind: str, node: yaml.Node) -> OpList:
+        """Returns an op list; ``kind`` is a name in `op_lists.KINDS`."""
+        lines = [
+            (self.text(f"an op of {kind}", item), self.where(item))
+            for item in self.items(kind, node)
+        ]
+        refused: list[OpListError] | None = None if self._faults is None else []
+        try:
+            found = from_lines(lines, kind, faults=refused)
+        except OpListError as error:
+            raise PolicyFileError(str(error)) from None
+        for each in refused or ():
+            self.refuse(each)
+        return found
+
+    def op_list(self, kind: str, node: yaml.Node) -> tuple[OpList, tuple[Entry, ...]]:
+        """Returns the ops that are added to a list, and those that are removed."""
+        if not isinstance(node, yaml.MappingNode):
+            return self.ops(kind, node), ()
+
+        def removed(reader: _Reader, key: str, each: yaml.Node) -> tuple[Entry, ...]:
+            items = reader.items(kind, each)
+            return tuple(Entry(reader.text("an op", item), reader.where(item)) for item in items)
+
+        readers = {"add": lambda reader, key, each: reader.ops(kind, each), "remove": removed}
+        found = self.mapping(node, readers, kind)
+        return found.get("add", _NOTHING), found.get("remove", ())
+
+    def base(self, key: str, node: yaml.Node) -> str | None:
+        """Returns the shipped set or the directory of that name; None for ``none``."""
+        name = self.text(key, node)
+        if name == "none":
+            return None
+        known = set_names()
+        if name in known:
+            return name
+        folder = os.fspath(self._folder / name)
+        if os.path.isdir(folder):  # noqa: PTH112  # it takes any text
+            return folder
+        raise self.error(
+            node,
+            f"lists {shown(name)} is neither a shipped set ({', '.join(known)}), nor a directory, nor "
+            f"none{suggestion(name, known)}",
+        )
+
+    def section(self, node: yaml.Node) -> SectionSource:
+        """Returns the content of a section."""
+        known = len(self._faults or ())
+        found = self.mapping(node, _SECTION_KEYS, "a section")
+        conditions = {key: value for key, value in found.items() if key in CONDITIONS}
+        lists = {key: value for key, value in found.items() if key in KEYS}
+        source = SectionSource(lists, conditions, found.get("low_precision_type"), self.where(node))
+        if len(self._faults or ()) > known:
+            return source  # what it lacks may be what is wrong
+        empty = [key for key, value in conditions.items() if value == ()]
+        if empty:
+            raise self.error(node, f"{empty[0]} is empty; name at least one, or leave it out")
+        if not lists:
+            raise self.error(node, f"a section decides nothing; give it {' or '.join(KEYS)}")
+        if not conditions:
+            raise self.error(
+                node, f"a section holds for every call; give it {' or '.join(CONDITIONS)}"
+            )
+        least, greatest = conditions.get("min_numel"), conditions.get("max_numel")
+        if least is not None and greatest is not None and least > greatest:
+            raise self.error(node, f"min_numel {least} is above max_numel {greatest}")
+        return source
+
+    def sections(self, key: str, node: yaml.Node) -> tuple[SectionSource, ...]:
+        """Returns the sections of a file, in their order."""
+        found = []
+        for each in self.items(key, node):
+            try:
+                found.append(self.section(each))
+            except PolicyFileError as error:
+                self.refuse(error)
+        return tuple(found)
+
+    def policy(self, node: yaml.Node | None) -> PolicySource:
+        """Returns the content of a policy file."""
+        if node is None:
+            return PolicySource(where=self._source)
+        found = self.mapping(node, _POLICY_KEYS, "a policy")
+        lists = {key: value for key, value in found.items() if key in KEYS}
+        return PolicySource(
+            lists={key: added for key, (added, _) in lists.items()},
+            removed={key: removed for key, (_, removed) in lists.items() if removed},
+            base=found.get("lists", DEFAULT_SET),
+            low_precision_type=found.get("low_precision_type"),
+            formats=_format_options(found),
+            sections=found.get("sections", ()),
+            where=self._source,
+        )
+
+    def gaudi_config(self, node: yaml.Node | None) -> PolicySource:
+        """Returns the lists in optimum-habana's ``gaudi_config.json``, of HMP or of Gaudi's autocast."""
+        assert node is not None  # JSON is never empty
+        found = self.mapping(node, _GAUDI_KEYS, "a Gaudi configuration")
+        is_autocast = any(found.get(f"autocast_{name}_ops") for name in ("bf16", "fp32"))
+        is_hmp = found.get("use_habana_mixed_precision", not is_autocast)
+        prefix = "hmp" if is_hmp else "autocast"
+        given = {"low": found.get(f"{prefix}_bf16_ops"), "fp32": found.get(f"{prefix}_fp32_ops")}
+        lists = {kind: op_list for kind, op_list in given.items() if op_list is not None}
+        notes: list[str] = []
+        base: str | None = "hmp" if is_hmp else DEFAULT_SET
+        if not is_hmp and not lists:
+            base = None
+            notes.append(f"{self._source}: use_habana_mixed_precision is false: nothing is cast")
+        elif is_hmp and found.get("hmp_opt_level") == "O2":
+            base = "o2"
+            if lists:
+                notes.append(
+                    f"{self._source}: hmp_opt_level 'O2' ignores its op lists; use 'O1' to read them"
+                )
+                lists = {}
+        return PolicySource(
+            lists=lists,
+            # As with HMP's files, a list that is given takes the place of the shipped one.
+            removed=dict.fromkeys(lists, (Entry("*", ""),)),
+            base=base,
+            low_precision_type=found.get("low_precision_type"),
+            formats=_format_options(found),
+            is_verbose=found.get("hmp_is_verbose", False),
+            notes=tuple(notes),
+            where=self._source,
+        )
+
+
+# --- the keys of files -------------------------------------------------------------------------
+
+#: Key -> what reads its value: of the reader, the key, and the node below it.
+_Readers = Mapping[str, Callable[[_Reader, str, yaml.Node], Any]]
+
+_FORMAT_KEYS: Final[_Readers] = {
+    "rounding": lambda reader, key, node: reader.choice(key, node, ROUNDING_MODES),
+    "overflow": lambda reader, key, node: reader.choice(key, node, OVERFLOWS),
+    "round_gradients": _Reader.truth_or_format,
+}
+
+_POLICY_KEYS: Final[_Readers] = {
+    "low_precision_type": _Reader.low_type,
+    **_FORMAT_KEYS,
+    "lists": _Reader.base,
+    **dict.fromkeys(KEYS, _Reader.op_list),
+    "sections": _Reader.sections,
+}
+
+_SECTION_KEYS: Final[_Readers] = {
+    **{key: getattr(_Reader, condition.kind) for key, condition in CONDITIONS.items()},
+    "low_precision_type": _Reader.low_type,
+    **dict.fromkeys(KEYS, _Reader.ops),
+}
+
+
+def _ops_or_null(kind: str) -> Callable[[_Reader, str, yaml.Node], OpList | None]:
+    return lambda reader, key, node: None if node.tag.endswith(":null") else reader.ops(kind, node)
+
+
+_GAUDI_KEYS: Final[_Readers] = {
+    "use_habana_mixed_precision": _Reader.truth,
+    "hmp_is_verbose": _Reader.truth,
+    "hmp_opt_level": lambda reader, key, node: reader.choice(key, node, ("O1", "O2")),
+    "hmp_bf16_ops": _ops_or_null("low"),
+    "hmp_fp32_ops": _ops_or_null("fp32"),
+    "autocast_bf16_ops": _ops_or_null("low"),
+    "autocast_fp32_ops": _ops_or_null("fp32"),
+    "low_precision_type": _Reader.low_type,
+    **_FORMAT_KEYS,
+    **dict.fromkeys(  # what is not about casting
+        (
+            *("use_fused_adam", "use_fused_clip_norm", "use_torch_autocast", "use_dynamic_shapes"),
+            *("optimum_version", "transformers_version", "_name_or_path", "architectures"),
+            "model_type",
+        ),
+        lambda reader, key, node: None,
+    ),
+}
+
+
+def _format_options(found: Mapping[str, Any]) -> FormatOptions:
+    return FormatOptions(*[found.get(each.name) for each in fields(FormatOptions)])

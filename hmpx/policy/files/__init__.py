@@ -1,1 +1,0 @@
-"""Policy files: reading YAML, JSON and dicts, and writing YAML."""

@@ -1,0 +1,382 @@
+"""Reads op lists: text -> op names, each with its file and line; finds the shipped ones.
+
+One op per line, ``#`` comments, ``@hmp`` includes the shipped list of the same kind, ``-mul``
+removes an op again, ``*`` means every op that no list names; words after a name say more of it:
+``conv2d float16 output=float32; torch >= 2.14``.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+import re
+import types
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any, Final
+
+import torch
+
+from .. import arguments, number_formats, ops
+from ..errors import OpListError, OptionError, short, shown, suggestion
+from ..frames import DIRECTORY
+from ..torch_internals import torch_version
+from . import text_files
+from .decisions import LINE_OPTIONS, CastPolicy, LowType
+from .op_lists import FILE_NAMES, KINDS, Entry, OpList
+
+#: Torch has about a thousand ops, so no list that a person writes comes near.
+_MOST_LINES: Final = 1_000_000
+
+#: Each brings in a whole list.
+_MOST_INCLUDES: Final = 100
+
+#: How many lines with a fault of one kind are kept; the others are only counted.
+MOST_KEPT: Final = 100
+
+#: Prefix of the names of shipped lists.
+SHIPPED: Final = "lists/"
+
+_FILE: Final = text_files.TextKind("an op list", 16 << 20, OpListError)
+
+_CONDITION: Final = re.compile(
+    r"torch\s*(?P<sign><|>=)\s*(?P<major>\d{1,4})\.(?P<minor>\d{1,4})", re.ASCII
+)
+
+
+def parse(
+    text: str,
+    source: str,
+    kind: str = "low",
+    *,
+    is_shipped: bool = False,
+    faults: list[OpListError] | None = None,
+) -> OpList:
+    """Returns the list that ``text`` holds.
+
+    Args:
+        text: The whole list.
+        source: What error messages call it.
+        kind: Name in `KINDS`.
+        is_shipped: The list comes with hmpx.
+        faults: Where the errors of lines are put, which are then left out; None to raise the first.
+
+    Raises:
+        OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``; its options or its
+            condition are not valid; or there are too many lines.
+    """
+    lines = text.removeprefix("\ufeff").splitlines()
+    if len(lines) > _MOST_LINES:
+        raise OpListError(
+            f"{source}: {len(lines):,} lines are too many for an op list; at most {_MOST_LINES:,}"
+        )
+    contents = (line.partition("#")[0].strip() for line in lines)
+    numbered = ((each, f"{source}:{n}") for n, each in enumerate(contents, 1) if each)
+    return from_lines(numbered, kind, is_shipped=is_shipped, faults=faults)
+
+
+def from_lines(
+    lines: Iterable[tuple[str, str]],
+    kind: str = "low",
+    *,
+    is_shipped: bool = False,
+    faults: list[OpListError] | None = None,
+) -> OpList:
+    """Returns the list that these lines make, each given with its ``file:line``; else as `parse`."""
+    reading = _Reading(kind)
+    where = ""
+    for line, where in lines:
+        try:
+            reading.add(line, where)
+        except OpListError as error:
+            if faults is None:
+                raise
+            faults.append(error)
+            if len(faults) == MOST_KEPT:
+                faults.append(OpListError(f"{where}: later lines are not read"))
+                break
+    return reading.result(is_shipped)
+
+
+class _Reading:
+    """A list while it is read, line by line; reading a line takes no longer after many others."""
+
+    def __init__(self, kind: str) -> None:
+        self._kind = kind
+        self._found: dict[str, Entry] = {}
+        self._own: dict[str, Entry] = {}  # those of them that no ``@`` line has brought
+        self._unknown: list[Entry] = []
+        self._unknown_count = 0
+        self._repeated: list[tuple[Entry, Entry]] = []
+        self._repeated_count = 0
+        self._removed: set[str] = set()
+        self._everything: Entry | None = None
+        self._where: dict[str, str] = {}  # name as written -> the last line with it
+        self._include_count = 0
+
+    def result(self, is_shipped: bool) -> OpList:
+        return OpList(
+            types.MappingProxyType(self._found),
+            tuple(self._unknown),
+            self._unknown_count,
+            tuple(self._repeated),
+            self._repeated_count,
+            frozenset(self._removed),
+            self._everything,
+            is_shipped,
+        )
+
+    def add(self, line: str, where: str) -> None:
+        """Adds a line without its comment.
+
+        Raises:
+            OpListError: As `parse`.
+        """
+        if ";" in line:
+            line = _applying(line, where)
+            if not line:
+                return
+        entry = _parse_line(line, where, self._kind)
+        text = entry.text
+        if text[0] == "@":
+            self._include(text[1:], where)
+            return
+        name = ops.resolve(text.removeprefix("-"))
+        name = name if name is not None and ops.is_castable(name) else None
+        if text[0] == "-":
+            self._remove(entry, name)
+            return
+        earlier = self._where.get(text)
+        self._where[text] = where
+        if earlier is not None:
+            self._repeated_count += 1
+            if self._repeated_count <= MOST_KEPT:
+                self._repeated.append((Entry(text, where), Entry(text, earlier)))
+        if text == "*":
+            self._everything = entry
+        elif name is None:
+            self._note_unknown(entry)
+        elif name not in self._own:
+            self._found[name] = self._own[name] = entry
+            self._removed.discard(name)
+        elif self._own[name].options != entry.options:
+            raise OpListError(
+                f"{where}: {shown(text)} is the op {name!r}, which is already in this list, at "
+                f"{self._own[name].where}, with other dtypes; keep one of the lines"
+            )
+
+    def _note_unknown(self, entry: Entry) -> None:
+        text, where, _ = entry
+        if "," in text:
+            raise OpListError(f"{where}: expected one op per line, found {shown(text)}")
+        why = ops.refusal(text.removeprefix("-"))
+        if why:
+            raise OpListError(f"{where}: {why}")
+        self._unknown_count += 1
+        if self._unknown_count <= MOST_KEPT:
+            self._unknown.append(Entry(text, where))
+
+    def _include(self, name: str, where: str) -> None:
+        self._include_count += 1
+        if self._include_count > _MOST_INCLUDES:
+            raise OpListError(
+                f"{where}: more than {_MOST_INCLUDES} @ lines in one list; "
+                "one for each set is enough"
+            )
+        names = set_names()
+        if name not in names:
+            raise OpListError(
+                f"{where}: there is no shipped set {shown(name)} ({', '.join(names)})"
+                f"{suggestion(name, names)}"
+            )
+        included = read_set(name).get("low" if self._kind == "fp16" else self._kind)
+        if included is None:
+            raise OpListError(f"{where}: the shipped set {name!r} has no {self._kind} list")
+        self._found |= {n: e for n, e in included.ops.items() if n not in self._own}
+        self._removed |= included.removed - self._found.keys()
+        self._everything = included.everything or self._everything
+
+    def _remove(self, entry: Entry, name: str | None) -> None:
+        if name is None:
+            self._note_unknown(entry)
+            return
+        is_there = self._found.pop(name, None) or self._everything or self._is_covered(name)
+        if not is_there and name not in _libraries():
+            self._note_unknown(entry)
+        self._own.pop(name, None)
+        self._removed.add(name)
+
+    def _is_covered(self, name: str) -> bool:
+        """Whether ``name`` is an operator of an op in the list."""
+        covering: str | None = name
+        while covering is not None and covering not in self._found:
+            covering = ops.covering(covering)
+        return covering is not None
+
+
+# --- one line ----------------------------------------------------------------------------------
+
+
+def _applying(line: str, where: str) -> str:
+    """Returns a line without its ``; torch >= 2.14``; ``""`` if the condition does not hold."""
+    content, _, condition = line.partition(";")
+    found = _CONDITION.fullmatch(condition.strip())
+    if found is None:
+        raise OpListError(
+            f"{where}: after a semicolon expected a version such as 'torch >= 2.14' or 'torch < 2.14', "
+            f"found {shown(condition.strip())}"
+        )
+    is_newer = torch_version() >= (int(found["major"]), int(found["minor"]))
+    return content.strip() if is_newer is (found["sign"] == ">=") else ""
+
+
+def _parse_line(content: str, where: str, kind: str) -> Entry:
+    """Returns the entry of a line: ``"conv2d float16"``, ``"sum accumulate=float32"``."""
+    if not content.isprintable() and "\t" not in content:
+        raise OpListError(f"{where}: expected one op per line, found {shown(content)}")
+    name, *words = content.split() or [""]
+    if not name:
+        raise OpListError(f"{where}: an op name is empty")
+    if not words:
+        return Entry(name, where)
+    options: dict[str, Any] = {}
+    for word in words:
+        key, is_option, value = word.partition("=")
+        if not is_option:
+            key, value = "dtype", word
+        option = LINE_OPTIONS.get(key)
+        if option is None:
+            hint = suggestion(key, LINE_OPTIONS) or f" ({', '.join(LINE_OPTIONS)})"
+            raise OpListError(f"{where}: unknown option {shown(key)} of {shown(name)}{hint}")
+        if option.field in options:
+            raise OpListError(f"{where}: {shown(name)} is given {key} twice; keep one")
+        try:
+            options[option.field] = _value(key, value)
+        except OptionError as error:
+            is_op = ops.resolve(word.strip(",")) in ops.table() and not number_formats.said_of(word)
+            message = f"expected one op per line, found {shown(content)}"
+            raise OpListError(f"{where}: {message if is_op and not is_option else error}") from None
+    if name[0] in "@-":
+        raise OpListError(f"{where}: {shown(name)} takes no options; put them after an op's name")
+    cast_policy = KINDS[kind].cast_policy
+    if cast_policy is CastPolicy.PASS:
+        raise OpListError(f"{where}: {shown(content)} names a dtype, but is left alone")
+    if cast_policy is not CastPolicy.LOW and any(
+        option.is_of_low for option in LINE_OPTIONS.values() if option.field in options
+    ):
+        raise OpListError(
+            f"{where}: {shown(content)} names a dtype, but only low-precision lists have a choice"
+        )
+    return Entry(name, where, options)
+
+
+@functools.lru_cache(maxsize=256)
+def _value(key: str, value: str) -> Any:
+    return LINE_OPTIONS[key].read(value)
+
+
+# --- files -------------------------------------------------------------------------------------
+
+
+def directory() -> Path:
+    """Returns the directory of the shipped lists: in the package, or beside it in a checkout."""
+    for candidate in (DIRECTORY / "lists", DIRECTORY.parent / "lists"):
+        if (candidate / "first.txt").is_file():
+            return candidate
+    raise OpListError(f"the shipped lists are missing beside {DIRECTORY}; reinstall hmpx")
+
+
+#: The path of each shipped list, its size and when it changed.
+State = tuple[tuple[str, int, int], ...]
+
+
+def state() -> State:
+    """Returns a value that changes with any shipped list; by it is kept what they alone make."""
+    top = [*os.scandir(directory())]
+    files = [*top, *[f for each in top if each.is_dir() for f in os.scandir(each)]]
+    stats = [(each.path, each.stat()) for each in files if each.name.endswith(".txt")]
+    return tuple([(path, status.st_size, status.st_mtime_ns) for path, status in stats])
+
+
+def set_names() -> list[str]:
+    """Returns the names of the shipped sets, which ``lists=`` and ``@`` lines accept."""
+    return sorted(path.parent.name for path in directory().glob(f"*/{FILE_NAMES['low']}"))
+
+
+def read_list(
+    path: str | os.PathLike[str], kind: str, faults: list[OpListError] | None = None
+) -> OpList:
+    """Returns the list in the file ``path``, of the kind with that name; ``faults`` as for `parse`.
+
+    Raises:
+        OpListError: The file can't be read, is not text, or holds a line that is not valid.
+        OptionError: ``path`` is not a path.
+    """
+    plain = arguments.path("an op list's path", path)
+    return parse(_read_text(plain), short(plain), kind, faults=faults)
+
+
+def _read_text(path: str) -> str:
+    text = text_files.read(path, _FILE)
+    if "\0" in text:
+        raise OpListError(f"{short(path)}: a binary file, not an op list; give a text file's path")
+    return text
+
+
+def read_shipped(name: str, kind: str = "low") -> OpList:
+    """Returns a shipped list by its path under ``lists/``, without ``.txt``: ``"hmp/bf16"``."""
+    return _read_shipped(state(), name, kind)
+
+
+@functools.lru_cache(maxsize=200)
+def _read_shipped(state: State, name: str, kind: str) -> OpList:
+    text = _read_text(os.fspath(directory() / f"{name}.txt"))
+    return parse(text, f"{SHIPPED}{name}.txt", kind, is_shipped=True)
+
+
+def of_libraries() -> OpList:
+    """Returns the shipped list of other libraries' ops, which all other lists outrank."""
+    return read_shipped("libraries", "fp32")
+
+
+@functools.cache
+def _libraries() -> frozenset[str]:
+    return frozenset(of_libraries().ops)
+
+
+def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) -> dict[str, OpList]:
+    """Returns kind -> list for a shipped set's name, or a directory with files of those names.
+
+    Args:
+        lists: The name or directory.
+        low_dtype: The low-precision type: a shipped set may have another list for float16.
+
+    Raises:
+        OptionError: There is no such set and no such directory.
+        OpListError: A list in the directory can't be read.
+    """
+    name = arguments.path("lists", lists)
+    names = set_names()
+    is_shipped = name in names
+    folder = directory() / name if is_shipped else Path(name)
+    found = {}
+    for kind in KINDS.values():
+        half = kind.float16_file_name if is_shipped and low_dtype is torch.float16 else None
+        file_name = next((f for f in (half, kind.file_name) if f and _is_there(folder / f)), None)
+        if file_name is not None and is_shipped:
+            found[kind.name] = read_shipped(f"{name}/{Path(file_name).stem}", kind.name)
+        elif file_name is not None:
+            found[kind.name] = read_list(folder / file_name, kind.name)
+    if not found:
+        raise OptionError(
+            f"lists={shown(name)} is neither a shipped set ({', '.join(names)}) nor a directory "
+            f"with {' or '.join(FILE_NAMES.values())}{suggestion(name, names)}"
+        )
+    missing = [kind for kind in KINDS.values() if kind.stand_in and kind.name not in found]
+    if is_shipped:
+        return found
+    return found | {kind.name: read_shipped(kind.stand_in, kind.name) for kind in missing}
+
+
+def _is_there(path: Path) -> bool:
+    return os.path.isfile(path)  # noqa: PTH113  # of any text, also one that is too long

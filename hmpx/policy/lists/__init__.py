@@ -1,1 +1,0 @@
-"""Op lists: their kinds, their files, the shipped ones, and their faults."""

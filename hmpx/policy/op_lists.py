@@ -1,0 +1,287 @@
+"""Op lists and policy files as data, and which list decides an op that several of them name, or cover."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+import torch
+
+from .. import number_formats, ops
+from ..errors import OpListError, OptionError
+from ..number_formats import is_format
+from .decisions import YIELDING, CastPolicy, Decision, LowType
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
+
+#: The shipped set that is used where none is named.
+DEFAULT_SET: Final = "hmpx"
+
+
+class ListKind(NamedTuple):
+    """What is true of all op lists of a kind.
+
+    Attributes:
+        name: What messages and policy files call the kind.
+        cast_policy: What is decided for its ops.
+        dtype: What they are cast to; None for the policy's low-precision type, or where the cast
+            policy has no dtype of its own.
+        file_name: Its file in a directory of lists; None if directories have none.
+        float16_file_name: In a shipped set, the file that takes its place where the low-precision
+            type is float16.
+        stand_in: The shipped list that is used where a directory has no such file; ``""`` for none.
+        is_key: Policy files, and the sections in them, have lists of this kind.
+    """
+
+    name: str
+    cast_policy: CastPolicy
+    dtype: torch.dtype | None = None
+    file_name: str | None = None
+    float16_file_name: str | None = None
+    stand_in: str = ""
+    is_key: bool = True
+
+
+_ROWS: Final = (
+    ListKind("low", CastPolicy.LOW, file_name="bf16.txt", float16_file_name="fp16.txt"),
+    ListKind("fp16", CastPolicy.LOW, torch.float16, is_key=False),
+    ListKind("fp32", CastPolicy.FP32, torch.float32, file_name="fp32.txt"),
+    ListKind("widest", CastPolicy.WIDEST, file_name="widest.txt", stand_in="hmp/widest"),
+    ListKind("first", CastPolicy.FIRST),
+    ListKind("follow", CastPolicy.FOLLOW),
+    ListKind("pass", CastPolicy.PASS),
+)
+
+#: Name -> kind.
+KINDS: Final[Mapping[str, ListKind]] = {kind.name: kind for kind in _ROWS}
+
+#: Names of the kinds.
+LIST_KINDS: Final = tuple(KINDS)
+
+#: The lists that a policy file, and each section in it, may hold.
+KEYS: Final = tuple(kind.name for kind in _ROWS if kind.is_key)
+
+#: Kind of list -> its file name in a shipped set, or in a directory given as ``lists``.
+FILE_NAMES: Final[Mapping[str, str]] = {
+    kind.name: kind.file_name for kind in _ROWS if kind.file_name is not None
+}
+
+#: Endings of the names of policy files.
+POLICY_SUFFIXES: Final = (".yaml", ".yml", ".json")
+
+
+def is_policy_file(path: object) -> bool:
+    """Whether ``path`` has the name of a policy file."""
+    return isinstance(path, str) and path.endswith(POLICY_SUFFIXES)
+
+
+class Entry(NamedTuple):
+    """One line of a list.
+
+    Attributes:
+        text: The name as written, with its prefix: ``"-mul"``.
+        where: ``"my_bf16.txt:3"``.
+        options: Field of `Decision` -> what the line says of it.
+    """
+
+    text: str
+    where: str
+    options: Mapping[str, Any] = {}
+
+
+@dataclass(frozen=True)
+class OpList:
+    """A list after reading.
+
+    Attributes:
+        ops: Op name -> the line that put it there.
+        unknown: The first lines whose name is not an op of the installed torch.
+        unknown_count: How many there are.
+        repeated: The first pairs (line, earlier line) with the same text.
+        repeated_count: How many there are.
+        removed: Ops removed by a ``-`` line, including operators of ops in the list.
+        everything: The ``*`` line, if there is one.
+        is_shipped: The list comes with hmpx.
+    """
+
+    ops: Mapping[str, Entry]
+    unknown: tuple[Entry, ...] = ()
+    unknown_count: int = 0
+    repeated: tuple[tuple[Entry, Entry], ...] = ()
+    repeated_count: int = 0
+    removed: frozenset[str] = frozenset()
+    everything: Entry | None = None
+    is_shipped: bool = False
+
+
+class Listed(NamedTuple):
+    """A list, and the decision of a line in it that says nothing else."""
+
+    op_list: OpList
+    decision: Decision
+
+    def decided(self, entry: Entry) -> Decision:
+        """Returns the decision of a line: that of its list, except where the line says otherwise.
+
+        Raises:
+            OpListError: What the line says does not go together.
+        """
+        try:
+            return dataclasses.replace(self.decision, reason=entry.where, **entry.options)
+        except OptionError as error:
+            raise OpListError(f"{entry.where}: {error}") from None
+
+    @property
+    def yields(self) -> bool:
+        """Whether the list gives way to those that don't."""
+        return self.decision.cast_policy in YIELDING
+
+
+def listed(lists: Mapping[str, OpList], low_dtype: LowType) -> list[Listed]:
+    """Returns lists by kind with their decisions; ``low_dtype`` is the low-precision type."""
+    found = []
+    for name, op_list in lists.items():
+        kind = KINDS[name]
+        low = low_dtype if kind.cast_policy is CastPolicy.LOW else None
+        found.append(Listed(op_list, Decision(kind.cast_policy, kind.dtype or low)))
+    return found
+
+
+# --- policy files ------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class FormatOptions:
+    """What a policy file says of all its ops in number formats, unless their lines say otherwise.
+
+    Attributes:
+        rounding: As `Decision.rounding`.
+        overflow: As `Decision.overflow`.
+        round_gradients: Whether gradients are rounded to the op's format, or to which format they are;
+            None leaves that to `convert`.
+    """
+
+    rounding: str | None = None
+    overflow: str | None = None
+    round_gradients: bool | Format | None = None
+
+    def settled(self, decision: Decision) -> Decision:
+        """Returns a decision with these options, where it has a format and does not say otherwise."""
+        if not is_format(decision.dtype):
+            return decision
+        gradients: Any = self.round_gradients
+        if gradients is True:
+            gradients = decision.dtype
+        elif gradients is False:
+            gradients = number_formats.get("float32")
+        return dataclasses.replace(
+            decision,
+            rounding=decision.rounding or self.rounding,
+            overflow=decision.overflow or self.overflow,
+            gradients=decision.gradients or gradients,
+        )
+
+
+@dataclass(frozen=True)
+class SectionSource:
+    """One section as it is written.
+
+    Attributes:
+        lists: Name in `KEYS` -> op list.
+        conditions: Key in `sections.CONDITIONS` -> value.
+        low_precision_type: Of its lists; None for that of the file.
+        where: ``"policy.yaml:12"``.
+    """
+
+    lists: Mapping[str, OpList]
+    conditions: Mapping[str, Any]
+    low_precision_type: LowType | None
+    where: str
+
+
+@dataclass(frozen=True)
+class PolicySource:
+    """A policy file after reading, before anything is decided.
+
+    Attributes:
+        lists: Name in `KEYS` -> ops added to that list.
+        removed: Name in `KEYS` -> the lines that take ops out of the shipped list.
+        base: The shipped set, or a directory; None for none.
+        low_precision_type: None if the file names none.
+        formats: What it says of all ops in number formats.
+        sections: In their order.
+        is_verbose: Whether the file asks for logging.
+        notes: Messages to the user.
+        where: The file.
+    """
+
+    lists: Mapping[str, OpList] = field(default_factory=dict)
+    removed: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
+    base: str | None = DEFAULT_SET
+    low_precision_type: LowType | None = None
+    formats: FormatOptions = FormatOptions()
+    sections: tuple[SectionSource, ...] = ()
+    is_verbose: bool = False
+    notes: tuple[str, ...] = ()
+    where: str = ""
+
+    def op_lists(self) -> list[OpList]:
+        """Returns all the lists in it."""
+        return [*self.lists.values(), *[o for each in self.sections for o in each.lists.values()]]
+
+
+# --- precedence --------------------------------------------------------------------------------
+
+
+def resolve(bands: Iterable[list[Listed]]) -> dict[str, Decision]:
+    """Returns op -> decision.
+
+    A band is a list of op lists. An earlier band outranks a later one. Within a band an operator's
+    own line outranks that of the op that covers it. ``*`` comes after every named line of a
+    low-precision or fp32 list.
+    """
+    decisions: dict[str, Decision] = {}
+    bands = list(bands)
+    firm = [[each for each in band if not each.yields] for band in bands]
+    for band in firm:
+        _resolve_named(band, decisions)
+    for each in itertools.chain.from_iterable(firm):
+        if each.op_list.everything is not None:
+            star = each.decided(each.op_list.everything)
+            for name in _computing():
+                if name not in each.op_list.removed:
+                    decisions.setdefault(name, star)
+    for band in bands:
+        _resolve_named([each for each in band if each.yields], decisions)
+    return decisions
+
+
+@functools.cache
+def _computing() -> tuple[str, ...]:
+    """Returns the ops that ``*`` means, in the order of the table."""
+    return tuple(name for name in ops.table() if name in ops.computing())
+
+
+def _resolve_named(band: list[Listed], decisions: dict[str, Decision]) -> None:
+    """Adds the decisions of the named lines of ``band`` for ops that have none yet."""
+    named = {
+        name: (each.decided(entry), each.op_list)
+        for each in band
+        for name, entry in each.op_list.ops.items()
+    }
+    if not named:
+        return
+    for name in ops.table():
+        covering: str | None = name
+        while covering is not None and covering not in named:
+            covering = ops.covering(covering)
+        if covering is not None and name not in named[covering][1].removed:
+            decisions.setdefault(name, named[covering][0])
+    for name, (decision, _) in named.items():
+        if ops.is_foreign(name):
+            decisions.setdefault(name, decision)
