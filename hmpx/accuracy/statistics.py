@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import html
 import math
 from dataclasses import dataclass
 
-from ..reports import Column, column_rows, count
+from ..reports import Column, Table, count, paragraphs
 
 #: No more digits are shown: two tensors of the same kind differ in the next one.
 _DIGITS = 3
@@ -81,37 +80,29 @@ class ErrorTable:
         return f"<hmpx.formats.ErrorTable of {len(self.rows)} formats; print it>"
 
     def __str__(self) -> str:
-        lines = ["".join(cells).rstrip() for cells in column_rows(_columns(self.rows))]
-        return "\n".join([*lines, *_notes(self.rows)])
+        return "\n".join([str(_table(self.rows)), *_notes(self.rows)])
 
     def _repr_html_(self) -> str:
         """Returns the table that notebooks show."""
-        columns = _columns(self.rows)
-        titles = "".join([f"<th>{html.escape(column.title)}</th>" for column in columns])
-        lines = zip(*[column.cells for column in columns], strict=True)
-        body = [
-            f"<tr>{''.join([f'<td>{html.escape(cell)}</td>' for cell in cells])}</tr>"
-            for cells in lines
-        ]
-        notes = [f"<p>{html.escape(note)}</p>" for note in _notes(self.rows)]
-        head = f"<table><thead><tr>{titles}</tr></thead>"
-        return f"{head}<tbody>{''.join(body)}</tbody></table>{''.join(notes)}"
+        return _table(self.rows).to_html() + paragraphs(_notes(self.rows))
 
 
-def _columns(rows: tuple[ErrorStatistics, ...]) -> list[Column]:
+def _table(rows: tuple[ErrorStatistics, ...]) -> Table:
     modes = {row.rounding for row in rows}
     names = [row.format if len(modes) == 1 else f"{row.format}, {row.rounding}" for row in rows]
-    return [
-        Column("format", tuple(names), is_number=False),
-        Column("bits", tuple([_number(row.bits, 4) for row in rows])),
-        Column("SQNR dB", tuple([_decibel(row.sqnr_db) for row in rows])),
-        Column("mean rel", tuple([_number(row.mean_rel) for row in rows])),
-        Column("max rel", tuple([_number(row.max_rel) for row in rows])),
-        Column("max abs", tuple([_number(row.max_abs) for row in rows])),
-        Column("not finite", tuple([_share(row.overflow) for row in rows])),
-        Column("clipped", tuple([_share(row.saturated) for row in rows])),
-        Column("to zero", tuple([_share(row.underflow) for row in rows])),
-    ]
+    return Table(
+        [
+            Column("format", names, is_number=False),
+            Column("bits", [row.bits for row in rows], lambda bits: _number(bits, 4)),
+            Column("SQNR dB", [row.sqnr_db for row in rows], _decibel),
+            Column("mean rel", [row.mean_rel for row in rows], _number),
+            Column("max rel", [row.max_rel for row in rows], _number),
+            Column("max abs", [row.max_abs for row in rows], _number),
+            Column("not finite", [row.overflow for row in rows], _share),
+            Column("clipped", [row.saturated for row in rows], _share),
+            Column("to zero", [row.underflow for row in rows], _share),
+        ]
+    )
 
 
 def _notes(rows: tuple[ErrorStatistics, ...]) -> list[str]:

@@ -1,21 +1,28 @@
-"""What `bench` has measured, and its views."""
+"""The result of `bench`, and its views: a table, and a verdict in words."""
 
 from __future__ import annotations
 
-import json
-import os
+import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from ..errors import OptionError, shown
-from ..reports import plain, written
-from . import text
-from .verdict import is_beyond_chance
+from ..reports import Column, Table, Written, clean, page, paragraphs, size, wrapped
+from .variants import BASE
 
 #: The version of the JSON that `Bench.to_json` writes.
 SCHEMA: Final = 1
+
+#: If a variant is as fast as another, so often it is held to be faster at most; for slower likewise.
+LEVEL: Final = 1 / 64
+
+#: With fewer runs even the same sign of all of them is not so rare.
+FEWEST_RUNS: Final = 6
+
+#: Nearer to 1 than this is equal: so much may come from a variant's place in its turn.
+_EQUAL: Final = 0.01
 
 
 @dataclass(frozen=True)
@@ -85,7 +92,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Bench:
+class Bench(Written):
     """The same step in several precisions.
 
     Printing it prints a table and a verdict.
@@ -133,15 +140,170 @@ class Bench:
         known = ", ".join(repr(each.name) for each in self.variants)
         raise OptionError(f"this benchmark has no {shown(name)} (there is: {known})")
 
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns all figures as JSON, and writes it to ``path`` if that is given.
-
-        Raises:
-            OptionError: The file can't be written.
-        """
-        found: dict[str, Any] = {"hmpx_bench": SCHEMA, **asdict(self)}
-        found["variants"] = {each.name: asdict(each) for each in self.variants}
-        return written(json.dumps(plain(found), indent=1, allow_nan=False) + "\n", path)[:-1]
-
     def __str__(self) -> str:
-        return text.text(self)
+        said = [line for each in _sentences(self) for line in wrapped(each)]
+        return "\n".join([_headline(self), "", *_table(self.variants).lines(), "", *said])
+
+    def _repr_html_(self) -> str:
+        said = paragraphs(_sentences(self))
+        return f"<div>{paragraphs([_headline(self)])}{_table(self.variants).to_html()}{said}</div>"
+
+    def _data(self) -> Mapping[str, Any]:
+        variants = {each.name: asdict(each) for each in self.variants}
+        return {"hmpx_bench": SCHEMA, **asdict(self), "variants": variants}
+
+    def _page(self) -> str:
+        return page("hmpx bench", "A step in each precision", self._repr_html_())
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+_NOTHING: Final = "-"
+
+
+def _headline(bench: Bench) -> str:
+    runs = "1 run" if bench.runs == 1 else f"{bench.runs} runs"
+    threads = "1 thread" if bench.threads == 1 else f"{bench.threads} threads"
+    clock = ", processor time" if bench.clock == "cpu" else ""
+    return f"{clean(bench.device)}, {threads}: {runs} each, in turns{clock}"
+
+
+def _sentences(bench: Bench) -> Iterator[str]:
+    yield _verdict(bench)
+    yield from _broken(bench.variants)
+    for each in bench.variants:
+        if each.error is not None:
+            where = f", at {clean(each.error_location)}" if each.error_location else ""
+            yield f"{each.label} failed: {clean(each.error)}{where}"
+    yield from bench.notes
+
+
+def _table(rows: Sequence[Measured]) -> Table:
+    """Returns a line for each variant; fp32, the first, differs in nothing from itself."""
+    columns = [
+        Column("", [each.label for each in rows], is_number=False),
+        Column("of fp32", [*map(_ratio, rows)]),
+        Column("quartiles", [*map(_range, rows)]),
+        Column("a step", [*map(_time, rows)]),
+    ]
+    if any(each.loss is not None for each in rows):
+        title = f"loss at {max(each.loss_step for each in rows)}"
+        columns.append(Column(title, [_number(each.loss, ".5g") for each in rows]))
+        differences = [_number(each.loss_difference, "+.1e") for each in rows]
+        columns.append(Column("- fp32's", [_NOTHING, *differences[1:]]))
+    if any(each.output_error is not None for each in rows):
+        errors = [_number(each.output_error, ".1e") for each in rows]
+        columns.append(Column("error", [_NOTHING, *errors[1:]]))
+    memories = [each.memory_bytes for each in rows]
+    if any(each is not None for each in memories):
+        cells = [_NOTHING if each is None else size(each) for each in memories]
+        columns.append(Column("memory", cells))
+    return Table(columns)
+
+
+def _ratio(row: Measured) -> str:
+    if row.error is not None:
+        return "failed"
+    return _NOTHING if row.ratio is None else f"{row.ratio.median:.2f}"
+
+
+def _range(row: Measured) -> str:
+    if row.ratio is None or row.name == BASE:
+        return _NOTHING
+    return f"{row.ratio.low:.2f}-{row.ratio.high:.2f}"
+
+
+def _time(row: Measured) -> str:
+    """Returns three figures, and all those before the point."""
+    if row.step_s is None:
+        return _NOTHING
+    units = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
+    scaled = [(row.step_s.median * factor, unit) for unit, factor in units]
+    value, unit = next((each for each in scaled if each[0] >= 0.9995), scaled[-1])
+    return f"{value:.0f} {unit}" if value >= 100 else f"{value:.3g} {unit}"
+
+
+def _number(value: float | None, form: str) -> str:
+    return _NOTHING if value is None else format(value, form)
+
+
+# --- verdict -------------------------------------------------------------------------------------
+
+
+def _verdict(bench: Bench) -> str:
+    """Returns which variant is fastest, how much time that saves, and which can't be told from it.
+
+    A variant without a finite loss or output, where fp32 has one, is not the fastest, however fast.
+    """
+    if bench.low_op:
+        return (
+            f"No verdict: the row fp32 is not fp32, for in the step itself {bench.low_op}. Leave "
+            "torch.autocast, hmpx.convert() and low dtypes out of the step."
+        )
+    others = [each for each in bench.variants if each.ratios and each.name != BASE]
+    sound = [each for each in others if not _is_broken(each, bench.variants[0])]
+    if not sound:
+        return "Nothing to compare fp32 with."
+    nearest = min(sound, key=_median)
+    if len(nearest.ratios) < FEWEST_RUNS:
+        runs = "1 run is" if len(nearest.ratios) == 1 else f"{len(nearest.ratios)} runs are"
+        return f"{runs} too few to tell whether any differs from fp32: {FEWEST_RUNS} are the least."
+    faster = [each for each in sound if each.is_other and _median(each) < 1.0]
+    if faster:
+        best = min(faster, key=_median)
+        return " ".join([f"Fastest is {_took(best)}.", *_equals(best, sound)])
+    if nearest.is_other:
+        return f"None is faster than fp32. The nearest is {_took(nearest)}."
+    count = sum(each < 1.0 for each in nearest.ratios)
+    return (
+        f"None is shown to be faster than fp32. The nearest, {_took(nearest)}, was faster in {count} of "
+        f"{len(nearest.ratios)} runs, as equal ones may be."
+    )
+
+
+def _broken(variants: Sequence[Measured]) -> Iterator[str]:
+    """Yields which variants' results are not finite."""
+    for each in variants:
+        if each.not_finite_at is not None:
+            yield f"The loss of {each.label} is NaN or infinite at step {each.not_finite_at}."
+        elif _is_broken(each, variants[0]):
+            yield f"The output of {each.label} is NaN or infinite where that of fp32 is not."
+
+
+def _is_broken(row: Measured, base: Measured) -> bool:
+    if row.output_error is not None and not math.isfinite(row.output_error):
+        return True
+    return row.not_finite_at is not None and base.not_finite_at is None
+
+
+def _equals(best: Measured, others: Sequence[Measured]) -> Iterator[str]:
+    labels = [
+        each.label
+        for each in others
+        if each is not best
+        and not is_beyond_chance([a / b for a, b in zip(each.ratios, best.ratios, strict=True)])
+    ]
+    if labels:
+        yield f"Equal to it within what runs vary: {', '.join(labels)}."
+
+
+def _took(row: Measured) -> str:
+    return f"{row.label}: {_median(row):.2f} of fp32's time"
+
+
+def _median(row: Measured) -> float:
+    return float("inf") if row.ratio is None else row.ratio.median
+
+
+def is_beyond_chance(ratios: Sequence[float]) -> bool:
+    """Whether the sign test tells the ratios from 1.
+
+    Quartiles that leave out 1 do not show it: of variants that are all equal to fp32, with ten runs each, one
+    of four "is faster" by its quartiles in every seventh benchmark, and with three runs in nearly every second.
+    """
+    count = len(ratios)
+    on_a_side = max(
+        sum(each < 1 - _EQUAL for each in ratios), sum(each > 1 + _EQUAL for each in ratios)
+    )
+    ways = sum(math.comb(count, each) for each in range(on_a_side, count + 1))
+    return ways <= LEVEL * 2**count and 2 * on_a_side > count

@@ -10,11 +10,10 @@ from typing import Final
 import torch
 
 from ..number_formats import get, names
-from ..reports import clean
+from ..reports import clean, exponential
 from ..tensors import LOW_DTYPES
 from .measures import EXPONENTS, Limits, limits
 from .rows import ComparedSite
-from .text import number
 
 _WIDTH: Final = 960
 _HEIGHT: Final = 260
@@ -73,7 +72,7 @@ def errors_by_depth(rows: Sequence[ComparedSite]) -> str:
     for index, row in enumerate(shown):
         for kind, value in (("own", row.rel), ("passed", row.propagated_rel)):
             if _is_drawn(value):
-                title = html.escape(f"{clean(row.op)} {clean(row.module)}: {number(value)}")
+                title = html.escape(f"{clean(row.op)} {clean(row.module)}: {exponential(value)}")
                 parts.append(
                     f'<circle class="{kind}" cx="{x(index):.1f}" cy="{y(value):.1f}" r="3">'
                     f"<title>{title}</title></circle>"

@@ -1,23 +1,44 @@
-"""What `compare` has found, and its views."""
+"""The result of `compare`, and its views: text, CSV, JSON, a page, a part of a notebook."""
 
 from __future__ import annotations
 
-import json
 import math
 import os
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, Final
 
-from ..reports import csv_lines, plain, written
-from . import html_page, text
+from ..reports import (
+    Column,
+    Table,
+    Written,
+    clean,
+    count,
+    exponential,
+    located,
+    page,
+    page_file,
+    paragraphs,
+    section,
+    share,
+    short_dtype,
+    table_section,
+    without_start,
+    wrapped,
+    written,
+)
+from . import charts
 from .rows import ComparedGradient, ComparedSite
 
 #: The version of the JSON that `Comparison.to_json` writes.
 SCHEMA: Final = 1
 
+#: How many rows, gradients and outputs are printed, and rows in a notebook.
+_MOST_ROWS, _MOST_GRADIENTS, _MOST_NOTES, _MOST_IN_NOTEBOOK = 15, 3, 5, 30
+
 
 @dataclass(frozen=True)
-class Comparison:
+class Comparison(Written):
     """What low precision does to each call of a model, by effect.
 
     Printing it prints a verdict, the rows of largest effect, and the gradients that differ most.
@@ -55,17 +76,6 @@ class Comparison:
         """Returns the rows of largest effect."""
         return self.rows[:number]
 
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the comparison as JSON, and writes it to ``path`` if that is given.
-
-        What is not finite is one of the texts ``"nan"``, ``"inf"``, ``"-inf"``.
-
-        Raises:
-            OptionError: The file can't be written.
-        """
-        found = {"hmpx_comparison": SCHEMA, **asdict(self)}
-        return written(json.dumps(plain(found), indent=1, allow_nan=False) + "\n", path)[:-1]
-
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
         """Returns the rows as CSV, and writes them to ``path`` if that is given.
 
@@ -74,22 +84,177 @@ class Comparison:
         """
         names = [field.name for field in fields(ComparedSite) if field.name != "exponents"]
         lines = [[_cell(getattr(row, name)) for name in names] for row in self.rows]
-        return written(csv_lines([names, *lines]), path)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns a page that needs no network, and writes it to ``path`` if that is given.
-
-        Raises:
-            OptionError: The file can't be written.
-        """
-        return written(html_page.page(self), path)
+        return written(Table.of(names, lines).to_csv(), path)
 
     def __str__(self) -> str:
-        return text.text(self)
+        return "\n".join(_lines(self))
 
     def _repr_html_(self) -> str:
-        return html_page.notebook_part(self)
+        titles = ("op", "module", "in", "calls", "effect", "error", "passed on", "")
+        rows = self.worst(_MOST_IN_NOTEBOOK)
+        table = _table(rows, titles).to_html() if rows else ""
+        return f"<div>{paragraphs(_verdict(self))}{table}</div>"
+
+    def _data(self) -> Mapping[str, Any]:
+        return {"hmpx_comparison": SCHEMA, **asdict(self)}
+
+    def _page(self) -> str:
+        target = "outputs, relative to their norm" if math.isnan(self.loss) else "loss"
+        parts = [
+            paragraphs(_verdict(self), "verdict"),
+            table_section(
+                "sites",
+                "Calls, largest effect first",
+                f'<p class="note">Effect: what the rounding of this op alone does to the {target}, to '
+                "first order. Error: of the op alone, relative to its results. Passed on: the same with "
+                "the whole model in low precision.</p>",
+            ),
+        ]
+        for name, heading, keys, picture in (
+            ("depth", "Errors along the model", _DEPTH_KEYS, charts.errors_by_depth(self.rows)),
+            ("ranges", "Ranges of results", _RANGE_KEYS, charts.ranges(self.rows)),
+        ):
+            if picture:
+                legend = " ".join(
+                    f'<span class="key {k}">{said}</span>' for k, said in keys.items()
+                )
+                legend = f'<p class="legend">{legend}</p>'
+                chart = f'<div class="scroll chart">{picture}</div>'
+                parts.append(section(name, heading, legend, chart))
+        tables = {"sites": _table(self.rows)}
+        if self.gradients:
+            parts.append(table_section("gradients", "Gradients of parameters"))
+            tables["gradients"] = Table(
+                [
+                    Column("parameter", [each.name for each in self.gradients], clean, False),
+                    Column("difference", [each.rel for each in self.gradients], exponential),
+                    Column("cosine", [each.cosine for each in self.gradients], "{:.6f}".format),
+                ]
+            )
+        return page(
+            "hmpx comparison",
+            "Low precision compared with float32",
+            "\n".join(parts),
+            style=page_file(str(__package__), "compare.css"),
+            tables=tables,
+        )
+
+
+_DEPTH_KEYS: Final = {"own": "error of the op", "passed": "passed on"}
+_RANGE_KEYS: Final = {
+    "normal": "the type's numbers",
+    "subnormal": "with fewer digits",
+    "values": "values in float32",
+}
 
 
 def _cell(value: Any) -> Any:
     return " to ".join(map(str, value)) if isinstance(value, tuple) else value
+
+
+def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> Table:
+    """Returns a table of rows, with the columns of these titles, or all."""
+
+    def numbers(title: str, name: str, show: Any = exponential) -> Column:
+        return Column(title, [getattr(row, name) for row in rows], show)
+
+    names = [clean(row.module) or ("-" if titles else "") for row in rows]
+    columns = [
+        Column("op", [row.op for row in rows], clean, False, least=10),
+        Column("module", names, str, False, without_start, 12),
+        Column("line", [row.site for row in rows], located, False),
+        Column("in", [short_dtype(row.dtype) or "fp32" for row in rows], str, False),
+        Column("decided by", [row.reason for row in rows], clean, False),
+        numbers("calls", "calls", count),
+        numbers("effect", "effect"),
+        numbers("error", "rel"),
+        numbers("passed on", "propagated_rel"),
+        numbers("SQNR, dB", "sqnr_db", "{:.0f}".format),
+        numbers("ulp", "ulp", "{:.2f}".format),
+        numbers("cosine", "cosine", "{:.6f}".format),
+        numbers("largest error", "max_abs"),
+        Column("smallest", [row.range.smallest for row in rows], exponential),
+        Column("largest", [row.range.largest for row in rows], exponential),
+        Column("" if titles else "remark", [*map(_remark, rows)], str, False),
+    ]
+    return Table(column for column in columns if not titles or column.title in titles)
+
+
+def _remark(row: ComparedSite) -> str:
+    """Returns what is wrong with a row: values lost, too large, rounded to zero; calls without an effect."""
+    if row.lost:
+        return f"{count(row.lost)} not finite"
+    if not row.fits:
+        return "beyond the range"
+    if row.underflow >= 0.01:
+        return f"{share(row.underflow, 1)} became 0"
+    if row.flips > 0:
+        return f"{share(row.flips, 1)} differ"
+    if 0 < row.unseen < row.calls:
+        return f"no gradient: {count(row.unseen)}"
+    return ""
+
+
+# --- text ----------------------------------------------------------------------------------------
+
+
+def _verdict(comparison: Comparison) -> list[str]:
+    """Returns what low precision does to the result, and which op does most of it."""
+    if not comparison.rows:
+        return ["No calls were compared."]
+    parts = []
+    if not math.isnan(comparison.loss):
+        parts.append(
+            f"loss {comparison.loss:.6g} in fp32, {comparison.low_loss:.6g} in low precision"
+        )
+    if not math.isnan(comparison.output_rel):
+        differ = exponential(comparison.output_rel)
+        parts.append(f"outputs differ by {differ}, relative to their norm")
+    parts += map(clean, comparison.output_notes[:_MOST_NOTES])
+    if len(comparison.output_notes) > _MOST_NOTES:
+        parts.append(f"and {count(len(comparison.output_notes) - _MOST_NOTES)} outputs more")
+    worst = next((row for row in comparison.rows if row.dtype), None)
+    if worst is None:
+        parts.append("no op runs in low precision")
+    elif math.isnan(worst.effect):
+        parts.append("no gradient arrives at any op, so that effects are unknown")
+    elif worst.effect == 0:
+        parts.append("no op has an effect")
+    else:
+        where = f" in {clean(worst.module)}" if worst.module else ""
+        parts.append(f"largest effect: {clean(worst.op)}{where} at {located(worst.site)}")
+    return parts
+
+
+def _lines(comparison: Comparison) -> Iterator[str]:
+    for sentence in _verdict(comparison):
+        yield from wrapped(sentence)
+    if not math.isnan(comparison.compiled_rel):
+        yield f"compiled, they differ by {exponential(comparison.compiled_rel)} more"
+    if comparison.unmatched:
+        yield from wrapped(
+            f"{count(comparison.unmatched)} calls were made in fp32 only: what the model calls "
+            "depends on values"
+        )
+    if comparison.backward_error:
+        yield from wrapped(f"the backward failed: {clean(comparison.backward_error)}")
+    low = [row for row in comparison.rows if row.dtype]
+    if low:
+        titles = ["op", "module", "in", "calls", "effect", "error", "passed on", "largest"]
+        if any(map(_remark, low[:_MOST_ROWS])):
+            titles.append("")
+        yield ""
+        yield str(_table(low[:_MOST_ROWS], titles))
+        if len(low) > _MOST_ROWS:
+            yield f"... and {count(len(low) - _MOST_ROWS)} more; .rows has all"
+    if comparison.gradients:
+        yield ""
+        total = count(len(comparison.gradients))
+        yield f"gradients of {total} parameters, those that differ most:"
+    for each in comparison.gradients[:_MOST_GRADIENTS]:
+        said = (
+            f"differs by {exponential(each.rel)}, cosine {each.cosine:.4f}"
+            if each.is_finite
+            else "is not finite in low precision"
+        )
+        yield from wrapped(f"{clean(each.name)} {said}", "  ")

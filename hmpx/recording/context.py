@@ -14,7 +14,7 @@ from ..blocks import ends_surely
 from ..errors import OptionError
 from ..observers import Attached, user_location
 from ..policy import policy_line
-from ..reports import Groups, Memory, Report, Row, Waste, added_waste
+from ..reports import Memory, Report, Row, Views, Waste, added_waste
 from ..session import current
 from ..torch_internals import uncompiled
 from ..version import __version__
@@ -24,7 +24,7 @@ from .recorder import Recorder
 from .waste import waste
 
 
-class record:  # noqa: N801  # a context manager, like torch.no_grad
+class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
     """Records each call of an op that computes: its dtypes, casts, costs, module and line.
 
     Holds for all threads, and nests. Compiled functions run uncompiled meanwhile, those that are compiled
@@ -118,51 +118,13 @@ class record:  # noqa: N801  # a context manager, like torch.no_grad
         """
         return None if self._ledger is None else self._ledger.memory()
 
-    def by_op(self) -> Groups:
-        """Returns the calls by op and dtypes; see `Report.by_op`."""
-        return self.report().by_op()
-
-    def by_module(self) -> Groups:
-        """Returns the calls by module; see `Report.by_module`."""
-        return self.report().by_module()
-
-    def by_site(self) -> Groups:
-        """Returns the calls by line of the program; see `Report.by_site`."""
-        return self.report().by_site()
-
     def waste(self) -> tuple[Waste, ...]:
         """Returns casts that could be done without, each with what to do about it."""
         return self.report().waste
 
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the report as JSON, and writes it to ``path`` if that is given."""
-        return self.report().to_json(path)
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the rows as CSV, and writes them to ``path`` if that is given."""
-        return self.report().to_csv(path)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns a page that needs no network, and writes it to ``path`` if that is given."""
-        return self.report().to_html(path)
-
-    def to_dataframe(self) -> Any:
-        """Returns the rows as a pandas data frame; see `Report.to_dataframe`."""
-        return self.report().to_dataframe()
-
-    def print(self) -> None:
-        """Prints the report, with colours on a terminal; see `Report.print`."""
-        self.report().print()
-
-    def __str__(self) -> str:
-        return str(self.report())
-
     def __repr__(self) -> str:
         rows = counted_rows(self._recorder.counted(), is_timed=self._is_timed)
         return f"<hmpx.record: {sum(each.calls for each in rows):,} calls in {len(rows):,} rows>"
-
-    def _repr_html_(self) -> str:
-        return self.report()._repr_html_()
 
 
 def _said(error: BaseException) -> str:

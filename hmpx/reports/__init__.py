@@ -1,10 +1,11 @@
-"""Reports: what was seen of a run, as data, and the views of it."""
+"""Reports: what was seen of a run as data, and the table and page that all of hmpx's results print."""
 
 from __future__ import annotations
 
 from .cells import (
     clean,
     count,
+    exponential,
     located,
     share,
     short_dtype,
@@ -13,15 +14,14 @@ from .cells import (
     without_start,
     wrapped,
 )
-from .export import csv_lines
-from .files import plain, write, written
-from .groups import Groups, grouped
-from .memory import KINDS, Memory, Moment, saved_text
-from .pages import page_file, rendered
+from .files import Written, write, written
+from .groups import Group, Groups, grouped
+from .memory import KINDS, Memory, Moment
+from .pages import page, page_file, paragraphs, section, table_section
 from .reading import read_json
-from .report import Report, merged
-from .rows import Group, Row, Totals, Waste, add_up, added, added_waste, totals
-from .tables import Column, column_rows
+from .report import Report, Views, merged
+from .rows import Row, Totals, Waste, add_up, added, added_waste, totals
+from .table import Column, Table
 
 __all__ = [
     "KINDS",
@@ -32,26 +32,29 @@ __all__ = [
     "Moment",
     "Report",
     "Row",
+    "Table",
     "Totals",
+    "Views",
     "Waste",
+    "Written",
     "add_up",
     "added",
     "added_waste",
     "clean",
-    "column_rows",
     "count",
-    "csv_lines",
+    "exponential",
     "grouped",
     "located",
     "merged",
+    "page",
     "page_file",
-    "plain",
+    "paragraphs",
     "read_json",
-    "rendered",
-    "saved_text",
+    "section",
     "share",
     "short_dtype",
     "size",
+    "table_section",
     "totals",
     "without_end",
     "without_start",

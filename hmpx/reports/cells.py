@@ -1,10 +1,11 @@
-"""How values are shown in the cells of tables: counts, bytes, seconds, shares, and text that users wrote."""
+"""How tables show values: counts, bytes, seconds, shares, and text that users wrote."""
 
 from __future__ import annotations
 
 import math
 import unicodedata
 from collections.abc import Iterable
+from decimal import Decimal
 from typing import Final
 
 import torch
@@ -43,21 +44,13 @@ def size(byte_count: int) -> str:
 def _scaled(number: int, unit: str) -> str:
     for power, prefix in enumerate(_PREFIXES):
         scale = 1000**power
-        if number < 10 * scale and power:
-            tenths = (20 * number + scale) // (2 * scale)
-            if tenths < 100:
-                return f"{tenths // 10}.{tenths % 10} {prefix}{unit}"
+        tenths = (20 * number + scale) // (2 * scale)
+        if power and tenths < 100:
+            return f"{tenths // 10}.{tenths % 10} {prefix}{unit}"
         rounded = (2 * number + scale) // (2 * scale)
         if rounded < 1000:
             return f"{rounded} {prefix}{unit}"
-    return f"{_power(number)} {unit}".rstrip()
-
-
-def _power(number: int) -> str:
-    """Returns ``"3.4e+27"``, also of numbers that no float holds."""
-    if number.bit_length() < 1000:
-        return f"{float(number):.1e}"
-    return f"1e+{int(number.bit_length() * math.log10(2))}"
+    return f"{Decimal(number):.1e} {unit}".rstrip()
 
 
 def duration(seconds: float | None) -> str:
@@ -66,11 +59,11 @@ def duration(seconds: float | None) -> str:
         return NOTHING
     if abs(seconds) >= 1e6:
         return f"{seconds:.0e} s"
-    for unit, scale in (("s", 1.0), ("ms", 1e3), ("us", 1e6)):
-        value = seconds * scale
-        if abs(value) >= 1 or unit == "us":
-            return f"{value:.1f} {unit}" if abs(value) < 10 else f"{value:.0f} {unit}"
-    raise AssertionError
+    unit, scale = next(
+        (each for each in (("s", 1.0), ("ms", 1e3)) if abs(seconds) * each[1] >= 1), ("us", 1e6)
+    )
+    value = seconds * scale
+    return f"{value:.1f} {unit}" if abs(value) < 10 else f"{value:.0f} {unit}"
 
 
 def share(part: float, whole: float) -> str:
@@ -80,9 +73,14 @@ def share(part: float, whole: float) -> str:
     percent = 100 * (part / whole)
     if 0 < percent < 1:
         return "<1 %"
-    if 99 < percent < 100:
-        return ">99 %"
-    return f"{percent:.0f} %"
+    return ">99 %" if 99 < percent < 100 else f"{percent:.0f} %"
+
+
+def exponential(value: float) -> str:
+    """Returns ``"1.8e-03"``, ``"0"``, ``"inf"``; ``"-"`` of NaN."""
+    if math.isnan(value):
+        return NOTHING
+    return "0" if value == 0 else f"{value:.1e}"
 
 
 # --- text ----------------------------------------------------------------------------------------
@@ -112,9 +110,7 @@ def short_dtype(name: str) -> str:
 
 def width(text: str) -> int:
     """Returns the columns that text takes in a terminal."""
-    if text.isascii():
-        return len(text)
-    return sum(map(_width, text))
+    return len(text) if text.isascii() else sum(map(_width, text))
 
 
 def _width(character: str) -> int:
@@ -152,9 +148,9 @@ def padded(text: str, columns: int, *, is_right: bool) -> str:
     return space + text if is_right else text + space
 
 
-def wrapped(text: str, indent: str = "") -> list[str]:
-    """Returns text in lines of at most 80 columns, broken at spaces where there are any."""
-    room = WIDTH - len(indent)
+def wrapped(text: str, indent: str = "", columns: int = WIDTH) -> list[str]:
+    """Returns text in lines of at most ``columns``, broken at spaces where there are any."""
+    room = columns - len(indent)
     lines = [""]
     for word in text.split(" "):
         if lines[-1] and width(lines[-1]) + 1 + width(word) <= room:

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 import os
 import secrets
 import stat
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,6 +72,35 @@ def _replace(data: bytes, target: Path) -> None:
         with contextlib.suppress(OSError):
             unfinished.unlink()
         raise
+
+
+class Written:
+    """What can be written as JSON and as a page; a subclass has `_data` and `_page`."""
+
+    def _data(self) -> Mapping[str, Any]:
+        raise NotImplementedError
+
+    def _page(self) -> str:
+        raise NotImplementedError
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns all figures as JSON, and writes it to ``path`` if that is given.
+
+        What is not finite is one of the texts ``"nan"``, ``"inf"``, ``"-inf"``.
+
+        Raises:
+            OptionError: The file can't be written.
+        """
+        found = json.dumps(plain(self._data()), indent=1, allow_nan=False)
+        return written(found + "\n", path)[:-1]
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns a page that needs no network, and writes it to ``path`` if that is given.
+
+        Raises:
+            OptionError: The file can't be written.
+        """
+        return written(self._page(), path)
 
 
 def plain(value: Any) -> Any:

@@ -1,18 +1,76 @@
-"""Groups of rows that have something in common."""
+"""Groups of rows that have something in common, and their table."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Final
 
-from .rows import Group, Row, totals
-from .tables import html_table, text_table
+from .cells import (
+    NOTHING,
+    clean,
+    count,
+    dtypes,
+    duration,
+    located,
+    share,
+    size,
+    without_end,
+    without_start,
+)
+from .rows import Row, Totals, totals
+from .table import Column, Table
+
+#: Phases as tables show them.
+_PHASES: Final = {"forward": "", "backward": "bwd", "recompute": "redo"}
+
+
+def _shown_dtypes(names: str) -> str:
+    return dtypes(names.split(", "))
+
+
+#: What rows may have in common -> its title in tables, how it is shown and cut, its least width.
+_NAMES: Final[dict[str, tuple[str, Callable[[str], str], Any, int]]] = {
+    "op": ("op", lambda name: clean(name) or NOTHING, without_end, 10),
+    "phase": ("phase", lambda phase: _PHASES.get(phase, clean(phase)), without_end, 4),
+    "input_dtypes": ("from", _shown_dtypes, without_end, 9),
+    "dtype": ("in", _shown_dtypes, without_end, 4),
+    "output_dtypes": ("to", _shown_dtypes, without_end, 9),
+    "module": ("module", lambda name: clean(name) or "(outermost)", without_start, 12),
+    "location": ("location", lambda line: located(line) or NOTHING, without_start, 16),
+}
+
+
+@dataclass(frozen=True)
+class Group:
+    """Rows that have something in common, with their sums.
+
+    What they have in common and the sums are attributes, too: ``group.op``, ``group.calls``, ``group.bytes``.
+
+    Attributes:
+        names: Names of what they have in common: ``("location", "op")``.
+        key: What they have in common: ``("train.py:12", "linear")``.
+        totals: Their sums.
+        rows: The rows.
+    """
+
+    names: tuple[str, ...]
+    key: tuple[str, ...]
+    totals: Totals
+    rows: tuple[Row, ...]
+
+    def __getattr__(self, name: str) -> Any:
+        names = self.__dict__.get("names", ())  # copies ask before there are any
+        if name in names:
+            return self.key[names.index(name)]
+        if name in Totals._fields:
+            return getattr(self.totals, name)
+        known = ", ".join((*names, *Totals._fields))
+        raise AttributeError(f"this group has no {name!r}; it has {known}")
 
 
 class Groups(list[Group]):
     """Groups of rows; printing them prints a table.
-
-    Attributes:
-        titles: What each part of a key is: ``("location", "op")``.
 
     Example:
         >>> from hmpx.reports import Report
@@ -20,38 +78,79 @@ class Groups(list[Group]):
         no calls
     """
 
-    def __init__(self, groups: Iterable[Group] = (), titles: tuple[str, ...] = ()) -> None:
-        super().__init__(groups)
-        self.titles = titles
+    def table(self, most: int | None = None) -> Table:
+        """Returns a table of the first ``most`` groups; shares are of them all.
 
-    def table(self, most: int | None = None) -> str:
-        """Returns a table of the first ``most`` groups; shares are of them all."""
-        return text_table(self, self.titles, most)
+        Columns that say nothing are left out, such as those of casts where there are none.
+        """
+        shown = self[:most]
+        names = shown[0].names if shown else ()
+        keys = [
+            Column(title, [group.key[index] for group in shown], show, False, cut, least)
+            for index, (title, show, cut, least) in enumerate(map(_NAMES.__getitem__, names))
+        ]
+        return Table(
+            [each for each in keys if each.title != "phase" or any(each.cells)]
+            + _sums([group.totals for group in shown], [group.totals for group in self], names)
+        )
 
     def html_table(self, most: int | None = 100) -> str:
-        """Returns the same as HTML, without scripts or styles."""
-        return html_table(self, self.titles, most)
+        """Returns the table as HTML, without scripts or styles."""
+        if not self:
+            return "<p>no calls</p>"
+        more = 0 if most is None else len(self) - most
+        return self.table(most).to_html() + (f"<p>... and {more:,} more</p>" if more > 0 else "")
 
     def __str__(self) -> str:
-        return self.table()
+        return str(self.table()) if self else "no calls"
 
     def _repr_html_(self) -> str:
         return self.html_table()
 
 
-def grouped(
-    rows: Iterable[Row], key: Callable[[Row], tuple[str, ...]], titles: tuple[str, ...] = ()
-) -> Groups:
-    """Returns groups of the rows that have the same ``key``; those of most FLOPs, then bytes, first.
+def grouped(rows: Iterable[Row], names: Sequence[str]) -> Groups:
+    """Returns groups of the rows that are equal in some fields; those of most FLOPs, then bytes, first.
 
     Args:
         rows: The rows.
-        key: Returns what a row has in common with others.
-        titles: What each part of a key is, for tables.
+        names: Names of the fields: of op, phase, module, location and the dtypes.
     """
     found: dict[tuple[str, ...], list[Row]] = {}
     for row in rows:
-        found.setdefault(key(row), []).append(row)
-    groups = [Group(name, totals(several), tuple(several)) for name, several in found.items()]
-    groups.sort(key=lambda group: (-group.totals.flops, -group.totals.bytes))
-    return Groups(groups, titles)
+        found.setdefault(tuple([_text(getattr(row, name)) for name in names]), []).append(row)
+    groups = [
+        Group(tuple(names), key, totals(several), tuple(several)) for key, several in found.items()
+    ]
+    return Groups(sorted(groups, key=lambda group: (-group.totals.flops, -group.totals.bytes)))
+
+
+def _text(value: str | tuple[str, ...]) -> str:
+    return value if isinstance(value, str) else ", ".join(dict.fromkeys(value))
+
+
+def _sums(shown: Sequence[Totals], every: Sequence[Totals], names: Sequence[str]) -> list[Column]:
+    """Returns the columns of sums that say something."""
+    has_casts = any(each.casts for each in every)
+    flops, bytes_ = sum(each.flops for each in every), sum(each.bytes for each in every)
+    found = [
+        (True, Column("calls", [each.calls for each in shown], count)),
+        ("dtype" not in names, Column("low", [*map(_low_share, shown)])),
+        (has_casts, Column("casts", [each.casts for each in shown], count)),
+        (has_casts, Column("written", [each.cast_bytes for each in shown], size)),
+        (flops > 0, Column("FLOPs", [share(each.flops, flops) for each in shown])),
+        (bytes_ > 0, Column("bytes", [share(each.bytes, bytes_) for each in shown])),
+        (
+            any(each.seconds is not None for each in every),
+            Column("time", [each.seconds for each in shown], duration),
+        ),
+    ]
+    return [column for is_shown, column in found if is_shown]
+
+
+def _low_share(sums: Totals) -> str:
+    """Returns the share in low precision: of FLOPs, of bytes where there are none, or of calls."""
+    if sums.flops:
+        return share(sums.low_flops, sums.flops)
+    if sums.bytes:
+        return share(sums.low_bytes, sums.bytes)
+    return share(sums.low_calls, sums.calls)

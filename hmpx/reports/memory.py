@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from typing import Final, NamedTuple
 
@@ -28,8 +28,8 @@ class Moment(NamedTuple):
         kinds: Kind of tensors -> their bytes; the kinds are those of `KINDS`.
     """
 
-    phase: str
-    kinds: Mapping[str, int]
+    phase: str = ""
+    kinds: Mapping[str, int] = {}
 
     @property
     def bytes(self) -> int:
@@ -37,7 +37,7 @@ class Moment(NamedTuple):
         return sum(self.kinds.values())
 
 
-_NEVER: Final = Moment("", {})
+_NEVER: Final = Moment()
 
 
 @dataclass(frozen=True)
@@ -78,25 +78,16 @@ class Memory:
         return self.peak.bytes
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
-
-
-def saved_text(memory: Memory) -> str:
-    """Returns what autograd kept, by dtype: ``"bf16 1.2 MB, fp32 24 kB"``."""
-    parts = sorted(memory.saved.items(), key=lambda each: -each[1])
-    return ", ".join(f"{clean(short_dtype(dtype))} {size(count)}" for dtype, count in parts)
-
-
-def _lines(memory: Memory) -> Iterator[str]:
-    shown = (
-        ("parameters", memory.parameter_bytes, ""),
-        ("buffers", memory.buffer_bytes, ""),
-        ("gradients", memory.gradient_bytes, ""),
-        ("optimizer state", memory.optimizer_bytes, ""),
-        ("saved for the backward", memory.saved_bytes, saved_text(memory)),
-        ("weight casts kept for it", memory.weight_cast_bytes, ""),
-        ("peak of tensors", memory.peak_bytes, f"in {memory.peak.phase}" if memory.peak else ""),
-    )
-    for name, count, note in shown:
-        if count:
-            yield from wrapped(f"{name:25} {size(count):>8}  {note}".rstrip())
+        saved = sorted(self.saved.items(), key=lambda each: -each[1])
+        by_dtype = ", ".join(f"{clean(short_dtype(dtype))} {size(count)}" for dtype, count in saved)
+        shown = (
+            ("parameters", self.parameter_bytes, ""),
+            ("buffers", self.buffer_bytes, ""),
+            ("gradients", self.gradient_bytes, ""),
+            ("optimizer state", self.optimizer_bytes, ""),
+            ("saved for the backward", self.saved_bytes, by_dtype),
+            ("weight casts kept for it", self.weight_cast_bytes, ""),
+            ("peak of tensors", self.peak_bytes, f"in {self.peak.phase}"),
+        )
+        lines = [f"{n:25} {size(count):>8}  {note}".rstrip() for n, count, note in shown if count]
+        return "\n".join(each for line in lines for each in wrapped(line))

@@ -1,4 +1,4 @@
-"""Pages that need no network: a template, a style and a script, in one file of HTML.
+"""The HTML page that all of hmpx's reports are written as: one file that needs no network.
 
 Text of users gets into it escaped, or as JSON that the script shows as text; the page's policy lets no
 other script run, and nothing be loaded.
@@ -8,52 +8,106 @@ from __future__ import annotations
 
 import base64
 import hashlib
+import html
 import importlib.resources
 import json
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Iterable, Mapping
+from typing import Any, Final
+
+from .table import Table
+
+_PACKAGE: Final = str(__package__)
+
+#: Nothing in JSON may end the script that it stands in.
+_ESCAPED: Final = str.maketrans({"<": r"\u003c", ">": r"\u003e", "&": r"\u0026"})
 
 
-def rendered(
-    template: str, style: str, script: str, data: object, values: Mapping[str, Any]
+def page(
+    title: str,
+    heading: str,
+    body: str,
+    *,
+    style: str = "",
+    script: str = "",
+    data: Mapping[str, Any] | None = None,
+    tables: Mapping[str, Table] | None = None,
 ) -> str:
     """Returns a page.
 
     Args:
-        template: The template,
-        style: the style, and
-        script: the script; their texts.
+        title: Its title,
+        heading: its heading, and
+        body: what follows that: HTML, with all text of users escaped.
+        style: CSS, after that of all pages.
+        script: JavaScript, after that of all pages.
         data: What the script gets, as JSON.
-        values: What the template shows; escaped unless it is markup.
+        tables: The tables of `table_section`, by name.
     """
+    found = {**(data or {}), "tables": {n: each.page_data() for n, each in (tables or {}).items()}}
+    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
+    style = page_file(_PACKAGE, "page.css") + style
+    script = page_file(_PACKAGE, "page.js") + script
+    return filled(
+        page_file(_PACKAGE, "page.html"),
+        title=title,
+        heading=heading,
+        body=_markup(body),
+        style=_markup(style),
+        script=_markup(script),
+        style_hash=_content_hash(style),
+        script_hash=_content_hash(script),
+        data=_markup(text.translate(_ESCAPED)),
+    )
+
+
+def filled(template: str, **values: Any) -> str:
+    """Returns a template with its values, which are escaped."""
     import jinja2  # torch depends on it; imported where it is needed, for the time that takes
-    from markupsafe import Markup
 
     environment = jinja2.Environment(
         autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
     )
-    return environment.from_string(template).render(
-        style=Markup(style),
-        script=Markup(script),
-        style_hash=content_hash(style),
-        script_hash=content_hash(script),
-        data=Markup(script_json(data)),
-        **values,
-    )
+    return environment.from_string(template).render(values)
 
 
 def page_file(package: str, name: str) -> str:
     """Returns the text of a file in the folder ``page`` of a package."""
-    folder = importlib.resources.files(package) / "page"
-    return folder.joinpath(name).read_text("utf-8")
+    return (importlib.resources.files(package) / "page" / name).read_text("utf-8")
 
 
-def content_hash(text: str) -> str:
+def section(name: str, heading: str, *parts: str) -> str:
+    """Returns a section of a page; the parts are HTML."""
+    head = f'<h2 id="{name}">{html.escape(heading)}</h2>'
+    return f'<section aria-labelledby="{name}">{head}{"".join(parts)}</section>'
+
+
+def table_section(name: str, heading: str, *parts: str) -> str:
+    """Returns a section for the table called ``name``, which can be sorted and searched."""
+    return section(
+        name,
+        heading,
+        *parts,
+        '<noscript><p class="error">This table needs JavaScript.</p></noscript>'
+        f'<div class="tools"><label>Search <input id="{name}-search" type="search" '
+        'autocomplete="off" spellcheck="false"></label>'
+        f'<span id="{name}-count" class="note" role="status"></span></div>'
+        f'<div id="{name}-table" class="scroll" role="region" aria-labelledby="{name}" '
+        'tabindex="0"></div>',
+    )
+
+
+def paragraphs(texts: Iterable[str], kind: str = "") -> str:
+    """Returns paragraphs of text as HTML."""
+    start = f'<p class="{kind}">' if kind else "<p>"
+    return "".join(f"{start}{html.escape(text)}</p>" for text in texts)
+
+
+def _markup(text: str) -> Any:
+    from markupsafe import Markup  # comes with jinja2
+
+    return Markup(text)
+
+
+def _content_hash(text: str) -> str:
     """Returns what a Content-Security-Policy names a script or style by."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
-
-
-def script_json(found: object) -> str:
-    """Returns JSON that can stand in an HTML script: nothing in it ends the script."""
-    text = json.dumps(found, separators=(",", ":"), allow_nan=False)
-    return text.replace("<", r"\u003c").replace(">", r"\u003e").replace("&", r"\u0026")

@@ -7,7 +7,6 @@ import os
 import sys
 import types
 from collections.abc import Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, TypeVar, get_type_hints
 
@@ -15,17 +14,25 @@ from ..errors import OptionError, said_by, shown, suggestion
 from .report import SCHEMA, Report
 from .rows import Row, Waste
 
-#: Of whole numbers of seconds: others have no float.
-_LARGEST: Final = int(sys.float_info.max)
-
 _T = TypeVar("_T", Row, Waste)
 
-_SAID: Final[Mapping[Any, str]] = {
-    str: "a text",
-    int: "a whole number, 0 or more",
-    bool: "true or false",
-    tuple[str, ...]: "a list of texts",
-    float | None: "a number or null",
+
+def _is_number(value: Any) -> bool:
+    # Larger whole numbers of seconds have no float.
+    return type(value) is float or (type(value) is int and abs(value) <= sys.float_info.max)
+
+
+def _is_texts(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+#: Type of a field -> its description, and whether a value from JSON has it.
+_KINDS: Final[Mapping[Any, Any]] = {
+    str: ("a text", lambda value: isinstance(value, str)),
+    int: ("a whole number, 0 or more", lambda value: type(value) is int and value >= 0),
+    bool: ("true or false", lambda value: isinstance(value, bool)),
+    tuple[str, ...]: ("a list of texts", _is_texts),
+    float | None: ("a number or null", lambda value: value is None or _is_number(value)),
 }
 
 
@@ -63,53 +70,37 @@ def read_json(path: str | os.PathLike[str]) -> Report:
 
 def _report(found: Mapping[str, Any]) -> Report:
     about, error = found.get("about"), found.get("error")
-    if not isinstance(about, dict) or not all(isinstance(each, str) for each in about.values()):
+    if not isinstance(about, dict) or not _is_texts([*about.values()]):
         raise OptionError(f"'about' must map texts to texts, not {shown(about)}")
     if not isinstance(error, (str, types.NoneType)):
         raise OptionError(f"'error' must be a text or null, not {shown(error)}")
     location = found.get("error_location", "")
     if not isinstance(location, str):
         raise OptionError(f"'error_location' must be a text, not {shown(location)}")
-    rows, waste = _items(Row, found, "rows"), _items(Waste, found, "waste")
-    return Report(rows, waste, about, error, location)
+    return Report(_items(Row, found, "rows"), _items(Waste, found, "waste"), about, error, location)
 
 
 def _items(kind: type[_T], found: Mapping[str, Any], key: str) -> tuple[_T, ...]:
     items = found.get(key)
     if not isinstance(items, list):
         raise OptionError(f"{key!r} must be a list, not {shown(items)}")
-    types_ = get_type_hints(kind)
-    types_ = {each.name: types_[each.name] for each in fields(kind)}
-    return tuple([_item(kind, types_, item, f"{key}[{i}]") for i, item in enumerate(items)])
+    hints = get_type_hints(kind)
+    return tuple([_item(kind, hints, item, f"{key}[{i}]") for i, item in enumerate(items)])
 
 
-def _item(kind: type[_T], types_: Mapping[str, Any], item: Any, where: str) -> _T:
+def _item(kind: type[_T], hints: Mapping[str, Any], item: Any, where: str) -> _T:
     if not isinstance(item, dict):
         raise OptionError(f"{where} must be an object, not {shown(item)}")
-    if item.keys() != types_.keys():
-        for name in types_:
-            if name not in item:
-                raise OptionError(f"{where} has no {name!r}")
-        unknown = next(name for name in item if name not in types_)
-        raise OptionError(f"{where} has an unknown {shown(unknown)}{suggestion(unknown, types_)}")
-    for name, expected in types_.items():
-        if not _is(item[name], expected):
-            said = _SAID[expected]
+    for name in item:
+        if name not in hints:
+            raise OptionError(f"{where} has an unknown {shown(name)}{suggestion(name, hints)}")
+    for name, hint in hints.items():
+        if name not in item:
+            raise OptionError(f"{where} has no {name!r}")
+        said, is_one = _KINDS[hint]
+        if not is_one(item[name]):
             raise OptionError(f"{name!r} of {where} must be {said}, not {shown(item[name])}")
     values: dict[str, Any] = {
         name: tuple(value) if isinstance(value, list) else value for name, value in item.items()
     }
     return kind(**values)
-
-
-def _is(value: Any, expected: Any) -> bool:
-    if expected is int:
-        return type(value) is int and value >= 0
-    if expected is bool:
-        return isinstance(value, bool)
-    if expected is str:
-        return isinstance(value, str)
-    if expected == tuple[str, ...]:
-        return isinstance(value, list) and all(isinstance(each, str) for each in value)
-    is_number = type(value) is float or (type(value) is int and abs(value) <= _LARGEST)
-    return value is None or is_number

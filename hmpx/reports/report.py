@@ -6,20 +6,141 @@ import functools
 import json
 import os
 from collections.abc import Iterable, Mapping
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any, Final, TextIO
 
-from . import export, html_page, terminal, text
+from . import report_page, text
 from .files import written
 from .groups import Groups, grouped
 from .rows import Row, Totals, Waste, added, added_waste, is_measured, totals
+from .table import Table
 
 #: The version of the JSON that `Report.to_json` writes.
 SCHEMA: Final = 1
 
 
+class Views:
+    """The views of a report; a subclass has `report`."""
+
+    def report(self) -> Report:
+        """Returns what was recorded so far, as data."""
+        raise NotImplementedError
+
+    def by_op(self) -> Groups:
+        """Returns groups of one op, phase and dtypes each, with ``group.op``, ``group.calls`` and so on.
+
+        Example:
+            >>> from hmpx.reports import Report
+            >>> Report(rows=()).by_op()
+            []
+        """
+        names = ("op", "phase", "input_dtypes", "dtype", "output_dtypes")
+        return grouped(self.report().rows, names)
+
+    def by_module(self) -> Groups:
+        """Returns groups of one module each, without the modules inside it.
+
+        Example:
+            >>> from hmpx.reports import Report
+            >>> [(group.module, group.bytes) for group in Report(rows=()).by_module()]
+            []
+        """
+        return grouped(self.report().rows, ("module",))
+
+    def by_site(self) -> Groups:
+        """Returns groups of one line of the program and one op each.
+
+        Example:
+            >>> from hmpx.reports import Report
+            >>> [(group.location, group.op, group.calls) for group in Report(rows=()).by_site()]
+            []
+        """
+        return grouped(self.report().rows, ("location", "op"))
+
+    def print(self, file: TextIO | None = None) -> None:
+        """Writes the report to ``file`` or stdout: in colours on a terminal, where `rich` is installed.
+
+        Example:
+            >>> from hmpx.reports import Report
+            >>> Report(rows=()).print()
+            No calls were recorded.
+        """
+        text.show(self.report(), file)
+
+    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the report as JSON, and writes it to ``path`` if that is given.
+
+        Raises:
+            OptionError: The file can't be written.
+
+        Example:
+            >>> from hmpx.reports import Report
+            >>> Report(rows=()).to_json().split()[1:3]
+            ['"hmpx_report":', '1,']
+        """
+        report = self.report()
+        rows = [each if is_measured(each.seconds) else _untimed(each) for each in report.rows]
+        found = {
+            "hmpx_report": SCHEMA,
+            "about": dict(report.about),
+            "error": report.error,
+            "error_location": report.error_location,
+            "rows": [asdict(each) for each in rows],
+            "waste": [asdict(each) for each in report.waste],
+        }
+        return written(json.dumps(found, indent=1) + "\n", path)[:-1]
+
+    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the rows as CSV, and writes them to ``path`` if that is given.
+
+        Text that a spreadsheet would compute, such as a module named ``=1+1``, gets a ``'`` in front.
+
+        Raises:
+            OptionError: The file can't be written.
+
+        Example:
+            >>> from hmpx.reports import Report
+            >>> Report(rows=()).to_csv().split(",")[:3]
+            ['op', 'site', 'module']
+        """
+        return written(_table(self.report().rows).to_csv(), path)
+
+    def to_dataframe(self) -> Any:
+        """Returns the rows as a `pandas.DataFrame`; several dtypes of a row are one text.
+
+        Raises:
+            OptionError: pandas isn't installed.
+
+        Example:
+            >>> from hmpx.reports import Report
+            >>> frame = Report(rows=()).to_dataframe()  # doctest: +SKIP
+        """
+        return _table(self.report().rows).to_dataframe()
+
+    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
+        """Returns the report as one HTML page that needs no network; writes it to ``path`` if given.
+
+        It shows lines of the program's Python files around those that made calls, as they are now.
+
+        Raises:
+            OptionError: The file can't be written.
+
+        Example:
+            >>> from hmpx.reports import Report
+            >>> Report(rows=()).to_html().partition(">")[0]
+            '<!DOCTYPE html'
+        """
+        return written(report_page.report_page(self.report()), path)
+
+    def __str__(self) -> str:
+        return text.text(self.report())
+
+    def _repr_html_(self) -> str:
+        return report_page.notebook_part(self.report())
+
+
 @dataclass(frozen=True)
-class Report:
+class Report(Views):
     """What was seen of a run.
 
     Printing it prints a verdict, what to do about needless casts, and a table by op.
@@ -44,135 +165,14 @@ class Report:
     error: str | None = None
     error_location: str = field(default="", repr=False)
 
+    def report(self) -> Report:
+        """Returns this report."""
+        return self
+
     @functools.cached_property
     def totals(self) -> Totals:
         """Sums over all rows."""
         return totals(self.rows)
-
-    def by_op(self) -> Groups:
-        """Returns groups of one op, phase and dtypes each; key ``(op, phase, from, dtype, to)``.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).by_op()
-            []
-        """
-        return grouped(
-            self.rows,
-            lambda row: (
-                row.op,
-                row.phase,
-                ", ".join(dict.fromkeys(row.input_dtypes)),
-                row.dtype,
-                ", ".join(dict.fromkeys(row.output_dtypes)),
-            ),
-            ("op", "phase", "from", "in", "to"),
-        )
-
-    def by_module(self) -> Groups:
-        """Returns groups of one module each, without the modules inside it.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> [group.key for group in Report(rows=()).by_module()]
-            []
-        """
-        return grouped(self.rows, lambda row: (row.module,), ("module",))
-
-    def by_site(self) -> Groups:
-        """Returns groups of one line of the program and one op each; key ``(location, op)``.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> [group.totals.calls for group in Report(rows=()).by_site()]
-            []
-        """
-        return grouped(self.rows, lambda row: (row.location, row.op), ("location", "op"))
-
-    def __str__(self) -> str:
-        return text.text(self)
-
-    def print(self, file: TextIO | None = None) -> None:
-        """Writes the report to ``file`` or stdout: in colours on a terminal, where `rich` is installed.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).print()
-            No calls were recorded.
-        """
-        terminal.show(self, file)
-
-    def to_json(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the report as JSON, and writes it to ``path`` if that is given.
-
-        Raises:
-            OptionError: The file can't be written.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).to_json().split()[1:3]
-            ['"hmpx_report":', '1,']
-        """
-        found = json.dumps(
-            {
-                "hmpx_report": SCHEMA,
-                "about": dict(self.about),
-                "error": self.error,
-                "error_location": self.error_location,
-                "rows": [
-                    asdict(row if is_measured(row.seconds) else replace(row, seconds=None))
-                    for row in self.rows
-                ],
-                "waste": [asdict(each) for each in self.waste],
-            },
-            indent=1,
-        )
-        return written(found + "\n", path)[:-1]
-
-    def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the rows as CSV, and writes them to ``path`` if that is given.
-
-        Text that a spreadsheet would compute, such as a module named ``=1+1``, gets a ``'`` in front.
-
-        Raises:
-            OptionError: The file can't be written.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).to_csv().split(",")[:3]
-            ['op', 'site', 'module']
-        """
-        return written(export.csv_text(self.rows), path)
-
-    def to_dataframe(self) -> Any:
-        """Returns the rows as a `pandas.DataFrame`; several dtypes of a row are one text.
-
-        Raises:
-            OptionError: pandas isn't installed.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> frame = Report(rows=()).to_dataframe()  # doctest: +SKIP
-        """
-        return export.dataframe(self.rows)
-
-    def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the report as one HTML page that needs no network; writes it to ``path`` if given.
-
-        It shows lines of the program's Python files around those that made calls, as they are now.
-
-        Raises:
-            OptionError: The file can't be written.
-
-        Example:
-            >>> from hmpx.reports import Report
-            >>> Report(rows=()).to_html().partition(">")[0]
-            '<!DOCTYPE html'
-        """
-        return written(html_page.page(self), path)
-
-    def _repr_html_(self) -> str:
-        return html_page.notebook_part(self)
 
 
 def merged(reports: Iterable[Report]) -> Report:
@@ -189,10 +189,28 @@ def merged(reports: Iterable[Report]) -> Report:
         for name, value in report.about.items():
             about.setdefault(name, {}).update({value: None})
     errors = [report.error for report in reports if report.error]
+    locations = [report.error_location for report in reports if report.error_location]
     return Report(
         added(row for report in reports for row in report.rows),
         added_waste(each for report in reports for each in report.waste),
         {name: ", ".join(values) for name, values in about.items()},
         "; ".join(dict.fromkeys(errors)) or None,
-        ", ".join(dict.fromkeys(filter(None, [report.error_location for report in reports]))),
+        ", ".join(dict.fromkeys(locations)),
     )
+
+
+def _untimed(row: Row) -> Row:
+    return replace(row, seconds=None)
+
+
+def _table(rows: Iterable[Row]) -> Table:
+    """Returns the rows as they are, with several dtypes as one text, and times that can't be as None."""
+    names = [each.name for each in fields(Row)]
+    found = [
+        [
+            ", ".join(value) if isinstance(value, tuple) else value
+            for value in (getattr(row, name) for name in names)
+        ]
+        for row in (each if is_measured(each.seconds) else _untimed(each) for each in rows)
+    ]
+    return Table.of(names, found)

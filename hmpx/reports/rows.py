@@ -121,20 +121,6 @@ class Totals(NamedTuple):
     seconds: float | None
 
 
-class Group(NamedTuple):
-    """Rows that have something in common, with their sums.
-
-    Attributes:
-        key: What they have in common: ``("linear", "bfloat16")``.
-        totals: Their sums.
-        rows: The rows.
-    """
-
-    key: tuple[str, ...]
-    totals: Totals
-    rows: tuple[Row, ...]
-
-
 def added(rows: Iterable[Row]) -> tuple[Row, ...]:
     """Returns rows in which those that differ in their sums only are added up; the costliest first."""
     sums: dict[Row, Row] = {}

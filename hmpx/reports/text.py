@@ -1,13 +1,16 @@
-"""A report as plain text of 80 columns: the verdict, fixes, and a table by op."""
+"""A report as text: the verdict, fixes, and a table by op; plain, or in colours on a terminal."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from typing import TYPE_CHECKING, Final
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterable, Iterator
+from typing import TYPE_CHECKING, Final, NamedTuple, TextIO
 
-from .cells import clean, count, share, size, wrapped
-from .fixes import Fix, fixes
-from .tables import text_table
+from .cells import WIDTH, clean, count, located, share, size, wrapped
+from .groups import Groups
+from .rows import Waste
 
 if TYPE_CHECKING:
     from .report import Report
@@ -15,6 +18,73 @@ if TYPE_CHECKING:
 #: How many fixes and groups are shown; the others are only counted.
 MOST_FIXES: Final = 5
 MOST_GROUPS: Final = 20
+
+#: A line: texts, and how a terminal shows each.
+_Line = list[tuple[str, str]]
+
+
+def text(report: Report) -> str:
+    """Returns the report as plain text of 80 columns."""
+    return "\n".join("".join(part for part, _ in line).rstrip() for line in _lines(report, WIDTH))
+
+
+def show(report: Report, file: TextIO | None = None) -> None:
+    """Writes the report to ``file`` or stdout: in colours on a terminal, where `rich` is installed."""
+    stream = sys.stdout if file is None else file
+    if not stream.isatty() or importlib.util.find_spec("rich") is None:
+        stream.write(f"{report}\n")
+        return
+    console = importlib.import_module("rich.console").Console(file=stream)
+    styled = importlib.import_module("rich.text").Text  # text of users is never read as markup
+    for line in _lines(report, max(WIDTH, console.width)):
+        console.print(styled.assemble(*line))
+
+
+def _lines(report: Report, columns: int) -> Iterator[_Line]:
+    for sentence in verdict(report).split("; "):
+        yield [(sentence, "bold")]
+    if report.error:
+        yield from _wrapped(ended_with(report), "", columns, "bold red")
+    found = fixes(report.waste)
+    if found:
+        yield []
+        yield [("fixes, those that save most first:", "")]
+    for fix in found[:MOST_FIXES]:
+        yield from _wrapped(fix.line, "  ", columns, "green")
+        yield from _wrapped(fix.reason, "      ", columns)
+        if fix.note:
+            yield from _wrapped(f"({fix.note})", "      ", columns)
+    yield from _more(len(found) - MOST_FIXES, "rec.waste()")
+    if report.rows:
+        groups = report.by_op()
+        yield []
+        yield from _table(groups, columns)
+        yield from _more(len(groups) - MOST_GROUPS, "rec.by_op()")
+
+
+def _wrapped(text: str, indent: str, columns: int, style: str = "") -> Iterator[_Line]:
+    for line in wrapped(text, indent, columns):
+        yield [(line, style)]
+
+
+def _more(number: int, call: str) -> Iterator[_Line]:
+    if number > 0:
+        yield [(f"... and {count(number)} more; {call} has all", "")]
+
+
+def _table(groups: Groups, columns: int) -> Iterator[_Line]:
+    """Yields the lines of a table; the type that an op computed in has a colour."""
+    table = groups.table(MOST_GROUPS)
+    place = [column.title for column in table.columns].index("in")
+    titles, *rows = table.fitted(columns)
+    yield [("".join(titles).rstrip(), "bold")]
+    for group, cells in zip(groups, rows, strict=False):
+        styles = [""] * len(cells)
+        styles[place] = "blue" if group.totals.low_calls else "yellow"
+        yield [*zip(cells, styles, strict=True)]
+
+
+# --- sentences -----------------------------------------------------------------------------------
 
 
 def verdict(report: Report) -> str:
@@ -32,10 +102,9 @@ def verdict(report: Report) -> str:
     shares = [f"{share(low, whole)} of {name}" for low, whole, name in parts if whole > 0]
     if len(shares) > 1:
         shares[-2:] = [f"{shares[-2]} and {shares[-1]}"]
-    computed = _computed(report)
     casts = "1 cast" if totals.casts == 1 else f"{count(totals.casts)} casts"
     wrote = f"{casts} wrote {size(totals.cast_bytes)}" if totals.casts else "nothing was cast"
-    return f"{', '.join(shares)} in low precision; {computed}{wrote}"
+    return f"{', '.join(shares)} in low precision; {_computed(report)}{wrote}"
 
 
 def _computed(report: Report) -> str:
@@ -60,37 +129,47 @@ def ended_with(report: Report) -> str:
     return f"{said}, at {clean(report.error_location)}" if report.error_location else said
 
 
-def text(report: Report) -> str:
-    """Returns the report as plain text."""
-    return "\n".join(_lines(report))
+# --- fixes ---------------------------------------------------------------------------------------
 
 
-def _lines(report: Report) -> Iterator[str]:
-    yield from verdict(report).split("; ")
-    if report.error:
-        yield from wrapped(ended_with(report))
-    found = fixes(report.waste)
-    if found:
-        yield ""
-        yield "fixes, those that save most first:"
-        for fix in found[:MOST_FIXES]:
-            yield from _fix_lines(fix)
-        yield from more(len(found) - MOST_FIXES, "rec.waste()")
-    if report.rows:
-        groups = report.by_op()
-        yield ""
-        yield text_table(groups, groups.titles, MOST_GROUPS)
-        yield from more(len(groups) - MOST_GROUPS, "rec.by_op()")
+class Fix(NamedTuple):
+    """What to do about waste.
+
+    Attributes:
+        line: A line to copy.
+        reason: The waste that it does away with, in a sentence.
+        note: What it costs, or "".
+    """
+
+    line: str
+    reason: str
+    note: str
 
 
-def _fix_lines(fix: Fix) -> Iterator[str]:
-    yield from wrapped(fix.line, "  ")
-    yield from wrapped(fix.reason, "      ")
-    if fix.note:
-        yield from wrapped(f"({fix.note})", "      ")
+def fixes(waste: Iterable[Waste]) -> list[Fix]:
+    """Returns each fix once, those that save most first."""
+    found: dict[str, list[Waste]] = {}
+    for each in waste:
+        if each.fix:
+            found.setdefault(each.fix, []).append(each)
+    return [
+        Fix(clean(line), _reason(several), clean("; ".join(_distinct(several))))
+        for line, several in sorted(found.items(), key=lambda each: -_bytes(each[1]))
+    ]
 
 
-def more(number: int, call: str) -> Iterator[str]:
-    """Yields the line that says how many were not shown, if any, and where all are."""
-    if number > 0:
-        yield f"... and {count(number)} more; {call} has all"
+def _bytes(waste: Iterable[Waste]) -> int:
+    return sum(each.bytes for each in waste)
+
+
+def _distinct(waste: Iterable[Waste]) -> Iterable[str]:
+    return dict.fromkeys(each.note for each in waste if each.note)
+
+
+def _reason(waste: list[Waste]) -> str:
+    first = max(waste, key=lambda each: each.bytes)
+    where = f" at {located(first.location)}" if first.location else ""
+    often = f", {count(first.times)} times" if first.times > 1 else ""
+    more = f", and {count(len(waste) - 1)} more" if len(waste) > 1 else ""
+    saved = f"{size(_bytes(waste))}: " if _bytes(waste) > 0 else ""
+    return f"{saved}{clean(first.kind)}, {clean(first.what)}{where}{often}{more}"

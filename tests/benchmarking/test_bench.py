@@ -18,7 +18,7 @@ from torch import Tensor, nn
 import hmpx
 from hmpx.benchmarking import VARIANTS, Bench, Measured, Quartiles
 from hmpx.benchmarking.memory import peak_bytes
-from hmpx.benchmarking.verdict import is_beyond_chance
+from hmpx.benchmarking.result import is_beyond_chance
 
 QUICK: dict[str, Any] = {"device": "cpu", "runs": 2, "warmup": 1, "run_s": 0.0, "threads": 1}
 

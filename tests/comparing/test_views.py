@@ -17,7 +17,7 @@ from torch import nn
 import hmpx
 from hmpx.comparing import Comparison
 from hmpx.errors import OptionError
-from tests.reports.test_page import in_browser, needs_browser
+from tests.reports.test_page import Elements, in_browser, needs_browser
 
 
 @pytest.fixture(scope="module")
@@ -163,12 +163,10 @@ def test_the_page_is_well_formed(comparison):
 
 
 def test_the_data_of_the_page_has_a_key_for_each_number(comparison):
-    (data,) = re.findall(
-        r'<script type="application/json" id="data">(.*?)</script>',
-        hostile(comparison).to_html(),
-        re.DOTALL,
-    )
-    for table in json.loads(data, parse_constant=pytest.fail).values():
+    data = Elements(hostile(comparison).to_html()).scripts["application/json"]
+    tables = json.loads(data, parse_constant=pytest.fail)["tables"]
+    assert [*tables] == ["sites", "gradients"]
+    for table in tables.values():
         assert all(len(row) == len(table["titles"]) for row in table["rows"])
         assert all(len(keys) == table["numbers"] for keys in table["keys"])
         assert len(table["keys"]) == len(table["rows"])

@@ -126,7 +126,7 @@ def test_a_folder_that_can_not_be_written_to_is_said_by_the_files_name(tmp_path:
 def test_every_field_is_checked() -> None:
     """A new field has a type that reading knows."""
     for kind in (Row, type(waste())):
-        assert {*reading.get_type_hints(kind).values()} <= {*reading._SAID}
+        assert {*reading.get_type_hints(kind).values()} <= {*reading._KINDS}
 
 
 # --- merged --------------------------------------------------------------------------------------
@@ -213,7 +213,8 @@ def test_data_frames_need_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.parametrize(
-    "module", [report, reading, importlib.import_module("hmpx.reports.groups")]
+    "module",
+    [report, reading, *map(importlib.import_module, ("hmpx.reports.groups", "hmpx.reports.table"))],
 )
 def test_docstrings_show_what_happens(module: types.ModuleType) -> None:
     failed, tried = doctest.testmod(module)

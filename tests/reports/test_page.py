@@ -16,8 +16,7 @@ from typing import Any
 import pytest
 
 from hmpx.reports import Report
-from hmpx.reports.module_tree import module_tree
-from hmpx.reports.sources import source_files, split_location
+from hmpx.reports.report_page import module_tree, source_files, split_location
 
 from .samples import HOSTILE, hostile, large, row, waste, wide_row
 
@@ -132,7 +131,8 @@ def test_numbers_are_such_as_a_script_can_read() -> None:
 
 def test_the_page_files_are_package_data() -> None:
     folder = importlib.resources.files("hmpx.reports") / "page"
-    assert {each.name for each in folder.iterdir()} == {"report.html", "report.css", "report.js"}
+    names = {"page.html", "page.css", "page.js", "report.html", "report.js"}
+    assert {each.name for each in folder.iterdir()} == names
 
 
 def test_verdict_and_fixes_need_no_script() -> None:
@@ -157,28 +157,22 @@ def test_modules_sum_up_what_is_inside_them() -> None:
             row(module="", flops=1000, seconds=2.0),
         ]
     )
-    found = {node.path: node for node in nodes}
-    assert [(node.path, node.parent) for node in nodes] == [
-        ("", -1),
-        ("a", 0),
-        ("a.b", 1),
-        ("a.b.c", 2),
+    assert [(path, name, parent) for path, name, parent, _ in nodes] == [
+        ("", "", -1),
+        ("a", "a", 0),
+        ("a.b", "b", 1),
+        ("a.b.c", "c", 2),
     ]
-    assert {path: node.totals.flops for path, node in found.items()} == {
-        "": 1111,
-        "a": 111,
-        "a.b": 101,
-        "a.b.c": 100,
-    }
-    assert found["a"].totals.low_flops == 11
-    assert (found["a"].totals.seconds, found[""].totals.seconds) == (1.0, 3.0)
-    assert found["a.b.c"].totals.seconds is None
+    sums = [totals for _, _, _, totals in nodes]
+    assert [each.flops for each in sums] == [1111, 111, 101, 100]
+    assert [each.low_flops for each in sums] == [1011, 11, 1, 0]
+    assert [each.seconds for each in sums] == [3.0, 1.0, 1.0, None]
 
 
 def test_names_of_modules_may_be_anything() -> None:
     nodes = module_tree([row(module=name) for name in (*HOSTILE, "a" + ".b" * 10_000)])
-    assert all(node.parent < index for index, node in enumerate(nodes))
-    assert nodes[0].totals.calls == 2 * (len(HOSTILE) + 1)
+    assert all(parent < index for index, (_, _, parent, _) in enumerate(nodes))
+    assert nodes[0][3].calls == 2 * (len(HOSTILE) + 1)
     assert len(module_tree([])) == 1
 
 

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import copy
 import importlib.util
 import io
+import json
 import math
+import pickle
 
 import pytest
 
-from hmpx.reports import Report, cells, grouped, totals
+from hmpx.reports import Column, Report, Table, cells, grouped, totals
 from hmpx.reports.cells import count, duration, share, size, width, wrapped
 
 from .samples import HOSTILE, hostile, large, row, waste, wide_row
@@ -150,7 +153,7 @@ def test_each_combination_of_wide_columns_fits() -> None:
         (38_000_000, "38 M", "38 MB"),
         (10**21 - 1, "1.0e+21", "1.0e+21 B"),
         (34 * 10**26, "3.4e+27", "3.4e+27 B"),
-        (10**4000, "1e+4000", "1e+4000 B"),
+        (10**4000, "1.0e+4000", "1.0e+4000 B"),
     ],
 )
 def test_numbers_are_short(number: int, counted: str, sized: str) -> None:
@@ -197,13 +200,45 @@ def test_bool_and_integer_dtypes_are_not_low_precision() -> None:
     assert [row(dtype=name).is_low for name in ("float16", "float8_e4m3fn", "tf32")] == [True] * 3
 
 
-def test_groups_are_lists() -> None:
-    """Of named tuples; the costliest first."""
+def test_groups_are_lists_with_named_columns() -> None:
+    """The costliest first."""
     groups = small().by_op()
-    assert [group.key[0] for group in groups] == ["linear", "softmax", "linear"]
+    found = [(group.op, group.phase, group.dtype, group.calls, group.bytes) for group in groups]
+    assert found == [
+        ("linear", "forward", "bfloat16", 40, 6_100),
+        ("softmax", "forward", "float32", 58, 3_800),
+        ("linear", "backward", "bfloat16", 2, 100),
+    ]
     assert groups[0].totals == totals(groups[0].rows)
     assert groups == list(groups)
-    assert grouped((), lambda row: (row.op,)) == []
+    assert grouped((), ("op",)) == []
+    with pytest.raises(AttributeError, match="this group has no 'module'; it has op, phase, "):
+        groups[0].module  # noqa: B018
+    assert copy.copy(groups[0]) == pickle.loads(pickle.dumps(groups[0])) == groups[0]
+
+
+def test_a_table_is_what_one_needs() -> None:
+    """Cells as text in text, HTML and Markdown; values as they are in CSV and JSON."""
+    table = Table(
+        [
+            Column("op", ["a|b", "<c>", "=1"], is_number=False),
+            Column("share", [0.5, math.nan, 1.0], "{:.0%}".format),
+        ]
+    )
+    assert str(table) == "op   share\na|b    50%\n<c>   nan%\n=1    100%"
+    assert table.to_markdown().splitlines() == [
+        "| op | share |",
+        "|---|---:|",
+        r"| a\|b | 50% |",
+        "| <c> | nan% |",
+        "| =1 | 100% |",
+    ]
+    assert "<td>&lt;c&gt;</td><td>nan%</td>" in table.to_html() == table._repr_html_()
+    assert table.to_csv().splitlines() == ["op,share", "a|b,0.5", "<c>,nan", "'=1,1.0"]
+    assert json.loads(table.to_json())[1] == {"op": "<c>", "share": "nan"}
+    assert table.rows[0] == ("a|b", 0.5) and len(table) == 3
+    empty = Table.of(["op", "calls"], [], numbers=["calls"])
+    assert (str(empty), empty.to_json(), len(empty)) == ("op  calls", "[]", 0)
 
 
 class Terminal(io.StringIO):

@@ -392,11 +392,4 @@
       setTimeout(() => { button.textContent = "Copy"; }, 1500);
     });
   });
-
-  byId("theme").addEventListener("click", () => {
-    const root = document.documentElement;
-    const isDark = root.dataset.theme
-      ? root.dataset.theme === "dark" : matchMedia("(prefers-color-scheme: dark)").matches;
-    root.dataset.theme = isDark ? "light" : "dark";
-  });
 })();

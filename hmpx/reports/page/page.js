@@ -72,6 +72,5 @@
     draw();
   }
 
-  showTable("sites", data.sites);
-  showTable("gradients", data.gradients);
+  for (const [name, table] of Object.entries(data?.tables ?? {})) showTable(name, table);
 })();

@@ -1,0 +1,267 @@
+"""A report as a page, with the lines of the program that made calls, and as a part of a notebook."""
+
+from __future__ import annotations
+
+import html
+import linecache
+import stat
+import tokenize
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from .cells import clean, count, dtypes, short_dtype, size
+from .pages import filled, page, page_file, paragraphs
+from .rows import Row, Totals, is_measured, totals
+from .text import MOST_FIXES, ended_with, fixes, verdict
+
+if TYPE_CHECKING:
+    from .report import Report
+
+#: How many fixes are written at the top; the table of casts has all.
+_MOST_FIXES: Final = 20
+
+#: The largest number that is passed on to JavaScript: sums of it are finite there, too.
+_LARGEST: Final = 10**300
+
+#: Names of modules are split no further.
+_DEEPEST: Final = 200
+
+#: Of source: lines above and below, lines of all files, bytes of a file, calls named for a line.
+_CONTEXT, _MOST_LINES, _MOST_BYTES, _MOST_CALLS = 3, 1_000, 4_000_000, 4
+
+
+def report_page(report: Report) -> str:
+    """Returns the page."""
+    files = source_files(report.rows, [each.location for each in report.waste])
+    found = fixes(report.waste)
+    package = str(__package__)
+    body = filled(
+        page_file(package, "report.html"),
+        verdict=verdict(report),
+        error=ended_with(report) if report.error else "",
+        fixes=found[:_MOST_FIXES],
+        fixes_left_out=count(max(0, len(found) - _MOST_FIXES)),
+        about={clean(name): clean(value) for name, value in report.about.items()},
+        files=files,
+        clean=clean,
+        wasted=size(sum(each.bytes for each in report.waste)),
+    )
+    return page(
+        f"hmpx report: {verdict(report)}",
+        "Precision report",
+        body,
+        script=page_file(package, "report.js"),
+        data=_data(report, files),
+    )
+
+
+def notebook_part(report: Report) -> str:
+    """Returns the verdict, fixes and the table by op as HTML without scripts."""
+    parts = [f"<p><strong>{html.escape(verdict(report))}</strong></p>"]
+    if report.error:
+        parts.append(paragraphs([ended_with(report)]))
+    items = [
+        f"<li><code>{html.escape(fix.line)}</code><br>{html.escape(fix.reason)}</li>"
+        for fix in fixes(report.waste)[:MOST_FIXES]
+    ]
+    if items:
+        parts.append(f"<ol>{''.join(items)}</ol>")
+    if report.rows:
+        parts.append(report.by_op().html_table())
+    return f"<div>{''.join(parts)}</div>"
+
+
+def _data(report: Report, files: Iterable[File]) -> dict[str, Any]:
+    """Returns what the script shows: rows, waste and modules, all texts by their places in one list."""
+    texts: dict[str, int] = {}
+
+    def places(*found: str) -> list[int]:
+        return [texts.setdefault(clean(text), len(texts)) for text in found]
+
+    anchors = {
+        f"{file.path}:{line.number}": f"line-{i}-{line.number}"
+        for i, file in enumerate(files)
+        for line in file.lines
+    }
+    locations = [row.location for row in report.rows] + [w.location for w in report.waste]
+    rows = [
+        [
+            *places(row.op, row.phase, dtypes(row.input_dtypes), short_dtype(row.dtype) or "-"),
+            *places(dtypes(row.output_dtypes), row.module, row.location, row.device_type),
+            *places(row.reason),
+            int(row.is_low),
+            *map(_number, (row.calls, row.casts, row.cast_bytes, row.flops, row.bytes)),
+            row.seconds if is_measured(row.seconds) else None,
+        ]
+        for row in report.rows
+    ]
+    waste = [
+        [*places(w.kind, w.what, w.module, w.location, w.fix, w.note), w.times, _number(w.bytes)]
+        for w in report.waste
+    ]
+    modules = [
+        [*places(path, name), parent, *map(_number, sums[:-1]), sums.seconds]
+        for path, name, parent, sums in module_tree(report.rows)
+    ]
+    return {
+        "texts": list(texts),
+        "rows": rows,
+        "waste": waste,
+        "modules": modules,
+        "links": {clean(each): anchors[each] for each in locations if each in anchors},
+    }
+
+
+def _number(number: int) -> int:
+    return min(number, _LARGEST)
+
+
+# --- modules -------------------------------------------------------------------------------------
+
+
+def module_tree(rows: Iterable[Row]) -> list[tuple[str, str, int, Totals]]:
+    """Returns the modules, each after its parent: path, name, the parent's place, and sums of all inside.
+
+    The first is the outermost, with the parent -1.
+    """
+    inside: dict[tuple[str, ...], list[Row]] = {(): []}
+    for row in sorted(rows, key=lambda row: row.module):
+        split = tuple(row.module.split(".", _DEEPEST)) if row.module else ()
+        for end in range(len(split) + 1):
+            inside.setdefault(split[:end], []).append(row)
+    places = {split: index for index, split in enumerate(inside)}
+    return [
+        (".".join(split), "".join(split[-1:]), places[split[:-1]] if split else -1, totals(several))
+        for split, several in inside.items()
+    ]
+
+
+# --- source --------------------------------------------------------------------------------------
+
+
+class Line(NamedTuple):
+    """A line of a file.
+
+    Attributes:
+        number: From 1.
+        text: The line.
+        precision: ``"low"``, ``"wide"`` or ``"mixed"``; ``""`` of a line that made no calls.
+        calls: What it called: ``"linear in bf16, 12 times"``.
+        follows_gap: Whether lines before it are not shown.
+    """
+
+    number: int
+    text: str
+    precision: str
+    calls: tuple[str, ...]
+    follows_gap: bool
+
+
+@dataclass(frozen=True)
+class File:
+    """The lines of a file that made calls, with those around them.
+
+    Attributes:
+        path: Its path.
+        lines: The lines.
+        note: Why lines are missing, or "".
+    """
+
+    path: str
+    lines: tuple[Line, ...]
+    note: str = ""
+
+
+def split_location(location: str) -> tuple[str, int]:
+    """Returns path and line of ``"train.py:12"``; line 0 if there is none."""
+    path, _, number = location.rpartition(":")
+    is_number = number.isascii() and number.isdecimal() and len(number) < 9
+    return (path, int(number)) if is_number and path else (location, 0)
+
+
+def source_files(rows: Iterable[Row], locations: Iterable[str] = ()) -> list[File]:
+    """Returns the files that the calls were made in, those that cost most first.
+
+    Args:
+        rows: The calls.
+        locations: Other lines to show.
+    """
+    found: dict[str, dict[int, list[Row]]] = {}
+    for location, several in [(r.location, [r]) for r in rows] + [(each, []) for each in locations]:
+        path, number = split_location(location)
+        if number:
+            found.setdefault(path, {}).setdefault(number, []).extend(several)
+    files: list[File] = []
+    for path, by_number in found.items():
+        most = _MOST_LINES - sum(len(file.lines) for file in files)
+        files.append(_file(path, by_number, most))
+    return files
+
+
+def _file(path: str, by_number: dict[int, list[Row]], most: int) -> File:
+    source = _read(path)
+    if isinstance(source, str):
+        return File(path, (), source)
+    shown = sorted(
+        {
+            near
+            for number in by_number
+            if number <= len(source)
+            for near in range(max(1, number - _CONTEXT), min(len(source), number + _CONTEXT) + 1)
+        }
+    )
+    notes = []
+    if max(by_number) > len(source):
+        notes.append("the file has changed since: it is now shorter")
+    if len(shown) > most:
+        notes.append(f"{count(len(shown) - most)} more lines are left out")
+    lines = []
+    for before, number in zip([0, *shown], shown[:most], strict=False):
+        rows = by_number.get(number, [])
+        code = clean(source[number - 1].rstrip().expandtabs(4))
+        lines.append(Line(number, code, _precision(rows), _calls(rows), number != before + 1))
+    return File(path, tuple(lines), "; ".join(notes))
+
+
+def _read(path: str) -> list[str] | str:
+    """Returns the lines of a Python file, or why it isn't shown.
+
+    A report may come from somebody else: only Python files are read, whatever paths it names, and
+    none of another machine, which would be told who asks.
+    """
+    if not path.endswith(".py"):
+        return "not shown: only .py files are"
+    if path.startswith(("//", r"\\")):
+        return "not shown: it is on another machine"
+    try:
+        if path in linecache.cache and not Path(path).exists():  # the cells of a notebook
+            return linecache.getlines(path)
+        found = Path(path).stat()
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _MOST_BYTES:
+            return "not shown: it is too large, or not a file"
+        with tokenize.open(path) as file:
+            return file.read().removesuffix("\n").split("\n")  # as Python counts lines
+    except (OSError, ValueError, SyntaxError):
+        return "not shown: it can't be read here"
+
+
+def _precision(rows: Sequence[Row]) -> str:
+    kinds = {row.is_low for row in rows}
+    if not kinds:
+        return ""
+    return "mixed" if len(kinds) > 1 else "low" if kinds == {True} else "wide"
+
+
+def _calls(rows: Iterable[Row]) -> tuple[str, ...]:
+    times: dict[tuple[str, str, str], int] = {}
+    for row in rows:
+        key = (row.op, row.dtype, "" if row.phase == "forward" else f" ({row.phase})")
+        times[key] = times.get(key, 0) + row.calls
+    said = [
+        f"{clean(op)}{clean(phase)} in {short_dtype(dtype) or '-'} \N{MULTIPLICATION SIGN} {count(n)}"
+        for (op, dtype, phase), n in times.items()
+    ]
+    more = len(said) - _MOST_CALLS
+    return (*said[:_MOST_CALLS], f"and {count(more)} more") if more > 0 else tuple(said)

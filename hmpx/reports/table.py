@@ -1,0 +1,211 @@
+"""The table that all of hmpx's reports print: text, Markdown, HTML, CSV, JSON and pandas."""
+
+from __future__ import annotations
+
+import csv
+import html
+import importlib
+import io
+import json
+import math
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from typing import Any, Final
+
+from ..errors import OptionError
+from .cells import WIDTH, padded, width, without_end
+from .files import plain
+
+#: A cell that starts with one of these may be read as a formula by spreadsheets; from OWASP's page on
+#: CSV injection, with the full-width signs that it names.
+_FORMULA_STARTS: Final = ("=", "+", "-", "@", "\t", "\r", "\n", "＝", "＋", "－", "＠")  # noqa: RUF001
+
+
+@dataclass(frozen=True)
+class Column:
+    """A column of a table.
+
+    Attributes:
+        title: Its title.
+        values: Its values, row by row.
+        show: Returns a value as text.
+        is_number: Whether its cells stand at its right edge.
+        cut: Shortens a cell to some columns of a terminal.
+        least: The narrowest that it gets.
+    """
+
+    title: str
+    values: Sequence[Any]
+    show: Callable[[Any], str] = str
+    is_number: bool = True
+    cut: Callable[[str, int], str] = without_end
+    least: int = 4
+
+    @property
+    def cells(self) -> list[str]:
+        """Its values as text."""
+        return [self.show(value) for value in self.values]
+
+    def fitted(self, columns: int) -> Column:
+        """Returns the column cut to so many columns of a terminal."""
+        cells = [self.cut(cell, columns) for cell in self.cells]
+        return replace(self, title=without_end(self.title, columns), values=cells, show=str)
+
+
+class Table:
+    """Rows of values under titles. Printed, it is text of 80 columns; notebooks show it as HTML.
+
+    Attributes:
+        columns: Its columns.
+
+    Example:
+        >>> from hmpx.reports import Column, Table
+        >>> print(Table([Column("op", ["mm", "exp"], is_number=False), Column("calls", [12, 3])]))
+        op   calls
+        mm      12
+        exp      3
+    """
+
+    def __init__(self, columns: Iterable[Column]) -> None:
+        """Has these columns, all of equally many values."""
+        self.columns = list(columns)
+
+    @classmethod
+    def of(
+        cls, titles: Iterable[str], rows: Iterable[Sequence[Any]], numbers: Iterable[str] = ()
+    ) -> Table:
+        """Returns a table of rows; the columns with the titles ``numbers`` stand at the right."""
+        titles, rows, numbers = list(titles), list(rows), set(numbers)
+        return cls(
+            Column(title, [row[index] for row in rows], is_number=title in numbers)
+            for index, title in enumerate(titles)
+        )
+
+    @property
+    def rows(self) -> list[tuple[Any, ...]]:
+        """The values, row by row."""
+        return [*zip(*(column.values for column in self.columns), strict=True)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    # --- text ------------------------------------------------------------------------------------
+
+    def lines(self, columns: int = WIDTH) -> list[str]:
+        """Returns the lines, the titles first; none is wider than ``columns``."""
+        return ["".join(cells).rstrip() for cells in self.fitted(columns)]
+
+    def __str__(self) -> str:
+        return "\n".join(self.lines())
+
+    def fitted(self, columns: int = WIDTH) -> list[list[str]]:
+        """Returns the lines, the titles first, in cells that join to at most ``columns``."""
+        found, between = _fitted(self.columns, columns)
+        padded_cells = []
+        for column in found:
+            cells = [column.title, *column.cells]
+            widest = max(map(width, cells))
+            padded_cells.append([padded(cell, widest, is_right=column.is_number) for cell in cells])
+        first, *rest = padded_cells
+        spaced = [first, *([between + cell for cell in cells] for cells in rest)]
+        return [list(cells) for cells in zip(*spaced, strict=True)]
+
+    def to_markdown(self) -> str:
+        """Returns the table in Markdown.
+
+        Example:
+            >>> from hmpx.reports import Table
+            >>> print(Table.of(("op", "calls"), [("mm", 12)], numbers=["calls"]).to_markdown())
+            | op | calls |
+            |---|---:|
+            | mm | 12 |
+        """
+        titles = [column.title for column in self.columns]
+        rules = ["---:" if column.is_number else "---" for column in self.columns]
+        shown = zip(*(column.cells for column in self.columns), strict=True)
+        lines = [[cell.replace("|", r"\|") for cell in cells] for cells in (titles, *shown)]
+        first, *others = [f"| {' | '.join(cells)} |" for cells in lines]
+        return "\n".join([first, f"|{'|'.join(rules)}|", *others])
+
+    # --- HTML ------------------------------------------------------------------------------------
+
+    def to_html(self) -> str:
+        """Returns the table as HTML, without scripts or styles."""
+        head = "".join(f'<th scope="col">{html.escape(each.title)}</th>' for each in self.columns)
+        body = "".join(
+            f"<tr>{''.join(f'<td>{html.escape(cell)}</td>' for cell in cells)}</tr>"
+            for cells in zip(*(column.cells for column in self.columns), strict=True)
+        )
+        return f"<table><thead><tr>{head}</tr></thead><tbody>{body}</tbody></table>"
+
+    def _repr_html_(self) -> str:
+        return self.to_html()
+
+    def page_data(self) -> dict[str, Any]:
+        """Returns what a page's script makes a table of, which can be sorted; numbers come last."""
+        columns = sorted(self.columns, key=lambda each: each.is_number)
+        numbers = [column for column in columns if column.is_number]
+        return {
+            "titles": [column.title for column in columns],
+            "numbers": len(numbers),
+            "rows": [*zip(*(column.cells for column in columns), strict=True)],
+            "keys": [*zip(*(map(_key, column.values) for column in numbers), strict=True)],
+        }
+
+    # --- data ------------------------------------------------------------------------------------
+
+    def to_csv(self) -> str:
+        """Returns the values as CSV; text that spreadsheets would compute is quoted by ``'``."""
+        stream = io.StringIO(newline="")
+        writer = csv.writer(stream)
+        for values in ([column.title for column in self.columns], *self.rows):
+            writer.writerow([_inert(value) for value in values])
+        return stream.getvalue()
+
+    def to_json(self) -> str:
+        """Returns the values as a JSON list with an object for each row."""
+        titles = [column.title for column in self.columns]
+        rows = [dict(zip(titles, plain(row), strict=True)) for row in self.rows]
+        return json.dumps(rows, indent=1, allow_nan=False)
+
+    def to_dataframe(self) -> Any:
+        """Returns the values as a `pandas.DataFrame`.
+
+        Raises:
+            OptionError: pandas isn't installed.
+        """
+        try:
+            pandas = importlib.import_module("pandas")
+        except ImportError as error:
+            raise OptionError(
+                "to_dataframe() needs pandas, which is not installed; pip install pandas"
+            ) from error
+        return pandas.DataFrame(self.rows, columns=[column.title for column in self.columns])
+
+
+def _fitted(columns: Sequence[Column], line: int) -> tuple[list[Column], str]:
+    """Returns the columns, cut so that a line of them fits, and what stands between them."""
+    found = [*columns]
+    widths = [max(map(width, (column.title, *column.cells))) for column in found]
+    texts = [index for index, column in enumerate(found) if not column.is_number]
+    for between in ("  ", " "):
+        excess = sum(widths) - line + len(between) * (len(found) - 1)
+        if excess <= sum(max(0, widths[index] - 24) for index in texts):
+            break
+    while excess > 0 and texts:
+        widest = max(texts, key=lambda index: widths[index] - found[index].least)
+        others = [widths[index] for index in texts if index != widest]
+        target = max(widths[widest] - excess, min(widths[widest] - 1, max(others, default=0)))
+        found[widest] = found[widest].fitted(target)
+        excess -= widths[widest] - target
+        widths[widest] = target
+    return found, between
+
+
+def _inert(value: object) -> object:
+    return f"'{value}" if isinstance(value, str) and value.startswith(_FORMULA_STARTS) else value
+
+
+def _key(value: float) -> float | None:
+    """Returns what JSON has for a number: none for NaN, and the largest ones for infinity."""
+    return None if math.isnan(value) else max(-1e308, min(1e308, value))
