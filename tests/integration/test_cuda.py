@@ -150,6 +150,25 @@ def test_the_lists_win_inside_an_autocast_region(region: torch.dtype) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=0)
 
 
+@pytest.mark.parametrize("lists", ["hmpx", "autocast-cuda"])
+@pytest.mark.parametrize(
+    "call",
+    [lambda t: torch.ldexp(t, t), lambda t: torch.mvlgamma(t + 1, 1)],
+    ids=["ldexp", "mvlgamma"],
+)
+def test_ops_that_autocast_upcasts_inside_return_fp32(
+    call: Callable[[Tensor], Tensor], lists: str
+) -> None:
+    """Fake tensors decompose them before torch.autocast sees the inner `pow` or `sum`."""
+    low = torch.rand(4, 4, device="cuda", dtype=BF16)
+    with torch.autocast("cuda", BF16):
+        expected = call(low)
+    with hmpx.convert(lists=lists):
+        actual = call(low)
+    assert actual.dtype is expected.dtype is FP32
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+
+
 # --- what is counted on fake devices, here on real ones -------------------------------------------
 
 
@@ -181,14 +200,15 @@ def test_kernels_are_those_counted_on_fake_devices(
             loss.backward()
         return steps.summary(kernels.list)
 
-    actual, peer = figures(candidate), figures("autocast")
+    actual, peer, plain = figures(candidate), figures("autocast"), figures("fp32")
     more = {key: actual[key] - peer[key] for key in ("casts", "kernels", "waits")}
     record_property("figure", f"over autocast's: {more}")
     expected = counted[candidate]["casts"] - counted["autocast"]["casts"]
     assert more["casts"] == pytest.approx(
         expected, abs=4
     )  # of masks, which versions of models make
-    assert more["waits"] <= 0
+    # The backward of attention in fp32 reads its seed on the host, with and without a conversion.
+    assert actual["waits"] <= max(peer["waits"], plain["waits"])
 
 
 @pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype")

@@ -352,7 +352,7 @@ def test_a_users_list_outranks_a_shipped_one_filled_in(tmp_path: Path) -> None:
     session = hmpx.convert(**write(tmp_path, bf16="softmax\ndiv"))
     assert session.policy["softmax"].cast_policy is CastPolicy.LOW
     assert session.policy["truediv"].cast_policy is CastPolicy.LOW
-    assert session.policy["log_softmax"].reason == "lists/hmpx/fp32.txt:95"
+    assert session.policy["log_softmax"].reason.startswith("lists/hmpx/fp32.txt:")
     assert session.policy["linear"].cast_policy is CastPolicy.FIRST
 
 
