@@ -47,12 +47,40 @@ class ends_surely:  # noqa: N801  # a decorator
         return leave
 
 
-def _remove(handles: list[Any]) -> None:
-    for each in handles:
-        each.remove()
+class Block:
+    """A base class of blocks that end even if a signal handler raises in them, or right before or after."""
+
+    def __enter__(self) -> None:
+        try:
+            self._begin()
+        except BaseException:
+            self._end()
+            raise
+
+    def _begin(self) -> None:
+        pass
+
+    def _end(self) -> None:
+        """Ends the block; an interrupted call is repeated."""
+        raise NotImplementedError
+
+    @ends_surely(None, lambda block: block._end())
+    def __exit__(self, *exc_info: object) -> None:
+        self._end()
 
 
-class hooked:  # noqa: N801  # a block
+class surely(Block):  # noqa: N801  # a block
+    """Calls a function at the end of the block, once or twice."""
+
+    def __init__(self, end: Callable[[], object]) -> None:
+        """Takes the function."""
+        self._function = end
+
+    def _end(self) -> None:
+        self._function()
+
+
+class hooked(Block):  # noqa: N801  # a block
     """Has torch call hooks until the end of the block."""
 
     def __init__(self, *hooks: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
@@ -60,18 +88,14 @@ class hooked:  # noqa: N801  # a block
         self._hooks = hooks
         self._handles: list[Any] = []
 
-    def __enter__(self) -> None:
-        try:
-            for register, hook in self._hooks:
-                # In C from the call on to the list, so that no signal comes between.
-                self._handles.extend(map(register, [hook]))
-        except BaseException:
-            _remove(self._handles)
-            raise
+    def _begin(self) -> None:
+        for register, hook in self._hooks:
+            # In C from the call on to the list, so that no signal comes between.
+            self._handles.extend(map(register, [hook]))
 
-    @ends_surely(None, lambda block: _remove(block._handles))
-    def __exit__(self, *exc_info: object) -> None:
-        _remove(self._handles)
+    def _end(self) -> None:
+        for each in self._handles:
+            each.remove()
 
 
 class Entrance(threading.local):

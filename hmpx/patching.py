@@ -125,6 +125,8 @@ class Patch:
 def _own(owner: Any, attribute: str) -> Any:
     """Returns the value of an attribute that is not inherited; `ABSENT` if there is none."""
     kind = type(owner)
+    if kind is type or kind is types.ModuleType:  # most are, and this takes the least time
+        return owner.__dict__.get(attribute, ABSENT)
     if issubclass(kind, types.ModuleType):
         return _NAMES.__get__(owner).get(attribute, ABSENT)
     own = getattr(owner, "__dict__", None)
@@ -191,6 +193,8 @@ class EntryPatch:
 
     def read(self) -> Any:
         """Returns the value if it is an entry, else `ABSENT`."""
+        if isinstance(self.owner, set):
+            return self.value if self.value in self.owner else ABSENT
         return self.value if any(entry is self.value for entry in self.owner) else ABSENT
 
     def write(self, value: Any) -> None:

@@ -3,24 +3,26 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 import threading
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from .. import torch_internals, torch_state
-from ..blocks import Entered, Entrance
+from ..blocks import Entered, Entrance, surely
 from ..casting import Options
 from ..errors import OptionError, shown, suggestion
 from ..observers import LOGGER, announce_conversion, show_log
 from ..policy import LowType, Policy, PolicySource
 from ..registry import exclusive, hold_off_forks
+from ..tensors import default_device_types, is_present
+from ..warning import warn
 from . import request
-from .messages import warn_of_absent
 from .session import Session
 from .switching import current, forget_left, left_one, switch_to
 
@@ -108,29 +110,15 @@ def convert(
         torch.float32
     """
     given = dict(locals())
-    said = request.plain(given)
     taken: list[Session | None] = [None]
     try:
-        session = None if said is None else _put_back(said, taken)
-        if session is None:
-            session = _converted(given, taken)
-            session.said = said
+        session = _converted(given, taken)
         session.entrance.renew()
         return session  # from here on, `with` ends it
     except BaseException:
         if taken[0] is not None:
             taken[0].end_block([taken[0]])
         raise
-
-
-@exclusive
-def _put_back(said: dict[str, Any], taken: list[Session | None]) -> Session | None:
-    """Returns the session that a block has left, in force again, if it was asked for with the same arguments."""
-    session = left_one(lambda session: session.said == said)
-    if session is not None:
-        taken[0] = session
-        switch_to(session)
-    return session
 
 
 def _converted(given: dict[str, Any], taken: list[Session | None]) -> Session:
@@ -153,8 +141,23 @@ def _converted(given: dict[str, Any], taken: list[Session | None]) -> Session:
                 found,
             )
         if given["device_types"] is not None:
-            warn_of_absent(asked.device_types)
+            _warn_of_absent(asked.device_types)
         return session
+
+
+def _warn_of_absent(device_types: Collection[str]) -> None:
+    """Warns if this machine has no device of these types, unless a FakeTensorMode stands in for them."""
+    by_default = default_device_types()
+    if any(each in by_default or is_present(each) for each in device_types):
+        return
+    if isinstance(torch.empty(0), torch_internals.FakeTensor):
+        return
+    here = " and ".join(sorted(by_default))
+    warn(
+        f"nothing will be cast: torch finds no {' or '.join(sorted(device_types))} device on this "
+        f"machine; leave out device_types to cast tensors on {here}, or name the types of the devices "
+        "that tensors are on"
+    )
 
 
 def checked_policy(**options: Any) -> Policy:
@@ -262,11 +265,9 @@ def unconverted() -> Iterator[None]:
         yield
         return
     switch = exclusive(switch_to)
-    try:
+    with surely(functools.partial(switch, before)):
         switch(None)
         yield
-    finally:
-        switch(before)
 
 
 def is_converted() -> bool:

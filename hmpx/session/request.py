@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
-import torch
-
 from ..arguments import is_a
 from ..casting import Options
 from ..errors import OptionError, shown
-from ..policy import Policy, policy_request, requested_policy, set_names
+from ..policy import Policy, policy_request, requested_policy
 from ..rules import all_rules
 from ..tensors import parse_device_types
 
@@ -57,31 +54,6 @@ def checked(given: Mapping[str, Any]) -> Request:
         verbose=is_verbose or asked.is_verbose,
         options=options,
     )
-
-
-def plain(given: Mapping[str, object]) -> dict[str, object] | None:
-    """Returns `convert`'s arguments, to be compared with later ones; None if they don't say all.
-
-    They don't where they name files, or formats that are registered, whose content may change.
-    """
-    said = dict(given)
-    if type(said["device_types"]) is set:
-        said["device_types"] = frozenset(said["device_types"])
-    may_change = any(
-        type(value) not in _PLAIN or (type(value) is str and value and name in _NAMES)
-        for name, value in said.items()
-        if not (name == "lists" and type(value) is str and value in _sets())
-    )
-    return None if may_change or said["too_many"] else said
-
-
-_sets: Final = functools.cache(set_names)
-_PLAIN: Final = {str, bool, type(None), frozenset, tuple, torch.dtype, Policy}
-#: Arguments whose strings name files, or formats that are registered.
-_NAMES: Final = {
-    *("bf16_file_path", "fp32_file_path", "fp16_file_path", "lists", "policy"),
-    *("low_precision_type", "round_gradients"),
-}
 
 
 def _check_effect(options: Options, policy: Policy) -> None:

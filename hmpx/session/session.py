@@ -8,6 +8,7 @@ before the new one comes, and calls in other threads would find torch without ei
 from __future__ import annotations
 
 import dataclasses
+import warnings
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import Any
@@ -15,22 +16,20 @@ from typing import Any
 import torch
 
 from .. import compute, torch_state
-from ..blocks import Entered, Entrance
+from ..blocks import Entered, Entrance, surely
 from ..casting import Options
+from ..errors import HmpxWarning
 from ..observers import ATTACHED, Attached, log_observer
 from ..patches import early_name_patches, is_renewed, missed, retired
 from ..patching import Change, Draft, Patch
 from ..policy import Policy
 from ..registry import eventually, exclusive
 from ..rules import Registered, all_rules
-from ..wrappers import in_force, put_in_use
-from .changing import alone, forget_what_is_cached
-from .installation import Installation, has_history
-from .kept import IS_COUNTED, Kept, Put
-from .messages import say, warn_of_unmatched
+from ..wrappers import in_force
+from .kept import IS_COUNTED, Kept
 from .policy_patches import Conversion, Foreign, cast_originals, replacements
-from .steps import Callbacks, StepContext, draft_steps
-from .switching import current, switch_to
+from .steps import draft_steps, has_history
+from .switching import Installation, alone, current, log_what_models_keep, say, switch_to
 
 
 class Session(Entered):
@@ -43,8 +42,7 @@ class Session(Entered):
         device_types: The device types whose tensors are cast.
         options: How ops compute.
         histories: The amaxes that formats with a history have seen in earlier training steps.
-        said: The arguments of `convert`, if they say all and name no file.
-        kept: What it has put into torch, prepared for an equal one.
+        kept: What shows whether it can be put in force again as it was, once a block has left it.
 
     Example:
         >>> session = hmpx.convert(device_types={"cpu"})
@@ -75,9 +73,7 @@ class Session(Entered):
         self._is_entered = self._is_left = False
         self.entrance = Entrance(weakref.ref(self))
         self._converts = 1  # `convert` calls that this session answers
-        self.said: dict[str, Any] | None = None
         self._decided: tuple[object, ...] = ()
-        self._put: Put | None = None
         self.kept: Kept | None = None
 
     @property
@@ -112,9 +108,7 @@ class Session(Entered):
             return
         self._is_left = True
         previous = self._previous
-        while (
-            previous is not None and previous._is_left
-        ):  # blocks may overlap, as those of tasks do
+        while previous is not None and previous._is_left:  # blocks of tasks may overlap
             previous = previous._previous
         if self is current():
             switch_to(previous, is_kept=previous is None)
@@ -158,20 +152,11 @@ class Session(Entered):
             "verbose": self._verbose,
         }
 
-    def _can_be_kept(self, installed: Installation) -> bool:
-        """Whether an equal conversion that follows may be this one: it would be told the same."""
-        is_told = self._verbose or installed.observers or installed.rules
-        return IS_COUNTED and not (is_told or has_history(self.policy, self.options))
-
-    def to_keep(self) -> Kept | None:
-        """Returns the parts of this conversion to keep when it is left; None if it can't be kept."""
-        installed = self._installation
-        if self._put is None:
-            return None
-        forget_what_is_cached(stays=True)  # which has references to wrappers
-        if self.kept is None or self.kept.installation is not installed:
-            self.kept = Kept(installed, self._put)
-        return self.kept if self.kept.slots.hold() else None
+    def announce(self) -> None:
+        """Says what the user should know of this session, which has just come in force."""
+        say(self._said)
+        if self._verbose:
+            log_what_models_keep(self._installation.wrappers)
 
     def _conversion(self, observers: tuple[Attached, ...]) -> Conversion:
         return Conversion(self.policy, self.device_types, self.options, observers)
@@ -184,7 +169,7 @@ class Session(Entered):
             self._decided = now
         return self._decided
 
-    def _draft(self, draft: Draft, replaced: Installation) -> Installation:
+    def _draft(self, draft: Draft, replaced: Installation) -> tuple[Installation, Kept | None]:
         """Drafts all patches of this session; changes nothing.
 
         Args:
@@ -195,27 +180,12 @@ class Session(Entered):
         if self._verbose and (self._log is None or asked != self.rules):
             self._log = Attached(log_observer(self._verbose))  # other rules may decide otherwise
         logs = () if self._log is None else (self._log,)
-        callbacks = Callbacks(
-            self._add,
-            self._run_suspended,
-            self._follow,
-            self._note_modules,
-            self._warn_of_unmatched,
-        )
         conversion = self._conversion((*logs, *ATTACHED.value))
-        context = StepContext(
-            conversion,
-            draft,
-            callbacks,
-            self._verbose,
-            asked,
-            replaced.wrappers,
-            self.histories,
-            self._decides(asked),
-        )
-        self._said = context.said
-        draft.apply(put_in_use(context.made, replaced.wrappers))
-        return draft_steps(context)
+        installed, self._said = draft_steps(self, conversion, draft, replaced)
+        # An equal conversion that follows would have to be told all that this one is.
+        is_told = self._verbose or installed.observers or installed.rules
+        is_kept = IS_COUNTED and not (is_told or has_history(self.policy, self.options))
+        return installed, Kept(installed) if is_kept and not replaced.applied else None
 
     def _extend(
         self,
@@ -229,7 +199,7 @@ class Session(Entered):
         installed = self._installation
         kept = [done for done in installed.applied if not is_renewed(done.patch)]
         if made or len(kept) < len(installed.applied):
-            draft.apply([Patch(self, "_put", None)])  # there are other references
+            draft.apply([Patch(self, "kept", None)])  # there are other references
         extended = dataclasses.replace(
             installed,
             applied=(*kept, *draft.apply(patches)),
@@ -241,13 +211,14 @@ class Session(Entered):
 
     @eventually
     @alone
-    def _add(self, patch: Patch) -> None:
+    def add(self, patch: Patch) -> None:
+        """Applies one more patch while the session is in force."""
         if self is current():
             self._extend(Draft(), [patch], notes_modules=self._installation.notes_modules)
 
     @eventually
     @alone
-    def _follow(self, names: Collection[str], module: object) -> None:
+    def follow(self, names: Collection[str], module: object) -> None:
         """Wraps those ops of other libraries that have come with ``module``."""
         if self is not current():
             return
@@ -267,14 +238,15 @@ class Session(Entered):
 
     @exclusive
     @alone
-    def _note_modules(self) -> None:
+    def note_modules(self) -> None:
+        """Applies the patches that note running modules."""
         if self is current() and not self._installation.notes_modules:
             draft = Draft()
-            patches = torch_state.module_patches(draft, self._warn_of_unmatched)
+            patches = torch_state.module_patches(draft, self.warn_of_unmatched)
             self._extend(draft, patches, notes_modules=True)
 
     @exclusive
-    def _run_suspended(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def run_suspended(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Calls ``function`` while all patches are taken away, in the whole process."""
         applied, draft = self._installation.applied, Draft()
         covered = set(map(id, draft.undo(applied)))  # these stay beneath somebody else's
@@ -287,16 +259,20 @@ class Session(Entered):
             if self._installation is emptied:
                 self._extend(Draft(), taken, notes_modules=emptied.notes_modules)
 
-        try:
-            try:
-                draft.make()
-                return function(*args, **kwargs)
-            finally:
-                put_back()
-        finally:  # in case that an exception came right before
-            put_back()
+        with surely(put_back):
+            draft.make()
+            return function(*args, **kwargs)
 
-    def _warn_of_unmatched(self, root: torch.nn.Module) -> None:
-        if not self._has_warned:
-            self._has_warned = True
-            warn_of_unmatched(self.policy, root)
+    def warn_of_unmatched(self, root: torch.nn.Module) -> None:
+        """Warns, once, of patterns of sections that match no module in ``root``, which was called."""
+        if self._has_warned:
+            return
+        self._has_warned = True
+        unmatched = self.policy.unmatched([name for name, _ in torch_state.named_modules(root)])
+        if unmatched:
+            patterns = "\n  ".join(unmatched)
+            warnings.warn(
+                f"these patterns match no module of {type(root).__name__}:\n  {patterns}",
+                HmpxWarning,
+                stacklevel=4,  # the call of ``root``
+            )

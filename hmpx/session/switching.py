@@ -2,31 +2,84 @@
 
 from __future__ import annotations
 
+import functools
+import gc
 import sys
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+import threading
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, Final, TypeVar
 
 from .. import compute, torch_state
-from ..observers import ATTACHED
-from ..patches import retired, taken_name_patches
-from ..patching import Change, Draft, Patch
+from ..blocks import surely
+from ..observers import ATTACHED, LOGGER, Attached
+from ..patches import (
+    forget_compiled,
+    forget_overrides,
+    held_by_models,
+    retired,
+    taken_name_patches,
+)
+from ..patching import Applied, Change, Draft, Patch
 from ..registry import exclusive
-from ..rules import RULES
+from ..rules import RULES, Registered
 from ..warning import warn
 from ..wrappers import retirements
-from .changing import alone, forget_what_is_cached, paused_gc
-from .installation import Installation
-from .kept import put_by
-from .messages import log_what_models_keep, said_of, say
 from .policy_patches import cast_originals
 
 if TYPE_CHECKING:
     from .session import Session
 
+_F = TypeVar("_F", bound=Callable[..., None])
+
 _current: Session | None = None
 
 #: The session that was left last, if an equal one may be the same.
 _left: Session | None = None
+
+_amid: Final = threading.Lock()
+_left_for_later: Final[list[Callable[[], None]]] = []
+
+
+@dataclass(frozen=True, slots=True)
+class Installation:
+    """What a session has put into torch.
+
+    Attributes:
+        applied: The patches, in the order in which they were applied.
+        wrappers: The wrappers in them.
+        rules: The rules that the wrappers ask.
+        observers: The observers that get calls.
+        notes_modules: Whether the running modules are noted.
+    """
+
+    applied: tuple[Applied, ...] = ()
+    wrappers: tuple[Callable[..., Any], ...] = ()
+    rules: tuple[Registered, ...] = ()
+    notes_modules: bool = False
+    observers: tuple[Attached, ...] = ()
+
+
+def alone(function: _F) -> _F:
+    """Postpones a call that comes during another change of the same thread until that change is done.
+
+    Signal handlers and finalizers make such calls. The thread holds `registry.LOCK`.
+    """
+
+    @functools.wraps(function)
+    def wrapper(*args: Any, **kwargs: Any) -> None:
+        if _amid.locked():
+            _left_for_later.append(functools.partial(function, *args, **kwargs))
+            return
+        try:
+            # On one line, so that no signal arrives between the call and the release.
+            with _amid: function(*args, **kwargs)  # fmt: skip  # noqa: E701
+        finally:
+            while _left_for_later:
+                later = _left_for_later.pop(0)
+                with _amid: later()  # fmt: skip  # noqa: E701
+
+    return wrapper  # type: ignore[return-value]
 
 
 def current() -> Session | None:
@@ -47,98 +100,136 @@ def left_one(is_equal: Callable[[Session], bool]) -> Session | None:
 @exclusive
 def forget_left() -> None:
     """Lets go of the session that was left last."""
-    draft = Draft()
-    draft.apply(retirements(_prepared(_left), ()))
-    draft.apply([Patch(_left, name, None) for name in ("kept", "_put") if _left is not None])
-    draft.apply([Patch(sys.modules[__name__], "_left", None)])
-    draft.make()
+    if _left is not None:
+        draft = Draft()
+        draft.apply(_ended(_left, ()))
+        draft.apply([Patch(sys.modules[__name__], "_left", None)])
+        draft.make()
 
 
-def _prepared(left: Session | None) -> Sequence[Callable[..., Any]]:
-    """Returns the wrappers of a conversion that stays prepared."""
-    return () if left is None or left.kept is None else left.kept.installation.wrappers
+def _ended(session: Session, kept: Sequence[Callable[..., Any]]) -> list[Change]:
+    """Returns the changes by which nothing of a session stays, apart from the wrappers in ``kept``."""
+    installed = session._installation if session.kept is None else session.kept.installation
+    return [*retirements(installed.wrappers, kept), Patch(session, "kept", None)]
 
 
 @alone
 def switch_to(session: Session | None, *, is_kept: bool = False) -> None:
     """Puts ``session`` in force instead of the current one, which may be the same; or changes nothing.
 
-    All that changes is drafted first. Wrappers of the session before are retired last, so that calls
-    in other threads find the old ones or the new ones, and never torch without any.
-
     Args:
         session: None for no conversion.
         is_kept: The one in force stays prepared, where that can be: an equal one may follow soon.
     """
-    old = _current
-    replaced = Installation() if old is None else old._installation
-    with paused_gc():
-        draft, covered = Draft(), list[Change]()
-        back = session.kept if session is not None and session is _left and old is None else None
-        back = back if back is not None and back.is_as_left() else None
-        left = old.to_keep() if old is not None and session is None and is_kept else None
-        counts = () if left is None else left.counts()
-        if back is not None:
-            installation = back.put_back(draft)
-        elif left is None or left.has_taken_names(counts):
-            covered = draft.undo(replaced.applied)
-            if session is not None:
-                installation = session._draft(draft, replaced)
-                put = (
-                    put_by(installation)
-                    if old is None and session._can_be_kept(installation)
-                    else None
-                )
-            else:
-                draft.apply(taken_name_patches(draft, [*retired(), *replaced.wrappers]))
-        if left is not None:
-            left.take_away(draft, counts)
-        if session is not None:
-            draft.apply([Patch(session, "_installation", installation)])
-        if old is not None and old is not session:
-            draft.apply([Patch(old, "_installation", Installation(rules=replaced.rules))])
-            if not old._is_entered:  # nobody will go back to what was before it
-                draft.apply([Patch(old, "_previous", None)])
-        epoch = torch_state.in_force()
-        if (old is None) != (session is None):
-            torch_state.forget_lost_regions()
-            epoch = None if session is None else object()
-        decides = None if session is None else session._decides(installation.rules)
-        device_types = frozenset() if session is None else session.device_types
-        torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
-        draft.apply(torch_state.conversion_patches(epoch, decides, device_types))
-        this = sys.modules[__name__]
-        draft.apply([Patch(this, "_current", session), Patch(this, "_left", left and old)])
-        if left is None and back is None:
-            kept = () if session is None else installation.wrappers
-            draft.apply(retirements([*replaced.wrappers, *_prepared(_left)], kept))
-            ended = [each for each in (old, _left) if each is not None]
-            draft.apply([Patch(each, name, None) for each in ended for name in ("kept", "_put")])
-            if session is not None:
-                draft.apply([Patch(session, "_put", put)])
-        said = said_of(covered)
-        is_prepared = back is not None or left is not None
-
-        def finish() -> None:
-            forget_what_is_cached(stays=is_prepared)
-            if said and session is not None:  # an error that this is made into undoes the change
-                warn(said)
-            if session is not None and session is not old and back is None:
-                say(session._said)
-                if session._verbose:
-                    log_what_models_keep(cast_originals(session._installation.wrappers))
-
-        try:
-            draft.make(finish)
-        except BaseException:
-            forget_what_is_cached(stays=is_prepared)
-            raise
+    # The thousands of small objects of a conversion would set off full collections of garbage.
+    with surely(gc.enable if gc.isenabled() else gc.disable):
+        gc.disable()
+        covered = _change(_current, session, is_kept=is_kept)
     if session is None:
         torch_state.end_conversion()
-        if left is not None:
-            left.note_left(counts)
-        if said:  # last: the change holds, even if this is made into an error
+        if _left is not None and _left.kept is not None:
+            _left.kept.note_left()
+        if covered:  # last: the change holds, even if this is made into an error
+            warn(covered)
+
+
+def _change(old: Session | None, session: Session | None, *, is_kept: bool) -> str:
+    """Makes the change, and returns what to say of it after a `revert`.
+
+    All that changes is drafted first. Wrappers of the session before are retired last, so that calls
+    in other threads find the old ones or the new ones, and never torch without any.
+    """
+    left, draft, covered = _left, Draft(), list[Change]()
+    replaced = Installation() if old is None else old._installation
+    kept = None if old is None or session is not None or not is_kept else old.kept
+    back = None if session is None or session is not left or old is not None else session.kept
+    if kept is not None:
+        _forget_caches(keeps_graphs=True)  # which have references to wrappers
+    stays = kept is not None and kept.take_away(draft, replaced)
+    returns = back is not None and back.put_back(draft)
+    installation = Installation()
+    if back is not None and returns:
+        installation = back.installation
+    elif not stays:
+        draft = Draft()
+        covered = draft.undo(replaced.applied)
+        if session is None:
+            draft.apply(taken_name_patches(draft, [*retired(), *replaced.wrappers]))
+        else:
+            installation, back = session._draft(draft, replaced)
+    if session is not None:
+        draft.apply([Patch(session, "_installation", installation)])
+    if old is not None and old is not session:
+        draft.apply([Patch(old, "_installation", Installation(rules=replaced.rules))])
+        if not old._is_entered:  # nobody will go back to what was before it
+            draft.apply([Patch(old, "_previous", None)])
+    draft.apply(_state_patches(old, session, installation.rules))
+    this = sys.modules[__name__]
+    draft.apply([Patch(this, "_current", session), Patch(this, "_left", old if stays else None)])
+    if not (stays or returns):
+        for each in filter(None, (old, left)):
+            draft.apply(_ended(each, installation.wrappers))
+    if session is not None:
+        draft.apply([Patch(session, "kept", back)])
+    said = _said_of(covered)
+
+    def finish() -> None:
+        _forget_caches(keeps_graphs=stays or returns)
+        if said and session is not None:  # an error that this is made into undoes the change
             warn(said)
+        if session is not None and session is not old and not returns:
+            session.announce()
+
+    try:
+        draft.make(finish)
+    except BaseException:
+        _forget_caches(keeps_graphs=stays or returns)
+        raise
+    return said
+
+
+def _state_patches(
+    old: Session | None, session: Session | None, rules: tuple[Registered, ...]
+) -> Iterable[Change]:
+    """Returns the patches of what regions and caches compare."""
+    epoch = torch_state.in_force()
+    if (old is None) != (session is None):
+        torch_state.forget_lost_regions()
+        epoch = None if session is None else object()
+    decides = None if session is None else session._decides(rules)
+    device_types = frozenset() if session is None else session.device_types
+    torch_state.reserve_marks(device_types | {torch_state.TO_LOW})
+    return torch_state.conversion_patches(epoch, decides, device_types)
+
+
+def _forget_caches(*, keeps_graphs: bool) -> None:
+    """Clears what torch has cached about its functions; graphs stay if an equal conversion may follow."""
+    torch_state.forget_modules()
+    forget_compiled(stays=keeps_graphs)
+    forget_overrides()
+
+
+def _said_of(covered: Iterable[Change]) -> str:
+    """Returns the warning about slots that somebody else has patched since; ``""`` for none."""
+    names = {patch.where for patch in covered if not (patch.is_foreign or patch.stays_idle)}
+    if not names:
+        return ""
+    return (
+        f"{', '.join(sorted(names))}: patched by somebody else after hmpx.convert(); their patch was "
+        "left in place, without hmpx's casts beneath it. Undo theirs first, then hmpx.revert()"
+    )
+
+
+def say(messages: list[str]) -> None:
+    """Warns of what is wrong with names in the lists."""
+    if messages:
+        warn("left out of the op lists:\n  " + "\n  ".join(messages))
+
+
+def log_what_models_keep(wrappers: Iterable[Callable[..., Any]]) -> None:
+    """Logs which of torch's functions models hold, so that their calls are not cast."""
+    for path, function in held_by_models(cast_originals(wrappers)):
+        LOGGER.warning("not cast  %r  kept since before convert() by %s", function, path)
 
 
 @exclusive

@@ -285,7 +285,7 @@ def test_an_interrupted_search_of_models_changes_nothing(monkeypatch: pytest.Mon
         raise KeyboardInterrupt
         yield
 
-    monkeypatch.setattr("hmpx.session.messages.held_by_models", interrupted)
+    monkeypatch.setattr("hmpx.session.switching.held_by_models", interrupted)
     before = torch.matmul
     with pytest.raises(KeyboardInterrupt):
         hmpx.convert(policy=POLICY, isVerbose=True)

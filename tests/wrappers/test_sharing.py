@@ -79,7 +79,7 @@ def test_a_conversion_that_fails_leaves_it_retired(monkeypatch: pytest.MonkeyPat
     with convert():
         kept = in_slot()
     before = kept.__module__, kept.__qualname__
-    monkeypatch.setattr("hmpx.session.switching.forget_what_is_cached", lambda **stays: 1 / 0)
+    monkeypatch.setattr("hmpx.session.switching._forget_caches", lambda **graphs: 1 / 0)
     with pytest.raises(ZeroDivisionError):
         convert()
     monkeypatch.undo()
