@@ -186,9 +186,7 @@ def _from_lists(
     """Returns the policy of the files at ``paths``, by kind, and of a set of lists for the other kinds."""
     own = {kind: read_list(path, kind) for kind, path in paths.items() if path}
     if not own and lists in set_names():
-        made, decisions = _shipped(state(), lists, low_dtype)
-        report(made, strict=strict)
-        return Policy(decisions, low_dtype)
+        return Policy(_shipped(state(), lists, low_dtype, strict=strict), low_dtype)
     given, replaced = listed(own, low_dtype), {*own}
     if "fp16" in own and low_dtype is torch.float16:
         replaced.add("low")
@@ -200,11 +198,12 @@ def _from_lists(
 
 @functools.lru_cache(maxsize=32)
 def _shipped(
-    state: State, lists: str, low_dtype: LowType
-) -> tuple[list[Listed], Mapping[str, Decision]]:
-    """Returns a set of shipped lists, whose files have that ``state``, and what they decide alone."""
+    state: State, lists: str, low_dtype: LowType, *, strict: bool
+) -> Mapping[str, Decision]:
+    """Returns what a set of shipped lists decides alone; ``state`` is that of its files."""
     shipped = listed(read_set(lists, low_dtype), low_dtype)
-    return shipped, types.MappingProxyType(resolve([[], shipped, *_beneath(shipped)]))
+    report(shipped, strict=strict)
+    return types.MappingProxyType(resolve([[], shipped, *_beneath(shipped)]))
 
 
 def _beneath(lists: Iterable[Listed], first: OpList | None = None) -> list[list[Listed]]:
