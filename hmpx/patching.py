@@ -124,13 +124,12 @@ class Patch:
 
 def _own(owner: Any, attribute: str) -> Any:
     """Returns the value of an attribute that is not inherited; `ABSENT` if there is none."""
-    kind = type(owner)
-    if kind is type or kind is types.ModuleType:  # most are, and this takes the least time
+    if isinstance(owner, type):
         return owner.__dict__.get(attribute, ABSENT)
-    if issubclass(kind, types.ModuleType):
+    if issubclass(type(owner), types.ModuleType):
         return _NAMES.__get__(owner).get(attribute, ABSENT)
     own = getattr(owner, "__dict__", None)
-    if own is None or kind is types.FunctionType:
+    if own is None or type(owner) is types.FunctionType:
         return getattr(owner, attribute, ABSENT)
     return own.get(attribute, ABSENT)
 

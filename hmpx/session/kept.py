@@ -49,7 +49,8 @@ class Kept:
         counts = references(self._functions)
         if draft.undo(installation.applied):
             return False
-        self.installation = installation
+        if installation is not self.installation:
+            self.installation, self._originals = installation, ()
         if counts != self._alone:
             draft.apply(taken_name_patches(draft, [*retired(), *installation.wrappers]))
         # The wrappers are first, and the others are not retired.
@@ -61,13 +62,17 @@ class Kept:
 
     def note_left(self) -> None:
         """Notes how torch and the loaded modules are now that the conversion is left."""
+        if not self._originals:
+            self._originals = self._patched()
+        self._as_left = _newest_module(), references(self._originals)
+
+    def _patched(self) -> tuple[Any, ...]:
+        """Returns the functions that the conversion stands for."""
         before = [function_in(done.previous) for done in self.installation.applied]
         before = [each for each in before if isinstance(each, _FUNCTIONS)]
         found = {id(each): each for each in [*before, *originals(self.installation.wrappers)]}
-        own = set(map(id, self._functions))  # patched twice
-        self._originals = tuple([each for key, each in found.items() if key not in own])
-        del before, found
-        self._as_left = _newest_module(), references(self._originals)
+        own = set(map(id, self._functions))  # where slots are patched twice
+        return tuple([each for key, each in found.items() if key not in own])
 
     def put_back(self, draft: Draft) -> bool:
         """Drafts that the conversion is in force again; False if it would not be as it was."""
