@@ -1,27 +1,37 @@
-"""Groups of steps: what is drawn as one node, while the drawing is made."""
+"""Groups the steps of autograd's graph: ops with what belongs to them, and the casts between.
+
+Autograd's graph holds more than a reader looks for: views, and around a legalized op the casts that
+upcast its inputs and round its result. Views become part of the edges. Of an op that was observed all
+nodes are one node, except the casts that the policy asked for.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
+from typing import Final
+
+import torch
 
 from ..observers import OpCall
+from ..tensors import LOW_DTYPES, short_name
 from .graph import Kind
+from .observing import Names, Observation
+from .steps import Step, short
+
+#: That many ops of a kind, one after the other, and more are drawn as one.
+_MANY: Final = 4
 
 
 @dataclass
 class Group:
-    """Steps that are drawn as one node.
+    """Steps that are drawn as one node, with what that has.
 
     Attributes:
         steps: Positions of the steps; the one that made the result first.
-        kind: See `Node`; so are
-        label: that and
-        dtype: that and
-        module: that; None while it is unknown.
+        kind: See `Node`, as for the others that it has, too; ``module`` is None while unknown.
         result: Position of the step whose result has the shape; None for the first one.
         call: The call that was observed.
-        is_legalized: See `Node`, and
-        times: there.
         inputs: Positions of the groups that it takes tensors of, with the step and the output.
     """
 
@@ -35,3 +45,266 @@ class Group:
     is_legalized: bool = False
     times: int = 1
     inputs: list[tuple[int, int, int]] = field(default_factory=list)
+
+    @property
+    def sources(self) -> set[int]:
+        """The groups that it takes tensors of."""
+        return {source for source, _, _ in self.inputs}
+
+
+class Grouping:
+    """Groups steps, those nearest to the output first, and names and connects the groups."""
+
+    def __init__(self, steps: list[Step], names: Names, observation: Observation | None) -> None:
+        """Takes what was walked, and what was seen while it was made."""
+        self.steps, self._names, self._observation = steps, names, observation
+        self._calls: list[int | None] = [None] * len(steps)
+        if observation is not None:
+            owned = (observation.owners.get(id(step.node)) for step in steps)
+            self._calls = [None if owner is None else owner[1] for owner in owned]
+        self._sources = [self._source(at) for at in range(len(steps))]
+        self.groups: list[Group] = []
+        self._group_of: dict[int, int] = {}
+        by_call: dict[int, int] = {}
+        results: dict[int, int] = {}  # the steps that made the calls' results, views among them
+        for at, step in enumerate(steps):
+            call = self._calls[at]
+            if call is not None:
+                results.setdefault(call, at)
+            if self._sources[at] != (at, 0) and step.kind == "view":
+                continue
+            if call is None or step.kind == "leaf" or self._is_policys_cast(at):
+                self._add(at)
+            elif call in by_call:
+                group = self.groups[by_call[call]]
+                group.steps.append(at)
+                self._group_of[at] = by_call[call]
+                _mark_legalized(group, step)
+            else:
+                by_call[call] = len(self.groups)
+                self._add(at)
+                self.groups[-1].result = results[call]
+        self._connect()
+        self._place()
+
+    def group_of(self, at: int) -> int:
+        """Returns the group that shows the step at that position."""
+        return self._group_of[self._sources[at][0]]
+
+    def formats(self) -> frozenset[str]:
+        """Returns the names of the number formats that ops compute in."""
+        calls = [] if self._observation is None else self._observation.calls
+        return frozenset([_computed(call) for call in calls if _is_format(call)])
+
+    # --- which steps are one node -----------------------------------------------------------------
+
+    def _source(self, at: int) -> tuple[int, int]:
+        """Returns the step that made the values of a view, and the output; of another step itself."""
+        output = 0
+        while self.steps[at].kind == "view" and len(self.steps[at].inputs) == 1:
+            at, output = self.steps[at].inputs[0]
+        return at, output
+
+    def _origin(self, at: int) -> int | None:
+        """Returns the step whose result a cast takes."""
+        inputs = self.steps[at].inputs
+        return self._sources[inputs[0][0]][0] if inputs else None
+
+    def _is_policys_cast(self, at: int) -> bool:
+        """Whether the step of an observed call casts an input to the type that the op computes in."""
+        call, origin = self._call(at), self._origin(at)
+        if self.steps[at].kind != "cast" or call is None or origin is None:
+            return False
+        before, after = self._cast(at)
+        is_own = self._calls[origin] == self._calls[at]
+        return not is_own and after == _computed(call) and before != after
+
+    def _call(self, at: int) -> OpCall | None:
+        call = self._calls[at]
+        return None if call is None or self._observation is None else self._observation.calls[call]
+
+    def _cast(self, at: int) -> tuple[str, str]:
+        """Returns the types that a cast is from and to; number formats count."""
+        step, call, origin = self.steps[at], self._call(at), self._origin(at)
+        is_format = _is_format(call)
+        after = _computed(call) if is_format else short(step.output()[0])
+        if not step.inputs:
+            return "", after
+        position, output = step.inputs[0]
+        before = short(self.steps[position].output(output)[0])
+        made_by = None if origin is None else self._call(origin)
+        if _is_format(made_by):
+            before = _computed(made_by)
+        if before == after and not is_format:
+            return before, "rounded"  # within one dtype
+        return before, after
+
+    def _add(self, at: int) -> None:
+        step, call = self.steps[at], self._call(at)
+        dtype = short(step.output()[0])
+        if step.leaf is not None:
+            name = self._names.parameters.get(id(step.leaf))
+            kind: Kind = "input" if name is None else "parameter"
+            group = Group([at], kind, "input" if name is None else name, dtype)
+        elif step.kind == "cast" and (call is None or self._is_policys_cast(at)):
+            before, after = self._cast(at)
+            made = dtype if after == "rounded" else after
+            group = Group([at], "cast", f"{before or '?'} -> {after or '?'}", made, call=call)
+        else:
+            group = Group([at], "op", step.op, dtype, call=call)
+            if call is not None:
+                group.label, group.dtype = call.op, _computed(call) or dtype
+                group.is_legalized = _is_format(call)
+                _mark_legalized(group, step)
+        self._group_of[at] = len(self.groups)
+        self.groups.append(group)
+
+    # --- what connects them -----------------------------------------------------------------------
+
+    def _connect(self) -> None:
+        for position, group in enumerate(self.groups):
+            found: dict[tuple[int, int, int], None] = {}
+            for at in group.steps:
+                for source, output in self.steps[at].inputs:
+                    made, of_made = self._sources[source]
+                    from_group = self._group_of[made]
+                    if from_group != position:
+                        found[from_group, made, output if made == source else of_made] = None
+            group.inputs = list(found)
+
+    def _place(self) -> None:
+        """Finds the modules: by what was seen, else by the parameters that ops take."""
+        observation = self._observation
+        for group in self.groups:
+            step = self.steps[group.steps[0]]
+            if step.leaf is not None:
+                if group.kind == "parameter":
+                    group.module = group.label.rpartition(".")[0]
+            elif observation is not None:
+                group.module = observation.module_of(step.number)
+                if group.module is None and group.call is not None:
+                    group.module = group.call.module
+        if self._names.parameters and (observation is None or not observation.boundaries):
+            _derive_modules(self.groups)
+
+
+def _computed(call: OpCall | None) -> str:
+    return "" if call is None or call.dtype is None else short_name(call.dtype)
+
+
+def _is_format(call: OpCall | None) -> bool:
+    return call is not None and call.dtype is not None and not isinstance(call.dtype, torch.dtype)
+
+
+def _mark_legalized(group: Group, step: Step) -> None:
+    """Marks an op that computes in fp32 although its call is in low precision."""
+    call, made = group.call, step.output()[0]
+    if call is not None and call.dtype in LOW_DTYPES and step.kind == "op":
+        group.is_legalized |= made is torch.float32 or step.is_own
+
+
+# --- modules that no call of was seen ------------------------------------------------------------
+
+
+def _derive_modules(groups: Sequence[Group]) -> None:
+    """Gives each group the module whose parameters it takes, else the one around its neighbours."""
+    order = outputs_first(groups)
+    own: list[str | None] = [None] * len(groups)
+    for position in reversed(order):  # casts of parameters belong to the op that takes them
+        taken = [source for source, _, _ in groups[position].inputs]
+        own[position] = _around(
+            groups[source].module if groups[source].kind == "parameter" else own[source]
+            for source in taken
+            if groups[source].kind in ("parameter", "cast")
+        )
+    before, after = list(own), list(own)
+    for position in reversed(order):
+        if before[position] is None:
+            sources = [
+                each for each in groups[position].sources if groups[each].kind != "parameter"
+            ]
+            before[position] = _around(before[source] for source in sources)
+    takers: dict[int, list[str | None]] = {}
+    for position in order:
+        if after[position] is None:
+            after[position] = _around(takers.get(position, [""]))
+        for source in groups[position].sources:
+            takers.setdefault(source, []).append(after[position])
+    for position, group in enumerate(groups):
+        if group.kind != "parameter":
+            found = own[position]
+            group.module = _around([before[position], after[position]]) if found is None else found
+
+
+def outputs_first(groups: Sequence[Group]) -> list[int]:
+    """Returns the positions in an order in which each comes before those that it takes tensors of."""
+    waits = [0] * len(groups)
+    for group in groups:
+        for source in group.sources:
+            waits[source] += 1
+    order = [position for position, count in enumerate(waits) if not count]
+    for position in order:  # which grows
+        for source in groups[position].sources:
+            waits[source] -= 1
+            if not waits[source]:
+                order.append(source)
+    return order
+
+
+def _around(paths: Iterable[str | None]) -> str | None:
+    """Returns the innermost module that all these are in, of those that are known; None for none."""
+    known = [path.split(".") if path else [] for path in paths if path is not None]
+    if not known:
+        return None
+    common = []
+    for parts in zip(*known, strict=False):
+        if len(set(parts)) > 1:
+            break
+        common.append(parts[0])
+    return ".".join(common)
+
+
+# --- folding -------------------------------------------------------------------------------------
+
+
+def folded_groups(groups: list[Group]) -> dict[int, int]:
+    """Makes one group of long chains of one op, and of round trips of casts that were not observed.
+
+    Returns:
+        Position of a group -> that of the one that is drawn for it.
+    """
+    takers: dict[int, set[int]] = {}
+    for position, group in enumerate(groups):
+        for source in group.sources:
+            takers.setdefault(source, set()).add(position)
+    folded: dict[int, int] = {}
+    for position, group in enumerate(groups):
+        if group.kind == "cast" and group.call is None and position not in folded and group.inputs:
+            source = group.inputs[0][0]
+            first = groups[source]
+            is_free = first.kind == "cast" and first.call is None and takers[source] == {position}
+            if is_free and first.label.split(" -> ")[0] == group.dtype:
+                group.label = f"{first.label} -> {group.dtype}"
+                group.inputs, group.steps = first.inputs, [*group.steps, *first.steps]
+                folded[source] = position
+    in_chains: set[int] = set()
+    for position, group in enumerate(groups):
+        if group.kind != "op" or position in in_chains:
+            continue
+        chain, at, likeness = [position], position, _likeness(group)
+        while len(groups[at].sources) == 1:
+            (at,) = groups[at].sources
+            if _likeness(groups[at]) != likeness or len(takers[at]) != 1:
+                break
+            chain.append(at)
+        if len(chain) >= _MANY:
+            in_chains.update(chain)
+            folded.update(dict.fromkeys(chain[1:], position))
+            group.times = len(chain)
+            group.steps = [at for each in chain for at in groups[each].steps]
+            group.inputs = groups[chain[-1]].inputs
+    return folded
+
+
+def _likeness(group: Group) -> tuple[str, str, str, str | None]:
+    return group.kind, group.label, group.dtype, group.module

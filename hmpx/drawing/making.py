@@ -2,20 +2,29 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+import dataclasses
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, Final
 
 from torch import Tensor, nn
 
 from .. import arguments, torch_state
 from ..arguments import is_a
+from ..compute import saved_by
 from ..errors import OptionError, shown
 from ..tensors import node_of
-from .building import Builder
-from .finishing import finished
-from .observing import Names, Observation, graph_tensors, observed
+from ..torch_internals import TELLS_SAVED
+from .graph import Edge, Node, Saved
+from .groups import Group, Grouping, folded_groups, outputs_first
+from .observing import Names, Observation, observed
 from .picture import Drawing
-from .walking import walk
+from .steps import Step, short, walk
+
+#: Views and what belongs to observed ops are not drawn, so more is walked than ``max_nodes``.
+_WALKED: Final = 10
+
+#: Of the names of autograd's nodes that are one node.
+_MOST_NAMES: Final = 20
 
 
 def draw(
@@ -68,26 +77,20 @@ def draw(
     if model is None and isinstance(output, nn.Module):
         model = output
     names = Names(model)
-    for name, tensor in _named(params):
-        names.parameters[id(tensor)] = name
+    names.parameters.update({id(tensor): name for name, tensor in _named(params)})
     observation: Observation | None = None
     result = output
     if is_call:
         result, observation = observed(output, inputs, names)
-    found = graph_tensors(result)
+    found = _graph_tensors(result)
     if not found:
         raise OptionError(_why_no_graph(output, is_call=is_call))
     with torch_state.without_casts():
         steps, positions = walk([tensor for _, tensor in found], _WALKED * max_nodes)
-    builder = Builder(steps, names, observation)
-    builder.build()
+    grouping = Grouping(steps, names, observation)
     ends = [(place, tensor, positions[id(node_of(tensor))]) for place, tensor in found]
-    nodes, edges, left_out = finished(builder, ends, max_nodes)
-    return Drawing(nodes, edges, left_out, names.classes, builder.formats(), fold)
-
-
-#: Views and what belongs to observed ops are not drawn, so more is walked than ``max_nodes``.
-_WALKED: Final = 10
+    nodes, edges, left_out = _finished(grouping, ends, max_nodes)
+    return Drawing(nodes, edges, left_out, names.classes, grouping.formats(), fold)
 
 
 def _named(params: object) -> list[tuple[str, Tensor]]:
@@ -102,7 +105,7 @@ def _named(params: object) -> list[tuple[str, Tensor]]:
         is_pair = isinstance(pair, (tuple, list)) and len(pair) == 2
         if not is_pair or not is_a(pair[0], str) or not isinstance(pair[1], Tensor):
             raise OptionError(f"params must be {what}; it holds {shown(pair)}")
-    return [(str.__str__(name), tensor) for name, tensor in pairs]
+    return pairs
 
 
 def _why_no_graph(output: Any, *, is_call: bool) -> str:
@@ -119,3 +122,123 @@ def _why_no_graph(output: Any, *, is_call: bool) -> str:
             "torch.no_grad(), from something with requires_grad=True"
         )
     return f"draw takes a tensor, tensors in a dict, list or tuple, or a model, not {shown(output)}"
+
+
+def _graph_tensors(output: Any) -> list[tuple[str, Tensor]]:
+    """Returns the tensors in ``output`` that have a graph, with their places: ``"['logits']"``."""
+    found: list[tuple[str, Tensor]] = []
+    waiting, seen = [("", output)], set()
+    while waiting:
+        place, value = waiting.pop()
+        if id(value) in seen:
+            continue
+        if isinstance(value, Tensor):
+            seen.add(id(value))
+            if node_of(value) is not None:
+                found.append((place, value))
+        elif inside := _items(value):
+            seen.add(id(value))
+            waiting += [(place + at, each) for at, each in reversed(inside)]
+    return found
+
+
+def _items(value: Any) -> list[tuple[str, Any]]:
+    if isinstance(value, Mapping):
+        return [(f"[{key!r}]", each) for key, each in value.items()]
+    if isinstance(value, (list, tuple, set, frozenset)):
+        return [(f"[{position}]", each) for position, each in enumerate(value)]
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        names = [each.name for each in dataclasses.fields(value)]
+        return [(f".{name}", getattr(value, name, None)) for name in names]
+    return []
+
+
+# --- nodes and edges -----------------------------------------------------------------------------
+
+
+def _finished(
+    grouping: Grouping, outputs: Iterable[tuple[str, Tensor, int]], max_nodes: int
+) -> tuple[tuple[Node, ...], tuple[Edge, ...], int]:
+    """Returns nodes and edges from the inputs to the outputs, and how many nodes were left out.
+
+    Args:
+        grouping: The groups.
+        outputs: Where each drawn tensor is in what was given, the tensor, and its step's position.
+        max_nodes: How many nodes to draw at most; those nearest to the outputs.
+    """
+    groups, steps, formats = grouping.groups, grouping.steps, grouping.formats()
+    folded = folded_groups(groups)
+
+    def shown_at(position: int) -> int:
+        return folded.get(position, position)
+
+    ends = [(place, tensor, shown_at(grouping.group_of(at))) for place, tensor, at in outputs]
+    # Nearest first; what only folded groups lead to has been given to the one that is drawn.
+    order = dict.fromkeys(position for _, _, position in ends)
+    waiting = list(order)
+    for position in waiting:  # which grows
+        for source, _, _ in groups[position].inputs:
+            if shown_at(source) not in order:
+                order[shown_at(source)] = None
+                waiting.append(shown_at(source))
+    nearest, left_out = waiting[:max_nodes], max(0, len(waiting) - max_nodes)
+    drawn = set(nearest)
+    nodes: list[Node] = []
+    edges: dict[Edge, None] = {}
+
+    def end_at(position: int) -> str:
+        return f"n{position}" if position in drawn else "cut"
+
+    is_whole = not any(step.is_open for step in steps)
+    if left_out or not is_whole:
+        left_out = max(left_out, 1)
+        least = "" if is_whole else "at least "
+        label = f"{least}{left_out:,} more nodes; max_nodes={max_nodes:,}"
+        nodes.append(Node("cut", "cut", label))
+    in_order = [position for position in reversed(outputs_first(groups)) if position in drawn]
+    for position in dict.fromkeys([*in_order, *reversed(nearest)]):
+        group = groups[position]
+        nodes.append(_node(position, group, steps))
+        if any(steps[at].is_open for at in group.steps):
+            edges[Edge("cut", f"n{position}")] = None
+        for source, made, output in group.inputs:
+            dtype, shape = steps[made].output(output)
+            named = groups[source].dtype if groups[source].dtype in formats else short(dtype)
+            edges[Edge(end_at(shown_at(source)), f"n{position}", named, shape)] = None
+    for count, (place, tensor, position) in enumerate(ends):
+        shape = tuple(tensor.shape) if not tensor.is_nested else None
+        dtype_name = short(tensor.dtype)
+        nodes.append(Node(f"out{count}", "output", f"output{place}", dtype_name, shape))
+        edges[Edge(end_at(position), f"out{count}", dtype_name, shape)] = None
+    return tuple(nodes), tuple(edges), left_out
+
+
+def _node(position: int, group: Group, steps: list[Step]) -> Node:
+    call = group.call
+    own = [steps[at] for at in group.steps]
+    result = own[0] if group.result is None else steps[group.result]
+    return Node(
+        id=f"n{position}",
+        kind=group.kind,
+        label=group.label,
+        dtype=group.dtype,
+        shape=result.output()[1],
+        module=group.module or "",
+        location="" if call is None else call.location,
+        reason="" if call is None else call.reason,
+        grad_fn=tuple([step.name for step in own[:_MOST_NAMES]]),
+        is_legalized=group.is_legalized,
+        times=group.times,
+        saved=tuple([saved for step in own for saved in _saved(step)]),
+    )
+
+
+def _saved(step: Step) -> Iterator[Saved]:
+    """Yields what autograd keeps for a step; what the program's hooks have packed is not known."""
+    if step.leaf is not None or not TELLS_SAVED:
+        return
+    for each in saved_by(step.node):
+        tensor = each.data
+        if isinstance(tensor, Tensor):
+            shape = None if tensor.is_nested else tuple([int(size) for size in tensor.shape])
+            yield Saved(short(tensor.dtype), shape, tensor.numel() * tensor.itemsize)

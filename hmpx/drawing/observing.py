@@ -1,10 +1,9 @@
-"""Runs a function and notes what autograd's graph doesn't keep: which op and module made each node."""
+"""Runs a function and keeps what autograd's graph doesn't: which op and module made each node."""
 
 from __future__ import annotations
 
 import bisect
 import contextlib
-import dataclasses
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -28,7 +27,7 @@ class Names:
     Attributes:
         classes: Qualified name of a module -> name of its class.
         parameters: ``id`` of a parameter -> its qualified name.
-        models: The outermost modules.
+        models: The outermost modules, held, so that no other module gets an identity of theirs.
     """
 
     def __init__(self, model: nn.Module | None = None) -> None:
@@ -36,20 +35,16 @@ class Names:
         self.classes: dict[str, str] = {}
         self.parameters: dict[int, str] = {}
         self._modules: dict[int, str] = {}
-        self.models: list[
-            nn.Module
-        ] = []  # held, so that no other module gets an identity of theirs
+        self.models: list[nn.Module] = []
         if model is not None:
             self._adopt(model, "")
 
     def of(self, module: nn.Module, outer: str | None) -> str:
         """Returns the name of ``module``, which module ``outer`` calls; None outside of any."""
-        found = self._modules.get(id(module))
-        if found is None:
+        if id(module) not in self._modules:
             prefix = type(module).__name__ if self.models or outer else ""
             self._adopt(module, f"{outer}.{prefix}" if outer else prefix)
-            found = self._modules[id(module)]
-        return found
+        return self._modules[id(module)]
 
     def _adopt(self, model: nn.Module, prefix: str) -> None:
         self.models.append(model)
@@ -58,13 +53,12 @@ class Names:
             self._modules.setdefault(id(module), path)
             self.classes.setdefault(path, type(module).__name__)
             for own, parameter in module.named_parameters(recurse=False):
-                full = f"{path}.{own}" if path else own
-                self.parameters.setdefault(id(parameter), full)
+                self.parameters.setdefault(id(parameter), f"{path}.{own}" if path else own)
 
 
 @dataclass
 class Observation:
-    """What was noted of a run.
+    """What was seen of a run.
 
     Attributes:
         names: Names of modules and parameters.
@@ -87,7 +81,7 @@ class Observation:
         position = bisect.bisect_right(self.boundaries, number) - 1
         return self.modules[position] if position >= 0 else ""
 
-    def note(
+    def add(
         self,
         call: OpCall,
         _: list[Tensor],
@@ -98,12 +92,12 @@ class Observation:
     ) -> None:
         """Takes the nodes between a call's inputs and its results for its own."""
         given = tensors_in([args, list(kwargs.values())])
-        results = [node for each in tensors_in([result]) if (node := node_of(each)) is not None]
+        waiting = [node for each in tensors_in([result]) if (node := node_of(each)) is not None]
         is_in_place = call.site.endswith("_") and not call.site.endswith("__")
         writes = is_in_place or call.cast_policy == "TARGET" or kwargs.get("out") is not None
         inputs = [] if writes else [node_of(tensor) for tensor in given]
         before = set(map(id, inputs))  # of nodes that are held: identities are used again
-        position, waiting = len(self.calls), list(results)
+        position = len(self.calls)
         self.calls.append(call)
         while waiting:
             node = waiting.pop()
@@ -118,7 +112,7 @@ class Observation:
 def observed(
     function: Callable[..., Any], args: tuple[Any, ...], names: Names
 ) -> tuple[Any, Observation]:
-    """Calls ``function`` with gradients and returns its result, and what was noted.
+    """Calls ``function`` with gradients and returns its result, and what was seen.
 
     What is compiled runs as it is written: a compiled graph is one node that says nothing.
     """
@@ -126,74 +120,38 @@ def observed(
     with contextlib.ExitStack() as stack:
         stack.enter_context(uncompiled())
         stack.enter_context(torch.enable_grad())
-        stack.enter_context(_modules_noted(observation))
+        stack.enter_context(_following_modules(observation))
         if session.is_converted():
-            stack.enter_context(Attached(observation.note, every_op=True, values=True))
+            stack.enter_context(Attached(observation.add, every_op=True, values=True))
         return function(*args), observation
 
 
 @contextlib.contextmanager
-def _modules_noted(observation: Observation) -> Iterator[None]:
+def _following_modules(observation: Observation) -> Iterator[None]:
     running: list[str] = []
 
-    def mark(module: str) -> None:
+    def mark() -> None:
         with disable_modes(), torch_state.without_casts():
             number = next_number()
         if number is not None:
             observation.boundaries.append(number)
-            observation.modules.append(module)
+            observation.modules.append(running[-1] if running else "")
 
     def begin(module: nn.Module, args: Any) -> None:
         running.append(observation.names.of(module, running[-1] if running else None))
-        mark(running[-1])
+        mark()
 
     def end(module: nn.Module, args: Any, output: Any) -> None:
         if running:
             running.pop()
-        mark(running[-1] if running else "")
+        mark()
 
-    hooks: list[Any] = []
-    try:
-        for model in observation.names.models:
-            for _, module in torch_state.named_modules(model):
-                hooks.append(module.register_forward_pre_hook(begin))
-                hooks.append(module.register_forward_hook(end, always_call=True))
-        if not hooks:  # hooks on all modules, which compiled ones warn of
-            hooks.append(register_module_forward_pre_hook(begin))
-            hooks.append(register_module_forward_hook(end, always_call=True))
+    with contextlib.ExitStack() as stack:
+        models = observation.names.models
+        for module in [each for model in models for _, each in torch_state.named_modules(model)]:
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            stack.callback(module.register_forward_hook(end, always_call=True).remove)
+        if not models:  # hooks on all modules, which compiled ones warn of
+            stack.callback(register_module_forward_pre_hook(begin).remove)
+            stack.callback(register_module_forward_hook(end, always_call=True).remove)
         yield
-    finally:
-        for hook in hooks:
-            hook.remove()
-
-
-def graph_tensors(output: Any) -> list[tuple[str, Tensor]]:
-    """Returns the tensors in ``output`` that have a graph, with their places: ``"['logits']"``.
-
-    Looks into dicts, lists, tuples and dataclasses, at any depth.
-    """
-    found: list[tuple[str, Tensor]] = []
-    waiting, seen = [("", output)], set()
-    while waiting:
-        place, value = waiting.pop()
-        if isinstance(value, Tensor):
-            if node_of(value) is not None and id(value) not in seen:
-                found.append((place, value))
-            seen.add(id(value))
-            continue
-        inside = _items(value)
-        if inside and id(value) not in seen:
-            seen.add(id(value))
-            waiting += [(place + at, each) for at, each in reversed(inside)]
-    return found
-
-
-def _items(value: Any) -> list[tuple[str, Any]]:
-    if isinstance(value, Mapping):
-        return [(f"[{key!r}]", each) for key, each in value.items()]
-    if isinstance(value, (list, tuple, set, frozenset)):
-        return [(f"[{position}]", each) for position, each in enumerate(value)]
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        names = [each.name for each in dataclasses.fields(value)]
-        return [(f".{name}", getattr(value, name, None)) for name in names]
-    return []

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from .. import ops
-from ..tensors import edges_of, node_of
+from ..tensors import edges_of, node_of, short_name
 from ..torch_internals import function_of, number_of, outputs_of
 
 #: An output: its dtype and its shape, as far as they are known.
@@ -56,9 +56,7 @@ class Step:
 def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, int]]:
     """Returns the steps behind ``tensors``, and ``id`` of a node -> position of its step.
 
-    Args:
-        tensors: Those that have a graph.
-        most: How many steps to follow; those nearest to the tensors come first.
+    At most ``most`` steps are followed; those nearest to the tensors come first.
     """
     steps: list[Step] = []
     positions: dict[int, int] = {}
@@ -72,19 +70,19 @@ def walk(tensors: Iterable[Tensor], most: int) -> tuple[list[Step], dict[int, in
 
     for tensor in tensors:
         position_of(node_of(tensor))
-    done = 0
-    while done < len(steps):
-        step = steps[done]
-        done += 1
-        if done > most:
+    for done, step in enumerate(steps):  # which grows
+        if done >= most:
             step.is_open = step.leaf is None
             continue
         for node, output in edges_of(step.node):
             if node is not None:
                 step.inputs.append((position_of(node), output))
     for step in steps:
-        if step.op in _COPIES and _changes_dtype(step, steps):
-            step.kind = "cast"
+        if step.op == "to_copy" and step.inputs:  # it may also copy to another device
+            position, output = step.inputs[0]
+            before, after = steps[position].output(output)[0], step.output()[0]
+            if before is None or after is None or before is not after:
+                step.kind = "cast"
     return steps, positions
 
 
@@ -108,22 +106,17 @@ def _step(node: Any) -> Step:
 #: Names of torch's own functions that say little.
 _NAMES: Final = {"CompiledFunction": "compiled graph", "CheckpointFunction": "checkpoint"}
 
-#: Autograd's names of casts; they may also be copies to another device.
-_COPIES: Final = frozenset({"to_copy"})
-
 #: Views that autograd names, and lists can't.
 _VIEWS: Final = frozenset({"alias", "reshape_alias", "slice", "unsafe_view", "view_as_real"})
 
-
-def _is_view(op: str) -> bool:
-    if op in _VIEWS:
-        return True
-    known = ops.names().get(op)
-    return known is not None and op not in _COMPUTING and ops.is_view(known)
-
-
 #: Views by name only: they copy values, and are worth a node of their own.
 _COMPUTING: Final = frozenset({"clone", "index"})
+
+
+def _is_view(op: str) -> bool:
+    known = ops.names().get(op)
+    is_known_view = known is not None and op not in _COMPUTING and ops.is_view(known)
+    return op in _VIEWS or is_known_view
 
 
 def _op_name(name: str) -> str:
@@ -133,10 +126,6 @@ def _op_name(name: str) -> str:
     return bare.lower()
 
 
-def _changes_dtype(step: Step, steps: list[Step]) -> bool:
-    """Whether a copy casts; so it is taken to be where dtypes are unknown."""
-    if not step.inputs:
-        return False
-    position, output = step.inputs[0]
-    before, after = steps[position].output(output)[0], step.output()[0]
-    return before is None or after is None or before is not after
+def short(dtype: torch.dtype | None) -> str:
+    """Returns the short name of a dtype; "" for an unknown one."""
+    return "" if dtype is None else short_name(dtype)
