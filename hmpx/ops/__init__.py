@@ -15,14 +15,25 @@ from .foreign import (
     same,
     why_not,
 )
-from .hints import of_modules, unknown
-from .known_facts import facts
-from .numbers import Numbers, converting, converts_numbers, numbers
-from .op_table import Op, covered, covering, is_known, names, resolve, root, table
-from .products import Product, product
-from .roles import idle_roles, is_mask, is_weight, names_weights
-from .signatures import (
+from .known_facts import Product, facts, product
+from .op_table import (
+    Op,
+    covered,
+    covering,
+    is_known,
+    names,
+    of_modules,
+    resolve,
+    root,
+    table,
+    unknown,
+)
+from .schemas import (
+    Numbers,
     Parameters,
+    converting,
+    converts_numbers,
+    numbers,
     parameter_named,
     parameters,
     python_parameters,
@@ -30,7 +41,17 @@ from .signatures import (
     written,
 )
 from .sites import Site
-from .traits import computing, is_castable, is_decisive, is_view, kind
+from .traits import (
+    computing,
+    idle_roles,
+    is_castable,
+    is_decisive,
+    is_mask,
+    is_view,
+    is_weight,
+    kind,
+    names_weights,
+)
 
 __all__ = [
     "OPERATORS",

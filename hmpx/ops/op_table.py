@@ -10,17 +10,31 @@ of it (``torch.Tensor.softmax``); a *spelling* is any way to write its name in a
 from __future__ import annotations
 
 import functools
+import re
 import types
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final, NamedTuple
 
+import torch
+from torch import nn
+from torch.overrides import get_ignored_functions, get_overridable_functions
+
+from ..errors import shown, suggestion
+from ..torch_internals import NN_NAMESPACE, VARIABLE_FUNCTIONS, VF_NAMESPACE
 from . import foreign
 from .known_facts import facts, renamings
-from .members import DESCRIPTORS, members
-from .operators import is_in_place, operator_in, plain_operator
 from .schemas import has_overload
-from .sites import NAMESPACES, PREFIXES, QUALIFIED_ONLY, RESERVED, Site
+from .sites import (
+    NAMESPACES,
+    PREFIXES,
+    QUALIFIED_ONLY,
+    RESERVED,
+    Site,
+    is_in_place,
+    operator_in,
+    plain_operator,
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,13 +147,47 @@ def covered(name: str) -> frozenset[str]:
     return frozenset(found)
 
 
+# --- what is said of a name that is no op -------------------------------------------------------
+
+#: Where words of a class's name meet: ``LayerNorm``, ``MSELoss``.
+_BETWEEN_WORDS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
+
+#: What modules have in their names, and ops do not.
+_OF_MODULES_ALONE: Final = re.compile(r"_loss$|[123]d$")
+
+
+def unknown(name: str) -> str:
+    """Returns that ``name`` is no op, and what may be meant.
+
+    Example:
+        >>> unknown("matmull"), unknown("nn.LayerNorm")
+        ("unknown op 'matmull'; did you mean 'matmul'?", "unknown op 'nn.LayerNorm'; did you mean 'layer_norm'?")
+    """
+    return f"unknown op {shown(name)}{suggestion(name, names(), of_modules())}"
+
+
+@functools.cache
+def of_modules() -> Mapping[str, str]:
+    """Returns names of classes in `torch.nn`, in lower case -> the op of that name."""
+    found: dict[str, str] = {}
+    for name, each in vars(nn).items():
+        if not isinstance(each, type) or not issubclass(each, nn.Module):
+            continue
+        spelled = _BETWEEN_WORDS.sub("_", name).lower()
+        for op in (name.lower(), spelled, _OF_MODULES_ALONE.sub("", spelled)):
+            if op in names():
+                found |= {prefix + name.lower(): op for prefix in ("", "nn.", "torch.nn.")}
+                break
+    return found
+
+
 # --- building the table ------------------------------------------------------------------------
 
 
 @functools.cache
 def _tables() -> _Tables:
     aliases = renamings("aliases")
-    found = [(n, a, value, _bare_name(n, a, value)) for n, a, value in members()]
+    found = [(n, a, value, _bare_name(n, a, value)) for n, a, value in _members()]
     known = {bare for *_, bare in found}
     slots: dict[str, list[Site]] = {}
     bare_names: dict[str, str] = {}
@@ -153,7 +201,7 @@ def _tables() -> _Tables:
             attribute,
             in_place=is_in_place(attribute),
             is_python=type(value) is types.FunctionType,
-            is_property=type(value) in DESCRIPTORS,
+            is_property=type(value) in _DESCRIPTORS,
         )
         slots.setdefault(name, []).append(site)
         qualified_names[namespace][attribute] = name
@@ -204,3 +252,57 @@ def _follows(site: Site, sites: list[Site]) -> bool:
     if operator_in(site.attribute) or f"{site.namespace}.{site.attribute}" in facts("python_level"):
         return False
     return any(not other.is_python and not other.in_place for other in sites)
+
+
+# --- what torch's namespaces hold --------------------------------------------------------------
+
+_CALLABLES: Final = (
+    types.BuiltinFunctionType,
+    types.MethodDescriptorType,
+    types.WrapperDescriptorType,
+    types.FunctionType,
+)
+_DESCRIPTORS: Final = (types.GetSetDescriptorType, property)
+
+
+def _members() -> Iterator[tuple[str, str, Any]]:
+    """Yields (namespace, attribute, callable or property) of everything that may be an op.
+
+    `torch.overrides` lists most of them, but not all; each comment here names an op that needs its line.
+    """
+    overridable = get_overridable_functions()
+    listed = {id(each) for functions in overridable.values() for each in functions}
+    methods = {each.__name__.rstrip("_") for each in overridable[torch.Tensor]}
+    ignored = {id(each) for each in get_ignored_functions()}
+    found: set[str] = set()
+    for namespace, owner in NAMESPACES.items():
+        for attribute in dir(VARIABLE_FUNCTIONS if namespace == VF_NAMESPACE else owner):
+            value = getattr(owner, attribute, None)
+            is_method, is_builtin = namespace == "torch.Tensor", type(value) is _CALLABLES[0]
+            if is_method and type(value) in _DESCRIPTORS:
+                yield namespace, attribute, value
+            if type(value) not in _CALLABLES:
+                continue
+            stem = attribute.rstrip("_")  # without the underscore of in-place ops
+            is_known_method = is_method and stem in found  # Tensor.unflatten, Tensor._conj
+            # torch.overrides ignores torch.fill, but not Tensor.fill_; Tensor._conj, but not torch._conj
+            if id(value) in ignored and not (stem in methods or is_known_method):
+                continue
+            if (
+                id(value) in listed
+                or is_known_method
+                or (is_builtin and stem in methods)  # torch.as_strided, torch.normal
+                or (is_builtin and stem != attribute and stem in found)  # torch.dropout_
+                or (namespace == VF_NAMESPACE and attribute in found)  # lstm, which torch.nn calls
+                or (is_method and operator_in(attribute))  # Tensor.__add__, though listed today
+                or namespace == NN_NAMESPACE  # torch._C._nn._upsample_bicubic2d_aa
+                or (is_builtin and namespace == "torch.sparse")  # torch.sparse.sampled_addmm
+                or (is_builtin and namespace == "torch" and _is_private(attribute, value))
+            ):
+                found.add(attribute)
+                yield namespace, attribute, value
+
+
+def _is_private(name: str, value: Any) -> bool:
+    # torch._convolution: lists may hold ATen's own names, too; torch.segment_reduce has a private name
+    return name[0] == "_" != name[1] or getattr(torch, f"_{name}", None) is value

@@ -1,14 +1,19 @@
-"""ATen's schemas of the callables at ops' sites, and what they declare."""
+"""The schemas of ops' callables, and what follows: parameters, what is written to, numbers.
+
+Schemas are ATen's; what they don't tell is in ``ops.ini``.
+"""
 
 from __future__ import annotations
 
 import functools
-from typing import Any
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Final, TypeAlias
 
-from ..torch_internals import has_kernel, schemas_of
-from .known_facts import renamings
-from .operators import operator_in, plain_operator
-from .sites import QUALIFIED_ONLY, Site
+from ..torch_internals import VF_NAMESPACE, has_kernel, schemas_of
+from .known_facts import facts, renamings
+from .sites import QUALIFIED_ONLY, Site, operator_in, plain_operator
 
 #: Other names of sparse products, which ATen does not have.
 _SPARSE_ALIASES = frozenset({"dsmm", "hsmm", "saddmm", "spmm"})
@@ -39,11 +44,6 @@ def schemas(site: Site) -> tuple[Any, ...]:
 def schemas_named(name: str) -> tuple[Any, ...]:
     """Returns the schemas of ATen's op ``name``; () if there is none."""
     return tuple(schemas_of(f"aten::{name}"))
-
-
-def takes_tensor(schema: Any) -> bool:
-    """Whether any argument is a tensor, or holds tensors."""
-    return any(map(holds_tensor, schema.arguments))
 
 
 def holds_tensor(argument: Any) -> bool:
@@ -90,3 +90,216 @@ def _is_dispatched(schema: Any) -> bool:
     """Whether the schema is of a kernel, rather than of TorchScript's own (``sort`` of a list)."""
     overload = f".{schema.overload_name}" if schema.overload_name else ""
     return has_kernel(schema.name + overload)
+
+
+# --- parameters --------------------------------------------------------------------------------
+
+#: Of a schema: name, kind, whether it is for keywords only, whether it has a default.
+_Argument: TypeAlias = tuple[str, str, bool, bool]
+
+#: Ends of the names of ops that only read the running statistics they take.
+_READ_STATISTICS = ("_backward", "_no_training")
+
+
+@dataclass(frozen=True, slots=True)
+class Parameters:
+    """The parameters of a callable.
+
+    Attributes:
+        names: Parameter names by position; keyword-only ones follow.
+        kinds: Position -> ``"T"`` (a tensor), ``"O"`` (a tensor or None), ``"N"`` (a tensor, a
+            number or None), ``"A"`` (anything that may hold tensors). Positions that never hold
+            a tensor are absent.
+        required: How many of the positions in ``kinds`` every call fills.
+        plain: Names that never hold a tensor to be cast (``alpha``, ``eps``, ``dim``).
+        has_keyword_tensors: A keyword-only argument may hold a tensor to be cast.
+        fillable: Positions of ``"O"`` that are as good as None in every call that leaves them out.
+    """
+
+    names: tuple[str, ...]
+    kinds: Mapping[int, str]
+    required: int
+    plain: frozenset[str]
+    has_keyword_tensors: bool = False
+    fillable: frozenset[int] = frozenset()
+
+    @property
+    def has_several_tensors(self) -> bool:
+        """Whether a call may hold more than one tensor to be cast."""
+        return len(self.kinds) > 1 or "A" in self.kinds.values() or self.has_keyword_tensors
+
+
+#: What torch's functions also take for arguments that schemas call otherwise: the first is no keyword
+#: there, and the others are numpy's.
+_KEYWORDS: Final = {
+    "input": "self",
+    "a": "self",
+    "x": "self",
+    "x1": "self",
+    "x2": "other",
+    "axis": "dim",
+    "keepdims": "keepdim",
+}
+
+
+def parameter_named(keyword: str, names: Sequence[str]) -> str:
+    """Returns what a callable with parameters of these names calls the argument ``keyword``.
+
+    Example:
+        >>> parameter_named("input", ("self", "mat2"))
+        'self'
+    """
+    if keyword in names:
+        return keyword
+    name = _KEYWORDS.get(keyword, keyword)
+    return "input" if name == "self" and "self" not in names else name
+
+
+def parameters(site: Site) -> Parameters:
+    """Returns the parameters of the callable at ``site``."""
+    if site.is_python:
+        return python_parameters(site.function())
+    return schema_parameters(aten_name(site), site.namespace == "torch.Tensor")
+
+
+@functools.cache
+def written(op: str, site: Site) -> tuple[str, ...]:
+    """Returns the parameters of the callable at ``site`` whose tensors it writes to, ``out`` aside.
+
+    They are those that the schemas declare, and the first one of an in-place callable; ``ops.ini`` adds
+    what schemas can't express. Running statistics are declared for one op of their family only, but
+    every op that takes them updates them, except those whose names say otherwise.
+    """
+    names = parameters(site).names
+    found = set(facts("writes").get(op, ())) | set(names[:1] if site.in_place else ())
+    if not site.is_python:
+        found |= declared_written(aten_name(site))
+    if not op.endswith(_READ_STATISTICS):
+        found |= _statistics()
+    return tuple(name for name in names if name in found)
+
+
+def statistics(op: str, site: Site) -> tuple[str, ...]:
+    """Returns the running statistics among the parameters that the callable at ``site`` writes to."""
+    return tuple(name for name in written(op, site) if name in _statistics())
+
+
+@functools.cache
+def schema_parameters(name: str, is_method: bool) -> Parameters:
+    """Returns the parameters of ATen's op ``name``, as a function or as a method of tensors."""
+    schemas = _tensor_schemas(name)
+    if is_method:  # x.polygamma(n) is polygamma(n, self), x.where(c, y) is where(c, self, y)
+        schemas = [sorted(s, key=lambda argument: argument[0] != "self") for s in schemas]
+    if not schemas:  # a property or a builtin of its own kind: its one input is self
+        return Parameters(("self",), {0: "T"}, 1, frozenset())
+    longest = max(schemas, key=len)
+    kinds: dict[int, str] = {}
+    for position in range(len(longest)):
+        seen = {s[position][1] for s in schemas if position < len(s) and not s[position][2]}
+        if seen - {""}:
+            kinds[position] = _merged_kind(seen)
+    defaults = {p for p, kind in kinds.items() if kind == "O" and _are_none(schemas, p)}
+    given = [argument for s in schemas for argument in s]
+    tensors = {name for name, kind, *_ in given if kind}
+    return Parameters(
+        names=tuple(name for name, *_ in longest),
+        kinds=kinds,
+        required=min(sum(not kw and not default for *_, kw, default in s) for s in schemas),
+        plain=frozenset({name for name, *_ in given} - tensors),
+        has_keyword_tensors=any(kind and is_keyword for _, kind, is_keyword, _ in given),
+        fillable=frozenset(defaults),
+    )
+
+
+@functools.cache
+def _tensor_schemas(name: str) -> list[list[_Argument]]:
+    """Returns the arguments of those overloads of ATen's op ``name`` that take tensors."""
+    found = []
+    for schema in schemas_named(name):
+        arguments = schema.arguments
+        types = [str(a.type) for a in arguments]
+        if any("Tensor" in each for each in types):
+            found.append(
+                [
+                    (a.name, argument_letter(a, each), a.kwarg_only, a.has_default_value())
+                    for a, each in zip(arguments, types, strict=True)
+                ]
+            )
+    return found
+
+
+def _are_none(schemas: list[list[_Argument]], position: int) -> bool:
+    """Whether it is one and the same argument in all ``schemas``, a tensor or None by default."""
+    return all(len(s) > position for s in schemas) and {s[position] for s in schemas} == {
+        (schemas[0][position][0], "O", False, True)
+    }
+
+
+def _merged_kind(kinds: set[str]) -> str:
+    """Returns the kind of a position whose overloads have these kinds; ``""`` holds no tensor."""
+    if kinds <= {"T", "O"}:
+        return "O" if "O" in kinds else "T"
+    return "N" if kinds <= {"T", "O", ""} else "A"
+
+
+def python_parameters(function: Callable[..., Any]) -> Parameters:
+    """Returns the parameters of a function without a schema: each may hold tensors, nested or not."""
+    try:
+        signature = inspect.signature(function)
+    except (TypeError, ValueError):  # no signature: each call's own arguments decide
+        return Parameters((), {}, 0, frozenset())
+    names = tuple(
+        p.name for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD
+    )
+    return Parameters(names, dict.fromkeys(range(len(names)), "A"), 0, frozenset())
+
+
+@functools.cache
+def _statistics() -> frozenset[str]:
+    """Returns ATen's names of the running statistics that a norm updates."""
+    return declared_written("_native_batch_norm_legit")
+
+
+# --- numbers -----------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True, slots=True)
+class Numbers:
+    """Where a call of a site may hold numbers that torch converts to the dtype of its tensor.
+
+    Attributes:
+        positions: By position.
+        names: By name.
+        are_factors: They take part in a computation; otherwise they are stored, or are bounds.
+    """
+
+    positions: frozenset[int]
+    names: frozenset[str]
+    are_factors: bool
+
+
+@functools.cache
+def converting() -> frozenset[str]:
+    """Returns the ops that are given numbers which torch converts to the dtype of the tensor beside them."""
+    return frozenset(facts("stored_numbers")) | frozenset(facts("factors"))
+
+
+def converts_numbers(op: str, site: Site) -> bool:
+    """Whether calls of ``op`` at ``site`` hold such numbers; nobody fills tensors by ``torch._VF``."""
+    return op in converting() and not site.is_property and site.namespace != VF_NAMESPACE
+
+
+@functools.cache
+def numbers(op: str, site: Site) -> Numbers | None:
+    """Returns where the calls of ``op`` at ``site`` hold such numbers; None if nowhere."""
+    if not converts_numbers(op, site):
+        return None
+    are_factors = op in facts("factors")
+    names = frozenset(facts("factors" if are_factors else "stored_numbers")[op])
+    positions = set()
+    for schema in schemas(site):
+        arguments = [a.name for a in schema.arguments if not a.kwarg_only]
+        if site.namespace == "torch.Tensor":  # x.where(c, y) is where(c, self, y)
+            arguments.sort(key=lambda name: name != "self")
+        positions |= {p for p, name in enumerate(arguments) if name in names}
+    return Numbers(frozenset(positions), names, are_factors)

@@ -1,10 +1,13 @@
-"""Traits of ops that follow from their sites and schemas: whether casting means anything, and its cost."""
+"""Traits of ops that follow from their sites and schemas: whether casting means anything, and its cost.
+
+Also which of their inputs are weights, as far as names tell.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Iterable, Sequence
+from typing import Any, Final
 
 import torch
 
@@ -12,9 +15,16 @@ from ..torch_internals import NN_NAMESPACE
 from . import foreign
 from .known_facts import facts
 from .op_table import covered, covering, table
-from .operators import operator_in
-from .schemas import argument_letter, aten_name, holds_tensor, schemas, schemas_named
-from .signatures import parameters, schema_parameters
+from .schemas import (
+    argument_letter,
+    aten_name,
+    holds_tensor,
+    parameters,
+    schema_parameters,
+    schemas,
+    schemas_named,
+)
+from .sites import operator_in
 
 #: The options of a new tensor.
 _OF_NEW = frozenset({"dtype", "layout", "device", "pin_memory"})
@@ -128,3 +138,50 @@ def _copies_view(schema: Any) -> bool:
     name, overload = schema.name.partition("::")[2], schema.overload_name or "default"
     op = getattr(getattr(torch.ops.aten, name, None), overload, None)
     return op is not None and torch.Tag.view_copy in op.tags
+
+
+# --- roles of inputs ---------------------------------------------------------------------------
+
+#: What torch's schemas call tensors of integers.
+_INTEGERS: Final = frozenset({"index", "indices", "offsets"})
+
+#: What torch's schemas, and `multi_head_attention_forward`, call what is added to scores.
+_MASKS: Final = frozenset({"attn_bias", "attn_mask", "key_padding_mask"})
+
+
+def is_weight(name: str) -> bool:
+    """Whether an argument is a weight, by its name."""
+    return name.endswith("weight")
+
+
+def is_mask(name: str) -> bool:
+    """Whether an argument is added to the scores of an attention, by its name."""
+    return name in _MASKS
+
+
+def names_weights(names: Iterable[str]) -> bool:
+    """Whether one of these arguments is a weight by its name: then no other one is a weight."""
+    return any(map(is_weight, names))
+
+
+@functools.cache
+def idle_roles(op: str) -> dict[str, str]:
+    """Returns the words of a list's line that change nothing of op ``op``, and why.
+
+    Empty where schemas don't tell.
+    """
+    sites = [site for site in table()[op].sites if not site.is_python] if op in table() else []
+    names = set()
+    for site in sites:
+        found = parameters(site)
+        if found.has_keyword_tensors or not found.kinds:
+            return {}
+        names |= {found.names[position] for position in found.kinds}
+    inputs = {name for name in names - _INTEGERS if not name.endswith("bias")}
+    weights = set(filter(is_weight, inputs))
+    idle = {}
+    if weights and weights == inputs:
+        idle["activations"] = "its only floating input is a weight"
+    if weights and weights <= set(facts("parameters").get(op, ())):
+        idle["weights"] = "weights of norms are not rounded"
+    return idle
