@@ -1,17 +1,24 @@
 """Checks single arguments of public functions, and raises an `OptionError` for invalid ones.
 
-Each check returns a plain value: text as `str`, collections as new lists. The code behind it meets
-neither classes of the user's own, nor collections that change or never end.
+Each check returns a plain value: text as `str`, collections as new lists that end. Also the
+environment variables by which one command of hmpx tells another what to do.
 """
 
 from __future__ import annotations
 
 import inspect
+import itertools
 import os
 from collections.abc import Iterable, Mapping
 from typing import Any, Final, TypeVar
 
 from .errors import OptionError, said_by, shown, suggestion
+
+#: A policy file that outranks the lists that ``hmpx run`` is given: that which ``hmpx tune`` tries.
+POLICY_VARIABLE: Final = "HMPX_POLICY"
+
+#: Where ``hmpx run`` writes a report, as JSON.
+REPORT_VARIABLE: Final = "HMPX_REPORT"
 
 Choice = TypeVar("Choice", bound=str)
 
@@ -39,7 +46,7 @@ def text(name: str, value: object, what: str = "a string") -> str:
     """
     if not is_a(value, str):
         raise OptionError(f"{name} must be {what}, not {shown(value)}")
-    return str.__str__(value)
+    return str.__str__(value)  # an enum's own differs
 
 
 def choice(
@@ -60,14 +67,14 @@ def choice(
         OptionError: It is not among them.
     """
     known = tuple(known)
-    plain = str.__str__(value) if is_a(value, str) else None
-    for each in known:
-        if each == plain:
-            return each
+    is_text = isinstance(value, str)
+    found = [each for each in known if is_text and each == value]
+    if found:
+        return found[0]
     listed = " or ".join(map(repr, known))
     if len(known) > 2:
         listed = f"one of {', '.join(map(repr, known))}"
-    hint = suggestion(plain, known, spellings) if plain is not None else ""
+    hint = suggestion(str.__str__(value), known, spellings) if is_text else ""
     raise OptionError(f"{name} must be {listed}, not {shown(value)}{hint}")
 
 
@@ -98,7 +105,7 @@ def path(name: str, value: object) -> str:
             found = os.fspath(value)  # type: ignore[call-overload]
         except Exception as error:
             raise OptionError(f"{name} has no path: {said_by(error)}") from error
-    if is_a(found, str):
+    if isinstance(found, str):
         return str.__str__(found)
     remedy = "; os.fsdecode makes a string of bytes" if is_a(found, bytes) else ""
     raise OptionError(f"{name} must be a string or a path, not {shown(value)}{remedy}")
@@ -110,16 +117,12 @@ def items(name: str, value: object, what: str) -> list[Any]:
     Raises:
         OptionError: It is not a collection, can't be iterated, or holds too many items.
     """
-    found: list[Any] = []
     try:
         iterator = iter(value)  # type: ignore[call-overload]
     except Exception:
         raise OptionError(f"{name} must be {what}, not {shown(value)}") from None
     try:
-        for item in iterator:
-            found.append(item)
-            if len(found) > _MOST_ITEMS:
-                break
+        found = list(itertools.islice(iterator, _MOST_ITEMS + 1))
     except Exception as error:
         raise OptionError(f"{name} can't be iterated: {said_by(error)}") from error
     if len(found) > _MOST_ITEMS:

@@ -132,8 +132,9 @@ def shown(value: object) -> str:
 
 def _shown(value: Any, levels: int) -> str:
     kind = type(value)
-    if issubclass(kind, (str, bytes, bytearray)):
-        return _shown_text(value)
+    if isinstance(value, (str, bytes, bytearray)):
+        part = repr(value[:_MOST_CHARACTERS])
+        return part if len(value) <= _MOST_CHARACTERS else f"{part}... ({len(value):,} characters)"
     if kind is int and value.bit_length() > 200:  # turning it to digits takes time, or is refused
         return f"an integer of {value.bit_length():,} bits"
     if kind in _BRACKETS:
@@ -148,13 +149,6 @@ def _shown(value: Any, levels: int) -> str:
         return cut(repr(value))
     except Exception:  # raised by the value's own class, which is not the user's mistake
         return f"<{kind.__name__} object>"
-
-
-def _shown_text(value: Any) -> str:
-    kind: Any = next(each for each in (str, bytes, bytearray) if issubclass(type(value), each))
-    length = kind.__len__(value)
-    part = repr(kind.__getitem__(value, slice(0, _MOST_CHARACTERS)))
-    return part if length <= _MOST_CHARACTERS else f"{part}... ({length:,} characters)"
 
 
 def _shown_items(items: Iterable[Iterable[Any]], count: int, levels: int) -> str:

@@ -1,8 +1,37 @@
-"""Where in a model an op is called, as data. Knows nothing of how that is found out."""
+"""Places in programs: lines of code as messages show them, and where in a model an op is called."""
 
 from __future__ import annotations
 
-from typing import NamedTuple
+import contextlib
+import os
+from collections.abc import Iterator
+from pathlib import Path
+from types import FrameType
+from typing import Final, NamedTuple
+
+PACKAGE: Final = str(__package__)
+DIRECTORY: Final = Path(__file__).parent
+
+
+def is_ours(module: object) -> bool:
+    """Whether ``module`` is the name of one of hmpx's modules or packages."""
+    return str(module).partition(".")[0] == PACKAGE
+
+
+def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
+    """Yields ``frame`` and those that have called it, the innermost first."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def located(location: str) -> str:
+    """Returns ``"path:line"``, relative to the current directory or to where packages are installed."""
+    with contextlib.suppress(OSError):  # the directory may be gone
+        location = location.removeprefix(f"{Path.cwd()}{os.sep}")
+    for directory in ("site-packages", "dist-packages"):
+        location = location.rpartition(f"{os.sep}{directory}{os.sep}")[2]
+    return location
 
 
 class Place(NamedTuple):

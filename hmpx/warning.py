@@ -9,7 +9,7 @@ from types import FrameType
 from typing import Final
 
 from .errors import HmpxWarning
-from .frames import PACKAGE, is_ours, with_callers
+from .places import PACKAGE, is_ours, with_callers
 
 #: Packages whose frames stand between that line and the warning.
 _BETWEEN: Final = frozenset({PACKAGE, "torch", "importlib", "_frozen_importlib"})

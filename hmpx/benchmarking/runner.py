@@ -18,8 +18,8 @@ from torch.overrides import TorchFunctionMode, resolve_name
 
 from .. import arguments, freezing, session
 from ..errors import BenchError, shown
-from ..frames import located
 from ..observers import user_location
+from ..places import located
 from ..tensors import LOW_DTYPES, floats_of
 from .memory import peak_bytes
 from .randomness import Randomness

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from .. import session
 from ..errors import BenchError, said_by
-from ..frames import located
+from ..places import located
 from ..recording import raised_at
 from .result import Measured, Quartiles
 from .runner import Runner

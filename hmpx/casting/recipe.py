@@ -99,7 +99,7 @@ def _option(default: Any, check: Callable[[str, object], Any]) -> Any:
 
 
 def _kept_casts(name: str, value: object) -> bool | str:
-    if is_a(value, str) and str(value) == "auto":
+    if is_a(value, str) and value == "auto":
         return "auto"
     if is_a(value, (bool, int)) and value in (0, 1):
         return bool(value)

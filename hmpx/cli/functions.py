@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from ..errors import HmpxError, said_by, suggestion
-from ..frames import located
+from ..places import located
 from . import scripts
 
 

@@ -10,8 +10,8 @@ import warnings
 from typing import Any, Final
 
 from .. import gaudi, policy, session
+from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..compute import LEGALIZE_MODES
-from ..environment import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import short
 from ..tensors import parse_device_types
 from ..watching import watch

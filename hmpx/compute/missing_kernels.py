@@ -24,8 +24,8 @@ from torch import Tensor
 
 from ..data_files import read_sections
 from ..device_types import DEVICE_TYPES
-from ..frames import PACKAGE, with_callers
 from ..ops import parameter_named
+from ..places import PACKAGE, with_callers
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name, tensors_in
 from ..torch_internals import is_jit_tracing, run_when_traced
 from ..torch_state import is_below_dispatcher, without_casts

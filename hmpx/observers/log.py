@@ -15,8 +15,8 @@ from typing import Any, Final, TextIO
 import torch
 
 from ..errors import printable
-from ..frames import is_ours, located
 from ..patching import Draft, Patch
+from ..places import is_ours, located
 from ..tensors import short_name
 from ..torch_state import disable_casts
 from .attached import Observer

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..frames import DIRECTORY
+from ..places import DIRECTORY
 from ..tensors import CAST, LOW_DTYPES, Named, map_tensors
 from ..torch_state import Phase
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 import warnings
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
 from typing import Final
 
@@ -22,7 +22,7 @@ from ..errors import (
 )
 from ..warning import warn
 from .decisions import ROLES, CastPolicy, Decision
-from .lists import MOST_KEPT, SHIPPED, read_list
+from .lists import MOST_FAULTS, SHIPPED, read_list
 from .op_lists import Entry, Listed, OpList, listed
 
 _OPERATORS: Final = "torch.ops.aten."
@@ -72,10 +72,11 @@ def report(
 # --- each kind of fault ------------------------------------------------------------------------
 
 
-def unknown_names(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
+def unknown_names(op_lists: Iterable[OpList], most: int = MOST_SHOWN) -> list[str]:
     """Returns messages for the lines that do not name an op that can be cast."""
-    faults = (f"{e.where}: {_why_unknown(e.text)}" for each in op_lists for e in each.unknown)
-    return gathered(faults, sum(each.unknown_count for each in op_lists), most)
+    entries = [entry for each in op_lists for entry in each.unknown]
+    faults = (f"{entry.where}: {_why_unknown(entry.text)}" for entry in entries)
+    return gathered(faults, len(entries), most)
 
 
 def _why_unknown(text: str) -> str:
@@ -91,15 +92,14 @@ def _why_unknown(text: str) -> str:
     return ops.unknown(bare)
 
 
-def repeated_lines(op_lists: Sequence[OpList], most: int = MOST_SHOWN) -> list[str]:
+def repeated_lines(op_lists: Iterable[OpList], most: int = MOST_SHOWN) -> list[str]:
     """Returns messages for the lines that are in their list twice."""
+    lines = [line for each in op_lists for line in each.repeated]
     faults = (
-        f"{entry.where}: {shown(entry.text)} is already in this list, at {earlier.where}; "
-        "remove one of the lines"
-        for op_list in op_lists
-        for entry, earlier in op_list.repeated
+        f"{where}: {shown(text)} is already in this list, at {earlier}; remove one of the lines"
+        for text, where, earlier in lines
     )
-    return gathered(faults, sum(each.repeated_count for each in op_lists), most)
+    return gathered(faults, len(lines), most)
 
 
 def _own_lines(op_list: OpList) -> Iterator[tuple[str, Entry]]:
@@ -215,9 +215,9 @@ def _faults_of_lists(lists: list[Listed], *more: list[Listed]) -> list[str]:
     together = [*lists, *chain.from_iterable(more)]
     op_lists = [op_list for op_list, _ in together]
     conflicts = chain.from_iterable(map(_conflicting_lines, (lists, *more)))
-    faults = unknown_names(op_lists, MOST_KEPT) + repeated_lines(op_lists, MOST_KEPT)
+    faults = unknown_names(op_lists, MOST_FAULTS) + repeated_lines(op_lists, MOST_FAULTS)
     for found in map(list, (_absent_names(op_lists), _idle_lines(together), conflicts)):
-        faults += gathered(found, len(found), MOST_KEPT)
+        faults += gathered(found, len(found), MOST_FAULTS)
     return faults
 
 

@@ -19,7 +19,7 @@ import torch
 
 from .. import arguments, number_formats, ops
 from ..errors import OpListError, OptionError, short, shown, suggestion
-from ..frames import DIRECTORY
+from ..places import DIRECTORY
 from ..torch_internals import torch_version
 from . import text_files
 from .decisions import LINE_OPTIONS, CastPolicy, LowType
@@ -31,8 +31,8 @@ _MOST_LINES: Final = 1_000_000
 #: Each brings in a whole list.
 _MOST_INCLUDES: Final = 100
 
-#: How many lines with a fault of one kind are kept; the others are only counted.
-MOST_KEPT: Final = 100
+#: After so many lines that are not valid, the rest is not read.
+MOST_FAULTS: Final = 100
 
 #: Prefix of the names of shipped lists.
 SHIPPED: Final = "lists/"
@@ -92,7 +92,7 @@ def from_lines(
             if faults is None:
                 raise
             faults.append(error)
-            if len(faults) == MOST_KEPT:
+            if len(faults) == MOST_FAULTS:
                 faults.append(OpListError(f"{where}: later lines are not read"))
                 break
     return reading.result(is_shipped)
@@ -106,9 +106,7 @@ class _Reading:
         self._found: dict[str, Entry] = {}
         self._own: dict[str, Entry] = {}  # those of them that no ``@`` line has brought
         self._unknown: list[Entry] = []
-        self._unknown_count = 0
-        self._repeated: list[tuple[Entry, Entry]] = []
-        self._repeated_count = 0
+        self._repeated: list[tuple[str, str, str]] = []
         self._removed: set[str] = set()
         self._everything: Entry | None = None
         self._where: dict[str, str] = {}  # name as written -> the last line with it
@@ -118,9 +116,7 @@ class _Reading:
         return OpList(
             types.MappingProxyType(self._found),
             tuple(self._unknown),
-            self._unknown_count,
             tuple(self._repeated),
-            self._repeated_count,
             frozenset(self._removed),
             self._everything,
             is_shipped,
@@ -149,9 +145,7 @@ class _Reading:
         earlier = self._where.get(text)
         self._where[text] = where
         if earlier is not None:
-            self._repeated_count += 1
-            if self._repeated_count <= MOST_KEPT:
-                self._repeated.append((Entry(text, where), Entry(text, earlier)))
+            self._repeated.append((text, where, earlier))
         if text == "*":
             self._everything = entry
         elif name is None:
@@ -172,9 +166,7 @@ class _Reading:
         why = ops.refusal(text.removeprefix("-"))
         if why:
             raise OpListError(f"{where}: {why}")
-        self._unknown_count += 1
-        if self._unknown_count <= MOST_KEPT:
-            self._unknown.append(Entry(text, where))
+        self._unknown.append(entry)
 
     def _include(self, name: str, where: str) -> None:
         self._include_count += 1

@@ -143,7 +143,7 @@ def _scalar(mark: str, value: Any) -> Any:
     if is_a(value, torch.dtype) or is_format(value):
         return tensors.long_name(value)
     if is_a(value, str):
-        return str(value)
+        return str.__str__(value)
     if value is None or type(value) in (bool, float):
         return value
     if type(value) is int and value.bit_length() <= 200:

@@ -100,10 +100,8 @@ class OpList:
 
     Attributes:
         ops: Op name -> the line that put it there.
-        unknown: The first lines whose name is not an op of the installed torch.
-        unknown_count: How many there are.
-        repeated: The first pairs (line, earlier line) with the same text.
-        repeated_count: How many there are.
+        unknown: Lines whose name is not an op of the installed torch.
+        repeated: Names that are there twice, as written, each with both places, the later one first.
         removed: Ops removed by a ``-`` line, including operators of ops in the list.
         everything: The ``*`` line, if there is one.
         is_shipped: The list comes with hmpx.
@@ -111,9 +109,7 @@ class OpList:
 
     ops: Mapping[str, Entry]
     unknown: tuple[Entry, ...] = ()
-    unknown_count: int = 0
-    repeated: tuple[tuple[Entry, Entry], ...] = ()
-    repeated_count: int = 0
+    repeated: tuple[tuple[str, str, str], ...] = ()
     removed: frozenset[str] = frozenset()
     everything: Entry | None = None
     is_shipped: bool = False

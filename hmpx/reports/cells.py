@@ -10,7 +10,7 @@ from typing import Final
 
 import torch
 
-from .. import frames
+from .. import places
 from ..errors import printable
 from ..tensors import short_name
 from .rows import is_measured
@@ -93,7 +93,7 @@ def clean(text: str) -> str:
 
 def located(location: str) -> str:
     """Returns a location, relative to the current directory or to where packages are installed."""
-    return clean(frames.located(location))
+    return clean(places.located(location))
 
 
 def dtypes(names: Iterable[str]) -> str:

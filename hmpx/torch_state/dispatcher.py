@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import types
 
-from ..frames import PACKAGE
+from ..places import PACKAGE
 from ..torch_internals import (
     FUNCTION_MODULES,
     KERNEL_MODULES,

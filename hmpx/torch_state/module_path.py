@@ -19,9 +19,8 @@ import torch
 import torch.fx.traceback
 from torch import nn
 
-from ..frames import is_ours, with_callers
 from ..patching import Draft, ItemPatch, Patch
-from ..places import Place
+from ..places import Place, is_ours, with_callers
 from ..torch_internals import (
     DYNAMO_MODULE_CALLS,
     FX_MODULE_CALL,

@@ -14,8 +14,7 @@ import torch
 import torch.fx.traceback
 from torch import nn
 
-from ..frames import with_callers
-from ..places import Place
+from ..places import Place, with_callers
 from ..torch_internals import (
     DYNAMO_GUARDS,
     DYNAMO_SOURCES,

@@ -18,7 +18,7 @@ from typing import Any, Final
 
 import yaml
 
-from ..environment import POLICY_VARIABLE, REPORT_VARIABLE
+from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import OptionError, said_by, short
 from ..reports import Row, merged, read_json, written
 from ..version import __version__

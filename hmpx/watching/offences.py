@@ -9,7 +9,7 @@ from typing import Literal, NamedTuple
 import torch
 
 from ..errors import lined
-from ..frames import located
+from ..places import located
 from ..tensors import short_name
 from ..torch_state import Phase
 
