@@ -33,7 +33,7 @@ from torch import nn
 
 import hmpx
 from hmpx import HmpxError, HmpxWarning, Policy, cli, formats
-from hmpx.compute import lowering
+from hmpx.compute import LOWERINGS
 from hmpx.policy import lists as oplists
 from tests.conftest import differences, namespaces
 
@@ -522,7 +522,7 @@ def number_formats(c: Chooser) -> Callable[[], object]:
                 c.one(torch.mul), c.one("mul", "add"), c.one("posit8_1"), c.one(None, "cpu")
             )
         finally:
-            lowering.forget("posit8_1")
+            LOWERINGS.change({})
 
     calls: list[Callable[[], object]] = [
         lambda: formats.quantize(x, c.one(*known), rounding, overflow, generator),

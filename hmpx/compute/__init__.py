@@ -7,10 +7,17 @@ from typing import TYPE_CHECKING
 from ..later import shown_later
 from .accumulation import Accumulation
 from .amaxes import Histories, end_step, ended_steps, has_history, histories_patch
-from .composition import Inputs, computed_in_fp32, inputs_of, names_dtype, rounded, widen
-from .deciding import DECIDING_WATCHERS, note_deciding, watched_deciding
+from .composition import (
+    Inputs,
+    computed_in_fp32,
+    inputs_of,
+    names_dtype,
+    rounded,
+    rounding_last,
+    widen,
+)
+from .graphs import is_exported, is_onnx_made
 from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
-from .kept_tensors import saved_by
 from .legalize.activations import ACTIVATIONS, looked_up
 from .legalize.capability import (
     KINDS,
@@ -19,8 +26,7 @@ from .legalize.capability import (
     capability,
     reported,
 )
-from .legalize.convolutions import CONVOLUTIONS
-from .legalize.graphs import is_exported, is_onnx_made
+from .legalize.convolutions import CONVOLUTIONS, prepare
 from .legalize.legalization import (
     LEGALIZE_MODES,
     SLOW_KINDS,
@@ -30,25 +36,27 @@ from .legalize.legalization import (
     may_be_legalized,
 )
 from .legalize.legalizer import LegalizedCall, Legalizer
-from .legalize.prepared import prepare
-from .legalize.watching import (
-    COMPUTED,
-    is_watched,
-    note_legalized,
-    note_unrounded,
-    watched_rounding,
-)
 from .lowered import LOWERINGS
 from .missing_kernels import Callee, Lacking, completed, in_fp32, lacking_kernels, may_run_again
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
-from .rounded_last import rounding_last
+from .saved_tensors import saved_by
 from .selecting import selected, selects_once
+from .watching import (
+    COMPUTED,
+    DECIDING_WATCHERS,
+    is_watched,
+    note_deciding,
+    note_legalized,
+    note_unrounded,
+    watched_deciding,
+    watched_emulation,
+    watched_rounding,
+)
 
 if TYPE_CHECKING:
     from .delayed import emulation_class
     from .emulation import Emulation, Formats
-    from .frozen_codes import watched_emulation
     from .lowering import (
         Lowering,
         create_lower_func,
@@ -62,7 +70,6 @@ else:  # programs without number formats need none of it
         {
             "delayed": "emulation_class",
             "emulation": "Emulation Formats",
-            "frozen_codes": "watched_emulation",
             "lowering": "Lowering create_lower_func lowerings register_op unregister",
         },
     )

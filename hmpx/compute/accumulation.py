@@ -24,9 +24,8 @@ from ..torch_internals import (
 )
 from . import products
 from .composition import Inputs, call_raised, rounded, widen, widen_matrices
-from .graph_rounding import in_graph
+from .graphs import in_graph, is_exported, is_traced
 from .legalize.capability import PRODUCTS
-from .legalize.graphs import is_exported, is_traced
 from .saved_tensors import Precision, keeping_low
 
 _REDUCED_REDUCTION: Final = {

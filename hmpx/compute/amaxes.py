@@ -8,51 +8,132 @@ where a step ends, those of keys that have seen an amax since.
 
 from __future__ import annotations
 
+import math
 import os
 import sys
 import threading
 import weakref
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, Final, Protocol
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor, nn
 
 from ..errors import OptionError, shown
 from ..number_formats import MOST_STEPS, is_format
-from ..patching import Patch
+from ..patching import Patch, unpatched
 from ..torch_internals import is_replica
 from ..torch_state import class_name, without_casts
-from .amax_history import MOST, DeviceHistory, HostHistory
 
 if TYPE_CHECKING:
     from ..number_formats import Scaled
 
 
-class History(Protocol):
-    """What `HostHistory` and `DeviceHistory` do, each with amaxes of its own kind."""
+# As they are where nothing is patched: op lists may name any of them.
+_fmax, _where, _gt, _max, _eq = unpatched(torch.fmax, torch.where, torch.gt, torch.max, torch.eq)
+_and, _mul, _clamp, _roll = unpatched(torch.logical_and, torch.mul, torch.clamp, torch.roll)
+_zeros, _tensor = unpatched(torch.zeros, torch.tensor)
 
-    format: Scaled
-    is_pending: bool
+#: The largest amax.
+MOST: Final = torch.finfo(torch.float32).max
 
-    @staticmethod
-    def is_for(amax: float | Tensor) -> bool:
+
+class History:
+    """The amaxes of one kind of tensor in earlier steps.
+
+    On the CPU an amax is a number. Elsewhere it stays on its device, since to read it would wait; it is
+    written in place, so that CUDA graphs find it.
+
+    Attributes:
+        format: The format whose scales they make.
+        steps: How many steps have ended in which there was one.
+        is_pending: Whether the step that is running has seen any.
+        pending: The largest of that step; 0 for none.
+        amaxes: Those of earlier steps, the latest first; 0 where there was none.
+        reference: The amax that tensors are scaled by; 0 while there is none but zero.
+        scale: On the CPU, that scale; None while there is none.
+    """
+
+    __slots__ = ("amaxes", "format", "is_pending", "pending", "reference", "scale", "steps")
+
+    def __init__(self, format: Scaled, first: float | Tensor) -> None:
+        """Starts without any, for amaxes like ``first``."""
+        assert format.history is not None
+        self.format, self.steps, self.is_pending = format, 0, False
+        device = first.device if isinstance(first, Tensor) else "cpu"
+        with torch.inference_mode(False):
+            memory = _zeros(format.history + 2, dtype=torch.float32, device=device)
+        self.reference, self.amaxes = memory[1], memory[2:]
+        self.pending: float | Tensor = memory[0] if isinstance(first, Tensor) else 0.0
+        self.scale: Tensor | None = None
+
+    def is_for(self, amax: float | Tensor) -> bool:
         """Whether it takes amaxes of this kind."""
+        return isinstance(amax, Tensor) is isinstance(self.pending, Tensor)
 
-    def fold(self, amax: Any) -> None:
-        """Takes the amax of one more tensor."""
+    def fold(self, amax: float | Tensor) -> None:
+        """Takes the amax of one more tensor; NaN, that of a tensor with infinity or NaN, is left out."""
+        if isinstance(self.pending, Tensor):
+            _fmax(self.pending, amax.to(self.pending.device), out=self.pending)  # type: ignore[union-attr]
+        else:
+            self.pending = max(self.pending, amax)  # which NaN is not
+        self.is_pending = True
 
     def roll(self) -> None:
         """Ends a step."""
+        self.amaxes.copy_(_roll(self.amaxes, 1))
+        self.amaxes[0].fill_(self.pending)
+        amax = self.amaxes[0] if self.format.amax_rule == "most_recent" else _max(self.amaxes)
+        if self.format.margin:
+            amax = _clamp(_mul(amax, 2.0**self.format.margin), max=MOST)
+        self.reference.copy_(_where(_gt(amax, 0), amax, self.reference))
+        self._rescale()
+        if isinstance(self.pending, Tensor):
+            self.pending.zero_()
+        else:
+            self.pending = 0.0
+        self.is_pending = False
+        self.steps += 1
 
-    def scale_for(self, amax: Any) -> Tensor | None:
-        """Returns the scale of a tensor with this amax; None for its own."""
+    def _rescale(self) -> None:
+        if not isinstance(self.pending, Tensor) and self.reference.item():
+            with torch.inference_mode(False):
+                self.scale = self.format.scale(self.reference.clone())
+
+    def scale_for(self, amax: float | Tensor) -> Tensor | None:
+        """Returns what a tensor with this amax is divided by; None for its own scale.
+
+        That is so while there is no earlier one, and where it is NaN, so that all of the tensor becomes NaN.
+        """
+        if not isinstance(amax, Tensor):
+            return None if math.isnan(amax) else self.scale
+        if not self.steps:
+            return None
+        reference = self.reference.to(amax.device)
+        is_known = _and(_gt(reference, 0), _eq(amax, amax))
+        return self.format.scale(_where(is_known, reference, amax))
 
     def saved(self) -> dict[str, Any]:
-        """Returns all that it holds, as numbers."""
+        """Returns all that a history holds, as numbers."""
+        return {
+            "steps": self.steps,
+            "pending": float(self.pending) if self.is_pending else None,
+            "reference": self.reference.item(),
+            "amaxes": self.amaxes.tolist(),
+        }
 
     def load(self, saved: Mapping[str, Any]) -> None:
-        """Takes what `saved` has returned."""
+        """Takes what `saved` has returned, of a history that may be longer or shorter."""
+        amaxes = saved["amaxes"][: self.amaxes.numel()]
+        self.amaxes[: len(amaxes)].copy_(_tensor(amaxes, dtype=torch.float32, device="cpu"))
+        self.reference.fill_(saved["reference"])
+        self.steps, self.is_pending = saved["steps"], saved["pending"] is not None
+        pending = saved["pending"] or 0.0
+        if isinstance(self.pending, Tensor):
+            self.pending.fill_(pending)
+        else:
+            self.pending = pending
+        self._rescale()
 
 
 #: Held while histories change. A fork waits for it, so that a child finds it free.
@@ -95,14 +176,8 @@ class Histories:
     def label_of(self, root: nn.Module, *, is_taken: bool) -> str:
         """Returns the label of an outermost module: its class name, with a number from the second one on.
 
-        Paths in two models of one class are the same. The label of a model that is gone may become
-        another's, who inherits nothing. The copies that torch.nn.DataParallel makes for each forward have
-        the class name for a label.
-
-        Args:
-            root: The module.
-            is_taken: It keeps the label from now on. What is only evaluated leaves it to what will be trained,
-                whose checkpoint it may be that has been loaded.
+        The label of a model that is gone may become another's, which inherits nothing. A module that is only
+        evaluated does not take its label: it leaves it to one that will be trained.
         """
         found = self._labels.get(root)
         if found is not None:
@@ -133,14 +208,9 @@ class Histories:
     def scale_for(
         self, key: str, format: Scaled, amax: float | Tensor, *, records: bool
     ) -> Tensor | None:
-        """Returns the scale of a tensor; None for its own.
+        """Returns the scale of a tensor with this key and amax; None for its own scale.
 
-        Args:
-            key: That of the tensor.
-            format: What it is rounded to.
-            amax: Its own, NaN if it holds infinity or NaN: 0-dim float32 on its device; a number for one on
-                the CPU.
-            records: It counts for later steps.
+        The amax is NaN if the tensor holds infinity or NaN. With ``records`` it counts for later steps.
         """
         with _LOCK:
             known = self._known.get(key)
@@ -164,9 +234,7 @@ class Histories:
         saved = self._loaded.get(key) if known is None else known.saved()
         if saved is None and not records:
             return None
-        made: History = (
-            DeviceHistory(format, amax.device) if isinstance(amax, Tensor) else HostHistory(format)
-        )
+        made = History(format, amax)
         if saved is not None:
             made.load(saved)
             if known is None and key in self._ended:
@@ -218,11 +286,7 @@ class Histories:
 
 
 def _checked(key: object, saved: object) -> Mapping[str, Any]:
-    """Returns a history that was saved, which may have come from a file.
-
-    Raises:
-        OptionError: It is none.
-    """
+    """Returns a history that was saved, perhaps in a file; raises OptionError for anything else."""
     wrong = OptionError(
         f"amaxes of {shown(key)}: not as Histories.state_dict() returns them: {shown(saved)}"
     )
@@ -274,7 +338,7 @@ def ended_steps() -> int:
 def end_step(optimizer: torch.optim.Optimizer, *_: Any) -> None:
     """Ends a training step: what each optimizer calls at the end of its own."""
     if torch.compiler.is_dynamo_compiling():
-        from .opaque_rounding import step_ended  # which few programs need
+        from .delayed import step_ended  # which few programs need
 
         for group in optimizer.param_groups:
             for parameter in group["params"][:1]:

@@ -1,10 +1,8 @@
-"""The building block of low precision: upcast rounded inputs to fp32, compute, round the result.
-
-Independent of which ops are computed this way, and of what autograd saves.
-"""
+"""The building block of low precision: upcast rounded inputs to fp32, compute, round the result."""
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Final
@@ -23,11 +21,13 @@ from ..tensors import (
     Kwargs,
     cast_any_layout,
     cast_as_one,
+    is_low,
     map_tensors,
     tensors_in,
     with_items,
 )
 from ..torch_internals import passes_for_real
+from ..torch_state import is_below_dispatcher, is_off
 
 # Taken before anything is patched: op lists may name any of them.
 widen = CAST[torch.float32]
@@ -38,19 +38,12 @@ _widen = widen  # where an argument has the name
 
 @dataclass(slots=True)
 class Inputs:
-    """Facts about a call's floating-point inputs, gathered in one pass.
-
-    Attributes:
-        first: The first of them.
-        low: The first in low precision, or None.
-        is_learning: Some input requires a gradient, and gradients are recorded.
-        is_plain: All are dense tensors of torch's own classes.
-    """
+    """Facts about a call's floating-point inputs, gathered in one pass."""
 
     first: Tensor
-    low: Tensor | None = None
-    is_learning: bool = False
-    is_plain: bool = True
+    low: Tensor | None = None  # the first in low precision
+    is_learning: bool = False  # some input requires a gradient, and gradients are recorded
+    is_plain: bool = True  # all are dense tensors of torch's own classes
 
 
 def inputs_of(args: Args, kwargs: Kwargs) -> Inputs | None:
@@ -144,3 +137,46 @@ def widen_matrices(tensor: Tensor) -> Tensor:
         return _to(tensor, torch.float32, memory_format=torch.contiguous_format)
     transposed = _transpose(tensor, -2, -1)
     return _transpose(_to(transposed, torch.float32, memory_format=torch.contiguous_format), -2, -1)
+
+
+def rounding_last(
+    function: Callable[..., Any], names: tuple[str, ...], device_types: frozenset[str]
+) -> Callable[..., Any]:
+    """Returns ``function``, computing in fp32 first where a call asks for a low-precision ``dtype=``.
+
+    torch's kernels cast the input to that and compute on it: an attention mask filled with the least number
+    of fp32 is -inf in bfloat16, and a softmax of nothing else is NaN. ``function`` is the ``__wrapped__``.
+
+    Args:
+        function: One of torch's, whose kernel casts its input to ``dtype=`` before it computes.
+        names: Its parameters by position.
+        device_types: Types of devices whose float32 inputs are treated so.
+    """
+    position = names.index("dtype") if "dtype" in names else len(names)
+
+    @functools.wraps(function, updated=())
+    def rounded_last(*args: Any, **kwargs: Any) -> Any:
+        is_named = "dtype" in kwargs
+        if not is_named and len(args) <= position:
+            return function(*args, **kwargs)
+        dtype = kwargs["dtype"] if is_named else args[position]
+        given = (
+            args[0] if args else next((v for v in kwargs.values() if isinstance(v, Tensor)), None)
+        )
+        if (
+            not is_low(dtype)
+            or not isinstance(given, Tensor)
+            or given.dtype is not torch.float32
+            or given.device.type not in device_types
+            or kwargs.get("out") is not None
+            or is_below_dispatcher()
+            or is_off()
+        ):
+            return function(*args, **kwargs)
+        if is_named:
+            result = function(*args, **{**kwargs, "dtype": torch.float32})
+        else:
+            result = function(*args[:position], torch.float32, *args[position + 1 :], **kwargs)
+        return CAST[dtype](result)
+
+    return rounded_last

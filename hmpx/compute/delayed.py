@@ -1,28 +1,32 @@
 """Ops in number formats with a history: what they round is scaled by the amaxes of earlier training steps.
 
 Tensors have keys by where they are: the outermost module and the path in it, the op, and the role in
-its call. Which amaxes there were is for `amaxes`. Where nothing tells what a call belongs to, or no values
-are there, tensors are scaled by themselves: under transforms of torch.func, in forward mode, in exported
-programs, on fake tensors.
+its call. Where nothing shows what a call belongs to, or no values are there, tensors are scaled by
+themselves: under transforms of torch.func, in forward mode, in exported programs, on fake tensors. Graphs of
+torch.compile hold operators that look at the histories when they run.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-from dataclasses import dataclass
-from typing import Final
+import json
+from dataclasses import dataclass, fields
+from typing import Any, Final
 
 import torch
 from torch import Tensor
 
 from ..number_formats import (
-    Format,
+    Fixed,
+    Float,
     Rounder,
     Rounding,
     Scaled,
+    Table,
     is_compiled,
     largest_magnitude,
+    rounder,
 )
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import (
@@ -34,13 +38,13 @@ from ..torch_internals import (
     is_batch,
     is_graph_made,
     jit_tracing_state,
+    own_operator,
     run_when_traced,
+    set_kernel,
     transforms,
 )
 from ..torch_state import is_training, spot, without_casts
-from . import opaque_rounding
 from .amaxes import end_step_in_force, has_history, in_force
-from .emulated_products import ByAxis
 from .emulation import Emulation, Formats
 
 _NO_CONTEXT: Final = contextlib.nullcontext()
@@ -55,15 +59,28 @@ def emulation_class(formats: Formats) -> type[Emulation]:
     return DelayedEmulation if any(map(has_history, given)) else Emulation
 
 
+@dataclass(frozen=True)
+class DelayedEmulation(Emulation):
+    """Computes one op in number formats, some of which have a history."""
+
+    def _rounder_for(self, role: str, kind: str) -> Rounder:
+        format = getattr(self.formats, kind)
+        if not has_history(format):
+            return super()._rounder_for(role, kind)
+        rounding = self._rounder(format)
+        assert isinstance(rounding, Rounding)
+        records = is_training()
+        # A graph has its keys for good.
+        is_taken = records or torch.compiler.is_dynamo_compiling()
+        key = key_of(self.op, role, format.name, is_taken)
+        return functools.partial(round_delayed, rounding, key, records)
+
+
 @run_when_traced
 def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
-    """Returns the key of a tensor in a call that is made here.
+    """Returns the key of a tensor that has this role in a call made here.
 
-    Args:
-        op: Op name.
-        role: What the tensor is in the call.
-        format: Name of the format.
-        is_taken: As of `Histories.label_of`, also where the module is in training mode.
+    With ``is_taken``, or in training mode, the outermost module keeps its label from now on.
     """
     root, path = spot()
     histories = in_force()
@@ -76,18 +93,12 @@ def key_of(op: str, role: str, format: str, is_taken: bool) -> str:
 
 
 def round_delayed(rounding: Rounding, key: str, records: bool, x: Tensor) -> Tensor:
-    """Returns ``x`` rounded, scaled by earlier steps if there are any.
+    """Returns ``x`` rounded to a format with a history, scaled by earlier steps if there are any.
 
-    Args:
-        rounding: Rounds to a format with a history.
-        key: That of the tensor.
-        records: Its amax counts for later steps.
-        x: The tensor.
+    With ``records`` its amax counts for later steps.
     """
     if torch.compiler.is_dynamo_compiling() or not _has_values(x):
-        return (
-            opaque_rounding.rounded(rounding, key, records, x) if _is_compiled(x) else rounding(x)
-        )
+        return _in_graph(rounding, key, records, x) if _is_compiled(x) else rounding(x)
     histories = in_force()
     if histories is None:
         return rounding(x)
@@ -127,48 +138,73 @@ def _is_compiled(x: Tensor) -> bool:
     return type(x) in _TRACED and is_compiled()
 
 
-opaque_rounding.called_by(round_delayed, end_step_in_force)
+# --- operators of graphs ----------------------------------------------------------------------------
+#
+# What they note of a tensor is the same however often it is noted within a step, and so is what they
+# return: compilers may omit, move and repeat them as they do with functions.
 
 
-@dataclass(frozen=True)
-class DelayedEmulation(Emulation):
-    """Computes one op in number formats, some of which have a history."""
+def _run(x: Tensor, rounding: str, key: str, records: bool) -> Tensor:
+    with without_casts():
+        found = round_delayed(_rounding_of(rounding), key, records, x)
+    return found.clone() if found is x else found
 
-    def _delayed(self, role: str, round_: Rounder, format: Format) -> Rounder:
-        """Returns what rounds a tensor of this call."""
-        if not has_history(format):
-            return round_
-        rounding = self._rounder(format)
-        assert isinstance(rounding, Rounding)
-        records = is_training()
-        # A graph has its keys for good.
-        is_taken = records or torch.compiler.is_dynamo_compiling()
-        key = key_of(self.op, role, format.name, is_taken)
-        return functools.partial(round_delayed, rounding, key, records)
 
-    def _rounded(self, role: str, tensor: Tensor, round_: Rounder, format: Format) -> Tensor:
-        return super()._rounded(role, tensor, self._delayed(role, round_, format), format)
+def _defined(signature: str, function: Any, fake: Any, *tags: str) -> Any:
+    operator = own_operator(signature, fake, "cudagraph_unsafe", *tags)
+    set_kernel(operator, function, "CompositeExplicitAutograd")
+    return operator
 
-    def _delayed_gradient(self, role: str) -> Rounder | None:
-        format = self.formats.gradients
-        if format is None:
-            return None
-        return self._delayed(role, self._rounder(format), format)
 
-    def _outgoing(self, role: str) -> Rounder | None:
-        return None if self._result is None else self._delayed_gradient(f"gradient of {role}")
+_ROUNDED, _ROUNDED_BY_CHANCE = [
+    _defined(
+        f"{name}(Tensor x, str rounding, str key, bool records) -> Tensor",
+        _run,
+        lambda x, *others: torch.empty_like(x),
+        *tags,
+    )
+    for name, *tags in (
+        ("rounded_delayed",),
+        ("rounded_delayed_by_chance", "nondeterministic_seeded"),
+    )
+]
+#: Says that it writes to a parameter that was updated, so that it runs, and after that.
+_STEP_ENDED: Final = _defined(
+    "step_ended(Tensor(a!) x) -> ()", lambda x: end_step_in_force(), lambda x: None
+)
 
-    def _incoming(self) -> Rounder | None:
-        return self._delayed_gradient("gradient")
 
-    def _incoming_by_axis(self) -> ByAxis | None:
-        if not has_history(self.formats.gradients):
-            return super()._incoming_by_axis()
-        round_ = self._delayed_gradient("gradient")
-        assert round_ is not None
-        return lambda axis: round_
+def _in_graph(rounding: Rounding, key: str, records: bool, x: Tensor) -> Tensor:
+    operator = _ROUNDED_BY_CHANCE if rounding.mode == "stochastic" else _ROUNDED
+    found: Tensor = operator(x.detach(), _text_of(rounding), key, records)
+    return found
 
-    def _result_rounder(self) -> Rounder | None:
-        if self._result is None:
-            return None
-        return self._delayed("result", self._result, self.formats.result)
+
+def step_ended(parameter: Tensor) -> None:
+    """Ends a training step in a graph that is being traced."""
+    _STEP_ENDED(parameter.detach())
+
+
+_ELEMENTS: Final = {family.__name__: family for family in (Float, Fixed, Table)}
+
+
+@run_when_traced
+def _text_of(rounding: Rounding) -> str:
+    """Returns what a graph holds of how to round."""
+    format: Any = rounding.format
+    given = {each.name: getattr(format, each.name) for each in fields(format)}
+    element = given.pop("element")
+    of_element = {each.name: getattr(element, each.name) for each in fields(element)}
+    family = type(element).__name__
+    return json.dumps([rounding.mode, rounding.overflow, family, of_element, given])
+
+
+@functools.lru_cache(maxsize=1024)
+def _rounding_of(text: str) -> Rounding:
+    mode, overflow, family, of_element, given = json.loads(text)
+    if family == Table.__name__:
+        of_element["values"] = tuple(of_element["values"])
+    element: Any = _ELEMENTS[family](**of_element)
+    found: Rounder = rounder(Scaled(element=element, **given), mode, overflow)
+    assert isinstance(found, Rounding)
+    return found

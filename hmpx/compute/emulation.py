@@ -3,7 +3,7 @@
 Values live in fp32 tensors and are always representable in the format. The kernel computes in fp32,
 or in fp64 where rounding the fp32 results a second time would show. Gradients pass as if nothing had
 been rounded, or are rounded too. Where an op returns a dtype instead, its outputs are not rounded, nor
-what is added to a product. Independent of op lists and of how wrappers are installed in torch.
+what is added to a product.
 """
 
 from __future__ import annotations
@@ -18,25 +18,28 @@ from torch import Tensor, nn
 
 from .. import ops
 from ..errors import OptionError
-from ..number_formats import Custom, Format, Rounder, rounder
-from ..tensors import CAST, ELIGIBLE, Args, Kwargs, map_tensors
-from ..torch_internals import behind_transform, disable_modes, is_jit_tracing, is_of_transform
+from ..number_formats import Custom, Format, Rounder, decode, rounder
+from ..tensors import CAST, ELIGIBLE, SEQUENCES, Args, Kwargs, map_tensors
+from ..torch_internals import (
+    FunctionalTensor,
+    behind_transform,
+    disable_modes,
+    is_jit_tracing,
+    is_of_transform,
+)
 from ..torch_state import without_casts
-from . import frozen_codes
 from .composition import call_raised, rounded
-from .emulated_products import ByAxis, EmulatedProduct, has_axis
-from .factored import factored, may_be_factored
-from .legalize.graphs import is_onnx_made, is_traced
+from .emulated_products import ByAxis, EmulatedProduct, factored, has_axis, may_be_factored
+from .graphs import is_onnx_made, is_traced
 from .lowering import Lowering
-from .overflowing import may_overflow, warning_of_overflow
-from .straight_through import straight_through
+from .rounding import may_overflow, straight_through, warning_of_overflow
+from .watching import AS_DATA, EMULATION_WATCHERS, note_rounding
 
 #: fp32 results may be rounded again to formats with up to this many significand bits: 2 * 11 + 2 <= 24.
 _MOST_BITS: Final = 11
 _FP32_BITS: Final = 24
 
-#: Classes of numbers that are values, as those in tensors are.
-_NUMBERS: Final = frozenset({int, float})
+_CODES: Final = frozenset({torch.uint8, torch.uint16, torch.int32})
 
 
 @dataclass(frozen=True)
@@ -59,11 +62,6 @@ class Formats:
     rounding: str = "nearest"
     overflow: str | None = None
 
-    def rounder(self, format: Format, axis: int | None = None) -> Rounder:
-        """Returns what rounds to ``format``, along ``axis`` where values are rounded together."""
-        along = format if axis is None or not has_axis(format) else format.along(axis)
-        return rounder(along, self.rounding, self.overflow)
-
 
 @dataclass(frozen=True)
 class Emulation:
@@ -82,6 +80,7 @@ class Emulation:
             every other device type.
         line: Where the decision comes from.
         numbers: The positions where a tensor may stand, and a number instead.
+        rounds_late: Factors are rounded for each product anew, in `compute`.
     """
 
     formats: Formats
@@ -98,12 +97,8 @@ class Emulation:
     rounds_late: bool = field(init=False, repr=False, compare=False)
     _has_axes: bool = field(init=False, repr=False, compare=False)
     _tells_weights: bool = field(init=False, repr=False, compare=False)
-    _names_weights: bool = field(init=False, repr=False, compare=False)
     _addend: str | None = field(init=False, repr=False, compare=False)
-    _result: Rounder | None = field(init=False, repr=False, compare=False)
-    _weight: Rounder = field(init=False, repr=False, compare=False)
-    _activation: Rounder = field(init=False, repr=False, compare=False)
-    _gradient: Rounder | None = field(init=False, repr=False, compare=False)
+    _rounders: dict[str, Rounder] = field(init=False, repr=False, compare=False)
     _computes_in: torch.dtype = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
@@ -117,34 +112,40 @@ class Emulation:
         factors = [formats.weights, formats.activations]
         needs_axes = any(map(has_axis, [*factors, *([] if gradients is None else [gradients])]))
         is_late = needs_axes or (gradients is not None and self.output_dtype is not None)
-        is_wide = any(map(_is_wide, factors)) or _is_wide(formats.result)
-        usual = torch.float64 if is_wide else torch.float32
-        derived: dict[str, Any] = {
-            "rounds_late": is_late and self.is_product and may_be_factored(self.op),
-            "_has_axes": needs_axes,
-            "_tells_weights": formats.weights != formats.activations,
-            "_names_weights": ops.names_weights(self.names),
-            "_addend": found.addend if found is not None else None,
-            "_result": (
-                self._looking(formats.result, "a result") if self.output_dtype is None else None
-            ),
-            "_weight": self._looking(formats.weights, "a weight"),
-            "_activation": self._looking(formats.activations, "an input"),
-            "_gradient": None if gradients is None else self._rounder(gradients),
-            "_computes_in": self.accumulate_dtype or usual,
-        }
-        vars(self).update(derived)
-
-    def _rounder(self, format: Format, axis: int | None = None) -> Rounder:
-        found = self.formats.rounder(format, axis)
-        # torch functions called inside it must not be cast
-        return without_casts()(found) if isinstance(format, Custom) else found
+        is_wide = any(map(_is_wide, [*factors, formats.result]))
+        vars(self).update(
+            rounds_late=is_late and self.is_product and may_be_factored(self.op),
+            _has_axes=needs_axes,
+            _tells_weights=formats.weights != formats.activations
+            and not ops.names_weights(self.names),
+            _addend=found.addend if found is not None else None,
+            _rounders={
+                "weights": self._looking(formats.weights, "a weight"),
+                "activations": self._looking(formats.activations, "an input"),
+            },
+            _computes_in=self.accumulate_dtype or (torch.float64 if is_wide else torch.float32),
+        )
+        if self.output_dtype is None:
+            self._rounders["result"] = self._looking(formats.result, "a result")
+        if gradients is not None:
+            self._rounders["gradients"] = self._rounder(gradients)
 
     def _looking(self, format: Format, what: str) -> Rounder:
         found = self._rounder(format)
         if not may_overflow(format, self.formats.overflow):
             return found
         return warning_of_overflow(found, format, self.op, what, self.line)
+
+    def _rounder(self, format: Format, axis: int | None = None) -> Rounder:
+        """Returns what rounds to ``format``, along ``axis`` where values are rounded together."""
+        along = format if axis is None or not has_axis(format) else format.along(axis)
+        found = rounder(along, self.formats.rounding, self.formats.overflow)
+        # torch functions called inside it must not be cast
+        return without_casts()(found) if isinstance(format, Custom) else found
+
+    def _rounder_for(self, role: str, kind: str) -> Rounder:
+        """Returns what rounds a tensor that has a role in this call, to the format in a field of `Formats`."""
+        return self._rounders[kind]
 
     @property
     def format(self) -> Format:
@@ -154,14 +155,9 @@ class Emulation:
     # --- inputs --------------------------------------------------------------------------------
 
     def rounded_input(self, name: str, given: Tensor, tensor: Tensor) -> Tensor:
-        """Returns an input as the op takes it, in its own dtype.
+        """Returns the argument ``name``, cast from ``given``, as the op takes it.
 
         Factors of products that are rounded for each product anew are left to `compute`.
-
-        Args:
-            name: The argument's name, or ``""``.
-            given: The input as it was given.
-            tensor: The same, cast.
 
         Raises:
             OptionError: A graph is traced that can't hold the rounding.
@@ -170,8 +166,10 @@ class Emulation:
         if ops.is_mask(name) or (self.is_view and self._has_axes):  # what takes it knows the axis
             return tensor
         name = ops.parameter_named(name, self.names)
-        if name == self._addend and name:
-            return self._rounded_addend(tensor)
+        if name == self._addend and name:  # as it is where sums are: hardware adds it to them
+            return (
+                tensor if self.output_dtype is not None else self._rounded(name, tensor, "result")
+            )
         return tensor if self.rounds_late else self._rounded_factor(name, given, tensor)
 
     def _check(self) -> None:
@@ -182,37 +180,35 @@ class Emulation:
                 f"{self.format.name}: {what} can't hold a number format; use torch.export"
             )
 
-    def _rounded_addend(self, tensor: Tensor) -> Tensor:
-        """Returns what is added to a product: as it is where sums are, for hardware adds it to them."""
-        if self._result is None:
-            return tensor
-        return self._rounded(self._addend or "", tensor, self._result, self.formats.result)
-
     def _rounded_factor(self, name: str, given: Tensor, tensor: Tensor) -> Tensor:
-        if self._is_weight(name, given):
-            return self._rounded(name, tensor, self._weight, self.formats.weights)
-        return self._rounded(name, tensor, self._activation, self.formats.activations)
+        is_weight = self._is_weight(name, given)
+        return self._rounded(name, tensor, "weights" if is_weight else "activations")
 
-    def _rounded(self, role: str, tensor: Tensor, round_: Rounder, format: Format) -> Tensor:
+    def _rounded(self, role: str, tensor: Tensor, kind: str) -> Tensor:
+        round_ = self._rounder_for(role, kind)
         is_parameter = self.is_product and type(tensor) is nn.Parameter
-        if is_parameter and frozen_codes.note_rounding(tensor, format):
+        if is_parameter and note_rounding(tensor, getattr(self.formats, kind)):
             with disable_modes():
                 return round_(tensor)
         return straight_through(tensor, round_, self._outgoing(role))
 
     def _outgoing(self, role: str) -> Rounder | None:
         """Returns what rounds an input's gradient, which is a result as the op's outputs are."""
-        return None if self._result is None else self._gradient
+        if self.output_dtype is not None or self.formats.gradients is None:
+            return None
+        return self._rounder_for(f"gradient of {role}", "gradients")
 
     def _incoming(self) -> Rounder | None:
         """Returns what rounds the gradient of the op's result."""
-        return self._gradient
+        if self.formats.gradients is None:
+            return None
+        return self._rounder_for("gradient", "gradients")
 
     def _is_weight(self, name: str, given: Tensor) -> bool:
         """Whether an input is a weight: by name, or, of ops that name none, since it is a parameter."""
         if ops.is_weight(name):
             return True
-        if not self._tells_weights or self._names_weights or name.endswith("bias"):
+        if not self._tells_weights or name.endswith("bias"):
             return False
         if is_traced():
             raise OptionError(
@@ -223,23 +219,12 @@ class Emulation:
             given = behind
         return isinstance(given, nn.Parameter)
 
-    def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-        """Returns the arguments, with weights that were frozen to codes decoded to values."""
-        frozen_codes.note_data(args, kwargs, self.formats.weights)
-        if not self.is_product:
-            return args, kwargs
-        return frozen_codes.decoded(args, kwargs, self.formats.weights)
-
     # --- the op --------------------------------------------------------------------------------
 
     def compute(self, function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-        """Returns the result of ``function``, rounded.
+        """Returns the rounded result of torch's function.
 
-        Args:
-            function: torch's function.
-            args: Positional arguments, rounded except as `rounded_input` says.
-            kwargs: Keyword arguments, likewise.
-            given: The positional arguments before they were cast.
+        Its arguments are rounded as `rounded_input` does; ``given`` are the positional ones before.
         """
         if self.is_view:
             return function(*args, **kwargs)
@@ -277,16 +262,14 @@ class Emulation:
         factors: list[Tensor] = []
         rounders: list[ByAxis | None] = []
         for i, (name, factor) in enumerate(zip(call.names, call.factors, strict=True)):
-            original = originals.get(id(factor), factor)
+            role, original = name or f"factor {i}", originals.get(id(factor), factor)
             is_weight = self._is_weight(name, original)
             format = self.formats.weights if is_weight else self.formats.activations
             if has_axis(format):
-                factors.append(
-                    straight_through(factor, None, self._outgoing(name or f"factor {i}"))
-                )
+                factors.append(straight_through(factor, None, self._outgoing(role)))
                 rounders.append(functools.partial(self._rounder, format))
             else:
-                factors.append(self._rounded_factor(name or f"factor {i}", original, factor))
+                factors.append(self._rounded_factor(role, original, factor))
                 rounders.append(None)
         product = EmulatedProduct(call.multiplication, tuple(rounders), self._incoming_by_axis())
         result = call.finish(product.compute(factors))
@@ -296,12 +279,14 @@ class Emulation:
 
     def _incoming_by_axis(self) -> ByAxis | None:
         """Returns what rounds the gradient of a product, for each product of the backward."""
-        gradients = self.formats.gradients
-        return None if gradients is None else functools.partial(self._rounder, gradients)
+        gradients, incoming = self.formats.gradients, self._incoming()
+        if gradients is None or incoming is None:
+            return None
+        if has_axis(gradients):
+            return functools.partial(self._rounder, gradients)
+        return lambda axis: incoming
 
     def _with_rounded(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[Args, Kwargs]:
-        names = (*self.names, *("",) * len(args))
-
         def round_one(name: str, value: Any) -> Any:
             if name == self._addend:
                 return value
@@ -310,33 +295,33 @@ class Emulation:
                 lambda t: self._rounded_factor(name, t, t) if t.is_floating_point() else t,
             )
 
-        new_args = tuple([round_one(n, v) for n, v in zip(names, args, strict=False)])
-        return new_args, {name: round_one(name, value) for name, value in kwargs.items()}
+        return self._mapped(round_one, args, kwargs)
 
     def _with_tensors_for_numbers(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         """Returns the arguments with numbers that stand where tensors may in tensors of no dimension."""
         first = next((v for v in (*args, *kwargs.values()) if isinstance(v, Tensor)), None)
         names = {self.names[position] for position in self.numbers}
 
-        def value(name: str, given: Any) -> Any:
-            if first is None or name not in names or type(given) not in _NUMBERS:
+        def tensor(name: str, given: Any) -> Any:
+            if first is None or name not in names or type(given) not in (int, float):
                 return given
             return torch.full((), given, dtype=self._computes_in, device=first.device)
 
-        new_args = tuple([value(n, v) for n, v in zip(self.names, args, strict=False)])
-        return new_args, {name: value(name, given) for name, given in kwargs.items()}
+        return self._mapped(tensor, args, kwargs)
 
-    def _result_rounder(self) -> Rounder | None:
-        return self._result
+    def _mapped(
+        self, change: Callable[[str, Any], Any], args: Args, kwargs: Kwargs
+    ) -> tuple[Args, Kwargs]:
+        names = (*self.names, *("",) * len(args))
+        new_args = tuple([change(name, value) for name, value in zip(names, args, strict=False)])
+        return new_args, {name: change(name, value) for name, value in kwargs.items()}
 
     def _finish(self, incoming: Rounder | None, tensor: Tensor) -> Tensor:
         self._check()
         if tensor.is_nested or tensor.layout is not torch.strided:
             return tensor
-        if (round_ := self._result_rounder()) is not None:
-            return CAST[torch.float32](straight_through(tensor, round_, incoming))
-        assert self.output_dtype is not None
-        return CAST[self.output_dtype](straight_through(tensor, None, incoming))
+        round_ = None if self.output_dtype is not None else self._rounder_for("result", "result")
+        return CAST[self.output_dtype or torch.float32](straight_through(tensor, round_, incoming))
 
     def _lowering(self, args: Args) -> Lowering | None:
         if not self.lowerings:
@@ -344,6 +329,48 @@ class Emulation:
         first = next((value for value in args if isinstance(value, Tensor)), None)
         device_type = None if first is None else first.device.type
         return self.lowerings.get(device_type) or self.lowerings.get(None)
+
+    # --- weights that are frozen to codes ------------------------------------------------------
+
+    def decoded(self, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+        """Returns the arguments, with weights that were frozen to codes decoded to values.
+
+        Codes do not state their format: that of the op's weights is theirs.
+        """
+        format = self.formats.weights
+        if EMULATION_WATCHERS:
+            _note_data(args, kwargs, format)
+        if not self.is_product or not any(map(_is_integer, (*args[1:], *kwargs.values()))):
+            return args, kwargs
+        # What AOTAutograd traces is no longer marked as a parameter. But it was traced before with tensors
+        # that are, and any other integer alongside floating-point tensors was an error of torch's there.
+        is_traced = any(
+            isinstance(value, Tensor) and value.dtype.is_floating_point
+            for value in (*args, *kwargs.values())
+        )
+        kinds = (nn.Parameter, FunctionalTensor) if is_traced else nn.Parameter
+
+        def value(given: Any) -> Any:  # no other parameters are integers
+            return (
+                decode(given, format) if _is_integer(given) and isinstance(given, kinds) else given
+            )
+
+        new_args = (args[0], *map(value, args[1:])) if args else args
+        return new_args, {name: value(given) for name, given in kwargs.items()}
+
+
+def _is_integer(value: Any) -> bool:
+    return isinstance(value, Tensor) and value.dtype in _CODES
+
+
+def _note_data(args: Args, kwargs: Kwargs, format: Format) -> None:
+    """Reports the parameters among the arguments that can't be codes."""
+    if args and isinstance(args[0], nn.Parameter):
+        note_rounding(args[0], format, AS_DATA[0])
+    for value in (*args, *kwargs.values()):
+        for item in value if isinstance(value, SEQUENCES) else ():
+            if isinstance(item, nn.Parameter):
+                note_rounding(item, format, AS_DATA[1])
 
 
 def _is_wide(format: Format) -> bool:

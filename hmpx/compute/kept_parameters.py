@@ -1,8 +1,7 @@
 """Has autograd keep a parameter for the backward instead of the low-precision cast of it.
 
-The parameter is alive anyway. The backward casts it again, to the same bits; if it was written to in the
-meantime, autograd's usual error says so. For calls that torch's low-precision kernels compute; legalized
-ops do likewise in ``saved_tensors``.
+The parameter is alive anyway. The backward casts it again, to the same bits. For calls that torch's
+low-precision kernels compute; legalized ops do likewise in ``saved_tensors``.
 """
 
 from __future__ import annotations
@@ -17,16 +16,14 @@ from torch import Tensor, nn
 from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs
 from ..torch_internals import (
     has_fake_tensors,
-    hide_hook,
     hooks_refused,
     is_jit_tracing,
     is_noted_in_graph,
     pop_hooks,
-    push_hooks,
     top_hooks,
     transforms,
 )
-from .kept_tensors import Kept, is_dynamo_compiling, unpack
+from .saved_tensors import Kept, is_dynamo_compiling, push_under
 
 # Taken before anything is patched: op lists may name any of them.
 _detach, _storage = Tensor.detach, Tensor.untyped_storage
@@ -56,15 +53,15 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
     given: Args,
     given_kwargs: Kwargs | None = None,
 ) -> Any:
-    """Runs ``function``; autograd keeps the parameters among the inputs instead of their casts.
+    """Runs ``function`` on cast arguments; autograd keeps the parameters among those given instead of their casts.
 
     Args:
         is_choosy: Leave casts that cost more time than they are worth.
         function: torch's function.
-        args: Positional arguments, cast.
-        kwargs: Keyword arguments, cast.
-        given: The positional arguments as they were given.
-        given_kwargs: The keyword arguments as they were given; None if none was cast.
+        args: Positional arguments.
+        kwargs: Keyword arguments.
+        given: The positional arguments before they were cast.
+        given_kwargs: The keyword arguments before they were cast; None if none was.
     """
     if is_choosy and is_dynamo_compiling():  # sizes set no guards; partitioned graphs choose later
         return function(*args, **kwargs)
@@ -76,17 +73,10 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
             _note(pairs, least, given_kwargs.values(), kwargs.values())
         if pairs and is_choosy:
             pairs = [pair for pair in pairs if _is_worthwhile(pair[1], args)]
-    if not pairs or hooks_refused() is not None or transforms() is not None:
-        return function(*args, **kwargs)
-    if is_noted_in_graph():
+    if not pairs or hooks_refused() is not None or transforms() is not None or is_noted_in_graph():
         return function(*args, **kwargs)
     outer = top_hooks()
-    pack = functools.partial(_pack, pairs, None if outer is None else outer[0])
-    if outer is None:
-        push_hooks(pack, unpack)
-    else:
-        hide_hook(pack, outer)
-        push_hooks(pack, functools.partial(unpack, unpack_outer=outer[1]))
+    push_under(functools.partial(_pack, pairs, None if outer is None else outer[0]), outer)
     try:
         return function(*args, **kwargs)
     finally:
@@ -95,10 +85,7 @@ def keeping_parameters(  # noqa: PLR0917  # all there is to one call
 
 
 def _note(pairs: list[Pair], least: int, given: Iterable[Any], cast: Iterable[Any]) -> None:
-    """Adds the parameters' matrices of ``least`` elements that were cast to low precision to ``pairs``.
-
-    Not a generator: it would take as long again.
-    """
+    """Adds the parameters' matrices of ``least`` elements that were cast to low precision to ``pairs``."""
     for before, value in zip(given, cast, strict=True):
         if value is before:
             continue
@@ -125,10 +112,7 @@ def _is_worthwhile(cast: Tensor, args: Args) -> bool:
 
 
 def pays(weight: Tensor, other: Tensor) -> bool:
-    """Whether a weight is worth casting again in the backward of its product with another tensor.
-
-    How many times the product uses each of its elements is told from the usual layout.
-    """
+    """Whether a weight is worth casting again in the backward of its product with another tensor."""
     size, other_size = weight.numel(), other.numel()
     if not other.dim() or size < LEAST_ELEMENTS or size * _LEAST_SHARE < other_size:
         return False

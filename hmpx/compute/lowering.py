@@ -1,11 +1,13 @@
-"""Functions that compute one op in one number format their own way: a library, or integers.
+"""Functions of users that compute one op in one number format: a library, or integers.
 
-Independent of how ops are rounded otherwise, and of how wrappers are installed in torch.
+Graphs hold an operator that compilers don't look into. It finds the function when the graph runs, by the
+names of op and format, so a graph that was kept on the disk finds it, too.
 """
 
 from __future__ import annotations
 
 import importlib
+import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import Any, Final
@@ -17,39 +19,28 @@ from .. import arguments, number_formats, ops, tensors
 from ..errors import OptionError, said_by, shown
 from ..number_formats import Custom, Format, Scaled, decode, encode, get
 from ..registry import change_together, exclusive
-from ..tensors import Args, Kwargs, map_tensors
-from ..torch_internals import may_learn
-from . import opaque
-from .legalize.graphs import is_exported, is_traced
+from ..tensors import SEQUENCES, Args, Kwargs, map_tensors
+from ..torch_internals import HAS_OPERATORS, may_learn
+from ..torch_state import without_casts
+from .graphs import is_exported, is_traced
 from .lowered import LOWERINGS, Lowerings
 
 
 @dataclass(frozen=True)
 class OnCodes:
-    """A function of integer codes, prepared by `create_lower_func` for `register_op`.
-
-    Attributes:
-        function: Takes and returns tensors of codes.
-    """
+    """A function that takes and returns tensors of integer codes, prepared by `create_lower_func`."""
 
     function: Callable[..., Any]
 
 
 @dataclass(frozen=True)
 class Lowering:
-    """A function that computes an op.
-
-    Attributes:
-        function: Takes the op's arguments, with tensors rounded to the format, and returns the result.
-        op: The name of the op, and
-        format: of the format that it was registered for.
-        takes_codes: It computes with codes, so that it can't take plain numbers for values.
-    """
+    """A function that computes an op from arguments that are rounded to the format."""
 
     function: Callable[..., Any]
     op: str
-    format: str
-    takes_codes: bool = False
+    format: str  # its name
+    takes_codes: bool = False  # so that it can't take plain numbers for values
 
     @property
     def name(self) -> str:
@@ -65,7 +56,7 @@ class Lowering:
         if not isinstance(result, Tensor):
             raise OptionError(f"{self.name}: an op that is lowered returns one tensor")
         if is_traced() and not is_exported():
-            found = opaque.lowered(self.op, self.format, args, kwargs, result)
+            found = self._in_graph(args, kwargs, result)
         else:
             with torch.no_grad():
                 found = self.called(args, kwargs)
@@ -77,6 +68,18 @@ class Lowering:
             found = found.to(result.dtype)
         apply: Callable[..., Tensor] = _InPlaceOf.apply
         return apply(result, found) if may_learn(result) else found
+
+    def _in_graph(self, args: Args, kwargs: Kwargs, like: Tensor) -> Tensor:
+        tensors: list[Tensor] = []
+        try:
+            given = json.dumps(_emptied([args, kwargs], tensors))
+        except TypeError as error:
+            raise OptionError(
+                f"{self.name}: torch.compile can't hold a call of a registered function with such an "
+                f"argument ({error}); run it uncompiled"
+            ) from None
+        found: Tensor = _OPERATOR(self.op, self.format, given, tensors, like.detach())
+        return found
 
     def called(self, args: Args, kwargs: Kwargs) -> Tensor:
         """Returns the function's result; it gets copies, which it may write to.
@@ -90,15 +93,49 @@ class Lowering:
         return found
 
 
-@opaque.called_by
-def _call_registered(op: str, format: str, device_type: str, args: Args, kwargs: Kwargs) -> Tensor:
+def _run(op: str, format: str, given: str, tensors: list[Tensor], like: Tensor) -> Tensor:
     found = lowerings(op, format)
-    lowering = found.get(device_type) or found.get(None)
+    lowering = found.get(like.device.type) or found.get(None)
     if lowering is None:
         raise OptionError(
             f"{op} in {format}: no function is registered any more; compile the model again"
         )
-    return lowering.called(args, kwargs)
+    args, kwargs = _filled(json.loads(given), tensors)
+    with torch.no_grad(), without_casts():
+        return lowering.called(tuple(args), kwargs).to(like.dtype, copy=True)
+
+
+def _shaped(op: str, format: str, given: str, tensors: list[Tensor], like: Tensor) -> Tensor:
+    return torch.empty_like(like)
+
+
+_OPERATOR: Any = None
+if HAS_OPERATORS:  # else `convert` refuses
+    _OPERATOR = torch.library.custom_op("hmpx::lowered", _run, mutates_args=())
+    _OPERATOR.register_fake(_shaped)
+
+#: Key of what stands for a tensor in a call that a graph holds as JSON.
+_TENSOR: Final = "hmpx::tensor"
+
+
+def _emptied(value: Any, tensors: list[Tensor]) -> Any:
+    """Returns ``value`` with numbers in place of its tensors, which are added to ``tensors``."""
+    if isinstance(value, Tensor):
+        tensors.append(value.detach())
+        return {_TENSOR: len(tensors) - 1}
+    if isinstance(value, SEQUENCES):
+        return [_emptied(each, tensors) for each in value]
+    if isinstance(value, dict):
+        return {name: _emptied(each, tensors) for name, each in value.items()}
+    return value
+
+
+def _filled(value: Any, tensors: list[Tensor]) -> Any:
+    if isinstance(value, dict):
+        if _TENSOR in value:
+            return tensors[value[_TENSOR]]
+        return {name: _filled(each, tensors) for name, each in value.items()}
+    return [_filled(each, tensors) for each in value] if isinstance(value, list) else value
 
 
 class _InPlaceOf(torch.autograd.Function):
@@ -129,14 +166,12 @@ def _copied(value: Any) -> Any:
     return map_tensors(value, lambda tensor: tensor.detach().clone())
 
 
-#: Ops whose first argument is the right-hand operand.
+#: Operators whose first argument is the right-hand operand.
 _REFLECTED: Final = frozenset(
     {"radd", "rdiv", "rfloordiv", "rmatmul", "rmod", "rmul", "rpow", "rsub", "rtruediv"}
 )
 
 # --- the registry ------------------------------------------------------------------------------
-
-#: Op and name of the format -> device type -> the function that computes the op.
 
 
 @exclusive
@@ -241,10 +276,12 @@ def lowerings(op: str, format: str) -> Mapping[str | None, Lowering]:
     if own is not None:
         return dict(own)
     found = LOWERINGS.value.get((ops.root(op), format), {})
-    found = {d: replace(known, op=op) for d, known in found.items()}
-    if op not in _REFLECTED:
-        return found
-    return {d: replace(known, function=_swapped(known.function)) for d, known in found.items()}
+    return {
+        device_type: replace(
+            known, op=op, function=_swapped(known.function) if op in _REFLECTED else known.function
+        )
+        for device_type, known in found.items()
+    }
 
 
 def _swapped(function: Callable[..., Any]) -> Callable[..., Any]:
@@ -269,11 +306,6 @@ def unregister(name: str) -> None:
     change_together(
         (number_formats.FORMATS_BY_NAME, number_formats.without(name)), (LOWERINGS, _without(name))
     )
-
-
-def forget(format: str) -> None:
-    """Drops everything that `register_op` registered for a format; conversions in force follow."""
-    LOWERINGS.change(_without(format))
 
 
 def _without(format: str) -> Lowerings:

@@ -30,9 +30,9 @@ from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, map_tensors, short_name, t
 from ..torch_internals import is_jit_tracing, run_when_traced
 from ..torch_state import is_below_dispatcher, without_casts
 from .composition import inputs_of, names_dtype, widen
-from .legalize.graphs import is_exported
-from .legalize.watching import note_legalized
+from .graphs import is_exported
 from .selecting import argument, with_fp32_gradients
+from .watching import note_legalized
 
 LOGGER: Final = logging.getLogger("hmpx")
 

@@ -16,9 +16,8 @@ from torch import Tensor
 from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
 from ..torch_internals import run_when_traced, transforms
 from .composition import widen
-from .graph_rounding import are_casts_kept, round_fp32
+from .graphs import are_casts_kept, is_traced, round_fp32
 from .legalize import capability
-from .legalize.graphs import is_traced
 
 # Taken before anything is patched: op lists may name any of them.
 _mm, _bmm, _matmul, _sum = torch.mm, torch.bmm, torch.matmul, torch.sum

@@ -1,7 +1,7 @@
-"""What autograd saves for an op that is computed in fp32: low-precision tensors.
+"""What autograd saves instead of fp32 tensors: the low-precision tensors that they are made from.
 
-Saved-tensor hooks store the low-precision sources instead of the fp32 copies that the op saw.
-Independent of which ops are computed this way, and why.
+`keeping_low` computes an op in fp32 under saved-tensor hooks that store the low-precision sources instead
+of the fp32 copies that the op saw.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
+from ..tensors import CAST, LOW_DTYPES, Args, Kwargs, edges_of, node_of
 from ..torch_internals import (
+    TELLS_SAVED,
     address_of,
     hide_hook,
     passes_for_real,
@@ -24,10 +25,133 @@ from ..torch_internals import (
     top_hooks,
 )
 from .composition import raised, rounded, widen
-from .kept_tensors import Kept, is_read_alone, keep_output, unpack
 
 # Taken before anything is patched: op lists may name any of them.
-_detach, _equal = Tensor.detach, torch.equal
+_add_, _clamp_, _masked_fill_ = Tensor.add_, Tensor.clamp_, Tensor.masked_fill_
+_as_strided, _copy_, _detach = Tensor.as_strided, Tensor.copy_, Tensor.detach
+is_dynamo_compiling = torch.compiler.is_dynamo_compiling
+_abs, _gt, _sub, _to, _view = torch.abs, torch.gt, torch.sub, Tensor.to, Tensor.view
+_equal = torch.equal
+
+
+class Kept:
+    """What is kept for autograd instead of an fp32 tensor.
+
+    Attributes:
+        tensor: The low-precision tensor, or parameter, that the fp32 tensor is made from; with outer
+            hooks, whatever those packed it into.
+        version: The tensor's version, so that a write to it in the meantime is noticed.
+        raise_again: Makes the fp32 tensor again; None if ``tensor`` already is it.
+        rest: What to add to its bits afterwards, see `remainder`; None for nothing.
+        layout: The strides of the tensor that ``raise_again`` first made, then the shape and strides
+            of the view of it to return, and where that begins in it; None for the tensor itself.
+    """
+
+    __slots__ = ("layout", "raise_again", "rest", "tensor", "version")
+
+    def __init__(
+        self,
+        tensor: Any,
+        raise_again: Callable[[Tensor], Tensor] | None = None,
+        layout: tuple[Any, Any, Any, Any] | None = None,
+    ) -> None:
+        self.tensor, self.raise_again, self.layout = tensor, raise_again, layout
+        self.rest: Any = None
+        self.version = tensor._version
+
+
+def unpack(kept: Kept, unpack_outer: Callable[[Any], Tensor] | None = None) -> Tensor:
+    """Returns the tensor that ``kept`` stands for.
+
+    Under compiled autograd writes are not noticed, as torch notices none to what hooks keep.
+
+    Raises:
+        RuntimeError: The tensor that it is made from was written to.
+    """
+    tensor: Tensor = kept.tensor
+    if unpack_outer is not None:
+        tensor = unpack_outer(tensor)
+    elif not is_dynamo_compiling() and tensor._version != kept.version:  # it would trace its own
+        raise RuntimeError(
+            "one of the variables needed for gradient computation has been modified by an "
+            f"inplace operation: [{tensor.dtype}, {list(tensor.shape)}] is at version "
+            f"{tensor._version}; expected version {kept.version} instead"
+        )
+    if kept.raise_again is None:
+        return tensor
+    tensor = kept.raise_again(tensor)
+    if kept.rest is not None:
+        rest = kept.rest if unpack_outer is None else unpack_outer(kept.rest)
+        _add_(_view(tensor, torch.int32), rest)
+    return tensor if kept.layout is None else _laid_out(tensor, *kept.layout)
+
+
+def _laid_out(tensor: Tensor, strides: Any, shape: Any, view_strides: Any, offset: Any) -> Tensor:
+    """Returns a view of ``tensor``, which must have these strides, as it had when it was packed."""
+    if tensor.stride() != strides:  # outer hooks gave back another layout
+        same = torch.empty_strided(tensor.shape, strides, dtype=tensor.dtype, device=tensor.device)
+        tensor = _copy_(same, tensor)
+    if tensor.shape == shape and strides == view_strides:
+        return tensor
+    return _as_strided(tensor, shape, view_strides, tensor.storage_offset() + offset)
+
+
+def saved_by(node: Any) -> list[Any]:
+    """Returns what autograd has saved in one node: objects of torch's, without any that are None."""
+    found: list[Any] = []
+    for name in _saved_names(node.__class__):
+        value = getattr(node, name)
+        found += value if isinstance(value, (list, tuple)) else [value]
+    return [each for each in found if not TELLS_SAVED or each.data is not None]
+
+
+@functools.cache
+def _saved_names(node: type) -> list[str]:
+    return [name for name in dir(node) if name.startswith("_raw_saved_")]
+
+
+def _is_read_alone(kept: Kept, result: Tensor) -> bool:
+    """Whether the backward formula that an output is saved for reads no other tensor."""
+    node = node_of(result)
+    while node is not None:
+        saved = saved_by(node)
+        if saved:
+            return len(saved) == 1 and (not TELLS_SAVED or saved[0].data is kept)
+        before = [each for each, _ in edges_of(node) if each is not None]
+        node = before[0] if len(before) == 1 else None  # as of views
+    return False
+
+
+def _keep_output(kept: Kept, result: Tensor, low_result: Tensor, *, splits: bool) -> None:
+    """Keeps the rounded output, with ``splits`` and its remainder, if ``kept`` holds the output's elements."""
+    tensor = kept.tensor
+    if tensor.shape != result.shape:
+        if tensor.numel() != result.numel():
+            return
+        if not (tensor.is_contiguous() and result.is_contiguous()):
+            return
+        kept.layout = (result.stride(), tensor.shape, tensor.stride(), 0)
+    elif tensor.stride() != result.stride():
+        return
+    low = _detach(low_result)
+    kept.tensor, kept.raise_again, kept.version = low, widen, low._version
+    if splits:
+        kept.rest = remainder(_detach(result), low)
+
+
+def remainder(exact: Tensor, low: Tensor) -> Tensor:
+    """Returns the int16 to add to the fp32 bits of ``low`` to get float32 ``exact`` again.
+
+    Halfway between two bfloat16 numbers, one unit in fp32's last place may be missing. Nothing is
+    added to float16 values that are NaN, subnormal or infinite, where the difference does not fit.
+    """
+    rest = _sub(_view(exact, torch.int32), _view(widen(low), torch.int32))
+    if low.dtype is torch.bfloat16:
+        return _to(_clamp_(rest, -0x8000, 0x7FFF), torch.int16)
+    return _to(_masked_fill_(rest, _gt(_abs(rest), 0x1000), 0), torch.int16)
+
+
+# --- ops that are computed in fp32 -----------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +163,7 @@ class Precision:
         widen: Upcasts its inputs.
         is_product: Autograd saves only its inputs, or copies of them.
         rounds_inputs: Its fp32 inputs are rounded first.
-        splits_output: An output that autograd saves beside other tensors is kept as two 16-bit
+        splits_output: An output that autograd saves along with other tensors is kept as two 16-bit
             tensors: the rounded output, and the remainder that rounding takes away.
     """
 
@@ -63,17 +187,12 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     ``finish``, if given, makes the result from the fp32 one; it must be given for products only.
     An fp32 copy of an input is made again from the input, or from the parameter behind it, which is
     alive anyway. An output is kept as rounded, unless the backward formula reads other tensors
-    beside it. A norm's statistics stay as they are.
+    along with it. A norm's statistics stay as they are.
     """
     outer = top_hooks()
     packer = _Packer(precision, outer)
     new_args, new_kwargs = packer.upcast(args, kwargs, given)
-    if outer is None:
-        push_hooks(packer.pack, unpack)
-    else:
-        pack = functools.partial(packer.pack)  # methods can't be marked
-        hide_hook(pack, outer)
-        push_hooks(pack, functools.partial(unpack, unpack_outer=outer[1]))
+    push_under(packer.pack, outer)
     try:
         result = function(*new_args, **new_kwargs)
     finally:
@@ -83,6 +202,16 @@ def keeping_low(  # noqa: PLR0917  # all there is to one call
     if packer.pending:
         packer.settle(result, None if finish else low_result)
     return low_result
+
+
+def push_under(pack: Callable[[Tensor], Kept], outer: tuple[Any, Any] | None) -> None:
+    """Pushes saved-tensor hooks that keep what ``pack`` gives, under the hooks that are in force."""
+    if outer is None:
+        push_hooks(pack, unpack)
+    else:
+        pack = functools.partial(pack)  # methods can't be marked
+        hide_hook(pack, outer)
+        push_hooks(pack, functools.partial(unpack, unpack_outer=outer[1]))
 
 
 class _Packer:
@@ -107,13 +236,7 @@ class _Packer:
         self.pending: list[tuple[int, Kept]] = []
 
     def upcast(self, args: Args, kwargs: Kwargs, given: Args) -> tuple[list[Any], Kwargs]:
-        """Returns the arguments with low-precision tensors in fp32; notes what each is made from.
-
-        Args:
-            args: Positional arguments.
-            kwargs: Keyword arguments.
-            given: The positional arguments before they were cast.
-        """
+        """Returns the arguments with low-precision tensors in fp32; notes what each is made from."""
         note = self.note
         new_args = list(args)
         for position, value in enumerate(args):
@@ -138,7 +261,8 @@ class _Packer:
         if source is None:
             source = tensor
         else:
-            again = functools.partial(_reround, self.convert, again)
+            convert = self.convert
+            again = functools.partial(lambda one, source: one(convert(source)), again)
         self.sources[address_of(wide)] = source, again, wide.stride()
         return wide
 
@@ -173,12 +297,7 @@ class _Packer:
         return kept
 
     def settle(self, result: Any, low_result: Any) -> None:
-        """Decides how the pending tensors are kept, now that the result is known.
-
-        Args:
-            result: The fp32 result.
-            low_result: The same, rounded to the call's dtype; None if no output may be kept as that.
-        """
+        """Decides how the pending tensors are kept, given the fp32 result, and the rounded one if it may be kept."""
         precision = self.precision
         is_dense = isinstance(result, Tensor) and result.layout is torch.strided
         address = address_of(result) if is_dense else 0
@@ -186,8 +305,8 @@ class _Packer:
         for kept in outputs:
             # If the formula also reads other tensors, which are not rounded, this must not be rounded
             # either: formulas compare them, or take their small difference.
-            if low_result is not None and (precision.splits_output or is_read_alone(kept, result)):
-                keep_output(kept, result, low_result, splits=precision.splits_output)
+            if low_result is not None and (precision.splits_output or _is_read_alone(kept, result)):
+                _keep_output(kept, result, low_result, splits=precision.splits_output)
         if precision.is_product and not precision.rounds_inputs and not outputs:
             for _, kept in self.pending:
                 kept.tensor, kept.raise_again = self.convert(kept.tensor), widen
@@ -195,9 +314,3 @@ class _Packer:
         for _, kept in self.pending:
             self.keep(kept)
         self.pending.clear()
-
-
-def _reround(
-    convert: Callable[[Tensor], Tensor], raise_one: Callable[[Tensor], Tensor], tensor: Tensor
-) -> Tensor:
-    return raise_one(convert(tensor))

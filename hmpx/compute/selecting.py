@@ -15,7 +15,7 @@ from ..ops import parameter_named
 from ..tensors import CAST, Args, Kwargs, tensors_in
 from ..torch_internals import data_of, has_fake_tensors, has_tangents, is_jit_tracing, transforms
 from .composition import Inputs, computed_in_fp32, rounded
-from .legalize.graphs import is_traced
+from .graphs import is_traced
 
 if TYPE_CHECKING:
     from .missing_kernels import Callee

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import hmpx
-from hmpx.compute.legalize import activations, tables
+from hmpx.compute.legalize import activations
 from hmpx.number_formats import Bfloat16Kernels, bfloat16_kernels
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -47,7 +47,7 @@ def every_call_is_looked_up(compiled: Bfloat16Kernels, monkeypatch: pytest.Monke
     monkeypatch.setattr(activations, "_LEAST", 0)
     monkeypatch.setattr(activations, "_UNTIL", 0)
     monkeypatch.setattr(activations, "_activations", {})
-    monkeypatch.setattr(tables, "_WORTHWHILE", float("inf"))
+    monkeypatch.setattr(activations, "_WORTHWHILE", float("inf"))
 
 
 def numbers() -> Tensor:
@@ -217,15 +217,15 @@ def test_a_derivative_that_no_factor_gives_is_left_to_torch(compiled: Bfloat16Ke
     def rounds_twice(gradient: Tensor, x: Tensor) -> Tensor:
         return (gradient * 0.7).to(gradient.dtype) * (x * 0.3).to(x.dtype)
 
-    assert tables.made(F.gelu, rounds_twice, compiled).derivatives is None
-    assert tables.made(F.gelu, ATEN.gelu_backward, compiled).derivatives is not None
+    assert activations.made(F.gelu, rounds_twice, compiled).derivatives is None
+    assert activations.made(F.gelu, ATEN.gelu_backward, compiled).derivatives is not None
 
 
 def test_slower_tables_are_not_used(
     compiled: Bfloat16Kernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(tables, "_WORTHWHILE", 0.0)
-    found = tables.made(F.gelu, ATEN.gelu_backward, compiled)
+    monkeypatch.setattr(activations, "_WORTHWHILE", 0.0)
+    found = activations.made(F.gelu, ATEN.gelu_backward, compiled)
     assert found.values is None
     assert found.derivatives is None
 

@@ -464,7 +464,7 @@ def forked_meanwhile():
     capability._measured = slowly
     thread = threading.Thread(target=capability.capability, args=("gemm", "cpu", BF16))
     thread.start()
-    while not capability._measurements:
+    while not capability._running:
         time.sleep(0.001)
     child = os.fork()
     faulthandler.dump_traceback_later(60, exit=True)

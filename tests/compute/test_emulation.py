@@ -361,9 +361,9 @@ def test_the_log_names_the_format(caplog: pytest.LogCaptureFixture) -> None:
 def lowered() -> Iterator[None]:
     """Forgets what was registered for posit16_1."""
     yield
-    from hmpx.compute import lowering
+    from hmpx.compute import LOWERINGS
 
-    lowering.forget("posit16_1")
+    LOWERINGS.change({})
 
 
 POSITS = hmpx.Policy.from_ops(low=["add", "mul"], low_precision_type="posit16_1")

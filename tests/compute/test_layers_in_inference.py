@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.compute.legalize import blocks, legalization, scratch
+from hmpx.compute.legalize import legalization, linears, scratch
 from hmpx.compute.legalize.capability import Capability
 from tests.compute.keeping import Keeping
 from tests.values import normal, same
@@ -29,7 +29,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(blocks, "_LEAST_WIDE", 0)
+    monkeypatch.setattr(linears, "_LEAST_WIDE", 0)
 
 
 #: Layer, and the shape of its input.
@@ -235,13 +235,13 @@ def test_a_row_is_computed_in_one_pass_however_it_is_given(
 ) -> None:
     """A cast of the weight and a product of it in fp32 would take twice the time of a native kernel."""
     products: list[Tensor | None] = []
-    compute = blocks.multiplied_in_one_pass
+    compute = linears.multiplied_in_one_pass
 
     def noting(*arguments: Any) -> Tensor | None:
         products.append(compute(*arguments))
         return products[-1]
 
-    monkeypatch.setattr(blocks, "multiplied_in_one_pass", noting)
+    monkeypatch.setattr(linears, "multiplied_in_one_pass", noting)
     monkeypatch.setattr(legalization, "known_capability", fast_for_a_row)
     with torch.no_grad(), hmpx.convert(device_types={"cpu"}):
         actual, expected = CALLS[way](nn.Linear(160, 128))

@@ -28,9 +28,9 @@ from torch.utils.checkpoint import checkpoint
 
 import hmpx
 from hmpx import Policy
-from hmpx.compute.graph_rounding import round_fp32
-from hmpx.compute.kept_tensors import remainder
+from hmpx.compute.graphs import round_fp32
 from hmpx.compute.legalize.legalization import LEGALIZE_MODES
+from hmpx.compute.saved_tensors import remainder
 from hmpx.errors import OptionError
 from tests.values import normal, same_or_nan
 

@@ -18,7 +18,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import hmpx
 from hmpx import torch_internals
-from hmpx.compute.legalize import prepared
+from hmpx.compute.legalize import convolutions
 from hmpx.torch_internals import blocked_convolutions
 from tests.values import normal
 
@@ -32,7 +32,7 @@ pytestmark = [
 
 @pytest.fixture(autouse=True)
 def every_weight_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prepared, "_LEAST", 0)
+    monkeypatch.setattr(convolutions, "_LEAST_PREPARED", 0)
 
 
 def layers() -> dict[str, tuple[nn.Module, tuple[int, ...]]]:
@@ -80,7 +80,7 @@ def freeze(module: nn.Module, x: Tensor, **options: Any) -> hmpx.Frozen:
 
 def kept(module: nn.Module) -> int:
     """Returns how many of the weights have values beside them."""
-    found = [prepared.prepared(weight) for weight in module.parameters()]
+    found = [convolutions.prepared(weight) for weight in module.parameters()]
     return sum(each is not None and bool(each._kept) for each in found)
 
 
@@ -120,13 +120,13 @@ def test_a_weight_is_raised_once(monkeypatch: pytest.MonkeyPatch) -> None:
         normal(1, 8, 9, 9),
     )
     raised: list[torch.Size] = []
-    widen = prepared.widen
+    widen = convolutions.widen
 
     def noting(tensor: Tensor) -> Tensor:
         raised.append(tensor.shape)
         return widen(tensor)
 
-    monkeypatch.setattr(prepared, "widen", noting)
+    monkeypatch.setattr(convolutions, "widen", noting)
     with torch.no_grad(), convert(), freeze(module, x, store="prepared"):
         for rows, size in ((1, 9), (4, 9), (1, 5), (1, 9)):
             module(normal(rows, 8, size, size))
@@ -188,12 +188,12 @@ def test_what_is_kept_is_freed() -> None:
         assert kept(module) == 1
         frozen.undo()
         assert kept(module) == 0
-        assert not prepared._prepared
+        assert not convolutions._prepared
         frozen = freeze(module, x, store="prepared")
         module(x)
         del module, frozen
         gc.collect()
-        assert not prepared._prepared
+        assert not convolutions._prepared
 
 
 def test_copies_are_frozen_models_without_it() -> None:

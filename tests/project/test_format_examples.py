@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from hmpx import formats
-from hmpx.compute import lowering
+from hmpx.compute import LOWERINGS
 
 from .test_examples import EXAMPLES, run_example
 
@@ -130,7 +130,7 @@ def posits() -> Iterator[ModuleType]:
     """The example as a module, its ops and its format forgotten afterwards."""
     module = load("posits")
     yield module
-    lowering.forget("posit16")
+    LOWERINGS.change({})
 
 
 def operands() -> tuple[Tensor, Tensor]:

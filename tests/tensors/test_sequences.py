@@ -121,7 +121,7 @@ def lowered(value: Any, function: Callable[[Any], Any] = lambda fn: fn) -> Any:
         with hmpx.convert(policy=policy, device_types={"cpu"}):
             torch.cat(value)
     finally:
-        hmpx.compute.lowering.forget("float8_e5m2")
+        hmpx.compute.LOWERINGS.change({})
     return seen[0]
 
 

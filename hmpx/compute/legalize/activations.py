@@ -1,13 +1,16 @@
 """Activations of bfloat16 tensors on the CPU, looked up in tables, to the same bits.
 
-Vector instructions for float32 alone compute an activation of bfloat16 more slowly than of float32. What is
-computed here, and when, is decided here; how tables are made in ``tables``.
+Vector instructions for float32 alone compute an activation of bfloat16 more slowly than of float32. There are
+only 65,536 numbers: a table holds what torch's own kernel gives for each. Whether gradients may be
+multiplied by a table of derivatives is tried with each significand that a gradient can have.
 """
 
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 import torch
@@ -16,21 +19,20 @@ from torch import Tensor
 from ...number_formats import bfloat16_kernels
 from ...tensors import Kwargs, is_in_memory
 from ...torch_internals import (
-    dispatch_modes,
     has_tangents,
     is_any_autocast_enabled,
     is_batch,
     is_jit_tracing,
-    transforms,
 )
+from ...torch_state import without_casts
+from .scratch import is_seen
 
 if TYPE_CHECKING:
     from ...number_formats import Bfloat16Kernels
-    from .tables import Tables
 
 # Taken before anything is patched: op lists may name any of them.
 _empty_like, _numel = torch.empty_like, Tensor.numel
-_BF16 = torch.bfloat16
+_BF16, _F32, _BITS = torch.bfloat16, torch.float32, torch.int16
 
 #: Ops of one tensor whose operator has a `..._backward` of the gradient and that tensor.
 ACTIVATIONS: Final = ("gelu", "mish", "silu")
@@ -47,9 +49,24 @@ _UNTIL: Final = 1 << 24
 #: Keyword arguments that activations may have.
 _KEYWORDS: Final[tuple[Kwargs, ...]] = ({}, {"approximate": "none"}, {"approximate": "tanh"})
 
+_NUMBERS: Final = 1 << 16
+
+#: Significands of bfloat16, and how many are tried at once.
+_SIGNIFICANDS: Final = 128
+_AT_ONCE: Final = 16
+
+#: What they are multiplied by, so that not even the smallest derivative makes a subnormal product.
+_LARGE: Final = 2.0**64
+
+#: Gradients beside them: other signs and sizes.
+_OTHERS: Final = (-1.5, 0.0, -0.0, 2.0**-70 * 1.25, -(2.0**100), float("inf"), float("nan"))
+
+#: A table must take at most this share of the kernel's time.
+_WORTHWHILE: Final = 0.8
+
 
 def looked_up(op: str, function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns torch's ``function`` of an op of `ACTIVATIONS`, such that large calls are looked up."""
+    """Returns torch's ``function`` of an op of `ACTIVATIONS`, with large calls looked up."""
 
     def run(*args: Any, **kwargs: Any) -> Any:
         if torch.compiler.is_dynamo_compiling() or len(args) != 1:
@@ -69,11 +86,7 @@ def _is_computed_here(x: Tensor) -> bool:
     if size < _LEAST or size % _VECTOR or not (x.is_cpu and x.is_contiguous()):
         return False
     return is_in_memory(x) and not (
-        dispatch_modes()
-        or transforms() is not None
-        or has_tangents()
-        or is_jit_tracing()
-        or is_any_autocast_enabled()
+        is_seen() or has_tangents() or is_jit_tracing() or is_any_autocast_enabled()
     )
 
 
@@ -116,7 +129,7 @@ class _Activation:
         return result
 
     def differentiable_backward(self, gradient: Tensor, x: Tensor) -> Tensor:
-        """Returns the gradient of ``x`` by what torch derives: its kernels for that need have no derivative."""
+        """Returns the gradient of ``x`` by what torch derives, as its kernels need have no derivative."""
         with torch.enable_grad():
             (result,) = torch.autograd.grad(self._by_torch(x), x, gradient, create_graph=True)
         return result
@@ -128,10 +141,8 @@ class _Activation:
     def _made(self, kernels: Bfloat16Kernels) -> Tables | None:
         if not self._lock.acquire(blocking=False):
             return None  # another thread makes them
-        from . import tables  # what most programs never need
-
         try:
-            self._tables = tables.made(self._by_torch, self.backward, kernels)
+            self._tables = made(self._by_torch, self.backward, kernels)
         finally:
             self._lock.release()
         return self._tables
@@ -166,14 +177,108 @@ class LookedUp(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> tuple[Tensor, None, None]:
         """Returns the gradient of `forward`'s first input."""
         (x,) = ctx.saved_tensors
-        is_plain = type(gradient) is Tensor and gradient.is_contiguous() and x.is_contiguous()
-        is_plain = is_plain and is_in_memory(gradient)
-        is_seen = dispatch_modes() or transforms() is not None
         if torch.is_grad_enabled():
             return ctx.activation.differentiable_backward(gradient, x), None, None
-        if is_seen or is_batch(gradient) or not is_plain:
+        is_plain = type(gradient) is Tensor and gradient.is_contiguous() and x.is_contiguous()
+        if not (is_plain and is_in_memory(gradient)) or is_seen() or is_batch(gradient):
             return ctx.activation.backward(gradient, x), None, None
         found: Tables = ctx.found
         assert found.derivatives is not None
         result = found.kernels.scale(x, gradient, _empty_like(x), found.derivatives)
         return result, None, None
+
+
+# --- tables ----------------------------------------------------------------------------------------
+
+_Backward = Callable[[Tensor, Tensor], Tensor]
+
+
+@dataclass(frozen=True, slots=True)
+class Tables:
+    """What is looked up for one function.
+
+    Attributes:
+        values: bfloat16: its values in the order of the numbers' bits; None if torch's kernel is as fast.
+        derivatives: float32: what a gradient is multiplied by; None if torch's kernel is as fast, or no
+            factor gives the same bits.
+        kernels: What looks up.
+    """
+
+    values: Tensor | None
+    derivatives: Tensor | None
+    kernels: Bfloat16Kernels
+
+
+def made(
+    forward: Callable[[Tensor], Tensor], backward: _Backward, kernels: Bfloat16Kernels
+) -> Tables:
+    """Returns the tables of a function with these kernels of torch's, on the CPU; takes some 50 ms."""
+    with torch.no_grad(), torch.inference_mode(False), without_casts():
+        bits = torch.arange(_NUMBERS, dtype=torch.int32, device="cpu").to(_BITS)
+        many = bits.view(_BF16).expand(_AT_ONCE, _NUMBERS).contiguous()
+        values, out = forward(many[0]), torch.empty_like(many)
+        looked_up = _time(lambda: kernels.look_up(many, out, values))
+        is_worthwhile = looked_up <= _WORTHWHILE * _time(lambda: forward(many))
+        derivatives = _derivatives(many, backward, kernels)
+    return Tables(values if is_worthwhile else None, derivatives, kernels)
+
+
+def _derivatives(many: Tensor, backward: _Backward, kernels: Bfloat16Kernels) -> Tensor | None:
+    """Returns what gradients are multiplied by, for all numbers; None if that is slower, or gives other bits."""
+    numbers, out = many[0], torch.empty_like(many)
+    fractions = torch.arange(_SIGNIFICANDS, dtype=_F32, device="cpu") / _SIGNIFICANDS
+    gradients = ((1 + fractions) * _LARGE).to(_BF16)[:, None]
+    found = backward(torch.ones_like(numbers, dtype=_F32), numbers.to(_F32))
+    part = gradients[:_AT_ONCE].expand_as(many).contiguous()
+    looked_up = _time(lambda: kernels.scale(many, part, out, found))
+    if looked_up > _WORTHWHILE * _time(lambda: backward(part, many)):
+        return None
+
+    def fits(source: Tensor, gradient: Tensor, derivatives: Tensor) -> Tensor:
+        """Whether the kernel's results are those of the table, for each element of the last dimension."""
+        by_table = kernels.scale(source, gradient, torch.empty_like(source), derivatives)
+        return (_plain(by_table) == _plain(backward(gradient, source))).all(0)
+
+    is_right = torch.ones_like(numbers, dtype=torch.bool)
+    for first in range(0, _SIGNIFICANDS, _AT_ONCE):
+        part = gradients[first : first + _AT_ONCE].expand_as(many).contiguous()
+        is_right &= fits(many, part, found)
+    wrong = (~is_right).nonzero()[:, 0]
+    if len(wrong):
+        few = numbers[wrong].expand(_SIGNIFICANDS, len(wrong)).contiguous()
+        part = gradients.expand_as(few).contiguous()
+        results = backward(part, few)
+        for guess in (_between(gradients, results), results[0].to(_F32) / _LARGE):
+            is_better = fits(few, part, found.index_copy(0, wrong, guess)) & ~is_right[wrong]
+            found[wrong] = torch.where(is_better, guess, found[wrong])
+            is_right[wrong] |= is_better
+    others = torch.tensor(_OTHERS, dtype=_BF16, device="cpu")[:, None].expand(-1, _NUMBERS)
+    source = numbers.expand_as(others).contiguous()
+    is_right &= fits(source, others.contiguous(), found)
+    return found if is_right.all() else None
+
+
+def _between(gradients: Tensor, results: Tensor) -> Tensor:
+    """Returns float32 numbers that, times positive gradients [g, 1], round to the results [g, n], if there are any."""
+    bits, exact, by = results.view(_BITS).int(), results.double(), gradients.double()
+    away, back = (
+        (exact + (bits + step).to(_BITS).view(_BF16).double()) / 2 / by for step in (1, -1)
+    )
+    low, high = torch.minimum(away, back).amax(0), torch.maximum(away, back).amin(0)
+    return ((low + high) / 2).to(_F32)
+
+
+def _plain(results: Tensor) -> Tensor:
+    """Returns the bits of bfloat16 results, where all NaN have those that casts give them."""
+    nan = torch.full((1,), float("nan"), dtype=_F32, device="cpu").to(_BF16).view(_BITS)
+    return results.view(_BITS).masked_fill(results.isnan(), nan[0])
+
+
+def _time(run: Callable[[], object]) -> float:
+    """Returns the least processor time of a call."""
+    best = float("inf")
+    for _ in range(3):
+        start = time.thread_time()
+        run()
+        best = min(best, time.thread_time() - start)
+    return best

@@ -1,9 +1,7 @@
 """What a device does natively in low precision, per op kind: as torch reports it, and measured.
 
 A CPU without bfloat16 products computes them many times slower than fp32, and does not report it.
-Each question is measured once, on the device in question, in a separate thread in which casts are
-off. A device is named ``"cpu"`` or, since cards may differ, ``"cuda:1"``. Independent of policies
-and wrappers.
+A device is named ``"cpu"`` or, since cards may differ, ``"cuda:1"``.
 """
 
 from __future__ import annotations
@@ -11,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import logging
+import math
 import os
 import threading
 import time
@@ -107,102 +106,89 @@ def reported(device: str, dtype: torch.dtype) -> bool | None:
 
 @functools.cache
 def capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Returns what is known about ops of ``kind``, measuring it on first use.
+    """Returns what is known about ops of ``kind``, measuring it on first use, once a process.
 
-    Other threads that ask the same meanwhile wait for that one measurement. Where it fails, its
-    ratios are None, and ops are left to torch.
-
-    An accelerator that reports the dtype is trusted without measuring, which would start its context.
+    Where the measurement fails, its ratios are None, and ops are left to torch. An accelerator that reports
+    the dtype is trusted without measuring, which would start its context.
 
     Raises:
         Capturing: A measurement is needed, and must not run now.
     """
     if device != "cpu" and reported(device, dtype) is not False:
         return Capability(reported(device, dtype))
+    question = kind, device, dtype
+    if _running is threading.current_thread():
+        raise Capturing
     with _lock:
-        measurement = _measurements.get((kind, device, dtype))
-        if measurement is None:
-            if _is_capturing():
+        if question not in _known:
+            is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+            if is_initialized and torch.cuda.is_current_stream_capturing():
                 raise Capturing
-            measurement = _Measurement(kind, device, dtype)
-            _measurements[kind, device, dtype] = measurement
-    return measurement.wait()
-
-
-def _is_capturing() -> bool:
-    is_initialized: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-    return is_initialized and torch.cuda.is_current_stream_capturing()
+            _known[question] = _measured_apart(*question)
+        return _known[question]
 
 
 def forget() -> None:
     """Discards all measurements, so that each is made anew."""
     with _lock:
-        _measurements.clear()
+        _known.clear()
         capability.cache_clear()
 
 
-class _Measurement:
-    """One measurement, started when the object is created.
-
-    It runs in a thread of its own, free of modes, transforms, autocast regions and hooks.
-    """
-
-    def __init__(self, kind: str, device: str, dtype: torch.dtype) -> None:
-        self._question = kind, device, dtype
-        self._found = Capability(None)  # until more is known
-        self._thread = threading.Thread(target=self._run, name="hmpx-capability")
-        try:
-            self._thread.start()
-        except RuntimeError as error:  # too many threads, or the interpreter ends
-            with without_casts():
-                self._found = Capability(reported(device, dtype))
-            self._note_failure(error)
-
-    def wait(self) -> Capability:
-        """Waits for the measurement, and returns its result."""
-        if self._thread.ident is not None and self._thread is not threading.current_thread():
-            self._thread.join()
-        return self._found
-
-    def _run(self) -> None:
-        threads = torch.get_num_threads()
-        torch.set_num_threads(1)  # for this thread: with more, small times vary
-        try:
-            with without_casts():
-                self._found = Capability(reported(*self._question[1:]))
-                with _chosen(self._question[1]):
-                    self._found = _measured(*self._question)
-        except Exception as error:
-            self._note_failure(error)
-        finally:
-            torch.set_num_threads(threads)
-
-    def _note_failure(self, error: Exception) -> None:
-        kind, device, dtype = self._question
-        LOGGER.warning(
-            "the speed of %s in %s on %s can't be measured, so torch's kernels compute it: %r",
-            kind,
-            str(dtype).removeprefix("torch."),
-            device,
-            error,
-        )
-
-
-_measurements: Final[dict[tuple[str, str, torch.dtype], _Measurement]] = {}
+_known: Final[dict[tuple[str, str, torch.dtype], Capability]] = {}
+_running: threading.Thread | None = None
 _lock: Final = threading.RLock()
 
 
 def _prepare_fork() -> None:
-    """Waits for running measurements: a child has neither their threads nor the locks these hold."""
+    """Waits for a running measurement: a child has neither its thread nor the locks that this holds."""
     _lock.acquire()
-    for measurement in _measurements.values():
-        measurement.wait()
+    if _running is not None:
+        _running.join()
 
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(
         before=_prepare_fork, after_in_parent=_lock.release, after_in_child=_lock.release
     )
+
+
+def _measured_apart(kind: str, device: str, dtype: torch.dtype) -> Capability:
+    """Measures in a thread of its own, free of modes, transforms, autocast regions and hooks."""
+    global _running
+    found: list[Capability] = []
+    failures: list[Exception] = []
+
+    def run() -> None:
+        threads = torch.get_num_threads()
+        torch.set_num_threads(1)  # for this thread: with more, small times vary
+        try:
+            with without_casts(), _chosen(device):
+                found.append(_measured(kind, device, dtype))
+        except Exception as error:
+            failures.append(error)
+        finally:
+            torch.set_num_threads(threads)
+
+    _running = threading.Thread(target=run, name="hmpx-capability")
+    try:
+        _running.start()
+        _running.join()
+    except RuntimeError as error:  # too many threads, or the interpreter ends
+        failures.append(error)
+    finally:
+        _running = None
+    if found:
+        return found[0]
+    LOGGER.warning(
+        "the speed of %s in %s on %s can't be measured, so torch's kernels compute it: %r",
+        kind,
+        str(dtype).removeprefix("torch."),
+        device,
+        *failures,
+    )
+    with without_casts():
+        return Capability(reported(device, dtype))
 
 
 def _chosen(device: str) -> contextlib.AbstractContextManager[object]:
@@ -222,10 +208,7 @@ def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
     # Not random: torch's generator is the user's. Nor does it rely on the default dtype.
     low = [
         CAST[dtype](
-            _VIEW(
-                _LINSPACE(-1, 1, _numel(shape), device=device, dtype=torch.float32),
-                shape,
-            )
+            _VIEW(_LINSPACE(-1, 1, math.prod(shape), device=device, dtype=torch.float32), shape)
         )
         for shape in shapes
     ]
@@ -249,22 +232,15 @@ def _measured(kind: str, device: str, dtype: torch.dtype) -> Capability:
 
 
 def _backward(function: Callable[..., Tensor], inputs: list[Tensor]) -> Callable[[], Any]:
-    """Returns a function that computes the gradients, and can be called repeatedly.
-
-    The graph is recorded beforehand: how long that takes depends on the user's modes that hold for
-    all threads, such as anomaly detection.
-    """
+    """Returns a function that computes the gradients, and can be called repeatedly."""
+    # Recorded beforehand: that takes longer under modes that hold for all threads, as anomaly detection.
     result = function(*inputs)
     gradient = _ONES_LIKE(result)
     return lambda: torch.autograd.grad(result, inputs, gradient, retain_graph=True)
 
 
 def _least_times(functions: list[Callable[[], Any]], device: str) -> list[float]:
-    """Returns the shortest time of a call of each function, with the functions taking turns.
-
-    On a CPU this is the thread's processor time: time spent waiting for a busy processor does not
-    count, as it would decide the result on a crowded machine.
-    """
+    """Returns the shortest time of a call of each function, in turns; on a CPU the thread's processor time."""
     synchronize = getattr(torch.get_device_module(device), "synchronize", None)
     clock = time.thread_time if device == "cpu" and _THREAD_TIME_IS_FINE else time.perf_counter
     best = [float("inf")] * len(functions)
@@ -284,10 +260,6 @@ def _lstm(x: Tensor, w: Tensor, r: Tensor, b: Tensor, c: Tensor) -> Tensor:
     result = _LSTM(x, [state, state], [w, r, b, c], True, 1, 0.0, True, False, False)
     output: Tensor = result[0]
     return output
-
-
-def _numel(shape: tuple[int, ...]) -> int:
-    return functools.reduce(lambda a, b: a * b, shape)
 
 
 _SIZE = 128

@@ -1,37 +1,33 @@
-"""Convolutions and their gradients, in fp32 memory that is kept from call to call.
+"""Legalized convolutions and their gradients, in fp32 memory that is kept from call to call.
 
-The rounding points are those of `legalize`, and autograd saves low-precision tensors. Independent of
-which convolutions are computed this way, and why.
+The rounding points are those of `legalizer`, and autograd saves low-precision tensors. In inference the fp32
+values of low-precision weights may be kept alongside them, as kernels read them.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+import weakref
+from collections.abc import Callable, Hashable, Iterable
 from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
 
-from ...tensors import CAST, Args, Kwargs
+from ...tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, Args, Kwargs, is_in_memory
 from ...torch_internals import (
     ConvolutionSettings,
     can_be_laid_out,
     convolved,
-    dispatch_modes,
     has_tangents,
-    is_batch,
     laid_out,
-    transforms,
 )
-from ..composition import call_raised
-from .prepared import Prepared, prepared
-from .rounding import Rounding
-from .scratch import New, Temporaries
+from ..composition import call_raised, widen
+from .scratch import Rounding, Temporaries, is_seen, memory_for
 
 # Taken before anything is patched: op lists may name any of them.
-_contiguous, _numel = Tensor.contiguous, Tensor.numel
+_address, _contiguous, _numel = Tensor.data_ptr, Tensor.contiguous, Tensor.numel
 _convolution_backward = torch.ops.aten.convolution_backward.default
 
 #: The ops that `compute` supports -> their number of spatial dimensions.
@@ -42,6 +38,9 @@ _LEAST: Final = 1 << 17
 
 #: Input channels of a group; with fewer, torch's function has nothing to lay out.
 _LEAST_CHANNELS: Final = 4
+
+#: Elements of a weight; below this, upcasting costs less than keeping its values.
+_LEAST_PREPARED: Final = 1 << 15
 
 
 def is_large(x: Any, weight: Any) -> bool:
@@ -64,7 +63,7 @@ def compute(
         dtype: The low-precision dtype.
         rounds_inputs: fp32 inputs are rounded first.
     """
-    if has_tangents() or _is_watched():
+    if has_tangents() or is_seen():
         return None
     dimensions = CONVOLUTIONS[op]
     x, weight, bias = (*args[:3], None)[:3]
@@ -88,103 +87,6 @@ def compute(
         x, kept = (low, None) if rounds_inputs else (x, low)
     apply: Callable[..., Tensor] = Convolution.apply
     return apply(x, kept, weight, bias, function, settings, Rounding(dtype, rounds_inputs))
-
-
-def without_gradients(
-    function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
-) -> Tensor | None:
-    """Returns a convolution in ``dtype`` without recording gradients; None if computed elsewhere.
-
-    The tensors are in ``dtype``, or as they were given, with a parameter for a weight.
-    """
-    if has_tangents() or _is_watched() or len(args) < 2:
-        return None
-    x, weight, *bias = args[:3]
-    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
-    if not is_wide and not is_large(x, x):  # large weights alone gain nothing
-        return None
-    if is_wide and not all([_may_be_rounded(t, weight, dtype) for t in (x, *bias)]):  # noqa: C419
-        return None
-    memory = Temporaries(weight.device)
-    if is_wide:
-        low = [t if t is None else CAST[dtype](t) for t in (x, *bias)]
-        args = (low[0], memory.rounded(weight, dtype), *low[1:], *args[3:])
-    result = call_raised(function, args, kwargs, memory.widen)
-    memory.free()
-    return CAST[dtype](result)
-
-
-def _may_be_rounded(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
-    """Whether a bias is left out, or an input lies beside the weight in ``dtype`` or fp32."""
-    if not isinstance(value, Tensor):
-        return value is None
-    is_known = value.dtype is dtype or value.dtype is torch.float32
-    return is_known and value.layout is torch.strided and value.device == weight.device
-
-
-def with_prepared(
-    op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype
-) -> Tensor | None:
-    """Returns a convolution with a prepared weight, without recording gradients; None if computed elsewhere.
-
-    Args:
-        op: One of `CONVOLUTIONS`.
-        function: torch's function.
-        args: All its arguments, in ``dtype``.
-        dtype: The low-precision dtype.
-    """
-    found = prepared(args[1]) if len(args) > 1 else None
-    if found is None or has_tangents():
-        return None
-    x, weight, bias = (*args[:3], None)[:3]
-    for tensor in (x, weight) if bias is None else (x, weight, bias):
-        if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or not tensor.is_cpu:
-            return None
-    memory = Temporaries(x.device)
-    settings = _settings(CONVOLUTIONS[op], args[3:])
-    wide_bias = None if bias is None else memory.raised(bias)
-    if settings is None or not _can_be_laid_out(x, weight, settings):
-        values = found.kept(None, _as_it_is, weight)
-        result = CAST[dtype](function(memory.widen(x), values, wide_bias, *args[3:]))
-    else:
-        result = _contiguous(
-            CAST[dtype](_blocked(memory.widen(x), found, weight, wide_bias, settings))
-        )
-    memory.free()
-    return result
-
-
-def _as_it_is(values: Tensor) -> Tensor:
-    return values
-
-
-def _can_be_laid_out(x: Tensor, weight: Tensor, settings: _Settings) -> bool:
-    """Whether `_blocked` computes this, as fast as torch's function and with results in the same layout."""
-    dimensions = len(settings.strides)
-    if not x.dim() == weight.dim() == dimensions + 2 or not x.numel():
-        return False
-    if weight.shape[1] < _LEAST_CHANNELS or not can_be_laid_out(dimensions):
-        return False
-    return x.is_contiguous() and weight.is_contiguous()
-
-
-def _blocked(
-    x: Tensor, prepared: Prepared, weight: Tensor, bias: Tensor | None, settings: _Settings
-) -> Tensor:
-    """Returns a convolution in fp32, with channels last, from the weight in the layout for such inputs.
-
-    torch's function lays out the weight in each call, or takes a slower kernel. This one sums up in
-    another order.
-    """
-    all_settings = ConvolutionSettings(
-        tuple(settings.padding), tuple(settings.strides), tuple(settings.dilation), settings.groups
-    )
-    lay_out = functools.partial(_laid_out, all_settings, x.shape)
-    return convolved(x, prepared.kept(all_settings, lay_out, weight), bias, all_settings)
-
-
-def _laid_out(settings: ConvolutionSettings, shape: torch.Size, values: Tensor) -> Tensor:
-    return laid_out(values, settings, shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -250,8 +152,7 @@ class Convolution(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         settings, rounding = ctx.settings, ctx.rounding
         x_learns, _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
-        is_seen = torch.is_grad_enabled() or is_batch(gradient) or _is_watched()
-        memory = New() if is_seen else Temporaries(gradient.device)
+        memory = memory_for(gradient)
         found = _convolution_backward(
             memory.widen(gradient),
             rounding.raised(x, memory),
@@ -273,6 +174,167 @@ class Convolution(torch.autograd.Function):
         return of_x, None, of_weight, of_bias, None, None, None
 
 
-def _is_watched() -> bool:
-    """Whether a mode may keep the tensors it sees, or a transform has tensors of its own."""
-    return bool(dispatch_modes()) or transforms() is not None
+# --- in inference ----------------------------------------------------------------------------------
+
+
+def without_gradients(
+    function: Callable[..., Tensor], args: Args, kwargs: Kwargs, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns a convolution in ``dtype`` without recording gradients; None if computed elsewhere.
+
+    The tensors are in ``dtype``, or as they were given, with a parameter for a weight.
+    """
+    if has_tangents() or is_seen() or len(args) < 2:
+        return None
+    x, weight, *bias = args[:3]
+    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
+    if not is_wide and not is_large(x, x):  # large weights alone gain nothing
+        return None
+    if is_wide and not all([_may_be_rounded(t, weight, dtype) for t in (x, *bias)]):  # noqa: C419
+        return None
+    memory = Temporaries(weight.device)
+    if is_wide:
+        low = [t if t is None else CAST[dtype](t) for t in (x, *bias)]
+        args = (low[0], memory.rounded(weight, dtype), *low[1:], *args[3:])
+    result = call_raised(function, args, kwargs, memory.widen)
+    memory.free()
+    return CAST[dtype](result)
+
+
+def _may_be_rounded(value: Any, weight: Tensor, dtype: torch.dtype) -> bool:
+    """Whether a bias is left out, or an input lies beside the weight in ``dtype`` or fp32."""
+    if not isinstance(value, Tensor):
+        return value is None
+    is_known = value.dtype is dtype or value.dtype is torch.float32
+    return is_known and value.layout is torch.strided and value.device == weight.device
+
+
+def with_prepared(
+    op: str, function: Callable[..., Tensor], args: Args, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns a convolution with a prepared weight, without recording gradients; None if computed elsewhere.
+
+    All its arguments are in ``dtype``.
+    """
+    found = prepared(args[1]) if len(args) > 1 else None
+    if found is None or has_tangents():
+        return None
+    x, weight, bias = (*args[:3], None)[:3]
+    for tensor in (x, weight) if bias is None else (x, weight, bias):
+        if not isinstance(tensor, Tensor) or tensor.dtype is not dtype or not tensor.is_cpu:
+            return None
+    memory = Temporaries(x.device)
+    settings = _settings(CONVOLUTIONS[op], args[3:])
+    wide_bias = None if bias is None else memory.raised(bias)
+    if settings is None or not _can_be_laid_out(x, weight, settings):
+        values = found.kept(None, lambda values: values, weight)
+        result = CAST[dtype](function(memory.widen(x), values, wide_bias, *args[3:]))
+    else:
+        result = _contiguous(
+            CAST[dtype](_blocked(memory.widen(x), found, weight, wide_bias, settings))
+        )
+    memory.free()
+    return result
+
+
+def _can_be_laid_out(x: Tensor, weight: Tensor, settings: _Settings) -> bool:
+    """Whether `_blocked` computes this, as fast as torch's function and with results in the same layout."""
+    dimensions = len(settings.strides)
+    if not x.dim() == weight.dim() == dimensions + 2 or not x.numel():
+        return False
+    if weight.shape[1] < _LEAST_CHANNELS or not can_be_laid_out(dimensions):
+        return False
+    return x.is_contiguous() and weight.is_contiguous()
+
+
+def _blocked(
+    x: Tensor, prepared: Prepared, weight: Tensor, bias: Tensor | None, settings: _Settings
+) -> Tensor:
+    """Returns a convolution in fp32, with channels last, from the weight in the layout for such inputs.
+
+    torch's function lays out the weight in each call. This one sums up in another order.
+    """
+    all_settings = ConvolutionSettings(
+        tuple(settings.padding), tuple(settings.strides), tuple(settings.dilation), settings.groups
+    )
+    lay_out = functools.partial(laid_out, settings=all_settings, shape=x.shape)
+    return convolved(x, prepared.kept(all_settings, lay_out, weight), bias, all_settings)
+
+
+class Prepared:
+    """What is kept beside one weight. Its memory lives as long, so that no other tensor gets the address."""
+
+    __slots__ = ("_kept", "_layout", "_storage", "_version")
+
+    def __init__(self, weight: Tensor) -> None:
+        self._storage = weight.untyped_storage()
+        self._layout, self._version = _layout(weight), weight._version
+        self._kept: dict[Hashable, Tensor] = {}
+
+    def is_of(self, weight: Tensor) -> bool:
+        """Whether ``weight``, which lies there, is read in the same layout; forgets old values."""
+        if _layout(weight) != self._layout:
+            return False
+        version = weight._version
+        if version != self._version:
+            self._kept, self._version = {}, version
+        return True
+
+    def kept(self, key: Hashable, make: Callable[[Tensor], Tensor], weight: Tensor) -> Tensor:
+        """Returns what ``make`` has made of the weight in fp32; keeps it under ``key``."""
+        kept = self._kept
+        found = kept.get(key)
+        if found is None:
+            with torch.inference_mode(False), torch.no_grad():
+                found = kept[key] = make(widen(weight))
+        return found
+
+
+def _layout(weight: Tensor) -> tuple[Any, ...]:
+    return weight.dtype, weight.shape, weight.stride(), is_in_memory(weight)
+
+
+#: The address of a weight -> what is kept of it.
+_prepared: Final[dict[int, Prepared]] = {}
+
+
+def prepare(weights: Iterable[Tensor], owner: nn.Module) -> Callable[[], None]:
+    """Has legalized convolutions in inference keep the fp32 values of these low-precision weights.
+
+    They are made when they are first needed, anew after a write that torch counts, and freed with the
+    module that owns the weights. A weight that gets other memory is upcast in each call again.
+
+    Returns:
+        A function that ends this, and frees them.
+    """
+    mine = {_address(weight): Prepared(weight) for weight in weights if _may_be_prepared(weight)}
+    _prepared.update(mine)
+    finalizer = weakref.finalize(owner, _forget, mine)
+    finalizer.atexit = False
+    return finalizer  # once only
+
+
+def _forget(mine: dict[int, Prepared]) -> None:
+    for address, each in mine.items():
+        if _prepared.get(address) is each:
+            del _prepared[address]
+
+
+def _may_be_prepared(weight: Tensor) -> bool:
+    if type(weight) not in PLAIN_TENSORS or not weight.is_cpu or weight.dtype not in LOW_DTYPES:
+        return False
+    is_known = weight.dim() > 2 and _numel(weight) >= _LEAST_PREPARED and is_in_memory(weight)
+    return is_known and not weight.is_inference()  # those don't count writes
+
+
+def is_any_prepared() -> bool:
+    """Whether values of some weight are kept, or will be."""
+    return bool(_prepared)
+
+
+def prepared(weight: Any) -> Prepared | None:
+    """Returns what is kept of a weight; None if nothing is."""
+    if type(weight) not in PLAIN_TENSORS or not weight.is_cpu:
+        return None
+    found = _prepared.get(_address(weight))
+    return found if found is not None and found.is_of(weight) else None

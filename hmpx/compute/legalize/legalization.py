@@ -1,8 +1,6 @@
 """Decides which calls are legalized: computed in fp32 and rounded. Every such decision is made here.
 
 Each call site has one `Legalization`, which its generated code and whatever runs its calls consult.
-What a device does natively is measured in ``capability``; how a legalized call is computed is in
-``legalizer``.
 """
 
 from __future__ import annotations
@@ -17,10 +15,10 @@ from ...tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs
 from ...torch_internals import is_jit_tracing, run_when_traced
 from ...torch_state import is_training
 from ..composition import Inputs, names_dtype
-from . import blocks, capability, convolutions, linears
+from ..graphs import is_exported, is_traced
+from ..watching import is_watched
+from . import capability, convolutions, linears
 from .capability import PRODUCTS, SMALL_PRODUCT, Capability, Capturing
-from .graphs import is_exported, is_traced
-from .watching import is_watched
 
 #: Ops of these kinds are slow in low precision where the hardware lacks it, whichever list has brought
 #: their inputs there.
@@ -31,14 +29,7 @@ LEGALIZE_MODES: Final = ("auto", "always", "never", "fast")
 
 
 def may_be_legalized(mode: str, kind: str, *, is_low: bool, follows_inputs: bool) -> bool:
-    """Whether some call of a site may be legalized.
-
-    Args:
-        mode: One of `LEGALIZE_MODES`.
-        kind: One of `capability.KINDS`.
-        is_low: All calls run in one low-precision dtype.
-        follows_inputs: The dtype depends on the call's inputs.
-    """
+    """Whether some call of a site may be legalized: all run low (``is_low``), or in their inputs' dtype."""
     may_be_low = is_low or (follows_inputs and kind in SLOW_KINDS)
     return mode != "never" and may_be_low
 
@@ -109,7 +100,7 @@ class Legalization:
                     return is_fast and is_watched()
             except (AttributeError, IndexError, RuntimeError):
                 return True  # not matrices; nested tensors have no sizes
-            if size > blocks.FEW_ROWS * columns or not leaves_inference(b) or is_traced():
+            if size > linears.FEW_ROWS * columns or not leaves_inference(b) or is_traced():
                 return True
             return self._is_read_once(b) or not self._is_read_along_sums(b)
 
@@ -161,10 +152,7 @@ class Legalization:
         return known.is_slow(training=training)
 
     def settles(self, inputs: Inputs, dtype: torch.dtype) -> bool:
-        """Whether this unlegalized call settles the question for all calls on its device type.
-
-        Returns True only once: for the call after which all device types are settled.
-        """
+        """Whether this unlegalized call settles the question for all calls on all device types."""
         if self._mode == "always" or self._dtype is None or is_traced() or is_exported():
             return False
         device_type = inputs.first.device.type
@@ -179,13 +167,10 @@ class Legalization:
         """Whether a few rows times a weight take no cast of it first, as a native kernel would."""
         if self._mode != "auto" or self._dtype is None or not self._is_linear:
             return False
-        return blocks.is_read_once(weight, self._dtype)
+        return linears.is_read_once(weight, self._dtype)
 
     def _is_read_along_sums(self, b: Tensor) -> bool:
-        """Whether the numbers that a sum takes of the second matrix lie side by side.
-
-        Native kernels for a few rows are fast with those alone.
-        """
+        """Whether the numbers that a sum takes of the second matrix are adjacent, as fast native kernels need."""
         if b.dim() < 2 or b.is_nested or b.layout is not torch.strided:
             return True
         return b.stride(-1 if self._is_linear else -2) == 1
@@ -205,14 +190,16 @@ def has_own_gradients(x: Any, weight: Any) -> bool:
         return False
     if torch.is_grad_enabled():
         return convolutions.is_large(x, weight)
-    return _is_wide(weight) and blocks.is_large(weight)
+    return _is_wide(weight) and linears.is_large_weight(weight)
 
 
 def has_own_products(x: Any, weight: Any) -> bool:
     """Whether a linear layer may be computed from inputs as given, which saves the cast of its weight."""
     if torch.compiler.is_dynamo_compiling() or is_jit_tracing() or not _is_wide(weight):
         return False
-    return linears.is_large(x, weight) if torch.is_grad_enabled() else blocks.is_large(weight)
+    return (
+        linears.is_large(x, weight) if torch.is_grad_enabled() else linears.is_large_weight(weight)
+    )
 
 
 def _is_wide(weight: Any) -> bool:
@@ -237,10 +224,7 @@ _SKINNY: Final = {"gemm": "gemv"}
 
 
 def known_capability(kind: str, device: str, dtype: torch.dtype) -> Capability:
-    """Returns what the device does natively with ops of ``kind``, measured on first use.
-
-    While a CUDA graph is being captured, anything not measured before is left to torch's kernels.
-    """
+    """Returns what the device does natively with ops of ``kind``; nothing while a measurement must not run."""
     try:
         return capability.capability(kind, device, dtype)
     except Capturing:
@@ -254,7 +238,7 @@ def _is_skinny(a: Tensor, *, is_traced: bool) -> bool:
     """Whether the first matrix has so few rows that reading the second one dominates the product."""
     if is_traced:  # a size of 1 is known, without a guard
         return all([size == 1 for size in a.shape[:-1]])  # noqa: C419  # Dynamo traces lists better
-    return a.dim() > 0 and a.numel() <= blocks.FEW_ROWS * a.shape[-1]
+    return a.dim() > 0 and a.numel() <= linears.FEW_ROWS * a.shape[-1]
 
 
 def _work(a: Tensor, b: Tensor) -> int:

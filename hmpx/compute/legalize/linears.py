@@ -1,8 +1,8 @@
-"""Linear layers in training: a product and its gradients, in fp32 memory that is kept from call to call.
+"""Legalized linear layers and products with weights, in fp32 memory that is kept from call to call.
 
-The rounding points are those of `legalize`, the products those that torch makes of a linear layer and of
-its backward, so the results are the same bit for bit; autograd saves low-precision tensors. Independent
-of which layers are computed this way, and why.
+In training: a product and its gradients, with the rounding points of `legalizer`, and the products that torch
+makes of a linear layer and of its backward, so the results are the same bit for bit. In inference the
+weights are upcast block by block.
 """
 
 from __future__ import annotations
@@ -14,18 +14,48 @@ import torch
 from torch import Tensor, nn
 
 from ...tensors import CAST, ELIGIBLE, Args
-from ...torch_internals import dispatch_modes, has_tangents, is_batch, transforms
+from ...torch_internals import has_tangents
 from ..composition import widen
-from .blocks import in_blocks, in_one_pass
-from .rounding import Rounding
-from .scratch import New, Temporaries
+from .scratch import (
+    New,
+    Rounding,
+    Temporaries,
+    is_seen,
+    kernels_for,
+    memory_for,
+    multiplied_in_one_pass,
+    round_in_one_pass,
+)
 
 # Taken before anything is patched: op lists may name any of them.
-_addmm, _mm, _sum = torch.addmm, torch.mm, torch.sum
-_contiguous, _numel, _reshape, _t = Tensor.contiguous, Tensor.numel, Tensor.reshape, Tensor.t
+_add_, _addmm, _as_strided, _copy_, _mm = (
+    Tensor.add_,
+    torch.addmm,
+    Tensor.as_strided,
+    Tensor.copy_,
+    torch.mm,
+)
+_contiguous, _narrow, _new_empty, _numel, _reshape, _sum, _t, _unsqueeze = (
+    Tensor.contiguous,
+    Tensor.narrow,
+    Tensor.new_empty,
+    Tensor.numel,
+    Tensor.reshape,
+    torch.sum,
+    Tensor.t,
+    Tensor.unsqueeze,
+)
 
 #: Elements of the input or the output; below this, allocating memory costs less than the bookkeeping here.
 _LEAST: Final = 1 << 17
+
+#: Ops that multiply by a weight matrix -> the numbers of arguments that `in_blocks` takes.
+BLOCKED: Final = {"addmm": (3,), "linear": (2, 3), "matmul": (2,), "mm": (2,)}
+_BLOCK_BYTES = 2 << 20  # of fp32: what a core's second-level cache holds
+_MOST_ROWS = 512  # beyond this, arithmetic hides the casts
+FEW_ROWS: Final = 2  # for which weights are read rather than multiplied
+_LEAST_WEIGHTS = 1 << 14
+_LEAST_WIDE = 1 << 17
 
 
 def is_large(x: Any, weight: Any) -> bool:
@@ -35,6 +65,20 @@ def is_large(x: Any, weight: Any) -> bool:
         return bool(k and _numel(x) // k * (n if n > k else k) >= _LEAST)
     except (TypeError, ValueError, AttributeError):  # they are not a tensor and a matrix
         return False
+
+
+def is_large_weight(weight: Tensor) -> bool:
+    """Whether rounding the parts of an fp32 weight costs less than casting it as a whole."""
+    return weight.is_cpu and _numel(weight) >= _LEAST_WIDE
+
+
+def is_read_once(weight: Any, dtype: torch.dtype) -> bool:
+    """Whether a linear layer rounds a weight while it multiplies it by `FEW_ROWS` or fewer."""
+    is_wide = type(weight) is nn.Parameter and weight.dtype is torch.float32
+    return is_wide and is_large_weight(weight) and kernels_for(weight, dtype) is not None
+
+
+# --- in training -----------------------------------------------------------------------------------
 
 
 def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool) -> Tensor | None:
@@ -72,33 +116,6 @@ def compute(args: Args, given: Args, dtype: torch.dtype, *, rounds_inputs: bool)
     return apply(x, weight, bias, kept, (source,), rounding)
 
 
-def without_gradients(args: Args, dtype: torch.dtype) -> Tensor | None:
-    """Returns a linear layer's output in ``dtype`` without recording gradients; None if computed elsewhere.
-
-    Args:
-        args: Input, fp32 weight and perhaps bias, as given.
-        dtype: The low-precision dtype.
-    """
-    low = [each if n == 1 else _cast(each, dtype) for n, each in enumerate(args)]
-    layer = _layer(tuple(low), dtype)
-    if layer is None or layer[1].dtype is not torch.float32:
-        return None
-    x, weight, bias = layer
-    result = in_one_pass(x, weight, bias, dtype)
-    if result is not None or x.dim() < 2:
-        return result
-    result = in_blocks("linear", (x, weight, bias), dtype)
-    return (
-        _output(x, weight, bias, Rounding(dtype, rounds_inputs=True)) if result is None else result
-    )
-
-
-def _cast(value: Any, dtype: torch.dtype) -> Any:
-    """Returns a tensor that may be cast in ``dtype``, row by row; anything else as it is."""
-    is_tensor = isinstance(value, Tensor) and value.dtype in ELIGIBLE
-    return _contiguous(CAST[dtype](value)) if is_tensor else value
-
-
 def _layer(args: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | None] | None:
     """Returns input, weight and bias, if torch would make one product of them on the CPU."""
     if not 2 <= len(args) <= 3:
@@ -113,7 +130,7 @@ def _layer(args: Args, dtype: torch.dtype) -> tuple[Tensor, Tensor, Tensor | Non
         return None
     if bias is not None and bias.shape != weight.shape[:1]:
         return None
-    return None if has_tangents() or _is_watched() else (x, weight, bias)
+    return None if has_tangents() or is_seen() else (x, weight, bias)
 
 
 class Linear(torch.autograd.Function):
@@ -144,8 +161,7 @@ class Linear(torch.autograd.Function):
         of_x, of_weight, of_bias = ctx.dtypes
         rounding: Rounding = ctx.rounding
         x_learns, weight_learns, bias_learns, *_ = ctx.needs_input_grad
-        is_seen = torch.is_grad_enabled() or is_batch(gradient) or _is_watched()
-        memory = New() if is_seen else Temporaries(gradient.device)
+        memory = memory_for(gradient)
         n, k = source.shape
         is_plain = gradient.is_contiguous()
         wide = _reshape(memory.widen(gradient) if is_plain else widen(gradient), (-1, n))
@@ -181,15 +197,121 @@ def _output(x: Tensor, weight: Tensor, bias: Tensor | None, rounding: Rounding) 
     return result
 
 
-def _product(
-    memory: Temporaries | New, a: Tensor, b: Tensor, dtype: torch.dtype, rounding: Rounding
-) -> Tensor:
+def _product(memory: New, a: Tensor, b: Tensor, dtype: torch.dtype, rounding: Rounding) -> Tensor:
     """Returns a @ b, a gradient of an input of ``dtype``."""
     if dtype is torch.float32:
         return rounding.gradient(_mm(a, b), dtype, memory)
     return CAST[dtype](memory.mm(a, b))
 
 
-def _is_watched() -> bool:
-    """Whether a mode may keep the tensors it sees, or a transform has tensors of its own."""
-    return bool(dispatch_modes()) or transforms() is not None
+# --- in inference ----------------------------------------------------------------------------------
+
+
+def without_gradients(args: Args, dtype: torch.dtype) -> Tensor | None:
+    """Returns the output of a linear layer with an fp32 weight, as given; None if it is computed elsewhere."""
+    low = [each if n == 1 else _cast(each, dtype) for n, each in enumerate(args)]
+    layer = _layer(tuple(low), dtype)
+    if layer is None or layer[1].dtype is not torch.float32:
+        return None
+    x, weight, bias = layer
+    result = _in_one_pass(x, weight, bias, dtype)
+    if result is None and x.dim() > 1:
+        result = in_blocks("linear", (x, weight, bias), dtype)
+        if result is None:
+            result = _output(x, weight, bias, Rounding(dtype, rounds_inputs=True))
+    return result
+
+
+def _cast(value: Any, dtype: torch.dtype) -> Any:
+    """Returns a tensor that may be cast in ``dtype``, row by row; anything else as it is."""
+    is_tensor = isinstance(value, Tensor) and value.dtype in ELIGIBLE
+    return _contiguous(CAST[dtype](value)) if is_tensor else value
+
+
+def _in_one_pass(
+    x: Tensor, weight: Tensor, bias: Tensor | None, dtype: torch.dtype
+) -> Tensor | None:
+    """Returns the output for one or two rows, with the fp32 weight rounded as it is read; else None."""
+    if not 0 < _numel(x) <= FEW_ROWS * x.shape[-1]:
+        return None
+    product = multiplied_in_one_pass(widen(x), weight, dtype)
+    if product is None:
+        return None
+    if bias is not None:
+        _add_(product, widen(bias))
+    return CAST[dtype](product)
+
+
+def in_blocks(op: str, args: Args, dtype: torch.dtype) -> Tensor | None:
+    """Returns a product whose weights are made fp32 block by block; None if it does not qualify.
+
+    Weights in ``dtype`` are upcast; those of a linear layer may be fp32, and are rounded.
+
+    With few rows, the time goes into reading the weights. Upcast as a whole, the weights are written
+    to memory and read again, four bytes each; a block stays in the cache. The transposed product is
+    the faster one, but for few rows with weights of [k, n], as those of ``matmul`` are mostly: there it is much
+    the slower one. This holds for CPUs: other devices are faster with few kernels on much memory.
+    """
+    bias: Tensor | None = None
+    if has_tangents() or len(args) not in BLOCKED[op]:
+        return None
+    if op == "linear":
+        x, weight, bias = (*args, None)[:3]  # x: [..., k], weight: [n, k]
+    elif op == "addmm":
+        bias, x, weight = args
+    else:
+        x, weight = args
+    if not isinstance(x, Tensor) or not isinstance(weight, Tensor) or weight.dim() != 2:
+        return None
+    if not x.is_cpu:
+        return None
+    if op != "linear":
+        weight = _t(weight)
+    if weight.numel() < _LEAST_WEIGHTS or x.dim() < 2 or x.numel() > _MOST_ROWS * x.shape[-1]:
+        return None
+    if bias is not None and not (isinstance(bias, Tensor) and bias.dim() == 1):
+        return None
+    n, k = weight.shape
+    is_wide = weight.dtype is torch.float32 and op == "linear" and weight.is_contiguous()
+    if x.shape[-1] != k or not (weight.dtype is dtype or is_wide) or not x.numel():
+        return None
+    rows = x.numel() // k
+    size = min(n, max(1, _BLOCK_BYTES // (4 * k)))  # rows of the weight in a block
+    is_by_column = weight.stride(0) < weight.stride(1)
+    memory = Temporaries(x.device)
+    wide = memory.empty((rows, k), (k, 1))
+    _copy_(_reshape(wide, x.shape), x)
+    columns = _t(wide)
+    if is_by_column:
+        product = _t(memory.empty((rows, n), (n, 1)))
+    else:
+        product = memory.empty((n, rows), (rows, 1))
+    values = memory.empty((size * k,), (1,))
+    for start in range(0, n, size):
+        length = min(size, n - start)
+        strides = (1, length) if is_by_column else (k, 1)
+        block = _as_strided(values, (length, k), strides)
+        part, target = _narrow(weight, 0, start, length), _narrow(product, 0, start, length)
+        if not (is_wide and round_in_one_pass(part, block, dtype)):
+            _copy_(block, CAST[dtype](part))
+        if is_by_column:
+            _mm(_t(columns), _t(block), out=_t(target))
+        else:
+            _mm(block, columns, out=target)
+    result = _finished(product, bias, x, dtype)
+    memory.free()
+    return result
+
+
+def _finished(product: Tensor, bias: Tensor | None, x: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the transpose of a product, with the bias, in ``dtype`` and as many dimensions as ``x``."""
+    if bias is not None:
+        _add_(product, _unsqueeze(widen(CAST[dtype](bias)), 1))
+    shape, by_row = (*x.shape[:-1], product.shape[0]), _t(product)
+    # What is returned is no view: autograd refuses to write to those that were made without it.
+    if by_row.is_contiguous():
+        return CAST[dtype](_reshape(by_row, shape))
+    result = _new_empty(x, shape, dtype=dtype)
+    # A copy to another layout is fast only within one dtype.
+    _copy_(_reshape(result, by_row.shape), _t(CAST[dtype](product)))
+    return result

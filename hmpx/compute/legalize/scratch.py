@@ -1,13 +1,16 @@
-"""Memory for the fp32 tensors that live within one call; each thread keeps it for its next call.
+"""Memory for the fp32 tensors that live within one call, and rounding of weights into it.
 
-Fresh memory from the system costs more than the work done in it: on the CPU the first touch of a page
-takes as long as casting a thousand values, and large blocks go back to the system when they are freed.
+Each thread keeps the memory for its next call. Fresh memory from the system costs more than the work done
+in it: on the CPU the first touch of a page takes as long as casting a thousand values, and large blocks go
+back to the system when they are freed.
 """
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Final
 
 import torch
@@ -15,6 +18,7 @@ from torch import Tensor
 
 from ...number_formats import bfloat16_kernels
 from ...tensors import CAST, is_in_memory
+from ...torch_internals import dispatch_modes, is_batch, transforms
 from ..composition import widen
 
 if TYPE_CHECKING:
@@ -30,8 +34,32 @@ _LINE: Final = 16  # elements in a cache line
 _thread: Final = threading.local()  # .memory; None while a call uses it
 
 
-class Temporaries:
-    """The fp32 tensors of one call; none may be used after `free`.
+class New:
+    """New fp32 tensors, which others may see: autograd above all."""
+
+    __slots__ = ()
+
+    widen = staticmethod(widen)
+    mm = staticmethod(_mm)
+
+    def raised(self, tensor: Tensor) -> Tensor:
+        """Returns ``tensor``, or a copy if it is not fp32."""
+        return tensor if tensor.dtype is torch.float32 else self.widen(tensor)
+
+    def rounded(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
+        return widen(CAST[dtype](tensor))
+
+    def round_(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """Returns an fp32 tensor, which may be written to, with values of the low-precision ``dtype``."""
+        return self.rounded(tensor, dtype)
+
+    def free(self) -> None:
+        """There is nothing to give back."""
+
+
+class Temporaries(New):
+    """The fp32 tensors of one call, in kept memory; none may be used after `free`.
 
     A nested call finds no kept memory, and tensors that do not fit get fresh memory, so no two tensors
     in use ever share any.
@@ -58,10 +86,7 @@ class Temporaries:
 
     def empty(self, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
         """Returns a new tensor; ``strides`` must be those of a dense tensor."""
-        size = 1
-        for length in shape:
-            size *= length
-        start = self._take(size)
+        start = self._take(math.prod(shape))
         if not self._fits():
             return _empty_strided(shape, strides, dtype=torch.float32, device=self._device)
         assert self._memory is not None
@@ -71,11 +96,7 @@ class Temporaries:
         """Returns a copy of ``tensor``."""
         return _copy_(self.empty(tensor.shape, _dense_strides(tensor)), tensor)
 
-    def raised(self, tensor: Tensor) -> Tensor:
-        """Returns ``tensor``, or a copy if it is not fp32."""
-        return tensor if tensor.dtype is torch.float32 else self.widen(tensor)
-
-    def mm(self, a: Tensor, b: Tensor) -> Tensor:
+    def mm(self, a: Tensor, b: Tensor) -> Tensor:  # type: ignore[override]
         """Returns the product of two fp32 matrices."""
         n = b.shape[1]
         return _mm(a, b, out=self.empty((a.shape[0], n), (n, 1)))
@@ -85,7 +106,7 @@ class Temporaries:
         return self._round(tensor, self.empty(tensor.shape, _dense_strides(tensor)), dtype)
 
     def round_(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Rounds a dense fp32 tensor to values of the low-precision ``dtype``."""
+        """Rounds a dense fp32 tensor in place."""
         return self._round(tensor, tensor, dtype)
 
     def _round(self, tensor: Tensor, output: Tensor, dtype: torch.dtype) -> Tensor:
@@ -110,37 +131,48 @@ class Temporaries:
         return self._memory is not None and self._used <= self._memory.numel()
 
 
-class New:
-    """Does what `Temporaries` does, in new tensors, which others may see: autograd above all."""
+def is_seen() -> bool:
+    """Whether a mode may keep the tensors it sees, or a transform has tensors of its own."""
+    return bool(dispatch_modes()) or transforms() is not None
 
-    widen = staticmethod(widen)
-    mm = staticmethod(_mm)
 
-    @staticmethod
-    def raised(tensor: Tensor) -> Tensor:
-        """Returns ``tensor``, or a copy if it is not fp32."""
-        return tensor if tensor.dtype is torch.float32 else widen(tensor)
+def memory_for(gradient: Tensor) -> New:
+    """Returns the memory for a backward: new tensors where others may see them."""
+    if torch.is_grad_enabled() or is_batch(gradient) or is_seen():
+        return New()
+    return Temporaries(gradient.device)
 
-    @staticmethod
-    def rounded(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-        """Returns a copy of ``tensor`` with values of the low-precision ``dtype``."""
-        return widen(CAST[dtype](tensor))
 
-    round_ = rounded
+@dataclass(frozen=True, slots=True)
+class Rounding:
+    """How the inputs and gradients of a product with a weight are rounded.
 
-    def free(self) -> None:
-        """There is nothing to give back."""
+    Attributes:
+        dtype: The low-precision dtype.
+        rounds_inputs: fp32 inputs are rounded first.
+    """
+
+    dtype: torch.dtype
+    rounds_inputs: bool
+
+    def raised(self, tensor: Tensor, memory: New) -> Tensor:
+        """Returns the fp32 tensor to compute with."""
+        if tensor.dtype is not torch.float32:
+            return memory.widen(tensor)
+        return memory.rounded(tensor, self.dtype) if self.rounds_inputs else tensor
+
+    def gradient(self, gradient: Tensor, dtype: torch.dtype, memory: New) -> Tensor:
+        """Returns the outgoing gradient of an input of ``dtype``; may write to the fp32 one."""
+        if dtype is not torch.float32:
+            return CAST[dtype](gradient)
+        return memory.round_(gradient, self.dtype) if self.rounds_inputs else gradient
 
 
 def round_in_one_pass(source: Tensor, target: Tensor, dtype: torch.dtype) -> bool:
-    """Writes ``source``, rounded to ``dtype``, to the fp32 ``target``, if there is a kernel for that.
-
-    Returns:
-        Whether there is.
-    """
+    """Writes ``source``, rounded to ``dtype``, to the fp32 ``target``; returns False if there is no kernel for it."""
     if not source.stride() == target.stride() == _dense_strides(source):
         return False
-    kernels = _kernels_for(source, dtype)
+    kernels = kernels_for(source, dtype)
     if kernels is None:
         return False
     kernels.round(source, target)
@@ -155,19 +187,14 @@ def multiplied_in_one_pass(x: Tensor, weight: Tensor, dtype: torch.dtype) -> Ten
         weight: fp32: [n, k].
         dtype: The low-precision dtype.
     """
-    kernels = _kernels_for(weight, dtype)
+    kernels = kernels_for(weight, dtype)
     if kernels is None:
         return None
     shape = (*x.shape[:-1], weight.shape[0])
     return kernels.multiply(x, weight, _empty(shape, dtype=torch.float32, device=weight.device))
 
 
-def has_kernels(source: Tensor, dtype: torch.dtype) -> bool:
-    """Whether kernels round values of ``source`` to ``dtype``."""
-    return _kernels_for(source, dtype) is not None
-
-
-def _kernels_for(source: Tensor, dtype: torch.dtype) -> Bfloat16Kernels | None:
+def kernels_for(source: Tensor, dtype: torch.dtype) -> Bfloat16Kernels | None:
     """Returns the kernels that may read ``source`` and round it to ``dtype``."""
     if source.dtype is not torch.float32 or dtype is not torch.bfloat16 or not source.is_cpu:
         return None

@@ -1,0 +1,110 @@
+"""Notes about calls: what `hmpx.freeze` asks for, and whether a call has computed in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+import contextvars
+import threading
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Final
+
+from torch import Tensor
+
+from ..torch_internals import run_when_traced
+
+if TYPE_CHECKING:
+    from ..number_formats import Format
+
+#: Called with the name of an op and some of its inputs.
+Note = Callable[[str, list[Tensor]], None]
+
+#: Called with each parameter that is rounded, its format, and how an op takes it where integers are never
+#: codes: as one of `AS_DATA`; ``""`` where they may be.
+RoundingNote = Callable[[Tensor, "Format", str], None]
+
+#: As what integers are data for an op.
+AS_DATA: Final = ("as a first input", "in a list")
+
+# Calls ask whether there are any, which costs less than a context variable; so calls in other threads are
+# reported, too.
+DECIDING_WATCHERS: Final[list[Note]] = []
+EMULATION_WATCHERS: Final[list[RoundingNote]] = []
+
+_unrounded: Final = contextvars.ContextVar[Note | None]("hmpx_watcher", default=None)
+
+
+@contextlib.contextmanager
+def watched_deciding(note: Note) -> Iterator[None]:
+    """Calls ``note`` with inputs whose dtype decides, beyond their cast, what a call in the block returns."""
+    DECIDING_WATCHERS.append(note)
+    try:
+        yield
+    finally:
+        DECIDING_WATCHERS.remove(note)
+
+
+def note_deciding(op: str, inputs: list[Tensor]) -> None:
+    """Reports that the dtype of ``inputs`` decides what ``op`` makes of them."""
+    for note in DECIDING_WATCHERS:
+        note(op, inputs)
+
+
+@contextlib.contextmanager
+def watched_emulation(note: RoundingNote) -> Iterator[None]:
+    """Calls ``note`` for each parameter rounded in the block; dispatch modes don't see this rounding."""
+    EMULATION_WATCHERS.append(note)
+    try:
+        yield
+    finally:
+        EMULATION_WATCHERS.remove(note)
+
+
+def note_rounding(parameter: Tensor, format: Format, as_data: str = "") -> bool:
+    """Reports a parameter that is rounded; returns whether anybody watches."""
+    for note in EMULATION_WATCHERS:
+        note(parameter, format, as_data)
+    return bool(EMULATION_WATCHERS)
+
+
+@contextlib.contextmanager
+def watched_rounding(note: Note) -> Iterator[None]:
+    """Calls ``note`` wherever the mode ``"fast"`` leaves inputs unrounded, inside the block.
+
+    Whether it does depends on a call's size, and on whether gradients are recorded. Inside the block every
+    call is computed like those that leave inputs unrounded.
+    """
+    token = _unrounded.set(note)
+    try:
+        yield
+    finally:
+        _unrounded.reset(token)
+
+
+def is_watched() -> bool:
+    """Whether the call is made in a block of `watched_rounding`."""
+    return _unrounded.get() is not None
+
+
+def note_unrounded(op: str, inputs: list[Tensor]) -> None:
+    """Reports that ``op`` uses ``inputs`` unrounded that other modes would round."""
+    note = _unrounded.get()
+    if note is not None:
+        note(op, inputs)
+
+
+class _Here(threading.local):
+    """Whether this thread has computed a low-precision call in fp32; whoever reads it resets it."""
+
+    is_legalized = False
+
+
+COMPUTED: Final = _Here()
+
+
+def note_legalized() -> None:
+    """Notes that a call with low-precision inputs or results computes in fp32."""
+    COMPUTED.is_legalized = True
+
+
+run_when_traced(is_watched)  # compiled code is never watched
+run_when_traced(note_legalized)
