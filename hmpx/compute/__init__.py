@@ -19,13 +19,7 @@ from .composition import (
 from .graphs import is_exported, is_onnx_made
 from .kept_parameters import LEAST_ELEMENTS, keeping_parameters, pays
 from .legalize.activations import ACTIVATIONS, looked_up
-from .legalize.capability import (
-    KINDS,
-    PRODUCTS,
-    Capability,
-    capability,
-    reported,
-)
+from .legalize.capability import KINDS, PRODUCTS, capability, reported
 from .legalize.convolutions import CONVOLUTIONS, prepare
 from .legalize.legalization import (
     LEGALIZE_MODES,
@@ -87,7 +81,6 @@ __all__ = [
     "SLOW_KINDS",
     "Accumulation",
     "Callee",
-    "Capability",
     "Emulation",
     "Formats",
     "Histories",

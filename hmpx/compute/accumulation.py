@@ -2,8 +2,7 @@
 
 The inputs arrive here already rounded. They are upcast to the accumulate dtype, the op runs, and its
 floating-point outputs are cast to the output dtype; gradients are those of these casts. Where torch
-has a kernel that does exactly this, that kernel runs. Independent of op lists and of how wrappers are
-installed in torch.
+has a kernel that does exactly this, that kernel runs.
 """
 
 from __future__ import annotations
@@ -47,21 +46,15 @@ run_when_traced(_keeps_sums_fp32)
 
 @dataclass(frozen=True, slots=True)
 class Accumulation:
-    """Computes one op in a dtype of its own, and casts the result.
-
-    Attributes:
-        op: Op name.
-        kind: One of `capability.KINDS`.
-        casts_first: The op takes ``dtype=``, and its kernel casts the input to that before computing.
-        accumulate_dtype: None leaves the computation to the op's kernel.
-        output_dtype: None for the dtype of the inputs.
-    """
+    """Computes one op in a dtype of its own, and casts the result."""
 
     op: str
-    kind: str
-    casts_first: bool
-    accumulate_dtype: torch.dtype | None
-    output_dtype: torch.dtype | None
+    kind: str  # one of `capability.KINDS`
+    casts_first: (
+        bool  # it takes ``dtype=``, and its kernel casts the input to that before computing
+    )
+    accumulate_dtype: torch.dtype | None  # None leaves the computation to the op's kernel
+    output_dtype: torch.dtype | None  # None for the dtype of the inputs
 
     def compute(  # noqa: PLR0917  # all there is to one call
         self,

@@ -39,7 +39,7 @@ MOST: Final = torch.finfo(torch.float32).max
 
 
 class History:
-    """The amaxes of one kind of tensor in earlier steps.
+    """The amaxes of one kind of tensor in earlier steps, the latest first; 0 where there was none.
 
     On the CPU an amax is a number. Elsewhere it stays on its device, since to read it would wait; it is
     written in place, so that CUDA graphs find it.
@@ -49,7 +49,6 @@ class History:
         steps: How many steps have ended in which there was one.
         is_pending: Whether the step that is running has seen any.
         pending: The largest of that step; 0 for none.
-        amaxes: Those of earlier steps, the latest first; 0 where there was none.
         reference: The amax that tensors are scaled by; 0 while there is none but zero.
         scale: On the CPU, that scale; None while there is none.
     """
@@ -292,13 +291,9 @@ def _checked(key: object, saved: object) -> Mapping[str, Any]:
     )
     if not isinstance(key, str) or not isinstance(saved, Mapping) or saved.keys() != _FIELDS:
         raise wrong
-    amaxes, pending = saved["amaxes"], saved["pending"]
-    if (
-        not isinstance(amaxes, list)
-        or len(amaxes) > MOST_STEPS
-        or type(saved["steps"]) is not int
-        or saved["steps"] < 0
-    ):
+    steps, amaxes, pending = saved["steps"], saved["amaxes"], saved["pending"]
+    is_right = isinstance(amaxes, list) and len(amaxes) <= MOST_STEPS
+    if not is_right or type(steps) is not int or steps < 0:
         raise wrong
     numbers = [*amaxes, saved["reference"], 0.0 if pending is None else pending]
     if not all(type(each) in (int, float) and 0 <= each <= MOST for each in numbers):

@@ -1,7 +1,7 @@
 """The dimensions that one product reduces over: in the forward, and in the gradient of each factor.
 
 Every factor's gradient is a product, too: that of the result's gradient and the other factors. A
-dimension is a letter here, the same letter for the same index. Independent of formats and rounding.
+dimension is a letter here, the same letter for the same index.
 """
 
 from __future__ import annotations
@@ -36,9 +36,7 @@ class Contraction:
     def axes(self, target: int | None = None) -> tuple[int | None, ...]:
         """Returns the last axis of each factor that the product reduces over; None if it has none.
 
-        Args:
-            target: The factor whose gradient is computed, of the other factors and the result's
-                gradient, whose axis comes last; None for the product itself.
+        With a target, those of the product that is its gradient, and last that of the result's gradient.
         """
         if target is None:
             return tuple([_last_reduced(letters, self.result) for letters in self.factors])
@@ -46,10 +44,9 @@ class Contraction:
         return tuple([_last_reduced(letters, kept) for letters in (*self.factors, self.result)])
 
     def equation(self, target: int | None = None) -> tuple[str, str]:
-        """Returns the `torch.einsum` equation, and the letters of its result.
+        """Returns the `torch.einsum` equation of the product, or of a factor's gradient, and its result's letters.
 
-        The equation is that of the product, or of a factor's gradient, where the result's gradient
-        comes first. Letters that only the target has are missing: it is the same along them.
+        The result's gradient comes first. Letters that only the target has are missing: it is the same along them.
         """
         if target is None:
             return f"{','.join(self.factors)}->{self.result}", self.result
@@ -59,14 +56,9 @@ class Contraction:
 
 
 def _last_reduced(letters: str, kept: str) -> int | None:
-    """Returns the last axis whose letter is not among ``kept``.
-
-    Of a batch of sequences, [b, t, k], that is t for the gradient of a weight, as in microxcaling.
-    """
-    for axis in reversed(range(len(letters))):
-        if letters[axis] not in kept and letters[axis] != WINDOW:
-            return axis
-    return None
+    """Returns the last axis whose letter is not among ``kept``: t of [b, t, k] for a weight, as in microxcaling."""
+    reduced = [axis for axis, letter in enumerate(letters) if letter not in kept + WINDOW]
+    return reduced[-1] if reduced else None
 
 
 def contraction(product: Product, factors: Sequence[Tensor]) -> Contraction | None:
@@ -82,17 +74,13 @@ def contraction(product: Product, factors: Sequence[Tensor]) -> Contraction | No
         for letter, size in zip(letters, factor.shape, strict=True):
             sizes[letter] = max(sizes.get(letter, 1), size)
     unused = iter(_BROADCAST)
-    named = []
-    for letters, factor in zip(expanded, factors, strict=True):
-        pairs = zip(letters, factor.shape, strict=True)
-        named.append(
-            "".join(
-                [
-                    next(unused) if letter.isupper() and size == 1 != sizes[letter] else letter
-                    for letter, size in pairs
-                ]
-            )
-        )
+    named = [
+        "".join([
+            next(unused) if letter.isupper() and size == 1 != sizes[letter] else letter
+            for letter, size in zip(letters, factor.shape, strict=True)
+        ])
+        for letters, factor in zip(expanded, factors, strict=True)
+    ]  # fmt: skip
     return Contraction(tuple(named), _result(product.result, expanded))
 
 
@@ -109,11 +97,7 @@ def _expanded(letters: str, dims: int, result: str) -> str | None:
         return letters if len(letters) == dims else None
     if count > len(_GROUPS[group]):
         return None
-    return letters.replace(group, _group(group, count))
-
-
-def _group(group: str, count: int) -> str:
-    return _GROUPS[group][:count][::-1]
+    return letters.replace(group, _GROUPS[group][:count][::-1])
 
 
 def _result(result: str, factors: Iterable[str]) -> str:

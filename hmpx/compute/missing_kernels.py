@@ -1,14 +1,13 @@
 """Ops whose kernels lack a low-precision dtype: they compute in fp32, whichever list they are in.
 
 A program that runs in fp32 must not stop because an earlier op has made its tensors low-precision.
-Which ops lack a kernel, and where, is data: ``kernels.ini``, made by ``scripts/missing_kernels.py``.
-How a call of one is computed is here. This completes torch's functions and is not a cast: it also
-holds inside `disable_casts`, and for tensors on any device. Independent of op lists and of how
-wrappers are installed in torch.
+Which ops lack a kernel, and where, is data: ``kernels.ini``, made by ``scripts/missing_kernels.py``. This
+completes torch's functions and is not a cast: it also holds inside `disable_casts`, and on any device.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import re
@@ -16,7 +15,7 @@ import sys
 import traceback
 import types
 from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -35,7 +34,6 @@ from .selecting import argument, with_fp32_gradients
 from .watching import note_legalized
 
 LOGGER: Final = logging.getLogger("hmpx")
-
 
 # Taken before anything is patched.
 _copy_, _resize_ = Tensor.copy_, Tensor.resize_
@@ -60,25 +58,19 @@ class Lacking:
     sometimes: frozenset[Place] = frozenset()
     backward: frozenset[Place] = frozenset()
     only: tuple[str, ...] = ()
-    dtypes: frozenset[torch.dtype] = field(init=False)
+
+    @functools.cached_property
+    def dtypes(self) -> frozenset[torch.dtype]:
+        """Those for which a kernel is missing on some device type."""
+        return frozenset(dtype for _, dtype in self.always | self.sometimes | self.backward)
 
     @property
     def is_of_gradients(self) -> bool:
         """Whether every forward has its kernel."""
         return not (self.always or self.sometimes)
 
-    def __post_init__(self) -> None:
-        """Collects the dtypes for which a kernel is missing on some device type."""
-        places = self.always | self.sometimes | self.backward
-        object.__setattr__(self, "dtypes", frozenset(dtype for _, dtype in places))
-
     def lacks(self, first: Tensor, *, is_learning: bool) -> bool | None:
-        """Whether a call on such a tensor has no kernel; None if only trying it can tell.
-
-        Args:
-            first: The first low-precision input.
-            is_learning: Gradients are recorded.
-        """
+        """Whether a call with this first low-precision input has no kernel; None if only trying it can tell."""
         place = first.device.type, first.dtype
         if place in self.always or (is_learning and place in self.backward):
             return True
@@ -145,8 +137,7 @@ class Callee:
 def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:
     """Wraps torch's function to compute in fp32 where its kernel is missing.
 
-    Floating-point results have the dtype of the first floating-point input; complex ones stay
-    complex64.
+    Floating-point results have the dtype of the first floating-point input; complex ones stay complex64.
     """
     original, has_writes = callee.function, bool(callee.writes)
 
@@ -225,13 +216,9 @@ _REFUSING: Final = re.compile(
 
 
 def is_refusal(error: Exception, library: str = "torch") -> bool:
-    """Whether torch's function itself raised ``error`` because of dtypes.
+    """Whether torch's function, or that of another ``library``, itself raised ``error`` because of dtypes.
 
     Signal handlers, modes and hooks raise in frames of their own. Asynchronous exceptions have no message.
-
-    Args:
-        error: The exception that ended the call.
-        library: The package that implements the function.
     """
     if type(error) not in _REFUSALS or not _REFUSING.search(str(error)):
         return False
@@ -284,10 +271,7 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
         name: raised(value, name == "out" or parameter_named(name, names) in writes)
         for name, value in kwargs.items()
     }
-    if callee.is_python:
-        with without_casts():
-            result = callee.function(*positional, **named)
-    else:
+    with without_casts() if callee.is_python else contextlib.nullcontext():
         result = callee.function(*positional, **named)
     for target, wide in stand_ins:
         if target is wide:
@@ -296,26 +280,14 @@ def in_fp32(callee: Callee, args: Args, kwargs: Kwargs, dtype: torch.dtype) -> A
             _resize_(target, wide.shape)
         _copy_(target, wide)
     is_rounded = dtype in LOW_DTYPES and not names_dtype(args, kwargs)
-    convert = CAST[dtype] if is_rounded else None
-    return _finished(result, stand_ins, convert)
-
-
-def _finished(
-    value: Any,
-    stand_ins: list[tuple[Tensor, Tensor]],
-    convert: Callable[[Tensor], Tensor] | None,
-) -> Any:
-    """Returns ``value`` with the written tensors themselves in it, and the rest converted from fp32."""
 
     def finished(tensor: Tensor) -> Tensor:
         for target, wide in stand_ins:
             if tensor is wide:
                 return target
-        if convert is not None and tensor.dtype is torch.float32:
-            return convert(tensor)
-        return tensor
+        return CAST[dtype](tensor) if is_rounded and tensor.dtype is torch.float32 else tensor
 
-    return map_tensors(value, finished)
+    return map_tensors(result, finished)
 
 
 _noted: set[tuple[str, str, str]] = set()

@@ -2,8 +2,7 @@
 
 They bypass everything that casts, upcasts or rounds arguments, and go straight to torch's function.
 If its kernel doesn't accept them together with the inputs as these arrive, it gets copies in a dtype
-that it does accept, and the updated copies are copied back. Independent of op lists and of wrapper
-plans.
+that it does accept, and the updated copies are copied back.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Statistics:
         first: Name of the input.
         updates_if: Name and position of the argument that says whether the statistics are updated;
             None if they always are.
-        mixed_device_types: Device types whose kernels take fp32 parameters and statistics beside a
+        mixed_device_types: Device types whose kernels take fp32 parameters and statistics along with a
             low-precision input. On others all have the input's dtype.
         are_rounded: Torch's function gives the kernel statistics in the input's dtype.
     """
@@ -48,19 +47,15 @@ class Statistics:
     are_rounded: bool
 
     def are_fp32(self, args: Args, kwargs: Kwargs) -> bool:
-        """Whether statistics and parameters are fp32 or absent, and the kernel accepts them that way.
-
-        Returns False where a closer look is needed.
-        """
+        """Whether they and parameters are positional and fp32 or absent; False where a closer look is needed."""
         if kwargs or transforms() is not None:
             return False
         count = len(args)
-        for positions in (self.positions, self.parameters):
-            for position in positions.values():
-                value = args[position] if position < count else None
-                # One overload of _native_batch_norm_legit has a bool where others have a statistic.
-                if value is not None and getattr(value, "dtype", None) is not torch.float32:
-                    return False
+        for position in (*self.positions.values(), *self.parameters.values()):
+            value = args[position] if position < count else None
+            # One overload of _native_batch_norm_legit has a bool where others have a statistic.
+            if value is not None and getattr(value, "dtype", None) is not torch.float32:
+                return False
         return True
 
     def set_apart(
@@ -83,13 +78,10 @@ class Statistics:
         *args: Any,
         **kwargs: Any,
     ) -> Any:
-        """Calls ``function`` with the arguments and the statistics."""
         values = list(args)
         for key, statistic in held:
-            if isinstance(key, int):
-                values[key] = statistic
-            else:
-                kwargs[key] = statistic
+            where: Any = values if isinstance(key, int) else kwargs
+            where[key] = statistic
         first = values[0] if values else kwargs[self.first]
         statistics = list(_places(self.positions, values, kwargs))
         parameters = list(_places(self.parameters, values, kwargs))
@@ -98,13 +90,10 @@ class Statistics:
             return function(*values, **kwargs)
         is_transformed = transforms() is not None
         is_upcast = is_transformed or (self.are_rounded and dtype is not first.dtype)
+        if is_upcast:
+            parameters.append((values, 0) if values else (kwargs, self.first))
         for where, key in parameters:
             where[key] = CAST[dtype](where[key])
-        if is_upcast:
-            if values:
-                values[0] = CAST[dtype](first)
-            else:
-                kwargs[self.first] = CAST[dtype](first)
         copied = []
         for where, key in statistics:
             statistic = where[key]
@@ -122,8 +111,8 @@ class Statistics:
     def _dtype(self, first: Tensor, found: set[torch.dtype]) -> torch.dtype | None:
         """Returns the dtype to cast statistics and parameters to; None if accepted as they are.
 
-        The formulas of torch.func.vmap take no mixed dtypes: there the input is cast to it, too. So it is
-        where torch's function would round the statistics.
+        So is the input in torch.func.vmap, whose formulas take no mixed dtypes, and where torch's function would
+        round the statistics.
         """
         dtype = first.dtype
         if dtype not in CAST or found <= {dtype}:
@@ -137,7 +126,6 @@ class Statistics:
         return None if found <= {torch.float32} else torch.float32
 
     def _updates(self, values: list[Any], kwargs: Kwargs) -> bool:
-        """Whether the call updates the statistics."""
         if self.updates_if is None:
             return True
         name, position = self.updates_if

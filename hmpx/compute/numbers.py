@@ -3,8 +3,7 @@
 A program that runs in fp32 must not stop because an earlier op has made a tensor low-precision, into
 which it then fills ``torch.finfo(torch.float32).min``; nor must that become -inf, of which a softmax
 makes NaN. A number that is stored, or is a bound, counts as the largest that the dtype holds; with one
-that takes part in a computation, this runs in fp32. Which arguments these are is data of ops. Knows
-neither lists nor how wrappers get into torch.
+that takes part in a computation, this runs in fp32.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from .missing_kernels import Callee, in_fp32
 # Taken before anything is patched.
 _clamp, _is_inf, _where = torch.clamp, torch.isinf, torch.where
 
-#: What a dtype holds; of others than low-precision ones any number is torch's affair.
+#: What a dtype holds; other dtypes than low-precision ones are left to torch.
 _LARGEST: Final[Mapping[torch.dtype, float]] = {
     **dict.fromkeys((torch.float32, torch.float64), math.inf),
     **{dtype: torch.finfo(dtype).max for dtype in LOW_DTYPES},
@@ -76,13 +75,9 @@ def taking_numbers(
     promotes: bool,
     complete: Callable[..., Any],
 ) -> Taking:
-    """Returns a function that calls ``original`` where its numbers are held, else ``complete``.
+    """Returns a function that calls torch's ``original`` where its numbers are held, else ``complete``.
 
-    Args:
-        original: torch's function.
-        numbers: Where the numbers are.
-        promotes: Its kernel takes mixed dtypes, so that the first argument does not tell.
-        complete: `completed_by_numbers`, or what ends in it.
+    With ``promotes`` its kernel takes mixed dtypes, so that the first argument does not tell.
     """
     first = min(numbers.positions, default=sys.maxsize)
 
@@ -179,7 +174,7 @@ def _deciding(callee: Callee, args: Args, kwargs: Kwargs) -> Tensor | None:
 
 
 def _held_tensor(number: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns a tensor without dimensions such that ``dtype`` holds what it holds, if that is finite."""
+    """Clamps a finite scalar tensor to the range of ``dtype``."""
     wide = number if number.dtype is torch.float64 else widen(number)
     largest = _LARGEST[dtype]
     return _where(_is_inf(wide), wide, _clamp(wide, -largest, largest))

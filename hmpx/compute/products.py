@@ -1,7 +1,7 @@
 """Products of low-precision matrices accumulated in fp32, by the CUDA kernels that return fp32.
 
-torch has these kernels (``out_dtype=``) for `torch.mm` and `torch.bmm`, without gradients. Here they
-get the gradients of the composition of casts, and serve the other products of two matrices as well.
+torch has these kernels (``out_dtype=``) for `torch.mm` and `torch.bmm`, without gradients. Here they get
+those of the composition of casts, and serve the other products of two matrices as well.
 """
 
 from __future__ import annotations
@@ -44,20 +44,28 @@ def has_kernel(device: torch.device, dtype: torch.dtype) -> bool:
 run_when_traced(has_kernel)
 
 
+#: Op -> the names of its tensors, and the numbers of its factors' dimensions; None for any.
+_FORMS: Final[Mapping[str, tuple[tuple[str, ...], tuple[int, int] | None]]] = {
+    "addmm": (("input", "mat1", "mat2"), (2, 2)),
+    "baddbmm": (("input", "batch1", "batch2"), (3, 3)),
+    "bmm": (("input", "mat2"), (3, 3)),
+    "dot": (("input", "tensor"), (1, 1)),
+    "linear": (("input", "weight", "bias"), None),
+    "matmul": (("input", "other"), None),
+    "mm": (("input", "mat2"), (2, 2)),
+    "mv": (("input", "vec"), (2, 1)),
+    "rmatmul": (("input", "other"), None),
+}
+
+
 def compute(op: str, args: Args, kwargs: Kwargs, output: torch.dtype) -> Tensor | None:
-    """Computes product ``op``, accumulated in fp32 and rounded once; None if the op is not supported.
+    """Computes product ``op``, accumulated in fp32 and rounded once to ``output``; None if it is not supported.
 
     Its gradients are those of casts to fp32 and from there to ``output``.
-
-    Args:
-        op: Op name.
-        args: Positional arguments, with tensors in one low-precision dtype.
-        kwargs: Keyword arguments, likewise.
-        output: The result's dtype.
     """
     if op not in _FORMS:
         return None
-    names, form = _FORMS[op]
+    names, dims = _FORMS[op]
     given = [*args, *[kwargs[name] for name in names[len(args) :] if name in kwargs]]
     if len(given) != len(args) + len(kwargs):
         return None  # such as a factor
@@ -68,7 +76,20 @@ def compute(op: str, args: Args, kwargs: Kwargs, output: torch.dtype) -> Tensor 
     dtype = given[0].dtype
     if dtype not in LOW_DTYPES or any([value.dtype is not dtype for value in given]):  # noqa: C419
         return None
-    return form(output, *given)
+    if op == "linear":
+        return _linear(output, *given)
+    if len(given) != len(names):
+        return None
+    a, b = given[-2:]
+    if op == "rmatmul":
+        a, b = b, a
+    if dims is None:
+        return _pair(output, a, b)
+    if (a.dim(), b.dim()) != dims:
+        return None
+    if len(given) == 2:
+        return _pair(output, a, b)
+    return _product(a, b, given[0], output) if given[0].dim() <= dims[0] else None
 
 
 def multiply(a: Tensor, b: Tensor) -> Tensor:
@@ -205,56 +226,12 @@ def _pair(output: torch.dtype, a: Tensor, b: Tensor) -> Tensor | None:
     return _squeeze(result, -1 if is_column else -2) if is_row else result
 
 
-def _swapped(output: torch.dtype, b: Tensor, a: Tensor) -> Tensor | None:
-    return _pair(output, a, b)
-
-
-def _of_dimension(dimension: int) -> Callable[..., Tensor | None]:
-    def product(output: torch.dtype, a: Tensor, b: Tensor) -> Tensor | None:
-        fits = a.dim() == b.dim() == dimension
-        return _product(a, b, None, output) if fits else None
-
-    return product
-
-
-def _added_to(dimension: int) -> Callable[..., Tensor | None]:
-    def product(
-        output: torch.dtype, c: Tensor, a: Tensor, b: Tensor | None = None
-    ) -> Tensor | None:
-        if b is None or not a.dim() == b.dim() == dimension or c.dim() > dimension:
-            return None
-        return _product(a, b, c, output)
-
-    return product
-
-
-def _of_vector(dimension: int) -> Callable[..., Tensor | None]:
-    def product(output: torch.dtype, a: Tensor, b: Tensor) -> Tensor | None:
-        fits = a.dim() == dimension and b.dim() == 1
-        return _pair(output, a, b) if fits else None
-
-    return product
-
-
-def _linear(output: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:
+def _linear(
+    output: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor | None = None
+) -> Tensor | None:
     """Returns x @ weight.T + bias: [..., k], [m, k], [m] -> [..., m]."""
     if weight.dim() != 2 or not x.dim() or (bias is not None and bias.dim() != 1):
         return None
     rows = _flatten(x, 0, -2) if x.dim() > 1 else _unsqueeze(x, 0)
     result = _product(rows, _transpose(weight, 0, 1), bias, output, True)
     return _reshape(result, (*x.shape[:-1], weight.shape[0])) if x.dim() != 2 else result
-
-
-#: Op -> the names of the tensors that it multiplies and adds, and the function that does so in fp32.
-#: Calls with other arguments, such as factors, are left to torch.
-_FORMS: Final[Mapping[str, tuple[tuple[str, ...], Callable[..., Tensor | None]]]] = {
-    "addmm": (("input", "mat1", "mat2"), _added_to(2)),
-    "baddbmm": (("input", "batch1", "batch2"), _added_to(3)),
-    "bmm": (("input", "mat2"), _of_dimension(3)),
-    "dot": (("input", "tensor"), _of_vector(1)),
-    "linear": (("input", "weight", "bias"), _linear),
-    "matmul": (("input", "other"), _pair),
-    "mm": (("input", "mat2"), _of_dimension(2)),
-    "mv": (("input", "vec"), _of_vector(2)),
-    "rmatmul": (("input", "other"), _swapped),
-}

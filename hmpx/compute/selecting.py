@@ -5,8 +5,8 @@ So do gradients of other ops where those alone lack a kernel.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any, Final, TypeGuard
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Final
 
 import torch
 from torch import Tensor
@@ -22,15 +22,20 @@ if TYPE_CHECKING:
 
 # Taken before anything is patched.
 _copy_, _empty_strided = Tensor.copy_, torch.empty_strided
-_add, _aminmax, _item, _remainder = torch.add, torch.aminmax, Tensor.item, torch.remainder
+_aminmax, _item, _remainder = torch.aminmax, Tensor.item, torch.remainder
 _eq, _nonzero, _to = torch.eq, torch.nonzero, Tensor.to
-_flatten, _index_select, _unique = Tensor.flatten, torch.index_select, torch.unique
+_index_select, _unique = torch.index_select, torch.unique
 
 #: Smaller tables are cast in less time than it takes to do without.
 _LEAST: Final = 1 << 16
 
-#: Ops that can run on the rows alone that a call reads.
-OF_ROWS: Final = frozenset({"embedding", "embedding_bag", "getitem", "index_select", "take"})
+#: Ops that can run on the rows alone that a call reads -> the parameter that says which.
+_INDEX: Final = {
+    "embedding": "indices",
+    "embedding_bag": "indices",
+    "getitem": "indices",
+    "index_select": "index",
+}
 #: They do if the table has this number of rows for each index.
 _FEW: Final = 4
 
@@ -44,19 +49,10 @@ def selected(  # noqa: PLR0917  # all there is to one call
     inputs: Inputs,
     dtype: torch.dtype,
 ) -> Any:
-    """Returns the selected elements in ``dtype``; None if the table has to be upcast instead.
+    """Returns the elements that ``function`` selects, in ``dtype``; None if the table has to be upcast instead.
 
     The gradient is that of an fp32 table, since torch adds it up in the table's dtype. Graphs, torch.func
     and tangents need the upcast.
-
-    Args:
-        op: Op name.
-        names: The parameters of torch's function by position.
-        function: torch's function, which selects from its first floating-point input.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        inputs: Facts about the floating-point inputs.
-        dtype: The dtype of the result.
     """
     table = inputs.first
     if argument("sparse", names, args, kwargs):  # a sparse gradient adds nothing up
@@ -67,16 +63,15 @@ def selected(  # noqa: PLR0917  # all there is to one call
         return CAST[dtype](function(*args, **kwargs))
     if not inputs.is_plain or is_traced() or is_jit_tracing() or table.numel() < _LEAST:
         return None
-    if op in OF_ROWS and table.device.type == "cpu" and not has_fake_tensors():
-        few = _on_few_rows(op, names, args, kwargs, table)
+    if op in _INDEX and table.device.type == "cpu" and not has_fake_tensors():
+        few = _of_few_rows(op, names, args, kwargs, table)
         if few is not None:
-            return computed_in_fp32(function, *few, dtype)
+            return computed_in_fp32(function, *_changed(few, names, args, kwargs), dtype)
     if op == "embedding_bag":  # it computes with the elements
         return None
-    outline = _Outline.apply(table)  # type: ignore[no-untyped-call]
-    new_args = [outline if value is table else value for value in args]
-    named = {name: outline if value is table else value for name, value in kwargs.items()}
-    result = function(*new_args, **named)
+    outline: Tensor = _Outline.apply(table)  # type: ignore[no-untyped-call]
+    new_args, new_kwargs = _changed({names[0]: outline}, names, args, kwargs)
+    result = function(*new_args, **new_kwargs)
     with torch.no_grad():  # the gradient of a selection needs none of its values
         _copy_(data_of(result), function(*args, **kwargs))
     return CAST[dtype](result)
@@ -85,7 +80,7 @@ def selected(  # noqa: PLR0917  # all there is to one call
 def with_fp32_gradients(callee: Callee, args: Args, kwargs: Kwargs, inputs: Inputs) -> Any:
     """Returns the values that torch's function gives, with the gradients of its fp32 kernel."""
     function, dtype, result = callee.function, inputs.first.dtype, None
-    if callee.selects or callee.op in OF_ROWS:
+    if callee.selects or callee.op in _INDEX:
         result = selected(callee.op, callee.names, function, args, kwargs, inputs, dtype)
     if result is None:
         result = computed_in_fp32(function, args, kwargs, dtype)
@@ -107,63 +102,43 @@ def argument(name: str, names: Sequence[str], args: Args, kwargs: Kwargs) -> Any
     return args[position] if position < len(args) else kwargs.get(name)
 
 
-def _on_few_rows(
-    op: str, names: Sequence[str], args: Args, kwargs: Kwargs, table: Tensor
-) -> tuple[Args, Kwargs] | None:
-    """Returns the arguments for those rows of the table alone that a call reads; None if they are many.
+def _changed(
+    changed: Mapping[str, Any], names: Sequence[str], args: Args, kwargs: Kwargs
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments with those for these parameters changed."""
+    new_args = tuple([changed.get(name, v) for name, v in zip(names, args, strict=False)])
+    return new_args, {k: changed.get(parameter_named(k, names), v) for k, v in kwargs.items()}
 
-    Each row is selected once, so that its gradient is not a sum in the low type.
-    """
+
+def _of_few_rows(
+    op: str, names: Sequence[str], args: Args, kwargs: Kwargs, table: Tensor
+) -> dict[str, Any] | None:
+    """Returns the arguments that change if a call gets only the rows that it reads, each once; None if they are many."""
     given = dict(zip(names, args, strict=False))
     given |= {parameter_named(name, names): value for name, value in kwargs.items()}
-    index_name = "index" if "index" in given else "indices"
-    index, dim = given.get(index_name), given.get("dim", 0)
-    if op in {"getitem", "take"}:
-        several = index if type(index) is tuple else (index,)
-        index = _flat_index(several, table.shape if op == "getitem" else (table.numel(),))
-        if index is None or not table.is_contiguous():
-            return None
-        table = _flatten(table, 0, len(several) - 1 if op == "getitem" else -1)
-    if not (_are_numbers(index) and isinstance(dim, int)):
+    index, dim, padding = given.get(_INDEX[op]), given.get("dim", 0), given.get("padding_idx")
+    if (
+        not isinstance(index, Tensor)
+        or index.dtype not in {torch.int64, torch.int32}
+        or type(dim) is str
+    ):
         return None
     if not 0 < index.numel() * _FEW <= table.shape[dim]:
         return None
-    rows, inverse = _unique(index, return_inverse=True)
-    few: dict[str, Any] = {
-        names[0]: _index_select(table, dim, rows),
-        index_name: _to(inverse, index.dtype),
-    }
-    padding = given.get("padding_idx")
-    if padding is not None:
-        # For `torch.embedding` -1 stands for no row, for the others the last one, and None for none.
-        counts_from_end = op == "embedding_bag" or "max_norm" in names
-        if counts_from_end and padding < 0:
-            padding += table.shape[dim]
-        places = _nonzero(_eq(rows, padding))
-        none = None if counts_from_end else -1
-        few["padding_idx"] = _item(places) if places.numel() else none
-    new_args = [few.get(name, value) for name, value in zip(names, args, strict=False)]
-    return tuple(new_args), {k: few.get(parameter_named(k, names), v) for k, v in kwargs.items()}
-
-
-def _are_numbers(index: Any) -> TypeGuard[Tensor]:
-    return isinstance(index, Tensor) and index.dtype in {torch.int64, torch.int32}
-
-
-def _flat_index(several: Sequence[Any], sizes: Sequence[int]) -> Tensor | None:
-    """Returns the index into the first dimensions, taken as one; None if there is none."""
-    if len(several) > len(sizes):
-        return None
-    flat: Tensor | None = None
-    for index, size in zip(several, sizes, strict=False):
-        if not _are_numbers(index) or not index.numel():
-            return None
+    if op == "getitem":  # which takes negative ones
         least, largest = map(_item, _aminmax(index))
-        if least < -size or largest >= size:
-            return None
-        place = _remainder(_to(index, torch.int64), size)
-        flat = place if flat is None else _add(place, flat, alpha=size)
-    return flat
+        if least < -len(table) or largest >= len(table):
+            return None  # to torch's error
+        index = _remainder(index, len(table))
+    rows, inverse = _unique(index, return_inverse=True)
+    few = {names[0]: _index_select(table, dim, rows), _INDEX[op]: _to(inverse, index.dtype)}
+    if padding is None:
+        return few
+    if op == "embedding_bag" and padding < 0:  # `embedding` has -1 for no row
+        padding += table.shape[dim]
+    places = _nonzero(_eq(rows, padding))
+    none = None if op == "embedding_bag" else -1
+    return {**few, "padding_idx": _item(places) if places.numel() else none}
 
 
 class _Outline(torch.autograd.Function):

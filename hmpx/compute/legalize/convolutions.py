@@ -9,7 +9,6 @@ from __future__ import annotations
 import functools
 import weakref
 from collections.abc import Callable, Hashable, Iterable
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -89,35 +88,17 @@ def compute(
     return apply(x, kept, weight, bias, function, settings, Rounding(dtype, rounds_inputs))
 
 
-@dataclass(frozen=True, slots=True)
-class _Settings:
-    """The arguments of a convolution after its tensors.
-
-    Attributes:
-        given: The arguments as given.
-        strides: One per dimension.
-        padding: One per dimension.
-        dilation: One per dimension.
-        groups: The number of groups.
-    """
-
-    given: Args
-    strides: list[int]
-    padding: list[int]
-    dilation: list[int]
-    groups: int
-
-
-def _settings(dimensions: int, given: Args) -> _Settings | None:
+def _settings(dimensions: int, given: Args) -> ConvolutionSettings | None:
     """Returns a convolution's settings; None if they are given as names, or are too short."""
     if len(given) > 4:
         return None
-    values = [*given, *(1, 0, 1, 1)[len(given) :]]
+    values: list[Any] = [*given, *(1, 0, 1, 1)[len(given) :]]
     groups = values.pop()
-    lists = [[value] * dimensions if type(value) is int else value for value in values]
+    lists = [(value,) * dimensions if type(value) is int else value for value in values]
     if not all([isinstance(each, (list, tuple)) and len(each) == dimensions for each in lists]):  # noqa: C419
         return None
-    return _Settings(given, list(lists[0]), list(lists[1]), list(lists[2]), groups)
+    strides, padding, dilation = map(tuple, lists)
+    return ConvolutionSettings(padding, strides, dilation, groups)
 
 
 class Convolution(torch.autograd.Function):
@@ -133,7 +114,7 @@ class Convolution(torch.autograd.Function):
         weight: Tensor,  # low, or a parameter
         bias: Tensor | None,
         function: Callable[..., Tensor],
-        settings: _Settings,
+        settings: ConvolutionSettings,
         rounding: Rounding,
     ) -> Tensor:
         """Returns the convolution in low precision."""
@@ -142,7 +123,8 @@ class Convolution(torch.autograd.Function):
         ctx.dtypes = x.dtype, weight.dtype, None if bias is None else bias.dtype
         memory = Temporaries(x.device)
         raised = [None if t is None else rounding.raised(t, memory) for t in (x, weight, bias)]
-        result = CAST[rounding.dtype](function(*raised, *settings.given))
+        padding, strides, dilation, groups = settings
+        result = CAST[rounding.dtype](function(*raised, strides, padding, dilation, groups))
         memory.free()
         return result
 
@@ -153,19 +135,15 @@ class Convolution(torch.autograd.Function):
         settings, rounding = ctx.settings, ctx.rounding
         x_learns, _, weight_learns, bias_learns, *_ = ctx.needs_input_grad
         memory = memory_for(gradient)
+        padding, strides, dilation, groups = settings
         found = _convolution_backward(
             memory.widen(gradient),
             rounding.raised(x, memory),
             rounding.raised(weight, memory),
             [weight.shape[0]],  # of the bias
-            settings.strides,
-            settings.padding,
-            settings.dilation,
-            False,  # it is not transposed
-            [0] * len(settings.strides),
-            settings.groups,
+            strides, padding, dilation, False, [0] * len(strides), groups,
             [x_learns, weight_learns, bias_learns],
-        )
+        )  # fmt: skip
         of_x, of_weight, of_bias = [
             None if each is None else rounding.gradient(each, dtype, memory)
             for each, dtype in zip(found, ctx.dtypes, strict=True)
@@ -237,7 +215,7 @@ def with_prepared(
     return result
 
 
-def _can_be_laid_out(x: Tensor, weight: Tensor, settings: _Settings) -> bool:
+def _can_be_laid_out(x: Tensor, weight: Tensor, settings: ConvolutionSettings) -> bool:
     """Whether `_blocked` computes this, as fast as torch's function and with results in the same layout."""
     dimensions = len(settings.strides)
     if not x.dim() == weight.dim() == dimensions + 2 or not x.numel():
@@ -248,17 +226,18 @@ def _can_be_laid_out(x: Tensor, weight: Tensor, settings: _Settings) -> bool:
 
 
 def _blocked(
-    x: Tensor, prepared: Prepared, weight: Tensor, bias: Tensor | None, settings: _Settings
+    x: Tensor,
+    prepared: Prepared,
+    weight: Tensor,
+    bias: Tensor | None,
+    settings: ConvolutionSettings,
 ) -> Tensor:
     """Returns a convolution in fp32, with channels last, from the weight in the layout for such inputs.
 
     torch's function lays out the weight in each call. This one sums up in another order.
     """
-    all_settings = ConvolutionSettings(
-        tuple(settings.padding), tuple(settings.strides), tuple(settings.dilation), settings.groups
-    )
-    lay_out = functools.partial(laid_out, settings=all_settings, shape=x.shape)
-    return convolved(x, prepared.kept(all_settings, lay_out, weight), bias, all_settings)
+    lay_out = functools.partial(laid_out, settings=settings, shape=x.shape)
+    return convolved(x, prepared.kept(settings, lay_out, weight), bias, settings)
 
 
 class Prepared:

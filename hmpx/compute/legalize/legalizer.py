@@ -33,38 +33,23 @@ from .capability import PRODUCTS
 
 @dataclass(slots=True)
 class LegalizedCall:
-    """One call that is legalized.
-
-    Attributes:
-        function: torch's function.
-        inputs: Facts about the floating-point inputs among the arguments.
-        args: Positional arguments.
-        kwargs: Keyword arguments.
-        given: The positional arguments before they were cast.
-        dtype: The low-precision dtype.
-    """
+    """One call of torch's function that is legalized."""
 
     function: Callable[..., Any]
     inputs: Inputs
     args: Args
     kwargs: Kwargs
-    given: Args
-    dtype: torch.dtype
+    given: Args  # the positional arguments before they were cast
+    dtype: torch.dtype  # the low-precision one
 
 
 @dataclass(frozen=True, slots=True)
 class Legalizer:
-    """Computes one op in fp32.
-
-    Attributes:
-        op: Op name.
-        kind: One of `capability.KINDS`.
-        mode: One of `LEGALIZE_MODES` except ``"never"``.
-    """
+    """Computes one op in fp32."""
 
     op: str
-    kind: str
-    mode: str
+    kind: str  # one of `capability.KINDS`
+    mode: str  # one of `LEGALIZE_MODES` except "never"
 
     @property
     def rounds_inputs(self) -> bool:
