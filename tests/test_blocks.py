@@ -23,7 +23,7 @@ import hmpx
 from hmpx import blocks, registry
 from hmpx.freezing import frozen
 from hmpx.observers import ATTACHED, PAUSED, attached
-from hmpx.recording import context, ledger
+from hmpx.recording import context, memory
 from hmpx.torch_internals import stance
 from hmpx.watching import watcher
 
@@ -131,7 +131,7 @@ BLOCKS: dict[str, Callable[[], contextlib.AbstractContextManager[Any]]] = {
     "record memory": lambda: hmpx.record(memory=True),
     "watch": lambda: hmpx.watch("collect"),
 }
-FILES = {module.__file__ or "" for module in (blocks, attached, context, ledger, stance, watcher)}
+FILES = {module.__file__ or "" for module in (blocks, attached, context, memory, stance, watcher)}
 
 
 @pytest.mark.parametrize("is_converted", [False, True])

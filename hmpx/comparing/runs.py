@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from .. import arguments
 from ..errors import OptionError, said_by, shown
 from ..observers import Attached, CallTensors, OpCall, attach
-from ..recording import Recorder, counted_rows
+from ..recording import Recorder
 from ..reports import Row
 from ..tensors import (
     Opaque,
@@ -139,7 +139,7 @@ class Runs:
 
     def costs(self) -> tuple[Row, ...]:
         """Returns the calls of the run in low precision with their FLOPs and bytes."""
-        return counted_rows(self._recorder.counted(), is_timed=False)
+        return self._recorder.rows()
 
     # --- runs ------------------------------------------------------------------------------------
 

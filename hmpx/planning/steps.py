@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from ..errors import OptionError, PlanError, noted, shown
 from ..observers import Attached
-from ..recording import Ledger, Recorder, counted_rows, raised_at
+from ..recording import Ledger, Recorder, raised_at
 from ..reports import Memory, Report
 from ..session import convert
 from ..tensors import floats_of
@@ -92,8 +92,7 @@ class Program:
             for module in self.modules:
                 ledger.note_module(module)
             groups = groups_of(self.modules, self._step())
-        rows = counted_rows(recorder.counted(), is_timed=False)
-        return Run(name, ledger.memory(), Report(rows)), groups
+        return Run(name, ledger.memory(), Report(recorder.rows())), groups
 
     def _step(self) -> Any:
         with _explained(), torch.set_grad_enabled(self.is_training):

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from .context import raised_at, record
-from .folding import counted_rows
-from .ledger import Ledger
+from .memory import Ledger
 from .recorder import Recorder
 
-__all__ = ["Ledger", "Recorder", "counted_rows", "raised_at", "record"]
+__all__ = ["Ledger", "Recorder", "raised_at", "record"]

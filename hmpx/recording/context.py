@@ -14,14 +14,12 @@ from ..blocks import ends_surely
 from ..errors import OptionError
 from ..observers import Attached, user_location
 from ..policy import policy_line
-from ..reports import Memory, Report, Row, Views, Waste, added_waste
+from ..reports import Memory, Report, Row, Views, Waste
 from ..session import current
 from ..torch_internals import uncompiled
 from ..version import __version__
-from .folding import counted_rows
-from .ledger import Ledger
+from .memory import Ledger
 from .recorder import Recorder
-from .waste import waste
 
 
 class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
@@ -100,15 +98,13 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
 
     def report(self) -> Report:
         """Returns what was recorded so far, as data."""
-        counted = self._recorder.counted()
-        found = counted_rows(counted, is_timed=self._is_timed)
-        wasted = added_waste(waste(self._recorder.traces.found, counted))
-        return Report(found, wasted, self._about or _about(), self._error, self._error_location)
+        rows, waste = self._recorder.rows(), self._recorder.waste()
+        return Report(rows, waste, self._about or _about(), self._error, self._error_location)
 
     @property
     def rows(self) -> tuple[Row, ...]:
         """The calls that were recorded, those that cost most first."""
-        return self.report().rows
+        return self._recorder.rows()
 
     @property
     def memory(self) -> Memory | None:
@@ -120,10 +116,10 @@ class record(Views):  # noqa: N801  # a context manager, like torch.no_grad
 
     def waste(self) -> tuple[Waste, ...]:
         """Returns casts that could be done without, each with what to do about it."""
-        return self.report().waste
+        return self._recorder.waste()
 
     def __repr__(self) -> str:
-        rows = counted_rows(self._recorder.counted(), is_timed=self._is_timed)
+        rows = self.rows
         return f"<hmpx.record: {sum(each.calls for each in rows):,} calls in {len(rows):,} rows>"
 
 

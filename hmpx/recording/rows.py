@@ -1,83 +1,51 @@
-"""Rows of a report, from what a recorder has counted."""
+"""Rows of a report, from what a recorder has counted; floating-point operations by torch's own formulas."""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
+from torch import Tensor
 
 from ..number_formats import Format
 from ..observers import OpCall
 from ..ops import facts
 from ..reports import Row
-from ..tensors import LOW_DTYPES
-from .entries import OWN_CAST, Entry, Gradients
-from .flops import NONE, Flops, flops
-from .signatures import Shape, tensors_of
+from ..tensors import LOW_DTYPES, floating_in
+from ..torch_internals import disable_modes
+from ..torch_state import without_casts
+from .signatures import Shape, Signature, rebuilt, tensors_of
+
+if TYPE_CHECKING:
+    from .recorder import Entry
+
+#: The reason of a conversion that the program itself has asked for.
+OWN_CAST: Final = "the program's own cast"
 
 
-def rows(entries: Iterable[Entry], *, is_timed: bool) -> Iterator[Row]:
-    """Yields the rows of what was called."""
-    for entry in entries:
-        yield _row(entry, is_timed=is_timed)
-
-
-def backward_rows(gradients: Iterable[Gradients]) -> Iterator[Row]:
-    """Yields the rows of gradients that were computed."""
-    for entry, times in gradients:
-        yield _backward_row(entry, times)
-
-
-def _row(entry: Entry, *, is_timed: bool) -> Row:
-    call = entry.call
-    counted = _flops(entry)
-    return Row(
-        op=call.op,
-        site=call.site,
-        module=call.module,
-        location=call.location,
+def forward_row(entry: Entry, *, is_timed: bool) -> Row:
+    """Returns the row of calls."""
+    call, times = entry.call, entry.calls
+    return _row(
+        entry,
         phase=call.phase,
-        device_type=call.device_type or "",
-        cast_policy=call.cast_policy,
-        reason=call.reason,
-        dtype=_computed_in(entry),
+        calls=times,
         input_dtypes=_names(call.input_dtypes),
         cast_dtypes=_names(call.cast_dtypes),
         output_dtypes=_names(call.output_dtypes),
-        calls=entry.calls,
-        casts=entry.calls * _casts(entry),
-        cast_bytes=entry.calls * call.cast_bytes,
-        flops=entry.calls * counted.forward,
-        bytes=entry.calls * (_input_bytes(entry) + _bytes(entry.outputs)),
+        casts=times * _casts(call),
+        cast_bytes=times * call.cast_bytes,
+        flops=times * _flops(entry).forward,
+        bytes=times * (_input_bytes(entry) + _bytes(entry.outputs)),
         seconds=entry.seconds if is_timed else None,
-        legalized=call.legalized,
     )
 
 
-def _flops(entry: Entry) -> Flops:
-    """Returns the operations of one call; under `torch.func.vmap`, of all that it computes at a time."""
-    if entry.signature is None:
-        return NONE
-    found = flops(entry.call.function, entry.signature)
-    times = max([shape.times for shape in entry.outputs], default=1)
-    return Flops(found.forward * times, found.backward * times) if found != NONE else NONE
-
-
-def _casts(entry: Entry) -> int:
-    """Returns how many tensors one call has cast, or rounded to a number format."""
-    call = entry.call
-    if call.reason == OWN_CAST:
-        return 1
-    if isinstance(call.dtype, Format):
-        return len(call.input_dtypes)
-    return sum(a is not b for a, b in zip(call.input_dtypes, call.cast_dtypes, strict=True))
-
-
-def _backward_row(entry: Entry, times: int) -> Row:
+def backward_row(entry: Entry) -> Row:
     """Returns the row of gradients: of results taken in, and of inputs returned in their own dtypes."""
-    call = entry.call
-    counted = _flops(entry)
+    call, times = entry.call, entry.backward
     inputs = list(zip(entry.inputs, call.input_dtypes, call.cast_dtypes, strict=True))
     if call.reason == OWN_CAST:
         inputs = [(shape, given, call.output_dtypes[0]) for shape, given, _ in inputs]
@@ -88,27 +56,43 @@ def _backward_row(entry: Entry, times: int) -> Row:
         if given is not run or (call.output_dtypes and _is_promoted(given, call))
     ]
     gradients = sum(shape.bytes // given.itemsize * run.itemsize for shape, given, run in learning)
+    return _row(
+        entry,
+        phase="backward",
+        calls=times,
+        input_dtypes=_names(call.output_dtypes),
+        cast_dtypes=_names(call.output_dtypes),
+        output_dtypes=_names([given for _, given, _ in learning]),
+        casts=times * len(cast),
+        cast_bytes=times * _bytes(cast),
+        flops=times * _flops(entry).backward,
+        bytes=times * (_bytes(entry.outputs) + _input_bytes(entry) + gradients),
+    )
+
+
+def _row(entry: Entry, **values: Any) -> Row:
+    call = entry.call
     return Row(
         op=call.op,
         site=call.site,
         module=call.module,
         location=call.location,
-        phase="backward",
         device_type=call.device_type or "",
         cast_policy=call.cast_policy,
         reason=call.reason,
-        dtype=_computed_in(entry),
-        input_dtypes=_names(call.output_dtypes),
-        cast_dtypes=_names(call.output_dtypes),
-        output_dtypes=_names([given for _, given, _ in learning]),
-        calls=times,
-        casts=times * len(cast),
-        cast_bytes=times * sum(shape.bytes for shape in cast),
-        flops=times * counted.backward,
-        bytes=times * (_bytes(entry.outputs) + _input_bytes(entry) + gradients),
-        seconds=None,
+        dtype=_computed_in(call),
         legalized=call.legalized,
+        **values,
     )
+
+
+def _casts(call: OpCall) -> int:
+    """Returns how many tensors one call has cast, or rounded to a number format."""
+    if call.reason == OWN_CAST:
+        return 1
+    if isinstance(call.dtype, Format):
+        return len(call.input_dtypes)
+    return sum(a is not b for a, b in zip(call.input_dtypes, call.cast_dtypes, strict=True))
 
 
 def _is_promoted(given: torch.dtype, call: OpCall) -> bool:
@@ -117,8 +101,7 @@ def _is_promoted(given: torch.dtype, call: OpCall) -> bool:
     return is_mixed and call.op in facts("promotes")
 
 
-def _computed_in(entry: Entry) -> str:
-    call = entry.call
+def _computed_in(call: OpCall) -> str:
     if isinstance(call.dtype, Format):
         return call.dtype.name
     dtype = call.output_dtypes[0] if call.reason == OWN_CAST else call.dtype
@@ -131,9 +114,8 @@ def _computed_in(entry: Entry) -> str:
 
 def _input_bytes(entry: Entry) -> int:
     """Returns the bytes of all inputs, the floating ones as cast."""
-    call = entry.call
     given = _bytes(entry.inputs if entry.signature is None else tensors_of(entry.signature))
-    for shape, run in zip(entry.inputs, call.cast_dtypes, strict=True):
+    for shape, run in zip(entry.inputs, entry.call.cast_dtypes, strict=True):
         given += shape.bytes // shape.dtype.itemsize * (run.itemsize - shape.dtype.itemsize)
     return given
 
@@ -148,3 +130,61 @@ def _name(dtype: torch.dtype) -> str:
 
 def _names(dtypes: Iterable[torch.dtype]) -> tuple[str, ...]:
     return tuple(map(_name, dtypes))
+
+
+# --- floating-point operations -------------------------------------------------------------------
+
+
+class Flops(NamedTuple):
+    """Floating-point operations of a call, and of its gradients."""
+
+    forward: int = 0
+    backward: int = 0
+
+
+def _flops(entry: Entry) -> Flops:
+    """Returns the operations of one call; under `torch.func.vmap`, of all that it computes at a time."""
+    if entry.signature is None:
+        return Flops()
+    found = _flops_of(entry.call.function, entry.signature)
+    times = max([shape.times for shape in entry.outputs], default=1)
+    return Flops(found.forward * times, found.backward * times)
+
+
+@functools.lru_cache(maxsize=10_000)
+def _flops_of(function: Callable[..., Any], found: Signature) -> Flops:
+    """Returns the operations of a call of torch's ``function``; none where they depend on values.
+
+    The call is made again on tensors without memory, under torch's counter. So legalized and emulated
+    calls count as those that the program made.
+    """
+    from torch.utils.flop_counter import FlopCounterMode  # which takes long to import
+
+    made: list[Tensor] = []
+
+    def make(shape: Shape) -> Tensor:
+        is_real = shape.dtype.is_floating_point
+        dtype = torch.float32 if is_real and shape.dtype.itemsize < 4 else shape.dtype
+        tensor = torch.empty(shape.sizes, dtype=dtype, device="meta", requires_grad=shape.learns)
+        made.append(tensor)
+        # In-place ops write to no leaf that learns.
+        return tensor.view_as(tensor) if shape.learns else tensor
+
+    with disable_modes(), without_casts(), torch.enable_grad():
+        args, kwargs = rebuilt(found, make)
+        for name in ("device", "out", "generator"):
+            kwargs.pop(name, None)
+        try:
+            with FlopCounterMode(display=False) as counter:
+                result = function(*args, **kwargs)
+            forward = counter.get_total_flops()
+            learning = [tensor for tensor in made if tensor.requires_grad]
+            results = [each for each in floating_in([result]) if each.requires_grad]
+            if not (forward and learning and results):
+                return Flops(forward)
+            gradients = [torch.empty_like(each) for each in results]
+            with FlopCounterMode(display=False) as counter:
+                torch.autograd.grad(results, learning, gradients, allow_unused=True)
+            return Flops(forward, counter.get_total_flops())
+        except (RuntimeError, TypeError, ValueError, NotImplementedError):
+            return Flops()  # its shapes depend on values, or it has no kernel without memory

@@ -22,14 +22,7 @@ Signature = tuple["Items", tuple[tuple[str, Any], ...]]
 
 
 class Shape(NamedTuple):
-    """Stands for a tensor.
-
-    Attributes:
-        sizes: Its shape.
-        dtype: Its dtype.
-        learns: Whether autograd computes a gradient for it.
-        times: How many tensors of this shape it is: `torch.func.vmap` computes many in one call.
-    """
+    """Stands for a tensor; ``times`` tells how many `torch.func.vmap` computes in one call."""
 
     sizes: tuple[int, ...]
     dtype: torch.dtype
@@ -43,11 +36,7 @@ class Shape(NamedTuple):
 
 
 class Real:
-    """Stands for a float: all are alike, since neither shapes nor costs depend on their values.
-
-    Attributes:
-        value: The first that was seen.
-    """
+    """Stands for a float: all are alike, since neither shapes nor costs depend on their values."""
 
     __slots__ = ("value",)
 
@@ -62,12 +51,7 @@ class Real:
 
 
 class Items(NamedTuple):
-    """Stands for a list or tuple.
-
-    Attributes:
-        values: What stands for its items.
-        is_list: Whether it is a list.
-    """
+    """Stands for a list or tuple."""
 
     values: tuple[Any, ...]
     is_list: bool
@@ -89,9 +73,7 @@ def signature(args: Args, kwargs: Mapping[str, Any], *, learns: bool) -> Signatu
     )
     try:
         hash(found)
-    except (
-        TypeError
-    ):  # of an object of the program's, a slice before Python 3.12, or symbolic sizes
+    except TypeError:  # an object of the program's, a slice before Python 3.12, symbolic sizes
         return None
     return found
 

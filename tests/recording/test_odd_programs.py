@@ -172,7 +172,7 @@ def test_where_a_report_is_made_does_not_matter(where: str) -> None:
 
 
 def _kept(rec: hmpx.record) -> int:
-    return len(rec._recorder.counted().entries)
+    return len(rec._recorder._entries)
 
 
 def test_numbers_that_differ_are_no_calls_of_their_own() -> None:
@@ -212,16 +212,24 @@ def _sums(row: Any) -> tuple[Any, ...]:
     )  # fmt: skip
 
 
-def test_threads_that_ended_are_folded(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_count_together() -> None:
     """A server starts one for each request."""
-    monkeypatch.setattr(recorder, "_MOST_THREADS", 4)
     with hmpx.record() as rec:
         for _ in range(20):
             thread = threading.Thread(target=lambda: torch.mm(WEIGHT, WEIGHT.t()))
             thread.start()
             thread.join()
     assert [row.calls for row in rec.rows] == [20]
-    assert len(rec._recorder._counts) <= 4
+    assert _kept(rec) == 1
+
+
+def test_gradients_of_forgotten_calls_count() -> None:
+    weight = nn.Parameter(torch.ones(8, 8))
+    with hmpx.record() as rec:
+        result = torch.mm(torch.ones(2, 8), weight)
+        rec.forget()
+        result.backward(torch.ones_like(result))
+    assert [(row.op, row.phase, row.calls) for row in rec.rows] == [("mm", "backward", 1)]
 
 
 def test_no_object_of_the_program_is_kept() -> None:

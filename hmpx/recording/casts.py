@@ -1,14 +1,14 @@
-"""Traces of casts through a program: what was cast again, and back; for `Waste`.
+"""Needless casts of a program: tensors that are cast again, and back; each with what to do about it.
 
 Follows tensors by their memory, so that views are the same; holds none of them alive.
 """
 
 from __future__ import annotations
 
-import threading
 import weakref
 from collections.abc import Iterator
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from dataclasses import replace
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -16,55 +16,44 @@ from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.weak import WeakIdKeyDictionary
 
 from ..compute import saved_by
+from ..observers import OpCall
 from ..ops import kind
 from ..policy import CastPolicy
+from ..reports import Waste
 from ..tensors import LOW_DTYPES, PLAIN_TENSORS, edges_of, tensors_in
 from ..torch_internals import TELLS_SAVED, is_of_transform
 from ..torch_state import place, running_module
-from .ledger import Held
+from .memory import Held
+from .signatures import Shape
 
-if TYPE_CHECKING:
-    from .entries import Entry
+#: A fix: a line to copy, and what that costs.
+_Fix = tuple[str, str]
 
+_FREEZE: Final = ("hmpx.freeze(model)", "for inference: stores the weight as it is used")
+_REUSE: Final = ("hmpx.convert(reuse_casts=True)", "within one call of the outermost module")
+_KEEP_NONE: Final = (
+    "hmpx.convert(keep_weight_casts=False)",
+    "the backward casts them again, to the same bits",
+)
+_METHODS: Final = {
+    torch.bfloat16: "bfloat16()",
+    torch.float16: "half()",
+    torch.float32: "float()",
+}
 
-class Found(NamedTuple):
-    """One kind of needless cast, at one place.
-
-    Attributes:
-        kind: See `Waste.kind`.
-        what: See `Waste.what`.
-        module: Where it was seen: the module, and
-        location: the line.
-        subject: The op or parameter that the fix is about.
-        dtype: What the first input of the call was cast to.
-        learns: Whether autograd computes a gradient for any of its inputs.
-    """
-
-    kind: str
-    what: str
-    module: str
-    location: str
-    subject: str
-    dtype: torch.dtype
-    learns: bool
+_MOST: Final = 20_000  # of the memory that is followed at a time
 
 
 class _Made(NamedTuple):
     """The call that last wrote to some memory."""
 
     memory: Any  # a weak reference: while it is held, the address is given to no other memory
-    entry: Entry
+    call: OpCall
     before: str  # the op whose result that call took
 
 
 class _Seen:
-    """A tensor that was cast.
-
-    Attributes:
-        tensor: A weak reference.
-        version: Its version counter then.
-        dtypes: What it was cast to since.
-    """
+    """A tensor that was cast: its version counter then, and the dtypes that it was cast to since."""
 
     __slots__ = ("dtypes", "tensor", "version")
 
@@ -73,105 +62,106 @@ class _Seen:
         self.dtypes: set[torch.dtype] = set()
 
 
-_MOST: Final = 20_000  # of the memory that is followed at a time
-
-
-class Traces:
+class Casts:
     """Follows casts from call to call."""
 
     def __init__(self) -> None:
         """Starts without any."""
-        self._lock = threading.Lock()
         self._made: dict[int, _Made] = {}
         self._seen: dict[int, _Seen] = {}
         self._most_seen = _MOST  # twice what lived at the last look, so that looks are few
         self._names: WeakIdKeyDictionary = WeakIdKeyDictionary()
-        self.found: dict[Found, list[int]] = {}
+        self._found: dict[Waste, list[int]] = {}
 
-    def note(self, entry: Entry, inputs: list[Tensor], result: Any, node: Any) -> None:
+    def waste(self) -> list[Waste]:
+        """Returns the needless casts."""
+        found = self._found.items()
+        return [replace(each, times=times, bytes=count) for each, (times, count) in found]
+
+    def note(
+        self,
+        call: OpCall,
+        shapes: tuple[Shape, ...],
+        inputs: list[Tensor],
+        result: Any,
+        node: Any,
+    ) -> None:
         """Notes the casts of one call.
 
         Args:
-            entry: The calls that this one is like.
-            inputs: Its floating inputs, before they were cast.
+            call: The call, or an earlier one like it.
+            shapes: Shapes of
+            inputs: its floating inputs, before they were cast.
             result: What it returned.
             node: Its node in autograd's graph, or None.
         """
-        call = entry.call
-        with self._lock:
-            before = ""
-            for tensor, given, cast in zip(
-                inputs, call.input_dtypes, call.cast_dtypes, strict=True
-            ):
-                made = self._maker(tensor)
-                before = before or ("" if made is None else made.entry.call.op)
-                if given is cast:
-                    is_promoted = given in LOW_DTYPES and call.dtype is torch.float32
-                    if made is not None and is_promoted:
-                        self._note_round_trip(entry, made, tensor, torch.float32)
-                elif isinstance(tensor, nn.Parameter):
-                    self._note_again(entry, tensor, cast, "parameter cast again")
-                else:
-                    self._note_again(entry, tensor, cast, "tensor cast again")
-                    if made is not None:
-                        self._note_round_trip(entry, made, tensor, cast)
-            for tensor in tensors_in([result]):
-                self._note_made(tensor, entry, before)
-            if node is not None:
-                self._note_kept(entry, inputs, node)
+        before = ""
+        for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True):
+            made = self._made.get(_memory(tensor))
+            before = before or ("" if made is None else made.call.op)
+            if given is cast:
+                is_promoted = given in LOW_DTYPES and call.dtype is torch.float32
+                if made is not None and is_promoted:
+                    self._note_round_trip(call, made, tensor, torch.float32)
+                continue
+            self._note_again(call, shapes, tensor, cast)
+            if made is not None and not isinstance(tensor, nn.Parameter):
+                self._note_round_trip(call, made, tensor, cast)
+        for tensor in tensors_in([result]):
+            self._note_made(tensor, call, before)
+        if node is not None:
+            self._note_kept(call, inputs, node)
 
-    def _maker(self, tensor: Tensor) -> _Made | None:
-        return self._made.get(_memory(tensor))
-
-    def _note_made(self, tensor: Tensor, entry: Entry, before: str) -> None:
+    def _note_made(self, tensor: Tensor, call: OpCall, before: str) -> None:
         address = _memory(tensor)
         if not address:
             return
         known = self._made.get(address)
-        if known is None:
+        if known is None and len(self._made) >= _MOST:
+            self._made = {k: made for k, made in self._made.items() if not made.memory.expired()}
             if len(self._made) >= _MOST:
-                self._made = {
-                    key: made for key, made in self._made.items() if not made.memory.expired()
-                }
-                if len(self._made) >= _MOST:
-                    self._made.clear()
-            memory = StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
-        else:
-            memory = known.memory
-        self._made[address] = _Made(memory, entry, before)
+                self._made.clear()
+        memory = known.memory if known else StorageWeakRef(tensor.untyped_storage())  # type: ignore[no-untyped-call]
+        self._made[address] = _Made(memory, call, before)
 
-    def _note_again(self, entry: Entry, tensor: Tensor, dtype: torch.dtype, kind_: str) -> None:
+    def _note_again(
+        self, call: OpCall, shapes: tuple[Shape, ...], tensor: Tensor, dtype: torch.dtype
+    ) -> None:
         seen = self._seen.get(id(tensor))
         if seen is None or seen.tensor() is not tensor or seen.version != _version(tensor):
             if len(self._seen) >= self._most_seen:
                 self._seen = {k: s for k, s in self._seen.items() if s.tensor() is not None}
                 self._most_seen = max(_MOST, 2 * len(self._seen))
             seen = self._seen[id(tensor)] = _Seen(tensor)
+        elif dtype in seen.dtypes and isinstance(tensor, nn.Parameter):
+            fix = _REUSE if any([shape.learns for shape in shapes]) else _FREEZE  # noqa: C419
+            self._add("parameter cast again", self._name(tensor), call, fix, tensor.numel() * dtype.itemsize)
         elif dtype in seen.dtypes:
-            name = self._name(tensor) if kind_ == "parameter cast again" else entry.call.op
-            self._add(_found(kind_, name, entry, name), tensor, dtype)
+            method = _METHODS.get(call.cast_dtypes[0], "to(...)")
+            fix = (f"x = x.{method}", "once, before it is used")
+            self._add("tensor cast again", call.op, call, fix, tensor.numel() * dtype.itemsize)
         seen.dtypes.add(dtype)
 
     def _note_round_trip(
-        self, entry: Entry, made: _Made, tensor: Tensor, dtype: torch.dtype
+        self, call: OpCall, made: _Made, tensor: Tensor, dtype: torch.dtype
     ) -> None:
-        earlier, op = made.entry.call, made.entry.call.op
-        chain = " -> ".join(filter(None, (made.before, op, entry.call.op)))
+        earlier = made.call
+        casts = list(zip(earlier.input_dtypes, earlier.cast_dtypes, strict=True))
+        fix = None
         if dtype in LOW_DTYPES:
-            was_upcast = any(
-                given in LOW_DTYPES and cast is torch.float32
-                for given, cast in zip(earlier.input_dtypes, earlier.cast_dtypes, strict=True)
-            )
+            was_upcast = any(a in LOW_DTYPES and b is torch.float32 for a, b in casts)
             if was_upcast and earlier.cast_policy == CastPolicy.FP32.name:
-                self._add(_found("round trip", chain, entry, op), tensor, dtype)
-        elif _is_cheap(op) and earlier.cast_policy == CastPolicy.LOW.name:
-            given, cast = earlier.input_dtypes[0], earlier.cast_dtypes[0]
+                fix = (f"bf16.txt: {earlier.op}", "less accurate: compare before you keep it")
+        elif _is_cheap(earlier.op) and earlier.cast_policy == CastPolicy.LOW.name:
+            given, cast = casts[0]
             if given is torch.float32 and cast in LOW_DTYPES:
-                self._add(_found("round trip", chain, entry, f"-{op}"), tensor, dtype)
+                fix = (f"bf16.txt: -{earlier.op}", "it then computes in the type of its input")
+        if fix is not None:
+            chain = " -> ".join(filter(None, (made.before, earlier.op, call.op)))
+            self._add("round trip", chain, call, fix, tensor.numel() * dtype.itemsize)
 
-    def _note_kept(self, entry: Entry, inputs: list[Tensor], node: Any) -> None:
+    def _note_kept(self, call: OpCall, inputs: list[Tensor], node: Any) -> None:
         """Notes casts of weights that autograd keeps for the backward."""
-        call = entry.call
         weights = [
             tensor
             for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True)
@@ -184,25 +174,20 @@ class Traces:
             for each in saved:
                 if each.numel() == weight.numel() and each.dim() == weight.dim():
                     name = self._name(weight)
-                    self._add(_found("weight casts kept", name, entry, name), weight, each.dtype)
+                    self._add("weight casts kept", name, call, _KEEP_NONE, weight.numel() * each.itemsize)
                     break
 
-    def _add(self, found: Found, tensor: Tensor, dtype: torch.dtype) -> None:
-        counts = self.found.setdefault(found, [0, 0])
+    def _add(self, kind_: str, what: str, call: OpCall, fix: _Fix, size_bytes: int) -> None:
+        waste = Waste(kind_, what, call.module, call.location, 0, 0, *fix)
+        counts = self._found.setdefault(waste, [0, 0])
         counts[0] += 1
-        counts[1] += tensor.numel() * dtype.itemsize
+        counts[1] += size_bytes
 
     def _name(self, parameter: Tensor) -> str:
         name: str | None = self._names.get(parameter)  # type: ignore[no-untyped-call]
         if name is None:
             name = self._names[parameter] = _name_of(parameter)
         return name
-
-
-def _found(kind_: str, what: str, entry: Entry, subject: str) -> Found:
-    call = entry.call
-    learns = any([shape.learns for shape in entry.inputs])  # noqa: C419
-    return Found(kind_, what, call.module, call.location, subject, call.cast_dtypes[0], learns)
 
 
 def _memory(tensor: Tensor) -> int:

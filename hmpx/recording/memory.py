@@ -1,0 +1,313 @@
+"""The memory of tensors: a ledger of when storages are made, held by autograd and freed, and its sums.
+
+The ledger follows storages, so that views are the same, and keeps none of them alive. It only notes what
+happens: what a storage is for may be known much later.
+"""
+
+from __future__ import annotations
+
+import enum
+import weakref
+from collections import Counter
+from collections.abc import Generator, Iterable
+from typing import Any, Final
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
+from torch.optim.optimizer import (
+    register_optimizer_step_post_hook,
+    register_optimizer_step_pre_hook,
+)
+from torch.utils.weak import WeakIdKeyDictionary
+
+from ..blocks import hooked
+from ..reports import Memory, Moment
+from ..tensors import tensors_of
+from ..torch_internals import (
+    CAST_OP,
+    TorchDispatchMode,
+    current_graph_task,
+    is_of_transform,
+    is_tensor_of_tensors,
+    storage_of,
+)
+
+
+class What(enum.Enum):
+    """What has happened to some memory."""
+
+    MADE = enum.auto()
+    FREED = enum.auto()
+    HELD = enum.auto()
+    RELEASED = enum.auto()
+
+
+class Stored:
+    """The memory of one tensor and its views.
+
+    Attributes:
+        bytes: Its size.
+        dtype: Name of the dtype of the tensor that it was first seen by.
+        kind: One of `reports.KINDS`; ``""`` where it may be saved, or is something other.
+        cast_of: The memory that it is a cast of, if it was made by one.
+        memory: A weak reference.
+    """
+
+    __slots__ = ("bytes", "cast_of", "dtype", "kind", "memory")
+
+    def __init__(self, size_bytes: int, dtype: str, known: Stored | None = None) -> None:
+        """Has the kind of what is ``known`` of it before its size changed."""
+        self.bytes, self.dtype = size_bytes, dtype
+        self.kind: str = known.kind if known else ""
+        self.cast_of: Stored | None = known.cast_of if known else None
+        self.memory: weakref.ref[Any] | None = None
+
+    @property
+    def is_weight_cast(self) -> bool:
+        """Whether it was made by a cast of a parameter to another dtype."""
+        source = self.cast_of
+        return source is not None and source.kind == "parameters" and source.dtype != self.dtype
+
+
+#: What has happened, to what, and for memory that was made the phase.
+Event = tuple[What, Stored, str]
+
+
+class Held:
+    """A tensor that autograd holds."""
+
+    __slots__ = ("_log", "_stored", "tensor")
+
+    def __init__(self, tensor: Tensor, stored: Stored, log: list[Event]) -> None:
+        """Notes that it is held."""
+        self.tensor, self._stored, self._log = tensor, stored, log
+        log.append((What.HELD, stored, ""))
+
+    def __del__(self) -> None:
+        self._log.append((What.RELEASED, self._stored, ""))
+
+
+class _Mode(TorchDispatchMode):  # type: ignore[misc]
+    """Notes the tensors of each call below autograd."""
+
+    def __init__(self, ledger: Ledger) -> None:
+        super().__init__()
+        self._ledger = ledger
+
+    def __torch_dispatch__(
+        self,
+        func: Any,
+        types: Any,
+        args: tuple[Any, ...] = (),
+        kwargs: dict[str, Any] | None = None,
+    ) -> Any:
+        self._note(args)
+        result = func(*args, **kwargs) if kwargs else func(*args)
+        self._note(result if isinstance(result, (list, tuple)) else (result,))
+        if func is CAST_OP and (made := self._ledger.note(result)) is not None:
+            made.cast_of = self._ledger.note(args[0])
+        return result
+
+    def _note(self, values: Iterable[Any]) -> None:
+        for value in values:
+            if isinstance(value, Tensor):
+                self._ledger.note(value)
+            elif isinstance(value, (list, tuple)):
+                self._note(value)
+
+
+class Ledger:
+    """Notes when memory is taken and given back, by one thread and the backward that it starts."""
+
+    def __init__(self) -> None:
+        """Notes nothing until `noting` is begun."""
+        self._log: list[Event] = []
+        self._stored: dict[int, Stored] = {}
+        self._parameters: WeakIdKeyDictionary = WeakIdKeyDictionary()
+        self._modules: weakref.WeakSet[nn.Module] = weakref.WeakSet()
+        self._is_stepping = False
+
+    def noting(self) -> Generator[None, None, None]:
+        """Notes what happens from the first step of this generator until it is closed."""
+        with (
+            hooked(
+                (register_module_forward_pre_hook, self._note_call),
+                (register_optimizer_step_pre_hook, self._note_step),
+                (register_optimizer_step_post_hook, self._note_state),
+            ),
+            torch.autograd.graph.saved_tensors_hooks(self._pack, _tensor_of),
+            _Mode(self),
+        ):
+            try:
+                yield
+            finally:
+                self._note_gradients()
+
+    def memory(self) -> Memory:
+        """Returns the sums over all that was noted so far."""
+        return _Sums(list(self._log)).memory()
+
+    # --- what there is -----------------------------------------------------------------------------
+
+    def note(self, tensor: Tensor) -> Stored | None:
+        """Returns what is known of the memory of a tensor; None where it has none of its own."""
+        try:
+            storage = storage_of(tensor)
+        except (NotImplementedError, RuntimeError):  # sparse, or of another library
+            return None
+        key = storage._cdata
+        stored = self._stored.get(key)
+        if stored is None:
+            if is_tensor_of_tensors(tensor) or is_of_transform(tensor):
+                return None
+            name = str(tensor.dtype).removeprefix("torch.")
+            stored = self._start(key, storage, Stored(storage.nbytes(), name))
+            if isinstance(tensor, nn.Parameter):
+                self._note_parameter(tensor)
+        elif stored.bytes != (size_bytes := storage.nbytes()):
+            self._log.append((What.FREED, stored, ""))
+            stored = self._start(key, storage, Stored(size_bytes, stored.dtype, stored))
+        return stored
+
+    def note_module(self, module: nn.Module) -> None:
+        """Notes the parameters and buffers of a module, and of those inside it."""
+        for inside in module.modules():
+            if inside in self._modules:
+                continue
+            self._modules.add(inside)
+            for parameter in inside.parameters(recurse=False):
+                self._note_parameter(parameter)
+            self._mark(inside.buffers(recurse=False), "buffers")
+
+    def _start(self, key: int, storage: torch.UntypedStorage, stored: Stored) -> Stored:
+        self._stored[key] = stored
+        stored.memory = weakref.ref(storage, lambda _: self._note_freed(key, stored))
+        self._log.append((What.MADE, stored, self._phase()))
+        return stored
+
+    def _note_parameter(self, parameter: Tensor) -> None:
+        if (stored := self.note(parameter)) is not None:
+            stored.kind = "parameters"
+            self._parameters[parameter] = None
+
+    def _note_freed(self, key: int, stored: Stored) -> None:
+        self._log.append((What.FREED, stored, ""))
+        if self._stored.get(key) is stored:
+            del self._stored[key]
+
+    def _phase(self) -> str:
+        if self._is_stepping:
+            return "optimizer"
+        return "forward" if current_graph_task() == -1 else "backward"
+
+    # --- hooks -------------------------------------------------------------------------------------
+
+    def _pack(self, tensor: Tensor) -> Any:
+        stored = self.note(tensor)
+        return tensor if stored is None else Held(tensor, stored, self._log)
+
+    def _note_call(self, module: nn.Module, args: Any) -> None:
+        if module not in self._modules:
+            self.note_module(module)
+
+    def _note_step(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._is_stepping = True
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                self._note_parameter(parameter)
+        self._note_gradients()
+
+    def _note_state(self, optimizer: Any, args: Any, kwargs: Any) -> None:
+        self._is_stepping = False
+        self._mark(tensors_of(list(optimizer.state.values())), "optimizer state")
+
+    def _note_gradients(self) -> None:
+        found = [parameter.grad for parameter in self._parameters]
+        self._mark([each for each in found if each is not None], "gradients")
+
+    def _mark(self, tensors: Iterable[Tensor], kind: str) -> None:
+        for tensor in tensors:
+            if (stored := self.note(tensor)) is not None:
+                stored.kind = stored.kind or kind
+
+
+def _tensor_of(held: Any) -> Tensor:
+    return held.tensor if isinstance(held, Held) else held
+
+
+# --- sums ----------------------------------------------------------------------------------------
+
+#: Kinds of memory that is there from one step to the next: it counts from the start.
+_LASTING: Final = ("parameters", "buffers", "optimizer state")
+
+
+class _Sums:
+    """Plays events again: sums by kind at each moment, and those at the peaks."""
+
+    def __init__(self, events: list[Event]) -> None:
+        self._live: set[Stored] = set()
+        self._held: Counter[Stored] = Counter()
+        self._sums: Counter[str] = Counter()
+        self._most: Counter[str] = Counter()
+        self._saved: Counter[tuple[str, bool]] = Counter()
+        self._most_saved: Counter[tuple[str, bool]] = Counter()
+        self._phases: dict[str, Moment] = {}
+        for what, stored, _ in events:
+            if what is What.MADE and stored.kind in _LASTING:
+                self._change(stored, is_live=True)
+        for what, stored, phase in events:
+            if what is What.MADE:
+                self._change(stored, is_live=True)
+                self._note_moment(phase)
+            elif what is What.FREED:
+                self._change(stored, is_live=False)
+            elif stored.kind not in ("parameters", "buffers"):
+                self._hold(stored, 1 if what is What.HELD else -1)
+
+    def memory(self) -> Memory:
+        """Returns the sums."""
+        saved = sorted(self._most_saved.items())
+        return Memory(
+            parameter_bytes=self._most["parameters"],
+            buffer_bytes=self._most["buffers"],
+            gradient_bytes=self._most["gradients"],
+            optimizer_bytes=self._most["optimizer state"],
+            saved={dtype: count for (dtype, is_cast), count in saved if count and not is_cast},
+            weight_cast_bytes=sum(count for (_, is_cast), count in saved if is_cast),
+            peak=max(self._phases.values(), key=lambda each: each.bytes, default=Moment()),
+            phases=tuple(self._phases.values()),
+        )
+
+    def _note_moment(self, phase: str) -> None:
+        known = self._phases.get(phase)
+        if known is None or sum(self._sums.values()) > known.bytes:
+            kinds = {kind: count for kind, count in self._sums.items() if count}
+            self._phases[phase] = Moment(phase, kinds)
+
+    def _hold(self, stored: Stored, times: int) -> None:
+        is_live, before = stored in self._live, self._held[stored]
+        if is_live and not (before and before + times):
+            self._change(stored, is_live=False)
+        self._held[stored] += times
+        if not (before and before + times):
+            saved = stored.dtype, stored.is_weight_cast
+            self._saved[saved] += times * stored.bytes
+            if sum(self._saved.values()) > sum(self._most_saved.values()):
+                self._most_saved = Counter(self._saved)
+        if is_live:
+            self._change(stored, is_live=True)
+
+    def _change(self, stored: Stored, *, is_live: bool) -> None:
+        """Makes memory live or not; without effect where it is already."""
+        if (stored in self._live) is is_live:
+            return
+        (self._live.add if is_live else self._live.remove)(stored)
+        kind = self._kind(stored)
+        self._sums[kind] += stored.bytes if is_live else -stored.bytes
+        self._most[kind] = max(self._most[kind], self._sums[kind])
+
+    def _kind(self, stored: Stored) -> str:
+        if stored.kind not in ("parameters", "buffers") and self._held[stored]:
+            return "weight casts" if stored.is_weight_cast else "saved"
+        return stored.kind or "other"
