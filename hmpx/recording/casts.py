@@ -135,7 +135,13 @@ class Casts:
             seen = self._seen[id(tensor)] = _Seen(tensor)
         elif dtype in seen.dtypes and isinstance(tensor, nn.Parameter):
             fix = _REUSE if any([shape.learns for shape in shapes]) else _FREEZE  # noqa: C419
-            self._add("parameter cast again", self._name(tensor), call, fix, tensor.numel() * dtype.itemsize)
+            self._add(
+                "parameter cast again",
+                self._name(tensor),
+                call,
+                fix,
+                tensor.numel() * dtype.itemsize,
+            )
         elif dtype in seen.dtypes:
             method = _METHODS.get(call.cast_dtypes[0], "to(...)")
             fix = (f"x = x.{method}", "once, before it is used")
@@ -174,7 +180,9 @@ class Casts:
             for each in saved:
                 if each.numel() == weight.numel() and each.dim() == weight.dim():
                     name = self._name(weight)
-                    self._add("weight casts kept", name, call, _KEEP_NONE, weight.numel() * each.itemsize)
+                    self._add(
+                        "weight casts kept", name, call, _KEEP_NONE, weight.numel() * each.itemsize
+                    )
                     break
 
     def _add(self, kind_: str, what: str, call: OpCall, fix: _Fix, size_bytes: int) -> None:

@@ -183,9 +183,8 @@ class Recorder:
 
     def _unused_results(self) -> Iterator[Waste]:
         """Yields calls that were recorded by autograd and got no gradient, where others did."""
-        sums = self._places.values()
-        counted = (*self._entries.values(), *self._late.values())
-        if not any(each.backward for each in (*counted, *sums)):
+        is_used = bool(self._late) or any(each.backward for each in self._entries.values())
+        if not is_used and not any(each.backward for each in self._places.values()):
             return
         for entry in self._entries.values():
             if entry.call.cast_bytes and entry.recorded and not entry.backward:
