@@ -40,7 +40,9 @@ class Kept:
         del values, found  # they hold references, too
         earlier = itertools.chain(references_of_others(wrappers), itertools.repeat(0))
         self._alone = tuple(map(operator.sub, references(self._functions), earlier))
-        self._in_use: list[Change] = []  # of wrappers that others hold: they are retired meanwhile
+        self._in_use: list[
+            Change
+        ] = []  # of wrappers that others hold, or held: they are retired meanwhile
         self._originals: tuple[Any, ...] = ()
         self._as_left: tuple[object, ...] = ()
 
@@ -80,7 +82,7 @@ class Kept:
         if _newest_module() != modules:
             return False
         applied, wrappers = self.installation.applied, self.installation.wrappers
-        if references(self._originals) != counts:
+        if self._in_use or references(self._originals) != counts:
             earlier = [*retired(), *wrappers]
             wanted = standing_for(applied) | replacements(wrappers, earlier)
             known = {done.patch.key for done in applied}
