@@ -31,8 +31,8 @@ import torch
 from torch import Tensor
 
 from hmpx.formats import Fixed, Float, Table, decode, encode, get
+from hmpx.number_formats import kernels as kernel_library
 from hmpx.number_formats import rounder
-from hmpx.number_formats.kernels import library as kernel_library
 
 LARGE, MEDIUM, SMALL = 2**24, 2**20, 4096
 

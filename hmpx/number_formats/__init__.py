@@ -5,12 +5,18 @@ from __future__ import annotations
 from typing import TYPE_CHECKING
 
 from ..later import shown_later
-from .instances import is_format
-from .modes import MOST_STEPS, OVERFLOWS, ROUNDING_MODES
-from .vocabulary import name_of, said_of, spellings
+from .vocabulary import (
+    MOST_STEPS,
+    OVERFLOWS,
+    ROUNDING_MODES,
+    is_format,
+    name_of,
+    said_of,
+    spellings,
+)
 
 if TYPE_CHECKING:
-    from .codes import decode, encode
+    from .codes import decode, encode, from_uint16, to_uint16
     from .families import (
         FORMATS,
         Block,
@@ -28,27 +34,29 @@ if TYPE_CHECKING:
         code_dtype,
     )
     from .graph_op import is_compiled
-    from .kernels.bfloat16 import Bfloat16Kernels, bfloat16_kernels
-    from .kernels.extremes import MOST_THREADS, extremes_kernels, largest_magnitude
-    from .kernels.library import kernels_in_use
+    from .kernels import kernels_in_use
+    from .kernels.calls import (
+        MOST_THREADS,
+        Bfloat16Kernels,
+        bfloat16_kernels,
+        extremes_kernels,
+        largest_magnitude,
+    )
     from .quantization import quantize, rounder, rounds_nothing
     from .registered import FORMATS_BY_NAME, canonical, get, names, register, without
     from .rounding import Rounding
-    from .uint16 import from_uint16, to_uint16
 else:  # programs without number formats need none of it
     __getattr__ = shown_later(
         __name__,
         {
-            "codes": "decode encode",
+            "codes": "decode encode from_uint16 to_uint16",
             "families": "FORMATS Block CodedFormat Custom Exponent Fixed Float Format Posit Rounder Scaled Table Takum code_dtype",
-            "kernels.bfloat16": "Bfloat16Kernels bfloat16_kernels",
             "graph_op": "is_compiled",
-            "kernels.extremes": "MOST_THREADS extremes_kernels largest_magnitude",
-            "kernels.library": "kernels_in_use",
+            "kernels": "kernels_in_use",
+            "kernels.calls": "MOST_THREADS Bfloat16Kernels bfloat16_kernels extremes_kernels largest_magnitude",
             "quantization": "quantize rounder rounds_nothing",
             "registered": "FORMATS_BY_NAME canonical get names register without",
             "rounding": "Rounding",
-            "uint16": "from_uint16 to_uint16",
         },
     )
 

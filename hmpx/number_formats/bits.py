@@ -63,10 +63,7 @@ class Binary:
 
     def floor(self, value: Fraction) -> float:
         """Returns the largest number of this type that is not above ``value``."""
-        if self.mantissa == 52:
-            near = float(value)
-            return math.nextafter(near, -math.inf) if Fraction(near) > value else near
-        near = to_float32(float(value))
+        near = float(value) if self.mantissa == 52 else to_float32(float(value))
         while Fraction(near) > value:
             near = self.before(near)
         return near

@@ -1,19 +1,31 @@
-"""Codes of number formats: the bits in which hardware stores them, as integer tensors."""
+"""Codes of number formats: the bits in which hardware stores them, as integer tensors.
+
+Made and read by the compiled kernels where there are some; elsewhere torch ops do the same.
+"""
 
 from __future__ import annotations
+
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 
 from ..errors import OptionError
 from ..tensors import CAST, is_in_memory
-from . import compiled_codes
 from .bits import FP32, FP64
-from .families import Format
+from .families import CodedFormat, Format, SharedScales, code_dtype
+from .kernels import calls
+from .kernels.calls import threads_for
+from .layouts import NO_GRID
+from .noise import NO_KEYS, draw_keys
 from .quantization import quantize
 from .registered import get
-from .rounding import check_dense
-from .unpatched import EMPTY_LIKE
+from .rounding import Rounding, check_dense, has_own_memory, rounding_of
+from .unpatched import CLONE, CONTIGUOUS, EMPTY, EMPTY_LIKE
+
+if TYPE_CHECKING:
+    import numpy as np
+    import numpy.typing as npt
 
 
 def encode(
@@ -68,13 +80,64 @@ def encode(
         if x.dtype in CAST and x.dtype is not torch.float64:
             work = CAST[torch.float32](work)
         if work.dtype in CAST and (generator is None or isinstance(generator, torch.Generator)):
-            found = compiled_codes.encode(work, format, rounding, overflow, generator)
+            found = _encoded(work, format, rounding, overflow, generator)
             if found is not None:
                 return found
         if work.dtype is torch.float32 and not format.is_exact_in_float32:
             work = CAST[torch.float64](work)
         rounded = quantize(work, format, rounding, overflow, generator)
         return format.encoded(work, rounded, FP64 if rounded.dtype is torch.float64 else FP32)
+
+
+def _encoded(
+    x: Tensor,
+    format: Format,
+    rounding: str,
+    overflow: str | None,
+    generator: torch.Generator | None,
+) -> Tensor | tuple[Tensor, ...] | None:
+    """Returns the codes that a kernel makes; None if none does."""
+    if torch.compiler.is_dynamo_compiling() or not has_own_memory(x):
+        return None
+    run = rounding_of(format, rounding, overflow)
+    encoder, layout, count = _encoder(run, x.dtype), run.layout, x.numel()
+    if encoder is None:
+        return None
+    keys = NO_KEYS if run.mode != "stochastic" else draw_keys(generator)
+    if layout is not None or keys is not NO_KEYS:
+        x = CONTIGUOUS(x)
+    codes = EMPTY_LIKE(x, dtype=code_dtype(format.code_bits))
+    if codes.stride() != x.stride():
+        x = CLONE(x)
+    grid = NO_GRID if layout is None else layout.grid(x)
+    parts = [codes]
+    written: tuple[int, ...] = ()
+    if isinstance(format, SharedScales):
+        plan, shape = format.exact_plan(x.dtype), format.scales_shape(x.shape)
+        if not count and plan.scale_format != "mx":
+            return None
+        dtype = torch.float32 if plan.scale_format == "float32" else torch.uint8
+        parts.append(EMPTY(shape, dtype=dtype, device="cpu"))
+        if plan.has_tensor_scale:
+            parts.append(EMPTY((), dtype=torch.float32, device="cpu"))
+        written = tuple(part.data_ptr() for part in parts[1:])
+        if plan.symbol == "scaled_f32":
+            written = (*written, 0)[:2]
+    if count or layout is None:
+        width, threads = codes.element_size(), threads_for(count)
+        place = x.data_ptr(), codes.data_ptr(), count, *keys, threads, grid, None, width
+        encoder(*place, *written)
+    return codes if layout is None else tuple(parts)
+
+
+def _encoder(run: Rounding, dtype: torch.dtype) -> calls.Kernel | None:
+    """Returns the kernel that rounds tensors of one dtype to codes."""
+    if dtype not in run.encoders:
+        plan = run.format.coded_plan(dtype, run.mode, run.overflow)
+        run.encoders[dtype] = None
+        if plan is not None and (coding := run.format.coding(plan.binary)) is not None:
+            run.encoders[dtype] = calls.kernel(plan, coding)
+    return run.encoders[dtype]
 
 
 def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Format) -> Tensor:
@@ -96,5 +159,127 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
     """
     format = get(format)
     format.check_coded()
-    values = compiled_codes.decode(codes, format)
+    values = None
+    if not torch.compiler.is_dynamo_compiling():
+        if isinstance(format, SharedScales):
+            values = _decoded_scaled(codes, format)
+        elif isinstance(format, CodedFormat):
+            values = _decoded(codes, format)
     return format.decoded(codes) if values is None else values
+
+
+def _decoded(codes: Any, format: CodedFormat) -> Tensor | None:
+    """Returns the values that a kernel reads; None if none does."""
+    if not _is_readable(codes, code_dtype(format.bits)):
+        return None
+    decoder = _decoder(format)
+    if decoder is None:
+        return None
+    dtype = torch.float32 if format.is_exact_in_float32 else torch.float64
+    values = EMPTY_LIKE(codes, dtype=dtype)
+    if values.stride() != codes.stride():
+        codes = CLONE(codes)
+    count = codes.numel()
+    addresses = codes.data_ptr(), values.data_ptr()
+    decoder(*addresses, count, codes.element_size(), threads_for(count))
+    return values
+
+
+def _decoded_scaled(parts: Any, format: SharedScales) -> Tensor | None:
+    """Returns the values that a kernel reads of codes and scales; None if none does."""
+    plan, layout = format.exact_plan(torch.float32), format.layout
+    if not isinstance(parts, tuple | list) or len(parts) != 2 + plan.has_tensor_scale:
+        return None
+    codes, scales = parts[:2]
+    dtype = torch.float32 if plan.scale_format == "float32" else torch.uint8
+    if not _is_readable(codes, code_dtype(format.code_bits)) or not _is_readable(scales, dtype):
+        return None
+    axis, dim = format.block_axis, max(codes.dim(), 1)
+    if axis is not None and not -dim <= axis < dim:
+        return None
+    if tuple(scales.shape) != format.scales_shape(codes.shape):
+        return None
+    tensor_scale = 1.0
+    if plan.has_tensor_scale:
+        if not _is_readable(parts[2], torch.float32) or parts[2].dim():
+            return None
+        tensor_scale = parts[2].item()
+    decoder = _decoder(format)
+    if decoder is None:
+        return None
+    codes, scales = CONTIGUOUS(codes), CONTIGUOUS(scales)
+    values, count = EMPTY_LIKE(codes, dtype=torch.float32), codes.numel()
+    if count:
+        addresses = codes.data_ptr(), scales.data_ptr(), values.data_ptr()
+        width, threads = codes.element_size(), threads_for(count)
+        decoder(*addresses, count, layout.grid(codes), width, threads, tensor_scale)
+    return values
+
+
+def _is_readable(part: Any, dtype: torch.dtype) -> bool:
+    return isinstance(part, Tensor) and part.dtype is dtype and has_own_memory(part)
+
+
+def _decoder(format: CodedFormat | SharedScales) -> Any:
+    """Returns the kernel that reads a format's codes; None if there is none."""
+    if "decoder" not in format.derived:
+        binary = FP32 if isinstance(format, SharedScales) or format.is_exact_in_float32 else FP64
+        coding, made = format.coding(binary), None
+        if coding is not None and isinstance(format, SharedScales):
+            made = calls.scaled_decoder(format.exact_plan(torch.float32).decoding_spec, coding)
+        elif coding is not None:
+            made = calls.decoder(coding, binary.width)
+        format.derived["decoder"] = made
+    return format.derived["decoder"]
+
+
+# --- bfloat16 in numpy, which has none: the uint16 of its bits ---------------------------------
+
+
+def to_uint16(values: Tensor | npt.NDArray[np.floating[Any]]) -> npt.NDArray[np.uint16]:
+    """Returns the bfloat16 encodings of ``values``: sign, 8 exponent bits, 7 mantissa bits.
+
+    Rounds as torch's own casts do: to nearest, ties to even, beyond the greatest value to infinity;
+    a NaN stays one.
+
+    Args:
+        values: Floating, of any shape and device.
+
+    Returns:
+        An array of its own, with the shape of ``values``.
+
+    Raises:
+        OptionError: ``values`` are not floating.
+    """
+    import numpy as np
+
+    if not isinstance(values, Tensor):
+        array = np.asarray(values)
+        if array.dtype.kind != "f" or array.dtype.itemsize > 8:
+            raise OptionError(f"values must be float16, float32 or float64, not {array.dtype}")
+        values = torch.from_numpy(array.astype(array.dtype.newbyteorder("="), order="C"))
+    if not values.is_floating_point():
+        raise OptionError(f"values must be floating, not {values.dtype}")
+    encoded = values.detach().to("cpu", torch.bfloat16, copy=True)
+    return encoded.contiguous().view(torch.uint16).numpy()
+
+
+def from_uint16(encoded: npt.NDArray[np.uint16]) -> Tensor:
+    """Returns the bfloat16 tensor whose encoding by `to_uint16` this is.
+
+    Args:
+        encoded: uint16, of any shape.
+
+    Returns:
+        A tensor of its own on the CPU, with the shape of ``encoded``.
+
+    Raises:
+        OptionError: ``encoded`` is not of uint16.
+    """
+    import numpy as np
+
+    array = np.asarray(encoded)
+    if array.dtype.kind != "u" or array.dtype.itemsize != 2:
+        raise OptionError(f"encoded bfloat16 must be uint16, not {array.dtype}")
+    native = array.astype(array.dtype.newbyteorder("="), order="C")
+    return torch.from_numpy(native).view(torch.bfloat16)

@@ -40,13 +40,11 @@ def _shaped(x: Tensor, plan: str, keys: Tensor | None) -> Tensor:
 OP: Final = own_operator("rounded(Tensor x, str plan, Tensor? keys) -> Tensor", _shaped)
 
 
-def run_by(run: Callable[[Tensor, str, tuple[int, int] | None], Tensor]) -> None:
+def run_by(run: Callable[[Tensor, str, tuple[int, int]], Tensor]) -> None:
     """Has the op run by a function of (tensor, `text_of` its plan, keys of noise)."""
 
     def rounded(x: Tensor, plan: str, keys: Tensor | None) -> Tensor:
-        if keys is None:
-            return run(x, plan, None)
-        first, second = keys.tolist()
+        first, second = (0, 0) if keys is None else keys.tolist()
         return run(x, plan, (first & 0xFFFFFFFF, second & 0xFFFFFFFF))
 
     set_kernel(OP, rounded, "CPU")
@@ -63,7 +61,7 @@ def _tuples(value: Any) -> Any:
 
 
 def text_of(plan: Plan, layout: Layout | None) -> str:
-    """Returns what a graph holds of a plan, and of which values it rounds together."""
+    """Returns a plan and its layout as text, which a graph holds."""
     return json.dumps((plan.constants(), None if layout is None else (layout.kind, layout.axis)))
 
 

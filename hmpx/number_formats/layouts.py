@@ -19,9 +19,9 @@ class Grid(NamedTuple):
     """How a tensor without memory between its elements lies there: as ``[..., rows, mid, columns]``.
 
     Attributes:
-        rows: See above; what shares a scale may lie in several of them.
-        mid: What lies between rows that belong together.
-        columns: Elements that lie beside each other.
+        rows: See above; values that share a scale may lie in several of them.
+        mid: Elements between rows that belong together, in units of columns.
+        columns: Elements that are neighbours.
         is_across: The axis of the layout is that of the rows, not of the columns.
     """
 
@@ -31,7 +31,7 @@ class Grid(NamedTuple):
     is_across: bool
 
 
-#: Of what is rounded value by value.
+#: For values that are rounded one by one.
 NO_GRID: Final = Grid(1, 1, 1, False)
 
 
@@ -102,7 +102,7 @@ class Layout:
             return Grid(1, 1, x.numel(), False)
         self.check(shape or (1,))
         if not shape:
-            return Grid(1, 1, 1, False)
+            return NO_GRID
         axis, length = self.axis % len(shape), shape[self.axis]
         if self.kind == "rows":
             if length == 1:
@@ -119,11 +119,7 @@ class Layout:
         return Grid(length, after // max(shape[-1], 1), shape[-1], True)
 
     def check(self, shape: Sequence[int]) -> None:
-        """Checks that tensors of a shape have the axis.
-
-        Raises:
-            OptionError: They have not.
-        """
+        """Raises `OptionError` if tensors of a shape lack the axis."""
         if not -len(shape) <= self.axis < len(shape):
             raise OptionError(
                 f"blocks lie along axis {self.axis}, which a tensor of shape {tuple(shape)} lacks"

@@ -1,15 +1,21 @@
-"""Plans: how values of one binary type are rounded to one format, in torch ops or by a kernel."""
+"""How values of one binary type are rounded to one format and coded, in torch ops or by a kernel."""
 
 from __future__ import annotations
 
-from dataclasses import fields
-from typing import TYPE_CHECKING, Any, ClassVar
+import ctypes
+import functools
+from dataclasses import dataclass, fields
+from typing import TYPE_CHECKING, Any, ClassVar, Final
 
 from torch import Tensor
 
 from .bits import FP32, FP64, Binary
+from .kernels import calls
 from .layouts import NO_GRID, Grid
-from .modes import ROUNDING_MODES
+from .vocabulary import ROUNDING_MODES
+
+#: The classes of plans by their names.
+_PLANS: Final[dict[str, type[Plan]]] = {}
 
 
 class Plan:
@@ -22,14 +28,12 @@ class Plan:
     Attributes:
         kernel: The name of the compiled kernel in ``rounding_kernels.c``; None if it has none.
         kernel_binaries: The types that it is compiled for.
-        has_encoder: There is a kernel that makes codes, too.
         is_by_row: How a value is rounded depends on its neighbours in the last dimension.
         is_whole: It may depend on all other values.
     """
 
     kernel: ClassVar[str | None] = None
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32, FP64)
-    has_encoder: ClassVar[bool] = True
     is_by_row: ClassVar[bool] = False
     is_whole: ClassVar[bool] = False
 
@@ -43,6 +47,9 @@ class Plan:
         def mode(self) -> str:
             """The rounding mode."""
 
+    def __init_subclass__(cls) -> None:
+        _PLANS[cls.__name__] = cls
+
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded, as a new tensor.
 
@@ -53,18 +60,12 @@ class Plan:
         raise NotImplementedError
 
     def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor) -> Tensor:
-        """Returns the values of ``x`` rounded by scales that are given; for plans that have scales.
-
-        Args:
-            x: As for `round`.
-            noise: As for `round`.
-            scale: float32, laid out as ``x`` is.
-        """
+        """As `round`, by given scales in float32, laid out as ``x`` is; for plans that have scales."""
         raise NotImplementedError
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether what `round_by` is given is one scale of the whole tensor, which the kernel takes, too."""
+        """Whether `round_by` is given one scale of the whole tensor, which the kernel takes, too."""
         return False
 
     @property
@@ -82,37 +83,54 @@ class Plan:
         """The kernel's function in the compiled library."""
         return f"{self.kernel}_f{self.binary.width}"
 
-    @classmethod
-    def symbols(cls) -> tuple[str, ...]:
-        """Returns the kernel's functions for all types."""
-        if cls.kernel is None:
-            return ()
-        return tuple(f"{cls.kernel}_f{binary.width}" for binary in cls.kernel_binaries)
-
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the ctypes object that tells the kernel what to do; None if it can't do it.
-
-        Args:
-            grid: Of the tensor, for plans that round by row.
-        """
+        """Returns the ctypes object that the kernel reads, for a tensor's grid; None if it can't do it."""
         raise NotImplementedError
 
-    def decoding_spec(self, grid: Grid) -> Any:
-        """Returns the ctypes object that tells the kernel how scales are shared, given codes."""
-        return self.kernel_spec(grid)
+    @functools.cached_property
+    def compiled(self) -> calls.Kernel | None:
+        """The kernel that rounds; None if there is none."""
+        return calls.kernel(self)
 
     def constants(self) -> tuple[Any, ...]:
         """Returns the plan as numbers, strings and tuples, which compilers take for constants."""
         values = [getattr(self, field.name) for field in fields(self)]  # type: ignore[arg-type]
         return type(self).__name__, *map(_constant, values)
 
-    @classmethod
-    def from_constants(cls, binary: Binary, *rest: Any) -> Plan:
-        """Returns the plan whose `constants` these are, after its name and its binary's mantissa."""
-        return cls(binary, *rest)  # type: ignore[call-arg]
-
 
 def _constant(value: Any) -> Any:
     if isinstance(value, Binary):
         return value.mantissa
     return value.constants() if isinstance(value, Plan) else value
+
+
+def plan_of(kind: str, mantissa: int, *rest: Any) -> Plan:
+    """Returns the plan whose `Plan.constants` these are."""
+    made = [
+        plan_of(*each) if isinstance(each, tuple) and each[0] in _PLANS else each for each in rest
+    ]
+    return _PLANS[kind](FP32 if mantissa == 23 else FP64, *made)  # type: ignore[call-arg]
+
+
+@dataclass(frozen=True)
+class Coding:
+    """How kernels make codes of values of one binary type, or values of codes.
+
+    Attributes:
+        kernel: The kind of codes, by whose name the decoding kernel goes.
+        spec: The kernel's ``KIND_codes``.
+        can_encode: Whether there is a kernel that makes such codes.
+        can_decode: Whether there is one that reads them.
+        memory: What the spec points to.
+    """
+
+    kernel: str
+    spec: Any
+    can_encode: bool = True
+    can_decode: bool = True
+    memory: Any = None
+
+
+def integers(*numbers: int) -> Any:
+    """Returns numbers as kernels take them; those beyond 63 bits are taken for their lowest 64."""
+    return (ctypes.c_int64 * len(numbers))(*(ctypes.c_int64(number).value for number in numbers))

@@ -1,7 +1,6 @@
-"""What people call number formats and rounding modes: names that stand for others, and hints.
+"""What formats, rounding modes and overflows are called; names that stand for others, and hints.
 
-The data is ``vocabulary.ini``. Knows no registered format: which names are registered is asked elsewhere,
-and outranks all that stands here.
+The data is ``vocabulary.ini``. Which formats are registered is asked elsewhere, and outranks it.
 """
 
 from __future__ import annotations
@@ -9,7 +8,7 @@ from __future__ import annotations
 import functools
 import sys
 from collections.abc import Mapping
-from typing import Any, Final
+from typing import TYPE_CHECKING, Any, Final, Literal, TypeAlias, TypeGuard
 
 import torch
 
@@ -17,17 +16,36 @@ from ..arguments import is_a
 from ..data_files import read_sections
 from ..torch_internals import run_when_traced
 
+if TYPE_CHECKING:
+    from .families import Format
+
+Overflow: TypeAlias = Literal["inf", "nan", "saturate"]
+
+#: What values beyond the largest may become.
+OVERFLOWS: Final[tuple[Overflow, ...]] = ("inf", "nan", "saturate")
+
+#: In the order of the compiled kernels' numbers.
+ROUNDING_MODES: Final = ("nearest", "toward_zero", "up", "down", "nearest_away", "stochastic")
+
+#: Steps of the longest history of amaxes.
+MOST_STEPS: Final = 65536
+
 #: No name in ``vocabulary.ini`` is longer.
 _MOST_CHARACTERS: Final = 100
 
 #: The modules that dtypes are written with.
 _PREFIXES: Final = ("torch.", "ml_dtypes.", "numpy.", "np.", "jnp.", "tl.")
 
-_NAME_OF: Final = type.__dict__["__name__"].__get__
+
+def is_format(value: object) -> TypeGuard[Format]:
+    """Whether ``value`` is a number format of any family; imports none of them."""
+    families: Any = sys.modules.get(f"{__package__}.families")  # who has a format has imported them
+    classes = getattr(families, "FORMATS", None)
+    return classes is not None and is_a(value, classes)
 
 
 def spellings(section: str) -> Mapping[str, str]:
-    """Returns a section of the data: a name as people write it -> what is known about it."""
+    """Returns a section of the data: a name as people write it -> its meaning."""
     return _data()[section]
 
 
@@ -46,16 +64,14 @@ def plain(name: str) -> str:
     return name.replace("-", "_").replace(" ", "_")
 
 
+@run_when_traced
 def meaning(name: str) -> str | None:
     """Returns the format that a plain name stands for, if for one: ``"float16"`` for ``"half"``."""
     return spellings("means").get(name)
 
 
-run_when_traced(meaning)
-
-
 def said_of(name: str) -> str:
-    """Returns which formats a name may stand for, or what else is to say, as the end of a message."""
+    """Returns which formats a name may stand for, or other advice, as the end of a message."""
     either = spellings("either").get(plain(name))
     if either is not None:
         return f"; did you mean {' or '.join(map(repr, either.split()))}?"
@@ -64,7 +80,7 @@ def said_of(name: str) -> str:
 
 
 def name_of(value: object) -> str | None:
-    """Returns the name of what stands for a format: text, or a dtype of torch, numpy or ml_dtypes.
+    """Returns the name that stands for a format: text, or a dtype of torch, numpy or ml_dtypes.
 
     Returns:
         None for anything else.
@@ -74,9 +90,8 @@ def name_of(value: object) -> str | None:
     if is_a(value, torch.dtype):
         return str(value).removeprefix("torch.")
     numpy: Any = sys.modules.get("numpy")  # who has a dtype of it has imported it
-    dtype, scalar = getattr(numpy, "dtype", None), getattr(numpy, "generic", None)
-    if is_a(dtype, type) and is_a(value, dtype):  # type: ignore[arg-type]
+    if numpy is not None and is_a(value, numpy.dtype):
         return str(value.name)  # type: ignore[attr-defined]
-    if is_a(value, type) and is_a(scalar, type) and scalar in type.mro(value):  # type: ignore[arg-type]
-        return str(_NAME_OF(value))
+    if numpy is not None and isinstance(value, type) and issubclass(value, numpy.generic):
+        return value.__name__
     return None

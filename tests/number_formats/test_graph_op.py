@@ -113,7 +113,7 @@ def test_the_op_by_torchs_checks() -> None:
 
 def test_plans_survive_as_text() -> None:
     """Of all formats, modes and overflows: infinities and NaN among their numbers."""
-    from hmpx.number_formats.rounding import plan_of
+    from hmpx.number_formats.plans import plan_of
 
     for name in formats.names():
         for dtype in (torch.float32, torch.float64):

@@ -12,7 +12,8 @@ from pathlib import Path
 
 import pytest
 
-from hmpx.number_formats.kernels import library, sources
+from hmpx.number_formats import kernels
+from hmpx.number_formats.kernels import sources
 from tests import forks
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -21,15 +22,15 @@ ROOT = Path(__file__).resolve().parents[2]
 SHOW = """
 import torch, hmpx
 from hmpx import formats
-from hmpx.number_formats.kernels import library
+from hmpx.number_formats import kernels
 x = torch.randn(1000)
 is_right = torch.equal(formats.quantize(x, "float8_e4m3fn"), x.to(torch.float8_e4m3fn).float())
-print(is_right, library.kernels_in_use().library is not None)
+print(is_right, kernels.kernels_in_use().library is not None)
 """
 BY_KERNELS, BY_OPS = "True True\n", "True False\n"
 
 needs_kernels = pytest.mark.skipif(
-    library.kernels_in_use().library is None, reason="hmpx was installed without a C compiler"
+    kernels.kernels_in_use().library is None, reason="hmpx was installed without a C compiler"
 )
 needs_compiler = pytest.mark.skipif(shutil.which("cc") is None, reason="no C compiler here")
 
@@ -81,7 +82,7 @@ def test_rounding_calls_nothing_that_a_list_may_name(setting: str) -> None:
 @needs_kernels
 def test_a_library_of_another_installation(tmp_path: Path) -> None:
     """Its path is enough."""
-    path = library.kernels_in_use().path
+    path = kernels.kernels_in_use().path
     assert path is not None
     named = tmp_path / "named.so"
     shutil.copy(path, named)

@@ -29,9 +29,9 @@ from hmpx import formats
 from hmpx.errors import OptionError
 from hmpx.formats import Block, Custom, Fixed, Float, Posit, Table, get, quantize
 from hmpx.number_formats import ROUNDING_MODES, rounder
+from hmpx.number_formats import kernels as kernel_library
 from hmpx.number_formats import rounding as rounding_routes
 from hmpx.number_formats.kernels import calls as rounding_kernels
-from hmpx.number_formats.kernels import library as kernel_library
 from tests import forks
 
 from .posit_reference import Reference
@@ -920,7 +920,7 @@ def test_rows_of_any_length_leave_little_behind(monkeypatch: pytest.MonkeyPatch)
     use("ops", monkeypatch)
     expected = [quantize(x, "mxfp8_e4m3") for x in rows]
     use("kernels", monkeypatch)
-    monkeypatch.setattr(rounding_kernels, "_MOST_LENGTHS", 8)
+    monkeypatch.setattr(rounding_kernels, "_MOST_GRIDS", 8)
 
     def specs() -> int:
         gc.collect()

@@ -8,21 +8,19 @@ from __future__ import annotations
 
 from typing import Final, TypeAlias, get_args
 
-from ..plans import Plan
 from .blocks import Block
 from .customs import Custom
 from .exponents import Exponent
 from .fixed import Fixed
 from .floats import Float
 from .number_format import CodedFormat, NumberFormat, Rounder, code_dtype
-from .posits import Posit
 from .scaled import Scaled
+from .shared_scales import SharedScales
 from .tables import Table
-from .takums import Takum
+from .tapered import Posit, Takum
 
 __all__ = [
     "FORMATS",
-    "PLANS",
     "Block",
     "CodedFormat",
     "Custom",
@@ -33,6 +31,7 @@ __all__ = [
     "Posit",
     "Rounder",
     "Scaled",
+    "SharedScales",
     "Table",
     "Takum",
     "code_dtype",
@@ -43,8 +42,3 @@ Format: TypeAlias = Float | Exponent | Posit | Takum | Fixed | Block | Scaled | 
 
 #: The classes of formats.
 FORMATS: Final[tuple[type[NumberFormat], ...]] = get_args(Format)
-
-#: The classes of plans by their names.
-PLANS: Final[dict[str, type[Plan]]] = {
-    plan.__name__: plan for family in FORMATS for plan in family.plans
-}

@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 
 from ...errors import OptionError, shown
-from ..modes import Overflow
 from .number_format import NumberFormat, Rounder, check_name
 
 
@@ -32,11 +31,7 @@ class Custom(NumberFormat):
     quantize: Callable[[Tensor], Tensor]
 
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-            OptionError: The name is not an identifier, or ``quantize`` can't be called.
-        """
+        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         if not callable(self.quantize):
             raise OptionError(
@@ -45,15 +40,10 @@ class Custom(NumberFormat):
 
     @property
     def own_function(self) -> Rounder:
-        """The user's function, checked."""
+        """The user's function, whose result is checked."""
         return self._rounded
 
     def _rounded(self, x: Tensor) -> Tensor:
-        """Returns the result of the user's function.
-
-        Raises:
-            OptionError: It is not a tensor of the same shape and dtype.
-        """
         found = self.quantize(x.clone())  # it may work in place
         if not isinstance(found, Tensor) or found.shape != x.shape or found.dtype != x.dtype:
             what = (
@@ -68,30 +58,22 @@ class Custom(NumberFormat):
         return found
 
     def check_rounding(self, mode: object, overflow: object) -> None:
-        """Checks that neither a rounding mode nor an overflow behaviour is asked for.
-
-        Raises:
-            OptionError: One is.
-        """
+        """Raises `OptionError` if a rounding mode or an overflow behaviour is asked for."""
         super().check_rounding(mode, None)
-        if str.__str__(mode) != "nearest":
-            raise OptionError(
-                f"format {self.name}: rounding can't be chosen, its own function rounds to it"
-            )
-        if overflow is not None:
-            raise OptionError(
-                f"format {self.name}: overflow can't be chosen, its own function rounds to it"
-            )
+        for what, is_chosen in (
+            ("rounding", mode != "nearest"),
+            ("overflow", overflow is not None),
+        ):
+            if is_chosen:
+                raise OptionError(
+                    f"format {self.name}: {what} can't be chosen, its own function rounds to it"
+                )
 
-    def plan(self, dtype: torch.dtype, mode: str, overflow: Overflow | None) -> None:
+    def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> None:
         """Returns None: the function rounds."""
 
     def check_coded(self) -> None:
-        """Refuses to be coded.
-
-        Raises:
-            OptionError: Always.
-        """
+        """Raises `OptionError`: there are no codes."""
         raise OptionError(
             f"format {self.name} is given by a function and has no codes; quantize rounds to it"
         )

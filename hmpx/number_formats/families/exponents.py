@@ -10,57 +10,46 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ..bits import FP64, Binary
-from ..modes import Overflow
+from ..noise import wide
 from ..plans import Plan
 from ..unpatched import ADD, AND, CLAMP, EQ, GT, LE, LEFT, LT, OR, RIGHT, SUB, WHERE
-from .number_format import CodedFormat, check_int, check_name
+from ..vocabulary import Overflow
+from .number_format import CodedFormat, Figures, check_int, check_name
 
 
 @dataclass(frozen=True)
 class ExponentPlan(Plan):
-    """Powers of two: on the bits, of which the mantissa is cut off.
-
-    Attributes:
-        binary: The type that it computes in, float64.
-        mode: The rounding mode.
-        least: The bits of the smallest number.
-        most: The bits of the largest.
-        beyond: The bits of what numbers beyond that become: NaN or the largest.
-    """
+    """Rounds to powers of two: on the bits of float64, of which the mantissa is cut off."""
 
     binary: Binary
     mode: str
-    least: int
-    most: int
-    beyond: int
+    least: int  # the bits of the smallest number
+    most: int  # the bits of the largest number
+    beyond: int  # the bits of what numbers beyond that become: NaN or the largest
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         rounded = AND(ADD(bits, self._added(noise)), -(1 << binary.mantissa))
-        # Down and toward zero, only infinity is beyond the largest.
-        is_inward = self.mode in ("down", "toward_zero")
-        is_over = GT(
-            bits if is_inward else rounded, binary.infinity - 1 if is_inward else self.most
-        )
+        if self.mode in ("down", "toward_zero"):  # only infinity is beyond the largest
+            is_over = GT(bits, binary.infinity - 1)
+        else:
+            is_over = GT(rounded, self.most)
         rounded = CLAMP(rounded, self.least, self.most).masked_fill_(is_over, self.beyond)
         is_no_power = OR(LE(bits, 0), GT(bits, binary.infinity))
         return rounded.masked_fill_(is_no_power, binary.nan).view(binary.dtype)
 
     def _added(self, noise: Tensor | None) -> Tensor | int:
-        """Returns what the mantissa is added before it is cut off."""
+        """Returns the number that is added to the mantissa before it is cut off."""
         place = self.binary.mantissa
         if self.mode == "stochastic":
             assert noise is not None
-            low = AND(noise.to(torch.int64), 0xFFFFFFFF)
-            return AND(OR(LEFT(low, 32), low), (1 << place) - 1)
+            return AND(wide(noise), (1 << place) - 1)
+        if self.mode == "up":
+            return (1 << place) - 1
         # Between two powers of two the larger one is the even: in units of the smaller it is 2.
-        return {
-            "nearest": 1 << (place - 1),
-            "nearest_away": 1 << (place - 1),
-            "up": (1 << place) - 1,
-        }.get(self.mode, 0)
+        return 1 << (place - 1) if self.mode in ("nearest", "nearest_away") else 0
 
 
 @dataclass(frozen=True)
@@ -85,15 +74,8 @@ class Exponent(CodedFormat):
     bits: int
     bias: int | None = None
 
-    plans = (ExponentPlan,)
-
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-            OptionError: A field has a value that it can't have, or the format has values beyond
-                those of float64.
-        """
+        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         check_int(self.name, "bits", self.bits, 2, 10)
         if self.bias is not None:
@@ -115,31 +97,10 @@ class Exponent(CodedFormat):
         return (1 << self.bits) - 2 - self.exponent_bias
 
     @property
-    def significand_bits(self) -> int:
-        """Bits of the significand: the leading 1."""
-        return 1
-
-    @property
-    def epsilon(self) -> float:
-        """The distance from 1 to the next larger number."""
-        return 1.0
-
-    @property
-    def max(self) -> float:
-        """The largest number."""
-        return math.ldexp(1.0, self.max_exponent)
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest number."""
-        return math.ldexp(1.0, -self.exponent_bias)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest number."""
-        return self.smallest_normal
-
-    # --- rounding ------------------------------------------------------------------------------
+    def figures(self) -> Figures:
+        """All figures."""
+        least = math.ldexp(1.0, -self.exponent_bias)
+        return Figures(1, 1.0, math.ldexp(1.0, self.max_exponent), least, least)
 
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
@@ -161,12 +122,10 @@ class Exponent(CodedFormat):
         """Whether every value is one of float32."""
         return self.exponent_bias <= 149 and self.max_exponent <= 127
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> ExponentPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
         least, most = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         return ExponentPlan(binary, mode, least, most, binary.nan if overflow == "nan" else most)
-
-    # --- codes ---------------------------------------------------------------------------------
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         """Returns the codes of values of the format."""

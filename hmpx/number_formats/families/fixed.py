@@ -12,13 +12,12 @@ from torch import Tensor
 
 from ...errors import OptionError
 from ..bits import Binary
-from ..codings import Coding, FixedCodes
 from ..layouts import NO_GRID, Grid
-from ..modes import Overflow
 from ..noise import uniform
-from ..plans import Plan
+from ..plans import Coding, Plan
 from ..unpatched import ABS, ADD, AND, CLAMP, EQ, FLOOR, GE, LT, MUL, SUB, TRUNC, WHERE
-from .number_format import CodedFormat, check_int, check_name
+from ..vocabulary import Overflow
+from .number_format import CodedFormat, Figures, check_int, check_name
 
 
 class FixedSpec(ctypes.Structure):
@@ -26,30 +25,25 @@ class FixedSpec(ctypes.Structure):
 
     _fields_ = (
         ("mode", ctypes.c_int64),
-        ("scale", ctypes.c_double),
-        ("step", ctypes.c_double),
-        ("least", ctypes.c_double),
-        ("most", ctypes.c_double),
+        *((name, ctypes.c_double) for name in ("scale", "step", "least", "most")),
     )
+
+
+class _FixedCodes(ctypes.Structure):
+    """The kernels' ``fixed_codes``."""
+
+    _fields_ = (("bits", ctypes.c_int64), ("scale", ctypes.c_double), ("step", ctypes.c_double))
 
 
 @dataclass(frozen=True)
 class FixedPlan(Plan):
-    """Fixed point.
-
-    Attributes:
-        binary: The type that it computes in.
-        mode: The rounding mode.
-        bits: Bits of a code.
-        fraction: Bits after the point.
-        is_symmetric: The least number is the largest with the other sign.
-    """
+    """Rounds to fixed point of so many bits, of which some are a fraction."""
 
     binary: Binary
     mode: str
     bits: int
     fraction: int
-    is_symmetric: bool = False
+    is_symmetric: bool = False  # the least number is the largest with the other sign
 
     kernel = "fixed"
 
@@ -109,14 +103,8 @@ class Fixed(CodedFormat):
     integer_bits: int
     fraction_bits: int
 
-    plans = (FixedPlan,)
-
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-            OptionError: A field has a value that it can't have.
-        """
+        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         check_int(self.name, "integer_bits", self.integer_bits, 1, 32)
         check_int(self.name, "fraction_bits", self.fraction_bits, 0, 31)
@@ -132,36 +120,15 @@ class Fixed(CodedFormat):
         return self.integer_bits + self.fraction_bits
 
     @property
-    def significand_bits(self) -> int:
-        """Bits of the largest number."""
-        return self.bits - 1
-
-    @property
-    def epsilon(self) -> float:
-        """The distance between neighbours."""
-        return math.ldexp(1.0, -self.fraction_bits)
-
-    @property
-    def max(self) -> float:
-        """The largest number."""
-        return math.ldexp((1 << (self.bits - 1)) - 1, -self.fraction_bits)
+    def figures(self) -> Figures:
+        """All figures."""
+        step = math.ldexp(1.0, -self.fraction_bits)
+        return Figures(self.bits - 1, step, ((1 << (self.bits - 1)) - 1) * step, step, step)
 
     @property
     def min(self) -> float:
         """The least number, one step further from zero than the largest."""
         return -math.ldexp(1.0, self.integer_bits - 1)
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive number."""
-        return self.epsilon
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive number."""
-        return self.epsilon
-
-    # --- rounding ------------------------------------------------------------------------------
 
     @property
     def fits_in_float32(self) -> bool:
@@ -173,11 +140,9 @@ class Fixed(CodedFormat):
         """Whether every value is one of float32."""
         return self.bits <= 25
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FixedPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
         return FixedPlan(binary, mode, self.bits, self.fraction_bits)
-
-    # --- codes ---------------------------------------------------------------------------------
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         """Returns the codes of values of the format, as integers of any width."""
@@ -185,12 +150,12 @@ class Fixed(CodedFormat):
         codes = scaled.nan_to_num_(nan=0.0).to(torch.int64)
         return codes.bitwise_and_((1 << self.bits) - 1)
 
-    def coding(self, binary: Binary) -> Coding:
-        """Returns what kernels are told to make or read the codes of values of a binary type."""
-        return Coding("fixed", FixedCodes(self.bits, 1.0 / self.epsilon, self.epsilon))
-
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""
         half = 1 << (self.bits - 1)
         signed = SUB(AND(ADD(codes, half), 2 * half - 1), half)
         return MUL(signed.to(torch.float64), self.epsilon)
+
+    def coding(self, binary: Binary) -> Coding:
+        """Returns how kernels code values of a binary type."""
+        return Coding("fixed", _FixedCodes(self.bits, 1.0 / self.epsilon, self.epsilon))

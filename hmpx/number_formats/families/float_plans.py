@@ -7,31 +7,18 @@ import math
 from dataclasses import dataclass
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from ..bits import Binary, may_grow, ones_if_positive
 from ..layouts import NO_GRID, Grid
-from ..noise import uniform
+from ..noise import uniform, wide
 from ..plans import Plan
-from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, MUL, OR, RIGHT, SUB, WHERE, XOR
+from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LT, MUL, OR, RIGHT, SUB, WHERE, XOR
 
 
 @dataclass(frozen=True)
 class FloatPlan(Plan):
-    """Floats whose rounding is an addition: of the power of two that leaves as many bits as wanted.
-
-    Attributes:
-        binary: The type that it computes in.
-        mode: The rounding mode.
-        mantissa: Mantissa bits of the format.
-        min_exponent: The exponent of its smallest normal number.
-        max_exponent: The exponent of its largest number.
-        max: Its largest number.
-        beyond: What numbers beyond that become: infinity, NaN or the largest.
-        has_subnormals: Whether there are numbers other than zero below the smallest normal one.
-        has_negative_zero: Whether 0 and -0 differ.
-    """
+    """Rounds to floats by an addition: of the power of two that leaves as many bits as wanted."""
 
     binary: Binary
     mode: str
@@ -39,7 +26,7 @@ class FloatPlan(Plan):
     min_exponent: int
     max_exponent: int
     max: float
-    beyond: float
+    beyond: float  # replaces numbers beyond the largest: infinity, NaN or the largest
     has_subnormals: bool
     has_negative_zero: bool
 
@@ -57,7 +44,7 @@ class FloatPlan(Plan):
 
     @property
     def lift(self) -> int:
-        """What leads from an exponent field to that of the power of two to add, in place."""
+        """The distance from an exponent field to that of the power of two to add, in place."""
         return (self.binary.mantissa - self.mantissa) << self.binary.mantissa
 
     @property
@@ -157,23 +144,13 @@ class FloatPlan(Plan):
 
 @dataclass(frozen=True)
 class BitsPlan(Plan):
-    """Floats with the exponents of the type that is computed in: bits are added and cut off.
-
-    Attributes:
-        binary: The type that it computes in.
-        mode: The rounding mode.
-        mantissa: Mantissa bits of the format.
-        max: The bits of its largest number.
-        beyond: The bits of what numbers beyond that become: infinity, NaN or the largest.
-        has_subnormals: Whether there are numbers other than zero below the smallest normal one.
-        has_negative_zero: Whether 0 and -0 differ.
-    """
+    """Rounds to floats with the exponents of the type that is computed in: bits are added and cut off."""
 
     binary: Binary
     mode: str
     mantissa: int
-    max: int
-    beyond: int
+    max: int  # the bits of the largest number
+    beyond: int  # the bits of what numbers beyond that become: infinity, NaN or the largest
     has_subnormals: bool
     has_negative_zero: bool
 
@@ -229,9 +206,7 @@ class BitsPlan(Plan):
             added = ADD(whole, half)
         elif self.mode == "stochastic":
             assert noise is not None
-            if self.binary.mantissa == 52:
-                low = AND(noise.to(torch.int64), 0xFFFFFFFF)
-                noise = OR(LEFT(low, 32), low)
+            noise = wide(noise) if self.binary.mantissa == 52 else noise
             added = ADD(whole, AND(noise, unit - 1))
         elif self.mode == "toward_zero":
             added = whole

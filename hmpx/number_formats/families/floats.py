@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
-from typing import Final, Literal, TypeAlias
+from typing import Final, Literal, NamedTuple, TypeAlias
 
 import torch
 from torch import Tensor
@@ -13,38 +13,36 @@ from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown
 from ..bits import FP64, Binary
-from ..codings import Coding
-from ..modes import Overflow
-from ..plans import Plan
+from ..plans import Coding, integers
 from ..unpatched import ADD, AND, EQ, GT, LEFT, LT, MUL, NE, OR, RIGHT, SUB, WHERE
-from .float_codings import coding
+from ..vocabulary import Overflow
 from .float_plans import BitsPlan, FloatPlan
-from .number_format import CodedFormat, check_int, check_name, hint, listed
+from .number_format import CodedFormat, Figures, check_int, check_name, hint, listed
 
 Kind: TypeAlias = Literal["ieee", "p3109", "fn", "fnuz", "finite"]
 
-#: Kind -> what becomes of values beyond the largest, unless the format says otherwise.
-_STANDARD_OVERFLOW: Final[dict[str, Overflow]] = {
-    "ieee": "inf",
-    "p3109": "inf",
-    "fn": "nan",
-    "fnuz": "nan",
-    "finite": "saturate",
-}
 
-#: Kinds without -0: its code is the only NaN.
-_UNSIGNED_ZERO: Final = frozenset({"p3109", "fnuz"})
+class _Traits(NamedTuple):
+    """The traits of a kind of floats."""
 
-#: Kinds that may have no mantissa bits: the codes with the largest exponent are numbers.
-_POWERS: Final = frozenset({"fnuz", "finite"})
+    overflows: tuple[
+        Overflow, ...
+    ]  # what may become of values beyond the largest; the default first
+    has_negative_zero: bool  # if not, its code is the only NaN
+    may_be_powers: (
+        bool  # may have no mantissa bits: the codes with the largest exponent are numbers
+    )
+    reserved: (
+        int  # codes from the last one down that are no numbers, if the exponent is not reserved
+    )
 
-#: Kind -> what may become of them.
-_ALLOWED_OVERFLOW: Final[dict[str, tuple[Overflow, ...]]] = {
-    "ieee": ("inf", "nan", "saturate"),
-    "p3109": ("inf", "nan", "saturate"),
-    "fn": ("nan", "saturate"),
-    "fnuz": ("nan", "saturate"),
-    "finite": ("saturate",),
+
+_KINDS: Final[dict[str, _Traits]] = {
+    "ieee": _Traits(("inf", "nan", "saturate"), True, False, 0),
+    "p3109": _Traits(("inf", "nan", "saturate"), False, False, 1),
+    "fn": _Traits(("nan", "saturate"), True, False, 1),
+    "fnuz": _Traits(("nan", "saturate"), False, True, 0),
+    "finite": _Traits(("saturate",), True, True, 0),
 }
 
 
@@ -82,27 +80,17 @@ class Float(CodedFormat):
     subnormals: bool = True
     overflow: Overflow | None = None
 
-    plans = (FloatPlan, BitsPlan)
-
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-            OptionError: A field has a value that it can't have, or the format has values beyond
-                those of float64.
-        """
+        """Checks the fields; raises `OptionError`, also for values beyond those of float64."""
         check_name(self.name)
-        _make_plain(self, "kind")
-        _make_plain(self, "overflow")
-        if not is_a(self.kind, str) or self.kind not in _STANDARD_OVERFLOW:
+        if not is_a(self.kind, str) or self.kind not in _KINDS:
             raise OptionError(
-                f"format {self.name}: kind must be one of {listed(_STANDARD_OVERFLOW)}, "
-                f"not {shown(self.kind)}{hint(self.kind, _STANDARD_OVERFLOW)}"
+                f"format {self.name}: kind must be one of {listed(_KINDS)}, not {shown(self.kind)}"
+                f"{hint(self.kind, _KINDS)}"
             )
         arguments.truth(f"format {self.name}: subnormals", self.subnormals)
-        least = 2 if self.kind == "ieee" else 1
-        check_int(self.name, "exponent_bits", self.exponent_bits, least, 11)
-        least = 0 if self.kind in _POWERS else 1
+        check_int(self.name, "exponent_bits", self.exponent_bits, 1 + (self.kind == "ieee"), 11)
+        least = 0 if _KINDS[self.kind].may_be_powers else 1
         check_int(self.name, "mantissa_bits", self.mantissa_bits, least, 52)
         if self.bias is not None:
             check_int(self.name, "bias", self.bias, -1023, 2046)
@@ -142,33 +130,17 @@ class Float(CodedFormat):
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
-    def significand_bits(self) -> int:
-        """Bits of a normal number's significand, the leading 1 included."""
-        return self.mantissa_bits + 1
-
-    @property
-    def epsilon(self) -> float:
-        """The distance from 1 to the next larger number."""
-        return math.ldexp(1.0, -self.mantissa_bits)
-
-    @property
-    def max(self) -> float:
-        """The largest finite number."""
-        # The code with all bits set may be NaN or infinity: then the largest is one below.
-        steps = (2 << self.mantissa_bits) - (2 if self.kind in ("fn", "p3109") else 1)
-        return math.ldexp(steps, self.max_exponent - self.mantissa_bits)
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive number with a full significand."""
-        return math.ldexp(1.0, self.min_exponent)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive number."""
-        if not self.subnormals:
-            return self.smallest_normal
-        return math.ldexp(1.0, self.min_exponent - self.mantissa_bits)
+    def figures(self) -> Figures:
+        """All figures."""
+        mantissa = self.mantissa_bits
+        steps = (2 << mantissa) - 1 - _KINDS[self.kind].reserved
+        return Figures(
+            mantissa + 1,
+            math.ldexp(1.0, -mantissa),
+            math.ldexp(steps, self.max_exponent - mantissa),
+            math.ldexp(1.0, self.min_exponent),
+            math.ldexp(1.0, self.min_exponent - (mantissa if self.subnormals else 0)),
+        )
 
     @property
     def has_inf(self) -> bool:
@@ -183,19 +155,19 @@ class Float(CodedFormat):
     @property
     def has_negative_zero(self) -> bool:
         """Whether 0 and -0 differ."""
-        return self.kind not in _UNSIGNED_ZERO
+        return _KINDS[self.kind].has_negative_zero
 
     # --- rounding ------------------------------------------------------------------------------
 
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
         """What values beyond the largest may become."""
-        return _ALLOWED_OVERFLOW[self.kind]
+        return _KINDS[self.kind].overflows
 
     @property
     def default_overflow(self) -> Overflow:
         """What they become unless something else is asked for."""
-        return self.overflow or _STANDARD_OVERFLOW[self.kind]
+        return self.overflow or _KINDS[self.kind].overflows[0]
 
     @property
     def fits_in_float32(self) -> bool:
@@ -225,30 +197,16 @@ class Float(CodedFormat):
             and self.min_exponent <= math.frexp(info.smallest_normal)[1] - 1
         )
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FloatPlan | BitsPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
-        beyond = {"inf": math.inf, "nan": math.nan, "saturate": self.max}[overflow]
+        most, mantissa = self.max, self.mantissa_bits
+        beyond = {"inf": math.inf, "nan": math.nan, "saturate": most}[overflow]
+        rest = (self.subnormals, self.has_negative_zero)
         if self.min_exponent == 1 - binary.bias:
-            return BitsPlan(
-                binary,
-                mode,
-                self.mantissa_bits,
-                binary.bits_of(self.max),
-                binary.bits_of(beyond),
-                self.subnormals,
-                self.has_negative_zero,
-            )
-        return FloatPlan(
-            binary,
-            mode,
-            self.mantissa_bits,
-            self.min_exponent,
-            self.max_exponent,
-            self.max,
-            beyond,
-            self.subnormals,
-            self.has_negative_zero,
-        )
+            limits = binary.bits_of(most), binary.bits_of(beyond)
+            return BitsPlan(binary, mode, mantissa, *limits, *rest)
+        exponents = self.min_exponent, self.max_exponent
+        return FloatPlan(binary, mode, mantissa, *exponents, most, beyond, *rest)
 
     # --- codes ---------------------------------------------------------------------------------
 
@@ -266,30 +224,25 @@ class Float(CodedFormat):
             is_low = LT(whole, (self.min_exponent + binary.bias) << binary.mantissa)
             codes = WHERE(is_low, low, codes)
         sign = AND(RIGHT(bits, binary.width - 1), 1)
-        top = ((1 << self.exponent_bits) - 1) << mantissa
+        special = self._special_codes()
         is_nan = GT(whole, binary.infinity)
-        if self.kind == "ieee":
-            codes = codes.masked_fill_(EQ(whole, binary.infinity), top)
-            codes = codes.masked_fill_(is_nan, top | (1 << (mantissa - 1)))
-        elif self.kind == "fn":
-            codes = codes.masked_fill_(is_nan, top | ((1 << mantissa) - 1))
-        elif self.kind in _UNSIGNED_ZERO:
-            codes = codes.masked_fill_(EQ(whole, binary.infinity), top | ((1 << mantissa) - 1))
-            codes = codes.masked_fill_(is_nan, 0)
-            sign = sign.masked_fill_(is_nan, 1)
-        else:
-            codes = codes.masked_fill_(is_nan, 0)
-            sign = WHERE(is_nan, SUB(1, sign), sign)
+        codes = codes.masked_fill_(EQ(whole, binary.infinity), special.infinity)
+        codes = codes.masked_fill_(is_nan, special.nan)
+        if special.flips_sign:
+            own = SUB(1, sign) if special.keeps_sign else 1
+            sign = WHERE(is_nan, own, sign)
         return OR(codes, LEFT(sign, self.bits - 1))
 
-    def coding(self, binary: Binary, keeps_sign_of_nan: bool = True) -> Coding:
-        """Returns what kernels are told to make or read the codes of values of a binary type.
-
-        Args:
-            binary: The type.
-            keeps_sign_of_nan: Whether that of a NaN is its code's, where the format has both.
-        """
-        return coding(self, binary, keeps_sign_of_nan)
+    def _special_codes(self) -> _SpecialCodes:
+        top = ((1 << self.exponent_bits) - 1) << self.mantissa_bits
+        ones = top | ((1 << self.mantissa_bits) - 1)
+        return {
+            "ieee": _SpecialCodes(top, top | (1 << self.mantissa_bits) >> 1, True, False, top),
+            "p3109": _SpecialCodes(ones, 0, False, True, ones),
+            "fn": _SpecialCodes(ones, ones, True, False, ones - 1),
+            "fnuz": _SpecialCodes(ones, 0, False, True, ones),
+            "finite": _SpecialCodes(ones, 0, True, True, ones),
+        }[self.kind]
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""
@@ -308,15 +261,50 @@ class Float(CodedFormat):
         elif self.kind in ("fn", "p3109"):
             is_last = EQ(AND(codes, (1 << (self.bits - 1)) - 1), (1 << (self.bits - 1)) - 1)
             values = values.masked_fill_(is_last, math.nan if self.kind == "fn" else math.inf)
-        if self.kind in _UNSIGNED_ZERO:
-            values = values.masked_fill_(
-                EQ(AND(codes, (1 << self.bits) - 1), 1 << (self.bits - 1)), math.nan
-            )
+        if not self.has_negative_zero:
+            is_nan = EQ(AND(codes, (1 << self.bits) - 1), 1 << (self.bits - 1))
+            values = values.masked_fill_(is_nan, math.nan)
         return OR(values.view(torch.int64), LEFT(sign, 63)).view(torch.float64)
 
+    def coding(self, binary: Binary, keeps_sign_of_nan: bool = True) -> Coding:
+        """Returns how kernels code values of a binary type.
 
-def _make_plain(format: Float, field: str) -> None:
-    """Makes a string of a class of the user's own, which may compare as it likes, a plain one."""
-    value = getattr(format, field)
-    if is_a(value, str):
-        object.__setattr__(format, field, str.__str__(value))
+        Args:
+            binary: The type.
+            keeps_sign_of_nan: Whether that of a NaN is its code's, where the format has both.
+        """
+        mantissa, dropped = self.mantissa_bits, binary.mantissa - self.mantissa_bits
+        is_lifted = self.min_exponent > 1 - binary.bias
+        power = math.ldexp(1.0, self.min_exponent + dropped) if is_lifted else 1.0
+        step = self.smallest_subnormal if self.subnormals and is_lifted else 0.0
+        special = self._special_codes()
+        spec = integers(
+            dropped,
+            (binary.bias - self.exponent_bias) << mantissa,
+            (self.min_exponent + binary.bias) << binary.mantissa if is_lifted else 0,
+            binary.bits_of(power),
+            self.bits - 1,
+            special.infinity,
+            special.nan,
+            special.keeps_sign and keeps_sign_of_nan,
+            special.flips_sign,
+            (1 << (self.bits - 1)) - 1,
+            1 << mantissa if is_lifted or not self.subnormals else 0,
+            binary.bits_of(step),
+            special.infinity if self.has_inf else -1,
+            special.last,
+            -1 if self.has_negative_zero else binary.sign,
+        )
+        # A subnormal step is 0 where the processor takes subnormals for that.
+        is_normal = step == 0 or step >= math.ldexp(1.0, 1 - binary.bias)
+        return Coding("float", spec, can_decode=is_normal)
+
+
+class _SpecialCodes(NamedTuple):
+    """Codes without a sign: of infinity, or all ones; of NaN, and whether the sign is kept and turned."""
+
+    infinity: int
+    nan: int
+    keeps_sign: bool
+    flips_sign: bool
+    last: int  # codes above are NaN, but for infinity

@@ -1,28 +1,23 @@
-"""What all families of number formats share: checks of their fields, of rounding and of codes.
-
-A family is one module: its data, its plans, its codes, and the specs of its kernels.
-"""
+"""The base of all families of number formats: checks of their fields, rounding, and codes."""
 
 from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ClassVar, Final, TypeAlias, TypeVar
+from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 
 import torch
 from torch import Tensor
 
 from ...arguments import is_a
 from ...errors import OptionError, shown, suggestion
-from ...tensors import CAST, Constant
+from ...tensors import CAST, PLAIN_TENSORS, Constant
 from ..bits import FP32, FP64, Binary
-from ..codings import Coding
 from ..layouts import Layout
-from ..modes import ROUNDING_MODES, Overflow
-from ..plans import Plan
+from ..plans import Coding, Plan
 from ..unpatched import AND, ARANGE, taken
-from ..vocabulary import spellings
+from ..vocabulary import ROUNDING_MODES, Overflow, spellings
 
 Rounder: TypeAlias = Callable[[Tensor], Tensor]
 Same = TypeVar("Same", bound="NumberFormat")
@@ -32,23 +27,9 @@ _MOST_NAME: Final = 100
 #: Formats of up to so many bits are decoded by a table of all their values.
 _TABLED: Final = 16
 
-#: Under which that is kept among what is derived from a format.
-_VALUES: Final = "values of all codes"
-
-#: Under which, with the axis, the same format along another axis is kept there.
-_ALONG: Final = "along"
-
-_PLAIN_TYPES: Final = frozenset({Tensor, torch.nn.Parameter})
-
 
 class NumberFormat:
-    """A number format of any family. Families are frozen dataclasses with a field ``name``.
-
-    Attributes:
-        plans: The classes of plans by which the family rounds.
-    """
-
-    plans: ClassVar[tuple[type[Plan], ...]] = ()
+    """A number format of any family. Families are frozen dataclasses with a field ``name``."""
 
     if TYPE_CHECKING:  # else the fields of the dataclasses would take this for their default
 
@@ -58,7 +39,7 @@ class NumberFormat:
 
     @functools.cached_property
     def derived(self) -> dict[Any, Any]:
-        """What others have worked out for this format: it is freed with it, and not copied."""
+        """Objects made for this format elsewhere: freed with it, and not copied."""
         return {}
 
     def __getstate__(self) -> dict[str, Any]:
@@ -85,7 +66,7 @@ class NumberFormat:
     def along(self: Same, axis: int) -> Same:
         """Returns the same format with values rounded together along another axis.
 
-        Ops pass the axis that they reduce over. Made once for each axis, and so is what rounds to it.
+        Ops pass the axis that they reduce over. Made once for each axis.
 
         Args:
             axis: As the `block_axis` of a format that has one; any other format is returned as it is.
@@ -102,10 +83,10 @@ class NumberFormat:
         check_int(self.name, "axis", axis, -64, 63)
         if axis == self.block_axis:
             return self
-        found: Same | None = self.derived.get((_ALONG, axis))
+        found: Same | None = self.derived.get(("along", axis))
         if found is None:
             turned = replace(self, axis=axis)  # type: ignore[type-var]  # families are dataclasses
-            found = self.derived.setdefault((_ALONG, axis), turned)
+            found = self.derived.setdefault(("along", axis), turned)
         return found
 
     @property
@@ -133,55 +114,34 @@ class NumberFormat:
         return False
 
     def check_rounding(self, mode: object, overflow: object) -> None:
-        """Checks a rounding mode and an overflow behaviour.
-
-        Raises:
-            OptionError: The format can't be rounded to in this way.
-        """
-        if not is_a(mode, str) or str.__str__(mode) not in ROUNDING_MODES:
+        """Raises `OptionError` if the format can't be rounded to in this way."""
+        if not is_a(mode, str) or mode not in ROUNDING_MODES:
             raise OptionError(
                 f"rounding must be one of {listed(ROUNDING_MODES)}, not {shown(mode)}"
                 f"{hint(mode, ROUNDING_MODES, spellings('rounding'))}"
             )
         self.check_overflow(overflow)
 
-    def check_scale(self, scale: object, x: Tensor) -> None:
-        """Checks scales that the values of ``x`` are to be rounded by.
-
-        Raises:
-            OptionError: The format has no scales, or these are not as it has them.
-        """
-        if scale is not None:
-            raise OptionError(f"format {self.name} has no scales to be given; a Scaled format has")
-
     def check_overflow(self, overflow: object) -> None:
-        """Checks an overflow behaviour.
-
-        Raises:
-            OptionError: The format can't have it.
-        """
-        if overflow is None:
-            return
+        """Raises `OptionError` if the format can't have an overflow behaviour."""
         allowed = self.allowed_overflow
-        if not is_a(overflow, str) or str.__str__(overflow) not in allowed:
+        if overflow is not None and (not is_a(overflow, str) or overflow not in allowed):
             raise OptionError(
                 f"format {self.name}: overflow must be {listed(allowed)} or None, not {shown(overflow)}"
                 f"{hint(overflow, allowed)}"
             )
 
-    def plan(self, dtype: torch.dtype, mode: str, overflow: Overflow | None) -> Plan | None:
-        """Returns how to round tensors of ``dtype``; None if nothing is to do.
+    def check_scale(self, scale: object, x: Tensor) -> None:
+        """Raises `OptionError` if the values of ``x`` can't be rounded by these scales."""
+        raise OptionError(f"format {self.name} has no scales to be given; a Scaled format has")
 
-        Args:
-            dtype: A floating type.
-            mode: One of `ROUNDING_MODES`.
-            overflow: What becomes of values beyond the largest; None for the format's own.
-        """
-        overflow = overflow or self.default_overflow
-        if self.includes(dtype, overflow):
+    def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
+        """Returns how to round tensors of a floating ``dtype``; None if nothing is to do."""
+        chosen: Overflow = overflow or self.default_overflow  # type: ignore[assignment]  # checked
+        if self.includes(dtype, chosen):
             return None
         binary = FP64 if dtype is torch.float64 or not self.fits_in_float32 else FP32
-        return self.plan_in(binary, mode, overflow)
+        return self.plan_in(binary, mode, chosen)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
         """Returns how to round tensors of a binary type that the format fits in."""
@@ -190,47 +150,86 @@ class NumberFormat:
     # --- codes ---------------------------------------------------------------------------------
 
     def check_coded(self) -> None:
-        """Checks that the format has codes.
+        """Raises `OptionError` if the format has no codes."""
 
-        Raises:
-            OptionError: It has none.
-        """
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code, of formats that share scales those of an element's."""
+        raise NotImplementedError
 
     def encoded(
         self, values: Tensor, rounded: Tensor, binary: Binary
     ) -> Tensor | tuple[Tensor, ...]:
-        """Returns the codes of values of the format.
-
-        Args:
-            values: As they were before they were rounded, of the type ``binary``.
-            rounded: The same, rounded.
-            binary: Their type.
-        """
+        """Returns the codes of ``values``, which are ``rounded``; both are of the type ``binary``."""
         raise NotImplementedError
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values that codes stand for, float32 if that has all values, else float64.
+        """Returns the values of codes, in float32 if that has all values, else in float64.
 
         Raises:
             OptionError: ``codes`` are not as `encoded` returns them.
         """
         raise NotImplementedError
 
-    def coded_plan(self, dtype: torch.dtype, mode: str, overflow: Overflow | None) -> Plan | None:
+    def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
         """Returns the plan in the type of ``dtype`` by which a kernel finds codes, if there is one."""
         is_wide = dtype is torch.float64
         plan = self.plan(dtype, mode, overflow) if is_wide or self.is_exact_in_float32 else None
         return plan if plan is not None and plan.binary.dtype is dtype else None
 
     def coding(self, binary: Binary) -> Coding | None:
-        """Returns what kernels are told to make or read the codes of values of a binary type.
-
-        None if there are no such kernels.
-        """
+        """Returns how kernels code values of a binary type; None if there are no such kernels."""
         return None
 
 
-class CodedFormat(NumberFormat):
+class Figures(NamedTuple):
+    """The figures of a format, which are its properties of the same names."""
+
+    significand_bits: int
+    epsilon: float
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+
+
+class MeasuredFormat(NumberFormat):
+    """A number format that has figures."""
+
+    @property
+    def figures(self) -> Figures:
+        """All figures."""
+        raise NotImplementedError
+
+    @property
+    def significand_bits(self) -> int:
+        """Most bits of a number's significand, the leading 1 included; of a normal element's in blocks."""
+        return self.figures.significand_bits
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next larger number; the least between neighbours without exponents.
+
+        In blocks, that of the elements.
+        """
+        return self.figures.epsilon
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        return self.figures.max
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number with a full significand; the smallest if there are no subnormals."""
+        return self.figures.smallest_normal
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number."""
+        return self.figures.smallest_subnormal
+
+
+class CodedFormat(MeasuredFormat):
     """A number format whose values have one code each, an integer of ``bits`` bits."""
 
     if TYPE_CHECKING:
@@ -238,6 +237,11 @@ class CodedFormat(NumberFormat):
         @property
         def bits(self) -> int:
             """Bits of a code."""
+
+    @property
+    def code_bits(self) -> int:
+        """Bits of a code."""
+        return self.bits
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         """Returns the codes of values of the format, as integers of any width."""
@@ -252,30 +256,24 @@ class CodedFormat(NumberFormat):
         return self.codes_of(rounded, binary).to(code_dtype(self.bits))
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values that codes stand for.
-
-        Raises:
-            OptionError: ``codes`` are not integers.
-        """
+        """Returns the values of codes; raises `OptionError` if these are not integers."""
         check_codes(codes, self.name)
         # A graph can't hold the table.
-        is_traced = torch.compiler.is_dynamo_compiling() or type(codes) not in _PLAIN_TYPES
+        is_traced = torch.compiler.is_dynamo_compiling() or type(codes) not in PLAIN_TENSORS
         if self.bits > _TABLED or is_traced:
             return self._narrow_values(codes.to(torch.int64))
         table = self._all_values().on(codes.device)
         return taken(table, AND(codes.to(torch.int64), table.numel() - 1))
 
     def _all_values(self) -> Constant:
-        """Returns the values of all codes."""
-        table: Constant | None = self.derived.get(_VALUES)
+        table: Constant | None = self.derived.get("values")
         if table is None:
-            count = 1 << self.bits
 
             def make(device: torch.device) -> Tensor:
-                codes = ARANGE(count, dtype=torch.int64, device="cpu")
+                codes = ARANGE(1 << self.bits, dtype=torch.int64, device="cpu")
                 return self._narrow_values(codes).to(device)
 
-            table = self.derived.setdefault(_VALUES, Constant(make))
+            table = self.derived.setdefault("values", Constant(make))
         return table
 
     def _narrow_values(self, codes: Tensor) -> Tensor:
@@ -296,11 +294,7 @@ def code_dtype(bits: int) -> torch.dtype:
 
 
 def check_name(name: object) -> None:
-    """Checks the name of a format.
-
-    Raises:
-        OptionError: It is not an identifier, or too long.
-    """
+    """Raises `OptionError` if a format's name is not an identifier, or too long."""
     if type(name) is not str or not name.isidentifier():
         raise OptionError(
             f"a format's name must be an identifier such as float10_e5m4, not {shown(name)}"
@@ -312,11 +306,7 @@ def check_name(name: object) -> None:
 
 
 def check_int(name: str, field: str, value: object, least: int, most: int) -> None:
-    """Checks an integer field of the format ``name``.
-
-    Raises:
-        OptionError: It is not an integer from ``least`` to ``most``.
-    """
+    """Raises `OptionError` if a field of the format ``name`` is not an integer in these bounds."""
     if not is_a(value, int) or is_a(value, bool) or not least <= value <= most:  # type: ignore[operator]
         raise OptionError(
             f"format {name}: {field} must be an integer from {least} to {most}, not {shown(value)}"
@@ -324,24 +314,19 @@ def check_int(name: str, field: str, value: object, least: int, most: int) -> No
 
 
 def check_codes(codes: object, name: str) -> None:
-    """Checks codes of the format ``name``.
-
-    Raises:
-        OptionError: They are not a tensor of integers.
-    """
-    if (
-        not isinstance(codes, Tensor)
-        or codes.is_floating_point()
-        or codes.is_complex()
-        or codes.dtype is torch.bool
-    ):
-        what = codes.dtype if isinstance(codes, Tensor) else type(codes).__name__
-        raise OptionError(f"format {name}: codes must be integers, not {what}")
+    """Raises `OptionError` if codes of the format ``name`` are not a tensor of integers."""
+    if not isinstance(codes, Tensor):
+        what: object = type(codes).__name__
+    elif codes.is_floating_point() or codes.is_complex() or codes.dtype is torch.bool:
+        what = codes.dtype
+    else:
+        return
+    raise OptionError(f"format {name}: codes must be integers, not {what}")
 
 
 def listed(names: Iterable[str]) -> str:
     """Returns names in quotes, separated by commas."""
-    return ", ".join(repr(name) for name in names)
+    return ", ".join(map(repr, names))
 
 
 def hint(value: object, candidates: Iterable[str], others: Mapping[str, str] | None = None) -> str:

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from fractions import Fraction
-from typing import Any, Final, Literal, TypeAlias, cast
+from typing import Any, Final, Literal, TypeAlias
 
 import torch
 from torch import Tensor
@@ -14,39 +14,36 @@ from torch import Tensor
 from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown
-from ...tensors import CAST
-from ...torch_internals import run_when_traced
-from ..bits import FP32, FP64, Binary, to_float32
-from ..codings import Coding
+from ...tensors import CAST, SPARSE
+from ..bits import FP32, Binary, to_float32
 from ..layouts import Layout
-from ..modes import Overflow
-from ..plans import Plan
-from .fixed import Fixed, FixedPlan
-from .float_plans import BitsPlan, FloatPlan
+from ..vocabulary import MOST_STEPS, Overflow
+from .fixed import Fixed
 from .floats import Float
-from .number_format import NumberFormat, check_int, check_name
-from .scale_checks import (
-    AmaxRule,
-    Granularity,
-    check_floating,
-    check_scales,
-    checked_granularity,
-    checked_history,
-    scales_shape,
-)
-from .scaled_codes import decoded, encoded, scaled_coding
-from .scaled_plans import FLOAT32_MOST, ScaledPlan
-from .shared_exponents import RULES, Rule, carry, exponent_of
-from .tables import Table, TablePlan
+from .number_format import Figures, check_int, check_name, hint, listed
+from .scaled_plans import E4M3_LEAST, E4M3_MOST, FLOAT32_MOST, ScaledPlan
+from .shared_scales import RULES, Rule, SharedScales, carry, check_scales, exponent_of
+from .tables import Table
 
+Granularity: TypeAlias = "Literal['tensor', 'row', 'column'] | int | tuple[int, int]"
+AmaxRule: TypeAlias = Literal["max", "most_recent"]
 ScaleFormat: TypeAlias = Literal["float32", "e8m0", "e4m3"]
+
+#: Which amax of a history scales; the default first.
+_AMAX_RULES: Final[tuple[AmaxRule, ...]] = ("max", "most_recent")
+
+#: The largest margin.
+_MOST_MARGIN: Final = 64
+
+_GRANULARITIES: Final = ("tensor", "row", "column")
+_MOST_SIZE: Final = 65536
 
 #: Scale format -> bits of a scale.
 _SCALE_BITS: Final = {"float32": 32, "e8m0": 8, "e4m3": 8}
 
 
 @dataclass(frozen=True)
-class Scaled(NumberFormat):
+class Scaled(SharedScales):
     """Elements that share scales: a value is an element times its scale, rounded to float32.
 
     A scale is the largest magnitude of the values that share it (amax), divided by the element's
@@ -101,14 +98,8 @@ class Scaled(NumberFormat):
     amax_rule: AmaxRule | None = None
     margin: int = 0
 
-    plans = (ScaledPlan,)
-
     def __post_init__(self) -> None:
-        """Checks the fields.
-
-        Raises:
-            OptionError: A field has a value that it can't have.
-        """
+        """Checks the fields; raises `OptionError`."""
         check_name(self.name)
         what = f"format {self.name}"
         if not is_a(self.element, (Float, Fixed, Table)):
@@ -121,7 +112,7 @@ class Scaled(NumberFormat):
         )
         if not fits:
             raise OptionError(f"{what}: element {self.element.name} does not fit in float32")
-        object.__setattr__(self, "granularity", checked_granularity(what, self.granularity))
+        object.__setattr__(self, "granularity", _checked_granularity(what, self.granularity))
         scale_format = arguments.choice(f"{what}: scale_format", self.scale_format, _SCALE_BITS)
         object.__setattr__(self, "scale_format", scale_format)
         arguments.truth(f"{what}: tensor_scale", self.tensor_scale)
@@ -134,29 +125,59 @@ class Scaled(NumberFormat):
             if self.rule == "even" and is_a(self.element, Table):
                 raise OptionError(f"{what}: rule 'even' is for floats and fixed point, not tables")
         check_int(self.name, "axis", self.axis, -64, 63)
-        object.__setattr__(self, "amax_rule", checked_history(self))
+        object.__setattr__(self, "amax_rule", self._checked_history(what))
 
-    # --- properties ----------------------------------------------------------------------------
+    def _checked_history(self, what: str) -> AmaxRule | None:
+        """Returns which amax of its history it scales by, checked; None if it has no history."""
+        rule: AmaxRule | None = None
+        if self.amax_rule is not None:
+            rule = arguments.choice(f"{what}: amax_rule", self.amax_rule, _AMAX_RULES)
+        check_int(self.name, "margin", self.margin, 0, _MOST_MARGIN)
+        if self.history is None:
+            for field in ("amax_rule", "margin"):
+                if getattr(self, field):
+                    raise OptionError(f"{what}: {field} is for a history; add history=16, say")
+            return None
+        check_int(self.name, "history", self.history, 1, MOST_STEPS)
+        if self.granularity != "tensor" or self.tensor_scale:
+            have = f"granularity {self.granularity!r}"
+            if self.tensor_scale:
+                have = "a scale beside blocks'"
+            raise OptionError(
+                f"{what}: history is for one scale a tensor, granularity 'tensor', not for {have}; "
+                "leave history out, for scales by the tensor at hand"
+            )
+        return rule or "max"
+
+    # --- figures -------------------------------------------------------------------------------
 
     @property
     def bits(self) -> float:
         """Bits a value; blocks' scales are included, others are too few to count."""
         if isinstance(self.granularity, str):
             return self.element.bits
-        shared = (
-            self.granularity if isinstance(self.granularity, int) else math.prod(self.granularity)
+        height, width = self._tile
+        return self.element.bits + _SCALE_BITS[self.scale_format] / (height * width)
+
+    @property
+    def _tile(self) -> tuple[int, int]:
+        """The rows and columns of a tile; 0 columns for all."""
+        if isinstance(self.granularity, tuple):
+            return self.granularity
+        return 1, 0 if isinstance(self.granularity, str) else self.granularity
+
+    @property
+    def figures(self) -> Figures:
+        """All figures: of the elements, and by the largest and the smallest scale."""
+        element = self.element.figures
+        least, most = self.scale_limits
+        if self.tensor_scale:
+            least, most = least * E4M3_LEAST, most * E4M3_MOST
+        return element._replace(
+            max=to_float32(self.largest * most),
+            smallest_normal=element.smallest_normal * least,
+            smallest_subnormal=element.smallest_subnormal * least,
         )
-        return self.element.bits + _SCALE_BITS[self.scale_format] / shared
-
-    @property
-    def significand_bits(self) -> int:
-        """Bits of a normal element's significand."""
-        return self.element.significand_bits
-
-    @property
-    def epsilon(self) -> float:
-        """The element's: the distance from 1 to the next larger number where the scale is 1."""
-        return self.element.epsilon
 
     @property
     def largest(self) -> float:
@@ -175,27 +196,7 @@ class Scaled(NumberFormat):
             return 2.0**-126, FP32.floor(min(most, Fraction(FLOAT32_MOST)))
         if self.tensor_scale:  # and no reciprocal of a product of both scales
             return 2.0**-121, FP32.before(FP32.floor(min(most / 448, Fraction(2) ** 117)))
-        return 2.0**-6, 448.0
-
-    @property
-    def max(self) -> float:
-        """The largest number."""
-        most = self.scale_limits[1] * (448 if self.tensor_scale else 1)
-        return to_float32(self.largest * most)
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive normal element times the smallest scale."""
-        return self.element.smallest_normal * self._least_scale
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive element times the smallest scale."""
-        return self.element.smallest_subnormal * self._least_scale
-
-    @property
-    def _least_scale(self) -> float:
-        return self.scale_limits[0] * (2.0**-6 if self.tensor_scale else 1.0)
+        return E4M3_LEAST, E4M3_MOST
 
     # --- rounding ------------------------------------------------------------------------------
 
@@ -208,35 +209,15 @@ class Scaled(NumberFormat):
             return Layout("whole")
         return Layout("columns" if self.granularity == "column" else "rows", self.axis)
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> ScaledPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
-        largest = self.largest
-        tile = self.granularity if isinstance(self.granularity, tuple) else (1, self.granularity)
+        largest, (height, width) = self.largest, self._tile
         return ScaledPlan(
-            binary,
-            mode,
-            self.element_plan(binary, mode),
-            self.layout.kind,
-            0 if isinstance(tile[1], str) else tile[1],
-            tile[0],
-            self.scale_format,
-            self.tensor_scale,
-            largest,
-            *self.scale_limits,
+            *(binary, mode, self.element_plan(binary, mode), self.layout.kind, width, height),
+            *(self.scale_format, self.tensor_scale, largest, *self.scale_limits),
             exponent_of(largest),
             carry(self.rule or "rceil", largest, self.significand_bits, 23),
         )
-
-    def element_plan(
-        self, binary: Binary, mode: str
-    ) -> FloatPlan | BitsPlan | FixedPlan | TablePlan:
-        """Returns how to round values that are divided by their scale."""
-        element = self.element
-        if isinstance(element, Table):  # its values are those of float32
-            element = replace(element, values=tuple(map(to_float32, element.values)))
-        plan = element.plan_in(binary, mode, "saturate")
-        assert isinstance(plan, FloatPlan | BitsPlan | FixedPlan | TablePlan)
-        return replace(plan, is_symmetric=True) if isinstance(plan, FixedPlan) else plan
 
     # --- scales --------------------------------------------------------------------------------
 
@@ -258,7 +239,13 @@ class Scaled(NumberFormat):
             >>> hmpx.formats.get("nvfp4").amax(torch.tensor([1.0, -3.0]))
             tensor(3.)
         """
-        check_floating(x, "amax")
+        if not isinstance(x, Tensor):
+            raise OptionError(f"amax takes a tensor, not {type(x).__name__}")
+        if x.dtype not in CAST or x.layout in SPARSE:
+            what = x.layout if x.layout in SPARSE else x.dtype
+            raise OptionError(
+                f"amax takes dense tensors of {', '.join(map(str, CAST))}, not of {what}"
+            )
         layout = self._layout_of_scales
         with torch.no_grad():
             plan = self.exact_plan(x.dtype)
@@ -292,14 +279,10 @@ class Scaled(NumberFormat):
 
     def scale_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
         """Returns the shape of the scales, or of the tensor's, for values of a shape."""
-        return self.shape_for(shape, self._layout_of_scales)
+        return self._shape(shape, self._layout_of_scales)
 
     def check_scale(self, scale: object, x: Tensor) -> None:
-        """Checks scales that the values of ``x`` are to be rounded by.
-
-        Raises:
-            OptionError: They are not floating, or not of the right shape.
-        """
+        """Raises `OptionError` if the values of ``x`` can't be rounded by these scales."""
         check_scales(scale, self.scale_shape(x.shape), self.name)
 
     @property
@@ -307,43 +290,48 @@ class Scaled(NumberFormat):
         """The layout of those scales that are given."""
         return Layout("whole") if self.tensor_scale else self.layout
 
-    def shape_for(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
-        """Returns the shape of scales of a layout."""
-        return scales_shape(shape, layout, self.granularity)
-
     # --- codes ---------------------------------------------------------------------------------
 
-    def encoded(self, values: Tensor, rounded: Tensor, binary: Binary) -> tuple[Tensor, ...]:
-        """Returns the codes of the elements, those of the scales, and the tensor's scale if it has one."""
-        return encoded(self, values, rounded, binary)
+    @property
+    def parts(self) -> str:
+        """The parts that `decode` takes, for messages."""
+        return "(codes, scales, the tensor's scale)" if self.tensor_scale else "(codes, scales)"
 
-    def decoded(self, codes: Any) -> Tensor:
-        """Returns the values of what `encoded` returns; else raises `OptionError`."""
-        return decoded(self, codes)
+    def scales_shape(self, shape: Sequence[int]) -> tuple[int, ...]:
+        """Returns the shape of the scales of values of a shape; the tensor's not included."""
+        return self._shape(shape, self.layout)
 
-    def coding(self, binary: Binary) -> Coding | None:
-        """Returns what kernels are told to make or read the codes of values of a binary type."""
-        return scaled_coding(self.element) if binary is FP32 else None
-
-    def exact_plan(self, dtype: torch.dtype) -> ScaledPlan:
-        """Returns the plan to the nearest."""
-        if torch.compiler.is_dynamo_compiling():
-            constants = _constants_of(self, dtype)
-            binary = FP64 if dtype is torch.float64 else FP32
-            return cast(ScaledPlan, ScaledPlan.from_constants(binary, *constants[2:]))
-        found = self.derived.get((ScaledPlan, dtype))
-        if found is None:
-            made = self.plan(dtype, "nearest", None)
-            found = self.derived.setdefault((ScaledPlan, dtype), made)
-        assert isinstance(found, ScaledPlan)
-        return found
-
-
-def _constants_of(format: Scaled, dtype: torch.dtype) -> tuple[Any, ...]:
-    """Returns the plan that dynamo is to trace as constants."""
-    plan = format.plan(dtype, "nearest", None)
-    assert plan is not None
-    return plan.constants()
+    def _shape(self, shape: Sequence[int], layout: Layout) -> tuple[int, ...]:
+        if layout.kind == "whole" or not shape:
+            return ()
+        layout.check(shape)
+        axis, found = layout.axis, list(shape)
+        if layout.kind == "columns":
+            found = [1] * len(found)
+            found[axis] = shape[axis]
+            return tuple(found)
+        height, width = self._tile
+        found[axis] = -(-shape[axis] // width) if width else 1
+        if layout.kind == "tiles" and len(shape) > 1:
+            other = layout.other(len(shape))
+            found[other] = -(-shape[other] // height)
+        return tuple(found)
 
 
-run_when_traced(_constants_of)
+def _checked_granularity(what: str, value: Any) -> Granularity:
+    """Returns what shares a scale, checked."""
+    if is_a(value, str) and value in _GRANULARITIES:
+        return str.__str__(value)  # type: ignore[return-value]  # one of these
+    if is_a(value, (tuple, list)):
+        if len(value) == 2 and all(map(_is_size, value)):
+            return tuple(value)
+    elif _is_size(value):
+        return value  # type: ignore[no-any-return]  # checked
+    raise OptionError(
+        f"{what}: granularity must be one of {listed(_GRANULARITIES)}, a size from 1 to {_MOST_SIZE}, "
+        f"or a pair of sizes, not {shown(value)}{hint(value, _GRANULARITIES)}"
+    )
+
+
+def _is_size(value: Any) -> bool:
+    return is_a(value, int) and not is_a(value, bool) and 1 <= value <= _MOST_SIZE

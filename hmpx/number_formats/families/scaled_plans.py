@@ -1,4 +1,4 @@
-"""Rounding by scales that follow from the largest magnitudes."""
+"""Rounding by scales that follow from the largest magnitudes: of any kind, and powers of two as in MX."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import ctypes
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final, TypeAlias
 
 import torch
 from torch import Tensor
 
 from ...tensors import CAST
-from ..bits import FP32, Binary
+from ..bits import FP32, FP64, Binary
 from ..layouts import NO_GRID, Grid, Kind
 from ..plans import Plan
 from ..unpatched import (
@@ -30,6 +30,7 @@ from ..unpatched import (
     MOVEDIM,
     MUL,
     NE,
+    OR,
     PAD,
     RECIPROCAL,
     RIGHT,
@@ -39,15 +40,15 @@ from .fixed import FixedPlan, FixedSpec
 from .float_plans import BitsPlan, FloatPlan
 from .tables import TablePlan
 
+#: How elements are rounded.
+Element: TypeAlias = FloatPlan | BitsPlan | FixedPlan | TablePlan
+
 FLOAT32_MOST: Final = float(torch.finfo(torch.float32).max)
 
 #: Scales in e4m3.
-_E4M3_LEAST: Final = 2.0**-6
-_E4M3_MOST: Final = 448.0
-_E4M3: Final = FloatPlan(FP32, "nearest", 3, -6, 8, _E4M3_MOST, _E4M3_MOST, True, True)
-
-_ELEMENTS: Final = {plan.__name__: plan for plan in (FloatPlan, BitsPlan, FixedPlan, TablePlan)}
-
+E4M3_LEAST: Final = 2.0**-6
+E4M3_MOST: Final = 448.0
+_E4M3: Final = FloatPlan(FP32, "nearest", 3, -6, 8, E4M3_MOST, E4M3_MOST, True, True)
 
 #: As the kernel numbers them; "mx": e8m0 as blocks have it, with ``2**-127``.
 _SCALE_FORMATS: Final = ("float32", "e8m0", "e4m3", "mx")
@@ -56,25 +57,22 @@ _SCALE_FORMATS: Final = ("float32", "e8m0", "e4m3", "mx")
 _SMALL_TABLE: Final = 16
 
 
-class ScaledSpec(ctypes.Structure):
+def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
+    return [(name, kind) for name in names.split()]
+
+
+class _ScaledSpec(ctypes.Structure):
     """The kernel's ``scaled_spec``."""
 
     _fields_ = (
         ("element", ctypes.c_int64 * 8),
         ("e4m3", ctypes.c_int64 * 8),
         ("fixed", FixedSpec),
-        *(
-            (name, ctypes.c_int64)
-            for name in ("kind", "scale_format", "has_tensor_scale", "max_exponent", "carry")
-        ),
-        *((name, ctypes.c_int64) for name in ("nan_index", "rows", "mid", "columns")),
-        *((name, ctypes.c_int64) for name in ("height", "width", "is_whole")),
+        *_fields(ctypes.c_int64, "kind scale_format has_tensor_scale max_exponent carry nan_index"),
+        *_fields(ctypes.c_int64, "rows mid columns height width is_whole"),
         ("places", ctypes.c_int64 * 4),
         ("is_given", ctypes.c_int64),
-        *(
-            (name, ctypes.c_float)
-            for name in ("largest", "tensor_largest", "least_scale", "most_scale", "given")
-        ),
+        *_fields(ctypes.c_float, "largest tensor_largest least_scale most_scale given"),
         ("values", ctypes.c_float * _SMALL_TABLE),
         ("thresholds", ctypes.c_float * _SMALL_TABLE),
     )
@@ -82,7 +80,7 @@ class ScaledSpec(ctypes.Structure):
 
 @dataclass(frozen=True)
 class ScaledPlan(Plan):
-    """Elements that share scales.
+    """Rounds elements that share scales.
 
     Attributes:
         binary: The type that it computes in.
@@ -91,19 +89,18 @@ class ScaledPlan(Plan):
         kind: How the values that share a scale lie in rows.
         size: How many of a row share a scale; 0 for all.
         height: How many rows do, of tiles.
-        scale_format: ``"float32"``, ``"e8m0"`` or ``"e4m3"``.
+        scale_format: ``"float32"``, ``"e8m0"``, ``"e4m3"``, or of a `BlockPlan` ``"mx"``.
         has_tensor_scale: Scales are divided by one of the whole tensor.
         largest: The largest magnitude of an element.
-        least_scale: Scales are not below this one, and not above the next: those of the tensor if it has
-            one, else those of blocks.
-        most_scale: See there.
+        least_scale: The least scale of the tensor if it has one, else of blocks.
+        most_scale: The largest one.
         max_exponent: The exponent of ``largest``.
-        carry: What is added to the bits of a magnitude in float32 before its exponent is taken.
+        carry: Added to the bits of a magnitude before its exponent is taken.
     """
 
     binary: Binary
     mode: str
-    element: FloatPlan | BitsPlan | FixedPlan | TablePlan
+    element: Element
     kind: Kind
     size: int
     height: int
@@ -116,9 +113,9 @@ class ScaledPlan(Plan):
     carry: int
 
     kernel = "scaled"
-    kernel_binaries = (FP32,)
+    kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32,)
     is_by_row = True
-    is_whole = True
+    is_whole: ClassVar[bool] = True
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of rows rounded."""
@@ -143,7 +140,7 @@ class ScaledPlan(Plan):
 
     @property
     def has_one_scale(self) -> bool:
-        """Whether what is given is one scale of the whole tensor."""
+        """Whether `round_by` is given one scale of the whole tensor."""
         return self.has_tensor_scale or self.kind == "whole"
 
     # --- scales --------------------------------------------------------------------------------
@@ -166,7 +163,7 @@ class ScaledPlan(Plan):
             power = LEFT(CLAMP(exponent, 1, 254), 23).view(torch.float32)
             scale = power.masked_fill_(NE(amax, amax), math.nan)
         else:
-            divisor = self.largest * (_E4M3_MOST if self.has_tensor_scale else 1.0)
+            divisor = self.largest * (E4M3_MOST if self.has_tensor_scale else 1.0)
             scale = _divided(amax, divisor)
         scale = CLAMP(scale, self.least_scale, self.most_scale)
         is_coarse = self.scale_format == "e4m3" and not self.has_tensor_scale
@@ -178,7 +175,7 @@ class ScaledPlan(Plan):
         if tensor_scale is None:
             return self.scale(amax)
         scale = DIV(_divided(amax, self.largest), tensor_scale)
-        return _E4M3.round(CLAMP(scale, _E4M3_LEAST, _E4M3_MOST), None)
+        return _E4M3.round(CLAMP(scale, E4M3_LEAST, E4M3_MOST), None)
 
     # --- elements ------------------------------------------------------------------------------
 
@@ -190,26 +187,29 @@ class ScaledPlan(Plan):
         tensor_scale: Tensor | None,
         rows: Tensor,
     ) -> Tensor:
-        scale = block_scale
+        scale = divisor = block_scale
         by: Callable[..., Tensor] = DIV
         if self.scale_format == "e4m3":
             by, divisor = MUL, RECIPROCAL(block_scale)
             if tensor_scale is not None:
                 scale = MUL(tensor_scale, block_scale)
                 divisor = DIV(RECIPROCAL(tensor_scale), block_scale)
-        else:
-            divisor = block_scale
-        scaled = by(blocks, CAST[self.binary.dtype](divisor))
-        if self.mode in ("up", "down"):
-            # What the division has flushed to zero was not zero.
-            least = math.ldexp(1.0, -126)
-            tiny = WHERE(LT(blocks, 0), -least, least)
-            is_lost = AND(LT(scaled.abs(), least), NE(blocks, 0))
-            scaled = WHERE(is_lost, CAST[self.binary.dtype](tiny), scaled)
-        elements = self.element.round(scaled, None if noise is None else self.split(noise))
+        elements = self.elements(blocks, by(blocks, CAST[self.binary.dtype](divisor)), noise)
         # A value is a number of float32, whatever it is computed in.
         values = MUL(CAST[torch.float32](elements), scale)
         return CAST[self.binary.dtype](self.join(values, rows))
+
+    def elements(self, blocks: Tensor, scaled: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the elements: ``blocks``, divided by their scale to ``scaled``, and rounded."""
+        if self.mode in ("up", "down"):
+            # What the division has flushed to zero was not zero.
+            binary = self.binary
+            bits, least = blocks.view(binary.integer), (binary.bias - 126) << binary.mantissa
+            is_lost = LT(AND(scaled.view(binary.integer), binary.magnitude), least)
+            is_lost = AND(is_lost, NE(AND(bits, binary.magnitude), 0))
+            tiny = OR(AND(bits, binary.sign), least).view(binary.dtype)
+            scaled = WHERE(is_lost, tiny, scaled)
+        return self.element.round(scaled, None if noise is None else self.split(noise))
 
     # --- blocks --------------------------------------------------------------------------------
 
@@ -230,7 +230,7 @@ class ScaledPlan(Plan):
         return MOVEDIM(x.reshape(*x.shape[:-2], *tiled), -3, -2).flatten(-2)
 
     def join(self, blocks: Tensor, like: Tensor) -> Tensor:
-        """Returns blocks as the rows that `split` made them from."""
+        """Returns blocks as the rows that `split` has split."""
         if self.kind == "whole":
             return blocks
         if not self.size:
@@ -242,7 +242,7 @@ class ScaledPlan(Plan):
         return tiles.flatten(-4, -3).flatten(-2)[..., : like.shape[-2], :length]
 
     def _block_of(self, x: Tensor) -> tuple[int, int]:
-        """Returns the rows and columns of a block: no more than there are, else most of it were filled up."""
+        """Returns the rows and columns of a block: not more than there are, which would be filled up."""
         height = min(self.height, max(x.shape[-2], 1)) if self.kind == "tiles" else 1
         return height, min(self.size, max(x.shape[-1], 1))
 
@@ -255,7 +255,7 @@ class ScaledPlan(Plan):
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``scaled_spec``."""
-        element, spec = self.element, ScaledSpec()
+        element, spec = self.element, _ScaledSpec()
         spec.element[0] = self.mode_number
         if isinstance(element, FloatPlan):
             spec.kind, spec.element[:] = 0, element.kernel_numbers()
@@ -275,7 +275,7 @@ class ScaledPlan(Plan):
         spec.rows, spec.mid, spec.columns = grid[:3]
         spec.height, spec.width = self._tile(grid)
         spec.places[:] = self._places(grid)
-        spec.tensor_largest = self.largest * _E4M3_MOST
+        spec.tensor_largest = self.largest * E4M3_MOST
         spec.least_scale, spec.most_scale = self.least_scale, self.most_scale
         return spec
 
@@ -297,12 +297,79 @@ class ScaledPlan(Plan):
             return 0, columns, rows * columns, 1
         return rows * mid * columns, mid * columns, columns, 1
 
-    @classmethod
-    def from_constants(cls, binary: Binary, *rest: Any) -> Plan:
-        """Returns the plan whose `constants` these are, after its name and its binary's mantissa."""
-        mode, element, *others = rest
-        made = _ELEMENTS[element[0]].from_constants(binary, *element[2:])
-        return cls(binary, mode, made, *others)  # type: ignore[arg-type]  # one of these
+    def decoding_spec(self, grid: Grid) -> Any:
+        """Returns the kernel's ``scaled_spec`` for reading codes."""
+        return self.kernel_spec(grid)
+
+
+@dataclass(frozen=True)
+class BlockPlan(ScaledPlan):
+    """Rounds elements that share powers of two, whose exponents are found in the type that is computed in."""
+
+    kernel = "block"
+    kernel_binaries = (FP32, FP64)
+    is_whole: ClassVar[bool] = False
+
+    def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
+        """Returns the values of rows rounded."""
+        if x.numel() == 0:
+            return x.clone()
+        blocks = self.split(x)
+        exponent, is_bad = self._exponents(blocks)
+        if isinstance(self.element, FixedPlan):  # 2**-127, which may be flushed, is no divisor
+            scaled = DIV(blocks, self._power(exponent))
+        else:
+            scaled = MUL(blocks, self._power(exponent.neg()))
+        scale = self._power(exponent).masked_fill_(is_bad, math.nan)
+        return self.join(MUL(self.elements(blocks, scaled, noise), scale), x)
+
+    def block_scale(self, blocks: Tensor, tensor_scale: Tensor | None) -> Tensor:
+        """Returns the scales of blocks: [..., 1], in the type that is computed in."""
+        exponent, is_bad = self._exponents(blocks)
+        return self._power(exponent).masked_fill_(is_bad, math.nan)
+
+    def _exponents(self, blocks: Tensor) -> tuple[Tensor, Tensor]:
+        """Returns the shared exponents, and whether a block holds infinity or NaN: [..., n, 1]."""
+        binary = self.binary
+        most = AMAX(AND(blocks.view(binary.integer), binary.magnitude), -1, True)
+        carried = ADD(most, self.carry) if self.carry else most
+        exponent = RIGHT(carried, binary.mantissa).sub_(binary.bias + self.max_exponent)
+        lowest = -126 if isinstance(self.element, FixedPlan) else -127
+        return CLAMP(exponent, lowest, 127 - self.max_exponent), GE(most, binary.infinity)
+
+    def _power(self, exponent: Tensor) -> Tensor:
+        """Returns 2**exponent."""
+        binary = self.binary
+        bits = LEFT(ADD(exponent, binary.bias), binary.mantissa)
+        if binary.mantissa == 23:
+            bits = bits.masked_fill_(EQ(bits, 0), 1 << 22)  # 2**-127 is subnormal
+        return bits.view(binary.dtype)
+
+    @property
+    def has_kernel(self) -> bool:
+        """Whether there is a kernel for these elements and this type."""
+        return isinstance(self.element, FloatPlan) or self.binary is FP32
+
+    @property
+    def symbol(self) -> str:
+        """The kernel's function in the compiled library: for float32 that of scaled elements."""
+        return "scaled_f32" if self.binary is FP32 else super().symbol
+
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
+        """Returns the kernel's ``scaled_spec``, or its ``block_spec``."""
+        if self.binary is FP32:
+            spec = super().kernel_spec(grid)
+            if isinstance(self.element, FixedPlan):
+                spec.scale_format = _SCALE_FORMATS.index("e8m0")
+            return spec
+        assert isinstance(self.element, FloatPlan)
+        extent = (grid.rows, grid.columns) if grid.is_across else (grid.columns, 1)
+        numbers = (self.max_exponent, self.carry, self.size, *extent)
+        return (ctypes.c_int64 * 13)(*self.element.kernel_numbers(), *numbers)
+
+    def decoding_spec(self, grid: Grid) -> Any:
+        """Returns the kernel's ``scaled_spec`` for reading codes."""
+        return super().kernel_spec(grid)
 
 
 def _divided(amax: Tensor, number: float) -> Tensor:

@@ -17,13 +17,12 @@ from ... import arguments
 from ...errors import OptionError, shown
 from ...tensors import Constant
 from ..bits import FP32, FP64, Binary, to_float32
-from ..codings import Coding, TableCodes
 from ..layouts import NO_GRID, Grid
-from ..modes import Overflow
 from ..noise import uniform
-from ..plans import Plan
+from ..plans import Coding, Plan
 from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, WHERE, taken
-from .number_format import CodedFormat, check_name
+from ..vocabulary import Overflow
+from .number_format import CodedFormat, Figures, check_name
 
 _MOST_VALUES: Final = 65536
 
@@ -36,14 +35,7 @@ _SHIFTS: Final = tuple(32 - upper for upper in range(12, 19))
 
 @dataclass(frozen=True)
 class TablePlan(Plan):
-    """Formats given by their values.
-
-    Attributes:
-        binary: The type that it computes in.
-        mode: The rounding mode.
-        values: As they are in that type.
-        thresholds: Between neighbours: the largest number that is rounded to the lower.
-    """
+    """Rounds to the nearest of given values: by thresholds, the largest numbers rounded to the lower value."""
 
     binary: Binary
     mode: str
@@ -55,7 +47,7 @@ class TablePlan(Plan):
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded."""
-        values = self._constant("values", self.values, x)
+        values = self._constant("values", x)
         index = self.index(x)
         rounded = taken(values, index)
         if self.mode == "stochastic":
@@ -67,19 +59,21 @@ class TablePlan(Plan):
 
     def index(self, x: Tensor) -> Tensor:
         """Returns the index of each rounded value; the lower one if the mode is stochastic."""
-        return BUCKETIZE(CONTIGUOUS(x), self._constant("thresholds", self.thresholds, x))
+        return BUCKETIZE(CONTIGUOUS(x), self._constant("thresholds", x))
 
-    def _constant(self, name: str, numbers: tuple[float, ...], like: Tensor) -> Tensor:
-        """Returns ``numbers`` on the device of ``like`` and in its dtype, the one to compute in."""
-        dtype = self.binary.dtype
+    def _constant(self, name: str, like: Tensor) -> Tensor:
+        """Returns values or thresholds in the dtype to compute in, on the device of ``like``."""
+        numbers, dtype = getattr(self, name), self.binary.dtype
+
+        def make(device: torch.device) -> Tensor:
+            return torch.tensor(numbers, dtype=dtype, device=device)
+
         if torch.compiler.is_dynamo_compiling():
-            return torch.tensor(numbers, dtype=dtype, device=like.device)
+            return make(like.device)
         constants: dict[str, Constant] = vars(self).setdefault("_constants", {})
-        constant = constants.get(name)
-        if constant is None:
-            made = Constant(lambda device: torch.tensor(numbers, dtype=dtype, device=device))
-            constant = constants.setdefault(name, made)
-        return constant.on(like.device)
+        if name not in constants:
+            constants[name] = Constant(make)
+        return constants[name].on(like.device)
 
     @property
     def zero_index(self) -> int:
@@ -87,8 +81,28 @@ class TablePlan(Plan):
         return bisect_left(_thresholds(self.values, self.binary, "nearest"), 0.0)
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
-        """Returns the kernel's ``table_spec``; None if it would take too much memory."""
-        return _table_spec(self)
+        """Returns the kernel's ``table_spec``: values and thresholds, and where to look for a number's.
+
+        None if values are so near each other that this would take too much memory.
+        """
+        count, shift = len(self.values), 0
+        entries: list[tuple[float, int]] = []
+        if count > _SMALL_TABLE:
+            thresholds = torch.tensor(self.thresholds, dtype=torch.float32)
+            for shift in _SHIFTS:
+                first, last = _first_and_last(shift, thresholds)
+                if int((last - first).max()) <= 1:
+                    break
+            else:
+                return None
+            between = thresholds[first.clamp(max=count - 2)].masked_fill(first == last, math.inf)
+            entries = list(zip(between.tolist(), first.tolist(), strict=True))
+        return _TableSpec(
+            *(self.mode_number, count, shift, self.zero_index),
+            (ctypes.c_float * (count + 1))(*self.values, self.values[-1]),
+            (ctypes.c_float * count)(*self.thresholds, math.inf),
+            (_TableEntry * len(entries))(*(_TableEntry(*entry) for entry in entries)),
+        )
 
 
 @dataclass(frozen=True)
@@ -108,14 +122,8 @@ class Table(CodedFormat):
     name: str
     values: tuple[float, ...]
 
-    plans = (TablePlan,)
-
     def __post_init__(self) -> None:
-        """Checks the values, and makes them a tuple.
-
-        Raises:
-            OptionError: The values are not numbers, not finite, not ascending, or too few or many.
-        """
+        """Checks the values, and makes them a tuple; raises `OptionError`."""
         check_name(self.name)
         what = f"format {self.name}: values"
         given = arguments.items(what, self.values, "a sequence of numbers")
@@ -146,36 +154,17 @@ class Table(CodedFormat):
         return (len(self.values) - 1).bit_length()
 
     @property
-    def significand_bits(self) -> int:
-        """Most bits of a significand among the values."""
-        return max(_significant_bits(value) for value in self.values)
-
-    @property
-    def epsilon(self) -> float:
-        """The least distance between neighbours."""
-        return min(b - a for a, b in pairwise(self.values))
-
-    @property
-    def max(self) -> float:
-        """The largest value."""
-        return self.values[-1]
+    def figures(self) -> Figures:
+        """All figures; the smallest positive value is NaN if there is none."""
+        least = min((value for value in self.values if value > 0), default=math.nan)
+        bits = max(map(_significant_bits, self.values))
+        epsilon = min(b - a for a, b in pairwise(self.values))
+        return Figures(bits, epsilon, self.values[-1], least, least)
 
     @property
     def min(self) -> float:
         """The least value."""
         return self.values[0]
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive value, NaN if there is none."""
-        return min((value for value in self.values if value > 0), default=math.nan)
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive value, NaN if there is none."""
-        return self.smallest_normal
-
-    # --- rounding ------------------------------------------------------------------------------
 
     @property
     def fits_in_float32(self) -> bool:
@@ -188,7 +177,7 @@ class Table(CodedFormat):
         limit = torch.finfo(torch.float32).max
         return all(abs(value) <= limit and to_float32(value) == value for value in self.values)
 
-    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TablePlan:
         """Returns how to round tensors of a binary type that the format fits in."""
         values = self.values if binary is FP64 else tuple(map(to_float32, self.values))
         return TablePlan(binary, mode, values, _thresholds(values, binary, mode))
@@ -201,15 +190,15 @@ class Table(CodedFormat):
         assert isinstance(nearest, TablePlan)
         return nearest.index(WHERE(NE(rounded, rounded), 0.0, rounded))
 
-    def coding(self, binary: Binary) -> Coding | None:
-        """Returns what kernels are told to make or read the codes of values of a binary type."""
+    def coding(self, binary: Binary) -> Coding:
+        """Returns how kernels code values of a binary type."""
         count = 1 << self.bits
         kind = ctypes.c_float if binary is FP32 else ctypes.c_double
         values = (kind * count)(*self.values, *(math.nan,) * (count - len(self.values)))
-        spec = TableCodes(count - 1, ctypes.addressof(values))
+        spec = _TableCodes(count - 1, ctypes.addressof(values))
         return Coding("table", spec, can_encode=binary is FP32, memory=values)
 
-    def coded_plan(self, dtype: torch.dtype, mode: str, overflow: Overflow | None) -> Plan | None:
+    def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
         """Returns the plan in the type of ``dtype`` by which a kernel finds codes, if there is one."""
         if mode == "stochastic":
             return None
@@ -254,6 +243,12 @@ def _thresholds(values: tuple[float, ...], binary: Binary, mode: str) -> tuple[f
     return tuple(found)
 
 
+class _TableCodes(ctypes.Structure):
+    """The kernels' ``table_codes``."""
+
+    _fields_ = (("mask", ctypes.c_int64), ("values", ctypes.c_void_p))
+
+
 class _TableEntry(ctypes.Structure):
     """The kernel's ``table_entry``."""
 
@@ -264,52 +259,15 @@ class _TableSpec(ctypes.Structure):
     """The kernel's ``table_spec``."""
 
     _fields_ = (
-        ("mode", ctypes.c_int64),
-        ("count", ctypes.c_int64),
-        ("shift", ctypes.c_int64),
-        ("nan_index", ctypes.c_int64),
+        *((name, ctypes.c_int64) for name in ("mode", "count", "shift", "nan_index")),
         ("values", ctypes.POINTER(ctypes.c_float)),
         ("thresholds", ctypes.POINTER(ctypes.c_float)),
         ("entries", ctypes.POINTER(_TableEntry)),
     )
 
 
-def _table_spec(plan: TablePlan) -> _TableSpec | None:
-    """Returns values and thresholds, and where to look, by the upper bits of a number.
-
-    None if values are so near each other that this would take too much memory.
-    """
-    count = len(plan.values)
-    thresholds = torch.tensor(plan.thresholds, dtype=torch.float32)
-    entries: list[tuple[float, int]] = []
-    shift = 0
-    if count > _SMALL_TABLE:
-        for shift in _SHIFTS:
-            first, last = _first_and_last(shift, thresholds)
-            if int((last - first).max()) <= 1:
-                break
-        else:
-            return None
-        between = thresholds[first.clamp(max=count - 2)].masked_fill(first == last, math.inf)
-        entries = list(zip(between.tolist(), first.tolist(), strict=True))
-    return _TableSpec(
-        plan.mode_number,
-        count,
-        shift,
-        plan.zero_index,
-        (ctypes.c_float * (count + 1))(*plan.values, plan.values[-1]),
-        (ctypes.c_float * count)(*plan.thresholds, math.inf),
-        (_TableEntry * len(entries))(*(_TableEntry(*entry) for entry in entries)),
-    )
-
-
 def _first_and_last(shift: int, thresholds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Returns the least and the largest index that numbers with the same upper bits have.
-
-    Args:
-        shift: How many lower bits may differ.
-        thresholds: float32, ascending.
-    """
+    """Returns the least and the largest index of numbers that differ in the lower ``shift`` bits only."""
     upper = torch.arange(1 << (32 - shift), dtype=torch.int64) << shift
     signed = torch.where(upper >= 2**31, upper - 2**32, upper)
     near = signed.to(torch.int32).view(torch.float32)

@@ -1,49 +1,68 @@
-"""Formats whose precision tapers off: how posits and takums are rounded.
+"""Posits and takums: floating point whose precision tapers off.
 
-The further an exponent is from 0, the fewer bits of the mantissa are left: families say how many.
+The further an exponent is from 0, the fewer bits of the mantissa are left in a code. A code is, after its
+sign, a prefix that says in which part of the range a number is, and as many of the number's next bits as
+have room. Families say how many.
 """
 
 from __future__ import annotations
 
+import ctypes
+import math
 from dataclasses import dataclass
+from typing import Any, Final
 
+import torch
 from torch import Tensor
 
-from ..bits import Binary, may_grow, ones_if_positive
+from ...errors import OptionError
+from ..bits import FP64, Binary, may_grow, ones_if_positive
+from ..layouts import NO_GRID, Grid
 from ..noise import uniform
-from ..plans import Plan
-from ..unpatched import ADD, AND, CLAMP, DIV, GE, LEFT, LT, RIGHT, SUB, WHERE
+from ..plans import Coding, Plan, integers
+from ..unpatched import (
+    ADD,
+    AND,
+    CLAMP,
+    DIV,
+    EQ,
+    GE,
+    GT,
+    LEFT,
+    LT,
+    OR,
+    RIGHT,
+    SUB,
+    WHERE,
+    XOR,
+)
+from ..vocabulary import Overflow
+from .number_format import CodedFormat, Figures, check_int, check_name
+
+#: Bits of a takum's code before the characteristic: the sign, its direction and the three of its length.
+_HEADER: Final = 5
+
+#: Bits of the longest characteristic.
+_LONGEST: Final = 7
+
+#: The exponents, which are the characteristics of positive numbers, are from -255 to 254.
+_RANGE: Final = 255
 
 
 @dataclass(frozen=True)
 class TaperedPlan(Plan):
-    """Exponent and mantissa of a number are cut where a code leaves no bits for them.
-
-    Attributes:
-        binary: The type that it computes in.
-        mode: The rounding mode.
-        bits: Bits of a code.
-        keeps_inf: Whether infinities become NaR, thus NaN, or the largest number.
-    """
+    """Exponent and mantissa of a number are cut where a code leaves no bits for them."""
 
     binary: Binary
     mode: str
     bits: int
-    keeps_inf: bool
-
-    @property
-    def least(self) -> int:
-        """The bits of the smallest positive number."""
-        raise NotImplementedError
-
-    @property
-    def most(self) -> int:
-        """The bits of the largest number."""
-        raise NotImplementedError
+    least: int  # the bits of the smallest positive number
+    most: int  # the bits of the largest number
+    keeps_inf: bool  # infinities become NaR, thus NaN; else the largest number
 
     @property
     def parity(self) -> int:
-        """What makes the place above the mantissa as odd as a code that ends there."""
+        """The number that makes the place above the mantissa as odd as a code that ends there."""
         raise NotImplementedError
 
     @property
@@ -102,3 +121,269 @@ class TaperedPlan(Plan):
         magnitude = CLAMP(whole, max=self.most).view(binary.dtype)
         share = DIV(SUB(magnitude, low), SUB(high, low))
         return WHERE(GE(share, uniform(noise, binary)), above, below)
+
+
+@dataclass(frozen=True)
+class PositPlan(TaperedPlan):
+    """Rounds to posits with so many bits of the exponent field."""
+
+    es: int
+
+    kernel = "posit"
+
+    @property
+    def parity(self) -> int:
+        """As odd above the exponent field as the end of the longest regimes.
+
+        Those of numbers above 1 end in 0, of others in 1; the largest regimes are ``bits - 3`` and
+        ``2 - bits``.
+        """
+        return 1 << (self.binary.mantissa + self.es) if self.bits % 2 == 0 else 0
+
+    def cut(self, scaled: Tensor) -> Tensor:
+        """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
+        places = self.binary.mantissa + self.es
+        length = CLAMP(_folded(RIGHT(scaled, places)), max=self.bits - 3)
+        return length.add_(places + 3 - self.bits)
+
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
+        """Returns the kernel's ``posit_spec``."""
+        return (ctypes.c_int64 * 7)(
+            self.mode_number, self.bits, self.es, self.least, self.most, self.parity, self.last
+        )
+
+
+@dataclass(frozen=True)
+class TakumPlan(TaperedPlan):
+    """Rounds to takums."""
+
+    kernel = "takum"
+    kernel_binaries = (FP64,)
+
+    @property
+    def parity(self) -> int:
+        """As odd as the end of a characteristic, which is that of c + 1."""
+        return 1 << self.binary.mantissa
+
+    def cut(self, scaled: Tensor) -> Tensor:
+        """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
+        mantissa = self.binary.mantissa
+        return ADD(_length_of(RIGHT(scaled, mantissa)), mantissa + _HEADER - self.bits)
+
+    def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
+        """Returns the kernel's ``takum_spec``."""
+        return (ctypes.c_int64 * 5)(self.mode_number, self.bits, self.least, self.most, self.last)
+
+
+class Tapered(CodedFormat):
+    """A format whose precision tapers off; negative numbers are two's complements, the lowest code is NaR."""
+
+    @property
+    def default_overflow(self) -> Overflow:
+        """What infinities become unless something else is asked for; numbers always saturate."""
+        return "nan"
+
+    def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
+        """Returns the codes of values of the format."""
+        bits = rounded.to(torch.float64).view(torch.int64)
+        whole = AND(bits, FP64.magnitude)
+        codes = self._coded(SUB(whole, FP64.bias << FP64.mantissa))
+        codes = WHERE(LT(bits, 0), -codes, codes)
+        codes = codes.bitwise_and_((1 << self.bits) - 1).masked_fill_(EQ(whole, 0), 0)
+        return codes.masked_fill_(GT(whole, FP64.infinity), 1 << (self.bits - 1))
+
+    def values_of(self, codes: Tensor) -> Tensor:
+        """Returns the values of int64 codes, in float64."""
+        codes = AND(codes, (1 << self.bits) - 1)
+        sign = RIGHT(codes, self.bits - 1)
+        whole = AND(WHERE(EQ(sign, 1), -codes, codes), (1 << (self.bits - 1)) - 1)
+        values = ADD(self._read(whole), FP64.bias << FP64.mantissa).view(torch.float64)
+        values = WHERE(EQ(sign, 1), -values, values)
+        values = values.masked_fill_(EQ(codes, 0), 0.0)
+        return values.masked_fill_(EQ(codes, 1 << (self.bits - 1)), math.nan)
+
+    def _coded(self, scaled: Tensor) -> Tensor:
+        """Returns the codes of positive numbers, given their bits in float64 less those of 1."""
+        raise NotImplementedError
+
+    def _read(self, codes: Tensor) -> Tensor:
+        """Returns the bits of numbers in float64 less those of 1, given codes without a sign."""
+        raise NotImplementedError
+
+
+@dataclass(frozen=True)
+class Posit(Tapered):
+    """A posit as the standard of 2022 has it, which fixes ``es`` at 2; others were in use before.
+
+    Attributes:
+        name: An identifier.
+        bits: Bits of a code.
+        es: Bits of the exponent field.
+
+    Example:
+        >>> posit6 = hmpx.formats.Posit("posit6", bits=6, es=2)
+        >>> hmpx.formats.quantize(torch.tensor([1.1, 100.0, 1e9]), posit6)
+        tensor([1.0000e+00, 1.2800e+02, 6.5536e+04])
+    """
+
+    name: str
+    bits: int
+    es: int
+
+    def __post_init__(self) -> None:
+        """Checks the fields; raises `OptionError`, also for values beyond those of float64."""
+        check_name(self.name)
+        check_int(self.name, "bits", self.bits, 3, 32)
+        check_int(self.name, "es", self.es, 0, 8)
+        if self.max_exponent > 1000:
+            raise OptionError(
+                f"format {self.name}: its largest value, 2**{self.max_exponent}, is beyond float64, "
+                "in which formats are computed; take fewer bits or a smaller es"
+            )
+
+    @property
+    def max_exponent(self) -> int:
+        """The exponent of the largest number; that of the smallest is its negative."""
+        return (self.bits - 2) << self.es
+
+    @property
+    def figures(self) -> Figures:
+        """All figures."""
+        kept = self.bits - 3 - self.es
+        epsilon = math.ldexp(1.0, -kept) if kept >= 0 else math.ldexp(1.0, 1 << -kept) - 1.0
+        least = math.ldexp(1.0, -self.max_exponent)
+        return Figures(max(kept, 0) + 1, epsilon, math.ldexp(1.0, self.max_exponent), least, least)
+
+    @property
+    def fits_in_float32(self) -> bool:
+        """Whether float32 has room for all values, and for what rounding adds to them."""
+        return self.bits - 3 - self.es <= 22 and self.max_exponent <= 125
+
+    @property
+    def is_exact_in_float32(self) -> bool:
+        """Whether every value is one of float32."""
+        return self.significand_bits <= 24 and self.max_exponent <= 126
+
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> PositPlan:
+        """Returns how to round tensors of a binary type that the format fits in."""
+        limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
+        return PositPlan(binary, mode, self.bits, *limits, overflow != "saturate", self.es)
+
+    def _coded(self, scaled: Tensor) -> Tensor:
+        most, places = self.max_exponent << FP64.mantissa, FP64.mantissa + self.es
+        scaled = scaled.clamp_(-most, most)
+        regime = RIGHT(scaled, places)
+        kept = SUB(self.bits - 3, _folded(regime)).clamp_(min=0)
+        # 1...10 above 1, 0...01 below
+        run = WHERE(LT(regime, 0), 1, SUB(LEFT(1, CLAMP(ADD(regime, 2), min=0)), 2))
+        rest = RIGHT(AND(scaled, (1 << places) - 1), SUB(places, kept))
+        codes = OR(LEFT(run, kept), rest)
+        return codes.masked_fill_(EQ(regime, self.bits - 2), (1 << (self.bits - 1)) - 1)
+
+    def _read(self, codes: Tensor) -> Tensor:
+        bits, places = self.bits, FP64.mantissa + self.es
+        lead = RIGHT(codes, bits - 2)
+        # The run of leading bits ends at the highest bit that differs from the first.
+        differing = WHERE(EQ(lead, 1), XOR(codes, (1 << (bits - 1)) - 1), codes)
+        highest = RIGHT(differing.to(torch.float64).view(torch.int64), FP64.mantissa)
+        highest = WHERE(EQ(differing, 0), -1, SUB(highest, FP64.bias))
+        run = SUB(bits - 2, highest)
+        regime = WHERE(EQ(lead, 1), SUB(run, 1), -run)
+        left = CLAMP(highest, min=0)
+        rest = AND(codes, SUB(LEFT(1, left), 1))
+        # Exponent bits that were cut off are zeros.
+        return ADD(LEFT(regime, places), LEFT(rest, SUB(places, left)))
+
+    def coding(self, binary: Binary) -> Coding:
+        """Returns how kernels code values of a binary type."""
+        spec = integers(self.bits, self.es, self.max_exponent)
+        return Coding("posit", spec, can_decode=self.bits <= binary.mantissa + 2)
+
+
+@dataclass(frozen=True)
+class Takum(Tapered):
+    """A linear takum (Hunhold, "Beating Posits at Their Own Game: Takum Arithmetic", 2024).
+
+    After the sign, a bit and three more say how many bits (0 to 7) of the exponent follow, the rest are
+    the mantissa's. Negative numbers are two's complements, 0 is 0, and NaR stands for what is no number.
+    Exponents are from -255 to 254 whatever the width, so float32 has not all values.
+
+    Attributes:
+        name: An identifier.
+        bits: Bits of a code; at least 12, in which every exponent has room.
+
+    Example:
+        >>> takum12 = hmpx.formats.Takum("takum12", bits=12)
+        >>> hmpx.formats.quantize(torch.tensor([1.01, 3.3, 1e9]), takum12)
+        tensor([1.0078e+00, 3.3125e+00, 1.0066e+09])
+    """
+
+    name: str
+    bits: int
+
+    def __post_init__(self) -> None:
+        """Checks the fields; raises `OptionError`."""
+        check_name(self.name)
+        check_int(self.name, "bits", self.bits, _HEADER + _LONGEST, 32)
+
+    @property
+    def figures(self) -> Figures:
+        """All figures."""
+        step = math.ldexp(1.0, _HEADER + _LONGEST - self.bits)
+        most = math.ldexp(2.0 - step, _RANGE - 1)
+        least = math.ldexp(1.0 + step, -_RANGE)
+        kept = self.bits - _HEADER
+        return Figures(kept + 1, math.ldexp(1.0, -kept), most, least, least)
+
+    @property
+    def fits_in_float32(self) -> bool:
+        """Whether float32 has room for all values, and for what rounding adds to them."""
+        return False
+
+    @property
+    def is_exact_in_float32(self) -> bool:
+        """Whether every value is one of float32."""
+        return False
+
+    def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TakumPlan:
+        """Returns how to round tensors of a binary type that the format fits in."""
+        limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
+        return TakumPlan(binary, mode, self.bits, *limits, overflow != "saturate")
+
+    def _coded(self, scaled: Tensor) -> Tensor:
+        exponent = RIGHT(scaled, FP64.mantissa).clamp_(-_RANGE, _RANGE - 1)
+        length = _length_of(exponent)
+        is_below = LT(exponent, 0)
+        # Of negative exponents the three bits are the complement of the length.
+        header = WHERE(is_below, SUB(_LONGEST, length), ADD(length, _LONGEST + 1))
+        left = SUB(self.bits - _HEADER, length)
+        characteristic = OR(LEFT(header, length), SUB(exponent, _first(length, is_below)))
+        mantissa = AND(scaled, (1 << FP64.mantissa) - 1)
+        return OR(LEFT(characteristic, left), RIGHT(mantissa, SUB(FP64.mantissa, left)))
+
+    def _read(self, codes: Tensor) -> Tensor:
+        kept = self.bits - _HEADER
+        header = RIGHT(codes, kept)
+        is_below = LT(header, _LONGEST + 1)
+        length = WHERE(is_below, SUB(_LONGEST, header), SUB(header, _LONGEST + 1))
+        rest = LEFT(AND(codes, (1 << kept) - 1), ADD(length, FP64.mantissa - kept))
+        return ADD(LEFT(_first(length, is_below), FP64.mantissa), rest)
+
+
+def _folded(exponent: Tensor) -> Tensor:
+    """Returns k for both k and -k - 1, whose codes have prefixes of the same length."""
+    return XOR(exponent, RIGHT(exponent, 31))
+
+
+def _length_of(exponent: Tensor) -> Tensor:
+    """Returns how many bits of a takum's code an exponent from -255 to 254 takes: 0 to 7."""
+    near = ADD(_folded(exponent), 1)  # the bits of c are those of c + 1 without the leading one
+    length = GE(near, 2).to(near.dtype)
+    for power in range(2, _LONGEST + 1):
+        length = length.add_(GE(near, 1 << power))
+    return length
+
+
+def _first(length: Tensor, is_below: Tensor) -> Tensor:
+    """Returns the least exponent that takes so many bits of a takum's code, below 0 or not."""
+    return WHERE(is_below, SUB(1, LEFT(2, length)), SUB(LEFT(1, length), 1))

@@ -1,171 +1,113 @@
-"""Rounding on the CPU at the speed of memory: calls of the functions in ``rounding_kernels.c``.
+"""Calls of the compiled kernels: the table of their arguments, and what each plan and coding calls.
 
-Plans and codings say which function and which spec; `library` has the functions compiled.
+Also functions of whole tensors that need no format: extremes, and bfloat16 in one pass.
 """
 
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Callable
-from typing import Any, Final, TypeAlias
+import functools
+import math
+from collections.abc import Callable, Mapping
+from typing import TYPE_CHECKING, Any, Final, TypeAlias
 
-from ..codings import Coding
+import torch
+from torch import Tensor
+
+from ...tensors import is_in_memory
+from .. import kernels
 from ..layouts import NO_GRID, Grid
-from ..plans import Plan
 
-#: (source address, target address, elements, key, key, threads, grid); a plan with scales takes that of the
-#: whole tensor, too
+if TYPE_CHECKING:
+    from ..plans import Coding, Plan
+
+#: (source address, target address, elements, key, key, threads, grid, the tensor's given scale or None).
+#: Those that make codes also take the width of a code in bytes, and the addresses of scales that they write.
 Kernel: TypeAlias = Callable[..., None]
 
-#: The same, and the width of a code in bytes; also the addresses of scales' codes, and of the tensor's scale.
-Encoder: TypeAlias = Callable[..., None]
-
-#: (source address, target address, elements, width of a code, threads)
-Decoder: TypeAlias = Callable[..., None]
+#: (source address, elements, target address, threads): writes two numbers of float32, the smallest and
+#: the largest of at least one element. One NaN makes both NaN.
+Extremes: TypeAlias = Callable[[int, int, int, int], None]
 
 #: Grids whose specs are kept for one plan.
-_MOST_LENGTHS: Final = 1024
+_MOST_GRIDS: Final = 1024
 
-_ROUNDING: Final = (
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_uint32,
-    ctypes.c_uint32,
-    ctypes.c_int,
-)
-_DECODING: Final = (
-    ctypes.c_void_p,
-    ctypes.c_void_p,
-    ctypes.c_int64,
-    ctypes.c_void_p,
-    ctypes.c_int,
-    ctypes.c_int,
-)
+#: Of how many threads the C functions keep a result.
+MOST_THREADS: Final = 64
 
+#: Torch runs smaller work on one thread, too.
+THREADED: Final = 32768
 
-def kernel(plan: Plan, library: ctypes.CDLL) -> Kernel | None:
-    """Returns what rounds as the plan does, given addresses; None if no kernel does."""
-    if not plan.has_kernel:
-        return None
-    function = _function(library, plan.symbol, _ROUNDING)
-    return _run_by_row(plan, function) if plan.is_by_row else _run_by_value(plan, function)
+_P, _N, _INT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_int
+_KEY, _BF16 = ctypes.c_uint32, ctypes.c_uint16
+_ROUND: Final = (_P, _P, _N, _P, _KEY, _KEY, _INT)
+_ENCODE: Final = (*_ROUND, _P, _INT)
 
-
-def encoder(plan: Plan, coding: Coding | None, library: ctypes.CDLL) -> Encoder | None:
-    """Returns what rounds to codes as the plan does, given addresses; None if no kernel does."""
-    if coding is None or not (coding.can_encode and plan.has_kernel):
-        return None
-    types: tuple[Any, ...] = (*_ROUNDING, ctypes.c_void_p, ctypes.c_int)
-    if coding.kernel == "block":
-        types = (*types, ctypes.c_void_p)
-    elif coding.kernel == "scaled":
-        types = (*types, ctypes.c_void_p, ctypes.c_void_p)
-    function = _function(library, f"encode_{plan.symbol}", types)
-    specs = _Specs(plan.kernel_spec)
-    if not plan.is_by_row and specs.of(NO_GRID) is None:
-        return None
-    codes = ctypes.addressof(coding.spec)
-
-    def run(  # noqa: PLR0917  # as the C function
-        source: int,
-        target: int,
-        count: int,
-        key0: int,
-        key1: int,
-        threads: int,
-        grid: Grid,
-        *rest: int,
-        _keep: Any = coding,
-    ) -> None:
-        spec = specs.of(grid)
-        function(source, target, count, ctypes.addressof(spec), key0, key1, threads, codes, *rest)
-
-    return run
+#: The arguments of the C functions.
+_ARGUMENTS: Final[Mapping[str, tuple[Any, ...]]] = {
+    "round": _ROUND,
+    "encode": _ENCODE,
+    "encode_block": (*_ENCODE, _P),
+    "encode_scaled": (*_ENCODE, _P, _P),
+    "decode": (_P, _P, _N, _P, _INT, _INT),
+    "decode_scaled": (_P, _P, _P, _N, _P, _P, _INT, _INT, ctypes.c_float),
+    "extremes": (_P, _N, _P, _INT),
+    "bf16_rounded": (_P, _P, _N, _BF16, _INT),
+    "bf16_mapped": (_P, _P, _N, _P, _INT),
+    "bf16_scaled": (_P, _P, _P, _N, _P, _BF16, _INT),
+    "bf16_rows_product": (_P, _P, _P, _N, _N, _N, _BF16, _INT),
+}
 
 
-def decoder(coding: Coding | None, width: int, library: ctypes.CDLL) -> Decoder | None:
-    """Returns what decodes to values of so many bits, given addresses; None if no kernel does.
-
-    Not for those that share scales.
-    """
-    if coding is None or not coding.can_decode:
-        return None
-    function = _function(library, f"decode_{coding.kernel}_f{width}", _DECODING)
-    codes = ctypes.addressof(coding.spec)
-
-    def run(
-        source: int, target: int, count: int, bytes_: int, threads: int, _keep: Any = coding
-    ) -> None:
-        function(source, target, count, codes, bytes_, threads)
-
-    return run
-
-
-def scaled_decoder(
-    spec_of: Callable[[Grid], Any], coding: Coding | None, library: ctypes.CDLL
-) -> Decoder | None:
-    """Returns what decodes elements that share scales; None if no kernel does.
-
-    It takes (codes, scales, target, elements, grid, width of a code, threads, the tensor's scale or 1).
-
-    Args:
-        spec_of: Returns the ``scaled_spec`` for a grid.
-        coding: Of the elements.
-        library: The compiled kernels.
-    """
-    if coding is None or not coding.can_decode:
-        return None
-    types = (ctypes.c_void_p, *_DECODING[:4], ctypes.c_void_p, *_DECODING[4:], ctypes.c_float)
-    function = _function(library, "decode_scaled_f32", types)
-    specs, codes = _Specs(spec_of), ctypes.addressof(coding.spec)
-
-    def run(  # noqa: PLR0917  # as the C function
-        source: int,
-        scales: int,
-        target: int,
-        count: int,
-        grid: Grid,
-        bytes_: int,
-        threads: int,
-        tensor_scale: float,
-        _keep: Any = coding,
-    ) -> None:
-        spec = ctypes.addressof(specs.of(grid))
-        function(source, scales, target, count, spec, codes, bytes_, threads, tensor_scale)
-
-    return run
-
-
-def _function(library: ctypes.CDLL, name: str, types: tuple[Any, ...]) -> Any:
+def _function(library: ctypes.CDLL, name: str, kind: str) -> Any:
     function = getattr(library, name)
-    function.restype = None
-    function.argtypes = types
+    function.restype, function.argtypes = None, _ARGUMENTS[kind]
     return function
 
 
+def threads_for(count: int) -> int:
+    """Returns how many threads work on so many elements."""
+    return 1 if count < THREADED else torch.get_num_threads()
+
+
+# --- formats -----------------------------------------------------------------------------------
+
+
 class _Specs:
-    """The specs of a plan that rounds by row, one for each grid."""
+    """The specs of a plan, one for each grid; those of plans that round value by value have one."""
 
-    __slots__ = ("_by_grid", "_spec_of")
+    __slots__ = ("_by_grid", "_make")
 
-    def __init__(self, spec_of: Callable[[Grid], Any]) -> None:
-        self._spec_of = spec_of
+    def __init__(self, make: Callable[[Grid], Any]) -> None:
+        self._make = make
         self._by_grid: dict[Grid, Any] = {}
 
     def of(self, grid: Grid) -> Any:
-        """Returns the ctypes object for such a grid, which must be kept while its address is used."""
+        """Returns the ctypes object for a grid, which must be kept while its address is used."""
         spec = self._by_grid.get(grid)
         if spec is None:
-            if len(self._by_grid) >= _MOST_LENGTHS:
+            if len(self._by_grid) >= _MOST_GRIDS:
                 self._by_grid.clear()
-            spec = self._by_grid[grid] = self._spec_of(grid)
+            spec = self._by_grid[grid] = self._make(grid)
         return spec
 
 
-def _run_by_row(plan: Plan, function: Any) -> Kernel:
+def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
+    """Returns what rounds as the plan does, to codes if a coding is given; None if no kernel does."""
+    library = kernels.library()
+    if library is None or not plan.has_kernel:
+        return None
     specs = _Specs(plan.kernel_spec)
+    if not plan.is_by_row and specs.of(NO_GRID) is None:
+        return None
+    name, kind = plan.symbol, "round"
+    codes: tuple[int, ...] = ()
+    if coding is not None:
+        if not coding.can_encode:
+            return None
+        name, codes = f"encode_{name}", (ctypes.addressof(coding.spec),)
+        kind = f"encode_{coding.kernel}" if plan.is_by_row else "encode"
+    function = _function(library, name, kind)
 
     def run(  # noqa: PLR0917  # as the C function
         source: int,
@@ -176,32 +118,199 @@ def _run_by_row(plan: Plan, function: Any) -> Kernel:
         threads: int,
         grid: Grid,
         scale: float | None = None,
+        *rest: int,
+        _keep: Any = coding,
     ) -> None:
         spec = specs.of(grid)
         if scale is not None:  # of this call only
             spec = type(spec).from_buffer_copy(spec)
             spec.is_given, spec.given = True, scale
-        function(source, target, count, ctypes.addressof(spec), key0, key1, threads)
+        address = ctypes.addressof(spec)
+        function(source, target, count, address, key0, key1, threads, *codes, *rest)
 
     return run
 
 
-def _run_by_value(plan: Plan, function: Any) -> Kernel | None:
-    spec = plan.kernel_spec()
-    if spec is None:
-        return None
-    address = ctypes.addressof(spec)
+def decoder(coding: Coding, width: int) -> Callable[..., None] | None:
+    """Returns what reads codes as values of so many bits; None if no kernel does.
 
-    def run(  # noqa: PLR0917  # as the C function
+    It takes (codes' address, values' address, elements, bytes of a code, threads).
+    """
+    library = kernels.library()
+    if library is None or not coding.can_decode:
+        return None
+    function = _function(library, f"decode_{coding.kernel}_f{width}", "decode")
+    codes = ctypes.addressof(coding.spec)
+
+    def run(source: int, target: int, count: int, *rest: int, _keep: Any = coding) -> None:
+        function(source, target, count, codes, *rest)
+
+    return run
+
+
+def scaled_decoder(spec_of: Callable[[Grid], Any], coding: Coding) -> Callable[..., None] | None:
+    """Returns what reads codes of elements that share scales; None if no kernel does.
+
+    It takes (codes' address, scales' address, values' address, elements, grid, bytes of a code, threads,
+    the tensor's scale or 1).
+    """
+    library = kernels.library()
+    if library is None or not coding.can_decode:
+        return None
+    function = _function(library, "decode_scaled_f32", "decode_scaled")
+    specs, codes = _Specs(spec_of), ctypes.addressof(coding.spec)
+
+    def run(  # as the C function
         source: int,
+        scales: int,
         target: int,
         count: int,
-        key0: int,
-        key1: int,
-        threads: int,
         grid: Grid,
-        _keep: Any = spec,
+        *rest: Any,
+        _keep: Any = coding,
     ) -> None:
-        function(source, target, count, address, key0, key1, threads)
+        spec = specs.of(grid)
+        function(source, scales, target, count, ctypes.addressof(spec), codes, *rest)
 
     return run
+
+
+# --- extremes ----------------------------------------------------------------------------------
+
+_EXTREMES: Final = {
+    torch.float32: "extremes_f32",
+    torch.bfloat16: "extremes_bf16",
+    torch.float16: "extremes_f16",
+}
+
+_FLOAT32_MOST: Final = torch.finfo(torch.float32).max
+
+
+@functools.cache
+def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
+    """Returns a function for each dtype that finds its extremes; empty without compiled kernels.
+
+    Raises:
+        OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
+    """
+    library = kernels.library(is_essential=False)
+    if library is None:
+        return {}
+    return {dtype: _function(library, name, "extremes") for dtype, name in _EXTREMES.items()}
+
+
+def largest_magnitude(x: Tensor) -> float | None:
+    """Returns the largest magnitude in a tensor on the CPU with memory of its own; 0 for nothing.
+
+    Returns:
+        NaN where it holds infinity or NaN. None where there is no kernel for it.
+
+    Raises:
+        OptionError: As for `extremes_kernels`.
+    """
+    extremes = extremes_kernels().get(x.dtype)
+    if extremes is None or not (x.is_contiguous() or _is_turned(x)) or not is_in_memory(x):
+        return None
+    count = x.numel()
+    if not count:
+        return 0.0
+    found = (ctypes.c_float * 2)()
+    threads = min(threads_for(count), MOST_THREADS)
+    extremes(x.data_ptr(), count, ctypes.addressof(found), threads)
+    amax = abs(max(-found[0], found[1]))
+    return amax if amax <= _FLOAT32_MOST else math.nan
+
+
+def _is_turned(x: Tensor) -> bool:
+    """Whether ``x`` is a contiguous matrix, transposed."""
+    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]
+
+
+# --- bfloat16 ----------------------------------------------------------------------------------
+
+# Taken before anything is patched: op lists may name any of them.
+_address, _numel = Tensor.data_ptr, Tensor.numel
+_threads = torch.get_num_threads
+
+#: Elements for each thread, at least; torch gives its own as many.
+_GRAIN: Final = 1 << 15
+
+
+class Bfloat16Kernels:
+    """Functions of dense tensors on the CPU; elementwise ones take tensors of one shape and layout."""
+
+    __slots__ = ("_mapped", "_multiplied", "_nan", "_rounded", "_scaled")
+
+    def __init__(self, library: ctypes.CDLL) -> None:
+        names = ("bf16_rounded", "bf16_mapped", "bf16_scaled", "bf16_rows_product")
+        self._rounded, self._mapped, self._scaled, self._multiplied = (
+            _function(library, name, name) for name in names
+        )
+        with torch.inference_mode(False):
+            nan = torch.full((1,), math.nan, dtype=torch.float32, device="cpu").bfloat16()
+        self._nan = int(nan.view(torch.int16).item()) & 0xFFFF
+
+    def round(self, source: Tensor, target: Tensor) -> Tensor:
+        """Writes the values of ``source``, rounded to bfloat16, to ``target``; both are float32."""
+        count = _numel(source)
+        self._rounded(_address(source), _address(target), count, self._nan, _shares(count))
+        return target
+
+    def multiply(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
+        """Writes ``x @ weight.T``, with values of ``weight`` rounded to bfloat16; for few rows.
+
+        Args:
+            x: float32: [..., k], row by row.
+            weight: float32: [n, k], row by row.
+            target: float32: [..., n], row by row.
+        """
+        n, k = weight.shape
+        self._multiplied(
+            *(_address(x), _address(weight), _address(target)),
+            *(_numel(x) // k, n, k, self._nan, _shares(n * k)),
+        )
+        return target
+
+    def look_up(self, source: Tensor, target: Tensor, values: Tensor) -> Tensor:
+        """Writes a function of ``source`` to ``target``; all are bfloat16.
+
+        Args:
+            source: The arguments.
+            target: The tensor that is written to.
+            values: The function's values at the 65,536 numbers, in the order of their bits.
+        """
+        count = _numel(source)
+        self._mapped(_address(source), _address(target), count, _address(values), _shares(count))
+        return target
+
+    def scale(self, source: Tensor, factors: Tensor, target: Tensor, values: Tensor) -> Tensor:
+        """Writes ``factors``, times a function of ``source``, to ``target``; all are bfloat16.
+
+        Args:
+            source: The arguments.
+            factors: The other factors.
+            target: The tensor that is written to; may be one of the others.
+            values: float32: the function's values at the 65,536 numbers, in the order of their bits.
+        """
+        count = _numel(source)
+        self._scaled(
+            *(_address(source), _address(factors), _address(target), count),
+            *(_address(values), self._nan, _shares(count)),
+        )
+        return target
+
+
+def _shares(count: int) -> int:
+    """Returns how many threads are worth it."""
+    return 1 if count < 2 * _GRAIN else min(_threads(), count // _GRAIN)
+
+
+@functools.cache
+def bfloat16_kernels() -> Bfloat16Kernels | None:
+    """Returns the kernels; None if there are none.
+
+    Raises:
+        OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
+    """
+    library = kernels.library(is_essential=False)
+    return None if library is None else Bfloat16Kernels(library)

@@ -1,4 +1,4 @@
-"""The C sources of the kernels, and what tells their versions apart; `hatch_build.py` runs this file alone."""
+"""The C sources of the kernels and the digest of their version; `hatch_build.py` runs this file alone."""
 
 from __future__ import annotations
 
@@ -7,10 +7,10 @@ import hashlib
 from pathlib import Path
 from typing import Final
 
-#: What the compiler is given.
+#: The file that is compiled.
 SOURCE: Final = Path(__file__).with_name("rounding_kernels.c")
 
-#: All that the kernels are made of.
+#: All files that the kernels are made of.
 SOURCES: Final = (SOURCE, *sorted(SOURCE.parent.glob("*.h")))
 
 
