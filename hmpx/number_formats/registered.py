@@ -43,49 +43,30 @@ _E2M1FN: Final = Float("float4_e2m1fn", 2, 1, kind="finite")
 _INTEGER8: Final = Fixed("integer8", 8, 0)
 _INTEGER4: Final = Fixed("integer4", 4, 0)
 
+
+def _table(name: str, values: str) -> Table:
+    return Table(name, tuple(map(float, values.split())))
+
+
 #: NormalFloat, of QLoRA: quantiles of the normal distribution, with bitsandbytes' digits.
-_NF4: Final = Table(
+_NF4: Final = _table(
     "nf4_values",
-    (
-        -1.0,
-        -0.6961928009986877,
-        -0.5250730514526367,
-        -0.39491748809814453,
-        -0.28444138169288635,
-        -0.18477343022823334,
-        -0.09105003625154495,
-        0.0,
-        0.07958029955625534,
-        0.16093020141124725,
-        0.24611230194568634,
-        0.33791524171829224,
-        0.44070982933044434,
-        0.5626170039176941,
-        0.7229568362236023,
-        1.0,
-    ),
+    """
+    -1.0 -0.6961928009986877 -0.5250730514526367 -0.39491748809814453
+    -0.28444138169288635 -0.18477343022823334 -0.09105003625154495 0.0
+    0.07958029955625534 0.16093020141124725 0.24611230194568634 0.33791524171829224
+    0.44070982933044434 0.5626170039176941 0.7229568362236023 1.0
+    """,
 )
 
-#: What bitsandbytes calls fp4; not the e2m1 of hardware.
-_BNB_FP4: Final = Table(
+#: bitsandbytes' fp4; not the e2m1 of hardware.
+_BNB_FP4: Final = _table(
     "bnb_fp4_values",
-    (
-        -1.0,
-        -0.6666666865348816,
-        -0.5,
-        -0.3333333432674408,
-        -0.25,
-        -0.1666666716337204,
-        -0.0052083334885537624,
-        0.0,
-        0.0052083334885537624,
-        0.1666666716337204,
-        0.25,
-        0.3333333432674408,
-        0.5,
-        0.6666666865348816,
-        1.0,
-    ),
+    """
+    -1.0 -0.6666666865348816 -0.5 -0.3333333432674408 -0.25 -0.1666666716337204
+    -0.0052083334885537624 0.0 0.0052083334885537624
+    0.1666666716337204 0.25 0.3333333432674408 0.5 0.6666666865348816 1.0
+    """,
 )
 
 _SHIPPED: Final[dict[str, Format]] = {
@@ -172,7 +153,9 @@ def register(format: Format, code: int | None = None) -> None:
         >>> hmpx.formats.unregister("posit10")
     """
     if not is_a(format, FORMATS):
-        raise OptionError(f"register takes a {_families()} format, not {shown(format)}")
+        *others, last = [family.__name__ for family in FORMATS]
+        families = f"{', '.join(others)} or {last}"
+        raise OptionError(f"register takes a {families} format, not {shown(format)}")
     name = format.name
     if code is not None and not (type(code) is int and _FIRST_CODE <= code <= _LAST_CODE):
         raise OptionError(
@@ -180,7 +163,8 @@ def register(format: Format, code: int | None = None) -> None:
             f"not {shown(code)}"
         )
     formats, codes = FORMATS_BY_NAME.value
-    if name in formats and (formats[name] != format or code_of(name) != code):
+    known_code = next((known for known, owner in codes.items() if owner == name), None)
+    if name in formats and (formats[name] != format or known_code != code):
         if name in _SHIPPED:
             raise OptionError(f"format {name} comes with hmpx; choose another name")
         raise OptionError(
@@ -197,11 +181,7 @@ def register(format: Format, code: int | None = None) -> None:
 
 
 def without(name: str) -> _Known:
-    """Returns the known formats without one that was registered.
-
-    Raises:
-        OptionError: No format has that name, or it comes with hmpx.
-    """
+    """Returns the known formats without one that was registered; raises `OptionError` if it was not."""
     name = arguments.text("name", name, "the name of a format")
     if name in _SHIPPED:
         raise OptionError(f"format {name} comes with hmpx and can't be unregistered")
@@ -263,11 +243,6 @@ def canonical(name: str) -> str:
     return spelled if spelled in formats else meaning(spelled) or name
 
 
-def _families() -> str:
-    *others, last = [family.__name__ for family in FORMATS]
-    return f"{', '.join(others)} or {last}"
-
-
 def names() -> tuple[str, ...]:
     """Returns the names of all formats: first those that come with hmpx.
 
@@ -276,10 +251,3 @@ def names() -> tuple[str, ...]:
         True
     """
     return tuple(FORMATS_BY_NAME.value.formats)
-
-
-def code_of(name: str) -> int | None:
-    """Returns the type code that a format was registered with."""
-    return next(
-        (code for code, owner in FORMATS_BY_NAME.value.codes.items() if owner == name), None
-    )

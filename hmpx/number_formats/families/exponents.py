@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -102,20 +103,9 @@ class Exponent(CodedFormat):
         least = math.ldexp(1.0, -self.exponent_bias)
         return Figures(1, 1.0, math.ldexp(1.0, self.max_exponent), least, least)
 
-    @property
-    def allowed_overflow(self) -> tuple[Overflow, ...]:
-        """What values beyond the largest may become."""
-        return ("nan", "saturate")
-
-    @property
-    def default_overflow(self) -> Overflow:
-        """What they become unless something else is asked for."""
-        return "nan"
-
-    @property
-    def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values: not the smallest of E8M0, with all its bits."""
-        return False
+    allowed_overflow: ClassVar[tuple[Overflow, ...]] = ("nan", "saturate")
+    default_overflow: ClassVar[Overflow] = "nan"
+    fits_in_float32 = False  # not the smallest of E8M0, with all its bits
 
     @property
     def is_exact_in_float32(self) -> bool:

@@ -10,14 +10,13 @@ import torch
 from torch import Tensor
 
 from ... import arguments
-from ...arguments import is_a
-from ...errors import OptionError, shown
+from ...errors import OptionError
 from ..bits import FP64, Binary
-from ..plans import Coding, integers
+from ..plans import Coding, Plan, integers
 from ..unpatched import ADD, AND, EQ, GT, LEFT, LT, MUL, NE, OR, RIGHT, SUB, WHERE
 from ..vocabulary import Overflow
 from .float_plans import BitsPlan, FloatPlan
-from .number_format import CodedFormat, Figures, check_int, check_name, hint, listed
+from .number_format import CodedFormat, Figures, check_int, check_name
 
 Kind: TypeAlias = Literal["ieee", "p3109", "fn", "fnuz", "finite"]
 
@@ -83,12 +82,9 @@ class Float(CodedFormat):
     def __post_init__(self) -> None:
         """Checks the fields; raises `OptionError`, also for values beyond those of float64."""
         check_name(self.name)
-        if not is_a(self.kind, str) or self.kind not in _KINDS:
-            raise OptionError(
-                f"format {self.name}: kind must be one of {listed(_KINDS)}, not {shown(self.kind)}"
-                f"{hint(self.kind, _KINDS)}"
-            )
-        arguments.truth(f"format {self.name}: subnormals", self.subnormals)
+        what = f"format {self.name}"
+        object.__setattr__(self, "kind", arguments.choice(f"{what}: kind", self.kind, _KINDS))
+        arguments.truth(f"{what}: subnormals", self.subnormals)
         check_int(self.name, "exponent_bits", self.exponent_bits, 1 + (self.kind == "ieee"), 11)
         least = 0 if _KINDS[self.kind].may_be_powers else 1
         check_int(self.name, "mantissa_bits", self.mantissa_bits, least, 52)
@@ -102,7 +98,7 @@ class Float(CodedFormat):
         is_double = lowest == -1022 and highest <= 1023 and self.mantissa_bits > 0
         if not (is_inside or is_double):
             raise OptionError(
-                f"format {self.name}: exponents from {lowest} to {highest} with {self.mantissa_bits} "
+                f"{what}: exponents from {lowest} to {highest} with {self.mantissa_bits} "
                 "mantissa bits are beyond float64, in which formats are computed; "
                 "take fewer exponent bits or another bias"
             )
@@ -186,16 +182,17 @@ class Float(CodedFormat):
             and self.smallest_subnormal >= 2.0**-149
         )
 
-    def includes(self, dtype: torch.dtype, overflow: Overflow) -> bool:
-        """Whether all values of ``dtype``, infinities and NaNs too, are values of this format."""
-        if overflow != "inf" or not self.subnormals or not self.has_negative_zero:
-            return False
+    def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
+        """Returns how to round tensors of a floating ``dtype``; None if all its values are the format's."""
         info = torch.finfo(dtype)
-        return (
-            self.max >= info.max
+        is_kept = (overflow or self.default_overflow) == "inf" and (
+            self.subnormals
+            and self.has_negative_zero
+            and self.max >= info.max
             and self.epsilon <= info.eps
-            and self.min_exponent <= math.frexp(info.smallest_normal)[1] - 1
+            and self.smallest_normal <= info.smallest_normal
         )
+        return None if is_kept else super().plan(dtype, mode, overflow)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FloatPlan | BitsPlan:
         """Returns how to round tensors of a binary type that the format fits in."""

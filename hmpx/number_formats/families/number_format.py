@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any, Final, NamedTuple, TypeAlias, TypeVar
 import torch
 from torch import Tensor
 
+from ... import arguments
 from ...arguments import is_a
 from ...errors import OptionError, shown, suggestion
 from ...tensors import CAST, PLAIN_TENSORS, Constant
@@ -109,17 +110,9 @@ class NumberFormat:
         """Whether every value is one of float32."""
         return True
 
-    def includes(self, dtype: torch.dtype, overflow: Overflow) -> bool:
-        """Whether all values of ``dtype``, infinities and NaNs too, are values of this format."""
-        return False
-
     def check_rounding(self, mode: object, overflow: object) -> None:
         """Raises `OptionError` if the format can't be rounded to in this way."""
-        if not is_a(mode, str) or mode not in ROUNDING_MODES:
-            raise OptionError(
-                f"rounding must be one of {listed(ROUNDING_MODES)}, not {shown(mode)}"
-                f"{hint(mode, ROUNDING_MODES, spellings('rounding'))}"
-            )
+        arguments.choice("rounding", mode, ROUNDING_MODES, spellings("rounding"))
         self.check_overflow(overflow)
 
     def check_overflow(self, overflow: object) -> None:
@@ -137,10 +130,8 @@ class NumberFormat:
 
     def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
         """Returns how to round tensors of a floating ``dtype``; None if nothing is to do."""
-        chosen: Overflow = overflow or self.default_overflow  # type: ignore[assignment]  # checked
-        if self.includes(dtype, chosen):
-            return None
         binary = FP64 if dtype is torch.float64 or not self.fits_in_float32 else FP32
+        chosen: Overflow = overflow or self.default_overflow  # type: ignore[assignment]  # checked
         return self.plan_in(binary, mode, chosen)
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> Plan:

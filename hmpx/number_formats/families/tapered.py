@@ -10,7 +10,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, ClassVar, Final
 
 import torch
 from torch import Tensor
@@ -178,19 +178,16 @@ class TakumPlan(TaperedPlan):
 class Tapered(CodedFormat):
     """A format whose precision tapers off; negative numbers are two's complements, the lowest code is NaR."""
 
-    @property
-    def default_overflow(self) -> Overflow:
-        """What infinities become unless something else is asked for; numbers always saturate."""
-        return "nan"
+    default_overflow: ClassVar[Overflow] = "nan"  # of infinities; numbers always saturate
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         """Returns the codes of values of the format."""
-        bits = rounded.to(torch.float64).view(torch.int64)
-        whole = AND(bits, FP64.magnitude)
-        codes = self._coded(SUB(whole, FP64.bias << FP64.mantissa))
-        codes = WHERE(LT(bits, 0), -codes, codes)
+        bits = rounded.view(binary.integer)
+        whole = AND(bits, binary.magnitude)
+        codes = self._coded(SUB(whole, binary.bias << binary.mantissa), binary.mantissa)
+        codes = WHERE(LT(bits, 0), -codes, codes).to(torch.int64)
         codes = codes.bitwise_and_((1 << self.bits) - 1).masked_fill_(EQ(whole, 0), 0)
-        return codes.masked_fill_(GT(whole, FP64.infinity), 1 << (self.bits - 1))
+        return codes.masked_fill_(GT(whole, binary.infinity), 1 << (self.bits - 1))
 
     def values_of(self, codes: Tensor) -> Tensor:
         """Returns the values of int64 codes, in float64."""
@@ -202,8 +199,8 @@ class Tapered(CodedFormat):
         values = values.masked_fill_(EQ(codes, 0), 0.0)
         return values.masked_fill_(EQ(codes, 1 << (self.bits - 1)), math.nan)
 
-    def _coded(self, scaled: Tensor) -> Tensor:
-        """Returns the codes of positive numbers, given their bits in float64 less those of 1."""
+    def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
+        """Returns the codes of positive numbers, given their bits less those of 1, and how many are mantissa."""
         raise NotImplementedError
 
     def _read(self, codes: Tensor) -> Tensor:
@@ -269,8 +266,8 @@ class Posit(Tapered):
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         return PositPlan(binary, mode, self.bits, *limits, overflow != "saturate", self.es)
 
-    def _coded(self, scaled: Tensor) -> Tensor:
-        most, places = self.max_exponent << FP64.mantissa, FP64.mantissa + self.es
+    def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
+        most, places = self.max_exponent << mantissa, mantissa + self.es
         scaled = scaled.clamp_(-most, most)
         regime = RIGHT(scaled, places)
         kept = SUB(self.bits - 3, _folded(regime)).clamp_(min=0)
@@ -335,31 +332,23 @@ class Takum(Tapered):
         kept = self.bits - _HEADER
         return Figures(kept + 1, math.ldexp(1.0, -kept), most, least, least)
 
-    @property
-    def fits_in_float32(self) -> bool:
-        """Whether float32 has room for all values, and for what rounding adds to them."""
-        return False
-
-    @property
-    def is_exact_in_float32(self) -> bool:
-        """Whether every value is one of float32."""
-        return False
+    fits_in_float32 = is_exact_in_float32 = False
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TakumPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
         return TakumPlan(binary, mode, self.bits, *limits, overflow != "saturate")
 
-    def _coded(self, scaled: Tensor) -> Tensor:
-        exponent = RIGHT(scaled, FP64.mantissa).clamp_(-_RANGE, _RANGE - 1)
+    def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
+        exponent = RIGHT(scaled, mantissa).clamp_(-_RANGE, _RANGE - 1)
         length = _length_of(exponent)
         is_below = LT(exponent, 0)
         # Of negative exponents the three bits are the complement of the length.
         header = WHERE(is_below, SUB(_LONGEST, length), ADD(length, _LONGEST + 1))
         left = SUB(self.bits - _HEADER, length)
         characteristic = OR(LEFT(header, length), SUB(exponent, _first(length, is_below)))
-        mantissa = AND(scaled, (1 << FP64.mantissa) - 1)
-        return OR(LEFT(characteristic, left), RIGHT(mantissa, SUB(FP64.mantissa, left)))
+        rest = RIGHT(AND(scaled, (1 << mantissa) - 1), SUB(mantissa, left))
+        return OR(LEFT(characteristic, left), rest)
 
     def _read(self, codes: Tensor) -> Tensor:
         kept = self.bits - _HEADER

@@ -98,7 +98,8 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
     if library is None or not plan.has_kernel:
         return None
     specs = _Specs(plan.kernel_spec)
-    if not plan.is_by_row and specs.of(NO_GRID) is None:
+    only = None if plan.is_by_row else specs.of(NO_GRID)
+    if only is None and not plan.is_by_row:
         return None
     name, kind = plan.symbol, "round"
     codes: tuple[int, ...] = ()
@@ -121,7 +122,7 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
         *rest: int,
         _keep: Any = coding,
     ) -> None:
-        spec = specs.of(grid)
+        spec = specs.of(grid) if only is None else only
         if scale is not None:  # of this call only
             spec = type(spec).from_buffer_copy(spec)
             spec.is_given, spec.given = True, scale
