@@ -22,7 +22,7 @@ from .decisions import (
 from .einsums import leaves_pointwise_einsums
 from .faults import check_files
 from .lists import SHIPPED, of_libraries, read_list, set_names
-from .loading import load_policy, policy_request, requested_policy
+from .loading import load_policy, made_policy
 from .op_lists import FILE_NAMES, LIST_KINDS, PolicySource, is_policy_file
 from .policy import Policy
 
@@ -58,13 +58,12 @@ __all__ = [
     "is_policy_file",
     "leaves_pointwise_einsums",
     "load_policy",
+    "made_policy",
     "of_libraries",
     "parse_format",
     "policy_line",
-    "policy_request",
     "read_list",
     "read_policy_file",
-    "requested_policy",
     "set_names",
     "settled_dtype",
 ]

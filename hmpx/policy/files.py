@@ -8,7 +8,6 @@ from __future__ import annotations
 import os
 import re
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import fields
 from pathlib import Path
 from typing import Any, Final, TypeVar
 
@@ -26,7 +25,6 @@ from .op_lists import (
     KEYS,
     POLICY_SUFFIXES,
     Entry,
-    FormatOptions,
     OpList,
     PolicySource,
     SectionSource,
@@ -314,7 +312,7 @@ class _Reader:
             removed={key: removed for key, (_, removed) in lists.items() if removed},
             base=found.get("lists", DEFAULT_SET),
             low_precision_type=found.get("low_precision_type"),
-            formats=_format_options(found),
+            formats={key: value for key, value in found.items() if key in _FORMAT_KEYS},
             sections=found.get("sections", ()),
             where=self._source,
         )
@@ -346,7 +344,7 @@ class _Reader:
             removed=dict.fromkeys(lists, (Entry("*", ""),)),
             base=base,
             low_precision_type=found.get("low_precision_type"),
-            formats=_format_options(found),
+            formats={key: value for key, value in found.items() if key in _FORMAT_KEYS},
             is_verbose=found.get("hmp_is_verbose", False),
             notes=tuple(notes),
             where=self._source,
@@ -402,7 +400,3 @@ _GAUDI_KEYS: Final[_Readers] = {
         lambda reader, key, node: None,
     ),
 }
-
-
-def _format_options(found: Mapping[str, Any]) -> FormatOptions:
-    return FormatOptions(*[found.get(each.name) for each in fields(FormatOptions)])

@@ -7,15 +7,15 @@ import functools
 import os
 import types
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
 from torch import nn
 
-from .. import arguments, ops
+from .. import arguments, number_formats, ops
 from ..arguments import is_a
 from ..errors import OptionError, PolicyFileError, shown, suggestion
+from ..number_formats import is_format
 from ..warning import warn
 from .decisions import CastPolicy, Decision, LowType, parse_low_type
 from .faults import report
@@ -61,69 +61,48 @@ def load_policy(
         >>> "softmax" in policy.decisions
         False
     """
-    return requested_policy(policy_request(locals()))
+    return made_policy(locals())[0]
 
 
-@dataclass(frozen=True, slots=True)
-class PolicyRequest:
-    """The checked arguments of `load_policy`.
-
-    Attributes:
-        policy: A policy, or the content of a policy file; None for lists.
-        paths: Kind -> the path of its list, ``""`` for none.
-        opt_level: ``"O1"`` or ``"O2"``.
-        lists: Name or path of a set of lists; None for the default one.
-        low_dtype: The low-precision type, where the policy does not say another.
-        strict: Whether unknown names in lists are errors.
-    """
-
-    policy: Policy | PolicySource | None
-    paths: Mapping[str, str]
-    opt_level: str
-    lists: str | None
-    low_dtype: LowType
-    strict: bool
-
-    @property
-    def is_verbose(self) -> bool:
-        """Whether a policy file asks for logging."""
-        return isinstance(self.policy, PolicySource) and self.policy.is_verbose
-
-
-def policy_request(given: Mapping[str, Any]) -> PolicyRequest:
-    """Returns the request that the arguments of `load_policy` make; a policy file is read.
+def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
+    """Returns the policy that the arguments of `load_policy` make, and whether its file asks for logging.
 
     Raises:
-        OptionError: An argument has an invalid value, or two contradict each other.
+        OpListError: A list can't be read, or an op is in two lists; also of unknown names, if strict.
         PolicyFileError: The policy file can't be read, or is not a policy.
+        OptionError: An argument has an invalid value, or two contradict each other.
     """
     bf16_path, policy = _path_and_policy(given["bf16_file_path"], given["policy"])
-    source = policy if policy is None or isinstance(policy, Policy) else _read_source(policy)
+    if policy is not None and not isinstance(policy, Policy):
+        policy = _read_source(policy)
     paths = {"bf16_file_path": bf16_path} | {
         name: arguments.path(name, given[name]) for name in ("fp32_file_path", "fp16_file_path")
     }
-    lists = given["lists"]
-    request = PolicyRequest(
-        policy=source,
-        paths=dict(zip(("low", "fp32", "fp16"), paths.values(), strict=True)),
-        opt_level=arguments.choice("opt_level", given["opt_level"], ("O1", "O2")),
-        lists=None if lists is None else arguments.path("lists", lists),
-        strict=arguments.truth("strict", given["strict"]),
-        low_dtype=parse_low_type(given["low_precision_type"]),
-    )
+    opt_level = arguments.choice("opt_level", given["opt_level"], ("O1", "O2"))
+    lists = None if given["lists"] is None else arguments.path("lists", given["lists"])
+    strict = arguments.truth("strict", given["strict"])
+    low_dtype = parse_low_type(given["low_precision_type"])
     if policy is not None:
-        if any(paths.values()) or request.lists or request.opt_level != "O1":
+        if any(paths.values()) or lists or opt_level != "O1":
             raise OptionError("policy holds every decision; leave out lists, paths and opt_level")
-        return request
+        if isinstance(policy, Policy):
+            return policy, False
+        return _from_source(policy, low_dtype, strict=strict), policy.is_verbose
     for argument, path in paths.items():
         if path in ("O1", "O2"):
             raise OptionError(f"{argument} is {path!r}; pass it by name: opt_level={path!r}")
         if is_policy_file(path):
             found = shown(path)
             raise OptionError(f"{argument} is {found}; pass it by name: policy={found}")
-    if request.opt_level == "O2" and lists is not None:
-        raise OptionError("opt_level 'O2' has its own lists; leave out lists, or use 'O1'")
-    return request
+    by_kind = dict(zip(("low", "fp32", "fp16"), paths.values(), strict=True))
+    if opt_level == "O2":
+        if lists is not None:
+            raise OptionError("opt_level 'O2' has its own lists; leave out lists, or use 'O1'")
+        if ignored := ", ".join(shown(path) for path in paths.values() if path):
+            warn(f"opt_level 'O2' ignores list files ({ignored}); use 'O1' to read them")
+        by_kind, lists = {}, "o2"
+    lists = DEFAULT_SET if lists is None else lists
+    return _from_lists(by_kind, lists, low_dtype, strict=strict), False
 
 
 def _path_and_policy(bf16_file_path: object, policy: object) -> tuple[str, object]:
@@ -158,26 +137,6 @@ def _read_source(policy: object) -> PolicySource:
     raise OptionError(
         f"policy must be an hmpx.Policy, the path of a policy file, or a dict, not {shown(policy)}"
     )
-
-
-def requested_policy(request: PolicyRequest) -> Policy:
-    """Returns the policy that is asked for.
-
-    Raises:
-        OpListError: A list can't be read, or an op is in two lists; also of unknown names, if strict.
-        PolicyFileError: The policy file contradicts itself.
-    """
-    policy, low_dtype, strict = request.policy, request.low_dtype, request.strict
-    if isinstance(policy, Policy):
-        return policy
-    if policy is not None:
-        return _from_source(policy, low_dtype, strict=strict)
-    if request.opt_level == "O2":
-        if ignored := ", ".join(shown(path) for path in request.paths.values() if path):
-            warn(f"opt_level 'O2' ignores list files ({ignored}); use 'O1' to read them")
-        return _from_lists({}, "o2", low_dtype, strict=strict)
-    lists = DEFAULT_SET if request.lists is None else request.lists
-    return _from_lists(request.paths, lists, low_dtype, strict=strict)
 
 
 def _from_lists(
@@ -300,22 +259,35 @@ def _with_formats(policy: Policy, source: PolicySource) -> Policy:
     Raises:
         PolicyFileError: It says something, and there are none.
     """
-    said = dataclasses.asdict(source.formats)
-    given = [name for name, value in said.items() if value is not None]
-    if not given:
+    if not source.formats:
         return policy
     if not policy.formats():
         raise PolicyFileError(
-            f"{source.where}: {given[0]} has no effect: no op runs in a number format; name one as "
+            f"{source.where}: {next(iter(source.formats))} has no effect: no op runs in a number format; name one as "
             "low_precision_type, or on an op's line"
         )
     settled: dict[int, Decision] = {}  # a line of ``*`` is one decision for all its ops
 
     def settle(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
         return {
-            op: settled.setdefault(id(said), source.formats.settled(said))
+            op: settled.setdefault(id(said), _with_options(said, source.formats))
             for op, said in decisions.items()
         }
 
     sections = [each.with_decisions(settle(each.decisions)) for each in policy.sections]
     return Policy(settle(policy.decisions), policy.low_precision_type, tuple(sections))
+
+
+def _with_options(decision: Decision, options: Mapping[str, Any]) -> Decision:
+    """Returns a decision with options of a policy file, where it has a format and does not say otherwise."""
+    if not is_format(decision.dtype):
+        return decision
+    gradients = options.get("round_gradients")
+    if isinstance(gradients, bool):
+        gradients = decision.dtype if gradients else number_formats.get("float32")
+    return dataclasses.replace(
+        decision,
+        rounding=decision.rounding or options.get("rounding"),
+        overflow=decision.overflow or options.get("overflow"),
+        gradients=decision.gradients or gradients,
+    )

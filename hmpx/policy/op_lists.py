@@ -7,17 +7,13 @@ import functools
 import itertools
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import torch
 
-from .. import number_formats, ops
+from .. import ops
 from ..errors import OpListError, OptionError
-from ..number_formats import is_format
 from .decisions import YIELDING, CastPolicy, Decision, LowType
-
-if TYPE_CHECKING:
-    from ..number_formats import Format
 
 #: The shipped set that is used where none is named.
 DEFAULT_SET: Final = "hmpx"
@@ -151,38 +147,6 @@ def listed(lists: Mapping[str, OpList], low_dtype: LowType) -> list[Listed]:
 # --- policy files ------------------------------------------------------------------------------
 
 
-@dataclass(frozen=True, slots=True)
-class FormatOptions:
-    """What a policy file says of all its ops in number formats, unless their lines say otherwise.
-
-    Attributes:
-        rounding: As `Decision.rounding`.
-        overflow: As `Decision.overflow`.
-        round_gradients: Whether gradients are rounded to the op's format, or to which format they are;
-            None leaves that to `convert`.
-    """
-
-    rounding: str | None = None
-    overflow: str | None = None
-    round_gradients: bool | Format | None = None
-
-    def settled(self, decision: Decision) -> Decision:
-        """Returns a decision with these options, where it has a format and does not say otherwise."""
-        if not is_format(decision.dtype):
-            return decision
-        gradients: Any = self.round_gradients
-        if gradients is True:
-            gradients = decision.dtype
-        elif gradients is False:
-            gradients = number_formats.get("float32")
-        return dataclasses.replace(
-            decision,
-            rounding=decision.rounding or self.rounding,
-            overflow=decision.overflow or self.overflow,
-            gradients=decision.gradients or gradients,
-        )
-
-
 @dataclass(frozen=True)
 class SectionSource:
     """One section as it is written.
@@ -209,7 +173,8 @@ class PolicySource:
         removed: Name in `KEYS` -> the lines that take ops out of the shipped list.
         base: The shipped set, or a directory; None for none.
         low_precision_type: None if the file names none.
-        formats: What it says of all ops in number formats.
+        formats: What it says of all its ops in number formats, unless their lines say otherwise:
+            ``rounding``, ``overflow``, ``round_gradients`` as in `convert`.
         sections: In their order.
         is_verbose: Whether the file asks for logging.
         notes: Messages to the user.
@@ -220,7 +185,7 @@ class PolicySource:
     removed: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
     base: str | None = DEFAULT_SET
     low_precision_type: LowType | None = None
-    formats: FormatOptions = FormatOptions()
+    formats: Mapping[str, Any] = field(default_factory=dict)
     sections: tuple[SectionSource, ...] = ()
     is_verbose: bool = False
     notes: tuple[str, ...] = ()

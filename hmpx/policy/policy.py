@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import hashlib
 import types
 from collections.abc import Iterable, Mapping
@@ -82,21 +83,18 @@ class Policy:
     def __repr__(self) -> str:
         from . import texts  # for people to read, as those below
 
-        return f"<hmpx.Policy {texts.policy_line(*self._content())}>"
+        return f"<hmpx.Policy {texts.policy_line(self)}>"
 
     def __str__(self) -> str:
         from . import texts
 
-        return texts.table(*self._content())
+        return texts.table(self)
 
     def _repr_html_(self) -> str:
         """Returns the table that notebooks show."""
         from . import texts
 
-        return texts.as_html(*self._content())
-
-    def _content(self) -> tuple[Mapping[str, Decision], LowType, tuple[Section, ...]]:
-        return self.decisions, self.low_precision_type, self.sections
+        return texts.as_html(self)
 
     def __hash__(self) -> int:
         return hash((frozenset(self.decisions.items()), self.low_precision_type, self.sections))
@@ -116,9 +114,7 @@ class Policy:
         for section in self.sections:
             rules: dict[int, SectionRule] = {}  # a line of ``*`` is one decision for all its ops
             for op, decision in section.decisions.items():
-                rule = rules.get(id(decision))
-                if rule is None:
-                    rule = rules[id(decision)] = SectionRule(section, decision)
+                rule = rules.setdefault(id(decision), SectionRule(section, decision))
                 found.setdefault(op, []).append(rule)
         return found
 
@@ -147,7 +143,7 @@ class Policy:
         """Returns a policy file that makes an equal policy, with every decision spelled out."""
         from . import texts
 
-        return texts.to_yaml(*self._content())
+        return texts.to_yaml(self)
 
     def __getitem__(self, op: str) -> Decision:
         """Returns the decision for ``op``, in any of its spellings.
@@ -195,15 +191,11 @@ class Policy:
         return cls(resolve([[each] for each in lists]), low_dtype)
 
 
-def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, list[str]]]:
-    """Returns the ops by decision, without reasons; equal for equal decisions."""
-    bare: dict[int, list[str]] = {}  # a line of ``*`` is one decision for all its ops
-    found: dict[str, list[str]] = {}
-    for name in sorted(decisions):
-        d = decisions[name]
-        names = bare.get(id(d))
-        if names is None:
-            said = repr((d.cast_policy.name, d.dtype, *d.options()))
-            names = bare[id(d)] = found.setdefault(said, [])
-        names.append(name)
-    return sorted(found.items())
+def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, str]]:
+    """Returns the ops and what is decided, without reasons; equal for equal decisions."""
+    return sorted((op, _said(decision)) for op, decision in decisions.items())
+
+
+@functools.lru_cache(maxsize=1 << 10)
+def _said(decision: Decision) -> str:
+    return repr((decision.cast_policy.name, decision.dtype, *decision.options()))

@@ -124,9 +124,8 @@ def _of_first(ask: Callable[[Any, Call, int], bool]) -> Callable[[Any, Call], bo
     """Returns a predicate that asks about the first floating-point tensor, and needs one."""
 
     def holds(value: Any, call: Call) -> bool:
-        floating = (i for i, dtype in enumerate(call.dtypes) if dtype.is_floating_point)
-        first = next(floating, None)
-        return first is not None and ask(value, call, first)
+        floating = [i for i, dtype in enumerate(call.dtypes) if dtype.is_floating_point]
+        return bool(floating) and ask(value, call, floating[0])
 
     return holds
 
@@ -203,7 +202,8 @@ class Section:
         return hash((frozenset(self.decisions.items()), self._conditions))
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return _remade, (dict(self.decisions), self.where, dict(self._conditions))
+        made = functools.partial(Section, where=self.where, **dict(self._conditions))
+        return made, (dict(self.decisions),)
 
     def with_decisions(self, decisions: Mapping[str, Decision]) -> Section:
         """Returns a section with the same conditions."""
@@ -237,10 +237,6 @@ class Section:
         """The globs of which one must match the module, or one around it; () for none."""
         given = dict(self._conditions)
         return () if "module_regex" in given else given.get("module", ())
-
-
-def _remade(decisions: dict[str, Decision], where: str, conditions: dict[str, Any]) -> Section:
-    return Section(decisions, where=where, **conditions)
 
 
 @dataclass(frozen=True, slots=True)

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import html
 import itertools
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
 import torch
 
@@ -16,6 +17,9 @@ from ..tensors import short_name
 from .decisions import YIELDING, CastPolicy, Decision, LowType
 from .op_lists import KEYS, KINDS
 from .sections import Section
+
+if TYPE_CHECKING:
+    from .policy import Policy
 
 #: A browser shows no more without getting slow; text has no limit.
 _MOST_HTML_ROWS: Final = 2000
@@ -35,61 +39,47 @@ class Row(NamedTuple):
 _TITLES: Final = Row("op", "policy", "dtype", "reason")
 
 
-def policy_line(
-    decisions: Mapping[str, Decision], low_dtype: LowType, sections: tuple[Section, ...]
-) -> str:
+def policy_line(policy: Policy) -> str:
     """Returns how many ops have which policy: ``"bf16: 24 LOW, 15 FP32, 2 sections"``."""
-    name = short_name(low_dtype)
+    name = short_name(policy.low_precision_type)
     name = name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 3]}..."
-    parts = [counts(decisions)] if decisions else ["no ops"]
-    if sections:
-        parts.append(f"{len(sections):,} section{'s' if len(sections) > 1 else ''}")
+    found = Counter(decision.cast_policy for decision in policy.decisions.values())
+    parts = [f"{found[each]} {each.name}" for each in CastPolicy if found[each]] or ["no ops"]
+    if count := len(policy.sections):
+        parts.append(f"{count:,} section{'s' if count > 1 else ''}")
     return f"{name}: {', '.join(parts)}"
 
 
-def counts(decisions: Mapping[str, Decision]) -> str:
-    """Returns how many ops have which policy: ``"24 LOW, 15 FP32"``."""
-    found = dict.fromkeys(CastPolicy, 0)
-    for decision in decisions.values():
-        found[decision.cast_policy] += 1
-    return ", ".join(f"{count} {kind.name}" for kind, count in found.items() if count)
-
-
-def table(
-    decisions: Mapping[str, Decision], low_dtype: LowType, sections: tuple[Section, ...]
-) -> str:
+def table(policy: Policy) -> str:
     """Returns a table of all decisions, those of sections beneath their conditions."""
-    title = f"Policy, {policy_line(decisions, low_dtype, sections)}"
-    parts: list[tuple[str, list[Row]]] = [(title, list(_rows(decisions)))]
-    parts += [(_heading(each), list(_rows(each.decisions))) for each in sections]
-    rows = [_TITLES, *itertools.chain.from_iterable(rows for _, rows in parts)]
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
+    parts = [(f"Policy, {policy_line(policy)}", [*_rows(policy.decisions)])]
+    parts += [(_heading(each), [*_rows(each.decisions)]) for each in policy.sections]
+    every = [_TITLES, *itertools.chain.from_iterable(rows for _, rows in parts)]
+    widths = [max(map(len, column)) for column in zip(*every, strict=True)]
     lines: list[str] = []
     for heading, rows in parts:
         lines.append(heading)
-        if rows:
-            lines += [_aligned(row, widths) for row in (_TITLES, *rows)]
+        for row in (_TITLES, *rows) if rows else ():
+            cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
+            lines.append(f"  {'  '.join(cells)}".rstrip())
     return lined(lines)
 
 
-def as_html(
-    decisions: Mapping[str, Decision], low_dtype: LowType, sections: tuple[Section, ...]
-) -> str:
-    """Returns the table of `table` for notebooks; of very long ones the beginning."""
-    title = f"Policy, {policy_line(decisions, low_dtype, sections)}"
-    rows: Iterator[str] = (_html_row(row, "td") for row in _rows(decisions))
-    for section in sections:
-        heading = f'<tr><th colspan="4">{html.escape(_heading(section))}</th></tr>'
-        rows = itertools.chain(rows, [heading], _html_rows(section.decisions))
-    first = list(itertools.islice(rows, _MOST_HTML_ROWS))
-    total = len(decisions) + sum(1 + len(section.decisions) for section in sections)
-    more = total - len(first)
+def as_html(policy: Policy) -> str:
+    """Returns the table for notebooks; of very long ones the beginning."""
+    title = f"Policy, {policy_line(policy)}"
+    rows = [_html_row(row, "td") for row in _rows(policy.decisions)]
+    for section in policy.sections:
+        rows.append(f'<tr><th colspan="4">{html.escape(_heading(section))}</th></tr>')
+        rows += [_html_row(row, "td") for row in _rows(section.decisions)]
+    more = len(rows) - _MOST_HTML_ROWS
     if more > 0:
-        first.append(f'<tr><td colspan="4">and {more:,} more; print() shows all</td></tr>')
-    head = _html_row(_TITLES, "th")
+        rows[_MOST_HTML_ROWS:] = [
+            f'<tr><td colspan="4">and {more:,} more; print() shows all</td></tr>'
+        ]
     return (
-        f"<table><caption>{html.escape(title)}</caption><thead>{head}</thead>"
-        f"<tbody>{''.join(first)}</tbody></table>"
+        f"<table><caption>{html.escape(title)}</caption><thead>{_html_row(_TITLES, 'th')}</thead>"
+        f"<tbody>{''.join(rows)}</tbody></table>"
     )
 
 
@@ -102,22 +92,12 @@ def _rows(decisions: Mapping[str, Decision]) -> Iterator[Row]:
 
 
 def _heading(section: Section) -> str:
-    conditions = [f"{name} {_condition(value)}" for name, value in section.conditions()]
+    conditions = [
+        f"{name} {shown([*map(str, value)] if isinstance(value, tuple) else value)}"
+        for name, value in section.conditions()
+    ]
     where = f" ({section.where})" if section.where else ""
     return f"where {', '.join(conditions)}{where}"
-
-
-def _condition(value: Any) -> str:
-    return shown([str(each) for each in value] if isinstance(value, tuple) else value)
-
-
-def _aligned(row: Row, widths: list[int]) -> str:
-    cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=True)]
-    return f"  {'  '.join(cells)}".rstrip()
-
-
-def _html_rows(decisions: Mapping[str, Decision]) -> Iterator[str]:
-    return (_html_row(row, "td") for row in _rows(decisions))
 
 
 def _html_row(cells: Iterable[str], tag: str) -> str:
@@ -127,22 +107,21 @@ def _html_row(cells: Iterable[str], tag: str) -> str:
 # --- policy files ------------------------------------------------------------------------------
 
 
-def to_yaml(
-    decisions: Mapping[str, Decision], low_dtype: LowType, sections: tuple[Section, ...]
-) -> str:
+def to_yaml(policy: Policy) -> str:
     """Returns the policy file that makes these decisions, spelled out one by one."""
+    low_dtype = policy.low_precision_type
     content: dict[str, Any] = {
         "low_precision_type": _type_name(low_dtype),
         "lists": "none",
-        **_lists(decisions, low_dtype),
+        **_lists(policy.decisions, low_dtype),
     }
-    if sections:
+    if policy.sections:
         content["sections"] = [
             {
                 **{key: _written(value) for key, value in section.conditions()},
                 **_lists(section.decisions, low_dtype),
             }
-            for section in sections
+            for section in policy.sections
         ]
     import yaml
 
@@ -165,7 +144,8 @@ def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, l
         lines += [
             f"-{each}"
             for each in sorted(ops.covered(op) - {op})
-            if each not in decisions or _gives_way(decisions[each], decision)
+            if each not in decisions
+            or (decisions[each].cast_policy in YIELDING and decision.cast_policy not in YIELDING)
         ]
     return {key: found[key] for key in KEYS if key in found}
 
@@ -177,11 +157,6 @@ def _type_name(low_type: LowType | None) -> str:
     if isinstance(low_type, Float) and name in map(tensors.long_name, tensors.LOW_PRECISION):
         return f"custom[{name}]{low_type.bits}"
     return name
-
-
-def _gives_way(decision: Decision, other: Decision) -> bool:
-    """Whether a list of ``decision`` gives way to one of ``other``."""
-    return decision.cast_policy in YIELDING and other.cast_policy not in YIELDING
 
 
 def _written(value: Any) -> Any:

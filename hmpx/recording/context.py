@@ -146,7 +146,7 @@ def _about() -> dict[str, str]:
     about = {"hmpx": __version__, "torch": torch.__version__}
     if session is not None:
         policy = session.policy
-        about["policy"] = policy_line(policy.decisions, policy.low_precision_type, policy.sections)
+        about["policy"] = policy_line(policy)
         about["device types"] = ", ".join(sorted(session.device_types))
     if "RANK" in os.environ:
         about["rank"] = os.environ["RANK"]

@@ -29,6 +29,7 @@ MOST_VERDICTS: Final = 1 << 17
 _FEW: Final = 4
 _SHAPES: Final = ("shapes",)
 _PLACE: Final = ("place",)
+_ATTRIBUTES: Final = {"shapes": "shape", "dtypes": "dtype", "devices": "device"}
 _VALUES: Final = (bool, int, float, complex, str, torch.dtype, torch.device, type(None))
 
 
@@ -64,7 +65,7 @@ class Judge(Generic[_T]):
         if DECIDING_WATCHERS:
             return self._ask(args, kwargs)
         try:
-            return known[place() if fields is _PLACE else self._key(fields, args, kwargs)]
+            return known[self._key(fields, args, kwargs)]
         except (KeyError, TypeError):  # sizes that are symbols have no hash
             return self._ask(args, kwargs)
 
@@ -75,7 +76,7 @@ class Judge(Generic[_T]):
             if not self._may_be_nested:
                 return tuple([value.shape for value in args if isinstance(value, Tensor)])
             return tuple([tensor.shape for tensor in _tensors(args, kwargs, self._names)])
-        if fields is _PLACE:
+        if fields == _PLACE:
             return place()
         if not fields:
             return None
@@ -85,18 +86,12 @@ class Judge(Generic[_T]):
     def _value(
         self, field: str, tensors: list[Tensor], args: tuple[Any, ...], kwargs: Mapping[str, Any]
     ) -> Any:
-        match field:
-            case "shapes":
-                return tuple([tensor.shape for tensor in tensors])
-            case "dtypes":
-                return tuple([tensor.dtype for tensor in tensors])
-            case "devices":
-                return tuple([tensor.device for tensor in tensors])
-            case "place":
-                return place()
-            case _:
-                plain = _plain_arguments(args, kwargs, self._names)
-                return tuple([(name, *_typed(value)) for name, value in plain.items()])
+        if field == "place":
+            return place()
+        if field == "kwargs":
+            plain = _plain_arguments(args, kwargs, self._names)
+            return tuple([(name, *_typed(value)) for name, value in plain.items()])
+        return tuple([getattr(tensor, _ATTRIBUTES[field]) for tensor in tensors])
 
     def _ask(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
         if is_below_dispatcher():  # nothing is cast there
@@ -119,7 +114,6 @@ class Judge(Generic[_T]):
                 note_deciding(self._op, self._deciding(tensors, values, verdict))
         before, known = self._state
         fields = tuple([name for name in FIELDS if name in read or name in before])
-        fields = _PLACE if fields == _PLACE else fields  # found by identity
         if fields != before or len(known) >= MOST_VERDICTS:
             known = {}  # the verdicts depend on more than was known
             self._state = fields, known

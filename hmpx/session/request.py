@@ -9,7 +9,7 @@ from typing import Any, Final
 from ..arguments import is_a
 from ..casting import Options
 from ..errors import OptionError, shown
-from ..policy import Policy, policy_request, requested_policy
+from ..policy import Policy
 from ..rules import all_rules
 from ..tensors import parse_device_types
 
@@ -45,13 +45,12 @@ def checked(given: Mapping[str, Any]) -> Request:
     is_verbose = _verbosity(given["isVerbose"])
     options = Options.checked(given)
     found_types = parse_device_types(given["device_types"])
-    asked = policy_request(given)
-    made = requested_policy(asked)
+    made, is_logged = made_policy(given)
     _check_effect(options, made)
     return Request(
         policy=made,
         device_types=found_types,
-        verbose=is_verbose or asked.is_verbose,
+        verbose=is_verbose or is_logged,
         options=options,
     )
 

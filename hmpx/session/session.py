@@ -117,9 +117,7 @@ class Session(Entered):
         state = "in force" if self is current() else "not in force"
         from ..policy import policy_line  # what only people read
 
-        made = policy_line(
-            self.policy.decisions, self.policy.low_precision_type, self.policy.sections
-        )
+        made = policy_line(self.policy)
         devices = sorted(self.device_types)
         more = f" and {len(devices) - 3} more" if len(devices) > 3 else ""
         return f"<hmpx.Session {state}: {made} on {', '.join(devices[:3])}{more}>"
