@@ -9,7 +9,7 @@ from typing import Any, Final
 from ..arguments import is_a
 from ..casting import Options
 from ..errors import OptionError, shown
-from ..policy import Policy
+from ..policy import Policy, made_policy
 from ..rules import all_rules
 from ..tensors import parse_device_types
 
