@@ -7,6 +7,7 @@ imports anything or runs a library's code: names are looked up in the dicts of m
 from __future__ import annotations
 
 import builtins
+import contextlib
 import functools
 import importlib.util
 import keyword
@@ -75,8 +76,11 @@ def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str
     if len(parts) < 2 or not all(map(_is_plain, parts)) or parts[0] in _REFUSED:
         return None
     if parts[:2] == ["torch", "ops"]:
-        is_custom = len(parts) in (4, 5) and (parts[2] not in _TORCHS or _is_bound(parts[3]))
-        return ".".join(parts[:4]) if is_custom else None  # an overload stands for its op
+        if len(parts) not in (4, 5):
+            return None
+        # torch binds some of its own operators itself, as torch.quantized_lstm
+        is_bound = isinstance(names_of(torch).get(parts[3]), OpOverloadPacket)
+        return ".".join(parts[:4]) if parts[2] not in _TORCHS or is_bound else None
     if parts[0] == "torch":
         is_elsewhere = parts[1] == "nn" and ".".join(parts[:-1]) not in prefixes
         return name if is_elsewhere and _is_of_torch(name) else None
@@ -110,11 +114,6 @@ def refusal(name: str) -> str:
 _LONGEST: Final = 1000
 
 
-def _is_bound(operator: str) -> bool:
-    """Whether torch has the operator of that name itself for a function: ``torch.quantized_lstm``."""
-    return isinstance(names_of(torch).get(operator), OpOverloadPacket)
-
-
 def _is_plain(part: str) -> bool:
     return part.isidentifier() and not part.startswith("__") and not keyword.iskeyword(part)
 
@@ -125,11 +124,8 @@ def _is_of_torch(name: str) -> bool:
     if found is not None:
         return not why_not(name, found)
     module = name.rpartition(".")[0]
-    path = _TORCH.joinpath(*module.split(".")[1:]).with_suffix(".py")
+    path = Path(torch.__file__).parent.joinpath(*module.split(".")[1:]).with_suffix(".py")
     return module not in sys.modules and path.is_file()
-
-
-_TORCH: Final = Path(torch.__file__).parent
 
 
 # --- values ------------------------------------------------------------------------------------
@@ -232,12 +228,8 @@ def _top(value: Any) -> str:
 
 def operator_of(value: Any) -> OpOverload | None:
     """Returns the operator that ``value`` calls, if `torch.library.custom_op` made it."""
-    found = getattr(value, "_opoverload", None) if _is_custom_op(value) else None
+    found = getattr(value, "_opoverload", None) if isinstance(value, CustomOpDef) else None
     return found if isinstance(found, OpOverload) else None
-
-
-def _is_custom_op(value: Any) -> bool:
-    return isinstance(value, CustomOpDef)
 
 
 def lacking(name: str, executed: object = None) -> str:
@@ -255,8 +247,9 @@ def lacking(name: str, executed: object = None) -> str:
         owner: Any = sys.modules.get(module_name)
         if owner is None:
             continue
-        is_finished = owner is executed or not _is_unfinished(owner)
-        if type(owner) is not types.ModuleType or not is_finished:
+        spec = getattr(owner, "__spec__", None)
+        is_unfinished = owner is not executed and getattr(spec, "_initializing", False)
+        if type(owner) is not types.ModuleType or is_unfinished:
             return ""
         for index, attribute in enumerate(attributes):
             names = names_of(owner) if not isinstance(owner, type) else vars(owner)
@@ -264,8 +257,8 @@ def lacking(name: str, executed: object = None) -> str:
                 return ""
             value = _own(owner, attribute)
             if value is None:
-                if index < len(attributes) - 1 and _may_be_submodule(owner):
-                    return ""
+                if index < len(attributes) - 1 and "__path__" in names:
+                    return ""  # perhaps a submodule that is not imported yet
                 where = ".".join([module_name, *attributes[:index]])
                 hint = suggestion(attribute, [n for n in names if not n.startswith("__")])
                 return f"{where} has no {shown(attribute)}{hint}"
@@ -275,22 +268,12 @@ def lacking(name: str, executed: object = None) -> str:
     return ""
 
 
-def _is_unfinished(module: types.ModuleType) -> bool:
-    return bool(getattr(getattr(module, "__spec__", None), "_initializing", False))
-
-
-def _may_be_submodule(owner: Any) -> bool:
-    """Whether a name that ``owner`` lacks may be a submodule that is not imported yet."""
-    return isinstance(owner, types.ModuleType) and "__path__" in names_of(owner)
-
-
 def missing(name: str) -> str:
     """Returns a message if the library of ``name`` is not installed; ``""`` if it may be."""
     top = name.partition(".")[0]
     if name.startswith(f"{OPERATORS}.") or top in sys.modules:
         return ""
-    try:
-        spec = importlib.util.find_spec(top)
-    except (ImportError, ValueError):
-        spec = None
-    return "" if spec is not None else f"no library {shown(top)} is installed, for {shown(name)}"
+    with contextlib.suppress(ImportError, ValueError):
+        if importlib.util.find_spec(top) is not None:
+            return ""
+    return f"no library {shown(top)} is installed, for {shown(name)}"

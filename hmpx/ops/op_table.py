@@ -75,7 +75,7 @@ def table() -> Mapping[str, Op]:
 
 def is_known(name: str) -> bool:
     """Whether ``name`` is the name of an op of torch, or may be that of another library's."""
-    return name in table() or _foreign(name) == name
+    return name in table() or foreign.canonical(name, RESERVED, names()) == name
 
 
 def covering(name: str) -> str | None:
@@ -101,12 +101,7 @@ def resolve(name: str) -> str | None:
     if found is not None or name.isidentifier():
         return found
     found = _resolve_of_torch(name)
-    return _foreign(name) if found is None else found
-
-
-def _foreign(name: str) -> str | None:
-    """Returns the op of another library that ``name`` means, or None."""
-    return foreign.canonical(name, RESERVED, names())
+    return foreign.canonical(name, RESERVED, names()) if found is None else found
 
 
 def _resolve_of_torch(name: str) -> str | None:
@@ -138,12 +133,8 @@ def root(name: str) -> str:
 def covered(name: str) -> frozenset[str]:
     """Returns op ``name`` and the ops that a line of it covers."""
     found = {name}
-    for candidate in table():
-        above: str | None = candidate
-        while above is not None and above != name:
-            above = covering(above)
-        if above is not None:
-            found.add(candidate)
+    while more := {op.name for op in table().values() if op.covered_by in found} - found:
+        found |= more
     return frozenset(found)
 
 
@@ -249,7 +240,7 @@ def _covering(name: str, sites: list[Site], slots: Mapping[str, list[Site]]) -> 
 
 def _follows(site: Site, sites: list[Site]) -> bool:
     """Whether the Python function at ``site`` ends in a builtin among ``sites``."""
-    if operator_in(site.attribute) or f"{site.namespace}.{site.attribute}" in facts("python_level"):
+    if operator_in(site.attribute) or site.qualified in facts("python_level"):
         return False
     return any(not other.is_python and not other.in_place for other in sites)
 

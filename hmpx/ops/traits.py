@@ -6,8 +6,8 @@ Also which of their inputs are weights, as far as names tell.
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
-from typing import Any, Final
+from collections.abc import Iterable
+from typing import Final
 
 import torch
 
@@ -41,9 +41,7 @@ def is_decisive(name: str, *, is_relative: bool) -> bool:
     """
     if name not in table():
         return True  # another library's
-    if _is_decisive(name, is_relative=is_relative):
-        return True
-    return any(_is_decisive(each, is_relative=is_relative) for each in covered(name))
+    return any(_is_decisive(each, is_relative=is_relative) for each in (name, *covered(name)))
 
 
 def _is_decisive(name: str, *, is_relative: bool) -> bool:
@@ -115,29 +113,21 @@ def _has_view(name: str) -> bool:
     may_make_new = schema_parameters(name, False).plain >= _OF_NEW  # known already, of most names
     for schema in schemas_named(name):
         arguments = schema.arguments  # made anew at each look
-        if _is_alias(arguments) or (may_make_new and _makes_new(arguments)):
+        info = arguments[0].alias_info if arguments else None
+        if info is not None and not info.is_write:
             return True
-        if name.endswith("_copy") and _copies_view(schema):  # slice_scatter has the tag, too
+        if (  # a tensor and all the options of a new one: zeros_like
+            may_make_new
+            and {argument.name for argument in arguments} >= _OF_NEW
+            and any(map(holds_tensor, arguments))
+        ):
             return True
+        if name.endswith("_copy"):  # detach_copy, slice_copy; slice_scatter has the tag, too
+            packet = getattr(torch.ops.aten, name, None)
+            op = getattr(packet, schema.overload_name or "default", None)
+            if op is not None and torch.Tag.view_copy in op.tags:
+                return True
     return False
-
-
-def _is_alias(arguments: Sequence[Any]) -> bool:
-    info = arguments[0].alias_info if arguments else None
-    return info is not None and not info.is_write
-
-
-def _makes_new(arguments: Sequence[Any]) -> bool:
-    """Whether the op takes a tensor and all the options of a new one: ``zeros_like``."""
-    names = {argument.name for argument in arguments}
-    return names >= _OF_NEW and any(map(holds_tensor, arguments))
-
-
-def _copies_view(schema: Any) -> bool:
-    """Whether the op is the copy of a view: ``detach_copy``, ``slice_copy``."""
-    name, overload = schema.name.partition("::")[2], schema.overload_name or "default"
-    op = getattr(getattr(torch.ops.aten, name, None), overload, None)
-    return op is not None and torch.Tag.view_copy in op.tags
 
 
 # --- roles of inputs ---------------------------------------------------------------------------
