@@ -10,12 +10,7 @@ from collections.abc import Mapping
 
 
 def read_sections(package: str, name: str) -> Mapping[str, Mapping[str, str]]:
-    """Returns the file ``name`` in ``package``: section -> key -> value, ``""`` where there is none.
-
-    Raises:
-        ValueError: A line that is not ``[section]``, ``key = value``, ``key`` or a comment; a section or a
-            key twice.
-    """
+    """Returns the file ``name`` in ``package``: section -> key -> value, ``""`` where there is none."""
     text = importlib.resources.files(package).joinpath(name).read_text("utf-8")
     found: dict[str, dict[str, str]] = {}
     section: dict[str, str] | None = None

@@ -45,13 +45,7 @@ _FUNCTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a dotted name stands for.
-
-    Attributes:
-        value: The value, as its slot holds it; in a class it may be a classmethod.
-        owner: The module or class whose slot that is.
-        attribute: Name of the slot.
-    """
+    """What a dotted name stands for: the value as its slot holds it, the module or class, the slot's name."""
 
     value: Any
     owner: Any

@@ -52,12 +52,7 @@ def holds_tensor(argument: Any) -> bool:
 
 
 def argument_letter(argument: Any, written: str | None = None) -> str:
-    """Returns the letter of `Parameters.kinds` for an argument; ``""`` if it holds no tensor to cast.
-
-    Args:
-        argument: Of a schema.
-        written: Its type as text, if that is known.
-    """
+    """Returns the letter of `Parameters.kinds` for an argument; ``""`` if it holds no tensor to cast."""
     written = str(argument.type) if written is None else written
     if "Tensor" not in written or argument.is_out:
         return ""

@@ -37,13 +37,7 @@ class Call:
     __slots__ = ("_read", "_values", "op")
 
     def __init__(self, op: str, values: Mapping[str, Any], read: set[str]) -> None:
-        """Only hmpx makes calls.
-
-        Args:
-            op: Op name.
-            values: Name in `FIELDS` -> value; for the place, a function that returns it.
-            read: Takes the names of the fields that are looked at.
-        """
+        """Only hmpx makes calls."""
         self.op, self._values, self._read = op, values, read
 
     def _get(self, field: str) -> Any:

@@ -211,12 +211,7 @@ UNDECIDED: Final = Decision(CastPolicy.PASS, reason="in no list")
 
 
 def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:
-    """Returns the dtype that a decision casts to, also where it leaves that to the policy.
-
-    Args:
-        decision: The decision.
-        low_dtype: The policy's low-precision type.
-    """
+    """Returns the dtype that a decision casts to, also where it leaves that to the policy."""
     if decision.dtype is None and decision.cast_policy is CastPolicy.LOW:
         return low_dtype
     if decision.dtype is None and decision.cast_policy is CastPolicy.FP32:
@@ -257,11 +252,7 @@ def parse_low_type(value: object) -> LowType:
 
 
 def parse_format(name: str, value: object) -> Format:
-    """Returns the number format ``value``, or the one of that name; a dtype's is what emulates it.
-
-    Raises:
-        OptionError: It is not one of these; ``name`` is what messages call it.
-    """
+    """Returns the number format ``value``, or the one of that name; a dtype's is what emulates it."""
     if is_a(value, torch.dtype) and value in tensors.COMPUTED:
         value = tensors.long_name(value)
     try:

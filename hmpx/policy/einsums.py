@@ -35,12 +35,7 @@ def pass_pointwise(call: Call) -> Decision | None:
 
 
 def sums_products(equation: str, shapes: Sequence[Sequence[int]]) -> bool:
-    """Whether an index is summed that is longer than 1 in several operands.
-
-    Args:
-        equation: As `torch.einsum` takes it: ``"bij,bjk->bik"``.
-        shapes: Those of the operands.
-    """
+    """Whether an index is summed that is longer than 1 in several operands."""
     inputs, arrow, output = equation.replace(" ", "").partition("->")
     terms = inputs.split(",")
     counts: collections.Counter[str | int] = collections.Counter(inputs)

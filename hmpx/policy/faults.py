@@ -6,7 +6,7 @@ import re
 import warnings
 from collections.abc import Iterable, Iterator, Mapping
 from itertools import chain
-from typing import Final
+from typing import Final, NamedTuple
 
 import torch
 
@@ -47,26 +47,38 @@ def report(
         is_from_files: Whether to warn of lines without effect and, with ``strict``, raise an error for
             libraries that are not installed.
     """
+    found = _found(lists, *more)
+    if strict and (faults := found.unknown + (found.absent if is_from_files else [])):
+        raise OpListError("\n".join(faults))
+    if found.conflicts:
+        raise OpListError("\n".join(found.conflicts))
+    if found.unknown:
+        warn("left out of the op lists:\n  " + "\n  ".join(found.unknown))
+    for messages in (found.repeated, found.idle if is_from_files else []):
+        if messages:
+            warn("\n".join(messages))
+
+
+class _Found(NamedTuple):
+    """The faults of lists that are used together, by their kind; of each the first, and a count."""
+
+    unknown: list[str]
+    absent: list[str]
+    repeated: list[str]
+    idle: list[str]
+    conflicts: list[str]
+
+
+def _found(lists: list[Listed], *more: list[Listed], most: int = MOST_SHOWN) -> _Found:
     together = [*lists, *chain.from_iterable(more)]
     op_lists = [op_list for op_list, _ in together]
-    unknown = unknown_names(op_lists)
-    if strict:
-        absent = list(_absent_names(op_lists)) if is_from_files else []
-        if faults := unknown + gathered(absent, len(absent)):
-            raise OpListError("\n".join(faults))
     shipped = [each for each in lists if each.op_list.is_shipped]
     own = [each for each in lists if not each.op_list.is_shipped]
-    conflicts = list(chain.from_iterable(map(_conflicting_lines, (own, shipped, *more))))
-    if conflicts:
-        raise OpListError("\n".join(gathered(conflicts, len(conflicts))))
-    if unknown:
-        warn("left out of the op lists:\n  " + "\n  ".join(unknown))
-    repeated = repeated_lines(op_lists)
-    if repeated:
-        warn("\n".join(repeated))
-    idle = list(_idle_lines(together))
-    if idle and is_from_files:
-        warn("\n".join(gathered(idle, len(idle))))
+    conflicts = chain.from_iterable(map(_conflicting_lines, (own, shipped, *more)))
+    found = map(list, (_absent_names(op_lists), _idle_lines(together), conflicts))
+    absent, idle, conflicting = [gathered(each, len(each), most) for each in found]
+    unknown, repeated = unknown_names(op_lists, most), repeated_lines(op_lists, most)
+    return _Found(unknown, absent, repeated, idle, conflicting)
 
 
 # --- each kind of fault ------------------------------------------------------------------------
@@ -207,18 +219,7 @@ def check_files(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
             except OpListError as error:
                 refused.append(error)
             faults += map(str, refused)
-    return _in_order([*faults, *_faults_of_lists(read)])
-
-
-def _faults_of_lists(lists: list[Listed], *more: list[Listed]) -> list[str]:
-    """Returns the faults of lists that are used together; ``more`` are those of sections."""
-    together = [*lists, *chain.from_iterable(more)]
-    op_lists = [op_list for op_list, _ in together]
-    conflicts = chain.from_iterable(map(_conflicting_lines, (lists, *more)))
-    faults = unknown_names(op_lists, MOST_FAULTS) + repeated_lines(op_lists, MOST_FAULTS)
-    for found in map(list, (_absent_names(op_lists), _idle_lines(together), conflicts)):
-        faults += gathered(found, len(found), MOST_FAULTS)
-    return faults
+    return _in_order([*faults, *chain.from_iterable(_found(read, most=MOST_FAULTS))])
 
 
 def _faults_of_policy(path: str) -> list[str]:
@@ -232,9 +233,8 @@ def _faults_of_policy(path: str) -> list[str]:
     except HmpxError as error:
         return str(error).splitlines()
     low = source.low_precision_type or torch.bfloat16
-    faults = _faults_of_lists(
-        *[listed(lists, low) for lists in (source.lists, *[s.lists for s in source.sections])]
-    )
+    read = [listed(lists, low) for lists in (source.lists, *[s.lists for s in source.sections])]
+    faults = [*chain.from_iterable(_found(*read, most=MOST_FAULTS))]
     if refused:  # what is left out of the rest may be what it lacks
         return [*chain.from_iterable(str(each).splitlines() for each in refused), *faults]
     with warnings.catch_warnings():

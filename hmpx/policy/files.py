@@ -67,11 +67,7 @@ def read_policy_file(
 
 
 def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
-    """Returns the content of a policy file with these keys and values.
-
-    Raises:
-        PolicyFileError: It is not a policy.
-    """
+    """Returns the content of a policy file with these keys and values."""
     return _Reader(nodes.DICT, Path()).policy(nodes.of_mapping(mapping))
 
 

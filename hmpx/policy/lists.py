@@ -52,19 +52,7 @@ def parse(
     is_shipped: bool = False,
     faults: list[OpListError] | None = None,
 ) -> OpList:
-    """Returns the list that ``text`` holds.
-
-    Args:
-        text: The whole list.
-        source: What error messages call it.
-        kind: Name in `KINDS`.
-        is_shipped: The list comes with hmpx.
-        faults: Where the errors of lines are put, which are then left out; None to raise the first.
-
-    Raises:
-        OpListError: A line is neither an op name, nor ``@set``, ``-op`` or ``*``; its options or its
-            condition are not valid; or there are too many lines.
-    """
+    """Returns the list that ``text`` holds, called ``source`` in messages; ``faults`` gets errors of lines."""
     lines = text.removeprefix("\ufeff").splitlines()
     if len(lines) > _MOST_LINES:
         raise OpListError(
@@ -123,11 +111,7 @@ class _Reading:
         )
 
     def add(self, line: str, where: str) -> None:
-        """Adds a line without its comment.
-
-        Raises:
-            OpListError: As `parse`.
-        """
+        """Adds a line without its comment."""
         if ";" in line:
             line = _applying(line, where)
             if not line:
@@ -298,12 +282,7 @@ def set_names() -> list[str]:
 def read_list(
     path: str | os.PathLike[str], kind: str, faults: list[OpListError] | None = None
 ) -> OpList:
-    """Returns the list in the file ``path``, of the kind with that name; ``faults`` as for `parse`.
-
-    Raises:
-        OpListError: The file can't be read, is not text, or holds a line that is not valid.
-        OptionError: ``path`` is not a path.
-    """
+    """Returns the list in the file ``path``, of the kind with that name; ``faults`` as for `parse`."""
     plain = arguments.path("an op list's path", path)
     return parse(_read_text(plain), short(plain), kind, faults=faults)
 

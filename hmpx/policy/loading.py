@@ -120,12 +120,7 @@ def _path_and_policy(bf16_file_path: object, policy: object) -> tuple[str, objec
 
 
 def _read_source(policy: object) -> PolicySource:
-    """Returns the content of a policy file, or of a mapping like one.
-
-    Raises:
-        OptionError: ``policy`` is neither.
-        PolicyFileError: It can't be read, or is not a policy.
-    """
+    """Returns the content of a policy file, or of a mapping like one."""
     if isinstance(policy, PolicySource):
         return policy
     from . import files  # yaml
@@ -254,11 +249,7 @@ def _check_sections(made: list[Section]) -> None:
 
 
 def _with_formats(policy: Policy, source: PolicySource) -> Policy:
-    """Returns the policy with what the file says of all ops in number formats.
-
-    Raises:
-        PolicyFileError: It says something, and there are none.
-    """
+    """Returns the policy with what the file says of all ops in number formats."""
     if not source.formats:
         return policy
     if not policy.formats():

@@ -38,11 +38,7 @@ _JSON: Final = re.compile(
 
 
 def of_yaml(text: str, source: str) -> yaml.Node | None:
-    """Returns the node of the one document in ``text``; None for an empty one.
-
-    Raises:
-        PolicyFileError: It is not valid YAML, or nested too deep.
-    """
+    """Returns the node of the one document in ``text``; None for an empty one."""
     try:
         if len(text) > _LONG and yaml.__with_libyaml__:
             _check_depth(text)
@@ -80,11 +76,7 @@ def _check_depth(text: str) -> None:
 
 
 def of_json(text: str, source: str) -> yaml.Node | None:
-    """Returns the node of the JSON in ``text``; ``source`` is what error messages call it.
-
-    Raises:
-        PolicyFileError: It is not valid JSON, or nested too deep.
-    """
+    """Returns the node of the JSON in ``text``; ``source`` is what error messages call it."""
     try:
         json.loads(text, parse_int=str)  # Python refuses to convert very long ones
     except json.JSONDecodeError as error:
@@ -107,11 +99,7 @@ def of_json(text: str, source: str) -> yaml.Node | None:
 
 
 def of_mapping(mapping: Mapping[Any, Any]) -> yaml.Node:
-    """Returns the node of a policy that is a dict: `place` tells the keys that lead to a value.
-
-    Raises:
-        PolicyFileError: Something in it can't be in a policy.
-    """
+    """Returns the node of a policy that is a dict: `place` tells the keys that lead to a value."""
     return _node("", mapping, 0)
 
 

@@ -118,11 +118,7 @@ class Listed(NamedTuple):
     decision: Decision
 
     def decided(self, entry: Entry) -> Decision:
-        """Returns the decision of a line: that of its list, except where the line says otherwise.
-
-        Raises:
-            OpListError: What the line says does not go together.
-        """
+        """Returns the decision of a line: that of its list, except where the line says otherwise."""
         try:
             return dataclasses.replace(self.decision, reason=entry.where, **entry.options)
         except OptionError as error:

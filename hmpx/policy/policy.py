@@ -57,11 +57,7 @@ class Policy:
     sections: tuple[Section, ...] = ()
 
     def __post_init__(self) -> None:
-        """Gives each decision a dtype where it has none.
-
-        Raises:
-            OptionError: A field has an invalid value.
-        """
+        """Gives each decision a dtype where it has none."""
         low_dtype = parse_low_type(self.low_precision_type)
         settled: dict[str, Decision] = {}
         given = arguments.mapping("decisions", self.decisions, _DECISIONS)

@@ -33,11 +33,7 @@ class Regex:
     """A regular expression for the whole of a text."""
 
     def __init__(self, pattern: str) -> None:
-        """Reads the expression.
-
-        Raises:
-            ValueError: It is not a regular expression, or needs backtracking.
-        """
+        """Reads the expression."""
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore", FutureWarning)

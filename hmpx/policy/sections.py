@@ -183,13 +183,7 @@ class Section:
     def __init__(
         self, decisions: Mapping[str, Decision], *, where: str = "", **conditions: Any
     ) -> None:
-        """Takes the decisions, where they are from, and the conditions.
-
-        Args:
-            decisions: Op name -> decision.
-            where: Where the section is written.
-            **conditions: Key in `CONDITIONS` -> value; None and () are no condition.
-        """
+        """Takes the decisions, where they are from, and the conditions; None and () are no condition."""
         for key in conditions.keys() - CONDITIONS.keys():
             raise TypeError(f"a section has no condition {key!r}")
         given = [(key, conditions.get(key)) for key in CONDITIONS]

@@ -22,13 +22,7 @@ _SPECIAL: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
 
 @dataclass(frozen=True)
 class TextKind:
-    """A kind of text file.
-
-    Attributes:
-        name: The name in messages: ``"an op list"``.
-        most_bytes: Larger files are refused.
-        error: The class of errors about them.
-    """
+    """A kind of text file: its name in messages, the largest that is read, the class of errors about it."""
 
     name: str
     most_bytes: int
@@ -36,14 +30,7 @@ class TextKind:
 
 
 def read(path: str, kind: TextKind) -> str:
-    """Returns the text of the file, without a byte-order mark.
-
-    No more than a byte beyond the limit is read, whatever size the file claims to have.
-
-    Raises:
-        HmpxError: ``kind.error``: it can't be opened, is not a regular file, is too large, or is not
-            UTF-8.
-    """
+    """Returns the text of the file, without a byte-order mark."""
     where = short(path)
     try:
         status = Path(path).stat()

@@ -44,15 +44,7 @@ class Judge(Generic[_T]):
         low_dtype: LowType,
         follow: Callable[[Decision | None], _T],
     ) -> None:
-        """Starts without verdicts.
-
-        Args:
-            op: Op name.
-            parameters: Those of the callable.
-            rules: The one asked first comes first.
-            low_dtype: That of decisions that name none.
-            follow: Makes of a decision what is kept; of None, what the lists decide.
-        """
+        """Takes the op, the rules in the order in which they are asked, and what makes of a decision what is kept."""
         self._op, self._rules, self._low_dtype, self._follow = op, rules, low_dtype, follow
         self._names = parameters.names
         self._may_be_nested = "A" in parameters.kinds.values()

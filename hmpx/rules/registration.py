@@ -33,11 +33,7 @@ class Registered:
     level: int
 
     def __call__(self, call: Call) -> Verdict:
-        """Returns the verdict of the user's function.
-
-        Raises:
-            RuleError: It raised an error.
-        """
+        """Returns the verdict of the user's function."""
         try:
             return self.function(call)
         except Exception as error:
