@@ -128,8 +128,6 @@ class _Reading:
             return
         earlier = self._where.get(text)
         self._where[text] = where
-        if earlier is not None:
-            self._repeated.append((text, where, earlier))
         if text == "*":
             self._everything = entry
         elif name is None:
@@ -142,6 +140,8 @@ class _Reading:
                 f"{where}: {shown(text)} is the op {name!r}, which is already in this list, at "
                 f"{self._own[name].where}, with other dtypes; keep one of the lines"
             )
+        if earlier is not None:
+            self._repeated.append((text, where, earlier))
 
     def _note_unknown(self, entry: Entry) -> None:
         text, where, _ = entry

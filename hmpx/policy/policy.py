@@ -110,7 +110,9 @@ class Policy:
         for section in self.sections:
             rules: dict[int, SectionRule] = {}  # a line of ``*`` is one decision for all its ops
             for op, decision in section.decisions.items():
-                rule = rules.setdefault(id(decision), SectionRule(section, decision))
+                rule = rules.get(id(decision))
+                if rule is None:
+                    rule = rules[id(decision)] = SectionRule(section, decision)
                 found.setdefault(op, []).append(rule)
         return found
 
