@@ -156,13 +156,10 @@ LONG_LISTS: dict[str, Callable[[int], str]] = {
 }
 
 
-@pytest.mark.parametrize("lines", [50_000, pytest.param(500_000, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", LONG_LISTS)
-def test_half_a_million_lines_take_less_than_two_seconds(
-    name: str, lines: int, slowness: float
-) -> None:
+def test_fifty_thousand_lines_take_less_than_a_second(name: str, slowness: float) -> None:
     """Whatever is in them, and with messages of a few lines."""
-    Path("long.txt").write_text(LONG_LISTS[name](lines))
+    Path("long.txt").write_text(LONG_LISTS[name](50_000))
     messages: list[str] = []
 
     def load() -> None:
@@ -174,7 +171,7 @@ def test_half_a_million_lines_take_less_than_two_seconds(
         except HmpxError as error:
             messages.append(str(error))
 
-    assert taking(load) < MOST_S * slowness * max(lines, 100_000) / 500_000
+    assert taking(load) < slowness
     assert sum(map(len, messages)) < 10_000
 
 
