@@ -65,7 +65,7 @@ SAMPLED = {
     "test_kept_parameters": 2,
     "test_layers_in_inference": 4,
     "test_legalized_ops": 6,
-    "test_linears": 4,
+    "test_layers_in_training": 4,
     "test_module_paths": 5,
     "test_no_effect": 2,
     "test_numbers": 4,

@@ -1,0 +1,662 @@
+"""Linear layers and convolutions that are computed in kept memory, as large ones are."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from types import ModuleType
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
+
+import hmpx
+from hmpx import Policy
+from hmpx.compute.legalize import convolutions, linears
+from hmpx.compute.legalize import scratch as temporaries
+from hmpx.number_formats import bfloat16_kernels
+from tests.compute.keeping import Keeping
+from tests.values import normal, same
+
+BF16, FP16, FP32 = torch.bfloat16, torch.float16, torch.float32
+NEVER_LARGE = 1 << 60
+
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),
+    pytest.mark.usefixtures("lacks_low_precision"),
+]
+
+
+class Kind(NamedTuple):
+    """A layer: the module that computes it, how to make one with ``n`` outputs, and a shape of its input."""
+
+    module: ModuleType
+    layer: Callable[..., nn.Module]
+    shape: tuple[int, ...]
+    function: Callable[..., Tensor]
+
+    def data(self, seed: int = 0, rows: int = 0) -> Tensor:
+        """Returns an input, which has more or fewer rows if asked to."""
+        first, *others = self.shape
+        return normal(rows or first, *others, seed=seed)
+
+
+KINDS = {
+    "linear": Kind(linears, lambda n=24: nn.Linear(16, n), (9, 16), F.linear),
+    "conv2d": Kind(convolutions, lambda n=6: nn.Conv2d(4, n, 3), (2, 4, 9, 8), F.conv2d),
+}
+
+
+@pytest.fixture(params=KINDS)
+def kind(request: pytest.FixtureRequest) -> Kind:
+    return KINDS[request.param]
+
+
+@pytest.fixture(autouse=True)
+def every_size_is_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (linears, convolutions):
+        monkeypatch.setattr(module, "_LEAST", 0)
+
+
+@pytest.fixture
+def computed(monkeypatch: pytest.MonkeyPatch) -> list[bool]:
+    """Whether each layer was computed here."""
+    found: list[bool] = []
+
+    def noting(compute: Callable[..., Tensor | None]) -> Callable[..., Tensor | None]:
+        def computing(*args: Any, **kwargs: Any) -> Tensor | None:
+            result = compute(*args, **kwargs)
+            found.append(result is not None)
+            return result
+
+        return computing
+
+    for module in (linears, convolutions):
+        monkeypatch.setattr(module, "compute", noting(module.compute))
+    return found
+
+
+def low(legalize: str = "always", dtype: torch.dtype = BF16, **options: Any) -> hmpx.Session:
+    ops = ["linear", "conv1d", "conv2d", "conv3d"]
+    policy = Policy.from_ops(low=ops, low_precision_type=dtype)
+    return hmpx.convert(policy=policy, legalize=legalize, **options)
+
+
+def reround(tensor: Tensor, dtype: torch.dtype = BF16) -> Tensor:
+    return tensor.to(dtype).float()
+
+
+@contextlib.contextmanager
+def left_to_others() -> Iterator[None]:
+    """Has the layers computed as small ones are."""
+    with pytest.MonkeyPatch.context() as patch:
+        for module in (linears, convolutions):
+            patch.setattr(module, "_LEAST", NEVER_LARGE)
+        yield
+
+
+#: Op, shapes of input, weight and bias, and the other arguments.
+CASES: dict[str, tuple[str, tuple[tuple[int, ...], ...], tuple[Any, ...]]] = {
+    "matrix": ("linear", ((9, 16), (24, 16), (24,)), ()),
+    "stack": ("linear", ((2, 33, 40), (24, 40), (24,)), ()),
+    "stack of stacks": ("linear", ((2, 3, 5, 16), (8, 16), (8,)), ()),
+    "matrix, no bias": ("linear", ((9, 16), (24, 16)), ()),
+    "stack, no bias": ("linear", ((2, 33, 40), (24, 40)), ()),
+    "one row": ("linear", ((1, 64), (24, 64), (24,)), ()),
+    "one column": ("linear", ((9, 1), (24, 1), (24,)), ()),
+    "one output": ("linear", ((9, 16), (1, 16), (1,)), ()),
+    "wide": ("linear", ((130, 256), (512, 256), (512,)), ()),
+    "conv1d": ("conv1d", ((2, 4, 9), (6, 4, 3), (6,)), ()),
+    "conv2d": ("conv2d", ((2, 4, 9, 8), (6, 4, 3, 3), (6,)), ()),
+    "no bias": ("conv2d", ((2, 4, 9, 8), (6, 4, 3, 3)), ()),
+    "strides": ("conv2d", ((2, 4, 9, 8), (6, 4, 3, 3), (6,)), (2, 1)),
+    "channels_last": ("conv2d", ((2, 4, 9, 8), (6, 4, 3, 3), (6,)), (2, 1)),
+    "pairs": ("conv2d", ((2, 4, 9, 8), (6, 4, 3, 3), (6,)), ((1, 2), [1, 0], (2, 1), 1)),
+    "groups": ("conv2d", ((2, 4, 9, 8), (4, 1, 3, 3), (4,)), (1, 1, 1, 4)),
+    "conv3d": ("conv3d", ((2, 2, 5, 5, 4), (3, 2, 2, 2, 2), (3,)), (1, 1)),
+}
+CONVOLUTIONS = [name for name, (op, *_) in CASES.items() if op != "linear"]
+
+#: How the incoming gradient is laid out.
+LAYOUTS: dict[str, Callable[[Tensor], Tensor]] = {
+    "contiguous": lambda g: g,
+    "expanded": lambda g: g.flatten()[0].expand(g.shape),
+    "rows expanded": lambda g: g[..., :1].expand(g.shape),
+    "transposed": lambda g: g.transpose(0, -1).contiguous().transpose(0, -1),
+    "part": lambda g: torch.cat([g, g], -1)[..., : g.shape[-1]],
+}
+
+
+@pytest.mark.sampled(10)
+@pytest.mark.parametrize(
+    ("name", "layout"),
+    [
+        *[(name, layout) for name in CASES if name not in CONVOLUTIONS for layout in LAYOUTS],
+        *[(name, "contiguous") for name in CONVOLUTIONS],
+    ],
+)
+@pytest.mark.parametrize("legalize", ["always", "auto", "fast"])
+@pytest.mark.parametrize("leaf_dtype", [FP32, None])
+@pytest.mark.parametrize("dtype", [BF16, FP16])
+def test_it_is_what_others_compute(  # noqa: PLR0917  # as parametrized
+    name: str,
+    dtype: torch.dtype,
+    leaf_dtype: torch.dtype | None,
+    legalize: str,
+    layout: str,
+    computed: list[bool],
+) -> None:
+    """Bit for bit and stride for stride, the gradients of parameters and of plain tensors too."""
+    op, shapes, arguments = CASES[name]
+    for is_parameter in (True, False):
+
+        def results(*, is_parameter: bool = is_parameter) -> tuple[Tensor, Sequence[Tensor]]:
+            inputs = [normal(*s, seed=i).to(leaf_dtype or dtype) for i, s in enumerate(shapes)]
+            if name == "channels_last":
+                inputs[0] = inputs[0].to(memory_format=torch.channels_last)
+            if is_parameter:
+                inputs[1:] = [nn.Parameter(t) for t in inputs[1:]]
+            inputs = [t.requires_grad_() for t in inputs]
+            given = [*inputs, *[None] * (3 - len(inputs)), *arguments]
+            with low(legalize, dtype):
+                output = getattr(F, op)(*given)
+                incoming = LAYOUTS[layout](normal(*output.shape, seed=9).to(dtype))
+            return output.detach(), torch.autograd.grad(output, inputs, incoming)
+
+        computed.clear()
+        actual = results()
+        assert actual[0].dtype is dtype
+        is_known = is_parameter or legalize != "fast" or leaf_dtype is None
+        assert computed in ([is_known], [])  # products that are small are left to native kernels
+        assert computed or (legalize != "always" and op == "linear")
+        with left_to_others():
+            expected = results()
+        same(actual, expected, check_stride=True)
+
+
+def test_it_is_the_composition_of_casts(kind: Kind, computed: list[bool]) -> None:
+    """Gradients are rounded where they go out."""
+    data, layer = kind.data().requires_grad_(), kind.layer()
+    inputs = (data, layer.weight, layer.bias)
+    with low():
+        output = layer(data)
+    incoming = normal(*output.shape, seed=9).bfloat16()
+    actual = torch.autograd.grad(output, inputs, incoming)
+    rounded = [reround(t).detach().requires_grad_() for t in inputs]
+    wide = kind.function(*rounded)
+    expected = torch.autograd.grad(wide, rounded, incoming.float())
+    assert computed == [True]
+    same(output, wide.bfloat16(), check_stride=True)
+    same(list(actual), [reround(t) for t in expected], check_stride=True)
+
+
+@pytest.mark.parametrize("learning", ["input", "weight", "bias"])
+def test_only_what_is_asked_for_has_a_gradient(
+    learning: str, kind: Kind, computed: list[bool]
+) -> None:
+    """As in a first layer, and with frozen weights."""
+    data, layer = kind.data(), kind.layer().requires_grad_(requires_grad=False)
+    leaf = {"input": data, "weight": layer.weight, "bias": layer.bias}[learning].requires_grad_()
+    with low():
+        layer(data).sum().backward()
+    assert computed == [True]
+    tensors = (data, layer.weight, layer.bias)
+    assert [t.grad is not None for t in tensors] == [t is leaf for t in tensors]
+
+
+@pytest.mark.parametrize("legalize", ["always", "fast"])
+def test_what_is_kept_is_low_or_a_parameter(
+    legalize: str, kind: Kind, computed: list[bool]
+) -> None:
+    """The input in low precision, and of the parameter itself nothing new."""
+    layer, packed = kind.layer(), list[Tensor]()
+    hooks = saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t)
+    with low(legalize), hooks:
+        # Not so small as to be left to native kernels.
+        output = layer(kind.data(rows=40).requires_grad_() * 1)
+    assert computed == [True]
+    assert output.requires_grad
+    assert [t.dtype for t in packed if t is not layer.weight] == [BF16]
+    assert any(t is layer.weight for t in packed)
+
+
+def test_no_two_results_share_memory(kind: Kind) -> None:
+    """Later calls, smaller and larger ones, leave earlier results as they are."""
+    layers = [kind.layer(n) for n in (8, 2, 32)]
+    data = [kind.data(seed=rows, rows=rows).requires_grad_() for rows in (8, 16, 5)]
+
+    def gradients(legalize: str) -> list[list[Tensor]]:
+        found = []
+        with low(legalize):
+            for _ in range(2):
+                outputs = [layer(t) for layer, t in zip(layers, data, strict=True)]
+                for layer, t, output in zip(layers, data, outputs, strict=True):
+                    incoming = normal(*output.shape, seed=3).bfloat16()
+                    wanted = (t, *layer.parameters())
+                    found.append([output, *torch.autograd.grad(output, wanted, incoming)])
+        return found
+
+    for legalize in ("always", "fast"):
+        actual = gradients(legalize)
+        with left_to_others():
+            expected = gradients(legalize)
+        same(actual, expected, check_stride=True)
+
+
+@pytest.mark.parametrize("shape", [(9, 16), (2, 3, 16), (1, 16)])
+def test_results_may_be_written_to(shape: tuple[int, ...], computed: list[bool]) -> None:
+    """As by `nn.ReLU(inplace=True)`, which follows the linear layers of VGG and AlexNet."""
+    layer, x = nn.Linear(16, 24), normal(*shape)
+
+    def gradient(relu: Callable[[Tensor], Tensor]) -> Tensor | None:
+        layer.zero_grad()
+        relu(layer(x)).sum().backward()
+        return layer.weight.grad
+
+    with low():
+        assert torch.equal(gradient(F.relu_), gradient(F.relu))
+        assert layer(x).detach_().is_leaf
+    assert all(computed)
+
+
+@pytest.mark.parametrize("most", [0, 100, 500])
+def test_what_does_not_fit_is_new(most: int, kind: Kind, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Results are those with memory for all."""
+    layer, data = kind.layer(), kind.data()
+
+    def gradients() -> list[Tensor]:
+        with low():
+            for _ in range(3):
+                output = layer(data)
+                found = torch.autograd.grad(output.float().square().sum(), layer.parameters())
+        return [output, *found]
+
+    expected = gradients()
+    monkeypatch.setattr(temporaries, "_MOST", most)
+    monkeypatch.setattr(temporaries._thread, "memory", None)
+    same(gradients(), expected, check_stride=True)
+    assert temporaries._thread.memory.numel() == most
+
+
+def test_no_two_calls_share_memory() -> None:
+    """Though one begins before the other has ended."""
+    for _ in range(2):
+        outer = temporaries.Temporaries(torch.device("cpu"))
+        kept = outer.widen(torch.ones(64, dtype=BF16))
+        inner = temporaries.Temporaries(torch.device("cpu"))
+        inner.widen(torch.zeros(64, dtype=BF16))
+        inner.free()
+        same(kept, torch.ones(64), check_stride=True)
+        outer.free()
+
+
+def test_calls_from_within(kind: Kind) -> None:
+    """A hook of a gradient that calls the layer, and a call that fails half-way."""
+    layer, data = kind.layer(), kind.data().requires_grad_()
+
+    def train(gradient: Tensor) -> None:
+        with torch.enable_grad():
+            layer(data).sum().backward()
+
+    def gradients(*, has_hook: bool) -> list[Tensor]:
+        with low():
+            output = layer(data)
+            if has_hook:
+                output.register_hook(train)
+            found = torch.autograd.grad(output, (data, layer.weight), torch.ones_like(output))
+        return [output, *found]
+
+    expected = gradients(has_hook=False)
+    same(gradients(has_hook=True), expected, check_stride=True)
+    with low(), pytest.raises(RuntimeError, match=r"to have 4 channels|cannot be multiplied"):
+        layer(normal(2, 5, 9, 8))
+    same(gradients(has_hook=False), expected, check_stride=True)
+
+
+def test_modes_may_keep_what_they_see(kind: Kind) -> None:
+    """Of forward and backward, or of the backward alone: kept memory is not shown to them."""
+    layer, mode = kind.layer(), Keeping()
+    with low():
+        for _ in range(2):  # the second time there is kept memory
+            loss = layer(kind.data()).sum()
+            with mode:
+                torch.autograd.grad(loss, layer.parameters())
+            layer(kind.data(seed=1)).sum().backward()
+        with mode:
+            first, second = layer(kind.data()), layer(kind.data(seed=1))
+            torch.autograd.grad(first.sum() + second.sum(), layer.parameters())
+    memory = temporaries._thread.memory
+    own = range(memory.data_ptr(), memory.data_ptr() + memory.nbytes)
+    assert len(mode.seen) > 10
+    for tensor, before in mode.seen:
+        assert tensor.data_ptr() not in own
+        assert torch.equal(tensor, before)
+
+
+@pytest.mark.parametrize("how", ["reentrant", "hooks", "selective"])
+def test_checkpoints(how: str, kind: Kind) -> None:
+    """Gradients are those without."""
+    net = nn.Sequential(kind.layer(), nn.Tanh(), kind.layer())
+    if kind.module is linears:
+        net[2] = nn.Linear(24, 8)
+    else:
+        net[2] = nn.Conv2d(6, 2, 3)
+    data = kind.data().requires_grad_()
+
+    def gradients(run: Callable[[Tensor], Tensor]) -> list[Tensor]:
+        data.grad = None
+        net.zero_grad()
+        with low():
+            output = run(data)
+            output.float().square().sum().backward()
+        return [output, *[t.grad.clone() for t in (data, *net.parameters()) if t.grad is not None]]
+
+    options: dict[str, Any] = {"use_reentrant": how == "reentrant"}
+    if how == "selective":
+        kept = [torch.ops.aten.convolution.default, torch.ops.aten.addmm.default]
+        options["context_fn"] = lambda: create_selective_checkpoint_contexts(kept)
+    actual, expected = gradients(lambda t: checkpoint(net, t, **options)), gradients(net)
+    assert len(expected) == 6
+    same(actual, expected, check_stride=True)
+
+
+def test_a_batch_of_gradients(kind: Kind) -> None:
+    """As for vectorized Jacobians."""
+    layer, data = kind.layer(), kind.data().requires_grad_()
+    wanted = (data, *layer.parameters())
+    with low():
+        output = layer(data)
+        incoming = normal(3, *output.shape, seed=9).bfloat16()
+
+        def gradients(each: Tensor, **options: Any) -> tuple[Tensor, ...]:
+            return torch.autograd.grad(output, wanted, each, retain_graph=True, **options)
+
+        batches = gradients(incoming, is_grads_batched=True), torch.func.vmap(gradients)(incoming)
+        expected = [gradients(each) for each in incoming]
+    for found in batches:
+        for batch, each in zip(found, zip(*expected, strict=True), strict=True):
+            torch.testing.assert_close(batch, torch.stack(each), rtol=2**-7, atol=2**-7)
+
+
+def test_second_order_gradients_are_as_near_to_exact_ones_as_native_kernels_are(
+    kind: Kind,
+) -> None:
+    """Each backward rounds, as it does there."""
+    layer = kind.layer()
+    values = [kind.data(), *[p.detach() for p in layer.parameters()]]
+
+    def second(dtype: torch.dtype, legalize: str | None) -> list[Tensor]:
+        leaves = [reround(each).to(dtype).requires_grad_() for each in values]
+        with contextlib.nullcontext() if legalize is None else low(legalize):
+            output = kind.function(*leaves)
+        loss = output.to(dtype).square().sum()
+        first = torch.autograd.grad(loss, leaves, create_graph=True)
+        penalty = torch.stack([g.square().sum() for g in first]).sum()
+        return [*first, *torch.autograd.grad(penalty, leaves)]
+
+    exact = second(torch.float64, None)
+    errors = {
+        legalize: [
+            ((a.double() - e).norm() / e.norm()).item()
+            for a, e in zip(second(FP32, legalize), exact, strict=True)
+        ]
+        for legalize in ("always", "never")
+    }
+    assert all(error > 0 for error in errors["never"])
+    for ours, native in zip(errors["always"], errors["never"], strict=True):
+        assert ours <= 1.1 * native
+
+
+@pytest.mark.parametrize(
+    ("x", "weight", "bias"),
+    [
+        (normal(16), normal(24, 16), normal(24)),
+        (normal(9, 16), normal(16), None),
+        (normal(0, 16), normal(24, 16), normal(24)),
+        (normal(9, 16), normal(24, 16), normal(1, 24)),
+        (normal(16, 9).t(), normal(24, 16), normal(24)),
+        (normal(9, 16), normal(16, 24).t(), normal(24)),
+    ],
+    ids=["vector", "weight is a vector", "empty", "bias is a matrix", "x transposed", "transposed"],
+)
+def test_other_linear_layers_are_left_to_others(x: Tensor, weight: Tensor, bias: Any) -> None:
+    """And give what they give there."""
+    leaves = [t.detach().clone().requires_grad_() for t in (x, weight, bias) if t is not None]
+
+    def results() -> Any:
+        with low():
+            output = F.linear(*leaves)
+            return [output, *torch.autograd.grad(output.float().square().sum(), leaves)]
+
+    actual = results()
+    with left_to_others():
+        same(actual, results(), check_stride=True)
+
+
+@pytest.mark.parametrize(
+    ("data", "arguments", "keywords"),
+    [
+        (normal(2, 4, 9, 8), (1, "same"), {}),
+        (normal(2, 4, 9, 8), (1, "valid"), {}),
+        (normal(4, 9, 8), (), {}),
+        (normal(2, 4, 9, 8), (), {"stride": 2}),
+        (normal(0, 4, 9, 8), (), {}),
+        (normal(2, 4, 9, 8), ([1], [0]), {}),
+    ],
+    ids=["same", "valid", "no batch", "keywords", "empty", "short lists"],
+)
+def test_other_convolutions_are_left_to_others(
+    data: Tensor, arguments: tuple[Any, ...], keywords: dict[str, Any], computed: list[bool]
+) -> None:
+    layer = nn.Conv2d(4, 6, 3)
+    with low():
+        output = F.conv2d(data, layer.weight, layer.bias, *arguments, **keywords)
+    rounded = [reround(t) for t in (data, layer.weight, layer.bias)]
+    same(output, F.conv2d(*rounded, *arguments, **keywords).bfloat16(), check_stride=True)
+    assert True not in computed
+
+
+def test_tensors_of_two_devices_are_left_to_others(computed: list[bool]) -> None:
+    """Not copied in silence."""
+    with low():
+        F.conv2d(normal(2, 4, 9, 8), nn.Parameter(torch.empty(6, 4, 3, 3, device="meta")))
+    assert computed == [False]
+
+
+def test_shapes_that_do_not_fit_have_the_error_of_torch() -> None:
+    """And a bias of another length, too."""
+    layer = nn.Linear(16, 24)
+    with low():
+        with pytest.raises(RuntimeError, match="shapes cannot be multiplied"):
+            layer(normal(9, 17))
+        with pytest.raises(RuntimeError, match="expan"):
+            F.linear(normal(9, 16), layer.weight, nn.Parameter(normal(23)))
+
+
+def test_a_weight_that_changes_before_the_backward_is_an_error(kind: Kind) -> None:
+    """It would be rounded from other values."""
+    layer = kind.layer()
+    with low():
+        loss = layer(kind.data().requires_grad_()).sum()
+        with torch.no_grad():
+            layer.weight.mul_(2.0)
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+
+
+@pytest.mark.parametrize("name", KINDS)
+def test_reused_casts_have_the_gradients_of_others(name: str) -> None:
+    """One cast of the weight for two layers: their gradients meet there in low precision."""
+    if name == "linear":
+        layer, data = nn.Linear(16, 16), normal(9, 16)
+    else:
+        layer, data = nn.Conv2d(4, 4, 3, padding=1), normal(2, 4, 9, 8)
+
+    def gradients(**options: Any) -> tuple[Tensor, ...]:
+        with low(**options):
+            return torch.autograd.grad(layer(layer(data)).float().sum(), layer.parameters())
+
+    actual, packed = gradients(reuse_casts=True), list[Tensor]()
+    for one, each in zip(actual, gradients(), strict=True):
+        torch.testing.assert_close(one, each, rtol=2**-7, atol=2**-7)
+    with left_to_others():
+        same(list(actual), list(gradients(reuse_casts=True)), check_stride=True)
+    with saved_tensors_hooks(lambda t: packed.append(t) or t, lambda t: t):
+        gradients(reuse_casts=True)
+        assert not any(t is layer.weight for t in packed) or name == "linear"
+
+
+def test_backward_twice_and_freed_graphs(kind: Kind) -> None:
+    """As of any op."""
+    layer = kind.layer()
+    with low():
+        loss = layer(kind.data()).sum()
+    loss.backward(retain_graph=True)
+    once = layer.weight.grad.clone()
+    loss.backward()
+    same(layer.weight.grad, once * 2, check_stride=True)
+    with pytest.raises(RuntimeError, match="second time"):
+        loss.backward()
+
+
+def test_threads(kind: Kind) -> None:
+    """Each has memory of its own."""
+    layers = [kind.layer(n) for n in (2, 6, 16)]
+    data = [kind.data(seed=rows, rows=rows) for rows in (9, 12, 20)]
+
+    def step(index: int) -> list[Tensor]:
+        output = layers[index](data[index])
+        loss = output.float().square().sum()
+        return [output, *torch.autograd.grad(loss, layers[index].parameters())]
+
+    found: dict[int, list[list[Tensor]]] = {}
+    with low():
+        expected = [step(index) for index in range(3)]
+
+        def work(index: int) -> None:
+            found[index] = [step(index) for _ in range(30)]
+
+        threads = [threading.Thread(target=work, args=(index,)) for index in range(3)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    for index in range(3):
+        for actual in found[index]:
+            same(actual, expected[index], check_stride=True)
+
+
+def test_small_linear_layers_are_left_to_others(
+    computed: list[bool], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By the elements of input or output, whichever has more."""
+    monkeypatch.setattr(linears, "_LEAST", 9 * 24)
+    with low():
+        nn.Linear(16, 24)(normal(9, 16))
+        nn.Linear(24, 16)(normal(9, 24))
+        nn.Linear(16, 23)(normal(9, 16))
+    assert computed == [True, True, False]
+
+
+def test_weights_of_the_other_low_type_are_rounded_in_the_backward_as_in_the_forward() -> None:
+    """Values of float16 that bfloat16 does not have."""
+    weight = nn.Parameter(normal(24, 16).to(FP16))
+    x = normal(9, 16).requires_grad_()
+    with low():
+        F.linear(x, weight).sum().backward()
+    expected = reround(torch.ones(9, 24) @ weight.detach().to(BF16).float())
+    same(x.grad, expected)
+
+
+@pytest.mark.parametrize("dtype", [BF16, FP16], ids=str)
+def test_rounding_in_one_pass_gives_the_same(
+    dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By compiled kernels, which there may be or not."""
+    compiled = bfloat16_kernels()
+    if compiled is None:
+        pytest.skip("hmpx was installed without a C compiler")
+    rounded: list[int] = []
+
+    class Noting:
+        def round(self, source: Tensor, target: Tensor) -> Tensor:
+            rounded.append(source.numel())
+            return compiled.round(source, target)
+
+    x, layer = normal(9, 16).requires_grad_(), nn.Linear(16, 24)
+    layer.weight.data[0, :3] = torch.tensor([float("inf"), float("nan"), 1e-40])
+    found: list[list[Tensor]] = []
+    for kernels in (Noting, lambda: None):
+        monkeypatch.setattr(temporaries, "bfloat16_kernels", kernels)
+        with low(dtype=dtype):
+            y = layer(x)
+            gradients = torch.autograd.grad(y, [x, *layer.parameters()], torch.ones_like(y))
+        found.append([y.detach(), *gradients])
+    for a, b in zip(*found, strict=True):
+        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0))
+        assert torch.equal(a.isnan(), b.isnan())
+    # The weight and the bias in the forward; in the backward the weight, and the gradients of both.
+    sizes = [16 * 24, 24] * 2 + [16 * 24]
+    assert sorted(rounded) == (sorted(sizes) if dtype is BF16 else [])
+
+
+def test_a_large_layer_takes_its_parameters_as_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that no cast of the weight is made, whose gradient would have to be cast back."""
+    given: list[torch.dtype] = []
+    forward = linears.Linear.forward
+
+    def noting(ctx: Any, x: Tensor, weight: Tensor, *rest: Any) -> Tensor:
+        given.extend([x.dtype, weight.dtype, rest[0].dtype])
+        return forward(ctx, x, weight, *rest)
+
+    monkeypatch.setattr(linears.Linear, "forward", staticmethod(noting))
+    with low():
+        nn.Linear(16, 24)(normal(9, 16))
+    with low(reuse_casts=True):
+        nn.Linear(16, 24)(normal(9, 16))
+    assert given == [BF16, FP32, FP32, BF16, BF16, BF16]
+
+
+@pytest.mark.parametrize("name", CONVOLUTIONS)
+def test_convolutions_in_inference_give_what_those_in_training_do(name: str) -> None:
+    """In kept memory too, fp32 and low inputs, whatever is kept by whoever else."""
+    op, shapes, arguments = CASES[name]
+    inputs = [normal(*shape, seed=i) for i, shape in enumerate(shapes)]
+    inputs += [None] * (3 - len(inputs))
+    parameters = [None if t is None else nn.Parameter(t) for t in inputs]
+    with low():
+        function = getattr(F, op)
+        expected = function(*parameters, *arguments).detach()
+        with torch.no_grad():
+            outputs = [function(*given, *arguments) for given in (inputs, parameters) for _ in "ab"]
+        with torch.inference_mode():
+            outputs.append(function(*inputs, *arguments))
+            if not arguments:
+                outputs.append(function(inputs[0], weight=inputs[1], bias=inputs[2]))
+    for output in outputs:
+        same(output, expected, check_stride=True)
+
+
+def test_convolutions_in_inference_in_forward_mode_and_under_modes() -> None:
+    """Tangents are not lost, and nothing that a mode keeps is written to."""
+    weight, mode = normal(6, 4, 3, 3, seed=1), Keeping()
+    data, tangent = normal(2, 4, 9, 8), normal(2, 4, 9, 8, seed=2)
+    with low(), torch.no_grad():
+        plain = F.conv2d(data, weight)
+        with mode:
+            F.conv2d(data, weight)
+            F.conv2d(tangent, weight)
+        with torch.autograd.forward_ad.dual_level() as _:
+            dual = torch.autograd.forward_ad.make_dual(data, tangent)
+            found = torch.autograd.forward_ad.unpack_dual(F.conv2d(dual, weight))
+    same(found.primal, plain, check_stride=True)
+    expected = F.conv2d(reround(tangent), reround(weight)).bfloat16()
+    assert found.tangent is not None
+    same(found.tangent, expected, check_stride=True)
+    for tensor, before in mode.seen:
+        assert torch.equal(tensor, before)
