@@ -52,12 +52,11 @@ class Multiplication:
     """How factors are multiplied, and how the gradient of each is computed.
 
     Attributes:
-        contraction: The factors' dimensions.
         function: Multiplies them; None: as `torch.einsum` does.
         convolution: The settings of `torch.convolution`, which multiplies them if there are any.
     """
 
-    contraction: Contraction
+    contraction: Contraction  # the factors' dimensions
     function: Callable[[Sequence[Tensor]], Tensor] | None = None
     convolution: tuple[Any, ...] | None = None
 
@@ -91,14 +90,13 @@ class EmulatedProduct:
     """A product, and how its factors are rounded.
 
     Attributes:
-        multiplication: The product, and the gradients of its factors.
         rounders: For each factor what rounds it; None where it is rounded already, in the same way
             for all products.
         gradient: What rounds the result's gradient for the products of the backward; None computes
             gradients in full precision, of what the forward has rounded.
     """
 
-    multiplication: Multiplication
+    multiplication: Multiplication  # the product, and the gradients of its factors
     rounders: tuple[ByAxis | None, ...]
     gradient: ByAxis | None
 
@@ -181,21 +179,13 @@ class _Product(torch.autograd.Function):
 
 @dataclass(frozen=True, eq=False)
 class Factored:
-    """A call of a product, taken apart.
+    """A call of a product, taken apart."""
 
-    Attributes:
-        names: Names of the arguments that are factors.
-        factors: Their values.
-        multiplication: How they are multiplied.
-        finish: Makes the call's result of the product.
-        replace: Returns the call's arguments with other factors.
-    """
-
-    names: tuple[str, ...]
-    factors: tuple[Tensor, ...]
-    multiplication: Multiplication
-    finish: Callable[[Tensor], Tensor]
-    replace: _Replace
+    names: tuple[str, ...]  # names of the arguments that are factors
+    factors: tuple[Tensor, ...]  # their values
+    multiplication: Multiplication  # how they are multiplied
+    finish: Callable[[Tensor], Tensor]  # makes the call's result of the product
+    replace: _Replace  # returns the call's arguments with other factors
 
 
 def may_be_factored(op: str) -> bool:

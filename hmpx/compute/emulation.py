@@ -47,20 +47,15 @@ class Formats:
     """The number formats of one op.
 
     Attributes:
-        result: What results are rounded to, unless they are returned in a dtype.
-        weights: What weights are rounded to.
-        activations: What other inputs are rounded to.
         gradients: What gradients are rounded to, incoming and outgoing; None leaves them alone.
-        rounding: How, as `formats.quantize` takes it.
-        overflow: What becomes of values beyond the largest, likewise.
     """
 
-    result: Format
-    weights: Format
-    activations: Format
+    result: Format  # what results are rounded to, unless they are returned in a dtype
+    weights: Format  # what weights are rounded to
+    activations: Format  # what other inputs are rounded to
     gradients: Format | None = None
-    rounding: str = "nearest"
-    overflow: str | None = None
+    rounding: str = "nearest"  # how, as `formats.quantize` takes it
+    overflow: str | None = None  # what becomes of values beyond the largest, likewise
 
 
 @dataclass(frozen=True)
@@ -68,30 +63,25 @@ class Emulation:
     """Computes one op in number formats.
 
     Attributes:
-        formats: The formats.
-        op: Op name.
-        names: Names of the op's parameters, by position.
         accumulate_dtype: The dtype the op computes in; None for fp32, or fp64 for a wide format.
         output_dtype: The dtype of outputs, which are not rounded to a format then; None for fp32, and
             rounded.
-        is_view: The op computes nothing, so its outputs need no rounding.
         is_product: It multiplies and adds, mostly with weights, which may be frozen to codes.
         lowerings: Device type -> the function that computes the op instead of torch; None stands for
             every other device type.
-        line: Where the decision comes from.
         numbers: The positions where a tensor may stand, and a number instead.
         rounds_late: Factors are rounded for each product anew, in `compute`.
     """
 
-    formats: Formats
-    op: str = ""
-    names: tuple[str, ...] = ()
+    formats: Formats  # the formats
+    op: str = ""  # op name
+    names: tuple[str, ...] = ()  # names of the op's parameters, by position
     accumulate_dtype: torch.dtype | None = None
     output_dtype: torch.dtype | None = None
-    is_view: bool = False
+    is_view: bool = False  # the op computes nothing, so its outputs need no rounding
     is_product: bool = False
     lowerings: Mapping[str | None, Lowering] = field(default_factory=dict)
-    line: str = field(default="", compare=False)
+    line: str = field(default="", compare=False)  # where the decision comes from
     numbers: frozenset[int] = frozenset()
 
     rounds_late: bool = field(init=False, repr=False, compare=False)

@@ -47,16 +47,13 @@ class Lacking:
     """Where the kernels of one op lack a low-precision dtype.
 
     Attributes:
-        always: Where no call runs.
-        sometimes: Where some calls run, and others don't.
-        backward: Where the gradients have no kernel.
-        only: Name of the argument that must be true for that, or have the value after it; ``uncoalesced`` for
-            calls on sparse tensors with equal indices; empty for all calls.
+        only: Name of the argument that must be true for that, or have the value after it;
+            ``uncoalesced`` for calls on sparse tensors with equal indices; empty for all calls.
     """
 
-    always: frozenset[Place] = frozenset()
-    sometimes: frozenset[Place] = frozenset()
-    backward: frozenset[Place] = frozenset()
+    always: frozenset[Place] = frozenset()  # where no call runs
+    sometimes: frozenset[Place] = frozenset()  # where some calls run, and others don't
+    backward: frozenset[Place] = frozenset()  # where the gradients have no kernel
     only: tuple[str, ...] = ()
 
     @functools.cached_property
@@ -111,27 +108,16 @@ def _facts() -> Mapping[str, Mapping[str, str]]:
 
 @dataclass(frozen=True, slots=True)
 class Callee:
-    """One of torch's functions, described as far as computing it in fp32 requires.
+    """One of torch's functions, described as far as computing it in fp32 requires."""
 
-    Attributes:
-        op: Op name.
-        function: torch's function.
-        names: Its parameters by position.
-        writes: The parameters it writes to, apart from ``out``.
-        is_python: It is implemented in Python: nothing inside it is cast.
-        is_random: It draws random numbers.
-        promotes: Its kernel takes mixed dtypes, and computes in the widest.
-        selects: It returns elements of its first input.
-    """
-
-    op: str
-    function: Callable[..., Any]
-    names: tuple[str, ...]
-    writes: frozenset[str]
-    is_python: bool
-    is_random: bool
-    promotes: bool = False
-    selects: bool = False
+    op: str  # op name
+    function: Callable[..., Any]  # torch's function
+    names: tuple[str, ...]  # its parameters by position
+    writes: frozenset[str]  # the parameters it writes to, apart from ``out``
+    is_python: bool  # it is implemented in Python: nothing inside it is cast
+    is_random: bool  # it draws random numbers
+    promotes: bool = False  # its kernel takes mixed dtypes, and computes in the widest
+    selects: bool = False  # it returns elements of its first input
 
 
 def completed(callee: Callee, lacking: Lacking) -> Callable[..., Any]:

@@ -29,22 +29,19 @@ class Statistics:
     """Where a norm takes its running statistics, and which dtypes its kernels accept.
 
     Attributes:
-        positions: Name of each statistic -> its position among the arguments.
         parameters: The same for weight and bias, which must have the dtype of the statistics.
-        first: Name of the input.
         updates_if: Name and position of the argument that says whether the statistics are updated;
             None if they always are.
-        mixed_device_types: Device types whose kernels take fp32 parameters and statistics along with a
-            low-precision input. On others all have the input's dtype.
-        are_rounded: Torch's function gives the kernel statistics in the input's dtype.
+        mixed_device_types: Device types whose kernels take fp32 parameters and statistics along with
+            a low-precision input. On others all have the input's dtype.
     """
 
-    positions: Mapping[str, int]
+    positions: Mapping[str, int]  # name of each statistic -> its position among the arguments
     parameters: Mapping[str, int]
-    first: str
+    first: str  # name of the input
     updates_if: tuple[str, int] | None
     mixed_device_types: frozenset[str]
-    are_rounded: bool
+    are_rounded: bool  # torch's function gives the kernel statistics in the input's dtype
 
     def are_fp32(self, args: Args, kwargs: Kwargs) -> bool:
         """Whether they and parameters are positional and fp32 or absent; False where a closer look is needed."""

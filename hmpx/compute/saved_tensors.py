@@ -159,18 +159,14 @@ class Precision:
     """How one call is computed.
 
     Attributes:
-        dtype: The low-precision dtype.
-        widen: Upcasts its inputs.
-        is_product: Autograd saves only its inputs, or copies of them.
-        rounds_inputs: Its fp32 inputs are rounded first.
         splits_output: An output that autograd saves along with other tensors is kept as two 16-bit
             tensors: the rounded output, and the remainder that rounding takes away.
     """
 
-    dtype: torch.dtype
-    widen: Callable[[Tensor], Tensor]
-    is_product: bool
-    rounds_inputs: bool
+    dtype: torch.dtype  # the low-precision dtype
+    widen: Callable[[Tensor], Tensor]  # upcasts its inputs
+    is_product: bool  # autograd saves only its inputs, or copies of them
+    rounds_inputs: bool  # its fp32 inputs are rounded first
     splits_output: bool = False
 
 

@@ -198,15 +198,15 @@ class Tables:
     """What is looked up for one function.
 
     Attributes:
-        values: bfloat16: its values in the order of the numbers' bits; None if torch's kernel is as fast.
-        derivatives: float32: what a gradient is multiplied by; None if torch's kernel is as fast, or no
-            factor gives the same bits.
-        kernels: What looks up.
+        values: bfloat16: its values in the order of the numbers' bits; None if torch's kernel is as
+            fast.
+        derivatives: float32: what a gradient is multiplied by; None if torch's kernel is as fast, or
+            no factor gives the same bits.
     """
 
     values: Tensor | None
     derivatives: Tensor | None
-    kernels: Bfloat16Kernels
+    kernels: Bfloat16Kernels  # what looks up
 
 
 def made(

@@ -49,14 +49,12 @@ class Capability:
     """How one kind of op runs on one device in one dtype.
 
     Attributes:
-        reported: What torch reports about the hardware; None if it reports nothing.
         inference: Time of the native forward relative to fp32 with casts; None if not measured.
-        training: The same ratio for forward and backward together.
     """
 
-    reported: bool | None
+    reported: bool | None  # what torch reports about the hardware; None if it reports nothing
     inference: float | None = None
-    training: float | None = None
+    training: float | None = None  # the same ratio for forward and backward together
 
     def is_slow(self, *, training: bool) -> bool:
         """Whether fp32 with casts is clearly faster than the native kernels."""

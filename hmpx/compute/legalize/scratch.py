@@ -145,15 +145,10 @@ def memory_for(gradient: Tensor) -> New:
 
 @dataclass(frozen=True, slots=True)
 class Rounding:
-    """How the inputs and gradients of a product with a weight are rounded.
+    """How the inputs and gradients of a product with a weight are rounded."""
 
-    Attributes:
-        dtype: The low-precision dtype.
-        rounds_inputs: fp32 inputs are rounded first.
-    """
-
-    dtype: torch.dtype
-    rounds_inputs: bool
+    dtype: torch.dtype  # the low-precision dtype
+    rounds_inputs: bool  # fp32 inputs are rounded first
 
     def raised(self, tensor: Tensor, memory: New) -> Tensor:
         """Returns the fp32 tensor to compute with."""
