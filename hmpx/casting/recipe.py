@@ -93,9 +93,26 @@ class OpFacts:
     selects: bool = False
 
 
-def _option(default: Any, check: Callable[[str, object], Any]) -> Any:
-    """Returns a field of `Options`: its default, and what checks its name and value."""
-    return field(default=default, metadata={"check": check})
+def _option(
+    default: Any,
+    check: Callable[[str, object], Any],
+    help: str = "",
+    *,
+    is_of_formats: bool = False,
+    **flag: Any,
+) -> Any:
+    """Returns a field of `Options`.
+
+    Args:
+        default: Its default.
+        check: Checks its name and value, and returns the value.
+        help: What ``hmpx run`` says of it; ``""`` for no flag there.
+        is_of_formats: Only ops in number formats have it.
+        **flag: How `argparse` takes it.
+    """
+    shown = {"help": help, **flag} if help else {}
+    about = {"check": check, "flag": shown, "is_of_formats": is_of_formats}
+    return field(default=default, metadata=about)
 
 
 def _kept_casts(name: str, value: object) -> bool | str:
@@ -120,17 +137,41 @@ def _rounded_gradients(name: str, value: object) -> bool | Format:
 class Options:
     """How ops compute. A field is an argument of `convert`, which documents it."""
 
-    legalize: str = _option("auto", lambda n, v: arguments.choice(n, v, LEGALIZE_MODES))
+    legalize: str = _option(
+        "auto",
+        lambda n, v: arguments.choice(n, v, LEGALIZE_MODES),
+        "which low-precision ops compute in fp32 and round. auto, the default: those that are slow "
+        "on this machine; always: all; never: none; fast: as auto, but fp32 inputs are not rounded",
+        choices=LEGALIZE_MODES,
+    )
     reuse_casts: bool = _option(False, arguments.truth)
-    keep_weight_casts: bool | str = _option("auto", _kept_casts)
+    keep_weight_casts: bool | str = _option(
+        "auto",
+        _kept_casts,
+        "whether autograd keeps casts of weights for the backward, instead of casting again there",
+        choices=("auto", "yes", "no"),
+    )
     rounding: str = _option(
         "nearest",
         lambda n, v: arguments.choice(n, v, ROUNDING_MODES, number_formats.spellings("rounding")),
+        "how values are rounded",
+        is_of_formats=True,
+        choices=ROUNDING_MODES,
     )
     overflow: str | None = _option(
-        None, lambda n, v: None if v is None else arguments.choice(n, v, OVERFLOWS)
+        None,
+        lambda n, v: None if v is None else arguments.choice(n, v, OVERFLOWS),
+        "what values beyond a format's largest become",
+        is_of_formats=True,
+        choices=OVERFLOWS,
     )
-    round_gradients: bool | Format = _option(False, _rounded_gradients)  # noqa: RUF009
+    round_gradients: bool | Format = _option(  # noqa: RUF009
+        False,
+        _rounded_gradients,
+        "round gradients, too: to the op's own format, or to this one, such as float8_e5m2",
+        is_of_formats=True,
+        metavar="yes|FORMAT",
+    )
 
     @classmethod
     def checked(cls, given: Mapping[str, object]) -> Options:

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import argparse
 from collections.abc import Callable
+from dataclasses import fields
 from typing import Any
 
 from .. import policy
-from ..number_formats import OVERFLOWS, ROUNDING_MODES
+from ..casting import Options
 
 
 def add_command(
@@ -58,28 +59,19 @@ def add_list_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--strict", action="store_true", help="an unknown name is an error")
 
 
-def add_format_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of ops in number formats, as the arguments of `hmpx.convert`."""
+def add_computing_options(parser: argparse.ArgumentParser) -> None:
+    """Adds the options of how ops compute, as the arguments of `hmpx.convert`."""
     group = parser.add_argument_group("options of number formats, as in hmpx.convert")
-    group.add_argument("--rounding", choices=ROUNDING_MODES, help="how values are rounded")
-    group.add_argument(
-        "--overflow", choices=OVERFLOWS, help="what values beyond a format's largest become"
-    )
-    group.add_argument(
-        "--round-gradients",
-        metavar="yes|FORMAT",
-        help="round gradients, too: to the op's own format, or to this one, such as float8_e5m2",
-    )
+    for each in fields(Options):
+        if each.metadata["flag"]:
+            place = group if each.metadata["is_of_formats"] else parser
+            place.add_argument(f"--{each.name.replace('_', '-')}", **each.metadata["flag"])
 
 
-def format_options(options: argparse.Namespace) -> dict[str, Any]:
-    """Returns the options of number formats that were given, as arguments of `hmpx.convert`."""
-    gradients = options.round_gradients
-    return only_given(
-        rounding=options.rounding,
-        overflow=options.overflow,
-        round_gradients=True if gradients == "yes" else gradients,
-    )
+def computing_options(options: argparse.Namespace) -> dict[str, Any]:
+    """Returns the options of how ops compute that were given, as arguments of `hmpx.convert`."""
+    given = only_given(**{each.name: getattr(options, each.name, None) for each in fields(Options)})
+    return {name: {"yes": True, "no": False}.get(value, value) for name, value in given.items()}
 
 
 def list_options(options: argparse.Namespace) -> dict[str, Any]:

@@ -7,20 +7,19 @@ import contextlib
 import os
 import sys
 import warnings
-from typing import Any, Final
+from typing import Any
 
 from .. import gaudi, policy, session
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
-from ..compute import LEGALIZE_MODES
 from ..errors import short
 from ..tensors import parse_device_types
 from ..watching import watch
 from . import output, run_report, scripts, tracebacks
 from .options import (
     add_command,
-    add_format_options,
+    add_computing_options,
     add_list_options,
-    format_options,
+    computing_options,
     list_options,
     only_given,
 )
@@ -74,18 +73,7 @@ examples:
     verbosity.add_argument(
         "--verbose-hmp", action="store_true", help="print the lines that HMP printed"
     )
-    parser.add_argument(
-        "--legalize",
-        choices=LEGALIZE_MODES,
-        help="which low-precision ops compute in fp32 and round. auto, the default: those that are slow "
-        "on this machine; always: all; never: none; fast: as auto, but fp32 inputs are not rounded",
-    )
-    parser.add_argument(
-        "--keep-weight-casts",
-        choices=_KEPT,
-        help="whether autograd keeps casts of weights for the backward, instead of casting again there",
-    )
-    add_format_options(parser)
+    add_computing_options(parser)
     parser.add_argument(
         "--report",
         metavar="FILE",
@@ -155,18 +143,11 @@ def run(options: argparse.Namespace) -> int:
     return 1
 
 
-#: Choice -> argument of `hmpx.convert`.
-_KEPT: Final = {"auto": "auto", "yes": True, "no": False}
-
-
 def _run_options(options: argparse.Namespace) -> dict[str, Any]:
     """Returns all options of ``run`` that were given, as arguments of `hmpx.convert`."""
     verbose = "once" if options.verbose_once else "hmp" if options.verbose_hmp else options.verbose
     types = options.device_types.split(",") if options.device_types else None
-    more = only_given(isVerbose=verbose, device_types=types, legalize=options.legalize)
-    more |= format_options(options)
-    if options.keep_weight_casts:
-        more["keep_weight_casts"] = _KEPT[options.keep_weight_casts]
+    more = only_given(isVerbose=verbose, device_types=types) | computing_options(options)
     tried = os.environ.get(POLICY_VARIABLE)
     if not tried:
         return {**list_options(options), **more}

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any, Final
 
 from ..arguments import is_a
@@ -62,16 +62,13 @@ def _check_effect(options: Options, policy: Policy) -> None:
         OptionError: There are none.
     """
     unset = Options()
-    given = [name for name in _OF_FORMATS if getattr(options, name) != getattr(unset, name)]
+    of_formats = [each.name for each in fields(Options) if each.metadata["is_of_formats"]]
+    given = [name for name in of_formats if getattr(options, name) != getattr(unset, name)]
     if given and not policy.formats() and not all_rules():
         raise OptionError(
             f"{given[0]} has no effect: no op runs in a number format; name one as low_precision_type "
             f"or on an op's line, register the rule that does before, or leave {given[0]} out"
         )
-
-
-#: The options that only ops in number formats have.
-_OF_FORMATS: Final = ("rounding", "overflow", "round_gradients")
 
 
 _EXPECTED: Final = "True, False, 'once' or 'hmp'"
