@@ -56,7 +56,7 @@ examples:
 def run(options: argparse.Namespace) -> int:
     """Prints versions, devices and what stays uncast; status 1 if something does."""
     if options.torch:
-        parts = [*torch_internals.parts(), *torch_internals.later_parts(), *torch_internals.tries()]
+        parts = [*torch_internals.parts(), *torch_internals.later_parts()]
         found = {**_versions(), "parts": [_part(part) for part in parts]}
         return _show(found, options, _torch_lines, status=any(part.fault for part in parts))
     sys.path.insert(0, "")  # as `python -m` does

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import types
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
 
-from ..device_types import DEVICE_TYPES
-from .torch_part import is_found, one, rely_on
+from .torch_part import one, rely_on
 
 
 def _tells_autocast(is_any_enabled: Callable[[], bool], disable: Any) -> bool:
@@ -27,51 +25,14 @@ def _tells_autocast(is_any_enabled: Callable[[], bool], disable: Any) -> bool:
     return isinstance(before, bool) and inside is True and dtype is torch.float32
 
 
-_AUTOCAST_TYPES: Final = tuple([each.name for each in DEVICE_TYPES if each.has_autocast])
-
-
-def _is_any_autocast_enabled() -> bool:
-    return any([torch.is_autocast_enabled(each) for each in _AUTOCAST_TYPES])  # noqa: C419
-
-
-@contextlib.contextmanager
-def _disabled_autocast() -> Iterator[None]:
-    enabled = [each for each in _AUTOCAST_TYPES if torch.is_autocast_enabled(each)]
-    for each in enabled:
-        torch.set_autocast_enabled(each, False)
-    try:
-        yield
-    finally:
-        for each in enabled:
-            torch.set_autocast_enabled(each, True)
-
-
 #: Whether torch.autocast is on for any device type here; and a context in which it casts nothing.
 is_any_autocast_enabled, DisableAutocast = rely_on(
     "torch._C._is_any_autocast_enabled",
     "torch._C._DisableAutocast",
     feature="calls inside of torch.autocast",
-    since="2.13",
-    without="calls there take longer",
+    without="what is cast there would be unknown",
     behaves=_tells_autocast,
-    instead=(_is_any_autocast_enabled, _disabled_autocast),
 )
-
-
-def _keep_states(*device_types: str) -> Callable[..., bool]:
-    def behaves(
-        set_enabled: Callable[[str, bool], None], is_enabled: Callable[[str], bool]
-    ) -> bool:
-        for each in device_types:
-            before = is_enabled(each)
-            set_enabled(each, not before)
-            after = is_enabled(each)
-            set_enabled(each, before)
-            if after is before:
-                return False
-        return True
-
-    return behaves
 
 
 #: Modules of torch that open regions on behalf of the user's code.
@@ -100,18 +61,15 @@ rely_on(
     "torch.set_autocast_enabled",
     "torch.is_autocast_enabled",
     feature="disable_casts in graphs and backward threads",
-    since="2.13",
     without="casts that are off would be on there",
-    behaves=_keep_states(OFF_MARK, TRAINING_MARK),
+    behaves=lambda _, is_enabled: is_enabled(OFF_MARK) is is_enabled(TRAINING_MARK) is False,
 )
 
 enter_autocast, exit_autocast = rely_on(
     "torch.amp.autocast_mode._enter_autocast",
     "torch.amp.autocast_mode._exit_autocast",
     feature="regions of torch.autocast in exported graphs",
-    since="2.13",
     without="exported graphs cast inside of regions that are off",
-    behaves=is_found,
     instead=(None, None),
 )
 
@@ -126,7 +84,6 @@ _custom_fwd, _custom_bwd = rely_on(
     "torch.amp.autocast_mode.custom_fwd",
     "torch.amp.autocast_mode.custom_bwd",
     feature="torch.amp.custom_fwd",
-    since="2.13",
     without="functions that it decorates run with casts on, whatever their cast_inputs say",
     behaves=lambda forward, backward: (
         _code_in(forward, "decorate_fwd") is not None

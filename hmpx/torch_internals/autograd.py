@@ -1,16 +1,18 @@
-"""The private side of autograd: saved-tensor hooks, memory of tensors, checkpoints."""
+"""The private side of autograd: saved-tensor hooks, memory of tensors, checkpoints, nodes, batches of gradients."""
 
 from __future__ import annotations
 
+import contextlib
 import operator
 import sys
-from collections.abc import Callable
-from typing import Any, Final
+from collections.abc import Callable, Iterator
+from typing import Any, Final, cast
 
 import torch
 import torch.utils.checkpoint
 from torch import Tensor
 
+from .modes import is_batch, transforms
 from .torch_part import do_nothing, one, rely_on
 
 
@@ -42,7 +44,6 @@ push_hooks, pop_hooks, _top_hooks, hooks_refused = rely_on(
     "torch._C._autograd._top_saved_tensors_default_hooks",
     "torch._C._autograd._saved_tensors_hooks_get_disabled_error_message",
     feature="memory of legalized ops",
-    since="2.13",
     without="autograd keeps fp32 copies of low-precision tensors",
     behaves=_give_to_hooks,
     instead=(do_nothing, do_nothing, do_nothing, lambda: "torch has none"),
@@ -74,7 +75,6 @@ def _is_data(data: Any) -> bool:
 _data = rely_on(
     "torch._C.TensorBase.data",
     feature="running statistics in number formats",
-    since="2.13",
     without="they take longer",
     behaves=_is_data,
     instead=(property(operator.attrgetter("data")),),
@@ -93,7 +93,6 @@ def _counts(use_count: Callable[[Any], int]) -> bool:
 _use_count = rely_on(
     "torch._C._storage_Use_Count",
     feature="reuse_casts",
-    since="2.13",
     without="no cast is reused",
     behaves=_counts,
     instead=(lambda pointer: sys.maxsize,),
@@ -112,7 +111,6 @@ def uses(tensor: Tensor) -> int:
 current_graph_task: Callable[[], int] = rely_on(
     "torch._C._current_graph_task_id",
     feature="phases of calls",
-    since="2.13",
     without="observers are told that all calls belong to the forward",
     behaves=lambda current: current() == -1,
     instead=(lambda: -1,),
@@ -149,10 +147,163 @@ rely_on(
     "torch.utils.checkpoint.checkpoint",
     "torch.utils.checkpoint.CheckpointFunction.forward",
     feature="checkpoints",
-    since="2.13",
     without="they would be recomputed under the casts that are in force in backward",
     behaves=lambda generator, checkpoint, forward: (
         _runs_through(checkpoint, CHECKPOINT_GENERATOR)
         and _runs_through(checkpoint, "CheckpointFunction")
     ),
 )
+
+
+# --- nodes of the graph -------------------------------------------------------------------------
+
+_FLOAT32: Final = torch.float32
+
+
+def _describe_nodes(*found: Any) -> bool:
+    first = one().requires_grad_().exp()
+    node: Any = first.exp().grad_fn
+    before: Any = first.grad_fn
+    (known,) = node._input_metadata
+    is_later = node._sequence_nr() > before._sequence_nr()
+    return known.dtype is _FLOAT32 and tuple(known.shape) == (1,) and is_later
+
+
+#: Whether nodes say what they return, and in which order they were made.
+_ARE_DESCRIBED: Final[bool] = rely_on(
+    "torch.autograd.graph.Node._input_metadata",
+    "torch.autograd.graph.Node._sequence_nr",
+    feature="dtypes and modules in hmpx.draw",
+    without="pictures lack them",
+    behaves=_describe_nodes,
+    instead=(None, None),
+) != (None, None)
+
+
+def outputs_of(node: Any) -> list[tuple[torch.dtype | None, tuple[int, ...] | None]]:
+    """Returns the dtype and the shape of each output that ``node`` has a gradient for; None if unknown.
+
+    A size that is a symbol makes a shape unknown.
+    """
+    if not _ARE_DESCRIBED:
+        return []
+    found: list[tuple[torch.dtype | None, tuple[int, ...] | None]] = []
+    for known in node._input_metadata:
+        try:
+            shape = tuple([int(size) for size in known.shape])
+        except Exception:  # nested tensors have none, symbols may not be guarded on
+            shape = None
+        found.append((getattr(known, "dtype", None), shape))
+    return found
+
+
+def number_of(node: Any) -> int | None:
+    """Returns a number that is greater for nodes made later in the same thread; None if unknown."""
+    return int(node._sequence_nr()) if _ARE_DESCRIBED else None
+
+
+_exp = torch.exp
+
+
+def next_number() -> int | None:
+    """Returns a number that is at most that of the next node made in this thread; None if unknown.
+
+    Inside transforms of torch.func it is: nothing there may be made to require gradients.
+    """
+    if not _ARE_DESCRIBED or transforms() is not None:
+        return None
+    with torch.inference_mode(False), torch.enable_grad():
+        return number_of(_exp(one().requires_grad_()).grad_fn)
+
+
+def function_of(node: Any) -> type | None:
+    """Returns the `torch.autograd.Function` that made ``node``; None for one of torch's own ops."""
+    found = getattr(node, "_forward_cls", None)  # without it, names of classes are shown
+    return found if isinstance(found, type) else None
+
+
+# --- batches of gradients -----------------------------------------------------------------------
+# `torch.autograd.grad(is_grads_batched=True)`, `jacobian(vectorize=True)`: such a tensor has no memory that is
+# read, and no random numbers are drawn alongside it.
+
+
+def _are_taken_apart(enter: Any, leave: Any, batched: Any, unbatched: Any) -> bool:
+    level = enter()
+    try:
+        x = batched(one().view(1, 1).expand(2, 1), 0, level)
+        return bool(x.shape == (1,) and unbatched(x, level, 2, 0).shape == (2, 1))
+    finally:
+        leave()
+
+
+_enter, _leave, _batched, _unbatched = rely_on(
+    "torch._C._vmapmode_increment_nesting",
+    "torch._C._vmapmode_decrement_nesting",
+    "torch._add_batch_dim",
+    "torch._remove_batch_dim",
+    feature="batches of gradients in number formats",
+    without="they stop",
+    behaves=_are_taken_apart,
+    instead=(lambda: 1, lambda: 0, lambda x, dim, level: x, lambda x, level, size, dim: x),
+)
+
+
+def _depth() -> int:
+    """Returns how many batches there are of batches, here and now."""
+    depth = int(_enter()) - 1
+    _leave()
+    return depth
+
+
+@contextlib.contextmanager
+def outside_batches() -> Iterator[None]:
+    """Draws random numbers inside, which torch refuses to do beside a batch of gradients."""
+    depth = _depth()
+    for _ in range(depth):
+        _leave()
+    try:
+        yield
+    finally:
+        for _ in range(depth):
+            _enter()
+
+
+def is_gradient_batch(x: Tensor) -> bool:
+    """Whether a tensor is a batch of gradients."""
+    return not torch.compiler.is_dynamo_compiling() and is_batch(x) and _depth() > 0
+
+
+def each_of_batch(function: Callable[[Tensor], tuple[Tensor | None, ...]], x: Tensor) -> list[Any]:
+    """Returns what a function makes of each tensor in a batch of gradients, as such batches.
+
+    Gradients pass: those of a batch are those of the tensor that it is made from, so functions that stand
+    in for autograd's must be given that.
+
+    Args:
+        function: Returns tensors, and None wherever it does for another tensor.
+        x: The batch; there may be batches of batches.
+    """
+    depth = _depth()
+    with outside_batches():
+        # Of batches that it is not in, the dimension has size 1.
+        for level in range(depth, 0, -1):
+            x = _unbatched(x, level, 1, 0)
+        sizes = x.shape[:depth]
+        results = [function(row) for row in x.flatten(0, depth - 1).unbind()]
+    return [_as_batch(each, sizes) for each in zip(*results, strict=True)]
+
+
+def one_of_batch(function: Callable[[Tensor], Tensor], x: Tensor) -> Tensor:
+    """Returns the same of a function that returns one tensor."""
+    (found,) = each_of_batch(lambda each: (function(each),), x)
+    return cast(Tensor, found)
+
+
+def _as_batch(rows: tuple[Tensor | None, ...], sizes: torch.Size) -> Tensor | None:
+    if rows[0] is None:
+        return None
+    found = torch.stack([row for row in rows if row is not None])
+    found = found.view(*sizes, *found.shape[1:])
+    for level, size in enumerate(sizes, 1):
+        found = found[0] if size == 1 else _batched(found, 0, level)
+    return found

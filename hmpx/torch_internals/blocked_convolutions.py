@@ -9,16 +9,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from .torch_part import is_found, rely_on
+from .torch_part import rely_on
 
 _lay_out_2d, _lay_out_3d, _convolve = rely_on(
     "torch._C._nn.mkldnn_reorder_conv2d_weight",
     "torch._C._nn.mkldnn_reorder_conv3d_weight",
     "torch.ops.mkldnn._convolution_pointwise",
     feature="convolutions of prepared weights",
-    since="2.13",
     without="each call lays out its weights anew, which takes longer",
-    behaves=is_found,  # tried by `can_be_laid_out`, since it takes milliseconds
     instead=(None, None, None),
 )
 

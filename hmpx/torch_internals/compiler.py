@@ -12,18 +12,122 @@ import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
-from torch import Tensor
-from torch.utils.checkpoint import checkpoint, noop_context_fn
 
 from ..errors import said_by
-from .autocast import OFF_MARK
-from .autograd import CHECKPOINT_GENERATOR
-from .compiler_names import INDUCTOR_CONFIG, LATER
+from .modes import is_transformed
 from .torch_part import Part, refuse, rely_on, warn_once
-from .tracing import dispatch_modes, has_fake_tensors, is_graph_made, is_transformed
+
+TRACER: Final = "torch.fx.experimental.proxy_tensor"
+SELECT_ALGORITHM: Final = "torch._inductor.select_algorithm"
+CODE_CACHE: Final = "torch._inductor.codecache"
+INDUCTOR_CONFIG: Final = "torch._inductor.config"
+AOT_GRAPHS: Final = "torch._functorch._aot_autograd.graph_compile"
+INDUCTOR_CPP: Final = "torch._inductor.codegen.cpp"
+INDUCTOR_LOWERINGS: Final = "torch._inductor.lowering"
+INDUCTOR_GRAPHS: Final = "torch._inductor.graph"
+INDUCTOR_SUBGRAPHS: Final = "torch._inductor.subgraph_lowering"
+DYNAMO_FUNCTIONS: Final = "torch._dynamo.variables.torch"
+DYNAMO_RULES: Final = "torch._dynamo.trace_rules"
+DYNAMO_TRANSLATION: Final = "torch._dynamo.symbolic_convert"
+DYNAMO_GRAPHS: Final = "torch._dynamo.output_graph"
+DYNAMO_GUARDS: Final = "torch._dynamo.guards"
+DYNAMO_SOURCES: Final = "torch._dynamo.source"
+DYNAMO_VARIABLES: Final = "torch._dynamo.variables"
+#: Modules that store ``Module.__call__`` on import, as `unpatched_nn_module_call`.
+DYNAMO_MODULE_CALLS: Final = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
+
+
+@dataclass(frozen=True, slots=True)
+class Later:
+    """Names in a module that is imported later; see `Part`."""
+
+    feature: str
+    names: tuple[str, ...]
+    without: str
+
+
+LATER: Final[dict[str, Later]] = {
+    TRACER: Later(
+        "regions of torch.autocast in exported graphs",
+        ("PreDispatchTorchFunctionMode.__torch_function__",),
+        "exported graphs cast inside of regions that are off",
+    ),
+    SELECT_ALGORITHM: Later(
+        "kernels in compiled graphs",
+        ("ExternKernelChoice.__init__", "extern_kernels"),
+        "compiled code takes longer, and may cast where casts were off",
+    ),
+    CODE_CACHE: Later(
+        "caches of compiled graphs on the disk",
+        ("FxGraphHashDetails.__init__",),
+        "they are not used",
+    ),
+    INDUCTOR_CONFIG: Later(
+        "casts in compiled graphs",
+        ("_config.emulate_precision_casts", "force_disable_caches"),
+        "rounding takes longer there",
+    ),
+    INDUCTOR_LOWERINGS: Later(
+        "torch's functions in compiled graphs",
+        ("lowerings",),
+        "flex_attention may not compile once a conversion during which inductor was imported is reverted",
+    ),
+    INDUCTOR_GRAPHS: Later(
+        "torch's functions that inductor puts into graphs",
+        ("GraphLowering.call_function",),
+        "inductor may not find how to compute them",
+    ),
+    INDUCTOR_SUBGRAPHS: Later(
+        "torch's functions that inductor puts into attention",
+        ("PointwiseSubgraphLowering.call_function",),
+        "flex_attention may not compile on a CPU",
+    ),
+    AOT_GRAPHS: Later(
+        "memory of compiled graphs",
+        ("_partition_joint_graph_into_fw_bw",),
+        "they keep casts of weights for their backward",
+    ),
+    DYNAMO_FUNCTIONS: Later(
+        "questions about torch.autocast while tracing",
+        ("constant_fold_functions.update",),
+        "graphs break where a model asks whether torch.autocast is on",
+    ),
+    DYNAMO_RULES: Later(
+        "methods of tensors while tracing",
+        ("get_tensor_method.__wrapped__",),
+        "graphs break where hmpx casts for functions of other libraries",
+    ),
+    DYNAMO_TRANSLATION: Later(
+        "sections by module in compiled graphs",
+        ("InstructionTranslatorBase.step",),
+        "torch.compile is refused with them",
+    ),
+    DYNAMO_GRAPHS: Later(
+        "graphs that stay over conversions",
+        ("OutputGraph.init_ambient_guards",),
+        "each conversion compiles again",
+    ),
+    DYNAMO_GUARDS: Later(
+        "guards of compiled graphs",
+        ("install_guard", "GuardBuilder.EQUALS_MATCH"),
+        "torch.compile is refused with sections by module",
+    ),
+    DYNAMO_SOURCES: Later(
+        "sources of guards",
+        ("AttrSource", "GlobalSource", "GlobalStateSource"),
+        "torch.compile is refused with sections by module",
+    ),
+    DYNAMO_VARIABLES: Later(
+        "modules in compiled graphs",
+        ("LazyVariableTracker.realize", "UnspecializedNNModuleVariable"),
+        "torch.compile is refused with sections by module",
+    ),
+}
+
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -66,7 +170,7 @@ def _part_of_later(module_name: str) -> Part:
             fault = f"torch has no {module_name}.{name}"
             break
     names = tuple([f"{module_name}.{name}" for name in later.names])
-    return Part(later.feature, names, "2.13", later.without, False, fault)
+    return Part(later.feature, names, later.without, False, fault)
 
 
 def later_parts() -> Iterator[Part]:
@@ -76,82 +180,9 @@ def later_parts() -> Iterator[Part]:
             importlib.import_module(name)
         except ImportError as error:
             later = LATER[name]
-            yield Part(later.feature, (name,), "2.13", later.without, False, said_by(error))
+            yield Part(later.feature, (name,), later.without, False, said_by(error))
         else:
             yield _part_of_later(name)
-
-
-def tries() -> Iterator[Part]:
-    """Yields parts that report how torch.compile and checkpoints behave when run; takes seconds."""
-    for feature, behaves, without in _TRIES:
-        try:
-            fault = "" if behaves() else "it did not do what was expected"
-        except Exception as error:  # another version of torch may raise anything here
-            fault = f"trying it raised {said_by(error)}"
-        yield Part(feature, (), "2.13", without, False, fault)
-
-
-def _runs_once() -> bool:
-    calls = []
-
-    @run_when_traced
-    def constant() -> int:
-        calls.append(1)
-        return 3
-
-    compiled = torch.compile(lambda x: x + constant(), backend="eager", fullgraph=True)
-    results = [compiled(torch.zeros(1)).item() for _ in range(2)]
-    return results == [3, 3] and len(calls) == 1
-
-
-def _guards_on_marks() -> bool:
-    marked = torch.is_autocast_enabled
-
-    def function(x: Tensor) -> Tensor:
-        return x + 1 if marked(OFF_MARK) else x
-
-    compiled = torch.compile(function, backend="eager", fullgraph=True)
-    results = []
-    for is_on in (False, True, False):
-        torch.set_autocast_enabled(OFF_MARK, is_on)
-        try:
-            results.append(compiled(torch.zeros(1)).item())
-        finally:
-            torch.set_autocast_enabled(OFF_MARK, False)
-    return results == [0, 1, 0]
-
-
-def _sees_fake_tensors() -> bool:
-    from torch._subclasses import FakeTensorMode
-
-    before = has_fake_tensors(), is_graph_made(), dispatch_modes()
-    with FakeTensorMode():
-        inside = has_fake_tensors(), is_graph_made(), dispatch_modes()
-    return before == (False, False, 0) and inside == (True, True, 1)
-
-
-def _goes_through_generators() -> bool:
-    seen = []
-
-    def contexts() -> Any:
-        seen.append(sys._getframe(1).f_code.co_name)
-        return noop_context_fn()  # type: ignore[no-untyped-call]
-
-    x = torch.ones(1, requires_grad=True)
-    checkpoint(torch.exp, x, use_reentrant=False, context_fn=contexts)
-    return seen == [CHECKPOINT_GENERATOR]
-
-
-_TRIES: Final = (
-    ("functions run at trace time", _runs_once, "graphs break, and hold stale decisions"),
-    ("disable_casts in graphs", _guards_on_marks, "graphs cast where casts are off"),
-    (
-        "calls that become part of a graph",
-        _sees_fake_tensors,
-        "graphs round otherwise than eager mode",
-    ),
-    ("checkpoints", _goes_through_generators, "they are recomputed under the casts of backward"),
-)
 
 
 def disable_inductor_caches() -> None:
@@ -187,7 +218,6 @@ def leave_to_callees(function: Any) -> None:
 _eval_frame = rely_on(
     "torch._C._dynamo.eval_frame",
     feature="torch.compile in the middle of calls",
-    since="2.13",
     without="graphs begin in hmpx's own functions, and are compiled again more often",
     behaves=lambda module: (
         hasattr(module, "skip_code") or hasattr(module, "set_code_exec_strategy")
@@ -246,7 +276,6 @@ def tracing_context() -> Any:
 _tracing_context = rely_on(
     "torch._guards.TracingContext",
     feature="graphs that torch.compile is tracing",
-    since="2.13",
     without="sections by module would not hold in them",
     behaves=lambda context: context.try_get() is None or is_dynamo_loaded(),
 )

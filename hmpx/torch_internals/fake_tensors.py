@@ -18,8 +18,7 @@ import torch
 from torch import Tensor, nn
 
 from .autograd import storage_of
-from .modes import FakeTensor
-from .tracing import has_fake_tensors
+from .modes import FakeTensor, has_fake_tensors
 
 _data_ptr: Final = Tensor.data_ptr  # taken before anything is patched
 

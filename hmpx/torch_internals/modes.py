@@ -1,16 +1,15 @@
-"""Classes of tensors and modes that torch keeps private, and ways to disable them."""
+"""Transforms, traces and dispatch modes, as torch's private functions show them, and their classes."""
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Sequence
-from typing import Any
+import types
+from collections.abc import Callable
+from typing import Any, Final
 
 import torch
 import torch.masked.maskedtensor.core
 from torch import Tensor
 
-from ..errors import TorchError
 from .torch_part import one, rely_on
 
 #: Modules that name `torch.overrides.get_default_nowrap_functions`: getters whose results stay as they are.
@@ -20,7 +19,6 @@ NAMING_GETTERS = (torch._tensor, torch.masked.maskedtensor.core)
 FakeTensor = rely_on(
     "torch._subclasses.fake_tensor.FakeTensor",
     feature="models of fake tensors",
-    since="2.13",
     without="weights of RNNs are cast one by one there, and hmpx.freeze leaves all as they are",
     behaves=lambda fake: isinstance(fake, type) and issubclass(fake, Tensor),
     instead=(type("NoFakeTensor", (), {}),),
@@ -46,20 +44,9 @@ def _disables_subclasses(disable: Any) -> bool:
 DisableTorchFunctionSubclass = rely_on(
     "torch._C.DisableTorchFunctionSubclass",
     feature="tensor subclasses",
-    since="2.13",
     without="casts inside of a subclass' own functions would not end",
     behaves=_disables_subclasses,
 )
-
-
-class _NoDispatchMode:
-    """Replaces `TorchDispatchMode` in a torch without it."""
-
-    def __init__(self) -> None:
-        raise TorchError(
-            f"torch {torch.__version__} has no torch.utils._python_dispatch.TorchDispatchMode, which "
-            "hmpx.freeze needs; install another version of torch: see docs/versions.md"
-        )
 
 
 #: A context in which no dispatch mode sees a call; the class of modes; tensors of graphs being traced;
@@ -69,26 +56,15 @@ disable_modes, TorchDispatchMode, FunctionalTensor, is_tensor_of_tensors = rely_
     "torch.utils._python_dispatch.TorchDispatchMode",
     "torch._subclasses.functional_tensor.FunctionalTensor",
     "torch.utils._python_dispatch.is_traceable_wrapper_subclass",
-    feature="freezing",
-    since="2.13",
-    without="hmpx.freeze raises TorchError",
+    feature="dispatch modes and tensors in graphs",
+    without="what hmpx computes for itself would be seen, and frozen weights mistaken",
     behaves=lambda disable, mode, tensor, has_others: (
         isinstance(mode, type)
         and isinstance(tensor, type)
         and has_others(one()) is False
         and hasattr(disable(), "__enter__")
     ),
-    instead=(
-        contextlib.nullcontext,
-        _NoDispatchMode,
-        type("NoTensor", (), {}),
-        lambda tensor: False,
-    ),
 )
-
-
-def _current_function_modes() -> Sequence[Any]:
-    return ()
 
 
 #: The functions that a context of a device gives that device: known from the first call on, which none
@@ -96,7 +72,6 @@ def _current_function_modes() -> Sequence[Any]:
 device_constructors = rely_on(
     "torch.utils._device._device_constructors",
     feature="torch.full in contexts of devices",
-    since="2.13",
     without="it fills tensors on the CPU there, while torch is converted",
     behaves=lambda constructors: torch.full in constructors(),
     instead=(frozenset,),
@@ -107,8 +82,171 @@ function_modes, DeviceContext = rely_on(
     "torch.overrides._get_current_function_mode_stack",
     "torch.utils._device.DeviceContext",
     feature="scripts that place tensors on hpu",
-    since="2.13",
     without="the stand-in for habana_frameworks would not see torch.device as a context",
     behaves=lambda modes, context: isinstance(modes(), (list, tuple)),
-    instead=(_current_function_modes, type("NoContext", (), {"__init__": lambda self: None})),
+    instead=(tuple, type("NoContext", (), {})),
+)
+
+
+def _tells_transforms(
+    current: Callable[[], Any], is_batch: Any, is_of_transform: Any, behind: Any
+) -> bool:
+    seen: list[Any] = []
+
+    def note(x: Tensor) -> Tensor:
+        seen.append(current())
+        return x
+
+    x = one()
+    torch.vmap(note)(x)
+    is_told = current() is None and len(seen) == 1 and seen[0] is not None
+    return is_told and not any([tells(x) is not False for tells in (is_batch, is_of_transform)])  # noqa: C419
+
+
+#: The running transforms of torch.func, or None; whether a tensor belongs to
+#: torch.autograd.grad(is_grads_batched=True); whether a transform has made it, and from what.
+transforms, is_batch, is_of_transform, behind_transform = rely_on(
+    "torch._C._functorch.peek_interpreter_stack",
+    "torch._C._functorch.is_legacy_batchedtensor",
+    "torch._C._functorch.is_functorch_wrapped_tensor",
+    "torch._C._functorch.get_unwrapped",
+    feature="torch.func",
+    without="every call is computed as inside of a transform, which takes longer",
+    behaves=_tells_transforms,
+    instead=(lambda: True, lambda tensor: True, lambda tensor: True, lambda tensor: tensor),
+)
+
+
+def _tells_dual_levels(module: Any) -> bool:
+    return isinstance(module._current_level, int)  # -1 for none, in the whole process
+
+
+_levels = rely_on(
+    "torch.autograd.forward_ad",
+    feature="forward-mode gradients",
+    without="every call is computed as with forward-mode gradients, which takes longer",
+    behaves=_tells_dual_levels,
+    instead=(types.SimpleNamespace(_current_level=0),),
+)
+
+
+def has_tangents() -> bool:
+    """Whether tensors may have forward-mode gradients here."""
+    return bool(_levels._current_level >= 0)
+
+
+def may_learn(*tensors: Tensor) -> bool:
+    """Whether what is computed from ``tensors`` may have gradients, in backward or forward mode.
+
+    Transforms of torch.func make tensors that do not tell whether those behind them require gradients.
+    Forward-mode gradients exist where backward ones are switched off, too.
+    """
+    if has_tangents():
+        return True
+    return torch.is_grad_enabled() and (
+        any([tensor.requires_grad for tensor in tensors])  # noqa: C419  # Dynamo traces lists better
+        or is_transformed()
+    )
+
+
+def is_transformed() -> bool:
+    """Whether transforms of torch.func are running; torch.compile asks at trace time."""
+    return transforms() is not None
+
+
+#: The state of torch.jit.trace: None if it is not running.
+jit_tracing_state = rely_on(
+    "torch._C._get_tracing_state",
+    feature="torch.jit.trace",
+    without="roundings of number formats would be lost in traced graphs",
+    behaves=lambda state: state() is None or isinstance(state(), torch._C.TracingState),
+)
+
+#: Whether torch.jit.trace is running.
+is_jit_tracing = rely_on(
+    "torch._C._is_tracing",
+    feature="torch.jit.trace, asked for",
+    without="calls take longer",
+    behaves=lambda is_tracing: is_tracing() is (jit_tracing_state() is not None),
+    instead=(lambda: jit_tracing_state() is not None,),
+)
+
+#: The number of active dispatch modes.
+dispatch_modes = rely_on(
+    "torch._C._len_torch_dispatch_stack",
+    feature="dispatch modes",
+    without="every call is computed as inside of one, which takes longer",
+    behaves=lambda count: count() == 0 or isinstance(count(), int),
+    instead=(lambda: 1,),
+)
+
+_mode_of, _mode_keys = rely_on(
+    "torch._C._get_dispatch_mode",
+    "torch._C._TorchDispatchModeKey",
+    feature="calls that become part of a graph",
+    without="every call is computed with roundings for graphs, which takes longer",
+    behaves=lambda mode_of, keys: all(
+        mode is None or hasattr(type(mode), "__torch_dispatch__")
+        for mode in (mode_of(keys.PROXY), mode_of(keys.FAKE))
+    ),
+    instead=(lambda key: True, types.SimpleNamespace(PROXY=None, FAKE=None)),
+)
+_PROXY, _FAKE = _mode_keys.PROXY, _mode_keys.FAKE
+
+
+def has_fake_tensors() -> bool:
+    """Whether calls made here compute only shapes and dtypes."""
+    return _mode_of(_FAKE) is not None
+
+
+def is_noted_in_graph() -> bool:
+    """Whether calls made here are recorded in a graph."""
+    return _mode_of(_PROXY) is not None
+
+
+def is_graph_made() -> bool:
+    """Whether calls made here are recorded in a graph, or compute only shapes and dtypes."""
+    return _mode_of(_PROXY) is not None or _mode_of(_FAKE) is not None
+
+
+def _are_told_apart(excluded: Callable[[Any], bool], included: Any, keys: Any) -> bool:
+    from torch._dispatch.python import enable_python_dispatcher
+
+    before = included(keys.PythonDispatcher)
+    with enable_python_dispatcher():
+        inside = included(keys.PythonDispatcher)
+    return inside is True and isinstance(before, bool) and excluded(keys.PythonTLSSnapshot) is False
+
+
+is_excluded, is_included, _dispatch_keys = rely_on(
+    "torch._C._dispatch_tls_is_dispatch_key_excluded",
+    "torch._C._dispatch_tls_is_dispatch_key_included",
+    "torch._C.DispatchKey",
+    feature="calls below the dispatcher",
+    without="torch's own calls would be cast",
+    behaves=_are_told_apart,
+)
+#: Excluded below the dispatcher: in decompositions, meta functions, kernels written in Python.
+SNAPSHOT: Final = getattr(_dispatch_keys, "PythonTLSSnapshot", None)
+#: Included while AOTAutograd and torch.export trace.
+PYTHON: Final = getattr(_dispatch_keys, "PythonDispatcher", None)
+
+
+#: Modules of kernels written in Python, and of functions that ops may be called through.
+KERNEL_MODULES: Final = ("torch._decomp", "torch._refs", "torch._prims")
+FUNCTION_MODULES: Final = (
+    "torch.functional",
+    "torch.nn.functional",
+    "torch._tensor",
+    "torch._jit",
+)
+
+#: The classes of what `torch.jit.script` and `torch.jit.trace` make, by whose calls it runs.
+SCRIPTED: Final[tuple[type[Any], ...]] = rely_on(
+    "torch._C.ScriptMethod",
+    "torch._C.ScriptFunction",
+    feature="TorchScript",
+    without="what was scripted mixes dtypes where it is given low-precision tensors",
+    behaves=lambda *kinds: all("__call__" in vars(kind) for kind in kinds),
+    instead=(),
 )

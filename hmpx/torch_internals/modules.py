@@ -11,7 +11,7 @@ import torch
 import torch.fx._symbolic_trace
 import torch.nn.modules.module
 
-from .torch_part import do_nothing, is_found, rely_on
+from .torch_part import do_nothing, rely_on
 
 
 class _TriedOptimizer(torch.optim.Optimizer):
@@ -37,7 +37,6 @@ PREPARE_STEP: Final = "_patch_step_function"
 rely_on(
     f"torch.optim.Optimizer.{PREPARE_STEP}",
     feature="optimizers' steps",
-    since="2.13",
     without="they would be cast",
     behaves=_prepares_steps,
 )
@@ -47,7 +46,6 @@ _step_hooks, _module_hooks, _buffer_hooks = rely_on(
     "torch.nn.modules.module._global_module_registration_hooks",
     "torch.nn.modules.module._global_buffer_registration_hooks",
     feature="hooks of optimizers and modules",
-    since="2.13",
     without="reused casts outlive fused optimizers' steps, and modules that are moved keep their names",
     behaves=lambda *tables: all(isinstance(table, dict) for table in tables),
 )
@@ -60,7 +58,6 @@ BUFFER_HOOKS: Final = _buffer_hooks
 rebuild_tensor = rely_on(
     "torch._utils._rebuild_tensor",
     feature="loaded tensors",
-    since="2.13",
     without="programs that load them in low precision are warned where they make parameters of them",
     behaves=inspect.isfunction,
     instead=(do_nothing,),
@@ -73,7 +70,6 @@ _REPLICA: Final = "_is_replica"
 rely_on(
     "torch.nn.Module._replicate_for_data_parallel",
     feature="delayed scaling in torch.nn.DataParallel",
-    since="2.13",
     without="its copies of a model scale by the tensors at hand",
     behaves=lambda replicate: getattr(replicate(torch.nn.Module()), _REPLICA, None) is True,
     instead=(do_nothing,),
@@ -113,7 +109,6 @@ _clip_grad = rely_on(
     "torch.nn.utils.clip_grads_with_norm_",
     "torch.nn.utils.get_total_norm",
     feature="clipping of gradients",
-    since="2.13",
     without="norms of gradients would be cast",
     behaves=_clips_by_cells,
     instead=(types.ModuleType("clip_grad"), *[do_nothing] * 4),
@@ -127,9 +122,7 @@ FX_TRACING, FX_MODULE_CALL = torch.fx._symbolic_trace, "_orig_module_call"
 rely_on(
     "torch.fx._symbolic_trace._orig_module_call",
     feature="sections by module in traced graphs",
-    since="2.13",
     without="graphs of make_fx and torch.export would not know their modules",
-    behaves=is_found,
 )
 
 #: The slot of a graph's node that holds its function; the class of the tables by which graphs find nodes,
@@ -139,7 +132,6 @@ NODE_TARGET, NODE_TABLE = rely_on(
     "torch._C._NodeBase.target",
     "torch.fx.graph._FindNodesLookupTable",
     feature="functions in graphs of torch.fx",
-    since="2.13",
     without="passes don't find functions in graphs that were traced on the other side of a conversion",
     behaves=lambda target, table: (
         isinstance(target, types.MemberDescriptorType)
@@ -152,7 +144,5 @@ rely_on(
     "torch.backends.mha.get_fastpath_enabled",
     "torch.nn.RNNBase.check_input",
     feature="fast paths and checks of modules",
-    since="2.13",
     without="fused kernels would run uncast, and mixed dtypes be refused",
-    behaves=is_found,
 )

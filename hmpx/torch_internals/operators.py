@@ -17,7 +17,6 @@ schemas_of, _has_kernel, VARIABLE_FUNCTIONS, NN, VF = rely_on(
     "torch._C._nn",
     "torch._VF",
     feature="the table of torch's ops",
-    since="2.13",
     without="no op could be found",
     behaves=lambda schemas, has_kernel, functions, nn, vf: (
         schemas("aten::linear")[0].name == "aten::linear"
@@ -42,7 +41,6 @@ OpOverload, OpOverloadPacket, OpNamespace, CustomOpDef = rely_on(
     "torch._ops._OpNamespace",
     "torch._library.custom_ops.CustomOpDef",
     feature="operators of torch.library",
-    since="2.13",
     without="they would not be cast",
     behaves=lambda overload, packet, namespace, custom: (
         isinstance(torch.ops.aten, namespace)
@@ -70,7 +68,7 @@ def own_operator(signature: str, fake: Callable[..., Any], *tags: str) -> Any:
     Args:
         signature: ``"name(Tensor x) -> Tensor"``.
         fake: Returns results as the operator does, without values.
-        tags: Names of `torch.Tag`; those that this version of torch lacks are left out.
+        tags: Names of `torch.Tag`.
 
     Returns:
         The operator; None where torch is not as hmpx needs it, and `convert` refuses.
@@ -79,8 +77,7 @@ def own_operator(signature: str, fake: Callable[..., Any], *tags: str) -> Any:
         return None
     name = signature.partition("(")[0]
     tags = ("pt2_compliant_tag", "needs_fixed_stride_order", *tags)
-    known = [getattr(torch.Tag, tag) for tag in tags if hasattr(torch.Tag, tag)]
-    _OWN.define(signature, tags=known)
+    _OWN.define(signature, tags=[getattr(torch.Tag, tag) for tag in tags])
     torch.library.register_fake(f"hmpx::{name}", fake, lib=_OWN)
     return getattr(torch.ops.hmpx, name).default
 
@@ -89,3 +86,41 @@ def set_kernel(operator: Any, function: Callable[..., Any], key: str) -> None:
     """Makes ``function`` the kernel of an operator of hmpx's own, for a key of torch's dispatcher."""
     if operator is not None:
         _OWN.impl(operator.name(), function, key)
+
+
+class _NoOp:
+    """Replaces an operator that torch does not have: no call is one of it."""
+
+
+#: What a cast becomes.
+CAST_OP = rely_on(
+    "torch.ops.aten._to_copy.default",
+    feature="memory of casts",
+    without="record(memory=True) and hmpx.plan count casts of weights as other tensors",
+    instead=(_NoOp(),),
+)
+
+#: What ``.item()``, and an ``if`` on a tensor, become.
+VALUE_OP = rely_on(
+    "torch.ops.aten._local_scalar_dense.default",
+    feature="values in plans",
+    without="hmpx.plan fails where parameters' first values depend on values",
+    instead=(_NoOp(),),
+)
+
+#: Batch norm with running statistics, as compiled programs have it.
+BATCH_NORM_OP = rely_on(
+    "torch.ops.aten._native_batch_norm_legit.default",
+    feature="batch norm in plans",
+    without="its statistics have the wrong dtype there",
+    instead=(_NoOp(),),
+)
+
+#: CUDA's fused kernels of attention: without a mask in low precision, and the other.
+FLASH_ATTENTION, MASKED_ATTENTION = rely_on(
+    "torch.ops.aten._scaled_dot_product_flash_attention",
+    "torch.ops.aten._scaled_dot_product_efficient_attention",
+    feature="attention in plans",
+    without="hmpx.plan counts scores of attention for a device that is not there",
+    instead=(None, None),
+)

@@ -1,16 +1,44 @@
-"""`uncompiled`: compiled functions run as they are written, those compiled meanwhile too."""
+"""Code that runs once a module of torch's is imported; compiled functions that run as they are written."""
 
 from __future__ import annotations
 
+import importlib.abc
+import importlib.machinery
 import sys
 import threading
+import types
+from collections.abc import Callable, Sequence
 from typing import Any, Final
 
 import torch
 
-from ..blocks import ends_surely
-from .after_import import AfterImport
+from ..blocks import Block
 from .compiler import is_dynamo_loaded
+
+
+class AfterImport(importlib.abc.MetaPathFinder):
+    """A finder for `sys.meta_path` that runs an action once a module has been executed."""
+
+    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
+        self._name, self._action = name, action
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        """Returns the spec of that module; None for any other."""
+        if fullname != self._name:
+            return None
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: types.ModuleType) -> None:
+                execute(module)
+                self._action(module)
+
+            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
+        return spec
+
 
 _DYNAMO: Final = "torch._dynamo"
 
@@ -59,16 +87,11 @@ class _Uncompiled:
 _uncompiled: Final = _Uncompiled()
 
 
-class uncompiled:  # noqa: N801  # a block
+class uncompiled(Block):  # noqa: N801  # a block
     """Runs compiled functions as they are written, in all threads, until the end of the block."""
 
-    def __enter__(self) -> None:
-        try:
-            _uncompiled.begin(self)
-        except BaseException:
-            _uncompiled.end(self)
-            raise
+    def _begin(self) -> None:
+        _uncompiled.begin(self)
 
-    @ends_surely(None, _uncompiled.end)
-    def __exit__(self, *exc_info: object) -> None:
+    def _end(self) -> None:
         _uncompiled.end(self)

@@ -18,7 +18,7 @@ import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Final
+from typing import Any, Final, cast
 
 import torch
 from torch import Tensor
@@ -40,7 +40,6 @@ class Part:
     Attributes:
         feature: What hmpx needs it for.
         names: Where torch has it.
-        since: The first version of torch with which it was tried.
         without: What happens where it is not as expected.
         is_needed: Whether `convert` refuses in that case.
         fault: What is not as expected; ``""`` for nothing.
@@ -48,7 +47,6 @@ class Part:
 
     feature: str
     names: tuple[str, ...]
-    since: str
     without: str
     is_needed: bool
     fault: str
@@ -105,31 +103,36 @@ def warn_once(faults: Sequence[Part]) -> None:
 # --- looking up and trying ----------------------------------------------------------------------
 
 
-def _look_up(name: str) -> Any:
-    """Looks up a dotted name in torch.
+class _AbsentError(Exception):
+    """torch has nothing under a name."""
 
-    Raises:
-        AttributeError: torch has nothing there.
-    """
+
+def _look_up(name: str) -> Any:
+    """Looks up a dotted name in torch, and imports a small module that is not imported yet."""
     parts = name.split(".")
-    count = next(n for n in range(len(parts), 0, -1) if ".".join(parts[:n]) in sys.modules)
-    found: Any = sys.modules[".".join(parts[:count])]
-    for position in range(count, len(parts)):
-        attribute = parts[position]
-        own = vars(found) if isinstance(found, type) else {}
-        if attribute not in own and not hasattr(found, attribute):
-            with contextlib.suppress(ImportError):  # a small module that is not imported yet
-                importlib.import_module(".".join(parts[: position + 1]))
-        found = own[attribute] if attribute in own else getattr(found, attribute)
+    path, found = "", cast(Any, None)
+    try:
+        for part in parts:
+            owner, path = found, f"{path}.{part}" if path else part
+            if path in sys.modules:  # torch deletes some from the module around
+                found = sys.modules[path]
+            elif isinstance(owner, type) and part in vars(owner):
+                found = vars(owner)[part]
+            else:
+                if not hasattr(owner, part):
+                    with contextlib.suppress(ImportError):
+                        importlib.import_module(path)
+                found = getattr(owner, part)
+    except AttributeError:
+        raise _AbsentError(f"torch has no {name}") from None
     return found
 
 
 def rely_on(
     *names: str,
     feature: str,
-    since: str,
     without: str,
-    behaves: Callable[..., bool],
+    behaves: Callable[..., bool] = lambda *found: True,
     instead: tuple[Any, ...] | None = None,
     is_needed: bool = False,
 ) -> Any:
@@ -137,27 +140,24 @@ def rely_on(
 
     Args:
         names: Dotted names.
-        feature: See `Part`, also for ``since`` and ``without``.
-        since: A version of torch.
+        feature: See `Part`, also for ``without``.
         without: One clause.
-        behaves: Called with what was found, to try it.
+        behaves: Called with what was found, to try it. Otherwise it is enough that it exists.
         instead: One stand-in for each name; None where there are none.
         is_needed: `convert` refuses even though there are stand-ins; those are for use before it.
     """
-    fault, found = "", []
-    for name in names:
-        try:
-            found.append(_look_up(name))
-        except (AttributeError, KeyError):
-            fault = f"torch has no {name}"
-            break
+    fault, found = "", list[Any]()
+    try:
+        found += map(_look_up, names)
+    except _AbsentError as error:
+        fault = str(error)
     else:
-        error = _raised_by(lambda: _check(behaves(*found)))
-        if isinstance(error, _UnexpectedError):
+        did, raised = _tried(lambda: behaves(*found))
+        if raised is not None:
+            fault = f"trying {' and '.join(names)} raised {said_by(raised)}"
+        elif not did:
             fault = f"{' and '.join(names)} did not do what was expected"
-        elif error is not None:
-            fault = f"trying {' and '.join(names)} raised {said_by(error)}"
-    part = Part(feature, names, since, without, is_needed or instead is None, fault)
+    part = Part(feature, names, without, is_needed or instead is None, fault)
     _parts.append(part)
     if not fault:
         return found[0] if len(found) == 1 else tuple(found)
@@ -171,37 +171,23 @@ def one() -> Tensor:
     return torch.ones(1, dtype=torch.float32, device="cpu")
 
 
-def is_found(*found: object) -> bool:
-    """Returns True: if the part exists, it is not tried any further."""
-    return True
-
-
 def do_nothing(*args: object) -> None:
     """Does nothing, in place of a missing part."""
 
 
-class _UnexpectedError(Exception):
-    """A part of torch behaves differently."""
-
-
-def _check(is_as_expected: bool) -> None:
-    if not is_as_expected:
-        raise _UnexpectedError
-
-
-def _raised_by(run: Callable[[], None]) -> Exception | None:
-    """Returns the error that ``run`` raises when called in a thread of its own.
+def _tried(run: Callable[[], bool]) -> tuple[bool, Exception | None]:
+    """Returns what ``run`` returns when called in a thread of its own, or the error that it raises.
 
     In a new thread, torch's state is the default. hmpx may be imported inside modes, regions and
     transforms, and where tensors are made on other devices.
     """
-    raised: list[Exception] = []
+    results: list[tuple[bool, Exception | None]] = []
 
     def catch() -> None:
         try:
-            run()
+            results.append((run(), None))
         except Exception as error:  # another version of torch may raise anything here
-            raised.append(error)
+            results.append((False, error))
 
     thread = threading.Thread(target=catch, name="hmpx tries torch")
     try:
@@ -210,7 +196,7 @@ def _raised_by(run: Callable[[], None]) -> Exception | None:
         catch()
     else:
         thread.join()
-    return raised[0] if raised else None
+    return results[0]
 
 
 class _Refusing:
