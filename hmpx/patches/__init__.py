@@ -2,50 +2,29 @@
 
 from __future__ import annotations
 
-from .compiled import compile_patches, forget_compiled
-from .control_flow import control_flow_patches
-from .early_names import (
-    early_name_patches,
-    forget_overrides,
-    held_by_models,
-    missed,
-)
-from .filled import filled_patches
-from .foreign_sites import ForeignSite, following, foreign_sites_of, is_renewed
-from .gradients import gradient_patches
-from .held_functions import held_function_patches
-from .kept_values import kept_value_patches
-from .numpy_values import numpy_patches
-from .operators import operator_patches
-from .pickling import pickle_patch, retired, retired_name
-from .regions import SCALERS, region_patches
-from .taken_names import function_in, note_torchs_modules, standing_for, taken_name_patches
-
-__all__ = [
-    "SCALERS",
-    "ForeignSite",
-    "compile_patches",
-    "control_flow_patches",
-    "early_name_patches",
-    "filled_patches",
-    "following",
-    "foreign_sites_of",
-    "forget_compiled",
-    "forget_overrides",
-    "function_in",
-    "gradient_patches",
-    "held_by_models",
-    "held_function_patches",
-    "is_renewed",
-    "kept_value_patches",
-    "missed",
-    "note_torchs_modules",
-    "numpy_patches",
-    "operator_patches",
-    "pickle_patch",
-    "region_patches",
-    "retired",
-    "retired_name",
-    "standing_for",
-    "taken_name_patches",
-]
+from .beneath import operator_patches as operator_patches
+from .compiled import compile_patches as compile_patches
+from .compiled import forget_compiled as forget_compiled
+from .early_names import early_name_patches as early_name_patches
+from .early_names import forget_overrides as forget_overrides
+from .early_names import held_by_models as held_by_models
+from .early_names import missed as missed
+from .foreign_sites import ForeignSite as ForeignSite
+from .foreign_sites import following as following
+from .foreign_sites import foreign_sites_of as foreign_sites_of
+from .foreign_sites import is_renewed as is_renewed
+from .held_functions import held_function_patches as held_function_patches
+from .kept_values import kept_value_patches as kept_value_patches
+from .pickling import pickle_patch as pickle_patch
+from .pickling import retired as retired
+from .pickling import retired_name as retired_name
+from .regions import SCALERS as SCALERS
+from .regions import region_patches as region_patches
+from .taken_names import function_in as function_in
+from .taken_names import note_torchs_modules as note_torchs_modules
+from .taken_names import standing_for as standing_for
+from .taken_names import taken_name_patches as taken_name_patches
+from .values import control_flow_patches as control_flow_patches
+from .values import filled_patches as filled_patches
+from .values import gradient_patches as gradient_patches
+from .values import numpy_patches as numpy_patches

@@ -29,7 +29,7 @@ from ..torch_internals import BUFFER_HOOKS, device_constructors, rebuild_tensor
 from ..torch_state import has_casts, in_force, without_casts
 from ..warning import warn
 from .compiled import unwrapped
-from .filled import named_after
+from .values import named_after
 
 _is_dynamo_compiling = torch.compiler.is_dynamo_compiling
 

@@ -36,7 +36,7 @@ from ..torch_state import (
     keeps_state,
     without_casts,
 )
-from . import autocast_regions, scripting
+from . import autocast_regions, beneath
 
 
 def region_patches(
@@ -64,7 +64,7 @@ def region_patches(
     yield from _checkpoint_patches(draft)
     yield from _module_patches(draft)
     yield from autocast_regions.patches(draft, low_dtype)
-    yield from scripting.patches(draft, run_suspended, low_dtype)
+    yield from beneath.scripting_patches(draft, run_suspended, low_dtype)
 
 
 # --- optimizers --------------------------------------------------------------------------------

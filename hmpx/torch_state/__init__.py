@@ -2,99 +2,54 @@
 
 from __future__ import annotations
 
-from .conversions import conversion, conversion_patches, decided, in_force, is_covered
-from .disabling import (
-    apart,
-    disable_casts,
-    is_off_by_program,
-    is_unobserved,
-    keeps_state,
-    unobserved_casts,
-    without_casts,
-    without_low_casts,
-)
-from .dispatcher import is_below_dispatcher
-from .marks import AUTOCAST_STATE, ON, TO_LOW, is_enabled, reserve_marks
-from .model_state import ModelState, unchanged
-from .module_names import class_name, named_modules
-from .module_path import (
-    asked_by,
-    forget_modules,
-    keeps_place,
-    module_patches,
-    place,
-    running_module,
-    spot,
-)
-from .phases import Phase, as_recomputation, phase
-from .random_state import state_of_random_numbers
-from .reached import Reached, reached_by
-from .switch import (
-    Region,
-    close_region,
-    count_autocast,
-    end_conversion,
-    forget_lost_regions,
-    has_casts,
-    is_off,
-    last_region,
-    off,
-    open_region,
-    partly_off,
-)
-from .traced_modules import traced_places
-from .training import as_training, is_training, keeps_kind
-
-__all__ = [
-    "AUTOCAST_STATE",
-    "ON",
-    "TO_LOW",
-    "ModelState",
-    "Phase",
-    "Reached",
-    "Region",
-    "apart",
-    "as_recomputation",
-    "as_training",
-    "asked_by",
-    "class_name",
-    "close_region",
-    "conversion",
-    "conversion_patches",
-    "count_autocast",
-    "decided",
-    "disable_casts",
-    "end_conversion",
-    "forget_lost_regions",
-    "forget_modules",
-    "has_casts",
-    "in_force",
-    "is_below_dispatcher",
-    "is_covered",
-    "is_enabled",
-    "is_off",
-    "is_off_by_program",
-    "is_training",
-    "is_unobserved",
-    "keeps_kind",
-    "keeps_place",
-    "keeps_state",
-    "last_region",
-    "module_patches",
-    "named_modules",
-    "off",
-    "open_region",
-    "partly_off",
-    "phase",
-    "place",
-    "reached_by",
-    "reserve_marks",
-    "running_module",
-    "spot",
-    "state_of_random_numbers",
-    "traced_places",
-    "unchanged",
-    "unobserved_casts",
-    "without_casts",
-    "without_low_casts",
-]
+from .conversions import conversion as conversion
+from .conversions import conversion_patches as conversion_patches
+from .conversions import decided as decided
+from .conversions import in_force as in_force
+from .conversions import is_below_dispatcher as is_below_dispatcher
+from .conversions import is_covered as is_covered
+from .disabling import apart as apart
+from .disabling import disable_casts as disable_casts
+from .disabling import is_off_by_program as is_off_by_program
+from .disabling import is_unobserved as is_unobserved
+from .disabling import keeps_state as keeps_state
+from .disabling import unobserved_casts as unobserved_casts
+from .disabling import without_casts as without_casts
+from .disabling import without_low_casts as without_low_casts
+from .marks import AUTOCAST_STATE as AUTOCAST_STATE
+from .marks import ON as ON
+from .marks import TO_LOW as TO_LOW
+from .marks import is_enabled as is_enabled
+from .marks import reserve_marks as reserve_marks
+from .model_state import ModelState as ModelState
+from .model_state import Reached as Reached
+from .model_state import reached_by as reached_by
+from .model_state import state_of_random_numbers as state_of_random_numbers
+from .model_state import unchanged as unchanged
+from .module_names import class_name as class_name
+from .module_names import named_modules as named_modules
+from .module_path import asked_by as asked_by
+from .module_path import forget_modules as forget_modules
+from .module_path import keeps_place as keeps_place
+from .module_path import module_patches as module_patches
+from .module_path import place as place
+from .module_path import running_module as running_module
+from .module_path import spot as spot
+from .phases import Phase as Phase
+from .phases import as_recomputation as as_recomputation
+from .phases import as_training as as_training
+from .phases import is_training as is_training
+from .phases import keeps_kind as keeps_kind
+from .phases import phase as phase
+from .switch import Region as Region
+from .switch import close_region as close_region
+from .switch import count_autocast as count_autocast
+from .switch import end_conversion as end_conversion
+from .switch import forget_lost_regions as forget_lost_regions
+from .switch import has_casts as has_casts
+from .switch import is_off as is_off
+from .switch import last_region as last_region
+from .switch import off as off
+from .switch import open_region as open_region
+from .switch import partly_off as partly_off
+from .traced_modules import traced_places as traced_places

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..blocks import ends_surely
+from ..blocks import Block, ends_surely
 from ..torch_internals import DisableAutocast, disable_modes, is_any_autocast_enabled
 from .marks import ON, TO_LOW, is_every_marked, mark_every
 from .switch import (
@@ -150,21 +150,16 @@ def _run_generator(region: type[disable_casts], generator: Any) -> Any:
             value, resume = error, generator.throw
 
 
-class _State:
+class _State(Block):
     """A context in which exactly the casts of ``off`` are off."""
 
     def __init__(self, off: frozenset[str]) -> None:
         self._region = Region(self, off=off)
 
-    def __enter__(self) -> None:
-        try:
-            open_region(self._region)
-        except BaseException:
-            close_region(self._region)
-            raise
+    def _begin(self) -> None:
+        open_region(self._region)
 
-    @ends_surely(lambda state: state._region, close_region)
-    def __exit__(self, *exc_info: object) -> None:
+    def _end(self) -> None:
         close_region(self._region)
 
 

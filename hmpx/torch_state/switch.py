@@ -21,7 +21,7 @@ import torch
 
 from ..torch_internals import current_graph_task, run_when_traced
 from . import conversions
-from .dispatcher import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
+from .conversions import is_below_dispatcher  # noqa: F401  # for wrappers: these are their globals
 from .marks import EVERY, ON, TO_LOW, is_every_marked, mark, marked
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -157,17 +157,13 @@ def _settle_on(region: Region | None) -> None:
 
 
 def _forget(region: Region) -> None:
-    if region.thread != threading.get_ident():
-        return  # this is a copy of another thread's context, and that thread takes care of it
-    _note(region, is_open=False)
+    # In a copy of another thread's context that thread takes care of it.
+    if region.thread == threading.get_ident():
+        _note(region, is_open=False)
 
 
+@_gated
 def _note(region: Region, *, is_open: bool) -> None:
-    # On one line, so that no signal arrives between the call and the release.
-    with _gate_lock: _note_alone(region, is_open=is_open)  # fmt: skip  # noqa: E701
-
-
-def _note_alone(region: Region, *, is_open: bool) -> None:
     if is_open:
         _open[region] = 1
     else:

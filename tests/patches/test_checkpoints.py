@@ -21,7 +21,7 @@ from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_conte
 import hmpx
 from hmpx.compute.legalize import legalization
 from hmpx.compute.legalize.capability import Capability
-from hmpx.torch_state import training
+from hmpx.torch_state import phases
 from tests.values import same_or_nan
 
 FP32 = torch.float32
@@ -227,12 +227,12 @@ def test_a_forward_that_fails_leaves_the_thread_as_it_was() -> None:
         thread = threading.Thread(target=lambda: seen.append(_without_gradients()))
         thread.start()
         thread.join()
-        seen.append(training.is_training())
+        seen.append(phases.is_training())
         raise ZeroDivisionError
 
     def _without_gradients() -> bool:
         with torch.no_grad():
-            return training.is_training()
+            return phases.is_training()
 
     with hmpx.convert(device_types={"cpu"}):
         with pytest.raises(ZeroDivisionError):

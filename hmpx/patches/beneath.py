@@ -1,0 +1,128 @@
+"""Calls that reach torch's kernels below all wrappers: of operators such as `torch.ops.aten.mm`, and TorchScript's."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import sys
+import warnings
+from collections.abc import Callable, Iterator
+from typing import Any, Final
+
+import torch
+
+from ..compute import Callee, in_fp32, inputs_of, may_run_again, note_legalized
+from ..errors import HmpxWarning
+from ..patching import Draft, Patch
+from ..tensors import LOW_DTYPES, Args, Kwargs, tensors_of
+from ..torch_internals import SCRIPTED, OpOverload, OpOverloadPacket, dispatch_modes
+from ..torch_state import has_casts, is_below_dispatcher
+
+# --- operators ---------------------------------------------------------------------------------
+
+
+LOGGER: Final = logging.getLogger("hmpx")
+
+
+def operator_patches(draft: Draft) -> Iterator[Patch]:
+    """Yields the patches of how operators are called."""
+    for kind in (OpOverload, OpOverloadPacket):
+        yield Patch(kind, "__call__", _completed(draft.attribute(kind, "__call__")))
+
+
+def _completed(call: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(call)
+    def complete(self: Any, /, *args: Any, **kwargs: Any) -> Any:
+        try:
+            return call(self, *args, **kwargs)
+        except Exception as error:
+            again = _retry(functools.partial(call, self), self, error, args, kwargs)
+            if again is None:
+                raise
+        return again()  # here nothing holds the frames of the error
+
+    return complete
+
+
+def _retry(
+    function: Callable[..., Any], operator: Any, error: Exception, args: Args, kwargs: Kwargs
+) -> Callable[[], Any] | None:
+    """Returns a function that computes the call in fp32; None if that is not why it failed."""
+    # A graph that is traced would keep the call that failed.
+    if dispatch_modes() or is_below_dispatcher() or not may_run_again(error):
+        return None
+    inputs = inputs_of(args, kwargs)
+    if inputs is None or inputs.low is None or not has_casts(inputs.low.device.type):
+        return None
+    is_one = isinstance(operator, OpOverload)
+    overloads = [operator] if is_one else [getattr(operator, n) for n in operator.overloads()]
+    arguments = [each for overload in overloads for each in overload._schema.arguments]
+    names = [each.name for each in overloads[0]._schema.arguments if not each.kwarg_only]
+    writes = {each.name for each in arguments if each.alias_info and each.alias_info.is_write}
+    callee = Callee(str(operator), function, tuple(names), frozenset(writes), False, False)
+    note_legalized()
+    _log(callee.op)
+    return functools.partial(in_fp32, callee, args, kwargs, inputs.first.dtype)
+
+
+@functools.cache
+def _log(operator: str) -> None:
+    LOGGER.info("%s computes in fp32: it refuses the dtypes of its inputs", operator)
+
+
+# --- TorchScript -------------------------------------------------------------------------------
+
+
+def scripting_patches(
+    draft: Draft, run_suspended: Callable[..., Any], low_dtype: torch.dtype | None
+) -> Iterator[Patch]:
+    """Yields the patches of `torch.jit.script`, and of calls of what was scripted.
+
+    Args:
+        draft: Where torch is as it would be without a conversion.
+        run_suspended: Calls a function without any of the conversion's patches.
+        low_dtype: The conversion's low-precision type; None where that is not a torch dtype.
+    """
+    script = draft.attribute(torch.jit, "script")
+    yield Patch(torch.jit, "script", _scripting_uncast(script, run_suspended))
+    if low_dtype is not None:
+        for kind in SCRIPTED:
+            call = draft.attribute(kind, "__call__")
+            yield Patch(kind, "__call__", _casting_inside(call, low_dtype))
+
+
+def _casting_inside(call: Callable[..., Any], low_dtype: torch.dtype) -> Callable[..., Any]:
+    """Returns ``call`` made to run in a region of torch.autocast where it is given low-precision tensors."""
+
+    @functools.wraps(call)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        for tensor in tensors_of((args[1:], kwargs)):
+            if tensor.dtype in LOW_DTYPES and has_casts(tensor.device.type):
+                with torch.autocast(tensor.device.type, low_dtype):
+                    return call(*args, **kwargs)
+        return call(*args, **kwargs)
+
+    return wrapper
+
+
+def _scripting_uncast(
+    script: Callable[..., Any], run_suspended: Callable[..., Any]
+) -> Callable[..., Any]:
+    """Returns `torch.jit.script` made to see torch's own functions: it accepts no others."""
+    has_warned = False
+
+    @functools.wraps(script)
+    def wrapper(*args: Any, **kwargs: Any) -> Any:
+        nonlocal has_warned
+        is_by_torch = str(sys._getframe(1).f_globals.get("__name__")).startswith("torch.")
+        if not has_warned and not is_by_torch:
+            has_warned = True
+            warnings.warn(
+                "torch.jit.script takes torch's own functions only: what it scripts is not cast. "
+                "Use torch.jit.trace or torch.export to have the casts in the graph",
+                HmpxWarning,
+                stacklevel=2,
+            )
+        return run_suspended(script, *args, **kwargs)
+
+    return wrapper

@@ -1,0 +1,254 @@
+"""Tensors that programs make, keep or pass on in other ways than by calling ops.
+
+Gradients that a program computes itself, numbers that fill tensors, branches and loops that torch traces, and
+what numpy gets. A program that runs in fp32 has fp32 there; casts elsewhere must not stop it.
+"""
+
+from __future__ import annotations
+
+import functools
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import (
+    get_default_nowrap_functions,
+    handle_torch_function,
+    has_torch_function_unary,
+)
+from torch.utils.hooks import BackwardHook
+
+from .. import torch_state
+from ..compute import held, widen
+from ..patching import Draft, Patch
+from ..tensors import CAST, LOW_DTYPES, PLAIN_TENSORS, SEQUENCES, is_low, widened, with_items
+from ..torch_internals import NAMING_GETTERS, device_constructors
+from ..torch_state import in_force, is_off, without_low_casts
+from .compiled import unwrapped
+
+# --- numbers that fill new tensors -------------------------------------------------------------
+
+
+def filled_patches(draft: Draft) -> Iterator[Patch]:
+    """Yields the patches by which numbers that a low-precision dtype does not hold fill new tensors."""
+    device_constructors()  # has torch know its own `torch.full`
+    yield Patch(torch, "full", _full(draft.attribute(torch, "full")))
+    yield Patch(Tensor, "new_full", _new_full(draft.attribute(Tensor, "new_full")))
+
+
+def _full(original: Callable[..., Any]) -> Callable[..., Any]:
+    def full(*args: Any, **kwargs: Any) -> Any:
+        return _filled(original, kwargs.get("dtype"), args, kwargs)
+
+    return named_after(original, full, "full")
+
+
+def _new_full(original: Callable[..., Any]) -> Callable[..., Any]:
+    def new_full(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if self.dtype not in LOW_DTYPES and not kwargs:
+            return original(self, *args)
+        if has_torch_function_unary(self):
+            return handle_torch_function(new_full, (self,), self, *args, **kwargs)
+        return _filled(original, kwargs.get("dtype") or self.dtype, (self, *args), kwargs)
+
+    return named_after(original, new_full, "new_full", Tensor)
+
+
+def _filled(
+    original: Callable[..., Any],
+    dtype: torch.dtype | None,
+    args: tuple[Any, ...],
+    kwargs: dict[str, Any],
+) -> Any:
+    """Returns the tensor that ``original`` makes; its number is the last of ``args``, or ``fill_value``."""
+    if not is_low(dtype):
+        return original(*args, **kwargs)
+    given = kwargs.get("fill_value", args[-1] if args else None)
+    number = held(given, dtype)
+    if number is given or torch_state.in_force() is None or torch_state.is_off():
+        return original(*args, **kwargs)
+    if "fill_value" in kwargs:
+        return original(*args, **{**kwargs, "fill_value": number})
+    return original(*args[:-1], number, **kwargs)
+
+
+def named_after(
+    original: Any, function: Callable[..., Any], name: str, owner: Any = torch
+) -> Callable[..., Any]:
+    """Makes ``function`` look like torch's ``original``, which is at ``owner.name``; returns it."""
+    qualified = name if owner is torch else f"Tensor.{name}"
+    function.__module__, function.__name__, function.__qualname__ = "torch", name, qualified
+    function.__doc__ = original.__doc__
+    vars(function).update(__wrapped__=unwrapped(original), __hmpx_filled__=True)
+    return function
+
+
+# --- branches and loops that torch traces ------------------------------------------------------
+
+
+def control_flow_patches(draft: Draft) -> Iterator[Patch]:
+    """Yields the patches by which results of branches and bodies have the dtypes that torch expects."""
+    for name, settle in (("cond", _cond), ("while_loop", _while_loop)):
+        if not hasattr(torch, name):  # both are prototypes
+            continue
+        original = draft.attribute(torch, name)
+        wrapper = named_after(original, settle(original), name)
+        package = original.__globals__["__package__"]  # torch imports it from there
+        owners = (torch, sys.modules[package])
+        yield from (Patch(owner, name, wrapper) for owner in owners)
+
+
+def _cond(original: Callable[..., Any]) -> Callable[..., Any]:
+    def cond(
+        pred: Any,
+        true_fn: Callable[..., Any],
+        false_fn: Callable[..., Any],
+        operands: Any = (),
+    ) -> Any:
+        if is_off():
+            return original(pred, true_fn, false_fn, operands)
+
+        def if_true(*args: Any) -> Any:
+            return widened(true_fn(*args))
+
+        def if_false(*args: Any) -> Any:
+            return widened(false_fn(*args))
+
+        return original(pred, if_true, if_false, operands)
+
+    return cond
+
+
+def _while_loop(original: Callable[..., Any]) -> Callable[..., Any]:
+    def while_loop(
+        cond_fn: Callable[..., Any], body_fn: Callable[..., Any], carried_inputs: Any
+    ) -> Any:
+        def body(*carried: Any) -> Any:
+            return _alike(body_fn(*carried), carried)
+
+        return original(cond_fn, body, carried_inputs)
+
+    return while_loop
+
+
+def _alike(value: Any, given: Any) -> Any:
+    """Returns ``value``, where one of two dtypes is low with the dtypes of ``given``, at any depth."""
+    if isinstance(value, Tensor) and isinstance(given, Tensor):
+        dtypes = value.dtype, given.dtype
+        is_cast = dtypes[0] is not dtypes[1] and not LOW_DTYPES.isdisjoint(dtypes)
+        return CAST[given.dtype](value) if is_cast and given.dtype in CAST else value
+    if isinstance(value, SEQUENCES) and isinstance(given, SEQUENCES):
+        items = [_alike(each, part) for each, part in zip(value, given, strict=True)]
+        return with_items(value, items)
+    if isinstance(value, dict) and isinstance(given, dict):
+        return {key: _alike(each, given.get(key)) for key, each in value.items()}
+    return value
+
+
+# --- gradients from hooks, and for `.grad` -----------------------------------------------------
+
+
+def gradient_patches(draft: Draft) -> Iterator[Patch]:
+    """Yields the patches of `Tensor.grad`, and of what registers or calls hooks."""
+    grad = _grad(draft.attribute(Tensor, "grad"))
+    yield Patch(Tensor, "grad", grad)
+    # Subclasses of Tensor do not wrap what these return: `x.grad is x.grad` holds.
+    getters = get_default_nowrap_functions() | {grad.__get__}
+    for module in NAMING_GETTERS:
+        yield Patch(module, "get_default_nowrap_functions", lambda: getters)
+    for name in ("register_hook", "register_post_accumulate_grad_hook"):
+        yield Patch(Tensor, name, _registering(draft.attribute(Tensor, name)))
+    init = draft.attribute(BackwardHook, "__init__")
+
+    @functools.wraps(init)
+    def collect(self: Any, module: Any, user_hooks: Any, user_pre_hooks: Any) -> None:
+        hooks, pre_hooks = ([_fitting(hook, 1) for hook in h] for h in (user_hooks, user_pre_hooks))
+        init(self, module, hooks, pre_hooks)
+
+    yield Patch(BackwardHook, "__init__", collect)
+
+
+def _grad(slot: Any) -> property:
+    def set_grad(tensor: Tensor, value: Any) -> None:
+        if type(value) in PLAIN_TENSORS and type(tensor) in PLAIN_TENSORS:
+            value = _cast(value, tensor.grad_dtype if tensor.is_leaf else tensor.dtype)
+        slot.__set__(tensor, value)
+
+    return property(slot.__get__, set_grad, slot.__delete__, slot.__doc__)
+
+
+def _registering(register: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(register)
+    def registering(self: Tensor, hook: Callable[..., Any]) -> Any:
+        return register(self, _fitting(hook, 0))
+
+    return registering
+
+
+def _fitting(hook: Callable[..., Any], position: int) -> Callable[..., Any]:
+    """Returns ``hook`` made to return the dtypes of the gradients that it is given at ``position``."""
+
+    @functools.wraps(hook)
+    def fitting(*args: Any) -> Any:
+        if in_force() is None or torch.compiler.is_dynamo_compiling():
+            return hook(*args)
+        with without_low_casts():
+            return _like(hook(*args), args[position])
+
+    return fitting
+
+
+def _like(value: Any, gradient: Any) -> Any:
+    if isinstance(value, Tensor) and isinstance(gradient, Tensor):
+        return _cast(value, gradient.dtype)
+    is_several = isinstance(value, (tuple, list)) and isinstance(gradient, tuple)
+    if is_several and len(value) == len(gradient):  # else torch raises an error
+        return tuple(map(_like, value, gradient))
+    return value
+
+
+def _cast(value: Tensor, dtype: Any) -> Tensor:
+    is_castable = dtype in CAST and dtype is not value.dtype and value.dtype in CAST
+    return CAST[dtype](value) if is_castable else value
+
+
+# --- numpy -------------------------------------------------------------------------------------
+
+
+def numpy_patches(draft: Draft) -> Iterator[Patch]:
+    """Yields the patches that give numpy float32 copies of bfloat16 tensors instead of views."""
+    yield Patch(Tensor, "numpy", _method(draft.attribute(Tensor, "numpy")))
+    numpy = sys.modules.get("numpy")
+    if numpy is not None and hasattr(numpy, "from_dlpack"):
+        yield Patch(numpy, "from_dlpack", _from_dlpack(draft.attribute(numpy, "from_dlpack")))
+
+
+def _method(original: Callable[..., Any]) -> Callable[..., Any]:
+    def numpy(self: Tensor, *args: Any, **kwargs: Any) -> Any:
+        if has_torch_function_unary(self):
+            return handle_torch_function(numpy, (self,), self, *args, **kwargs)
+        return original(_known_to_numpy(self), *args, **kwargs)
+
+    return _named_after(original, numpy)
+
+
+def _from_dlpack(original: Callable[..., Any]) -> Callable[..., Any]:
+    def from_dlpack(x: Any, /, **kwargs: Any) -> Any:
+        return original(_known_to_numpy(x) if isinstance(x, Tensor) else x, **kwargs)
+
+    return _named_after(original, from_dlpack)
+
+
+def _known_to_numpy(tensor: Tensor) -> Tensor:
+    """Returns ``tensor``, or its values in float32 if it is bfloat16 and torch is converted."""
+    if tensor.dtype is torch.bfloat16 and torch_state.in_force() is not None:
+        return widen(tensor)
+    return tensor
+
+
+def _named_after(original: Any, function: Callable[..., Any]) -> Callable[..., Any]:
+    function.__qualname__ = getattr(original, "__qualname__", function.__name__)
+    function.__doc__ = original.__doc__
+    return function
