@@ -15,7 +15,7 @@ import sys
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -128,7 +128,7 @@ def compile_patches(  # noqa: PLR0917  # all that a conversion is
         if (module := sys.modules.get(name)) is not None:
             action(module)
         else:
-            yield EntryPatch(sys.meta_path, AfterImport(name, action))
+            yield EntryPatch(sys.meta_path, AfterImport({name: action}))
 
 
 # --- constants ---------------------------------------------------------------------------------
@@ -149,17 +149,27 @@ def _know_methods(module: Any) -> None:
 
     hmpx casts by them in what is traced.
     """
-    found = of_later(module.__name__, "get_tensor_method.__wrapped__")
-    if found is None or hasattr(found, "__hmpx_methods__"):
+    if of_later(module.__name__, "get_tensor_method") is None:
         return
     own = {m for m in vars(Tensor.__mro__[1]).values() if isinstance(m, types.MethodDescriptorType)}
+    _replace_once(
+        module,
+        "get_tensor_method",
+        lambda original: functools.cache(lambda: frozenset(original() | own)),
+    )
 
-    @functools.wraps(found)
-    def knowing() -> frozenset[Any]:
-        return frozenset(found() | own)
 
-    vars(knowing)["__hmpx_methods__"] = True
-    module.get_tensor_method = functools.cache(knowing)
+#: An attribute of what stands in torch.compile's modules for good.
+_MARK: Final = "__hmpx_compiled__"
+
+
+def _replace_once(owner: Any, name: str, make: Callable[[Any], Callable[..., Any]]) -> None:
+    """Puts ``make(original)`` in place of a function of torch.compile's, unless that has been done."""
+    original = getattr(owner, name)
+    if not hasattr(original, _MARK):
+        function = functools.wraps(original)(make(original))
+        vars(function)[_MARK] = True
+        setattr(owner, name, function)
 
 
 # --- guards ------------------------------------------------------------------------------------
@@ -172,16 +182,17 @@ def _guard_graphs(module: Any) -> None:
     global _are_guarded
     begin = of_later(module.__name__, "OutputGraph.init_ambient_guards")
     source = of_later(DYNAMO_SOURCES, "GlobalStateSource")
-    if begin is None or source is None or hasattr(begin, "__hmpx_guards__"):
+    if begin is None or source is None:
         return
 
-    @functools.wraps(begin)
-    def guarding(self: Any) -> None:
-        begin(self)
-        self.guards.add(source().make_guard(_conversion_guard))
+    def guarding(begin: Callable[[Any], None]) -> Callable[[Any], None]:
+        def begin_guarded(self: Any) -> None:
+            begin(self)
+            self.guards.add(source().make_guard(_conversion_guard))
 
-    vars(guarding)["__hmpx_guards__"] = True
-    module.OutputGraph.init_ambient_guards = guarding
+        return begin_guarded
+
+    _replace_once(module.OutputGraph, "init_ambient_guards", guarding)
     _are_guarded = True
 
 
@@ -205,18 +216,17 @@ def _unwrap_kernels(module: Any) -> None:
     """
     choice = of_later(module.__name__, "ExternKernelChoice")
     called = of_later(module.__name__, "extern_kernels")
-    if choice is None or called is None or hasattr(choice.__init__, "__hmpx_kernels__"):
+    if choice is None or called is None:
         return
     kernels = vars(called)
     kernels |= {name: unwrapped(kernel) for name, kernel in kernels.items()}
-    initialize = choice.__init__
 
-    @functools.wraps(initialize)
-    def unwrapping(self: Any, kernel: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(self, unwrapped(kernel), *args, **kwargs)
+    def unwrapping(initialize: Callable[..., None]) -> Callable[..., None]:
+        return lambda self, kernel, *args, **kwargs: initialize(
+            self, unwrapped(kernel), *args, **kwargs
+        )
 
-    unwrapping.__hmpx_kernels__ = True  # type: ignore[attr-defined]
-    choice.__init__ = unwrapping
+    _replace_once(choice, "__init__", unwrapping)
 
 
 def _list_originals(module: Any) -> None:
@@ -236,17 +246,12 @@ def _lower_originals(name: str) -> Callable[[Any], None]:
     inductor puts functions that it finds in torch, such as ``torch.full``, into graphs of its own making.
     """
 
+    def unwrapping(call: Callable[..., Any]) -> Callable[..., Any]:
+        return lambda self, target, args, kwargs: call(self, unwrapped(target), args, kwargs)
+
     def lower_originals(module: Any) -> None:
-        call = of_later(module.__name__, f"{name}.call_function")
-        if call is None or hasattr(call, "__hmpx_originals__"):
-            return
-
-        @functools.wraps(call)
-        def unwrapping(self: Any, target: Any, args: Any, kwargs: Any) -> Any:
-            return call(self, unwrapped(target), args, kwargs)
-
-        vars(unwrapping)["__hmpx_originals__"] = True
-        getattr(module, name).call_function = unwrapping
+        if of_later(module.__name__, f"{name}.call_function") is not None:
+            _replace_once(getattr(module, name), "call_function", unwrapping)
 
     return lower_originals
 
@@ -279,19 +284,17 @@ def _tag_keys(module: Any) -> None:
     if details is None:  # entries that can't be told apart must not be cached
         disable_inductor_caches()
         return
-    if hasattr(details.__init__, "__hmpx_tagged__"):
-        return
-    initialize = details.__init__
 
-    @functools.wraps(initialize)
-    def tagging(self: Any, *args: Any, **kwargs: Any) -> None:
-        initialize(self, *args, **kwargs)
-        if _tag is not None:
-            unique = "" if _is_cached else uuid.uuid4().hex
-            self.hmpx_tag = (_tag(), torch_state.traced_places(), unique)
+    def tagging(initialize: Callable[..., None]) -> Callable[..., None]:
+        def initialize_tagged(self: Any, *args: Any, **kwargs: Any) -> None:
+            initialize(self, *args, **kwargs)
+            if _tag is not None:
+                unique = "" if _is_cached else uuid.uuid4().hex
+                self.hmpx_tag = (_tag(), torch_state.traced_places(), unique)
 
-    tagging.__hmpx_tagged__ = True  # type: ignore[attr-defined]
-    details.__init__ = tagging
+        return initialize_tagged
+
+    _replace_once(details, "__init__", tagging)
 
 
 def _digest(decides: object) -> str:

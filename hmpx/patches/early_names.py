@@ -38,9 +38,6 @@ _WITHOUT_TORCH = ("mpmath", "numpy", "sympy")
 #: Packages whose modules are not searched.
 _PASSED_OVER = {*_LEFT_ALONE, *_WITHOUT_TORCH}
 
-#: Names of modules in these packages; by them, each search has to look at a quarter of a process's.
-_names_passed_over: set[str] = set()
-
 #: Exactly these: the methods of subclasses may do more than get and set. Plain data is skipped.
 _CONTAINERS = frozenset({dict, list, collections.OrderedDict})
 _TABLES = frozenset({dict, set, collections.OrderedDict})
@@ -221,17 +218,11 @@ def _modules() -> dict[str, types.ModuleType]:
     Leaves out torch's own and hmpx's, and those of Python and of libraries that don't use torch.
     """
     found: dict[int, tuple[str, types.ModuleType]] = {}
-    pythons = sys.stdlib_module_names
-    for name, module in _unknown_modules():
-        if type(name) is not str:
+    for name, module in list(sys.modules.items()):
+        top = name.partition(".")[0] if type(name) is str else "torch"
+        if top in _PASSED_OVER or not issubclass(type(module), types.ModuleType):
             continue
-        top = name.partition(".")[0]
-        if top in _PASSED_OVER:
-            _names_passed_over.add(name)
-            continue
-        if not issubclass(type(module), types.ModuleType):
-            continue
-        if not (top in pythons and _is_pythons(module)):
+        if not (top in sys.stdlib_module_names and _is_pythons(module)):
             found.setdefault(id(module), (name, module))
     return dict(found.values())
 
@@ -244,11 +235,6 @@ def torchs_modules() -> list[tuple[str, types.ModuleType]]:
         if type(name) is str and name.partition(".")[0] in _TORCHS
         if issubclass(type(module), types.ModuleType)
     ]
-
-
-def _unknown_modules() -> list[tuple[str, types.ModuleType]]:
-    passed_over = _names_passed_over
-    return [each for each in list(sys.modules.items()) if each[0] not in passed_over]
 
 
 def _is_left_alone(name: str) -> bool:

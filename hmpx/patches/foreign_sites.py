@@ -9,11 +9,9 @@ Independent of policies and casts.
 from __future__ import annotations
 
 import functools
-import importlib.abc
-import importlib.machinery
 import sys
 import types
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +22,7 @@ from ..torch_internals import (
     OPERATORS_MODULE,
     REFRESH_PACKET,
     TOGGLE_DISPATCH,
+    AfterImport,
     OpNamespace,
     OpOverload,
     OpOverloadPacket,
@@ -189,7 +188,8 @@ def following(
             for module in ops.modules_of(name):
                 by_module.setdefault(module, []).append(name)
     if by_module:
-        yield EntryPatch(sys.meta_path, _Finder(by_module, follow))
+        actions = {name: functools.partial(follow, found) for name, found in by_module.items()}
+        yield EntryPatch(sys.meta_path, AfterImport(actions))
     if operators:
         yield from _following_operators(operators, draft, follow)
 
@@ -197,89 +197,21 @@ def following(
 def _following_operators(
     names: set[str], draft: Draft, follow: Callable[[Collection[str], object], None]
 ) -> Iterator[Change]:
-    namespace: Any = OpNamespace
-    make = draft.attribute(namespace, "__getattr__")
+    def followed(owner: Any, name: str, name_of: Callable[..., str]) -> Patch:
+        original = draft.attribute(owner, name)
 
-    @functools.wraps(make)
-    def make_followed(self: Any, op_name: str) -> Any:
-        packet = make(self, op_name)
-        name = f"{OPERATORS}.{self.name}.{op_name}"
-        if name in names:
-            follow([name], None)
-        return packet
+        @functools.wraps(original)
+        def following(*args: Any, **kwargs: Any) -> Any:
+            result = original(*args, **kwargs)
+            operator = f"{OPERATORS}.{name_of(*args)}"
+            if operator in names:
+                follow([operator], None)
+            return result
 
-    yield Patch(namespace, "__getattr__", make_followed)
-    if hasattr(OpOverload, TOGGLE_DISPATCH):
-        toggle = draft.attribute(OpOverload, TOGGLE_DISPATCH)
+        return Patch(owner, name, following)
 
-        @functools.wraps(toggle)
-        def toggle_followed(self: Any, *args: Any, **kwargs: Any) -> None:
-            toggle(self, *args, **kwargs)
-            name = f"{OPERATORS}.{self.overloadpacket}"
-            if name in names:
-                follow([name], None)
-
-        yield Patch(OpOverload, TOGGLE_DISPATCH, toggle_followed)
-    if not hasattr(OPERATORS_MODULE, REFRESH_PACKET):  # another version of torch
-        return
-    refresh = draft.attribute(OPERATORS_MODULE, REFRESH_PACKET)
-
-    @functools.wraps(refresh)
-    def refresh_followed(packet: Any) -> None:
-        refresh(packet)
-        name = f"{OPERATORS}.{packet}"
-        if name in names:
-            follow([name], None)
-
-    yield Patch(OPERATORS_MODULE, REFRESH_PACKET, refresh_followed)
-
-
-class _Finder(importlib.abc.MetaPathFinder):
-    """Lets the other finders find modules, and runs an action once some of those are executed."""
-
-    def __init__(
-        self,
-        by_module: dict[str, list[str]],
-        follow: Callable[[Collection[str], object], None],
-    ) -> None:
-        self._by_module, self._follow = by_module, follow
-
-    def find_spec(
-        self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
-    ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of a module whose functions are awaited; None for any other."""
-        names = self._by_module.get(fullname)
-        if names is None:
-            return None
-        for finder in list(sys.meta_path):
-            find = None if finder is self else getattr(finder, "find_spec", None)
-            spec = None if find is None else find(fullname, path, target)
-            if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
-                    spec.loader = _Loader(spec.loader, functools.partial(self._follow, names))
-                return spec  # type: ignore[no-any-return]
-        return None
-
-
-class _Loader(importlib.abc.Loader):
-    """Loads a module through another loader, which is the only one that the module will see."""
-
-    def __init__(self, loader: Any, action: Callable[[object], None]) -> None:
-        self._loader, self._action = loader, action
-
-    def create_module(self, spec: importlib.machinery.ModuleSpec) -> types.ModuleType | None:
-        """Returns what the other loader makes."""
-        return self._loader.create_module(spec)  # type: ignore[no-any-return]
-
-    def exec_module(self, module: types.ModuleType) -> None:
-        """Executes the module, and then runs the action."""
-        spec = module.__spec__
-        if spec is not None and spec.loader is self:
-            spec.loader = self._loader
-        if getattr(module, "__loader__", None) is self:
-            module.__loader__ = self._loader
-        self._loader.exec_module(module)
-        self._action(module)
-
-    def __getattr__(self, name: str) -> Any:
-        return getattr(self._loader, name)
+    yield followed(OpNamespace, "__getattr__", lambda self, op_name: f"{self.name}.{op_name}")
+    if hasattr(OpOverload, TOGGLE_DISPATCH):  # since torch 2.14
+        yield followed(OpOverload, TOGGLE_DISPATCH, lambda self, *args: str(self.overloadpacket))
+    if hasattr(OPERATORS_MODULE, REFRESH_PACKET):
+        yield followed(OPERATORS_MODULE, REFRESH_PACKET, str)

@@ -98,7 +98,7 @@ LATER: Final[dict[str, Later]] = {
     ),
     DYNAMO_RULES: Later(
         "methods of tensors while tracing",
-        ("get_tensor_method.__wrapped__",),
+        ("get_tensor_method",),
         "graphs break where hmpx casts for functions of other libraries",
     ),
     DYNAMO_TRANSLATION: Later(

@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import importlib.abc
 import importlib.machinery
+import itertools
 import sys
 import threading
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Final
 
 import torch
@@ -17,27 +18,39 @@ from .compiler import is_dynamo_loaded
 
 
 class AfterImport(importlib.abc.MetaPathFinder):
-    """A finder for `sys.meta_path` that runs an action once a module has been executed."""
+    """A finder for `sys.meta_path` that runs actions once modules have been executed."""
 
-    def __init__(self, name: str, action: Callable[[Any], None]) -> None:
-        self._name, self._action = name, action
+    def __init__(self, actions: Mapping[str, Callable[[Any], object]]) -> None:
+        """Takes what to do by name; an action gets the module."""
+        self._actions = actions
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: types.ModuleType | None = None
     ) -> importlib.machinery.ModuleSpec | None:
-        """Returns the spec of that module; None for any other."""
-        if fullname != self._name:
+        """Returns the spec of such a module, as the finders behind this one find it; None for others."""
+        action = self._actions.get(fullname)
+        if action is None:
             return None
-        spec = importlib.machinery.PathFinder.find_spec(fullname, path)
-        if spec is not None and spec.loader is not None:
-            execute = spec.loader.exec_module
+        for finder in list(itertools.dropwhile(lambda each: each is not self, sys.meta_path))[1:]:
+            find = getattr(finder, "find_spec", None)
+            spec = None if find is None else find(fullname, path, target)
+            if spec is not None:
+                if hasattr(spec.loader, "exec_module"):
+                    _act_after(spec.loader, action)
+                return spec  # type: ignore[no-any-return]
+        return None
 
-            def exec_module(module: types.ModuleType) -> None:
-                execute(module)
-                self._action(module)
 
-            spec.loader.exec_module = exec_module  # type: ignore[method-assign]
-        return spec
+def _act_after(loader: Any, action: Callable[[Any], object]) -> None:
+    """Has a loader run an action after the module that it executes next."""
+    execute = loader.exec_module
+
+    def exec_module(module: types.ModuleType) -> None:
+        vars(loader).pop("exec_module", None)
+        execute(module)
+        action(module)
+
+    loader.exec_module = exec_module
 
 
 _DYNAMO: Final = "torch._dynamo"
@@ -53,7 +66,7 @@ class _Uncompiled:
         self._lock = threading.RLock()
         self._asking: set[object] = set()
         self._stances: list[Any] = []  # at most one
-        self._finder = AfterImport(_DYNAMO, lambda module: self.set())
+        self._finder = AfterImport({_DYNAMO: lambda module: self.set()})
 
     def begin(self, block: object) -> None:
         """Sets the stance; where torch.compile isn't imported, as soon as it is: that takes seconds."""
