@@ -143,9 +143,13 @@ def pass_over_modules_without_torch() -> None:
         id(function): function
         for function in [getattr(site.owner, site.attribute) for site in sites]
     }
-    for name, module in early_names._modules().items():
-        if next(early_names.in_module(module, functions, set()), None) is None:
-            early_names._names_passed_over.add(name)
+    modules = early_names._modules
+    idle = {
+        name
+        for name, module in modules().items()
+        if next(early_names.in_module(module, functions, set()), None) is None
+    }
+    early_names._modules = lambda: {n: m for n, m in modules().items() if n not in idle}
 
 
 @pytest.hookimpl(wrapper=True)
