@@ -26,10 +26,18 @@ from ..policy import Policy
 from ..registry import eventually, exclusive
 from ..rules import Registered, all_rules
 from ..wrappers import in_force
-from .kept import IS_COUNTED, Kept
 from .policy_patches import Conversion, Foreign, cast_originals, replacements
 from .steps import draft_steps, has_history
-from .switching import Installation, alone, current, log_what_models_keep, say, switch_to
+from .switching import (
+    IS_COUNTED,
+    Installation,
+    Kept,
+    alone,
+    current,
+    log_what_models_keep,
+    say,
+    switch_to,
+)
 
 
 class Session(Entered):
