@@ -1,41 +1,49 @@
 """What becomes of a wrapper when its conversion is reverted: it acts as what is in its slot then.
 
-Models, tables and other programs may keep references to it. Every wrapper is made together with
-functions that read and write the variables it works with, and that are here given other values.
+Models, tables and other programs may keep references to it. Each wrapper reads a `Control`, by which it is
+retired, and put back in use if conversions share it.
 """
 
 from __future__ import annotations
 
 import sys
 import types
-from collections.abc import Callable, Hashable, Iterable, Mapping
+from collections.abc import Callable, Collection, Hashable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, Final
 
 from .. import patches
-from ..patching import Patch
-from ..tensors import Args, Kwargs
+from ..compute import Lacking
+from ..patching import Change, Patch
 
-#: Dotted name of a slot -> the wrapper that is in it, and what that wraps.
+#: Dotted name of a slot -> the wrapper that is in it, and the function that it wraps.
 _in_force: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
-class Variables(NamedTuple):
-    """The variables of a wrapper that change when it is retired.
+class Control:
+    """The state of one wrapper that may change.
 
     Attributes:
-        names: What they are called.
-        read: Returns their values.
-        write: Takes new ones.
+        forward: Gets all calls once the wrapper is retired; else None.
+        legalizes: Calls may be legalized.
+        looks_at_all: Calls whose inputs need no cast don't go straight to torch's function.
     """
 
-    names: tuple[str, ...]
-    read: Callable[[], tuple[Any, ...]]
-    write: Callable[[tuple[Any, ...]], None]
+    __slots__ = ("forward", "legalizes", "looks_at_all")
+
+    def __init__(self, *, legalizes: bool = False, looks_at_all: bool = False) -> None:
+        """Starts in use."""
+        self.forward: Callable[..., Any] | None = None
+        self.legalizes = legalizes
+        self.looks_at_all = looks_at_all or legalizes
+
+    def settle(self) -> None:
+        """Ends the legalization of calls."""
+        self.legalizes, self.looks_at_all = False, self.forward is not None
 
 
 def named_after(
-    original: Callable[..., Any], wrapper: Callable[..., Any], site: str, variables: Variables
+    original: Callable[..., Any], wrapper: Callable[..., Any], site: str, control: Control
 ) -> Callable[..., Any]:
     """Gives ``wrapper`` the name by which it can be imported, so that it can be pickled.
 
@@ -43,7 +51,7 @@ def named_after(
         original: torch's function.
         wrapper: What stands for it.
         site: Dotted name of the slot.
-        variables: Those of the wrapper that change when it is retired.
+        control: That of the wrapper.
     """
     module, _, name = site.rpartition(".")
     if module == "torch.Tensor":
@@ -57,30 +65,37 @@ def named_after(
     wrapper.__doc__ = original.__doc__
     wrapper.__wrapped__ = original  # type: ignore[attr-defined]
     wrapper.__hmpx_site__ = site  # type: ignore[attr-defined]
-    wrapper.__hmpx_variables__ = variables  # type: ignore[attr-defined]
+    wrapper.__hmpx_control__ = control  # type: ignore[attr-defined]
     return wrapper
 
 
 def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
-    """Returns the patch by which wrappers of earlier conversions pass their calls to ``wrappers``."""
+    """Returns the patch that makes ``wrappers`` the ones that are found by the names of their slots."""
     found = [(vars(wrapper), wrapper) for wrapper in wrappers]
     sites = {marks["__hmpx_site__"]: (wrapper, marks["__wrapped__"]) for marks, wrapper in found}
     return Patch(sys.modules[__name__], "_in_force", sites)
 
 
+def in_slot(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns the wrapper of ``original`` in the slot ``site``; ``original`` if there is none.
+
+    Not a wrapper of what somebody else has put there since: that may call this one.
+    """
+    current, wrapped = _in_force.get(site, (original, original))
+    return current if wrapped is original else original
+
+
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """Has a wrapper act as what is in its slot from now on, wherever a reference to it was kept.
-
-    Or as itself again, where conversions share it.
+    """Has a wrapper act as what is in its slot, wherever a reference to it was kept; or as itself again.
 
     Attributes:
         wrapper: The wrapper.
-        value: Its module and name, and the values of its variables, from then on.
+        value: Its module and name from then on, and the function that gets its calls.
     """
 
     wrapper: Callable[..., Any]
-    value: tuple[str, str, tuple[Any, ...]]
+    value: tuple[str, str, Callable[..., Any] | None]
     is_foreign = False
     stays_idle = True
 
@@ -94,110 +109,116 @@ class Retirement:
         """The slot's name."""
         return str(vars(self.wrapper)["__hmpx_site__"])
 
-    def read(self) -> tuple[str, str, tuple[Any, ...]]:
-        """Returns the wrapper's module and name, and the values of its variables."""
+    def read(self) -> tuple[str, str, Callable[..., Any] | None]:
+        """Returns the present value."""
         wrapper = self.wrapper
-        return wrapper.__module__, wrapper.__qualname__, _variables(wrapper).read()
+        control: Control = vars(wrapper)["__hmpx_control__"]
+        return wrapper.__module__, wrapper.__qualname__, control.forward
 
-    def write(self, value: tuple[str, str, tuple[Any, ...]]) -> None:
-        """Gives the wrapper this module and name, and its variables these values."""
-        wrapper = self.wrapper
-        wrapper.__module__, wrapper.__qualname__, values = value
-        _variables(wrapper).write(values)
+    def write(self, value: tuple[str, str, Callable[..., Any] | None]) -> None:
+        """Sets the value."""
+        control: Control = vars(self.wrapper)["__hmpx_control__"]
+        self.wrapper.__module__, self.wrapper.__qualname__, forward = value
+        control.forward, control.looks_at_all = forward, forward is not None or control.legalizes
 
 
-def retirement(wrapper: Callable[..., Any]) -> Retirement:
-    """Returns the patch that retires ``wrapper``."""
+def used_as_now(wrapper: Callable[..., Any]) -> Retirement:
+    """Returns the patch that restores the present state of ``wrapper``."""
+    return Retirement(wrapper, Retirement(wrapper, ("", "", None)).read())
+
+
+def _retirement(wrapper: Callable[..., Any]) -> Retirement:
     site, original = vars(wrapper)["__hmpx_site__"], vars(wrapper)["__wrapped__"]
-    forward = _forwarder(site, original)
-    # What calls it may pass over a layer. A function of its own: one that refers to itself would wait for
-    # a collection of garbage.
-    forward.__wrapped__ = _forwarder(site, original)  # type: ignore[attr-defined]
-    values = retired_values(forward)
-    retired = tuple([values[name] for name in _variables(wrapper).names])
-    return Retirement(wrapper, (*patches.retired_name(wrapper, site), retired))
-
-
-def _forwarder(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a function that passes calls on to what is in the slot ``site``."""
 
     def forward(*args: Any, **kwargs: Any) -> Any:
-        current, wrapped = _in_force.get(site, (original, original))
-        # Not to a wrapper of what somebody else has put there since: that may call this one.
-        return (current if wrapped is original else original)(*args, **kwargs)
+        return in_slot(site, original)(*args, **kwargs)
 
-    return forward
+    return Retirement(wrapper, (*patches.retired_name(wrapper, site), forward))
 
 
-def retired_values(forward: Callable[..., Any]) -> Mapping[str, Any]:
-    """Returns the values that a wrapper's variables have once it is retired, by name.
+def retirements(
+    wrappers: Iterable[Callable[..., Any]], kept: Collection[Callable[..., Any]]
+) -> list[Change]:
+    """Returns the patches that retire ``wrappers``, but not those of ``kept``."""
+    in_use = set(map(id, kept))
+    return [
+        vars(each).get("__hmpx_retirement__") or _retirement(each)
+        for each in wrappers
+        if id(each) not in in_use
+    ]
+
+
+# --- wrappers that conversions share -----------------------------------------------------------
+
+# Those that cast nothing and only make up for what torch's functions lack follow from these alone, and
+# are half of all that a conversion would make.
+
+#: ``id`` of torch's function, op, call site, whether it looks up -> the wrapper, torch's function, the
+#: kernels that it lacks, and how many references there were to the wrapper when nobody had it.
+_shared: Final[
+    dict[tuple[int, str, str, bool], tuple[Callable[..., Any], object, Lacking | None, int]]
+] = {}
+
+#: The most of them: programs may put ever new functions in torch's slots.
+_MOST: Final = 1000
+
+
+def shared_where_lacking(
+    original: Callable[..., Any],
+    op: str,
+    site: str,
+    lacking: Lacking | None,
+    make: Callable[[], Callable[..., Any] | None],
+    *,
+    looks_up: bool = False,
+) -> Callable[..., Any] | None:
+    """Returns the wrapper of a function that nothing casts, that of an earlier conversion if there is one.
 
     Args:
-        forward: Passes a call on to what is in the slot.
+        original: torch's function.
+        op: Op name.
+        site: Dotted name of the slot.
+        lacking: The kernels that it lacks; None for none.
+        make: As `making.make_wrapper_where_lacking`.
+        looks_up: Large calls may be looked up in tables.
     """
-
-    def override(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        return forward(*args, **kwargs)
-
-    def choose(args: Args, kwargs: Kwargs) -> Callable[..., Any]:
-        return forward
-
-    return {
-        "own_name": None,
-        "wrapper": forward,  # that refers to itself would wait for a collection of garbage
-        "original": forward,
-        "complete": forward,
-        "override": override,
-        "choose": choose,
-        "cast": cast_nothing,
-        "run": run_plainly,
-        "retry": nothing,
-        "other_dtypes": frozenset(),
-        "legalizes": False,
-        "is_autocast_on": bool,
-        "narrowed": nothing,
-        "parts": (forward, None, nothing),
-    }
+    key = id(original), op, site, looks_up
+    found = _shared.get(key)
+    if found is not None and found[2] is lacking:
+        vars(found[0])["__hmpx_kept__"] = references((found[0],))[0] - found[3]
+        return found[0]
+    wrapper = make()
+    if wrapper is not None:
+        wrapper.__hmpx_retirement__ = _retirement(wrapper)  # type: ignore[attr-defined]
+        wrapper.__hmpx_use__ = used_as_now(wrapper)  # type: ignore[attr-defined]
+        if len(_shared) >= _MOST:
+            _shared.clear()
+        (count,) = references((wrapper,))  # this name is the reference that `_shared` is above
+        _shared[key] = wrapper, original, lacking, count
+    return wrapper
 
 
-class OwnName:
-    """The variable by which a wrapper within another one leads to itself.
+def references(objects: tuple[Any, ...]) -> tuple[int, ...]:
+    """Returns how many references there are to each, that of ``objects`` included."""
+    return tuple(map(sys.getrefcount, objects))
 
-    The one within is not retired, since a call may be about to enter it. But as long as it refers to
-    itself, it and the other one would wait for a collection of garbage.
+
+def references_of_others(wrappers: Iterable[Callable[..., Any]]) -> list[int]:
+    """Returns how many references to each there were before the conversion that is being drafted."""
+    return [vars(each).get("__hmpx_kept__", 0) for each in wrappers]
+
+
+def put_in_use(
+    wrappers: Iterable[Callable[..., Any]], in_use: Collection[Callable[..., Any]]
+) -> list[Change]:
+    """Returns the patches that put those of ``wrappers`` in use that an earlier conversion has used.
+
+    To be made before a wrapper is where calls find it.
+
+    Args:
+        wrappers: Those of a conversion.
+        in_use: Those that are in use already.
     """
-
-    def __init__(self, wrapper: Callable[..., Any]) -> None:
-        """Takes the wrapper within; keeps no reference to it."""
-        variables = _variables(wrapper)
-        self._read, self._write = variables.read, variables.write
-        names = variables.names
-        self._position = names.index("wrapper" if "wrapper" in names else "complete")
-
-    def read(self) -> Callable[..., Any]:
-        """Returns the variable's value, a function."""
-        return self._read()[self._position]  # type: ignore[no-any-return]
-
-    def write(self, value: Callable[..., Any]) -> None:
-        """Gives the variable another value."""
-        values = list(self._read())
-        values[self._position] = value
-        self._write(tuple(values))
-
-
-def _variables(wrapper: Callable[..., Any]) -> Variables:
-    return vars(wrapper)["__hmpx_variables__"]  # type: ignore[no-any-return]
-
-
-def cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments as they are."""
-    return args, kwargs
-
-
-def run_plainly(function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args) -> Any:
-    """Calls torch's function."""
-    return function(*args, **kwargs)
-
-
-def nothing(*args: object, **kwargs: object) -> None:
-    """Does nothing."""
+    known = set(map(id, in_use))
+    found = [vars(each).get("__hmpx_use__") for each in wrappers if id(each) not in known]
+    return [patch for patch in found if patch is not None]
