@@ -3,17 +3,22 @@
 from __future__ import annotations
 
 from .arguments import (
+    ALONE,
     TARGET,
     cast_args,
     cast_dtypes,
-    converter,
+    casts_of,
     decided_by,
     is_settled,
     is_widened,
+    placer,
     target_dtype,
+    unusual,
+    usual_caster,
+    widener,
 )
 from .cache import cache_patches
-from .facts import facts_of, is_promotion, recipe_of, site_of
+from .facts import facts_of, is_promotion, plan_of, site_of
 from .inputs import (
     counted,
     floating_inputs,
@@ -24,18 +29,19 @@ from .inputs import (
     widest,
     written,
 )
-from .recipe import CallSite, OpFacts, Options, Recipe
+from .plan import CallPlan, CallSite, OpFacts, Options
 
 __all__ = [
+    "ALONE",
     "TARGET",
+    "CallPlan",
     "CallSite",
     "OpFacts",
     "Options",
-    "Recipe",
     "cache_patches",
     "cast_args",
     "cast_dtypes",
-    "converter",
+    "casts_of",
     "counted",
     "decided_by",
     "facts_of",
@@ -46,10 +52,14 @@ __all__ = [
     "is_promotion",
     "is_settled",
     "is_widened",
-    "recipe_of",
+    "placer",
+    "plan_of",
     "rounds_into_out",
     "site_of",
     "target_dtype",
+    "unusual",
+    "usual_caster",
+    "widener",
     "widest",
     "written",
 ]

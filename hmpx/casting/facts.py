@@ -1,4 +1,4 @@
-"""What recipes are made of, as the table of ops has it."""
+"""What plans are made of, as the table of ops has it."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import functools
 from .. import ops
 from ..compute import Lacking
 from ..policy import CastPolicy, Decision
-from .recipe import CallSite, OpFacts, Options, Recipe
+from .plan import CallPlan, CallSite, OpFacts, Options
 
 
 @functools.cache
@@ -39,7 +39,7 @@ def is_promotion(decision: Decision, facts: OpFacts) -> bool:
 
 
 def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable: bool) -> CallSite:
-    """Returns one of torch's call sites of ``op``, as recipes have it."""
+    """Returns one of torch's call sites of ``op``, as plans have it."""
     return CallSite(
         op=op,
         name=site.qualified,
@@ -54,7 +54,7 @@ def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable:
     )
 
 
-def recipe_of(  # noqa: PLR0917  # the key
+def plan_of(  # noqa: PLR0917  # the key
     op: str,
     site: ops.Site,
     lacking: Lacking | None,
@@ -63,19 +63,19 @@ def recipe_of(  # noqa: PLR0917  # the key
     options: Options,
     *,
     is_overridable: bool,
-) -> Recipe:
-    """Returns the recipe of one of torch's call sites of ``op``; see `Recipe` and `CallSite`.
+) -> CallPlan:
+    """Returns the plan of one of torch's call sites of ``op``; see `CallPlan` and `CallSite`.
 
-    Conversions share recipes: to work one out takes longer than all the rest of making a wrapper.
+    Conversions share plans: to work one out takes longer than all the rest of making a wrapper.
     """
     # Reasons are not part of a decision's equality.
-    return _recipe_of(
+    return _plan_of(
         op, site, lacking, decision, decision.reason, device_types, options, is_overridable
     )
 
 
 @functools.lru_cache(maxsize=10_000)  # a few policies of all ops
-def _recipe_of(  # noqa: PLR0917  # the key
+def _plan_of(  # noqa: PLR0917  # the key
     op: str,
     site: ops.Site,
     lacking: Lacking | None,
@@ -84,6 +84,6 @@ def _recipe_of(  # noqa: PLR0917  # the key
     device_types: frozenset[str],
     options: Options,
     is_overridable: bool,
-) -> Recipe:
+) -> CallPlan:
     call_site = site_of(op, site, lacking, is_overridable=is_overridable)
-    return Recipe(call_site, facts_of(op), decision, device_types, options)
+    return CallPlan(call_site, facts_of(op), decision, device_types, options)

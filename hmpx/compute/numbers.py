@@ -12,7 +12,7 @@ import math
 import numbers as abstract
 import sys
 from collections.abc import Callable, Iterator, Mapping
-from typing import Any, Final, NamedTuple
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -55,33 +55,23 @@ def held(number: Any, dtype: torch.dtype | None) -> Any:
     return math.copysign(_LARGEST[dtype], number)
 
 
-class Taking(NamedTuple):
-    """What `taking_numbers` makes.
-
-    Attributes:
-        function: Takes numbers that the low-precision dtype of its tensor does not hold.
-        read: Returns the functions that it calls: ``original`` and ``complete``.
-        write: Takes others.
-    """
-
-    function: Callable[..., Any]
-    read: Callable[[], tuple[Any, ...]]
-    write: Callable[[tuple[Any, ...]], None]
-
-
 def taking_numbers(
     original: Callable[..., Any],
     numbers: Numbers,
     promotes: bool,
     complete: Callable[..., Any],
-) -> Taking:
+    control: Any = None,
+) -> Callable[..., Any]:
     """Returns a function that calls torch's ``original`` where its numbers are held, else ``complete``.
 
-    With ``promotes`` its kernel takes mixed dtypes, so that the first argument does not tell.
+    With ``promotes`` its kernel takes mixed dtypes, so that the first argument does not tell. The ``forward`` of
+    ``control`` gets all calls, if that is not None.
     """
     first = min(numbers.positions, default=sys.maxsize)
 
     def take(*args: Any, **kwargs: Any) -> Any:
+        if control is not None and control.forward is not None:
+            return control.forward(*args, **kwargs)
         for value in (*args[first:], *kwargs.values()) if kwargs else args[first:]:
             kind = type(value)
             if kind in _PLAIN_NUMBERS:
@@ -96,14 +86,7 @@ def taking_numbers(
             return complete(*args, **kwargs)
         return original(*args, **kwargs)
 
-    def read() -> tuple[Any, ...]:
-        return original, complete
-
-    def write(values: tuple[Any, ...]) -> None:
-        nonlocal original, complete
-        original, complete = values
-
-    return Taking(take, read, write)
+    return take
 
 
 def completed_by_numbers(callee: Callee, numbers: Numbers) -> Callable[..., Any]:

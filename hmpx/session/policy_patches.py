@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from .. import compute, ops, rules, wrappers
-from ..casting import CallSite, OpFacts, Options, Recipe, facts_of, is_promotion, recipe_of
+from ..casting import CallPlan, CallSite, OpFacts, Options, facts_of, is_promotion, plan_of
 from ..errors import OptionError
 from ..number_formats import is_format
 from ..observers import Attached
@@ -117,7 +117,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
 
 
 def _looked_up(conversion: Conversion) -> tuple[str, ...]:
-    """Returns the ops whose calls may be looked up in tables, see `Recipe.looks_up`."""
+    """Returns the ops whose calls may be looked up in tables, see `CallPlan.looks_up`."""
     is_apt = conversion.options.legalize != "never" and "cpu" in conversion.device_types
     return compute.ACTIVATIONS if is_apt else ()
 
@@ -132,7 +132,7 @@ def _made_for(  # noqa: PLR0917  # all that a call site is
     asked: tuple[Rule, ...],
 ) -> Callable[..., Any] | None:
     """Returns the wrapper of ``function`` at one of torch's call sites of an op."""
-    recipe = recipe_of(
+    plan = plan_of(
         name,
         site,
         lacks,
@@ -141,22 +141,22 @@ def _made_for(  # noqa: PLR0917  # all that a call site is
         conversion.options,
         is_overridable=wrappers.hands_over(function),
     )
-    return _made(conversion, function, site, recipe, asked)
+    return _made(conversion, function, site, plan, asked)
 
 
 def _made(
     conversion: Conversion,
     function: Callable[..., Any],
     site: ops.Site | ForeignSite,
-    recipe: Recipe,
+    plan: CallPlan,
     asked: tuple[Rule, ...],
 ) -> Callable[..., Any] | None:
     """Returns the wrapper of ``function``; None if no call of it would be cast."""
-    make = _maker(function, site, recipe, conversion.observers)
+    make = _maker(function, site, plan, conversion.observers)
     if asked and not site.in_place:
         low_type = conversion.policy.low_precision_type
-        return wrappers.make_choosing_wrapper(function, recipe, asked, low_type, make)
-    return make(recipe.decision)
+        return wrappers.make_choosing_wrapper(function, plan, asked, low_type, make)
+    return make(plan.decision)
 
 
 def foreign_names(policy: Policy) -> list[str]:
@@ -239,9 +239,9 @@ class Foreign:
             is_overridable=False,
             writes=site.writes,
         )
-        recipe = Recipe(call_site, OpFacts(), decision, conversion.device_types, options)
+        plan = CallPlan(call_site, OpFacts(), decision, conversion.device_types, options)
         asked = self._deciding.get(name, ())
-        wrapper = _made(conversion, site.function, site, recipe, asked)
+        wrapper = _made(conversion, site.function, site, plan, asked)
         if wrapper is not None:
             self.made.append(wrapper)
             self.patches.append(site.holding(wrapper))
@@ -285,22 +285,22 @@ def _deciding(policy: Policy) -> dict[str, tuple[Rule, ...]]:
 def _maker(
     function: Callable[..., Any],
     site: ops.Site | ForeignSite,
-    recipe: Recipe,
+    plan: CallPlan,
     observers: tuple[Attached, ...],
 ) -> wrappers.Maker:
     """Returns a function from a decision to the wrapper that follows it; None if it would do nothing."""
 
     def make(decision: Decision) -> Callable[..., Any] | None:
-        decision = _as_kernels_need_it(decision, recipe.site.op, recipe.device_types)
-        is_same = decision is recipe.decision
-        decided = recipe if is_same else dataclasses.replace(recipe, decision=decision)
+        decision = _as_kernels_need_it(decision, plan.site.op, plan.device_types)
+        is_same = decision is plan.decision
+        decided = plan if is_same else dataclasses.replace(plan, decision=decision)
         if is_format(decision.dtype):
-            lowerings = compute.lowerings(recipe.site.op, decision.dtype.name)
+            lowerings = compute.lowerings(plan.site.op, decision.dtype.name)
             decided = dataclasses.replace(decided, lowerings=lowerings)
         if _is_observed(function, site, decision, observers):
             return wrappers.make_observed_wrapper(function, decided, observers)
-        if _is_settled_by_torch(site, decision, recipe.facts):
-            return wrappers.make_wrapper_where_lacking(function, recipe)
+        if _is_settled_by_torch(site, decision, plan.facts):
+            return wrappers.make_wrapper_where_lacking(function, plan)
         return wrappers.make_wrapper(function, decided)
 
     return make

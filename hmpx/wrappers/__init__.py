@@ -6,8 +6,8 @@ from .by_rules import Maker, make_choosing_wrapper
 from .making import make_wrapper, make_wrapper_where_lacking, only_looks_up
 from .observed import make_observed_wrapper
 from .overriding import hands_over
-from .retiring import in_force
-from .sharing import (
+from .retiring import (
+    in_force,
     put_in_use,
     references,
     references_of_others,

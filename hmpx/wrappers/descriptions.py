@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ..casting import (
-    Recipe,
+    CallPlan,
     cast_dtypes,
     decided_by,
     floating_inputs,
@@ -81,9 +81,9 @@ class Description:
 class Descriptions:
     """The descriptions of a call site's calls."""
 
-    def __init__(self, recipe: Recipe) -> None:
+    def __init__(self, plan: CallPlan) -> None:
         """Starts without any."""
-        self._recipe = recipe
+        self._plan = plan
         self._known: dict[Any, Description | None] = {}
         self._autocast: dict[tuple[Description, torch.dtype], Description] = {}
 
@@ -99,7 +99,7 @@ class Descriptions:
         """
         kinds: list[Any] = [is_on]
         tensors: list[Tensor] = []
-        is_plain = self._recipe.emulation is None and _note_kinds(args, kinds, tensors)
+        is_plain = self._plan.emulation is None and _note_kinds(args, kinds, tensors)
         if is_plain and kwargs:
             kinds.extend(kwargs)
             is_plain = _note_kinds(kwargs.values(), kinds, tensors)
@@ -123,7 +123,7 @@ class Descriptions:
 
         Its result shows what it has computed in, unless the call names that.
         """
-        if self._recipe.decision.is_named or self._recipe.site.op in facts("converting"):
+        if self._plan.decision.is_named or self._plan.site.op in facts("converting"):
             return found
         dtype = next((each.dtype for each in tensors_in([result]) if each.dtype in ELIGIBLE), None)
         given = found.dtype or functools.reduce(torch.promote_types, found.cast_dtypes)
@@ -141,9 +141,9 @@ class Descriptions:
     def _new(
         self, args: Args, kwargs: Kwargs, *, is_on: bool
     ) -> tuple[Description, list[Tensor]] | None:
-        recipe = self._recipe
-        before = floating_inputs(recipe, *decoded(recipe, args, kwargs))
-        return (describe(recipe, before, args, kwargs, is_on=is_on), before) if before else None
+        plan = self._plan
+        before = floating_inputs(plan, *decoded(plan, args, kwargs))
+        return (describe(plan, before, args, kwargs, is_on=is_on), before) if before else None
 
     def _placed(self, found: Description, args: Args, kwargs: Kwargs) -> Description:
         """Returns a description with the positions of the floating inputs among all tensors."""
@@ -159,7 +159,7 @@ class Descriptions:
         positions = tuple(
             [
                 int(mark)
-                for mark in leaves(given_inputs(self._recipe, marked_args, marked_kwargs))
+                for mark in leaves(given_inputs(self._plan, marked_args, marked_kwargs))
                 if isinstance(mark, _Mark) and is_floating(tensors[mark])
             ]
         )
@@ -184,7 +184,7 @@ def _with_positions(found: Description, positions: tuple[int, ...]) -> Descripti
 
 
 def describe(
-    recipe: Recipe, before: list[Tensor], args: Args, kwargs: Kwargs, *, is_on: bool
+    plan: CallPlan, before: list[Tensor], args: Args, kwargs: Kwargs, *, is_on: bool
 ) -> Description:
     """Returns the description of a call with the floating inputs ``before``."""
     input_dtypes = tuple([tensor.dtype for tensor in before])
@@ -193,17 +193,15 @@ def describe(
         return Description(
             input_dtypes, input_dtypes, device_type, None, CastPolicy.PASS.name, SWITCHED_OFF
         )
-    if recipe.decision.cast_policy is not CastPolicy.PASS and not is_on_device(
-        recipe, args, kwargs
-    ):
+    if plan.decision.cast_policy is not CastPolicy.PASS and not is_on_device(plan, args, kwargs):
         reason = f"tensors on {device_type} are not cast"
         return Description(
             input_dtypes, input_dtypes, device_type, None, CastPolicy.PASS.name, reason
         )
-    after = tuple(cast_dtypes(recipe, *decoded(recipe, args, kwargs)))
-    dtype = _dtype(recipe, before, args, kwargs)
-    cast_policy, reason = decided_by(recipe, args, kwargs)
-    is_rounded = dtype is not None and is_emulated(recipe, args, kwargs)
+    after = tuple(cast_dtypes(plan, *decoded(plan, args, kwargs)))
+    dtype = _dtype(plan, before, args, kwargs)
+    cast_policy, reason = decided_by(plan, args, kwargs)
+    is_rounded = dtype is not None and is_emulated(plan, args, kwargs)
     casts = [
         (position, cast.itemsize)
         for position, (given, cast) in enumerate(zip(input_dtypes, after, strict=False))
@@ -213,27 +211,27 @@ def describe(
         input_dtypes,
         after,
         device_type,
-        recipe.emulation.format if recipe.emulation and is_rounded else dtype,
+        plan.emulation.format if plan.emulation and is_rounded else dtype,
         cast_policy,
         reason,
         casts=tuple(casts),
     )
 
 
-def decoded(recipe: Recipe, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+def decoded(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
     """Returns the arguments, values of a number format instead of its codes."""
-    return (args, kwargs) if recipe.emulation is None else recipe.emulation.decoded(args, kwargs)
+    return (args, kwargs) if plan.emulation is None else plan.emulation.decoded(args, kwargs)
 
 
-def _dtype(recipe: Recipe, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> torch.dtype | None:
+def _dtype(plan: CallPlan, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> torch.dtype | None:
     """Returns the dtype that a call runs in; None if it is left alone. What torch does itself counts."""
-    if recipe.facts.promotes and recipe.target is not None:
+    if plan.facts.promotes and plan.target is not None:
         return inputs[0].dtype
-    if recipe.facts.promotes and recipe.decision.cast_policy is CastPolicy.WIDEST:
-        return widest(recipe, inputs)
-    if is_widened(recipe, inputs):
+    if plan.facts.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
+        return widest(plan, inputs)
+    if is_widened(plan, inputs):
         return torch.float32
-    return target_dtype(recipe, args, kwargs)
+    return target_dtype(plan, args, kwargs)
 
 
 def _note_kinds(values: Any, kinds: list[Any], tensors: list[Tensor]) -> bool:

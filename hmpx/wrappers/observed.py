@@ -1,7 +1,7 @@
 """Wrappers whose calls are observed: the usual ones, with a layer that notifies observers.
 
 A call runs in the wrapper that `making` makes, whatever observes it. Its description follows from the
-same recipe.
+same plan.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any, Final
 
 import torch
 
-from ..casting import Recipe, cast_args, floating_inputs, written
+from ..casting import CallPlan, cast_args, floating_inputs, written
 from ..compute import COMPUTED
 from ..observers import PAUSED, Attached, CallTensors, OpCall, user_location
 from ..ops import facts
@@ -40,38 +40,40 @@ from ..torch_state import (
     unobserved_casts,
 )
 from . import overriding
+from .calls import cast_where_on, narrower
 from .descriptions import Description, Descriptions, decoded, describe
-from .making import cast_where_on, completed, make_wrapper, narrower
+from .making import completed, make_wrapper
 from .overriding import is_overridden
-from .retiring import OwnName, Variables, named_after
+from .retiring import Control, named_after
 
 #: How many distinct calls a site remembers.
 _MOST_CALLS: Final = 256
 
 
 def make_observed_wrapper(
-    original: Callable[..., Any], recipe: Recipe, attached: tuple[Attached, ...]
+    original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
 ) -> Callable[..., Any]:
     """Returns a wrapper that casts and computes as `make_wrapper`'s does, and tells observers each call.
 
     Args:
         original: torch's function.
-        recipe: That of the call site.
+        plan: That of the call site.
         attached: The observers.
     """
-    complete = completed(original, recipe)
+    complete = completed(original, plan)
     with_tensors = any(each.tensors for each in attached)
     for_every_op = tuple([each for each in attached if each.every_op])
     is_timed = any(each.times for each in attached)
     observers = frozenset(attached)
-    is_listed = recipe.decision.cast_policy is not CastPolicy.PASS
-    is_cast = recipe.site.op in facts("converting")
+    is_listed = plan.decision.cast_policy is not CastPolicy.PASS
+    is_cast = plan.site.op in facts("converting")
     told_where_off = _by_kind(for_every_op)
     told = _by_kind(attached) if is_listed else told_where_off
-    descriptions = Descriptions(recipe)
+    descriptions = Descriptions(plan)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:
-        inner, narrowed, tell = parts  # read together: a running call is reported once
+        if control.forward is not None:
+            return control.forward(*args, **kwargs)
         if PAUSED and observers <= PAUSED:
             return inner(*args, **kwargs)
         is_traced = is_dynamo_compiling()
@@ -80,17 +82,17 @@ def make_observed_wrapper(
             if is_unobserved():
                 return inner(*args, **kwargs)
             is_on = not is_off()
-        if recipe.site.is_overridable and is_overridden(args, kwargs):
-            return override(wrapper, args, kwargs)
+        if plan.site.is_overridable and is_overridden(args, kwargs):
+            return overriding.override(original, plan.site.name, cast_here, args, kwargs)
         if is_below_dispatcher() or not (is_on or (for_every_op and is_off_by_program())):
             return inner(*args, **kwargs)
         if is_on and narrowed is not None and (others := narrowed()) is not None:
             return others(*args, **kwargs)
         if is_traced:  # sizes may be symbols
-            before = floating_inputs(recipe, *decoded(recipe, args, kwargs))
+            before = floating_inputs(plan, *decoded(plan, args, kwargs))
             if not before:
                 return inner(*args, **kwargs)  # there is nothing to decide
-            found = describe(recipe, before, args, kwargs, is_on=is_on)
+            found = describe(plan, before, args, kwargs, is_on=is_on)
             result = inner(*args, **kwargs)
             tell(found, _dtypes_of(result), 0, None, None, None, is_on, False)
             return result
@@ -105,7 +107,7 @@ def make_observed_wrapper(
             count = before[position].numel()
             cast_bytes += count * size if type(count) is int else 0  # or it is a symbol
         if with_tensors and not (is_graph_made() or has_fake_tensors()):
-            tensors = _tensors(recipe, complete, inner, args, kwargs)
+            tensors = _tensors(plan, complete, inner, args, kwargs)
         began = _now(found.device_type) if is_timed else 0.0
         was_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, False
         try:
@@ -114,7 +116,7 @@ def make_observed_wrapper(
         finally:
             _here.is_in_call = was_in_call
             is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
-        if recipe.selects and cast_bytes:
+        if plan.selects and cast_bytes:
             cast_bytes = result.nbytes  # not of the table
         if is_on and is_any_autocast_enabled():
             found = descriptions.as_run(found, args, kwargs, result)
@@ -141,8 +143,8 @@ def make_observed_wrapper(
         if seconds is None and key in calls:
             return calls[key]
         call = OpCall(
-            op=recipe.site.op,
-            site=recipe.site.name,
+            op=plan.site.op,
+            site=plan.site.name,
             function=original,
             cast_policy=found.cast_policy,
             reason=found.reason,
@@ -186,32 +188,12 @@ def make_observed_wrapper(
                     each.tell(call, tensors if tensors is None else _own(tensors))
 
     run_when_traced(tell)
-    narrowed = None
-    if recipe.narrows:
-        narrowed = narrower(
-            original, recipe, lambda others: make_observed_wrapper(original, others, attached)
-        )
-    within = make_wrapper(original, recipe, public=wrapper)
-    own_name = None if within is None else OwnName(within)
-    parts = within or complete, narrowed, tell
-
-    def override(wrapper: Callable[..., Any], args: Args, kwargs: Kwargs) -> Any:
-        cast_here = functools.partial(_amid_call, cast_where_on, recipe)
-        return overriding.override(original, cast_here, wrapper, args, kwargs)
-
-    def read() -> tuple[Any, ...]:
-        return wrapper, parts, override, own_name and (own_name, own_name.read())
-
-    def write(values: tuple[Any, ...]) -> None:
-        nonlocal wrapper, parts, override, own_name
-        wrapper, parts, override, named = values
-        name, value = named or (own_name, wrapper)
-        if name is not None:
-            name.write(value)
-        own_name = None if named is None else name  # by which it leads back here
-
-    variables = Variables(("wrapper", "parts", "override", "own_name"), read, write)
-    return named_after(original, wrapper, recipe.site.name, variables)
+    narrowed = narrower(
+        original, plan, lambda others: make_observed_wrapper(original, others, attached)
+    )
+    inner, control = make_wrapper(original, plan) or complete, Control()
+    cast_here = functools.partial(_amid_call, cast_where_on, plan)
+    return named_after(original, wrapper, plan.site.name, control)
 
 
 is_dynamo_compiling = torch.compiler.is_dynamo_compiling
@@ -266,7 +248,7 @@ def _now(device_type: str) -> float:
 
 
 def _tensors(
-    recipe: Recipe,
+    plan: CallPlan,
     complete: Callable[..., Any],
     inner: Callable[..., Any],
     args: Args,
@@ -275,22 +257,22 @@ def _tensors(
     """Returns the tensors of a call that is to be made, without its result.
 
     Args:
-        recipe: That of the call site.
+        plan: That of the call site.
         complete: Torch's function.
         inner: The wrapper that is not observed.
         args: Positional arguments, and
         kwargs: those given by name.
     """
-    options = dataclasses.replace(recipe.options, reuse_casts=False)
+    options = dataclasses.replace(plan.options, reuse_casts=False)
     state = (
         state_of_random_numbers(args)
-        if recipe.facts.is_random or recipe.emulation is not None
+        if plan.facts.is_random or plan.emulation is not None
         else None
     )
     with apart():
-        if _writes(recipe, args, kwargs):
+        if _writes(plan, args, kwargs):
             args, kwargs = _copied(args, kwargs)
-        cast, cast_kwargs = cast_args(dataclasses.replace(recipe, options=options), args, kwargs)
+        cast, cast_kwargs = cast_args(dataclasses.replace(plan, options=options), args, kwargs)
     if state is not None:
         state.restore()  # which stochastic rounding may have drawn from
 
@@ -312,7 +294,7 @@ def _tensors(
         with apart(), unobserved_casts():
             return again(inner, *args, **kwargs)
 
-    writes = _writes(recipe, args, kwargs)
+    writes = _writes(plan, args, kwargs)
     return CallTensors(args, kwargs, cast, cast_kwargs, run, run_cast, writes=writes)
 
 
@@ -324,9 +306,9 @@ def _own(tensors: CallTensors) -> CallTensors:
     return dataclasses.replace(tensors, given=given, given_kwargs=given_kwargs)
 
 
-def _writes(recipe: Recipe, args: Args, kwargs: Kwargs) -> bool:
+def _writes(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
     """Whether the call writes to any of its arguments."""
-    return bool(recipe.site.writes) or written(recipe, args, kwargs) is not None
+    return bool(plan.site.writes) or written(plan, args, kwargs) is not None
 
 
 def _copied(args: Args, kwargs: Mapping[str, Any]) -> tuple[Args, Kwargs]:

@@ -12,6 +12,7 @@ from torch.overrides import handle_torch_function, has_torch_function
 from ..tensors import SEQUENCES, Args, Kwargs, leaves
 from ..torch_internals import DisableTorchFunctionSubclass
 from ..torch_state import is_off
+from .retiring import in_slot
 
 
 def is_overridden(args: Args, kwargs: Kwargs) -> bool:
@@ -35,17 +36,18 @@ def hands_over(function: Callable[..., Any]) -> bool:
 
 def override(
     original: Callable[..., Any],
+    site: str,
     cast: Callable[[Args, Kwargs], tuple[Args, Kwargs]],
-    wrapper: Callable[..., Any],
     args: Args,
     kwargs: Kwargs,
 ) -> Any:
-    """Passes a call of ``wrapper`` to the ``__torch_function__`` of a mode or an argument.
+    """Passes a call of the wrapper in a slot to the ``__torch_function__`` of a mode or an argument.
 
     It is handed what stands under the function's name now, and the arguments as they came: what it
     calls in turn is cast. But a class that says by ``__torch_dispatch__`` alone how it computes is a
     tensor to be cast.
     """
+    wrapper = in_slot(site, original)
     relevant = leaves((*args, *kwargs.values()))
     if not is_off() and any(_is_tensor_by_dispatch(value) for value in relevant):
         with DisableTorchFunctionSubclass():

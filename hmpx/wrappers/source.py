@@ -16,20 +16,24 @@ from typing import Any, Final
 import torch
 from torch.overrides import has_torch_function, has_torch_function_variadic
 
-from ..casting import CallPlan, is_settled
-from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS
+from ..casting import CallPlan, casts_of, is_settled, unusual
+from ..compute import LEAST_ELEMENTS
+from ..tensors import LOW_DTYPES, NUMBERS, PLAIN_TENSORS, Kwargs
 from ..torch_internals import transforms
 from ..torch_state import switch  # its gate, as it is at each call
 
 # A call's arguments are a0, a1, ... up to the last that may be a tensor, and ``rest``.
 
 _WRAPPER: Final = """\
-def make(original, call, control, retry, dtype):
-    def wrapper({parameters}*rest, **kwargs):
+def make({parameters}):
+    {unpacked}def wrapper({signature}*rest, **kwargs):
 {body}
 
     return wrapper
 """
+
+#: What makes a wrapper takes: see `make_generated`.
+_PARAMETERS: Final = "original, call, cast_and_run, native, widens, casts, control, retry, dtype"
 
 #: A call whose dtypes torch's function refuses runs in fp32 instead. What else is raised passes: no frame
 #: but the wrapper's is in its traceback, and none holds it.
@@ -50,7 +54,7 @@ if not (_looks_closer or control.looks_at_all or {has_torch_function}):
         )
     except AttributeError:
         settled = False
-    if settled and not kwargs:
+    if settled and not kwargs:{if_missing}
         if not rest:
             return {short}({names})
         if len(rest) == 1:
@@ -60,26 +64,52 @@ if not (_looks_closer or control.looks_at_all or {has_torch_function}):
         return original({names}*rest)
 """
 
+#: Plain tensors, all given by position, to one fixed dtype.
+_CAST: Final = """\
+    if not ({unless}is_below_dispatcher()):
+        {casts}
+        if not ({are_unusual}):{if_large}
+            if kwargs:
+                return original({cast}*rest, **kwargs)
+            return original({cast}) if not rest else original({cast}*rest)
+"""
+
+#: Optional tensors that are left out, or given by name, are put into their places.
+_FILL: Final = """\
+    if {last} is missing and {before} is not missing and (not kwargs or are_plain(kwargs)):
+        {fills}
+"""
+
+#: Where autograd may keep parameters instead of their casts.
+_IF_LARGE: Final = """
+            if (
+                {are_large}
+            ):
+                return native(original, ({cast}*rest), kwargs, ({names}*rest), kwargs)"""
+
 #: Where keywords hold no tensor but ``out``.
 _SETTLED_BESIDE_KEYWORDS: Final = """\
-    if settled and "out" not in kwargs:
+    if settled and "out" not in kwargs{and_given}:
         return original({names}*rest, **kwargs)
 """
 
-_CALL: Final = "return call(given({names}rest), kwargs)"
+#: Where the last positions may be left out.
+_IF_MISSING: Final = """
+        if {last} is missing:
+            return original(*given({names}rest))"""
 
 
-def make_generated(
-    plan: CallPlan, **parameters: Any
-) -> Callable[..., Any]:
+def make_generated(plan: CallPlan, **parameters: Any) -> Callable[..., Any]:
     """Returns the wrapper for ``plan``.
 
     Args:
         plan: That of the call site.
-        parameters: ``original``, torch's function; ``call``, which makes any call; the wrapper's `Control`;
-            ``retry``, which makes up for a missing kernel; the ``dtype`` that inputs are cast to.
+        parameters: Those of `_PARAMETERS` besides ``casts``: torch's function; what makes any call, and one that
+            nothing keeps from being cast; what runs torch's kernels; what makes up for a missing kernel; whether
+            torch computes in fp32 by itself.
     """
-    wrapper: Callable[..., Any] = _compiled(source_of(plan))(**parameters)
+    casts = tuple(casts_of(plan).values())
+    wrapper: Callable[..., Any] = _compiled(source_of(plan))(casts=casts, **parameters)
     return wrapper
 
 
@@ -108,21 +138,29 @@ class missing:  # noqa: N801  # a value
 
 def given(*values: Any) -> tuple[Any, ...]:
     """Returns a call's arguments as they were given: those with names, then the tuple of the rest."""
-    *named, rest = values
-    return (*[value for value in named if value is not missing], *rest)
+    count = len(values) - 1
+    while count and values[count - 1] is missing:
+        count -= 1
+    return values[:count] + values[-1]  # type: ignore[no-any-return]
+
+
+def are_plain(kwargs: Kwargs) -> bool:
+    """Whether nobody overrides a call for these arguments, and none of them is written to."""
+    return "out" not in kwargs and not has_torch_function(tuple(kwargs.values()))
 
 
 _CONSTANTS: Final = {
+    "are_plain": are_plain,
     "missing": missing,
     "plain_tensors": PLAIN_TENSORS,
     "low_dtypes": LOW_DTYPES,
     "numbers": NUMBERS,
     "float32": torch.float32,
-    "has_torch_function": has_torch_function,
     "has_torch_function_variadic": has_torch_function_variadic,
     "given": given,
     "transforms": transforms,
     "is_settled": is_settled,
+    "unusual": unusual,
 }
 
 
@@ -130,24 +168,79 @@ def source_of(plan: CallPlan) -> str:
     """Returns the text of the function that makes the wrapper for ``plan``."""
     names = [f"a{position}" for position in range(plan.position_count)]
     listed = "".join([f"{name}, " for name in names])
-    body = ""
+    arguments = f"given({listed}rest)" if names else "rest"
     tests = _tests(plan) if names else []
+    body, casts = (
+        "",
+        casts_of(plan)
+        if tests and not (plan.composes or plan.selects or plan.site.statistics)
+        else {},
+    )
     if tests:
         tensors = [f"a{position}" for position in plan.cast_kinds]
         asked = f"has_torch_function_variadic({', '.join(tensors)})"
-        is_short = plan.rounds_last and "dtype" not in plan.site.parameters.names[: len(names) + 1]
-        body = _SETTLED if plan.site.parameters.has_keyword_tensors else _SETTLED + _SETTLED_BESIDE_KEYWORDS
-        body = body.format(
+        may_round = "dtype" in plan.site.parameters.names[: len(names) + 1]
+        may_be_missing = (len(names) - 1) in plan.site.parameters.fillable
+        body = _SETTLED.format(
             has_torch_function=asked if plan.site.is_overridable else "False",
             tests="\n            and ".join(tests),
-            short="original.__wrapped__" if is_short else "original",
+            short="original.__wrapped__" if plan.rounds_last and not may_round else "original",
             names=listed,
+            if_missing=_IF_MISSING.format(last=names[-1], names=listed) if may_be_missing else "",
         )
-    body += _CALL.format(names=listed)
+        if not plan.site.parameters.has_keyword_tensors:
+            and_given = f" and {names[-1]} is not missing" if may_be_missing else ""
+            body += _SETTLED_BESIDE_KEYWORDS.format(names=listed, and_given=and_given)
+        if casts:
+            body += _fill(plan, names) + _cast(plan, names, [*casts])
+        body += f"    return cast_and_run({arguments}, kwargs)\n"
+    body += f"return call({arguments}, kwargs)"
     if plan.is_retried:
         body = _TRY.format(body=textwrap.indent(body, "    "), names=listed)
-    parameters = "".join([f"{name}=missing, " for name in names]) + ("/, " if names else "")
-    return _WRAPPER.format(parameters=parameters, body=textwrap.indent(body, " " * 8))
+    return _WRAPPER.format(
+        parameters=_PARAMETERS,
+        unpacked="".join([f"cast{p}, " for p in casts]) + "= casts\n    " if casts else "",
+        signature="".join([f"{name}=missing, " for name in names]) + ("/, " if names else ""),
+        body=textwrap.indent(body, " " * 8),
+    )
+
+
+def _fill(plan: CallPlan, names: list[str]) -> str:
+    """Returns the part that puts optional tensors at the end into their places."""
+    positions = plan.fillable
+    if not positions:
+        return ""
+    called = plan.site.parameters.names
+    fills = [
+        f'if a{p} is missing:\n            a{p} = kwargs.pop("{called[p]}", None)'
+        for p in positions
+    ]
+    return _FILL.format(
+        last=names[-1], before=f"a{positions[0] - 1}", fills="\n        ".join(fills)
+    )
+
+
+def _cast(plan: CallPlan, names: list[str], positions: list[int]) -> str:
+    """Returns the part for inputs that are cast."""
+    cast = "".join([f"{'b' if p in positions else 'a'}{p}, " for p in range(len(names))])
+    listed = "".join([f"{name}, " for name in names])
+    unless = "kwargs or " if plan.site.parameters.has_keyword_tensors else '"out" in kwargs or '
+    unless += f"{names[-1]} is missing or "
+    if plan.widens_to_fp32 and len(positions) > 1:
+        unless += f"widens({', '.join([f'a{p}' for p in positions])}) or "
+    is_choosy = plan.options.keep_weight_casts == "auto"
+    size = f" and b{{0}}.nbytes >= {2 * LEAST_ELEMENTS}" if is_choosy else ""
+    are_large = [f"(b{{0}} is not a{{0}}{size})".format(p) for p in positions]
+    large = _IF_LARGE.format(
+        are_large="\n                or ".join(are_large), cast=cast, names=listed
+    )
+    return _CAST.format(
+        unless=unless,
+        casts="\n        ".join([f"b{p} = cast{p}(a{p})" for p in positions]),
+        are_unusual=" or ".join([f"b{p} is unusual" for p in positions]),
+        if_large=large if plan.keeps_parameters else "",
+        cast=cast,
+    )
 
 
 def _tests(plan: CallPlan) -> list[str]:
@@ -166,10 +259,12 @@ def _tests(plan: CallPlan) -> list[str]:
             return []
         tests = [f"(dtype_ := a{reference}.dtype)"]
     sharing = _sharing(plan) if plan.site.statistics else []
+    fillable = plan.site.parameters.fillable
     left = {reference, *sharing, *(plan.fp32_positions or ())}
     for position, kind in sorted(kinds.items()):
         if position not in left:
-            tests.append(_TESTS[kind].format(f"a{position}", dtype))
+            test = _TESTS["F" if position in fillable else kind]
+            tests.append(test.format(f"a{position}", dtype))
     last = max(kinds)
     if kinds[last] == "A":
         tests.append(f"a{last} is not missing")  # the others have no dtype if they are missing
@@ -184,6 +279,7 @@ def _tests(plan: CallPlan) -> list[str]:
 _TESTS: Final = {
     "T": "{0}.dtype is {1}",
     "O": "({0} is None or {0}.dtype is {1})",
+    "F": "({0} is None or {0}.dtype is {1} or {0} is missing)",
     "N": "(type({0}) in numbers or {0}.dtype is {1})",
     "A": "is_settled({0}, {1})",
 }
@@ -201,9 +297,13 @@ def _norm_test(plan: CallPlan, positions: list[int], dtype: str) -> str:
 
     Whether it takes fp32 there is asked only where one of them is.
     """
+    fillable, indent = plan.site.parameters.fillable, " " * 16
 
-    def are(dtype: str) -> str:
-        return " and ".join([_TESTS["O"].format(f"a{p}", dtype) for p in positions])
+    def are(dtype: str) -> list[str]:
+        return [_TESTS["F" if p in fillable else "O"].format(f"a{p}", dtype) for p in positions]
 
-    mixes = "not a0.is_nested and transforms() is None"
-    ...
+    tests = f"\n{indent}and ".join(are(dtype))
+    if plan.fp32_positions or (plan.decision.dtype in LOW_DTYPES and plan.takes_fp32_statistics):
+        mixes = ["not a0.is_nested and transforms() is None"] if plan.fp32_positions else []
+        tests += f"\n{indent}or " + f"\n{indent}and ".join(mixes + are("float32"))
+    return f"(\n{indent}{tests}\n            )"

@@ -21,7 +21,7 @@ from torch.testing._internal.opinfo.core import OpInfo
 
 import hmpx
 from hmpx import CastPolicy, Decision, Policy, ops, wrappers
-from hmpx.casting import Recipe
+from hmpx.casting import CallPlan
 from hmpx.ops import schemas as op_schemas
 from hmpx.ops.sites import NAMESPACES
 from tests.samples import sample_inputs
@@ -117,10 +117,10 @@ def test_what_a_function_writes_is_in_the_given_tensors(
     decision: Decision, legalize: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Every call site in torch that writes, with a function in torch's place that does."""
-    recipes: dict[str, Recipe] = {}
+    plans: dict[str, CallPlan] = {}
 
-    def noting(original: Any, recipe: Recipe) -> None:
-        recipes[recipe.site.name] = recipe
+    def noting(original: Any, plan: CallPlan) -> None:
+        plans[plan.site.name] = plan
 
     monkeypatch.setattr("hmpx.wrappers.make_wrapper", noting)
     policy = Policy({name: decision for name, _, _ in WRITING})
@@ -129,18 +129,18 @@ def test_what_a_function_writes_is_in_the_given_tensors(
     monkeypatch.undo()
     faults = []
     for name, site, written in WRITING:
-        recipe = recipes.get(
+        plan = plans.get(
             site.qualified
         )  # none if nothing is ever cast, or the slot is another's too
-        if recipe is None:
+        if plan is None:
             continue
         for target, others in itertools.product(FLOATS, FLOATS):
             args = arguments(site, written, target, others)
-            fault = fault_of(recipe, args, written)
+            fault = fault_of(plan, args, written)
             if fault is not None:
                 faults.append(f"{name} at {site.qualified}, {target} and {others}: {fault}")
     assert not faults, "\n".join(faults[:20])
-    assert len(recipes) > 100
+    assert len(plans) > 100
 
 
 def arguments(site: ops.Site, written: set[str], target: Any, others: Any) -> tuple[Any, ...]:
@@ -168,9 +168,9 @@ def _is_keyword(schema: Any, name: str) -> bool:
     return any(a.name == name and a.kwarg_only for a in schema.arguments)
 
 
-def fault_of(recipe: Recipe, args: tuple[Any, ...], written: set[str]) -> str | None:
+def fault_of(plan: CallPlan, args: tuple[Any, ...], written: set[str]) -> str | None:
     """Returns what is wrong where a function writes 7 to what the op writes to; None if nothing is."""
-    names = recipe.site.parameters.names
+    names = plan.site.parameters.names
     positions = [p for p, name in enumerate(names[: len(args)]) if name in written]
     if not positions:
         return None  # keyword-only
@@ -182,7 +182,7 @@ def fault_of(recipe: Recipe, args: tuple[Any, ...], written: set[str]) -> str | 
         return torch.ones(3)
 
     before = [(t, t.dtype, t.data_ptr()) for t in tensors(args)]
-    wrapper = wrappers.make_wrapper(function, recipe)
+    wrapper = wrappers.make_wrapper(function, plan)
     if wrapper is None:
         return None
     wrapper(*args)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx import wrappers
-from hmpx.casting import CallSite, OpFacts, Options, Recipe
+from hmpx.casting import CallSite, OpFacts, Options, CallPlan
 from hmpx.compute import missing_kernels
 from hmpx.compute.legalize import capability, legalization
 from hmpx.compute.legalize.capability import KINDS, SLOW, Capability
@@ -734,8 +734,8 @@ def listed(function: Callable[..., Any]) -> Any:
     decision = Decision(CastPolicy.LOW, BF16)
     site = CallSite("gelu", "torch.gelu", parameters)
     options = Options(legalize="never")
-    recipe = Recipe(site, OpFacts(), decision, frozenset({"cpu"}), options)
-    return wrappers.make_wrapper(function, recipe)
+    plan = CallPlan(site, OpFacts(), decision, frozenset({"cpu"}), options)
+    return wrappers.make_wrapper(function, plan)
 
 
 def lacking(function: Callable[..., Any]) -> Any:

@@ -1,4 +1,4 @@
-"""The recipe of a call site: everything that is known of its calls when its wrapper is made.
+"""The plan of a call site: everything that is known of its calls when its wrapper is made.
 
 What a call needs is worked out here, once. Knows neither lists nor how wrappers get into torch.
 """
@@ -184,7 +184,7 @@ class Options:
 
 
 @dataclass(frozen=True, eq=False)
-class Recipe:
+class CallPlan:
     """How the calls of one site are cast and computed. Equal to itself only.
 
     Attributes:
@@ -310,14 +310,32 @@ class Recipe:
         return is_cast and self.target is None and not self.facts.is_random
 
     @property
-    def casts_late(self) -> bool:
-        """Whether casts are left to what legalizes the op: it needs the inputs as they are given."""
-        if self.returns_input_dtype:
-            return True
-        if not (self.is_low and self.legalizes):
+    def rounds_late(self) -> bool:
+        """Whether a legalized call takes its inputs as they are given."""
+        if not (self.is_low and self.legalizes) or self.composes:
             return False
         is_layer = self.site.op in compute.CONVOLUTIONS or self.site.op == "linear"
         return self.options.legalize == "fast" or (is_layer and not self.options.reuse_casts)
+
+    @property
+    def casts_itself(self) -> bool:
+        """Whether what runs the op casts its inputs, and gets them as they are given."""
+        return self.rounds_late or self.returns_input_dtype or self.selects
+
+    @property
+    def position_count(self) -> int:
+        """The number of positions up to the last that may hold a tensor; none are known of Python's."""
+        if self.site.is_python:
+            return 0
+        return max([*self.cast_kinds, *self.statistic_positions], default=-1) + 1
+
+    @property
+    def fillable(self) -> range:
+        """The positions of the optional tensors at the end, as good as None where left out."""
+        first = count = self.position_count
+        while first - 1 in self.site.parameters.fillable & self.cast_kinds.keys():
+            first -= 1
+        return range(first, count) if first else range(0)
 
 
 def _arguments(site: CallSite) -> dict[str, Any]:
@@ -343,19 +361,19 @@ def _arguments(site: CallSite) -> dict[str, Any]:
     }
 
 
-def _norms(recipe: Recipe) -> dict[str, Any]:
+def _norms(plan: CallPlan) -> dict[str, Any]:
     """Returns which arguments of a norm stay in fp32 beside a low-precision input."""
-    names, mixed = recipe.site.parameters.names, recipe.facts.mixed_device_types
-    takes_fp32 = recipe.device_types <= mixed
+    names, mixed = plan.site.parameters.names, plan.facts.mixed_device_types
+    takes_fp32 = plan.device_types <= mixed
     positions: frozenset[int] | None = frozenset()
-    if recipe.decision.dtype in LOW_DTYPES and recipe.facts.norm_parameters:
+    if plan.decision.dtype in LOW_DTYPES and plan.facts.norm_parameters:
         if takes_fp32:
-            positions = frozenset(map(names.index, recipe.facts.norm_parameters))
-        elif recipe.device_types & mixed:
+            positions = frozenset(map(names.index, plan.facts.norm_parameters))
+        elif plan.device_types & mixed:
             positions = None
     return {
-        "statistic_positions": tuple(map(names.index, recipe.site.statistics)),
-        "takes_fp32_statistics": takes_fp32 and not recipe.facts.rounds_statistics,
+        "statistic_positions": tuple(map(names.index, plan.site.statistics)),
+        "takes_fp32_statistics": takes_fp32 and not plan.facts.rounds_statistics,
         "fp32_positions": positions,
     }
 
@@ -388,45 +406,45 @@ def _numbers(site: CallSite) -> frozenset[int]:
     return frozenset([p for p, kind in kinds.items() if kind != "A" or is_operator])
 
 
-def _computations(recipe: Recipe) -> dict[str, Any]:
+def _computations(plan: CallPlan) -> dict[str, Any]:
     """Returns how calls are computed once their inputs are cast; asks for their target, if any."""
-    decision, facts, options = recipe.decision, recipe.facts, recipe.options
+    decision, facts, options = plan.decision, plan.facts, plan.options
     emulation = None
-    if number_formats.is_format(decision.dtype) and recipe.target is None:
+    if number_formats.is_format(decision.dtype) and plan.target is None:
         formats = _formats(decision, decision.dtype, options)
         emulation = compute.emulation_class(formats)(
             formats,
-            recipe.site.op,
-            recipe.site.parameters.names,
+            plan.site.op,
+            plan.site.parameters.names,
             decision.accumulate_dtype,
             None if decision.output_dtype == INPUT else decision.output_dtype,
             facts.is_view,
             facts.kind in PRODUCTS,
-            recipe.lowerings,
+            plan.lowerings,
             decision.reason,
-            _numbers(recipe.site),
+            _numbers(plan.site),
         )
     may_be_legalized = compute.may_be_legalized(
         options.legalize,
         facts.kind,
-        is_low=recipe.is_low,
+        is_low=plan.is_low,
         follows_inputs=decision.dtype is None,
     )
     computes_itself = decision.accumulate_dtype is not None or facts.is_view
     return {
         "emulation": emulation,
-        "composes": decision.is_composed and recipe.target is None and emulation is None,
-        "legalizes": may_be_legalized and not computes_itself and recipe.target is None,
+        "composes": decision.is_composed and plan.target is None and emulation is None,
+        "legalizes": may_be_legalized and not computes_itself and plan.target is None,
         "looks_up": (
             options.legalize != "never"
-            and "cpu" in recipe.device_types
-            and recipe.site.op in compute.ACTIVATIONS
-            and recipe.target is None
+            and "cpu" in plan.device_types
+            and plan.site.op in compute.ACTIVATIONS
+            and plan.target is None
         ),
         "keeps_parameters": (
             options.keep_weight_casts is not True
             and facts.kind in compute.PRODUCTS | {"attention"}
-            and recipe.target is None
+            and plan.target is None
             and emulation is None
         ),
     }

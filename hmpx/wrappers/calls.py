@@ -1,0 +1,182 @@
+"""Any call of a wrapper: who gets it where casts are off or a mode is on, and its retry in fp32."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import functools
+import logging
+from collections.abc import Callable
+from typing import Any, Final
+
+import torch
+from torch.overrides import has_torch_function
+
+from ..casting import CallPlan, cast_args, floating_inputs, placer, usual_caster, written
+from ..compute import computed_in_fp32, may_run_again, note_legalized, rounded
+from ..policy import INPUT, CastPolicy, Decision
+from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
+from ..torch_internals import DisableAutocast, is_any_autocast_enabled, run_when_traced
+from ..torch_state import TO_LOW, is_off, partly_off, switch, without_casts
+from .overriding import is_overridden, override
+from .retiring import Control
+from .running import runner, runs_plainly, statistics_of
+
+LOGGER: Final = logging.getLogger("hmpx")
+
+Call = Callable[[Args, Kwargs], Any]
+
+
+def call_of(
+    original: Callable[..., Any],
+    complete: Callable[..., Any],
+    plan: CallPlan,
+    control: Control,
+    narrowed: Callable[[], Callable[..., Any] | None] | None,
+) -> tuple[Call, Call]:
+    """Returns the function that makes any call of a wrapper, and the one for calls that nothing keeps from it.
+
+    Args:
+        original: torch's function.
+        complete: The same, with what it lacks.
+        plan: That of the call site.
+        control: That of the wrapper.
+        narrowed: Returns the wrapper for the casts that are on; None if all are.
+    """
+    is_overridable, is_named = plan.site.is_overridable, plan.decision.is_named
+    casts_itself = plan.casts_itself
+    cast_usual = None if casts_itself else usual_caster(plan)
+    is_plain = runs_plainly(plan)
+    place, run = placer(plan), runner(plan, control)
+
+    def override_here(args: Args, kwargs: Kwargs) -> Any:
+        return override(
+            original, plan.site.name, functools.partial(cast_where_on, plan), args, kwargs
+        )
+
+    def cast_and_run(args: Args, kwargs: Kwargs) -> Any:
+        if kwargs and place is not None:
+            args, kwargs = place(args, kwargs)
+        cast = None if cast_usual is None else cast_usual(args, kwargs)
+        if cast is not None:
+            if is_plain or not cast:
+                return complete(*(cast or args), **kwargs) if kwargs else complete(*(cast or args))
+            return run(complete, cast, kwargs, args, kwargs)
+        if is_overridable and is_overridden(args, kwargs):
+            return override_here(args, kwargs)
+        if casts_itself:
+            return run(complete, args, kwargs, args, kwargs)
+        return run(complete, *cast_args(plan, args, kwargs), args, kwargs)
+
+    def call(args: Args, kwargs: Kwargs) -> Any:
+        if control.forward is not None:
+            return control.forward(*args, **kwargs)
+        if is_overridable and has_torch_function(args):
+            return override_here(args, kwargs)
+        if switch._looks_closer:
+            if is_off():
+                return complete(*args, **kwargs)
+            if narrowed is not None and (others := narrowed()) is not None:
+                return others(*args, **kwargs)
+            if is_named and is_any_autocast_enabled():  # the lists win
+                with DisableAutocast():
+                    return cast_and_run(args, kwargs)
+        return cast_and_run(args, kwargs)
+
+    return call, cast_and_run
+
+
+def cast_where_on(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments cast as `cast_args` does, on device types whose casts are on.
+
+    Where the result is to have the dtype that an input is given in they are left to the call that
+    computes, which must still see it.
+    """
+    if plan.returns_input_dtype:
+        return args, kwargs
+    off = partly_off() if plan.narrows else None
+    return cast_args(_without(plan, off) if off else plan, args, kwargs)
+
+
+def narrower(
+    original: Callable[..., Any],
+    plan: CallPlan,
+    make: Callable[[CallPlan], Callable[..., Any] | None],
+) -> Callable[[], Callable[..., Any] | None] | None:
+    """Returns a function that finds the wrapper for the casts that are on, and returns None if all are.
+
+    None if the casts of ``plan`` are on or off together.
+    """
+    if not plan.narrows:
+        return None
+    made: dict[frozenset[str], Callable[..., Any]] = {}
+
+    def narrowed() -> Callable[..., Any] | None:
+        off = partly_off()
+        if not off:
+            return None
+        if off not in made:
+            made[off] = make(_without(plan, off)) or original
+        return made[off]
+
+    return run_when_traced(narrowed)
+
+
+def _without(plan: CallPlan, off: frozenset[str]) -> CallPlan:
+    decision, device_types = plan.decision, plan.device_types - off
+    if TO_LOW in off and decision.cast_policy is CastPolicy.LOW:
+        decision = Decision(
+            CastPolicy.FOLLOW, reason=f"{decision.reason}, in a hook of the backward"
+        )
+    return dataclasses.replace(plan, decision=decision, device_types=device_types, is_narrowed=True)
+
+
+_retried: set[tuple[str, torch.dtype | None]] = set()
+
+
+def retry_in_fp32(  # noqa: PLR0917  # all there is to one call
+    original: Callable[..., Any],
+    plan: CallPlan,
+    control: Control,
+    error: Exception,
+    args: Args,
+    kwargs: Kwargs,
+) -> Callable[[], Any] | None:
+    """Returns a function that computes in fp32 a call that torch's function has refused for its dtypes.
+
+    None if ``error`` does not say so, if the call writes to a tensor, if it has no low-precision input, or if
+    the wrapper has left it to others.
+    """
+    if not may_run_again(error, plan.site.name.partition(".")[0]) or control.forward is not None:
+        return None
+    if plan.site.is_overridable and is_overridden(args, kwargs):
+        return None
+    if switch._looks_closer and (is_off() or (plan.narrows and partly_off())):
+        return None
+    if written(plan, args, kwargs) is not None:
+        return None
+    given = floating_inputs(plan, args, kwargs)
+    args, kwargs = cast_args(plan, args, kwargs)
+    statistics = statistics_of(plan)
+    if statistics is not None:
+        original, args, kwargs = statistics.set_apart(original, args, kwargs)
+    inputs = floating_inputs(plan, args, kwargs)
+    if not any(t.dtype in LOW_DTYPES for t in inputs):
+        return None
+    dtype, refusal = inputs[0].dtype, str(error)  # whoever holds the error holds all its frames
+    is_in_autocast = plan.decision.is_named and is_any_autocast_enabled()
+
+    def compute_in_fp32() -> Any:
+        note_legalized()
+        with without_casts(), DisableAutocast() if is_in_autocast else contextlib.nullcontext():
+            result = computed_in_fp32(original, args, kwargs, dtype)
+        output = plan.decision.output_dtype
+        if output is not None:
+            output = given[0].dtype if output == INPUT else output
+            result = rounded(result, CAST[output], dtype)
+        if (plan.site.op, dtype) not in _retried:
+            _retried.add((plan.site.op, dtype))
+            LOGGER.warning("%s runs in fp32 and is rounded: %s", plan.site.op, refusal)
+        return result
+
+    return compute_in_fp32
