@@ -18,7 +18,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx import Policy
-from hmpx.wrappers import retrying
+from hmpx.wrappers import calls
 from tests.values import same, uniform
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
@@ -753,7 +753,7 @@ def test_the_retry_is_logged_once(
     caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """With torch's own words about the kernel, where it isn't known beforehand."""
-    retrying._retried.clear()
+    calls._retried.clear()
     monkeypatch.setattr("hmpx.compute.lacking_kernels", dict)
     with low("linalg_inv"):
         for _ in range(3):

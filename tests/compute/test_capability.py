@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import hmpx
 from hmpx import wrappers
-from hmpx.casting import CallSite, OpFacts, Options, CallPlan
+from hmpx.casting import CallPlan, CallSite, OpFacts, Options
 from hmpx.compute import missing_kernels
 from hmpx.compute.legalize import capability, legalization
 from hmpx.compute.legalize.capability import KINDS, SLOW, Capability
@@ -840,11 +840,11 @@ def test_wrappers_ask_no_more_once_all_is_settled(
     monkeypatch.setattr(capability, "_measured", lambda *args: Capability(True, ratio, ratio))
     x = torch.ones(64, 64).requires_grad_()
     with hmpx.convert(lists="hmp", legalize="auto"):
-        variables = vars(torch.mm)["__hmpx_variables__"]
-        values = [dict(zip(variables.names, variables.read(), strict=True))]
+        control = vars(torch.mm)["__hmpx_control__"]
+        values = [control.legalizes]
         torch.mm(x, x)
-        values.append(dict(zip(variables.names, variables.read(), strict=True)))
-    assert [each["legalizes"] for each in values] == [True, is_slow]
+        values.append(control.legalizes)
+    assert values == [True, is_slow]
 
 
 @pytest.mark.usefixtures("forgotten")

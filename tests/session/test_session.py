@@ -23,7 +23,6 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 import hmpx
 from hmpx import HmpxWarning, OptionError, Policy, patching
 from hmpx.session import session
-from hmpx.wrappers import source
 from tests.conftest import differences, namespaces
 
 BF16, FP32 = torch.bfloat16, torch.float32
@@ -347,39 +346,6 @@ def test_observed_wrappers_do_not_wait_for_a_collection_of_garbage() -> None:
             assert [each() for each in kept] == [None] * 3
     finally:
         gc.enable()
-
-
-#: What a retired wrapper need not change, since nothing else leads there.
-NOT_RETIRED = {
-    "convert": "no dtype is among `other_dtypes` any more",
-    "device_types": "asked of dtypes among `other_dtypes`",
-    "dtype": "inputs that have it go to `original`, as others do",
-    "may_legalize": "asked where `legalizes`",
-    "native": "calls `original` where nothing was cast",
-    "is_open": "asked where `legalizes`",
-    "wrapper": "the wrapper itself",
-}
-
-
-@pytest.mark.parametrize("options", [{}, {"opt_level": "O2"}, {"legalize": "always"}])
-def test_retired_wrappers_are_told_of_all_that_they_do(options: dict[str, Any]) -> None:
-    """Each variable of a generated wrapper's closure has another value once it is retired, or a reason."""
-    parameters = set(source.PARAMETERS)
-    hmpx.convert(**options)
-    kept = [F.linear, torch.softmax, F.layer_norm, torch.conv2d, torch.cat, F.dropout2d, torch.div]
-    before = [cells(wrapper) for wrapper in kept if hasattr(wrapper, "__wrapped__")]
-    kept = [wrapper for wrapper in kept if hasattr(wrapper, "__wrapped__")]
-    hmpx.revert()
-    for wrapper, held in zip(kept, before, strict=True):
-        now = cells(wrapper)
-        for name in parameters & held.keys() - NOT_RETIRED.keys():
-            is_same = now[name] is held[name] and held[name] not in (False, frozenset())
-            assert not is_same or name == "is_autocast_on", f"{wrapper.__qualname__}: {name}"
-
-
-def cells(wrapper: Any) -> dict[str, Any]:
-    names = wrapper.__code__.co_freevars
-    return {n: c.cell_contents for n, c in zip(names, wrapper.__closure__, strict=True)}
 
 
 class Dispatched(torch.Tensor):

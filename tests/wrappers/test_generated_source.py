@@ -15,7 +15,7 @@ import torch
 
 import hmpx
 from hmpx import Policy, ops
-from hmpx.casting import Options, CallPlan, facts_of, site_of
+from hmpx.casting import CallPlan, Options, facts_of, site_of
 from hmpx.wrappers.source import source_of
 
 GOLDEN = Path(__file__).with_name("golden")
