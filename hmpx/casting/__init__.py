@@ -2,34 +2,34 @@
 
 from __future__ import annotations
 
-from .arguments import (
-    ALONE,
+from .cache import cache_patches
+from .inputs import (
     TARGET,
     cast_args,
     cast_dtypes,
-    casts_of,
-    decided_by,
-    is_settled,
-    is_widened,
-    placer,
-    target_dtype,
-    unusual,
-    usual_caster,
-    widener,
-)
-from .cache import cache_patches
-from .facts import facts_of, is_promotion, plan_of, site_of
-from .inputs import (
     counted,
+    decided_by,
     floating_inputs,
     given_inputs,
     is_emulated,
     is_on_device,
+    is_widened,
     rounds_into_out,
+    target_dtype,
     widest,
     written,
 )
-from .plan import CallPlan, CallSite, OpFacts, Options
+from .plan import (
+    CallPlan,
+    CallSite,
+    OpFacts,
+    Options,
+    facts_of,
+    is_promotion,
+    plan_of,
+    site_of,
+)
+from .quick import ALONE, casts_of, is_settled, placer, unusual, usual_caster, widener
 
 __all__ = [
     "ALONE",

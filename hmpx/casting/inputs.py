@@ -1,9 +1,13 @@
-"""The inputs of a call: which of its arguments are cast, which are written to, and where they are."""
+"""The inputs of one call: which are cast, and to what; which argument it writes to. The rule in full.
+
+`cast_args` is what every wrapper does, however it does it. Pure functions of a plan and arguments.
+"""
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from typing import Any, Final
 
 import torch
@@ -11,23 +15,37 @@ from torch import Tensor
 
 from ..compute import names_dtype
 from ..ops import parameter_named
-from ..tensors import ELIGIBLE, SEQUENCES, Args, Kwargs, floating_in, is_floating, tensors_in
+from ..policy import CastPolicy
+from ..tensors import (
+    CAST,
+    ELIGIBLE,
+    LOW_DTYPES,
+    SEQUENCES,
+    SPARSE,
+    Args,
+    Kwargs,
+    cast_any_layout,
+    cast_as_one,
+    floating_in,
+    is_floating,
+    is_low,
+    leaves,
+    short_name,
+    tensors_in,
+    with_items,
+)
+from ..torch_internals import transforms
+from ..torch_state import is_below_dispatcher
 from .plan import CallPlan
+from .quick import converter, is_settled
 
-DENSE: Final = frozenset({torch.strided, torch.jagged})
+_DENSE: Final = frozenset({torch.strided, torch.jagged})
 
 #: Ops that give 0-dim tensors a dimension and then join them with the others.
 _JOINING: Final = frozenset({"column_stack", "dstack", "hstack", "vstack"})
 
 
-def counted(plan: CallPlan, inputs: list[Tensor]) -> list[Tensor]:
-    """Returns ``inputs`` without float64 numbers in tensors of no dimension, where kernels promote.
-
-    Beside tensors with dimensions these count as Python's numbers do, which are float64, too.
-    """
-    if not plan.facts.promotes or not any(t.dim() for t in inputs):
-        return inputs
-    return [t for t in inputs if t.dtype is not torch.float64 or t.dim()]
+# --- what a call is given ----------------------------------------------------------------------
 
 
 def floating_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
@@ -38,8 +56,7 @@ def floating_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
 def given_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Any]:
     """Returns the arguments that are inputs, in the parameters' order."""
     names = plan.site.parameters.names
-    padded = padded_names(names, len(args))
-    inputs = [v for n, v in zip(padded, args, strict=False) if n not in plan.never_cast]
+    inputs = [v for n, v in zip(_names(plan, args), args, strict=False) if n not in plan.never_cast]
     if kwargs:
         order = {name: position for position, name in enumerate(names)}
         by_position = sorted(
@@ -49,14 +66,36 @@ def given_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Any]:
     return inputs
 
 
-def widest(plan: CallPlan, tensors: list[Tensor]) -> torch.dtype:
-    """Returns the dtype that `torch.result_type` gives for these floating tensors together.
+def _names(plan: CallPlan, args: Args) -> tuple[str, ...]:
+    """Returns the names of positional arguments, empty ones for those that the signature lacks."""
+    names = plan.site.parameters.names
+    return names + ("",) * (len(args) - len(names))
 
-    0-dim tensors count if all are 0-dim, or if the op joins them with the others, as `torch.hstack` does.
+
+def counted(plan: CallPlan, inputs: list[Tensor]) -> list[Tensor]:
+    """Returns ``inputs`` without float64 numbers in tensors of no dimension, where kernels promote.
+
+    Alongside tensors with dimensions these count as Python's numbers do, which are float64, too.
     """
-    are_joined = plan.site.op in _JOINING
-    dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]
-    return functools.reduce(torch.promote_types, dtypes)
+    if not plan.facts.promotes or not any(t.dim() for t in inputs):
+        return inputs
+    return [t for t in inputs if t.dtype is not torch.float64 or t.dim()]
+
+
+def argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:
+    """Returns the argument of that name, however it was given; None if it was not."""
+    names = plan.site.parameters.names
+    if name in kwargs or name not in names:
+        return kwargs.get(name)
+    position = names.index(name)
+    if position < len(args):
+        return args[position]
+    return next((kwargs[each] for each in kwargs if parameter_named(each, names) == name), None)
+
+
+def given_out(plan: CallPlan, args: Args, kwargs: Kwargs) -> Any:
+    """Returns the call's ``out=``; None if there is none."""
+    return argument(plan, "out", args, kwargs) if plan.site.is_python else kwargs.get("out")
 
 
 def written(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:
@@ -69,21 +108,14 @@ def written(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Ten
     if out is not None:
         first = out[0] if isinstance(out, SEQUENCES) and out else out
         return first if isinstance(first, Tensor) else None
-    target = plan.target
+    target, names = plan.target, plan.site.parameters.names
     if target is None:
         if not (plan.has_inplace_flag and argument(plan, "inplace", args, kwargs)):
             return None
-        target = plan.site.parameters.names[0]
-    if plan.site.parameters.names:
-        value = argument(plan, target, args, kwargs)
-    else:  # nothing is known of the function's signature
-        value = args[0] if args else None
-    return value if isinstance(value, (Tensor, list, tuple)) else None
-
-
-def given_out(plan: CallPlan, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the call's ``out=``; None if there is none."""
-    return argument(plan, "out", args, kwargs) if plan.site.is_python else kwargs.get("out")
+        target = names[0]
+    # Without names, nothing is known of the function's signature.
+    value = argument(plan, target, args, kwargs) if names else next(iter(args), None)
+    return value if isinstance(value, (Tensor, *SEQUENCES)) else None
 
 
 def rounds_into_out(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
@@ -101,50 +133,9 @@ def is_emulated(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
     """
     if plan.emulation is None or written(plan, args, kwargs) is not None:
         return False
-    return not (_has_apart(args) or (kwargs and _has_apart(kwargs.values())))
-
-
-def _has_apart(values: Iterable[Any]) -> bool:
-    """Whether any floating tensor among ``values`` is sparse or nested."""
-    for value in values:
-        if isinstance(value, Tensor):
-            if (value.is_nested or value.layout not in DENSE) and is_floating(value):
-                return True
-        elif isinstance(value, SEQUENCES) and _has_apart(value):
-            return True
-    return False
-
-
-def argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the argument of that name, however it was given; None if it was not."""
-    names = plan.site.parameters.names
-    if name in kwargs or name not in names:
-        return kwargs.get(name)
-    position = names.index(name)
-    if position < len(args):
-        return args[position]
-    return next((kwargs[each] for each in kwargs if parameter_named(each, names) == name), None)
-
-
-def is_eligible(tensor: Tensor, device_types: frozenset[str]) -> bool:
-    """Whether a tensor may be cast, on these device types."""
-    return (
-        tensor.dtype in ELIGIBLE and tensor.layout in DENSE and tensor.device.type in device_types
-    )
-
-
-def is_eligible_tensor(value: Any, plan: CallPlan) -> bool:
-    """Whether ``value`` is a tensor that the plan may cast."""
-    return isinstance(value, Tensor) and is_eligible(value, plan.device_types)
-
-
-def is_number_from_cpu(tensor: Tensor) -> bool:
-    """Whether kernels take a tensor that may be cast beside those on any device."""
-    return (
-        tensor.dtype in ELIGIBLE
-        and tensor.layout in DENSE
-        and tensor.device.type == "cpu"
-        and tensor.dim() == 0
+    return not any(
+        (tensor.is_nested or tensor.layout not in _DENSE) and is_floating(tensor)
+        for tensor in tensors_in((*args, *kwargs.values()))
     )
 
 
@@ -154,6 +145,231 @@ def is_on_device(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
     return any(tensor.device.type in plan.device_types for tensor in found)
 
 
-def padded_names(names: tuple[str, ...], length: int) -> tuple[str, ...]:
-    """Returns ``names``, followed by empty ones up to ``length``."""
-    return names if len(names) >= length else names + ("",) * (length - len(names))
+# --- what it is cast to ------------------------------------------------------------------------
+
+
+def widest(plan: CallPlan, tensors: list[Tensor]) -> torch.dtype:
+    """Returns the dtype that `torch.result_type` gives for these floating tensors together.
+
+    0-dim tensors count if all are 0-dim, or if the op joins them with the others, as `torch.hstack` does.
+    """
+    are_joined = plan.site.op in _JOINING
+    dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]
+    return functools.reduce(torch.promote_types, dtypes)
+
+
+def is_widened(plan: CallPlan, inputs: Iterable[Tensor]) -> bool:
+    """Whether torch computes a call on these floating inputs in fp32 by itself, as the plan says."""
+    fp32 = torch.float32
+    return plan.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
+
+
+def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | None:
+    """Returns the dtype that the eligible inputs are cast to; None to leave the call alone."""
+    if is_below_dispatcher():
+        return None
+    facts, policy = plan.facts, plan.decision.cast_policy
+    target = written(plan, args, kwargs)
+    # The tensor written to keeps its dtype, whatever the lists say.
+    if target is not None and not rounds_into_out(plan, args, kwargs):
+        if facts.promotes or not isinstance(target, Tensor):  # lists of tensors have many dtypes
+            return None
+        return target.dtype if target.dtype in CAST else None
+    inputs = floating_inputs(plan, args, kwargs)
+    if not inputs or policy is CastPolicy.PASS:
+        return None
+    sparse = next((t.dtype for t in inputs if t.layout in SPARSE), None)
+    if sparse is not None:  # torch's sparse products take no other dtype alongside
+        are_eligible = all(t.dtype in ELIGIBLE for t in inputs)
+        return sparse if are_eligible and not facts.promotes else None
+    if policy in _RELATIVE:
+        if policy is CastPolicy.WIDEST and plan.widens_itself:
+            return None
+        dtype = inputs[0].dtype if policy is CastPolicy.FIRST else widest(plan, inputs)
+        return dtype if dtype in CAST else None
+    inputs = counted(plan, inputs)
+    if any(t.dtype not in ELIGIBLE or t.layout not in _DENSE for t in inputs):
+        return None  # float64, complex or sparse: casting the others would mix dtypes
+    if policy is CastPolicy.FOLLOW:
+        first = inputs[0].dtype
+        are_low = is_low(first) and all(t.dtype is first for t in inputs)
+        return first if are_low else torch.float32
+    if facts.never_narrows and is_low(argument(plan, "dtype", args, kwargs)):
+        return None
+    decided = plan.decision.dtype
+    if plan.emulation is not None or not isinstance(decided, torch.dtype):
+        return torch.float32
+    return decided if decided in CAST and not is_widened(plan, inputs) else None
+
+
+#: Policies by which inputs of any dtype decide.
+_RELATIVE: Final = frozenset({CastPolicy.FIRST, CastPolicy.WIDEST})
+
+#: What stands for a `CastPolicy` where the argument that a call writes to decides.
+TARGET: Final = "TARGET"
+
+
+def decided_by(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[str, str]:
+    """Returns the deciding `CastPolicy` of a call by name, or `TARGET`, and the reason: for the log."""
+    is_target = written(plan, args, kwargs) is not None
+    if is_target and not rounds_into_out(plan, args, kwargs):
+        out = given_out(plan, args, kwargs)
+        return TARGET, "in-place rule" if out is None else "out= rule"
+    policy = plan.decision.cast_policy
+    for tensor in counted(plan, floating_inputs(plan, args, kwargs)):
+        if tensor.layout in SPARSE:
+            return CastPolicy.FIRST.name, "its sparse input"
+        if plan.emulation is not None and tensor.is_nested:
+            return CastPolicy.FP32.name, "its nested input"
+        if policy not in {*_RELATIVE, CastPolicy.PASS} and tensor.dtype not in ELIGIBLE:
+            return CastPolicy.PASS.name, f"its {short_name(tensor.dtype)} input"
+    return policy.name, plan.decision.reason
+
+
+# --- the casts ---------------------------------------------------------------------------------
+
+
+def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
+    """Returns the arguments that ``plan`` makes of ``args`` and ``kwargs``; changes neither."""
+    emulation, given = plan.emulation, (*args, *kwargs.values())
+    if emulation is not None:
+        args, kwargs = emulation.decoded(args, kwargs)
+    elif args:
+        same = getattr(args[0], "dtype", None) if plan.is_relative else plan.decision.dtype
+        if is_settled(given, same):
+            return args, kwargs
+    dtype = target_dtype(plan, args, kwargs)
+    if dtype is None:
+        return args, kwargs
+    convert = _caster(dtype, plan, args, kwargs)
+    if emulation is not None and is_emulated(plan, args, kwargs):
+        # What codes were decoded to are values of the format already.
+        decoded = (*args, *kwargs.values())
+        exact = [value for value, code in zip(decoded, given, strict=True) if value is not code]
+        cast, norm_parameters = CAST[dtype], plan.facts.norm_parameters
+
+        def round_input(name: str, tensor: Tensor) -> Tensor:
+            # Parameters of norms stay as they are, which no kernel minds: all inputs are of one dtype.
+            if name in norm_parameters or any(tensor is value for value in exact):
+                return cast(tensor)
+            return emulation.rounded_input(name, tensor, cast(tensor))
+
+        return _with_inputs(round_input, plan, args, kwargs, None)
+    return _with_inputs(convert, plan, args, kwargs, dtype)
+
+
+def _caster(
+    dtype: torch.dtype, plan: CallPlan, args: Args, kwargs: Kwargs
+) -> Callable[[str, Tensor], Tensor]:
+    cast = converter(plan, dtype)
+    if "sparse" in plan.skipped and argument(plan, "sparse", args, kwargs):
+        cast = cast_any_layout(dtype)
+    return lambda name, tensor: tensor if tensor.dtype is dtype else cast(tensor)
+
+
+@dataclass(frozen=True, slots=True)
+class _Cast:
+    """Stands for a tensor that has been cast."""
+
+    dtype: torch.dtype
+
+
+def cast_dtypes(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[torch.dtype]:
+    """Returns the dtypes in which `floating_inputs` reach torch's function; casts nothing."""
+    dtype = target_dtype(plan, args, kwargs)
+    if dtype is not None:
+
+        def cast(name: str, tensor: Tensor) -> Any:
+            return tensor if tensor.dtype is dtype else _Cast(dtype)
+
+        args, kwargs = _with_inputs(cast, plan, args, kwargs, dtype, may_be_chunk=False)
+    return [
+        value.dtype
+        for value in leaves(given_inputs(plan, args, kwargs))
+        if isinstance(value, _Cast) or (isinstance(value, Tensor) and is_floating(value))
+    ]
+
+
+def _with_inputs(  # all there is to one call
+    convert: Callable[[str, Tensor], Any],
+    plan: CallPlan,
+    args: Args,
+    kwargs: Kwargs,
+    dtype: torch.dtype | None,
+    *,
+    may_be_chunk: bool = True,
+) -> tuple[Args, Kwargs]:
+    """Returns the arguments with the eligible inputs converted, to ``dtype`` if that is given.
+
+    A norm's parameters in fp32 stay as they are alongside a low-precision input, where kernels take that. The
+    weights of an RNN are cast as one.
+    """
+    mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(plan, args, kwargs)
+    as_one = dtype if may_be_chunk and plan.facts.kind == "rnn" else None
+
+    def is_eligible(value: Any) -> bool:
+        """Whether ``value`` may be cast; numbers from the CPU are with tensors on any device."""
+        if not (isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout in _DENSE):
+            return False
+        device_type = value.device.type
+        return device_type in plan.device_types or (
+            device_type == "cpu" and value.dim() == 0 and is_on_device(plan, args, kwargs)
+        )
+
+    def converted(name: str, tensor: Tensor) -> Any:
+        keeps_fp32 = (
+            mixes
+            and name in plan.facts.norm_parameters
+            and tensor.dtype is torch.float32
+            and tensor.device.type in plan.facts.mixed_device_types
+        )
+        return tensor if keeps_fp32 or not is_eligible(tensor) else convert(name, tensor)
+
+    def convert_list(tensors: Sequence[Any]) -> list[Tensor] | None:
+        if as_one is None or not all([is_eligible(t) and t.dtype is not as_one for t in tensors]):  # noqa: C419
+            return None
+        return cast_as_one(tensors, as_one)
+
+    new_args = tuple(
+        value if name in plan.never_cast else _with_tensors(name, value, converted, convert_list)
+        for name, value in zip(_names(plan, args), args, strict=False)
+    )
+    new_kwargs = {
+        name: value if name in plan.skipped else _with_tensors(name, value, converted, convert_list)
+        for name, value in kwargs.items()
+    }
+    return new_args, new_kwargs
+
+
+def _with_tensors(
+    name: str,
+    value: Any,
+    convert: Callable[[str, Tensor], Any],
+    convert_list: Callable[[Sequence[Any]], list[Tensor] | None],
+) -> Any:
+    """Returns the argument ``value``, called ``name``, with its tensors converted.
+
+    A function of its own: a nested one that calls itself would keep a call's tensors until the garbage
+    is collected.
+    """
+    if isinstance(value, Tensor):
+        return convert(name, value)
+    if isinstance(value, SEQUENCES):
+        new = convert_list(value) or [
+            _with_tensors(name, item, convert, convert_list) for item in value
+        ]
+        if all(a is b for a, b in zip(new, value, strict=True)):
+            return value
+        return with_items(value, new)
+    return value
+
+
+def _takes_mixed_parameters(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
+    """Whether a norm's weight and bias may stay fp32 in this call, if its device type takes that.
+
+    Neither the kernels for nested tensors take it, nor the formulas of torch.func.vmap.
+    """
+    if not plan.facts.norm_parameters:
+        return False
+    first = args[0] if args else kwargs.get(plan.site.parameters.names[0])
+    return not (isinstance(first, Tensor) and first.is_nested) and transforms() is None

@@ -5,13 +5,14 @@ What a call needs is worked out here, once. Knows neither lists nor how wrappers
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
 import torch
 
-from .. import arguments, compute, number_formats
+from .. import arguments, compute, number_formats, ops
 from ..arguments import is_a
 from ..compute import LEGALIZE_MODES, PRODUCTS, Lacking
 from ..errors import OptionError, shown
@@ -196,23 +197,20 @@ class CallPlan:
         lowerings: What computes the op in a number format, instead of torch.
         is_narrowed: The wrapper stands in for another one where some of that one's casts are off.
 
-        target: Name of the argument that every call writes to; the others are cast to its dtype. None
-            if there is none.
+        target: Name of the argument that every call writes to; the others are cast to its dtype.
         never_cast: Names of the arguments that casts leave alone, whatever their dtype.
         skipped: Names whose values are not inputs to cast.
         cast_kinds: ``site.parameters.kinds`` without the buffers.
         has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
         may_write: Some call of it writes to such an argument.
         statistic_positions: Positions of the running statistics.
-        takes_fp32_statistics: Kernels take them in fp32 beside low-precision inputs.
-        fp32_positions: Positions of norm parameters that stay fp32; None if that depends on the
-            call's device.
+        takes_fp32_statistics: Kernels take them in fp32 alongside low-precision inputs.
+        fp32_positions: Positions of norm parameters that stay fp32; None if the call's device decides.
         emulation: What computes the op in a number format, if that is its low precision.
         composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
         legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
         looks_up: Large calls may be looked up in tables, see `compute.looked_up`.
-        keeps_parameters: Autograd may keep parameters instead of their casts, where torch's kernels
-            compute the op.
+        keeps_parameters: For torch's kernels, autograd may keep parameters instead of their casts.
     """
 
     site: CallSite
@@ -448,3 +446,70 @@ def _computations(plan: CallPlan) -> dict[str, Any]:
             and emulation is None
         ),
     }
+
+
+# --- plans of torch's ops ----------------------------------------------------------------------
+
+
+@functools.cache
+def facts_of(op: str) -> OpFacts:
+    """Returns the facts about torch's kernels for ``op``."""
+    root, (kind, first_matrix) = ops.root(op), ops.kind(op)
+    return OpFacts(
+        kind=kind,
+        first_matrix=first_matrix,
+        promotes=root in ops.facts("promotes"),
+        rounds_mixed=root in ops.facts("rounds_mixed"),
+        rounds_terms=root in ops.facts("rounds_terms"),
+        updates_if=next(iter(ops.facts("writes_if").get(op, ())), None),
+        norm_parameters=frozenset(ops.facts("parameters").get(op, ())),
+        mixed_device_types=frozenset(ops.facts("mixed_parameters").get(op, ())),
+        rounds_statistics=op in ops.facts("rounded_running"),
+        never_narrows=op in ops.facts("never_narrow"),
+        is_view=ops.is_view(op),
+        casts_first=op in ops.facts("casts_first"),
+        is_random=op in ops.facts("random"),
+        selects=op in ops.facts("selects"),
+    )
+
+
+def is_promotion(decision: Decision, facts: OpFacts) -> bool:
+    """Whether torch's own promotion does exactly what the decision says, gradients included."""
+    is_widest = decision.cast_policy is CastPolicy.WIDEST and not decision.is_composed
+    return is_widest and facts.promotes and not facts.rounds_mixed
+
+
+def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable: bool) -> CallSite:
+    """Returns one of torch's call sites of ``op``, as plans have it."""
+    return CallSite(
+        op=op,
+        name=site.qualified,
+        parameters=ops.parameters(site),
+        in_place=site.in_place,
+        is_python=site.is_python,
+        is_overridable=is_overridable,
+        writes=ops.written(op, site),
+        statistics=ops.statistics(op, site),
+        lacking=lacking,
+        numbers=ops.numbers(op, site),
+    )
+
+
+@functools.lru_cache(maxsize=10_000)  # a few policies of all ops
+def plan_of(  # noqa: PLR0917  # the key
+    op: str,
+    site: ops.Site,
+    lacking: Lacking | None,
+    decision: Decision,
+    reason: str,
+    device_types: frozenset[str],
+    options: Options,
+    is_overridable: bool,
+) -> CallPlan:
+    """Returns the plan of one of torch's call sites of ``op``; see `CallPlan` and `CallSite`.
+
+    Conversions share plans: to work one out takes longer than all the rest of making a wrapper. ``reason`` is the
+    decision's, which is no part of its equality.
+    """
+    call_site = site_of(op, site, lacking, is_overridable=is_overridable)
+    return CallPlan(call_site, facts_of(op), decision, device_types, options)

@@ -137,9 +137,10 @@ def _made_for(  # noqa: PLR0917  # all that a call site is
         site,
         lacks,
         decision,
+        decision.reason,
         conversion.device_types,
         conversion.options,
-        is_overridable=wrappers.hands_over(function),
+        wrappers.hands_over(function),
     )
     return _made(conversion, function, site, plan, asked)
 
