@@ -70,7 +70,9 @@ class _Casts:
 
     def __init__(self) -> None:
         self.by_key: dict[_Key, _Cast] = {}
-        self._spans: list[tuple[int, int, _Key]] = []  # start and stop, sorted; those of ended casts, too
+        self._spans: list[
+            tuple[int, int, _Key]
+        ] = []  # start and stop, sorted; those of ended casts, too
         self._longest = 0
 
     def keep(self, key: _Key, cast: _Cast) -> None:

@@ -173,30 +173,22 @@ def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) ->
         is_linear=op == "linear",
     )
     legalizer = Legalizer(op, plan.facts.kind, mode)
-    is_on_several = len(device_types) > 1
     has_own = has_own_products if op == "linear" else has_own_gradients
-    cast_usual = usual_caster(plan) if plan.rounds_late else None
-
-    def is_closed(args: Args) -> bool:
-        """Whether a call is left to torch's kernels, judged by its devices and sizes alone."""
-        if not (control.legalizes and args):
-            return not control.legalizes
-        if is_on_several and not legalization.is_open(args[0]):
-            return True
-        if first is None or len(args) < first + 2:
-            return False
-        return not legalization.may_apply(args[first], args[first + 1])
-
-    def takes_as_given(args: Args) -> bool:
-        """Whether the inputs of a call are rounded amid it."""
-        return mode == "fast" or (len(args) > 1 and has_own(args[0], args[1]))
+    is_on_several, is_fast, rounds_late = len(device_types) > 1, mode == "fast", plan.rounds_late
+    cast_usual = usual_caster(plan) if rounds_late else None
 
     def run_legalized(
         function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
-        closed, is_cast = is_closed(args), True
-        if plan.rounds_late:
-            is_cast = closed or not takes_as_given(args)
+        # Devices and sizes alone may tell that a call is left to torch's kernels.
+        is_open, is_cast = control.legalizes, True
+        if is_open and args and is_on_several:
+            is_open = legalization.is_open(args[0])
+        if is_open and first is not None and len(args) > first + 1:
+            is_open = legalization.may_apply(args[first], args[first + 1])
+        if rounds_late:
+            is_late = is_open and (is_fast or (len(args) > 1 and has_own(args[0], args[1])))
+            is_cast = not is_late
             cast = cast_usual(args, kwargs) if is_cast and cast_usual is not None else None
             if cast is ALONE:
                 return function(*args, **kwargs)
@@ -204,27 +196,16 @@ def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) ->
                 args = cast
             elif is_cast:
                 args, kwargs = cast_args(plan, args, kwargs)
-        found = None if closed else _low_inputs(plan, legalization, args, kwargs, is_cast=is_cast)
-        if found is not None:
-            inputs, dtype = found
-            if legalization.applies(inputs, args, kwargs, dtype):
-                return legalized(function, inputs, dtype, args, kwargs, given, named, is_cast)
-            if legalization.settles(inputs, dtype):
+        found = None
+        if is_open:
+            found = _low_inputs(plan, legalization, args, kwargs, is_cast=is_cast)
+        if found is None or not legalization.applies(found[0], args, kwargs, found[1]):
+            if found is not None and legalization.settles(*found):
                 control.settle()
-        if not is_cast:
-            args, kwargs = cast_args(plan, args, kwargs)
-        return native(function, args, kwargs, given, named)
-
-    def legalized(  # noqa: PLR0917  # all there is to one call
-        function: Callable[..., Any],
-        inputs: Inputs,
-        dtype: torch.dtype,
-        args: Args,
-        kwargs: Kwargs,
-        given: Args,
-        named: Kwargs,
-        is_cast: bool,
-    ) -> Any:
+            if not is_cast:
+                args, kwargs = cast_args(plan, args, kwargs)
+            return native(function, args, kwargs, given, named)
+        inputs, dtype = found
         note_legalized()
         if run is not _run_plainly:
             function = functools.partial(_run_with, run, function, given, named)
@@ -232,7 +213,7 @@ def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) ->
             result = legalizer.compute_layer(function, inputs, args, dtype, is_cast=is_cast)
             if result is not None:
                 return result
-        if not is_cast and legalizer.rounds_inputs:
+        if not is_cast and not is_fast:
             args, kwargs = cast_args(plan, args, kwargs)
         elif not is_cast and is_watched():
             note_unrounded(op, _to_be_cast(plan, args, kwargs))

@@ -194,6 +194,8 @@ def source_of(plan: CallPlan) -> str:
         if casts:
             body += _fill(plan, names) + _cast(plan, names, [*casts])
         body += f"    return cast_and_run({arguments}, kwargs)\n"
+    if names:
+        body += f"if {names[-1]} is not missing:\n    return call(({listed}*rest), kwargs)\n"
     body += f"return call({arguments}, kwargs)"
     if plan.is_retried:
         body = _TRY.format(body=textwrap.indent(body, "    "), names=listed)
