@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from .chunks import cast_as_one, chunk_of, is_in_memory
+from .chunks import cast_any_layout, cast_as_one, chunk_of, is_in_memory
 from .constants import Constant
 from .devices import (
     default_device_types,
@@ -23,7 +23,6 @@ from .dtypes import (
     parse_name,
     short_name,
 )
-from .layouts import cast_any_layout
 from .nested import (
     NUMBERS,
     PLAIN_TENSORS,
@@ -39,8 +38,18 @@ from .nested import (
     with_items,
 )
 from .nodes import edges_of, is_leaf, node_of
-from .outputs import Opaque, Part, floating_parts, parts_of
-from .structures import copied, floats_of, is_dense, map_all, tensors_of, widened
+from .structures import (
+    Opaque,
+    Part,
+    copied,
+    floating_parts,
+    floats_of,
+    is_dense,
+    map_all,
+    parts_of,
+    tensors_of,
+    widened,
+)
 
 __all__ = [
     "CAST",

@@ -8,7 +8,8 @@ decided elsewhere.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import functools
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -150,3 +151,28 @@ def is_in_memory(tensor: Tensor) -> bool:
     Views whose values are the negated ones are not, nor are tensors of known zeros, which have none.
     """
     return not (_is_neg(tensor) or tensor._is_zerotensor())
+
+
+def cast_any_layout(dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
+    """Returns a cast to ``dtype`` through which gradients of any layout pass.
+
+    Torch's own casts take gradients of the tensor's layout only.
+    """
+    return functools.partial(_CastAnyLayout.apply, dtype)
+
+
+class _CastAnyLayout(torch.autograd.Function):
+    drawn_as = "cast"
+    generate_vmap_rule = True
+
+    @staticmethod
+    def forward(dtype: torch.dtype, tensor: Tensor) -> Tensor:
+        return CAST[dtype](tensor)
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: tuple[torch.dtype, Tensor], output: Tensor) -> None:
+        ctx.dtype = inputs[1].dtype
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        return None, CAST[ctx.dtype](gradient)

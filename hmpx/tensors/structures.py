@@ -4,12 +4,17 @@ from __future__ import annotations
 
 import copy
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
-from typing import Any
+import enum
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from types import FunctionType, ModuleType
+from typing import Any, Final, NamedTuple
 
 import torch
 from torch import Tensor
 
+from ..errors import shown
 from .dtypes import LOW_DTYPES
 from .nested import SEQUENCES, with_items
 
@@ -91,3 +96,136 @@ def widened(value: Any) -> Any:
         else:
             object.__setattr__(result, key, wide)  # the class may be frozen
     return result
+
+
+# --- the parts of what a model returns, each with its place, as values that can be compared ------
+
+#: Values that `==` compares.
+_PLAIN: Final = (
+    bool, int, float, complex, str, bytes, type(None), enum.Enum, range, slice,
+    torch.dtype, torch.device, torch.layout, type, FunctionType, ModuleType,
+)  # fmt: skip
+
+
+class Opaque(NamedTuple):
+    """Stands for what can't be looked at."""
+
+    said: str
+
+
+class Part(NamedTuple):
+    """A part of what a model returns.
+
+    Attributes:
+        where: Its place, such as ``"['logits']"``; empty if it is all.
+        value: A dense tensor of floating-point numbers of at least 32 bits, or of integers or bools; a
+            number or another value that `==` compares; or an `Opaque`.
+    """
+
+    where: str
+    value: Any
+
+    @property
+    def is_floating(self) -> bool:
+        """Whether it is a tensor of floating-point numbers."""
+        return isinstance(self.value, Tensor) and self.value.dtype.is_floating_point
+
+
+def floating_parts(parts: Iterable[Part]) -> dict[str, Tensor]:
+    """Returns the floating-point tensors among ``parts`` by place, or Python's floats if there are none."""
+    parts = list(parts)
+    return {each.where: each.value for each in parts if each.is_floating} or {
+        each.where: torch.tensor(each.value, dtype=torch.float64)
+        for each in parts
+        if isinstance(each.value, float)
+    }
+
+
+def parts_of(value: Any, where: str = "", around: tuple[int, ...] = ()) -> Iterator[Part]:
+    """Yields the parts of ``value``, in its order. Gradients pass from tensors to what was returned.
+
+    Args:
+        value: What a model returned.
+        where: Its place.
+        around: The ``id`` of what it lies in: objects may hold each other.
+    """
+    if id(value) in around:
+        return
+    around = (*around, id(value))
+    if isinstance(value, Tensor):
+        yield from _parts_of_tensor(value, where)
+    elif isinstance(value, complex):
+        yield Part(f"{where}.real", value.real)
+        yield Part(f"{where}.imag", value.imag)
+    elif isinstance(value, _PLAIN):
+        yield Part(where, value)
+    elif isinstance(value, tuple) and (names := getattr(value, "_fields", None)):
+        for name, each in zip(names, value, strict=True):
+            yield from parts_of(each, f"{where}.{name}", around)
+    elif isinstance(value, (*SEQUENCES, deque)):
+        for index, each in enumerate(value):
+            yield from parts_of(each, f"{where}[{index}]", around)
+    elif isinstance(value, Mapping):
+        for name, each in value.items():
+            yield from parts_of(each, f"{where}[{name!r}]", around)
+    elif hasattr(value, "__array__") or hasattr(value, "__array_interface__"):
+        yield from _parts_of_array(value, where)
+    elif names := _names_of(value):
+        for name in names:
+            yield from parts_of(getattr(value, name, None), f"{where}.{name}", around)
+    else:
+        yield Part(where, Opaque(shown(value)))
+
+
+def _names_of(value: Any) -> list[str]:
+    """Returns the names of the attributes that ``value`` holds; those of an `nn.Module` are not results."""
+    if isinstance(value, torch.nn.Module):
+        return []
+    fields = (
+        [each.name for each in dataclasses.fields(value)] if dataclasses.is_dataclass(value) else []
+    )
+    return list(dict.fromkeys([*fields, *getattr(value, "__dict__", ())]))
+
+
+def _parts_of_tensor(tensor: Tensor, where: str) -> Iterator[Part]:
+    if tensor.is_nested:
+        for index, each in enumerate(tensor.unbind()):
+            yield from _parts_of_tensor(each, f"{where}[{index}]")
+        return
+    try:
+        dense = _dense(tensor)
+    except RuntimeError:  # NotImplementedError, too: torch can't convert it
+        dense = None
+    if dense is None:
+        yield Part(where, Opaque(f"a tensor of {tensor.dtype} on {tensor.device}"))
+    elif dense.numel():
+        yield Part(where, dense)
+
+
+def _dense(tensor: Tensor) -> Tensor | None:
+    """Returns the values of a tensor, reals of at least 32 bits; None if it has no values."""
+    if tensor.is_meta:
+        return None
+    if tensor.is_quantized:
+        return tensor.dequantize()
+    if tensor.layout is not torch.strided:
+        tensor = tensor.to_dense()
+    if tensor.dtype.is_complex:
+        tensor = torch.view_as_real(tensor.resolve_conj())
+    if tensor.dtype.is_floating_point:
+        return tensor if tensor.dtype.itemsize >= torch.float32.itemsize else tensor.float()
+    return tensor
+
+
+def _parts_of_array(array: Any, where: str) -> Iterator[Part]:
+    """Yields an array of numpy, or what numpy reads as one: images, tables, other libraries' tensors."""
+    numpy: Any = sys.modules.get("numpy")
+    try:
+        found = torch.from_numpy(numpy.array(array))
+    except (AttributeError, TypeError, ValueError, RuntimeError):  # objects, texts, or no numpy
+        yield Part(where, Opaque(shown(array)))
+        return
+    if found.dim() or not isinstance(array, numpy.generic):
+        yield from _parts_of_tensor(found, where)
+    else:
+        yield from parts_of(found.item(), where)

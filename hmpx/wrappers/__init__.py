@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
-from .by_rules import Maker, make_choosing_wrapper
-from .making import make_wrapper, make_wrapper_where_lacking, only_looks_up
+from .calls import hands_over
+from .making import (
+    Maker,
+    make_choosing_wrapper,
+    make_wrapper,
+    make_wrapper_where_lacking,
+    only_looks_up,
+)
 from .observed import make_observed_wrapper
-from .overriding import hands_over
 from .retiring import (
     in_force,
     put_in_use,

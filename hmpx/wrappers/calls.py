@@ -1,4 +1,4 @@
-"""Any call of a wrapper: who gets it where casts are off or a mode is on, and its retry in fp32."""
+"""Any call of a wrapper: who gets it where casts are off or somebody overrides it, and its retry in fp32."""
 
 from __future__ import annotations
 
@@ -6,20 +6,26 @@ import contextlib
 import dataclasses
 import functools
 import logging
+import types
 from collections.abc import Callable
 from typing import Any, Final
 
 import torch
-from torch.overrides import has_torch_function
+from torch import Tensor
+from torch.overrides import handle_torch_function, has_torch_function
 
 from ..casting import CallPlan, cast_args, floating_inputs, placer, usual_caster, written
 from ..compute import computed_in_fp32, may_run_again, note_legalized, rounded
 from ..policy import INPUT, CastPolicy, Decision
-from ..tensors import CAST, LOW_DTYPES, Args, Kwargs
-from ..torch_internals import DisableAutocast, is_any_autocast_enabled, run_when_traced
+from ..tensors import CAST, LOW_DTYPES, SEQUENCES, Args, Kwargs, leaves
+from ..torch_internals import (
+    DisableAutocast,
+    DisableTorchFunctionSubclass,
+    is_any_autocast_enabled,
+    run_when_traced,
+)
 from ..torch_state import TO_LOW, is_off, partly_off, switch, without_casts
-from .overriding import is_overridden, override
-from .retiring import Control
+from .retiring import Control, in_slot
 from .running import runner, runs_plainly, statistics_of
 
 LOGGER: Final = logging.getLogger("hmpx")
@@ -180,3 +186,70 @@ def retry_in_fp32(  # noqa: PLR0917  # all there is to one call
         return result
 
     return compute_in_fp32
+
+
+# --- calls that a mode or a tensor subclass overrides by ``__torch_function__`` ------------------
+
+
+def is_overridden(args: Args, kwargs: Kwargs) -> bool:
+    """Whether a mode, or the class of an argument or of one in a list, overrides torch functions."""
+    if has_torch_function(args):
+        return True
+    for value in args:
+        if isinstance(value, SEQUENCES) and has_torch_function(value):
+            return True
+    return bool(kwargs) and is_overridden(tuple(kwargs.values()), {})
+
+
+def hands_over(function: Callable[..., Any]) -> bool:
+    """Whether torch has modes and tensor subclasses override a function of its own.
+
+    One that is implemented in Python does that itself, or else leaves it to what it calls.
+    """
+    code = getattr(function, "__code__", None)
+    return code is None or handle_torch_function.__name__ in code.co_names
+
+
+def override(
+    original: Callable[..., Any],
+    site: str,
+    cast: Callable[[Args, Kwargs], tuple[Args, Kwargs]],
+    args: Args,
+    kwargs: Kwargs,
+) -> Any:
+    """Passes a call of the wrapper in a slot to the ``__torch_function__`` of a mode or an argument.
+
+    It is handed what stands under the function's name now, and the arguments as they came: what it
+    calls in turn is cast. But a class that says by ``__torch_dispatch__`` alone how it computes is a
+    tensor to be cast.
+    """
+    wrapper = in_slot(site, original)
+    relevant = leaves((*args, *kwargs.values()))
+    if not is_off() and any(_is_tensor_by_dispatch(value) for value in relevant):
+        with DisableTorchFunctionSubclass():
+            args, kwargs = cast(args, kwargs)
+        relevant = leaves((*args, *kwargs.values()))
+    if not isinstance(original, (types.FunctionType, types.BuiltinFunctionType)):
+        return original(*args, **kwargs)  # methods are looked up by torch too
+    if not hands_over(original):
+        return original(*args, **kwargs)  # it goes on to what it calls
+    code = getattr(original, "__code__", None)
+    if code is None or "NotImplemented" not in code.co_names:
+        return handle_torch_function(wrapper, relevant, *args, **kwargs)
+    try:  # operators let the other operand try
+        return handle_torch_function(wrapper, relevant, *args, **kwargs)
+    except TypeError:
+        return NotImplemented
+
+
+def _is_tensor_by_dispatch(value: Any) -> bool:
+    """Whether the class of ``value`` says by ``__torch_dispatch__`` how it computes, and not before.
+
+    A ``__torch_function__`` of torch's own either calls what it is handed, or as that of jagged tensors
+    computes with what no wrapper reaches.
+    """
+    kind = type(value)
+    if not isinstance(value, Tensor) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:
+        return False
+    module: Any = getattr(kind.__torch_function__, "__module__", None)
+    return isinstance(module, str) and module.partition(".")[0] == "torch"

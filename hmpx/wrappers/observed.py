@@ -39,11 +39,9 @@ from ..torch_state import (
     switch,
     unobserved_casts,
 )
-from . import overriding
-from .calls import cast_where_on, narrower
+from .calls import cast_where_on, is_overridden, narrower, override
 from .descriptions import Description, Descriptions, decoded, describe
 from .making import completed, make_wrapper
-from .overriding import is_overridden
 from .retiring import Control, named_after
 
 #: How many distinct calls a site remembers.
@@ -83,7 +81,7 @@ def make_observed_wrapper(
                 return inner(*args, **kwargs)
             is_on = not is_off()
         if plan.site.is_overridable and is_overridden(args, kwargs):
-            return overriding.override(original, plan.site.name, cast_here, args, kwargs)
+            return override(original, plan.site.name, cast_here, args, kwargs)
         if is_below_dispatcher() or not (is_on or (for_every_op and is_off_by_program())):
             return inner(*args, **kwargs)
         if is_on and narrowed is not None and (others := narrowed()) is not None:

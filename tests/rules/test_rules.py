@@ -36,7 +36,7 @@ from hmpx import (
     unregister_rule,
 )
 from hmpx.rules import judging
-from hmpx.wrappers import by_rules as choosing
+from hmpx.wrappers import making as choosing
 from tests.values import uniform
 
 BF16, FP16, FP32, FP64 = torch.bfloat16, torch.float16, torch.float32, torch.float64
