@@ -78,6 +78,24 @@ def choice(
     raise OptionError(f"{name} must be {listed}, not {shown(value)}{hint}")
 
 
+def whole(name: str, value: object, least: int) -> int:
+    """Returns ``value``, an int of at least ``least``.
+
+    Raises:
+        OptionError: It is not.
+    """
+    if type(value) is not int or value < least:
+        raise OptionError(f"{name} must be an int of at least {least}, not {shown(value)}")
+    return value
+
+
+def of_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+    """Returns the arguments that ``inputs`` stands for: a tuple of positional ones, a mapping by name, or one."""
+    if isinstance(inputs, Mapping):
+        return (), dict(inputs)
+    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
+
+
 def truth(name: str, value: object) -> bool:
     """Returns ``value`` as a bool; 0 and 1 are accepted.
 

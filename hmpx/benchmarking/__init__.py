@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from .benchmarking import bench
-from .randomness import set_seed
 from .result import Bench, Measured, Quartiles
+from .runner import set_seed
 from .variants import VARIANTS
 
 __all__ = ["VARIANTS", "Bench", "Measured", "Quartiles", "bench", "set_seed"]

@@ -12,11 +12,10 @@ import torch
 
 from .. import arguments, compute, observers, session
 from ..errors import BenchError, HmpxError, OptionError, shown, suggestion
-from ..tensors import default_device_types, parse_device_type
+from ..tensors import default_device_types, is_present, parse_device_type
 from . import turns
-from .randomness import Randomness
 from .result import Bench, Measured
-from .runner import Runner, made
+from .runner import Randomness, Runner, made
 from .turns import FAILURES, told
 from .variants import BASE, DEFAULT, VARIANTS, Conditions
 
@@ -24,9 +23,6 @@ from .variants import BASE, DEFAULT, VARIANTS, Conditions
 _DECIDED: Final = {"legalize": "variants", "device_types": "device"}
 
 _CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.process_time}
-
-#: With a multiple of it OpenMP ends the process.
-_MOST_THREADS: Final = 1024
 
 #: Numpy's generator takes no larger one.
 _MOST_SEED: Final = 2**32 - 1
@@ -96,17 +92,15 @@ def bench(
     if not callable(make):
         raise OptionError(f"make must be a function that returns a step, not {shown(make)}")
     names = None if variants is None else _known(variants)
-    runs = _whole("runs", runs, 1)
-    warmup = _whole("warmup", warmup, 0)
-    seed = _whole("seed", seed, 0)
+    runs = arguments.whole("runs", runs, 1)
+    warmup = arguments.whole("warmup", warmup, 0)
+    seed = arguments.whole("seed", seed, 0)
     if seed > _MOST_SEED:
         raise OptionError(f"seed must be at most {_MOST_SEED}, not {shown(seed)}")
     if not isinstance(run_s, (int, float)) or not 0 <= run_s < math.inf:
         raise OptionError(f"run_s must be seconds, 0 or more, not {shown(run_s)}")
     if threads is not None:
-        threads = _whole("threads", threads, 1)
-        if threads > _MOST_THREADS:
-            raise OptionError(f"threads must be at most {_MOST_THREADS}, not {shown(threads)}")
+        threads = arguments.whole("threads", threads, 1)
     session.check_names(bench, conversion)
     for name, ours in _DECIDED.items():
         if name in conversion:
@@ -130,19 +124,31 @@ def bench(
         for runner in _runners(make, inputs, names, conditions, seed):
             on_exit.callback(runner.close)
             runners.append(runner)
-        _check_threads(threads)
+        if threads not in (None, torch.get_num_threads()):
+            raise BenchError(
+                f"make() sets torch's threads to {torch.get_num_threads()}, and the benchmark was asked for "
+                f"{threads}: leave torch.set_num_threads() out of it, or the number of threads out of the "
+                "benchmark's arguments"
+            )
         finished = turns.take(runners, runs, warmup, run_s, progress)
         measured = turns.summarized(runners)
+        is_interrupted = finished < runs
+        notes = [f"Interrupted: {finished} of {runs} runs."] if is_interrupted else []
+        device = conditions.device_type
+        low_op = ""
+        if not is_interrupted:
+            with contextlib.suppress(*FAILURES):  # the step has run so far, but may refuse modes
+                low_op = runners[0].low_op()
         return Bench(
-            _name_of_device(conditions.device_type),
+            f"cuda ({torch.cuda.get_device_name()})" if device == "cuda" else device,
             torch.get_num_threads(),
             clock,
             finished,
             seed,
             measured,
-            (*_interrupted(finished, runs), *_notes(measured, conditions)),
-            finished < runs,
-            "" if finished < runs else turns.low_op_of(runners[0]),
+            (*notes, *_notes(measured, conditions)),
+            is_interrupted,
+            low_op,
         )
 
 
@@ -160,19 +166,17 @@ def _known(variants: object) -> list[str]:
     return [BASE, *dict.fromkeys(name for name in names if name != BASE)]
 
 
-def _whole(name: str, value: object, least: int) -> int:
-    if type(value) is not int or value < least:
-        raise OptionError(f"{name} must be an int of at least {least}, not {shown(value)}")
-    return value
-
-
 def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -> Conditions:
     """Returns what all variants have in common, after trying the options of `hmpx.convert`."""
     if device is None:
         (device_type,) = default_device_types()
     else:
         device_type = parse_device_type("device", device)
-        _check_present(device_type)
+        if device_type == "meta" or not is_present(device_type):
+            here = " or ".join(sorted({*default_device_types(), "cpu"}))
+            raise OptionError(
+                f"device must be one that steps can run on here, {here}, not {device_type!r}"
+            )
     with session.convert(device_types={device_type}, **conversion) as tried:
         low = tried.policy.low_precision_type
         if not session.casts_enabled() or torch.is_autocast_enabled(device_type):
@@ -185,31 +189,6 @@ def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -
         raise OptionError(f"clock='cpu' says nothing of {device_type}, which computes meanwhile")
     low_dtype = low if isinstance(low, torch.dtype) else None
     return Conditions(device_type, low_dtype, conversion, _CLOCKS[clock])
-
-
-def _check_present(device_type: str) -> None:
-    if device_type == "cpu":
-        return
-    with contextlib.suppress(RuntimeError, AttributeError):  # there is no such module
-        module: Any = torch.get_device_module(device_type)
-        if module.is_available():
-            return
-    here = " or ".join(sorted({*default_device_types(), "cpu"}))
-    raise OptionError(f"device must be one that steps can run on here, {here}, not {device_type!r}")
-
-
-def _check_threads(asked: int | None) -> None:
-    count = torch.get_num_threads()
-    if asked is not None and count != asked:
-        raise BenchError(
-            f"make() sets torch's threads to {count}, and the benchmark was asked for {asked}: leave "
-            "torch.set_num_threads() out of it, or the number of threads out of the benchmark's arguments"
-        )
-
-
-def _interrupted(finished: int, runs: int) -> Iterator[str]:
-    if finished < runs:
-        yield f"Interrupted: {finished} of {runs} runs."
 
 
 @contextlib.contextmanager
@@ -252,26 +231,21 @@ def _runners(
                 )
             continue
         randomness = Randomness(conditions.device_type, seed)
-        with randomness.in_force():
-            step, model, given = _made(make, inputs, [each.model for each in runners])
+        try:
+            with randomness.in_force():
+                step, model, given = made(make, inputs, [each.model for each in runners])
+        except HmpxError:
+            raise
+        except FAILURES as error:
+            raise BenchError(f"the step can't be made: {told(error)}") from error
+        if session.is_converted():
+            session.revert()
+            raise BenchError(
+                "make() converts torch, which bench does itself: leave hmpx.convert() out"
+            )
         step = conditions.step(variant, step)
         runners.append(Runner(variant, conditions, randomness, step, model, given))
         yield runners[-1]
-
-
-def _made(
-    make: Callable[[], Any], inputs: Any, taken: Sequence[torch.nn.Module | None]
-) -> tuple[Callable[[], Any], torch.nn.Module | None, Any]:
-    try:
-        found = made(make, inputs, taken)
-    except HmpxError:
-        raise
-    except FAILURES as error:
-        raise BenchError(f"the step can't be made: {told(error)}") from error
-    if session.is_converted():
-        session.revert()
-        raise BenchError("make() converts torch, which bench does itself: leave hmpx.convert() out")
-    return found
 
 
 def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str]:
@@ -303,9 +277,3 @@ def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str
         yield f"Slow in {name} on this CPU, so computed in fp32 and rounded: {', '.join(slow)}."
     else:
         yield f"{name} is fast on this CPU, so `fast` computes what `auto` computes."
-
-
-def _name_of_device(device_type: str) -> str:
-    if device_type == "cuda":
-        return f"cuda ({torch.cuda.get_device_name()})"
-    return device_type

@@ -1,14 +1,19 @@
-"""One variant of a benchmark: its own step, its own random numbers, and what its runs gave."""
+"""One variant of a benchmark: its own step, its own random numbers, and the figures of its runs."""
 
 from __future__ import annotations
 
 import contextlib
 import copy
+import ctypes
+import gc
 import math
 import numbers
+import random
+import sys
 import time
 from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass, field
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -17,12 +22,11 @@ from torch.optim.optimizer import register_optimizer_step_post_hook
 from torch.overrides import TorchFunctionMode, resolve_name
 
 from .. import arguments, freezing, session
+from ..blocks import hooked
 from ..errors import BenchError, shown
 from ..observers import user_location
 from ..places import located
 from ..tensors import LOW_DTYPES, floats_of
-from .memory import peak_bytes
-from .randomness import Randomness
 from .variants import Conditions, Variant
 
 #: Most steps of a run.
@@ -34,18 +38,19 @@ class Runner:
     """A variant that takes turns with others.
 
     Attributes:
-        variant: What it is.
+        variant: The variant.
         conditions: What it has in common with the others.
         randomness: Its random numbers.
-        step: What is timed.
-        model: The model, if one was given instead of a step.
-        inputs: What the model is called with.
+        step: The step that is timed.
+        model: The model, if one was given instead of a step, and
+        inputs: what it is called with.
         run_times: Seconds of a step, for each run.
-        losses: What each step returned, or named ``loss``, if that is a real number; else None.
-        outputs: The tensors that the first step returned, if that is no number alone.
+        losses: The number that each step returned, or named ``loss``; else None.
+        outputs: The tensors that the first step returned, if that is not a number alone.
         error: What ended it, or None.
-        memory_bytes: What `measure_memory` found.
+        memory_bytes: The most memory in use during a step.
         trained: The parameters that its optimizers stepped while it warmed up.
+        steps: Steps of a run.
     """
 
     variant: Variant
@@ -60,8 +65,8 @@ class Runner:
     error: BaseException | None = None
     memory_bytes: int | None = None
     trained: list[Tensor] = field(default_factory=list)
+    steps: int = 1
     _returned: list[Tensor | float | None] = field(default_factory=list)
-    _steps: int = 1
     _frozen: freezing.Frozen | None = None
     _was_training: list[tuple[nn.Module, bool]] = field(default_factory=list)
 
@@ -71,34 +76,29 @@ class Runner:
             self._was_training = [(each, each.training) for each in self.model.modules()]
             self.model.eval()
 
-    @property
-    def steps_per_run(self) -> int:
-        """How many steps a run has."""
-        return self._steps
-
     def warm_up(self, steps: int, run_s: float) -> None:
         """Makes some steps, and decides how many a run has: as many as ``run_s`` has time for."""
-        with self._region(), trained() as self.trained:
+        with self._region(), _trained() as self.trained:
             for _ in range(steps):
                 self._noted(arguments.has_run("the step", self.step()))
-            self.synchronize()
+            self._synchronize()
             start = time.perf_counter()  # a step that waits takes no processor time, but the user's
             self._noted(self.step())
-            self.synchronize()
+            self._synchronize()
             elapsed_s = time.perf_counter() - start
             self._read()
-        self._steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(elapsed_s, 1e-9))))
+        self.steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(elapsed_s, 1e-9))))
 
     def run(self) -> None:
         """Makes one step that is not timed, as torch has just been changed, and then those that are."""
         with self._region():
             self._noted(arguments.has_run("the step", self.step()))
-            self.synchronize()
+            self._synchronize()
             start = self.conditions.clock()
-            for _ in range(self._steps):
+            for _ in range(self.steps):
                 self._noted(self.step())  # at once: a loss keeps the step's activations alive
-            self.synchronize()
-            self.run_times.append((self.conditions.clock() - start) / self._steps)
+            self._synchronize()
+            self.run_times.append((self.conditions.clock() - start) / self.steps)
             self._read()
 
     def measure_memory(self) -> None:
@@ -108,9 +108,14 @@ class Runner:
             self.memory_bytes = peak_bytes(self.step, self.conditions.device_type)
 
     def low_op(self) -> str:
-        """Makes one more step, and returns its first op in low precision, as `low_op_of` says it."""
-        with self._region():
-            return low_op_of(self.step)
+        """Makes one more step, and returns its first op in low precision; ``""`` if there is none.
+
+        Compiled functions run as written, for compiled graphs show no ops.
+        """
+        noting = _Noting()
+        with self._region(), torch.compiler.set_stance("force_eager"), noting:
+            self.step()
+        return noting.found
 
     def close(self) -> None:
         """Leaves the model as it was given."""
@@ -119,8 +124,7 @@ class Runner:
         for module, was_training in self._was_training:
             module.training = was_training
 
-    def synchronize(self) -> None:
-        """Waits until the device has done all that it was asked to."""
+    def _synchronize(self) -> None:
         if self.conditions.device_type != "cpu":
             module: Any = torch.get_device_module(self.conditions.device_type)
             module.synchronize()
@@ -130,7 +134,7 @@ class Runner:
         with self.conditions.region(self.variant), self.randomness.in_force():
             store = self.variant.store
             if store is not None and self._frozen is None:
-                args, kwargs = given_to(self.inputs)
+                args, kwargs = arguments.of_call(self.inputs)
                 assert self.model is not None
                 self._frozen = freezing.freeze(self.model, *args, store=store, **kwargs)
             yield
@@ -139,7 +143,7 @@ class Runner:
         loss: Any = returned.get("loss") if isinstance(returned, Mapping) else returned
         if isinstance(loss, numbers.Real):
             self._returned.append(float(loss))
-        elif _is_real_number(loss):
+        elif isinstance(loss, Tensor) and loss.numel() == 1 and not loss.is_complex():
             self._returned.append(loss.detach())
         else:
             loss = None
@@ -151,10 +155,6 @@ class Runner:
         """Reads the losses from the device, which waits for it: not while steps are timed."""
         self.losses += [None if each is None else float(each) for each in self._returned]
         self._returned.clear()
-
-
-def _is_real_number(returned: Any) -> bool:
-    return isinstance(returned, Tensor) and returned.numel() == 1 and not returned.is_complex()
 
 
 def made(
@@ -182,7 +182,7 @@ def made(
         )
     is_given = isinstance(inputs, (Tensor, Mapping, list, tuple)) or not callable(inputs)
     given = inputs if is_given else inputs()
-    args, kwargs = given_to(given)
+    args, kwargs = arguments.of_call(given)
     model = copy.deepcopy(found) if found in taken else found
 
     def forward() -> Any:
@@ -192,28 +192,10 @@ def made(
     return forward, model, given
 
 
-def given_to(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns positional and keyword arguments: a tuple holds the former, a mapping the latter."""
-    if isinstance(inputs, Mapping):
-        return (), dict(inputs)
-    return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
-
-
-def low_op_of(step: Callable[[], Any]) -> str:
-    """Runs a step, and returns its first op in low precision: ``"linear gives bfloat16, at train.py:12"``.
-
-    ``""`` if there is none. Compiled functions run as written, for compiled graphs show no ops.
-    """
-    noting = _Noting()
-    with torch.compiler.set_stance("force_eager"), noting:
-        step()
-    return noting.found
-
-
 class _Noting(TorchFunctionMode):
-    """Notes the first op with a result in low precision."""
+    """Notes the first op with a result in low precision: ``"linear gives bfloat16, at train.py:12"``."""
 
-    found = ""
+    found: str = ""
 
     def __torch_function__(
         self,
@@ -238,18 +220,113 @@ def _said(func: Callable[..., Any], low: list[torch.dtype]) -> str:
 
 
 @contextlib.contextmanager
-def trained() -> Iterator[list[Tensor]]:
-    """Gives the parameters of the optimizers that step inside the block.
-
-    Variants must not share them: the losses of one model that all train are nobody's.
-    """
+def _trained() -> Iterator[list[Tensor]]:
+    """Gives the parameters of the optimizers that step inside the block."""
     found: list[Tensor] = []
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
         found.extend(each for group in optimizer.param_groups for each in group["params"])
 
-    hook = register_optimizer_step_post_hook(note)
-    try:
+    with hooked((register_optimizer_step_post_hook, note)):
         yield found
-    finally:
-        hook.remove()
+
+
+# --- random numbers ------------------------------------------------------------------------------
+
+
+class Randomness:
+    """The state of all generators that one variant draws from: Python's, torch's, numpy's."""
+
+    def __init__(self, device_type: str, seed: int) -> None:
+        """Starts from ``seed``, without changing anything yet."""
+        self._device_type, self._seed = device_type, seed
+        self._state: dict[str, Any] | None = None
+
+    @contextlib.contextmanager
+    def in_force(self) -> Iterator[None]:
+        """Draws from the variant's generators inside the block, from the user's after it."""
+        outside = self._states()
+        if self._state is None:
+            set_seed(self._seed)
+        else:
+            self._restore(self._state)
+        try:
+            yield
+        finally:
+            self._state = self._states()
+            self._restore(outside)
+
+    def _states(self) -> dict[str, Any]:
+        return {name: get() for name, (get, _) in self._generators().items()}
+
+    def _restore(self, states: Mapping[str, Any]) -> None:
+        for name, (_, restore) in self._generators().items():
+            if name in states:
+                restore(states[name])
+
+    def _generators(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
+        """Returns the functions that read and restore each generator that is in use."""
+        found: dict[str, Any] = {
+            "python": (random.getstate, random.setstate),
+            "torch": (torch.get_rng_state, torch.set_rng_state),
+        }
+        if (numpy := sys.modules.get("numpy")) is not None:
+            found["numpy"] = numpy.random.get_state, numpy.random.set_state
+        if self._device_type != "cpu":
+            device: Any = torch.get_device_module(self._device_type)
+            if (
+                hasattr(device, "get_rng_state")
+                and getattr(device, "is_initialized", lambda: True)()
+            ):
+                found["device"] = device.get_rng_state, device.set_rng_state
+        return found
+
+
+def set_seed(seed: int) -> None:
+    """Lets all generators begin with ``seed``, below 2**32."""
+    torch.manual_seed(seed)  # of all devices
+    random.seed(seed)
+    if (numpy := sys.modules.get("numpy")) is not None:
+        numpy.random.seed(seed)
+
+
+# --- memory --------------------------------------------------------------------------------------
+
+
+def peak_bytes(step: Callable[[], Any], device_type: str) -> int | None:
+    """Runs one step, and returns the most memory that was in use during it, less that before it.
+
+    On an accelerator torch's allocator tells it. On the CPU it is resident memory, read from Linux's /proc
+    but for pages of files; elsewhere there is no figure.
+    """
+    gc.collect()
+    if device_type == "cpu":
+        return _resident_bytes(step)
+    module: Any = torch.get_device_module(device_type)
+    if not hasattr(module, "reset_peak_memory_stats"):
+        return None
+    module.synchronize()
+    before: int = module.memory_allocated()
+    module.reset_peak_memory_stats()
+    step()
+    module.synchronize()
+    peak: int = module.max_memory_allocated()
+    return peak - before
+
+
+def _resident_bytes(step: Callable[[], Any]) -> int | None:
+    with contextlib.suppress(OSError, AttributeError):  # not glibc's
+        ctypes.CDLL(None).malloc_trim(0)
+    try:
+        before = _status_bytes("RssAnon")
+        Path("/proc/self/clear_refs").write_text("5", encoding="ascii")  # resets VmHWM
+    except (OSError, StopIteration):
+        return None
+    step()
+    return max(0, _status_bytes("VmHWM") - _status_bytes("RssFile") - before)
+
+
+def _status_bytes(field: str) -> int:
+    lines = Path("/proc/self/status").read_text(encoding="ascii", errors="replace").splitlines()
+    line = next(line for line in lines if line.startswith(f"{field}:"))
+    return int(line.split()[1]) * 1024  # "VmHWM:   123 kB"

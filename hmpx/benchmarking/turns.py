@@ -29,17 +29,10 @@ def take(
     run_s: float,
     progress: Callable[[str], object] | None = None,
 ) -> int:
-    """Lets each variant warm up, and then run in turns; the order is reversed every other turn.
+    """Lets each variant, fp32 first, warm up, and then run in turns; the order is reversed every other turn.
 
     A variant whose step raises an error keeps that, and takes no more turns. Ctrl-C after the first turn
     ends them all; what was measured is kept.
-
-    Args:
-        runners: The variants, fp32 first.
-        runs: How many runs each has.
-        warmup: Steps before the first run.
-        run_s: Seconds of a run.
-        progress: Is called with a line of text before each turn.
 
     Returns:
         How many turns all have had.
@@ -53,9 +46,7 @@ def take(
     for runner in runners:
         say(f"{runner.variant.label}: warming up")
         _tried(runner, lambda each=runner: each.warm_up(warmup, run_s))  # type: ignore[misc]
-        if runner.variant.name == BASE:
-            _check_device(runner)
-    _check_models(runners)
+    _check(runners)
     try:
         for turn in range(runs):
             gc.collect()
@@ -73,14 +64,6 @@ def take(
             del each.run_times[finished:]
         return finished
     return runs
-
-
-def low_op_of(base: Runner) -> str:
-    """Returns fp32's first op in low precision; ``""`` if there is none, or its step can't be looked into."""
-    try:
-        return base.low_op()
-    except FAILURES:  # the step has run so far, but calls what refuses modes
-        return ""
 
 
 def _tried(runner: Runner, part: Callable[[], None]) -> None:
@@ -101,18 +84,14 @@ def _tried(runner: Runner, part: Callable[[], None]) -> None:
         )
 
 
-def _check_device(runner: Runner) -> None:
-    """Raises an error if the step has not touched the device that it is said to compute on."""
-    device_type = runner.conditions.device_type
-    if device_type == "cuda" and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
+def _check(runners: Sequence[Runner]) -> None:
+    """Raises an error if steps have not touched their device, or two variants have trained one model."""
+    is_cuda = runners[0].conditions.device_type == "cuda"
+    if is_cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BenchError(
             "the step has not used CUDA: move its model and data there, or choose device='cpu' "
             "(--device cpu)"
         )
-
-
-def _check_models(runners: Sequence[Runner]) -> None:
-    """Raises an error if two variants have trained one model."""
     owners: dict[int, Runner] = {}
     for runner in runners:
         for parameter in runner.trained:
@@ -138,39 +117,42 @@ def summarized(runners: Sequence[Runner]) -> tuple[Measured, ...]:
 
 
 def _measured(runner: Runner, base: Runner, common: int) -> Measured:
-    variant = runner.variant
+    name, label = runner.variant.name, runner.variant.label
     if runner.error is not None:
-        said, where = said_by(runner.error), place_of(runner.error)
-        return Measured(variant.name, variant.label, error=said, error_location=where)
+        said, where = said_by(runner.error), _place_of(runner.error)
+        return Measured(name, label, error=said, error_location=where)
     ratios = [own / other for own, other in zip(runner.run_times, base.run_times, strict=True)]
     loss, of_base = (each.losses[common - 1] if common else None for each in (runner, base))
     numbers = enumerate(runner.losses[:common], 1)
     bad = [step for step, each in numbers if each is not None and not math.isfinite(each)]
-    error = None
-    if runner.outputs and base.outputs:
-        error = _relative_error(runner.outputs, base.outputs)
     return Measured(
-        variant.name,
-        variant.label,
+        name,
+        label,
         ratio=Quartiles.of(ratios),
         ratios=tuple(ratios),
         step_s=Quartiles.of(runner.run_times),
-        steps=runner.steps_per_run,
+        steps=runner.steps,
         loss=loss,
         loss_step=common,
         loss_difference=None if loss is None or of_base is None else loss - of_base,
         not_finite_at=min(bad, default=None),
-        output_error=error,
+        output_error=_relative_error(runner.outputs, base.outputs),
         memory_bytes=runner.memory_bytes,
     )
 
 
-def _relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> float | None:
-    """Returns the norm of the difference divided by that of what is expected; None if shapes differ.
+def _relative_error(
+    found: Sequence[Tensor] | None, expected: Sequence[Tensor] | None
+) -> float | None:
+    """Returns the norm of the difference over that of what is expected; None if there are none, or others.
 
     Infinities and NaN that are expected and found, as those of a mask, are no difference.
     """
-    if [each.shape for each in found] != [each.shape for each in expected]:
+    if (
+        not found
+        or not expected
+        or [each.shape for each in found] != [each.shape for each in expected]
+    ):
         return None
     difference = whole = 0.0
     for a, b in zip(found, expected, strict=True):
@@ -185,11 +167,10 @@ def _relative_error(found: Sequence[Tensor], expected: Sequence[Tensor]) -> floa
 
 def told(error: BaseException) -> str:
     """Returns an error's class, its message, and the user's line that it came from, if known."""
-    where = place_of(error)
+    where = _place_of(error)
     return f"{said_by(error)}, at {where}" if where else said_by(error)
 
 
-def place_of(error: BaseException) -> str:
-    """Returns the user's line that an error came from, ``"train.py:12"``; ``""`` if unknown."""
+def _place_of(error: BaseException) -> str:
     where = raised_at(error)
     return located(where) if where else ""

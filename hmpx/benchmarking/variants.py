@@ -56,14 +56,7 @@ DEFAULT: Final = (BASE, "autocast", "auto", "fast", "frozen")
 
 @dataclass(frozen=True, slots=True)
 class Conditions:
-    """What all variants of one benchmark have in common.
-
-    Attributes:
-        device_type: Of the device that the step computes on.
-        low_dtype: What torch.autocast casts to; None for a number format, which it doesn't know.
-        conversion: Options of `hmpx.convert`.
-        clock: Tells the seconds.
-    """
+    """The device, torch.autocast's dtype (None for a number format), convert's options and the clock of all variants."""
 
     device_type: str
     low_dtype: torch.dtype | None

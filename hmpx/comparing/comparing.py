@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import math
 from collections.abc import Callable
 from typing import Any, Final
@@ -11,15 +10,15 @@ from typing import Any, Final
 import torch
 from torch import Tensor
 
+from .. import arguments
 from ..errors import FreezeError, OptionError, noted, said_by, shown
 from ..freezing import is_sealed
 from ..session import Session, check_names, convert, current, refuse_where_off
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by, without_casts
 from .comparison import Comparison
-from .gradients import GradientRun
-from .low_run import LowCall, LowRun
-from .rows import compared_sites
+from .low_run import GradientRun, LowRun
+from .rows import compared_gradients, compared_sites
 from .runs import PROJECTIONS, Done, Runs, different, relative
 from .shadow_run import Kept, ShadowRun
 
@@ -107,9 +106,8 @@ def _check(model: Any, loss_fn: Any, reference: Any, passes: Any, seed: Any) -> 
         raise OptionError(
             f"reference must be torch.float32 or torch.float64, not {shown(reference)}"
         )
-    for name, number, least in (("passes", passes, 1), ("seed", seed, 0)):
-        if type(number) is not int or number < least:
-            raise OptionError(f"{name} must be an int of at least {least}, not {shown(number)}")
+    arguments.whole("passes", passes, 1)
+    arguments.whole("seed", seed, 0)
 
 
 def _check_unfrozen(model: Any, inputs: tuple[Any, ...]) -> None:
@@ -124,16 +122,13 @@ def _check_unfrozen(model: Any, inputs: tuple[Any, ...]) -> None:
 
 def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool) -> Comparison:
     low_run, low, low_gradients = _low(runs)
-    part_of = _parts(low_run, passes)
+    parts = _parts(low_run, passes)
 
     def exact_runs(*, draws_gradients: bool) -> tuple[dict[tuple[str, str, str], Kept], Exact]:
         kept: dict[tuple[str, str, str], Kept] = {}
         found = []
-        for part in range(passes):
-            is_shadowed = functools.partial(_is_in, part_of, part)
-            shadow = ShadowRun(
-                low_run, reference, is_shadowed, kept, draws_gradients=draws_gradients
-            )
+        for part in parts:
+            shadow = ShadowRun(low_run, reference, part, kept, draws_gradients=draws_gradients)
             try:
                 found.append((*runs.exact(shadow, low_gradients), shadow))
             finally:
@@ -155,7 +150,7 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
         scale = math.nan if error else 1.0 if has_loss else 1 / (norm or 1.0)
         return Comparison(
             rows=compared_sites(kept, runs.costs(), scale),
-            gradients=gradients.rows(),
+            gradients=compared_gradients(gradients.found),
             loss=exact.loss,
             low_loss=low.loss,
             output_rel=relative(low.outputs, exact.outputs),
@@ -185,16 +180,12 @@ def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:
             raise noted(error, note) from None
 
 
-def _parts(low_run: LowRun, passes: int) -> dict[int, int]:
-    """Returns the run in which each call is compared, by its ``id``: runs keep equally much."""
+def _parts(low_run: LowRun, passes: int) -> list[set[int]]:
+    """Returns the calls that each run compares, by their ``id``: runs keep equally much."""
     calls = [call for several in low_run.calls.values() for call in several]
     total, before = sum(call.bytes for call in calls), 0
-    found = {}
+    found: list[set[int]] = [set() for _ in range(passes)]
     for call in calls:
-        found[id(call)] = min(passes - 1, before * passes // (total or 1))
+        found[min(passes - 1, before * passes // (total or 1))].add(id(call))
         before += call.bytes
     return found
-
-
-def _is_in(part_of: dict[int, int], part: int, call: LowCall) -> bool:
-    return part_of[id(call)] == part

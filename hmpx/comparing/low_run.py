@@ -1,4 +1,4 @@
-"""The run in low precision: which call was given and returned which dtypes, and samples of results."""
+"""The run in low precision: the dtypes that calls took and gave, samples of results, and gradients."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from typing import Any, Final, NamedTuple
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from .. import ops
 from ..number_formats import Format
@@ -22,13 +22,7 @@ _CONVERTING: Final = ops.facts("converting").keys()
 
 
 class Site(NamedTuple):
-    """Where calls are made: those of one site are told apart by their order.
-
-    Attributes:
-        function: The site patched: ``"torch.nn.functional.linear"``.
-        module: Qualified name of the module.
-        location: ``"train.py:12"``.
-    """
+    """Where calls are made: those of one site are told apart by their order."""
 
     function: str
     module: str
@@ -40,10 +34,10 @@ class LowCall:
     """One call of the run in low precision.
 
     Attributes:
-        call: What was observed.
+        call: The observed call.
         input_dtypes: Dtypes of all floating tensors among the arguments, as given.
         samples: Samples of the floating results.
-        bytes: What the results take in float32.
+        bytes: Bytes of the results in float32.
     """
 
     call: OpCall
@@ -59,13 +53,14 @@ class LowCall:
             return dtype
         return next((each for each in self.call.output_dtypes if each in LOW_DTYPES), None)
 
+    @property
+    def key(self) -> tuple[str, str, str]:
+        """The row of the comparison that the call belongs to: op, module and location."""
+        return self.call.op, self.call.module, self.call.location
+
 
 class LowRun:
-    """The observer of the run in low precision.
-
-    Attributes:
-        calls: Site -> its calls, in their order.
-    """
+    """The observer of the run in low precision: ``calls`` has those of each site, in their order."""
 
     def __init__(self) -> None:
         """Starts empty."""
@@ -111,11 +106,61 @@ def is_compared(call: OpCall) -> bool:
     return call.op not in _CONVERTING and call.phase != "backward"
 
 
-def given_dtypes(tensors: CallTensors) -> tuple[torch.dtype, ...]:
-    """Returns the dtypes of all floating tensors that a call was given."""
-    return tuple([each.dtype for each in given_floats(tensors.given, tensors.given_kwargs)])
-
-
 def given_floats(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tensor]:
     """Returns all floating tensors among arguments, in a fixed order."""
     return floating_in([*args, *(kwargs[name] for name in sorted(kwargs))])
+
+
+# --- gradients -----------------------------------------------------------------------------------
+
+
+def taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
+    """Returns the gradients of parameters, and takes them away."""
+    found = {}
+    for name, parameter in parameters.items():
+        if parameter.grad is not None:
+            found[name] = parameter.grad
+            parameter.grad = None
+    return found
+
+
+class GradientRun:
+    """Compares each gradient as soon as it is there, and then discards it: only one set is ever held.
+
+    ``found`` has the norms of difference, gradient in float32, and in low precision, by the parameter's name.
+    """
+
+    def __init__(self, parameters: Mapping[str, nn.Parameter], low: Mapping[str, Tensor]) -> None:
+        """Compares with the gradients ``low``, from `start` on."""
+        self._parameters, self._low = parameters, low
+        self.found: list[tuple[str, Tensor]] = []
+        self._hooks: list[Any] = []
+
+    def start(self) -> None:
+        """Begins with the next backward; gradients inside of a forward are the model's own."""
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
+            for name, parameter in self._parameters.items()
+            if parameter.requires_grad
+        ]
+
+    def _hook(self, name: str) -> Any:
+        low = self._low.get(name)
+
+        def compare(parameter: Tensor) -> None:
+            gradient, parameter.grad = parameter.grad, None
+            if low is not None and gradient is not None and is_dense(gradient) and is_dense(low):
+                self.found.append((name, _norms(gradient.detach(), low)))
+
+        return compare
+
+    def end(self) -> None:
+        """Takes the hooks away; gradients that come later are not compared."""
+        for hook in self._hooks:
+            hook.remove()
+
+
+def _norms(gradient: Tensor, low: Tensor) -> Tensor:
+    wide = torch.promote_types(gradient.dtype, torch.float32)
+    a, b = gradient.to(wide), low.to(wide)
+    return torch.stack([torch.linalg.vector_norm(each) for each in (b - a, a, b)]).real.float()

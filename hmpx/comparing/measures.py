@@ -6,6 +6,8 @@ Norms do not overflow where sums of squares would.
 from __future__ import annotations
 
 import math
+import operator
+from collections.abc import Callable
 from typing import Final, NamedTuple
 
 import torch
@@ -22,13 +24,7 @@ EXPONENTS: Final = range(-64, 64)
 
 
 class Limits(NamedTuple):
-    """The range of a low-precision type.
-
-    Attributes:
-        max: The largest finite number.
-        smallest_normal: The smallest positive number with a full significand.
-        bits: Bits of the significand, the leading 1 included.
-    """
+    """The range of a low-precision type: the largest number, the smallest normal one, bits of the significand."""
 
     max: float
     smallest_normal: float
@@ -78,19 +74,17 @@ class Sums(NamedTuple):
 
     def plus(self, numbers: list[float]) -> Sums:
         """Returns sums that include one more call."""
-        other = Sums(*numbers)
-        return Sums(
-            math.hypot(self.difference, other.difference),
-            math.hypot(self.reference, other.reference),
-            math.hypot(self.low, other.low),
-            max(self.max_abs, other.max_abs),
-            max(self.largest, other.largest),
-            min(self.smallest, other.smallest),
-            self.lost + other.lost,
-            self.ulp + other.ulp,
-            self.nonzero + other.nonzero,
-            self.underflow + other.underflow,
-        )
+        return Sums(*(add(a, b) for add, a, b in zip(_ADDED, self, numbers, strict=True)))
+
+
+#: How each of `Sums` is added up.
+_ADDED: Final[tuple[Callable[[float, float], float], ...]] = (
+    *[math.hypot] * 3,
+    max,
+    max,
+    min,
+    *[operator.add] * 4,
+)
 
 
 def sample(tensor: Tensor) -> Tensor:
@@ -100,14 +94,10 @@ def sample(tensor: Tensor) -> Tensor:
 
 
 def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
-    """Compares a low-precision result with its reference.
+    """Compares a low-precision result with its reference in float32 or float64, of the same shape.
 
-    Equal infinities do not differ, and NaN does not differ from NaN.
-
-    Args:
-        reference: The result in float32 or float64.
-        low: The result in low precision, of the same shape.
-        within: The range of the low-precision type.
+    Equal infinities do not differ, and NaN does not differ from NaN. ``within`` is the low-precision type's
+    range.
     """
     if reference.dtype.is_complex:
         reference, low = torch.view_as_real(reference), torch.view_as_real(low)

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import math
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from typing import Final, NamedTuple
 
@@ -125,27 +126,36 @@ def compared_sites(
             key = (row.op, row.module, row.location)
             flops, count = costs.get(key, (0, 0))
             costs[key] = flops + row.flops, count + row.bytes
-    numbers = _on_host(each for found in kept.values() for each in _tensors(found))
+    numbers = _on_host(
+        tensor
+        for found in kept.values()
+        for several in (
+            *(found.numbers, found.exponents, found.effects, found.propagated, found.inputs),
+            [count for count, _ in found.flips],
+        )
+        for tensor in several
+    )
     sites = [
         _site(key, found, numbers, costs.get(key, (0, 0)), scale) for key, found in kept.items()
     ]
     return tuple(sorted(sites, key=_rank))
 
 
+def compared_gradients(found: Iterable[tuple[str, Tensor]]) -> tuple[ComparedGradient, ...]:
+    """Returns the rows of gradients, the largest difference first."""
+    rows = []
+    for name, norms in found:
+        difference, reference, low = norms.tolist()
+        is_finite = math.isfinite(low)
+        angle = _cosine(difference, reference, low) if is_finite else _NAN
+        rows.append(ComparedGradient(name, _ratio(difference, reference), angle, is_finite))
+    return tuple(sorted(rows, key=lambda row: (row.is_finite, -row.rel)))
+
+
 def _rank(site: ComparedSite) -> tuple[float, ...]:
     """Returns what rows are sorted by: effect; where that is unknown or none, their errors."""
     known = [0.0 if math.isnan(each) else each for each in (site.effect, site.rel)]
     return (*(-each for each in known), site.order)
-
-
-def _tensors(kept: Kept) -> Iterator[Tensor]:
-    yield from kept.numbers
-    yield from kept.exponents
-    yield from kept.effects
-    yield from kept.propagated
-    yield from kept.inputs
-    for count, _ in kept.flips:
-        yield count
 
 
 def _on_host(tensors: Iterable[Tensor]) -> dict[int, list[float]]:
@@ -170,16 +180,23 @@ def _site(
     costs: tuple[int, int],
     scale: float,
 ) -> ComparedSite:
+    def of(tensors: Iterable[Tensor]) -> list[list[float]]:
+        return [numbers[id(each)] for each in tensors]
+
     call, low_type = kept.low.call, kept.low.low_type
-    sums = Sums()
-    for each in kept.numbers:
-        sums = sums.plus(numbers[id(each)])
-    results = len(kept.numbers)
-    propagated = [numbers[id(each)] for each in kept.propagated]
-    inputs = [numbers[id(each)][0] for each in kept.inputs]
+    results = [Sums(*each) for each in of(kept.numbers)]
+    sums = functools.reduce(Sums.plus, results, Sums())
+    propagated = [math.hypot(*each) for each in zip(*of(kept.propagated), strict=True)]
     within = limits(low_type)
-    most = max([sums.largest, *inputs])
-    flips = [numbers[id(count)][0] for count, _ in kept.flips]
+    most = max([sums.largest, *(each for (each,) in of(kept.inputs))])
+    flips = sum(each for (each,) in of(count for count, _ in kept.flips))
+    effects = [each for (each,) in of(kept.effects)]
+    if sums.lost:
+        effect = math.inf
+    elif low_type is None or (not effects and results and sums.difference == 0):
+        effect = 0.0
+    else:
+        effect = scale * math.hypot(*effects) if effects else _NAN
     return ComparedSite(
         op=key[0],
         module=key[1],
@@ -188,51 +205,30 @@ def _site(
         reason=call.reason,
         dtype="" if low_type is None else long_name(low_type),
         calls=kept.calls,
-        effect=_effect(kept, sums, numbers, scale),
-        rel=ratio(sums.difference, sums.reference) if results else 0.0,
+        effect=effect,
+        rel=_ratio(sums.difference, sums.reference) if results else 0.0,
         max_abs=sums.max_abs,
         sqnr_db=_decibel(sums.difference, sums.reference),
-        ulp=sums.ulp / results if results else 0.0,
-        cosine=cosine(sums.difference, sums.reference, sums.low) if results else 1.0,
-        propagated_rel=ratio(
-            math.hypot(*(each[0] for each in propagated)),
-            math.hypot(*(each[1] for each in propagated)),
-        )
-        if propagated
-        else _NAN,
+        ulp=sums.ulp / len(results) if results else 0.0,
+        cosine=_cosine(sums.difference, sums.reference, sums.low) if results else 1.0,
+        propagated_rel=_ratio(*propagated) if propagated else _NAN,
         range=Magnitudes(sums.smallest, sums.largest),
         fits=within is None or (most <= within.max and not sums.lost),
         lost=int(sums.lost),
-        underflow=ratio(sums.underflow, sums.nonzero),
-        flips=ratio(sum(flips), sum(size for _, size in kept.flips)) if flips else _NAN,
+        underflow=_ratio(sums.underflow, sums.nonzero),
+        flips=_ratio(flips, sum(size for _, size in kept.flips)) if kept.flips else _NAN,
         flops=costs[0],
         bytes=costs[1],
-        exponents=_histogram([numbers[id(each)] for each in kept.exponents]),
+        exponents=tuple([int(sum(each)) for each in zip(*of(kept.exponents), strict=True)]),
         order=kept.order,
-        unseen=_unseen(kept, [Sums(*numbers[id(each)]) for each in kept.numbers]),
+        unseen=sum(
+            not each.is_seen and any(results[place].difference != 0 for place in each.numbers)
+            for each in kept.arrivals
+        ),
     )
 
 
-def _unseen(kept: Kept, sums: Sequence[Sums]) -> int:
-    """Returns how many calls round something, though no gradient arrives at them."""
-    return sum(
-        not each.is_seen and any(sums[place].difference != 0 for place in each.numbers)
-        for each in kept.arrivals
-    )
-
-
-def _effect(kept: Kept, sums: Sums, numbers: Mapping[int, list[float]], scale: float) -> float:
-    if sums.lost:
-        return math.inf
-    if kept.low.low_type is None:
-        return 0.0
-    found = [numbers[id(each)][0] for each in kept.effects]
-    if not found:
-        return 0.0 if sums.difference == 0 and kept.numbers else _NAN
-    return scale * math.hypot(*found)
-
-
-def ratio(part: float, whole: float) -> float:
+def _ratio(part: float, whole: float) -> float:
     """Returns ``part / whole``; 0 where both are."""
     if part == 0:
         return 0.0
@@ -245,12 +241,8 @@ def _decibel(difference: float, reference: float) -> float:
     return 20 * math.log10(reference / difference) if reference else -math.inf
 
 
-def cosine(difference: float, reference: float, low: float) -> float:
+def _cosine(difference: float, reference: float, low: float) -> float:
     """Returns the cosine by the law of cosines."""
     if not reference or not low:
         return 1.0 if reference == low else 0.0
     return max(-1.0, min(1.0, (reference**2 + low**2 - difference**2) / (2 * reference * low)))
-
-
-def _histogram(counts: list[list[float]]) -> tuple[int, ...]:
-    return tuple([int(sum(each)) for each in zip(*counts, strict=True)])

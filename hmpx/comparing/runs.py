@@ -7,7 +7,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -28,28 +28,21 @@ from ..tensors import (
     widened,
 )
 from ..torch_state import ModelState, disable_casts, reached_by, without_casts
-from .gradients import GradientRun, taken
+from .low_run import GradientRun, taken
 
 #: How many random projections of the outputs stand in for a loss.
 PROJECTIONS: Final = 4
 
 
-class Run(Protocol):
-    """An observer of one run."""
-
-    def __call__(self, call: OpCall, tensors: CallTensors | None, /) -> None:
-        """Takes one call."""
+#: An observer of one run.
+Run = Callable[[OpCall, CallTensors | None], None]
 
 
 @dataclass(frozen=True)
 class Done:
-    """What a run has come to.
+    """The result of a run: outputs by place, floating-point and others, the loss or NaN.
 
-    Attributes:
-        outputs: The floating-point numbers among the outputs, by place.
-        others: What else is in the outputs, by place.
-        loss: The loss; NaN without one.
-        error: What the backward failed with, if nobody has asked for it; None if it did not.
+    ``error`` tells why the backward failed, where nobody has asked for it.
     """
 
     outputs: dict[str, Tensor]
@@ -144,11 +137,7 @@ class Runs:
     # --- runs ------------------------------------------------------------------------------------
 
     def low(self, run: Run) -> tuple[Done, dict[str, Tensor]]:
-        """Runs forward and backward as converted.
-
-        Returns:
-            What it has come to, and the gradients.
-        """
+        """Runs forward and backward as converted, and returns the result and the gradients."""
 
         def differentiate(scalars: list[Tensor]) -> str | None:
             compared = scalars[-1:]  # the one that `exact` compares gradients of
@@ -165,12 +154,7 @@ class Runs:
         return done, found
 
     def exact(self, run: Run, gradients: Mapping[str, Tensor]) -> tuple[Done, GradientRun]:
-        """Runs forward and backward in float32.
-
-        Args:
-            run: The observer.
-            gradients: Those in low precision, to compare with.
-        """
+        """Runs forward and backward in float32, and compares with the gradients in low precision."""
         compared = GradientRun(self.parameters, gradients)
 
         def differentiate(scalars: list[Tensor]) -> str | None:
@@ -277,12 +261,11 @@ def _finite(tensor: Tensor) -> Tensor:
 
 
 def _checked_loss(loss: Any) -> Tensor:
-    is_scalar = isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point
-    if not is_scalar:
-        raise OptionError(
-            f"loss_fn must return a floating-point tensor of one element, not {shown(loss)}"
-        )
-    return loss.reshape(())  # type: ignore[no-any-return]
+    if isinstance(loss, Tensor) and loss.numel() == 1 and loss.dtype.is_floating_point:
+        return loss.reshape(())
+    raise OptionError(
+        f"loss_fn must return a floating-point tensor of one element, not {shown(loss)}"
+    )
 
 
 def _is_compiled(model: Callable[..., Any]) -> bool:

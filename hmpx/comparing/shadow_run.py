@@ -10,7 +10,8 @@ import functools
 import threading
 import weakref
 from collections import defaultdict, deque
-from collections.abc import Callable, Mapping
+from collections.abc import Container, Mapping
+from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
@@ -22,7 +23,6 @@ from .low_run import (
     LowCall,
     LowRun,
     Site,
-    given_dtypes,
     given_floats,
     is_compared,
     is_measurable,
@@ -31,24 +31,17 @@ from .low_run import (
 from .measures import disagreements, effect, largest, limits, measured, sample
 
 
+@dataclass(slots=True)
 class Arrival:
-    """Whether a gradient has arrived at the results of one call.
+    """Whether a gradient has arrived at the results of one call, and their places in `Kept.numbers`."""
 
-    Attributes:
-        is_seen: Whether one has.
-        numbers: The places of its results in `Kept.numbers`.
-    """
-
-    __slots__ = ("is_seen", "numbers")
-
-    def __init__(self) -> None:
-        """Starts without a gradient."""
-        self.is_seen = False
-        self.numbers: list[int] = []
+    is_seen: bool = False
+    numbers: list[int] = field(default_factory=list)
 
 
+@dataclass(slots=True)
 class Kept:
-    """What is kept of the calls of one site: numbers on their device.
+    """Numbers that are kept of the calls of one site, on their device.
 
     Attributes:
         low: The first of its calls in the run in low precision.
@@ -63,21 +56,16 @@ class Kept:
         flips: Of each result of integers, how many differ, and of how many.
     """
 
-    __slots__ = (
-        "arrivals", "calls", "effects", "exponents", "flips", "inputs", "low", "numbers", "order",
-        "propagated",
-    )  # fmt: skip
-
-    def __init__(self, low: LowCall, order: int) -> None:
-        """Starts without a call."""
-        self.low, self.order, self.calls = low, order, 0
-        self.numbers: list[Tensor] = []
-        self.exponents: list[Tensor] = []
-        self.effects: list[Tensor] = []
-        self.arrivals: list[Arrival] = []
-        self.propagated: list[Tensor] = []
-        self.inputs: list[Tensor] = []
-        self.flips: list[tuple[Tensor, int]] = []
+    low: LowCall
+    order: int
+    calls: int = 0
+    numbers: list[Tensor] = field(default_factory=list)
+    exponents: list[Tensor] = field(default_factory=list)
+    effects: list[Tensor] = field(default_factory=list)
+    arrivals: list[Arrival] = field(default_factory=list)
+    propagated: list[Tensor] = field(default_factory=list)
+    inputs: list[Tensor] = field(default_factory=list)
+    flips: list[tuple[Tensor, int]] = field(default_factory=list)
 
 
 _Found = tuple[Kept, LowCall, Arrival]
@@ -95,23 +83,23 @@ class ShadowRun:
         self,
         low_run: LowRun,
         reference: torch.dtype,
-        is_shadowed: Callable[[LowCall], bool],
+        compared: Container[int],
         kept: dict[tuple[str, str, str], Kept],
         *,
         draws_gradients: bool,
     ) -> None:
-        """Compares with ``low_run``.
+        """Compares some calls with those of ``low_run``.
 
         Args:
             low_run: The run in low precision.
             reference: The dtype of references: float32, or float64.
-            is_shadowed: Whether a call is compared in this run.
-            kept: Where to keep what is found.
+            compared: The ``id`` of each call that is compared in this run.
+            kept: Numbers of each site; more are added.
             draws_gradients: Has gradients arrive also at results that depend on no parameter, such as
                 those of positions. A program that writes to such a result in place can't run then.
         """
         self.kept, self.unmatched = kept, 0
-        self._low_run, self._reference, self._is_shadowed = low_run, reference, is_shadowed
+        self._low_run, self._reference, self._compared = low_run, reference, compared
         self._next: dict[Site, int] = defaultdict(int)
         self._without: dict[tuple[str, str], deque[_Found]] = defaultdict(deque)
         self._draws_gradients = draws_gradients
@@ -128,7 +116,7 @@ class ShadowRun:
         if found is None:
             return
         kept, low, _ = found
-        if not self._is_shadowed(low):
+        if id(low) not in self._compared:
             return
         if call.phase == "forward":
             kept.calls += 1
@@ -146,9 +134,8 @@ class ShadowRun:
             self.unmatched += 1
             return None
         key = (call.op, call.module, call.location)
-        if key not in self.kept:
-            self.kept[key] = Kept(known[index], len(self.kept))
-        return self.kept[key], known[index], Arrival()
+        kept = self.kept.setdefault(key, Kept(known[index], len(self.kept)))
+        return kept, known[index], Arrival()
 
     def _found_again(self, call: OpCall) -> _Found | None:
         """Returns a call that a checkpoint has made without gradients; its line is no longer known."""
@@ -165,23 +152,21 @@ class ShadowRun:
         learns = any(each.requires_grad for each in results)
         if not is_again and not learns:  # a checkpoint may make it again, with gradients
             self._without[call.site, call.module].append(found)
-        if len(low.input_dtypes) != len(given_dtypes(tensors)):
+        given = given_floats(tensors.given, tensors.given_kwargs)
+        if len(low.input_dtypes) != len(given):
             return
-        references, rounded, given = (
-            [stored(each) for each in several]
-            for several in _results(low, tensors, self._reference)
-        )
+        references, rounded = _results(low, tensors, self._reference)
         if not is_again:
             kept.arrivals.append(arrival)
         within = limits(low.low_type)
         if within is not None and not is_again:
             kept.inputs += [
                 largest(each.detach()).float()
-                for each in given
+                for each in map(stored, given)
                 if each.dtype.is_floating_point and is_measurable(each)
             ]
         for result, reference, other in zip(
-            map(stored, results), references, rounded, strict=False
+            *(map(stored, each) for each in (results, references, rounded)), strict=False
         ):
             if not is_measurable(reference) or reference.shape != other.shape:
                 continue
@@ -199,7 +184,7 @@ class ShadowRun:
             if result.requires_grad:
                 node_of(result)  # which `register_hook` has Python see
                 hook = functools.partial(_keep_effect, kept, arrival, differing.difference)
-                self._hooks.append(result.register_hook(hook))  # type: ignore[no-untyped-call]
+                self._hooks.append(result.register_hook(hook))
 
     def end(self) -> None:
         """Takes away hooks and gradients: a result may be a buffer or a parameter, which lives on."""
@@ -238,36 +223,28 @@ def _keep_propagated(kept: Kept, low: LowCall, results: list[Tensor]) -> None:
 
 def _results(
     low: LowCall, tensors: CallTensors, dtype: torch.dtype
-) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-    """Returns the results of a call: references, those in low precision, and the inputs as given.
+) -> tuple[list[Tensor], list[Tensor]]:
+    """Returns the results of a call: references, and those in low precision.
 
     A call that only follows inputs which are low already is compared on these very inputs: what their
     rounding does is counted where they come from.
     """
     args, kwargs = tensors.given, dict(tensors.given_kwargs)
-    given = given_floats(args, kwargs)
+    given = tuple([each.dtype for each in given_floats(args, kwargs)])
     low_args, low_kwargs = _cast(args, kwargs, low.input_dtypes)
-    own = low.call.cast_policy == "LOW"
     # A call on which nothing is decided must not be cast: it ran as it was.
     run = tensors.run if low.call.cast_policy == "PASS" else tensors.run_cast
     rounded = tensors_in([run(*_fresh(tensors, low_args), **_fresh(tensors, low_kwargs))])
     reference: Any = tensors.result
-    if not own and any(map(_differs, given, low.input_dtypes)):
+    if low.call.cast_policy != "LOW" and given != low.input_dtypes:
         args, kwargs = low_args, low_kwargs
         reference = None
     if reference is None or dtype is not torch.float32:
-        wide = tuple([dtype if each.is_floating_point else each for each in _dtypes(args, kwargs)])
+        dtypes = [each.dtype for each in given_floats(args, kwargs)]
+        wide = tuple([dtype if each.is_floating_point else each for each in dtypes])
         args, kwargs = _cast(args, kwargs, wide)
         reference = tensors.run(*_fresh(tensors, args), **_fresh(tensors, kwargs))
-    return [each.detach() for each in tensors_in([reference])], rounded, given
-
-
-def _differs(tensor: Tensor, dtype: torch.dtype) -> bool:
-    return tensor.dtype is not dtype
-
-
-def _dtypes(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> tuple[torch.dtype, ...]:
-    return tuple([each.dtype for each in given_floats(args, kwargs)])
+    return [each.detach() for each in tensors_in([reference])], rounded
 
 
 _FLOATS: Final = frozenset(CAST)

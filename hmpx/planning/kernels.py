@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import weakref
 from typing import Any, Final
 
 import torch
@@ -26,8 +26,8 @@ from ..torch_internals import (
     disable_modes,
     has_fake_tensors,
     here,
+    storage_of,
 )
-from .values import Values
 
 _ATEN: Final = torch.ops.aten
 
@@ -87,41 +87,108 @@ def _as(statistic: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.empty_like(statistic, dtype=dtype)
 
 
+# --- values ---------------------------------------------------------------------------------------
+
+_WHOLE: Final = frozenset({torch.bool, torch.uint8, torch.int32, torch.int64})
+
+#: Larger tensors have no values: they would take time and memory.
+_MOST: Final = 1 << 20
+
+
+class _Unknown(Exception):  # noqa: N818  # nobody's mistake
+    """A tensor has no values."""
+
+
+class Values:
+    """Values of whole numbers and bools of fake tensors, which have none: positions, masks, token ids.
+
+    Programs ask whether a mask is all ones, or positions start anew, and go another way if so. Results of
+    such tensors alone are computed for real; those of floating-point ones have no values.
+    """
+
+    def __init__(self) -> None:
+        """Knows of none."""
+        self._known: dict[Any, tuple[Any, Tensor]] = {}
+
+    def of(self, tensor: Tensor) -> Tensor | None:
+        """Returns a real tensor with the values of a fake one; None if they aren't known."""
+        memory, values = self._known.get(_view(tensor), (None, None))
+        return values if memory is not None and memory() is not None else None
+
+    def keep(self, tensor: Tensor, values: Tensor) -> None:
+        """Notes the values of a tensor that is made from a real one."""
+        if values.dtype in _WHOLE and values.numel() <= _MOST and not values.is_meta:
+            self._note(tensor, values.detach().cpu().clone())
+
+    def _note(self, tensor: Tensor, values: Tensor) -> None:
+        place = _view(tensor)
+        memory = weakref.ref(storage_of(tensor), lambda _: self._known.pop(place, None))
+        self._known[place] = memory, values
+
+    def follow(self, func: Any, args: Any, kwargs: Any, result: Any) -> None:
+        """Computes a call's values, if its result and all that it takes may have any."""
+        if not isinstance(result, Tensor) or result.dtype not in _WHOLE or result.numel() > _MOST:
+            return
+        try:
+            real_args = self._real(args)
+            real_kwargs = {name: self._real(each) for name, each in kwargs.items()}
+            if "device" in real_kwargs:
+                real_kwargs["device"] = torch.device("cpu")
+            with disable_modes(), torch.no_grad():
+                values = func(*real_args, **real_kwargs)
+        except (_Unknown, RuntimeError, NotImplementedError, TypeError, ValueError):
+            self._known.pop(_view(result), None)
+            return
+        if isinstance(values, Tensor) and values.shape == result.shape:
+            self._note(result, values)
+
+    def _real(self, value: Any) -> Any:
+        if isinstance(value, Tensor):
+            found = self.of(value)
+            if found is None:
+                raise _Unknown
+            return found
+        if isinstance(value, (list, tuple)):
+            return type(value)([self._real(each) for each in value])
+        return value
+
+
+def _view(tensor: Tensor) -> Any:
+    """Returns what identifies a view of some memory: autograd makes new tensors of the same view."""
+    return (
+        storage_of(tensor)._cdata, tensor.storage_offset(), tuple(tensor.shape), tensor.stride(),
+        tensor.dtype,
+    )  # fmt: skip
+
+
 # --- stand-ins -----------------------------------------------------------------------------------
 
 
 def stand_ins(device_type: str) -> list[Patch]:
     """Returns patches for a device type that is not there, in whose place fake tensors are on the CPU."""
-    return [
-        Patch(Tensor, "to", _placing(Tensor.to, device_type)),
-        Patch(Tensor, "cuda", _moving(Tensor.cuda, device_type)),
-        Patch(VF, "dropout", _dropout),
-        Patch(NN, "scaled_dot_product_attention", _attention),
-        Patch(F, "scaled_dot_product_attention", _attention),
-    ]
+    to, cuda = Tensor.to, Tensor.cuda
 
+    def placed(value: Any) -> Any:
+        return value if isinstance(value, Tensor) else here(value, device_type)
 
-def _placing(to: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     def placing(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_fake_tensors():
-            args = tuple([_placed(each, device_type) for each in args])
-            kwargs = {name: _placed(each, device_type) for name, each in kwargs.items()}
+            args = tuple(map(placed, args))
+            kwargs = {name: placed(each) for name, each in kwargs.items()}
         return to(self, *args, **kwargs)
 
-    return placing
-
-
-def _placed(value: Any, device_type: str) -> Any:
-    return value if isinstance(value, Tensor) else here(value, device_type)
-
-
-def _moving(cuda: Callable[..., Any], device_type: str) -> Callable[..., Any]:
     def moving(self: Tensor, *args: Any, **kwargs: Any) -> Any:
         if has_fake_tensors() and device_type == "cuda":
             return self.to(HERE)
         return cuda(self, *args, **kwargs)
 
-    return moving
+    return [
+        Patch(Tensor, "to", placing),
+        Patch(Tensor, "cuda", moving),
+        Patch(VF, "dropout", _dropout),
+        Patch(NN, "scaled_dot_product_attention", _attention),
+        Patch(F, "scaled_dot_product_attention", _attention),
+    ]
 
 
 _plain_dropout, _plain_attention = unpatched(torch.dropout, F.scaled_dot_product_attention)
@@ -144,18 +211,7 @@ def _attention(  # noqa: PLR0917  # torch's own
     scale: float | None = None,
     enable_gqa: bool = False,
 ) -> Tensor:
-    """Is computed by the fused kernels that CUDA has: flash attention, or where there is a mask the other.
-
-    Args:
-        query: [..., heads, length, width], and so on: as torch has it.
-        key: [..., key heads, key length, width].
-        value: [..., key heads, key length, width].
-        attn_mask: As torch has it, like all that follow.
-        dropout_p: The share that is dropped.
-        is_causal: Whether later keys are masked.
-        scale: What scores are multiplied by.
-        enable_gqa: Whether there may be fewer keys than queries.
-    """
+    """Computes attention by the fused kernels of CUDA: flash attention, or with a mask the other one."""
     is_usual = query.dim() == key.dim() == value.dim() == 4 and query.dtype in ELIGIBLE
     is_usual = is_usual and FLASH_ATTENTION is not None
     if not (is_usual and _stands_in(query)) or query.shape[-1] != value.shape[-1]:

@@ -85,16 +85,11 @@ class Place:
         return map_all(value, self._placed)
 
     def model(self, model: nn.Module) -> nn.Module:
-        """Returns a model with all parameters and buffers here: itself, if they are, else a copy.
-
-        Raises:
-            PlanError: It can't be copied.
-        """
-        found = [*model.parameters(), *model.buffers()]
+        """Returns a model with all parameters and buffers here: itself, if they are, else a copy."""
         if self.is_small:
             return model
         memo: dict[int, Any] = {}
-        for tensor in found:
+        for tensor in (*model.parameters(), *model.buffers()):
             placed = self._placed(tensor)
             if placed is not tensor:
                 memo[id(tensor)] = _like(placed, tensor)

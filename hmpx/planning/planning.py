@@ -16,11 +16,10 @@ from ..session import check_names, convert, unconverted
 from ..tensors import default_device_types, parse_device_type
 from ..torch_internals import DisableAutocast, uncompiled
 from ..torch_state import reached_by
-from .optimizers import Optimizer, parsed
 from .places import Place
 from .result import Plan
 from .sharding import ShardGroup
-from .steps import Program, Run, raise_explained
+from .steps import Optimizer, Program, Run, parsed_optimizer, raise_explained
 
 #: Arguments of `convert` that are of no use for what is over before anything could be printed, or are given
 #: in another way.
@@ -81,7 +80,7 @@ def plan(
     """
     small = arguments.truth("small", small)
     device_type = _device_type(device)
-    name, make_optimizer = parsed(optimizer)
+    name, make_optimizer = parsed_optimizer(optimizer)
     _check(model_fn, inputs_fn, loss_fn, training, conversion)
     place = Place(device_type, is_small=small)
     with contextlib.ExitStack() as stack:
@@ -217,11 +216,7 @@ def _frozen(program: Program, options: Mapping[str, Any]) -> tuple[int | None, t
     if not isinstance(model, nn.Module) or program.place.is_small:
         return None, ()
     model.eval()
-    args, kwargs = (), {}
-    if isinstance(inputs, Mapping):
-        kwargs = dict(inputs)
-    else:
-        args = inputs if isinstance(inputs, tuple) else (inputs,)
+    args, kwargs = arguments.of_call(inputs)
     try:
         with convert(**options), torch.no_grad():
             frozen = freeze(model, *args, keep_fp32=False, **kwargs)

@@ -3,38 +3,21 @@
 from __future__ import annotations
 
 import html
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 from typing import Any, Final
 
 from .. import arguments
 from ..errors import OptionError, shown
-from ..reports import (
-    KINDS,
-    Memory,
-    Report,
-    Table,
-    Totals,
-    Written,
-    clean,
-    count,
-    page,
-    page_file,
-    paragraphs,
-    section,
-    share,
-    short_dtype,
-    size,
-    wrapped,
-)
-from .sharding import PerRank, ShardGroup, ddp, fsdp2
+from ..reports import Memory, Report, Written, page, page_file, paragraphs, section
+from . import text
+from .sharding import PerRank, ShardGroup, per_rank
 from .steps import Run
 
 #: The version of the JSON that `Plan.to_json` writes.
 SCHEMA: Final = 1
 
-#: How many groups of calls are printed.
-_MOST_GROUPS: Final = 15
+_STRATEGIES: Final = ("fsdp2", "ddp")
 
 
 @dataclass(frozen=True)
@@ -155,14 +138,11 @@ class Plan(Written):
             >>> p.per_rank(2).parameter_bytes, p.per_rank(2, "ddp").parameter_bytes
             (5140, 10280)
         """
-        if type(world_size) is not int or world_size < 1:
-            raise OptionError(f"world_size must be an int of at least 1, not {shown(world_size)}")
-        strategy = arguments.choice("strategy", strategy, ("fsdp2", "ddp"))
+        world_size = arguments.whole("world_size", world_size, 1)
+        strategy = arguments.choice("strategy", strategy, _STRATEGIES)
         memory = self.run(run).memory
         kept = memory.saved_bytes, memory.weight_cast_bytes
-        if strategy == "ddp":
-            return ddp(self.groups, *kept)
-        return fsdp2(self.groups, world_size, *kept)
+        return per_rank(self.groups, strategy, world_size, *kept)
 
     def ranks(self, world_size: int) -> str:
         """Returns a table of what each of several processes holds, by FSDP2 and by DDP.
@@ -175,19 +155,18 @@ class Plan(Written):
             >>> print(p.ranks(2).splitlines()[1])
             parameters          5.1 kB  10 kB
         """
-        ranks = [self.per_rank(world_size, each) for each in ("fsdp2", "ddp")]
-        lines = [
-            (name, [getattr(each, field) for each in ranks]) for field, name in _OF_RANK.items()
-        ]
-        return str(_sizes(f"each of {world_size}", ("FSDP2", "DDP"), lines))
+        ranks = [self.per_rank(world_size, each) for each in _STRATEGIES]
+        return str(text.rank_table(world_size, ranks))
 
     def __str__(self) -> str:
-        return "\n".join(_lines(self))
+        return "\n".join(text.lines(self))
 
     def _repr_html_(self) -> str:
-        remedies = "".join(f"<li>{html.escape(each)}</li>" for each in _remedies(self))
-        said = f"<p><strong>{html.escape(_headline(self))}</strong></p><p>{_verdict(self)}</p>"
-        return f"<div>{said}{_memory_table(self).to_html()}<ul>{remedies}</ul></div>"
+        remedies = "".join(f"<li>{html.escape(each)}</li>" for each in text.remedies(self))
+        said = (
+            f"<p><strong>{html.escape(text.headline(self))}</strong></p><p>{text.verdict(self)}</p>"
+        )
+        return f"<div>{said}{text.memory_table(self).to_html()}<ul>{remedies}</ul></div>"
 
     def _data(self) -> Mapping[str, Any]:
         return {
@@ -207,10 +186,10 @@ class Plan(Written):
             return f'<div class="scroll">{table}</div>'
 
         parts = [
-            paragraphs((_headline(self), _verdict(self)), "verdict"),
-            paragraphs(_remedies(self)),
-            section("memory", "Memory of tensors", scrolled(_memory_table(self).to_html())),
-            _peaks(self.runs),
+            paragraphs((text.headline(self), text.verdict(self)), "verdict"),
+            paragraphs(text.remedies(self)),
+            section("memory", "Memory of tensors", scrolled(text.memory_table(self).to_html())),
+            text.peaks(self.runs),
             section("ops", "By op", scrolled(self.report.by_op().html_table())),
             section("modules", "By module", scrolled(self.report.by_module().html_table())),
         ]
@@ -230,153 +209,3 @@ def _of_run(run: Run) -> Mapping[str, Any]:
         "peak": {"phase": peak.phase, **peak.kinds},
         **run.report.totals._asdict(),
     }
-
-
-# --- text ----------------------------------------------------------------------------------------
-
-
-def _headline(plan: Plan) -> str:
-    """Returns what was planned, in a clause."""
-    what = f"a training step with {plan.optimizer}" if plan.is_training else "a forward"
-    return f"{clean(plan.model)}, {count(plan.parameters)} parameters: {what} on {plan.device_type}"
-
-
-def _verdict(plan: Plan) -> str:
-    """Returns how much would run in low precision."""
-    totals = plan.report.totals
-    flops = f"{share(totals.low_flops, totals.flops)} of FLOPs and " if totals.flops else ""
-    return f"{flops}{share(totals.low_bytes, totals.bytes)} of bytes in low precision"
-
-
-def _remedies(plan: Plan) -> Iterator[str]:
-    """Yields what to do about what autograd keeps, and what else there is to know."""
-    memory = plan.memory
-    if memory.weight_cast_bytes:
-        fix = "hmpx.convert(keep_weight_casts=False) casts weights again in the backward"
-        yield (
-            f"{size(memory.weight_cast_bytes)} are casts of weights, which autograd keeps for the "
-            f"backward: {fix}; parameters in bf16 need none"
-        )
-    if plan.frozen_bytes is not None:
-        whole = memory.parameter_bytes + memory.buffer_bytes
-        yield (
-            f"for inference, hmpx.freeze(model, x) would store {size(plan.frozen_bytes)} of weights "
-            f"instead of {size(whole)}"
-        )
-    yield from plan.notes
-
-
-def _lines(plan: Plan) -> Iterator[str]:
-    yield from wrapped(_headline(plan))
-    yield _verdict(plan)
-    yield ""
-    yield str(_memory_table(plan))
-    remedies = list(_remedies(plan))
-    if remedies:
-        yield ""
-    for each in remedies:
-        yield from wrapped(each)
-    groups = plan.report.by_op()
-    if groups:
-        yield ""
-        yield str(groups.table(_MOST_GROUPS))
-        if len(groups) > _MOST_GROUPS:
-            yield f"... and {count(len(groups) - _MOST_GROUPS)} more; .report.by_op() has all"
-
-
-# --- tables --------------------------------------------------------------------------------------
-
-#: Attribute of `Memory`, and of `PerRank`, -> its name in tables.
-_OF_RUN: Final = {
-    "parameter_bytes": "parameters",
-    "buffer_bytes": "buffers",
-    "gradient_bytes": "gradients",
-    "optimizer_bytes": "optimizer state",
-    "saved_bytes": "saved for backward",
-}
-_OF_RANK: Final = {
-    "parameter_bytes": "parameters",
-    "gathered_bytes": "gathered parameters",
-    "gradient_bytes": "gradients",
-    "bucket_bytes": "buckets",
-    "optimizer_bytes": "optimizer state",
-    "saved_bytes": "saved for backward",
-    "weight_cast_bytes": "weight casts kept",
-    "bytes": "sum",
-}
-
-
-def _memory_table(plan: Plan) -> Table:
-    """Returns the memory of all runs side by side, and how much of each is in low precision."""
-    memories = [run.memory for run in plan.runs]
-    lines = [(name, [getattr(each, field) for each in memories]) for field, name in _OF_RUN.items()]
-    dtypes = dict.fromkeys(dtype for memory in memories for dtype in memory.saved)
-    saved = {dtype: [each.saved.get(dtype, 0) for each in memories] for dtype in dtypes}
-    for dtype, sizes in sorted(saved.items(), key=lambda each: -sum(each[1])):
-        lines.append((f"  {clean(short_dtype(dtype))}", sizes))
-    lines.append(("weight casts kept", [each.weight_cast_bytes for each in memories]))
-    lines.append(("peak of tensors", [each.peak_bytes for each in memories]))
-    totals = [run.report.totals for run in plan.runs]
-    return _sizes(
-        "memory of tensors",
-        [run.name for run in plan.runs],
-        lines,
-        ("  in", [each.peak.phase or "-" for each in memories]),
-        ("FLOPs in low", [_low_share(each, "flops") for each in totals]),
-        ("bytes in low", [_low_share(each, "bytes") for each in totals]),
-    )
-
-
-def _low_share(totals: Totals, name: str) -> str:
-    return share(getattr(totals, f"low_{name}"), getattr(totals, name))
-
-
-def _sizes(
-    title: str,
-    names: Sequence[str],
-    lines: Sequence[tuple[str, list[int]]],
-    *others: tuple[str, list[str]],
-) -> Table:
-    """Returns a table with a line of bytes for each name of ``lines`` that has any, then the others."""
-    shown = [(name, [size(n) if n else "-" for n in sizes]) for name, sizes in lines if any(sizes)]
-    rows = [(name, *cells) for name, cells in [*shown, *others]]
-    return Table.of([title, *names], rows, numbers=names)
-
-
-# --- the picture ---------------------------------------------------------------------------------
-
-_BAR_HEIGHT, _LABELS, _WIDTH = 30, 130, 900
-
-
-def _peaks(runs: Sequence[Run]) -> str:
-    """Returns a section with a bar for each run: the tensors at its peak, by kind."""
-    most = max(run.memory.peak_bytes for run in runs)
-    if not most:
-        return ""
-    present = {kind for run in runs for kind in run.memory.peak.kinds}
-    legend = [
-        f'<span class="key kind-{place}">{kind}</span>'
-        for place, kind in enumerate(KINDS)
-        if kind in present
-    ]
-    parts = []
-    for row, run in enumerate(runs):
-        y, x = row * _BAR_HEIGHT + 4, float(_LABELS)
-        parts.append(f'<text x="0" y="{y + 15}">{html.escape(run.name)}</text>')
-        for place, kind in enumerate(KINDS):
-            part = run.memory.peak.kinds.get(kind, 0)
-            if part:
-                width = (_WIDTH - _LABELS - 90) * part / most
-                parts.append(
-                    f'<rect class="kind-{place}" x="{x:.1f}" y="{y}" width="{width:.1f}" height="20">'
-                    f"<title>{run.name}: {kind} {size(part)}</title></rect>"
-                )
-                x += width
-        parts.append(f'<text x="{x + 6:.1f}" y="{y + 15}">{size(run.memory.peak_bytes)}</text>')
-    return section(
-        "peak",
-        "At the peak, by kind",
-        f'<p class="legend">{" ".join(legend)}</p><div class="scroll chart">'
-        f'<svg viewBox="0 0 {_WIDTH} {len(runs) * _BAR_HEIGHT}" role="img" '
-        f'aria-label="Memory of tensors at the peak">{"".join(parts)}</svg></div>',
-    )

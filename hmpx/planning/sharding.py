@@ -1,4 +1,4 @@
-"""What each process holds when several train one model, by arithmetic on the parameters of one.
+"""Bytes in each process when several train one model, by arithmetic on the parameters of one.
 
 The formulas are those of torch's FSDP2 (`torch.distributed.fsdp.fully_shard`) and DDP with their defaults;
 docs/plan.md has them in words.
@@ -9,36 +9,35 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from torch import Tensor, nn
 
 from ..tensors import tensors_of
 
 
-class ParameterSize(NamedTuple):
-    """The sizes that one parameter has.
-
-    Attributes:
-        sizes: Its shape.
-        itemsize: Bytes of an element.
-        learns: Whether it gets a gradient.
-        states: Shape and bytes of an element, of each tensor that the optimizer keeps for it.
-    """
+class _Size(NamedTuple):
+    """Shape of a tensor, and bytes of an element."""
 
     sizes: tuple[int, ...]
     itemsize: int
-    learns: bool
-    states: tuple[tuple[tuple[int, ...], int], ...] = ()
 
-    @property
-    def bytes(self) -> int:
-        """The bytes of all of it."""
-        return math.prod(self.sizes) * self.itemsize
+    @classmethod
+    def of(cls, tensor: Tensor) -> _Size:
+        return cls(tuple(tensor.shape), tensor.dtype.itemsize)
 
     def shard(self, world_size: int) -> int:
         """Returns the bytes of the largest part, of equally many rows each."""
-        return _shard(self.sizes, self.itemsize, world_size)
+        first, *others = self.sizes or (1,)
+        return -(-first // world_size) * math.prod(others) * self.itemsize
+
+
+class ParameterSize(NamedTuple):
+    """The size of a parameter, whether it gets a gradient, and of each tensor that the optimizer keeps for it."""
+
+    size: _Size
+    learns: bool
+    states: tuple[_Size, ...] = ()
 
 
 #: Parameters that FSDP2 gathers together: those of one block, and the rest.
@@ -52,11 +51,11 @@ class PerRank:
     Attributes:
         parameter_bytes: Its parameters.
         gradient_bytes: Their gradients.
-        optimizer_bytes: What the optimizer keeps.
+        optimizer_bytes: The tensors that the optimizer keeps.
         gathered_bytes: FSDP2: the whole parameters of the two largest groups, of which one is used
             while the next is gathered.
         bucket_bytes: DDP: buckets, which gradients are copied to and sent from.
-        saved_bytes: What autograd keeps for the backward, without
+        saved_bytes: Tensors that autograd keeps for the backward, without
         weight_cast_bytes: casts of weights, which are kept whole even where parameters are sharded.
     """
 
@@ -71,93 +70,64 @@ class PerRank:
     @property
     def bytes(self) -> int:
         """Their sum: no step takes more at a time, but for what single ops need while they run."""
-        return (
-            self.parameter_bytes + self.gradient_bytes + self.optimizer_bytes + self.gathered_bytes
-            + self.bucket_bytes + self.saved_bytes + self.weight_cast_bytes
-        )  # fmt: skip
+        return sum(vars(self).values())
 
 
-def fsdp2(
-    groups: Sequence[ShardGroup], world_size: int, saved_bytes: int, weight_cast_bytes: int
+def per_rank(
+    groups: Sequence[ShardGroup],
+    strategy: str,
+    world_size: int,
+    saved_bytes: int,
+    weight_cast_bytes: int,
 ) -> PerRank:
-    """Returns what a rank of FSDP2 holds: that of the largest parts, rank 0."""
+    """Returns the bytes of a rank of FSDP2, that of the largest parts, or of each rank of DDP."""
+    is_sharded = strategy == "fsdp2"
+    parts = world_size if is_sharded else 1
     every = [each for group in groups for each in group]
-    whole = sorted((sum(each.bytes for each in group) for group in groups), reverse=True)
+    whole = sorted(sum(each.size.shard(1) for each in group) for group in groups)
+    gradients = sum(each.size.shard(parts) for each in every if each.learns)
     return PerRank(
-        parameter_bytes=sum(each.shard(world_size) for each in every),
-        gradient_bytes=sum(each.shard(world_size) for each in every if each.learns),
-        optimizer_bytes=sum(
-            _shard(sizes, itemsize, world_size) if sizes == each.sizes else _bytes(sizes, itemsize)
-            for each in every
-            for sizes, itemsize in each.states
-        ),
-        gathered_bytes=sum(whole[:2]),
-        bucket_bytes=0,
-        saved_bytes=saved_bytes,
-        weight_cast_bytes=weight_cast_bytes,
-    )
-
-
-def ddp(groups: Sequence[ShardGroup], saved_bytes: int, weight_cast_bytes: int) -> PerRank:
-    """Returns what each rank of DDP holds, however many there are."""
-    every = [each for group in groups for each in group]
-    gradients = sum(each.bytes for each in every if each.learns)
-    return PerRank(
-        parameter_bytes=sum(each.bytes for each in every),
+        parameter_bytes=sum(each.size.shard(parts) for each in every),
         gradient_bytes=gradients,
-        optimizer_bytes=sum(_bytes(*state) for each in every for state in each.states),
-        gathered_bytes=0,
-        bucket_bytes=gradients,
+        optimizer_bytes=sum(
+            state.shard(parts if state.sizes == each.size.sizes else 1)
+            for each in every
+            for state in each.states
+        ),
+        gathered_bytes=sum(whole[-2:]) if is_sharded else 0,
+        bucket_bytes=0 if is_sharded else gradients,
         saved_bytes=saved_bytes,
         weight_cast_bytes=weight_cast_bytes,
     )
 
 
 def groups_of(modules: Iterable[nn.Module], optimizer: object) -> tuple[ShardGroup, ...]:
-    """Returns groups of parameters: each item of a ``ModuleList`` is one, and what is in none the last.
+    """Returns groups of parameters: each item of a ``ModuleList`` is one, and the rest is the last.
 
     Args:
         modules: The outermost modules.
-        optimizer: What has made a step, or None.
+        optimizer: An optimizer that has made a step, or None.
     """
-    states = getattr(optimizer, "state", {})
+    states: Any = getattr(optimizer, "state", {})
     seen: set[int] = set()
-    groups: list[ShardGroup] = []
+    blocks: list[nn.Module] = []
     modules = list(modules)
     for module in modules:
         for each in module.modules():
             if isinstance(each, nn.ModuleList):
-                groups += [_group(block.parameters(), states, seen) for block in each]
-    groups.append(_group((p for module in modules for p in module.parameters()), states, seen))
+                blocks += each
+    groups = []
+    for parameters in (*(block.parameters() for block in blocks), _parameters(modules)):
+        group = []
+        for parameter in parameters:
+            if id(parameter) not in seen:
+                seen.add(id(parameter))
+                kept = states.get(parameter, {}) if hasattr(states, "get") else {}
+                sizes = tuple(map(_Size.of, tensors_of(dict(kept))))
+                group.append(ParameterSize(_Size.of(parameter), parameter.grad is not None, sizes))
+        groups.append(tuple(group))
     return tuple([group for group in groups if group])
 
 
-def _group(parameters: Iterable[nn.Parameter], states: object, seen: set[int]) -> ShardGroup:
-    found = []
-    for parameter in parameters:
-        if id(parameter) in seen:
-            continue
-        seen.add(id(parameter))
-        kept = states.get(parameter, {}) if hasattr(states, "get") else {}
-        found.append(
-            ParameterSize(
-                tuple(parameter.shape),
-                parameter.dtype.itemsize,
-                parameter.grad is not None,
-                tuple([_size(each) for each in tensors_of(dict(kept))]),
-            )
-        )
-    return tuple(found)
-
-
-def _size(tensor: Tensor) -> tuple[tuple[int, ...], int]:
-    return tuple(tensor.shape), tensor.dtype.itemsize
-
-
-def _shard(sizes: tuple[int, ...], itemsize: int, world_size: int) -> int:
-    first, *others = sizes or (1,)
-    return -(-first // world_size) * math.prod(others) * itemsize
-
-
-def _bytes(sizes: tuple[int, ...], itemsize: int) -> int:
-    return math.prod(sizes) * itemsize
+def _parameters(modules: Iterable[nn.Module]) -> Iterable[nn.Parameter]:
+    return (parameter for module in modules for parameter in module.parameters())

@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any, Final, NoReturn
 
 import torch
 from torch import Tensor, nn
 
-from ..errors import OptionError, PlanError, noted, shown
+from .. import arguments
+from ..errors import OptionError, PlanError, noted, shown, suggestion
 from ..observers import Attached
 from ..recording import Ledger, Recorder, raised_at
 from ..reports import Memory, Report
 from ..session import convert
 from ..tensors import floats_of
 from ..torch_internals import differs_in_devices, lacks_kernel, needs_values
-from .optimizers import made
 from .places import Place
 from .sharding import ShardGroup, groups_of
 
@@ -39,17 +40,7 @@ class Run:
 
 @dataclass(frozen=True)
 class Program:
-    """What is planned.
-
-    Attributes:
-        model: The model, or a function that calls some.
-        modules: Its outermost modules.
-        inputs: What it is called with.
-        loss_fn: The loss of what it returns, or None.
-        make_optimizer: Makes an optimizer of parameters; None for none.
-        is_training: Whether gradients are computed.
-        place: Where.
-    """
+    """A model, or a function that calls some, its outermost modules, and all that a step of it needs."""
 
     model: Callable[..., Any]
     modules: tuple[nn.Module, ...]
@@ -68,14 +59,10 @@ class Program:
     def run(
         self, name: str, conversion: Mapping[str, Any] | None
     ) -> tuple[Run, tuple[ShardGroup, ...]]:
-        """Runs a step.
-
-        Args:
-            name: See `Run`.
-            conversion: Arguments of `convert`; None for float32.
+        """Runs a step: converted with some arguments of `convert`, or in float32.
 
         Returns:
-            What it costs, and the groups of parameters.
+            Its costs, and the groups of parameters.
 
         Raises:
             PlanError: The model needs values.
@@ -96,7 +83,8 @@ class Program:
 
     def _step(self) -> Any:
         with _explained(), torch.set_grad_enabled(self.is_training):
-            output = self._called()
+            args, kwargs = arguments.of_call(self.inputs)
+            output = self.model(*args, **kwargs)
             loss = self._loss(output)
             if loss is None:
                 return None
@@ -104,7 +92,7 @@ class Program:
         learning = [each for each in self.parameters if each.requires_grad]
         if self.make_optimizer is None or not learning:
             return None
-        optimizer = made(self.make_optimizer, learning, self.place.device_type)
+        optimizer = _made(self.make_optimizer, learning, self.place.device_type)
         with self.place.without_values():
             try:
                 optimizer.step()
@@ -116,18 +104,8 @@ class Program:
                 raise
         return optimizer
 
-    def _called(self) -> Any:
-        given = self.inputs
-        if isinstance(given, Mapping):
-            return self.model(**given)
-        return self.model(*given) if isinstance(given, tuple) else self.model(given)
-
     def _loss(self, output: Any) -> Tensor | None:
-        """Returns the loss; None where nothing learns.
-
-        Raises:
-            OptionError: ``loss_fn`` returns no scalar.
-        """
+        """Returns the loss; None where nothing learns."""
         if not self.is_training:
             return None
         if self.loss_fn is not None:
@@ -207,3 +185,73 @@ def _without_values(error: Exception) -> PlanError | None:
             "with which it is run on real tensors"
         )
     return None
+
+
+# --- optimizers ----------------------------------------------------------------------------------
+
+#: What `plan` takes: None for no optimizer.
+Optimizer = str | type[torch.optim.Optimizer] | Callable[[Iterable[nn.Parameter]], Any] | None
+
+#: Devices on which torch's optimizers update all parameters at a time, unless they are told otherwise.
+_AT_A_TIME: Final = ("cuda", "xpu", "mtia")
+
+_NAMES: Final = {
+    name.lower(): found
+    for name, found in vars(torch.optim).items()
+    if isinstance(found, type) and issubclass(found, torch.optim.Optimizer) and name != "Optimizer"
+}
+
+
+def parsed_optimizer(value: Any) -> tuple[str, Callable[[list[nn.Parameter]], Any] | None]:
+    """Returns an optimizer's name and what makes it; None for no optimizer.
+
+    Raises:
+        OptionError: There is none of that name, or ``value`` can't be called.
+    """
+    if value is None:
+        return "no optimizer", None
+    if isinstance(value, str):
+        return _named(value)
+    if not callable(value):
+        raise OptionError(
+            f'optimizer must be a name such as "AdamW", a class or a function of parameters, not '
+            f"{shown(value)}"
+        )
+    return getattr(value, "__name__", type(value).__name__), value
+
+
+def _named(text: str) -> tuple[str, Callable[[list[nn.Parameter]], Any]]:
+    name, *options = text.split()
+    found = _NAMES.get(name.lower())
+    if found is None:
+        hint = suggestion(name.lower(), _NAMES) or f" (known: {', '.join(sorted(_NAMES))})"
+        raise OptionError(f"optimizer: torch.optim has no {shown(name)}{hint}")
+    try:
+        pairs = [option.split("=", 1) for option in options]
+        arguments = {key: ast.literal_eval(value) for key, value in pairs}
+    except (ValueError, SyntaxError):
+        raise OptionError(
+            f'optimizer {shown(text)}: options are given as in "SGD momentum=0.9"'
+        ) from None
+    said = ", ".join(f"{key}={value}" for key, value in arguments.items())
+    return f"{found.__name__} {said}".strip(), lambda parameters: found(parameters, **arguments)
+
+
+def _made(
+    make: Callable[[list[nn.Parameter]], Any], parameters: list[nn.Parameter], device_type: str
+) -> Any:
+    """Returns an optimizer that updates parameters as it would on the device.
+
+    Raises:
+        OptionError: It isn't one.
+    """
+    optimizer = make(parameters)
+    if not hasattr(optimizer, "step") or not hasattr(optimizer, "param_groups"):
+        raise OptionError(
+            f"optimizer must make an optimizer of torch's kind, not {shown(optimizer)}"
+        )
+    for group in optimizer.param_groups:
+        is_undecided = "foreach" in group and group["foreach"] is None and not group.get("fused")
+        if is_undecided and device_type in _AT_A_TIME:
+            group["foreach"] = True
+    return optimizer

@@ -86,14 +86,9 @@ class Casts:
         result: Any,
         node: Any,
     ) -> None:
-        """Notes the casts of one call.
+        """Notes the casts of one call, which is ``call`` or like it.
 
-        Args:
-            call: The call, or an earlier one like it.
-            shapes: Shapes of
-            inputs: its floating inputs, before they were cast.
-            result: What it returned.
-            node: Its node in autograd's graph, or None.
+        ``inputs`` are its floating inputs before they were cast, ``node`` its node in autograd's graph, or None.
         """
         before = ""
         for tensor, given, cast in zip(inputs, call.input_dtypes, call.cast_dtypes, strict=True):

@@ -61,11 +61,6 @@ def signature(args: Args, kwargs: Mapping[str, Any], *, learns: bool) -> Signatu
     """Returns the signature of a call; None where an argument is neither tensor nor a plain value.
 
     Functions and other objects are the program's: they may hold tensors, and are not kept.
-
-    Args:
-        args: Positional arguments.
-        kwargs: Those given by name.
-        learns: Whether gradients are recorded.
     """
     found = (
         Items(tuple([_standing_for(value, learns) for value in args]), is_list=False),

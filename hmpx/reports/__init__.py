@@ -16,11 +16,20 @@ from .cells import (
 )
 from .files import Written, write, written
 from .groups import Group, Groups, grouped
-from .memory import KINDS, Memory, Moment
 from .pages import page, page_file, paragraphs, section, table_section
-from .reading import read_json
-from .report import Report, Views, merged
-from .rows import Row, Totals, Waste, add_up, added, added_waste, totals
+from .report import Report, Views, merged, read_json
+from .rows import (
+    KINDS,
+    Memory,
+    Moment,
+    Row,
+    Totals,
+    Waste,
+    add_up,
+    added,
+    added_waste,
+    totals,
+)
 from .table import Column, Table
 
 __all__ = [

@@ -3,17 +3,16 @@
 from __future__ import annotations
 
 import math
-import unicodedata
+import textwrap
 from collections.abc import Iterable
 from decimal import Decimal
-from typing import Final
+from typing import Final, TypeGuard
 
 import torch
 
 from .. import places
 from ..errors import printable
 from ..tensors import short_name
-from .rows import is_measured
 
 #: No line of text is wider.
 WIDTH: Final = 80
@@ -51,6 +50,11 @@ def _scaled(number: int, unit: str) -> str:
         if rounded < 1000:
             return f"{rounded} {prefix}{unit}"
     return f"{Decimal(number):.1e} {unit}".rstrip()
+
+
+def is_measured(seconds: float | None) -> TypeGuard[float]:
+    """Whether ``seconds`` is a time, rather than None or what a broken clock gives."""
+    return seconds is not None and math.isfinite(seconds)
 
 
 def duration(seconds: float | None) -> str:
@@ -108,60 +112,26 @@ def short_dtype(name: str) -> str:
     return short_name(dtype) if isinstance(dtype, torch.dtype) else clean(name)
 
 
-def width(text: str) -> int:
-    """Returns the columns that text takes in a terminal."""
-    return len(text) if text.isascii() else sum(map(_width, text))
-
-
-def _width(character: str) -> int:
-    if unicodedata.combining(character):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
-
-
 def without_end(text: str, columns: int) -> str:
-    """Returns text cut to so many columns: ``"scaled_dot_prod.."``."""
-    if width(text) <= columns:
+    """Returns text cut to so many characters: ``"scaled_dot_prod.."``."""
+    if len(text) <= columns:
         return text
-    return _first(text, columns - len(_ELLIPSIS)) + _ELLIPSIS[:columns]
+    return text[: max(0, columns - len(_ELLIPSIS))] + _ELLIPSIS[:columns]
 
 
 def without_start(text: str, columns: int) -> str:
-    """Returns text cut to so many columns: ``"..models/train.py:12"``."""
-    if width(text) <= columns:
-        return text
-    return _ELLIPSIS[:columns] + _first(text[::-1], columns - len(_ELLIPSIS))[::-1]
-
-
-def _first(text: str, columns: int) -> str:
-    used = 0
-    for index, character in enumerate(text):
-        used += _width(character)
-        if used > columns:
-            return text[:index]
-    return text
-
-
-def padded(text: str, columns: int, *, is_right: bool) -> str:
-    """Returns text that takes so many columns, at the right or left of them."""
-    space = " " * (columns - width(text))
-    return space + text if is_right else text + space
+    """Returns text cut to so many characters: ``"..models/train.py:12"``."""
+    return without_end(text[::-1], columns)[::-1]
 
 
 def wrapped(text: str, indent: str = "", columns: int = WIDTH) -> list[str]:
     """Returns text in lines of at most ``columns``, broken at spaces where there are any."""
-    room = columns - len(indent)
-    lines = [""]
-    for word in text.split(" "):
-        if lines[-1] and width(lines[-1]) + 1 + width(word) <= room:
-            lines[-1] += f" {word}"
-            continue
-        rest = word
-        if lines[-1]:
-            lines.append("")
-        while width(rest) > room:
-            lines[-1] = _first(rest, room)
-            rest = rest[len(lines[-1]) :]
-            lines.append("")
-        lines[-1] = rest
-    return [f"{indent}{line}" for line in lines if line]
+    return textwrap.wrap(
+        text,
+        columns,
+        initial_indent=indent,
+        subsequent_indent=indent,
+        break_on_hyphens=False,
+        replace_whitespace=False,
+        expand_tabs=False,
+    )

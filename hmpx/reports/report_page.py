@@ -7,13 +7,12 @@ import linecache
 import stat
 import tokenize
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final, NamedTuple
 
-from .cells import clean, count, dtypes, short_dtype, size
+from .cells import clean, count, dtypes, is_measured, short_dtype, size
 from .pages import filled, page, page_file, paragraphs
-from .rows import Row, Totals, is_measured, totals
+from .rows import Row, Totals, totals
 from .text import MOST_FIXES, ended_with, fixes, verdict
 
 if TYPE_CHECKING:
@@ -142,15 +141,7 @@ def module_tree(rows: Iterable[Row]) -> list[tuple[str, str, int, Totals]]:
 
 
 class Line(NamedTuple):
-    """A line of a file.
-
-    Attributes:
-        number: From 1.
-        text: The line.
-        precision: ``"low"``, ``"wide"`` or ``"mixed"``; ``""`` of a line that made no calls.
-        calls: What it called: ``"linear in bf16, 12 times"``.
-        follows_gap: Whether lines before it are not shown.
-    """
+    """A line of a file: the precision and the calls that it made, and whether lines before it are not shown."""
 
     number: int
     text: str
@@ -159,15 +150,8 @@ class Line(NamedTuple):
     follows_gap: bool
 
 
-@dataclass(frozen=True)
-class File:
-    """The lines of a file that made calls, with those around them.
-
-    Attributes:
-        path: Its path.
-        lines: The lines.
-        note: Why lines are missing, or "".
-    """
+class File(NamedTuple):
+    """The lines of a file that made calls, with those around them; a note tells why lines are missing."""
 
     path: str
     lines: tuple[Line, ...]

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from typing import Any, Final
 
 from ..errors import OptionError
-from .cells import WIDTH, padded, width, without_end
+from .cells import WIDTH, without_end
 from .files import plain
 
 #: A cell that starts with one of these may be read as a formula by spreadsheets; from OWASP's page on
@@ -104,8 +104,9 @@ class Table:
         padded_cells = []
         for column in found:
             cells = [column.title, *column.cells]
-            widest = max(map(width, cells))
-            padded_cells.append([padded(cell, widest, is_right=column.is_number) for cell in cells])
+            widest = max(map(len, cells))
+            pad = str.rjust if column.is_number else str.ljust
+            padded_cells.append([pad(cell, widest) for cell in cells])
         first, *rest = padded_cells
         spaced = [first, *([between + cell for cell in cells] for cells in rest)]
         return [list(cells) for cells in zip(*spaced, strict=True)]
@@ -186,7 +187,7 @@ class Table:
 def _fitted(columns: Sequence[Column], line: int) -> tuple[list[Column], str]:
     """Returns the columns, cut so that a line of them fits, and what stands between them."""
     found = [*columns]
-    widths = [max(map(width, (column.title, *column.cells))) for column in found]
+    widths = [max(map(len, (column.title, *column.cells))) for column in found]
     texts = [index for index, column in enumerate(found) if not column.is_number]
     for between in ("  ", " "):
         excess = sum(widths) - line + len(between) * (len(found) - 1)

@@ -133,13 +133,7 @@ def ended_with(report: Report) -> str:
 
 
 class Fix(NamedTuple):
-    """What to do about waste.
-
-    Attributes:
-        line: A line to copy.
-        reason: The waste that it does away with, in a sentence.
-        note: What it costs, or "".
-    """
+    """A line to copy, the waste that it does away with in a sentence, and its cost, or ""."""
 
     line: str
     reason: str

@@ -17,8 +17,8 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx.benchmarking import VARIANTS, Bench, Measured, Quartiles
-from hmpx.benchmarking.memory import peak_bytes
 from hmpx.benchmarking.result import is_beyond_chance
+from hmpx.benchmarking.runner import peak_bytes
 
 QUICK: dict[str, Any] = {"device": "cpu", "runs": 2, "warmup": 1, "run_s": 0.0, "threads": 1}
 
@@ -348,7 +348,6 @@ def test_a_number_format_has_no_autocast() -> None:
         ({"run_s": float("nan")}, "run_s must be seconds"),
         ({"threads": 0}, "threads must be an int of at least 1"),
         ({"clock": "sun"}, "clock"),
-        ({"threads": 1025}, "threads must be at most 1024"),
         ({"device": "cup"}, "cup"),
         ({"device": "meta"}, "one that steps can run on here, .*cpu, not 'meta'"),
         ({"seed": 2**32}, "seed must be at most 4294967295"),

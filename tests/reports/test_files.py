@@ -10,13 +10,14 @@ import json
 import math
 import sys
 import types
+import typing
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from hmpx import OptionError
-from hmpx.reports import Report, Row, merged, read_json, reading, report
+from hmpx.reports import Report, Row, merged, read_json, report
 
 from .samples import HOSTILE, hostile, large, row, waste
 
@@ -126,7 +127,7 @@ def test_a_folder_that_can_not_be_written_to_is_said_by_the_files_name(tmp_path:
 def test_every_field_is_checked() -> None:
     """A new field has a type that reading knows."""
     for kind in (Row, type(waste())):
-        assert {*reading.get_type_hints(kind).values()} <= {*reading._KINDS}
+        assert {*typing.get_type_hints(kind).values()} <= {*report._KINDS}
 
 
 # --- merged --------------------------------------------------------------------------------------
@@ -214,7 +215,7 @@ def test_data_frames_need_pandas(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize(
     "module",
-    [report, reading, *map(importlib.import_module, ("hmpx.reports.groups", "hmpx.reports.table"))],
+    [report, *map(importlib.import_module, ("hmpx.reports.groups", "hmpx.reports.table"))],
 )
 def test_docstrings_show_what_happens(module: types.ModuleType) -> None:
     failed, tried = doctest.testmod(module)
