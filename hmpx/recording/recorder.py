@@ -46,12 +46,10 @@ class Entry:
     backward: int = 0
     is_folded: bool = False
 
-    def taken(self) -> Entry:
-        """Returns a copy, and starts anew."""
-        found = replace(self)
+    def restart(self) -> None:
+        """Counts anew; the entry is only held by graphs from here on."""
         self.calls, self.seconds, self.recorded, self.backward = 0, 0.0, 0, 0
         self.is_folded = True
-        return found
 
 
 class Place(NamedTuple):
@@ -87,15 +85,16 @@ class Recorder:
         self._is_timed = is_timed
         self.is_on = True
         self._entries: dict[object, Entry] = {}
+        self._gradients: dict[int, Entry] = {}
         self.forget()
 
     def forget(self) -> None:
         """Drops all calls. Makes a new lock, since a thread of the parent may hold the old one after a fork."""
-        for entry in list(self._entries.values()):
-            entry.taken()  # their gradients may be computed later
+        for entry in [*self._entries.values(), *self._gradients.values()]:
+            entry.restart()  # gradients may be computed later
         self._lock = threading.RLock()
         self._entries = {}
-        self._late: dict[int, Entry] = {}  # folded ones, whose gradients were computed since
+        self._gradients = {}  # those of which gradients were computed, in that order
         self._sums: dict[Row, Row] = {}
         self._places: dict[Place, _Unused] = {}
         self._casts = Casts()
@@ -149,32 +148,43 @@ class Recorder:
         """Counts that gradients of one of the entry's calls are computed."""
         with self._lock:
             entry.backward += 1
-            if entry.is_folded:
-                self._late[id(entry)] = entry
-        if len(self._late) > _MOST_ENTRIES:
+            self._gradients[id(entry)] = entry
+        if len(self._gradients) > _MOST_ENTRIES:
             self._fold()
 
     def _fold(self) -> None:
         with self._lock:
-            taken = [each.taken() for each in (*self._entries.values(), *self._late.values())]
-            self._entries, self._late = {}, {}
-            for entry in taken:
+            forward, backward = self._counted()
+            for entry in forward:
                 sums = self._places.setdefault(_place_of(entry), _Unused())
                 sums.recorded += entry.recorded
                 sums.bytes += entry.recorded * entry.call.cast_bytes
-                sums.backward += entry.backward
-        found = _in_own_thread(lambda: [*_rows(taken, is_timed=self._is_timed)])
+            for entry in backward:
+                self._places.setdefault(_place_of(entry), _Unused()).backward += entry.backward
+            for entry in (*self._entries.values(), *self._gradients.values()):
+                entry.restart()
+            self._entries, self._gradients = {}, {}
+        found = _in_own_thread(lambda: [*self._rows(forward, backward)])
         with self._lock:
             add_up(self._sums, found)
+
+    def _counted(self) -> tuple[list[Entry], list[Entry]]:
+        """Returns copies of the entries, and of those of which gradients were computed."""
+        entries, gradients = self._entries.values(), self._gradients.values()
+        return [replace(each) for each in entries], [replace(each) for each in gradients]
+
+    def _rows(self, forward: Iterable[Entry], backward: Iterable[Entry]) -> Iterator[Row]:
+        yield from (forward_row(entry, is_timed=self._is_timed) for entry in forward)
+        yield from map(backward_row, backward)
 
     # --- what was counted ------------------------------------------------------------------------
 
     def rows(self) -> tuple[Row, ...]:
         """Returns what was counted, those that cost most first."""
         with self._lock:
-            counted = [replace(each) for each in (*self._entries.values(), *self._late.values())]
+            forward, backward = self._counted()
             sums = list(self._sums.values())
-        return _in_own_thread(lambda: added([*sums, *_rows(counted, is_timed=self._is_timed)]))
+        return _in_own_thread(lambda: added([*sums, *self._rows(forward, backward)]))
 
     def waste(self) -> tuple[Waste, ...]:
         """Returns casts that could be done without."""
@@ -183,14 +193,13 @@ class Recorder:
 
     def _unused_results(self) -> Iterator[Waste]:
         """Yields calls that were recorded by autograd and got no gradient, where others did."""
-        is_used = bool(self._late) or any(each.backward for each in self._entries.values())
-        if not is_used and not any(each.backward for each in self._places.values()):
+        if not self._gradients and not any(each.backward for each in self._places.values()):
             return
         for entry in self._entries.values():
             if entry.call.cast_bytes and entry.recorded and not entry.backward:
                 bytes_ = entry.recorded * entry.call.cast_bytes
                 yield _unused(_place_of(entry), entry.recorded, bytes_)
-        used = set(map(_place_of, self._late.values()))
+        used = {_place_of(each) for each in self._gradients.values() if each.is_folded}
         for place, unused in self._places.items():
             if unused.bytes and not unused.backward and place not in used:
                 yield _unused(place, unused.recorded, unused.bytes)
@@ -207,16 +216,6 @@ class _Backward:
     def __call__(self, gradients: tuple[Tensor | None, ...]) -> None:
         if self._recorder.is_on:
             self._recorder.note_backward(self._entry)
-
-
-def _rows(entries: Iterable[Entry], *, is_timed: bool) -> Iterator[Row]:
-    """Yields the rows of calls, and then those of gradients."""
-    for entry in entries:
-        if entry.calls:
-            yield forward_row(entry, is_timed=is_timed)
-    for entry in entries:
-        if entry.backward:
-            yield backward_row(entry)
 
 
 def _unused(place: Place, times: int, count: int) -> Waste:
