@@ -72,9 +72,9 @@ class Sums(NamedTuple):
     nonzero: float = 0.0
     underflow: float = 0.0
 
-    def plus(self, numbers: list[float]) -> Sums:
+    def plus(self, other: Sums) -> Sums:
         """Returns sums that include one more call."""
-        return Sums(*(add(a, b) for add, a, b in zip(_ADDED, self, numbers, strict=True)))
+        return Sums(*(add(a, b) for add, a, b in zip(_ADDED, self, other, strict=True)))
 
 
 #: How each of `Sums` is added up.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
@@ -185,7 +184,9 @@ def _site(
 
     call, low_type = kept.low.call, kept.low.low_type
     results = [Sums(*each) for each in of(kept.numbers)]
-    sums = functools.reduce(Sums.plus, results, Sums())
+    sums = Sums()
+    for each in results:
+        sums = sums.plus(each)
     propagated = [math.hypot(*each) for each in zip(*of(kept.propagated), strict=True)]
     within = limits(low_type)
     most = max([sums.largest, *(each for (each,) in of(kept.inputs))])
