@@ -10,25 +10,18 @@ from typing import Final, NamedTuple
 
 
 class DeviceType(NamedTuple):
-    """What is known about a type of devices.
+    """What is known about a type of devices."""
 
-    Attributes:
-        name: As torch calls it.
-        is_suggested: Error texts name it among the types that there are.
-        has_autocast: torch.autocast may be on for it.
-        has_kernel_table: ``kernels.ini`` says which ops lack kernels there. On others, ops that lack a
-            kernel anywhere are tried.
-        spare: Its place in the order in which autocast bits of absent devices are taken for marks, see
-            ``torch_state.marks``; None for a type whose bit is not taken.
-        spellings: What people call it otherwise, for hints.
-    """
-
-    name: str
-    is_suggested: bool
-    has_autocast: bool
+    name: str  # As torch calls it
+    is_suggested: bool  # Error texts name it among the types that there are
+    has_autocast: bool  # Torch.autocast may be on for it
+    # ``kernels.ini`` says which ops lack kernels there. On others, ops that lack a kernel
+    # anywhere are tried.
     has_kernel_table: bool
+    # Its place in the order in which autocast bits of absent devices are taken for marks, see
+    # ``torch_state.marks``; None for a type whose bit is not taken
     spare: int | None
-    spellings: tuple[str, ...] = ()
+    spellings: tuple[str, ...] = ()  # What people call it otherwise, for hints
 
 
 DEVICE_TYPES: Final = (

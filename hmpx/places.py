@@ -35,14 +35,9 @@ def located(location: str) -> str:
 
 
 class Place(NamedTuple):
-    """Where in a model an op is called.
+    """Where in a model an op is called."""
 
-    Attributes:
-        path: Qualified name of the innermost running module; ``""`` in the outermost, and outside.
-        classes: Class names of the running modules, the outermost first.
-        training: Whether the innermost is in training mode; None outside of any.
-    """
-
+    # Qualified name of the innermost running module; ``""`` in the outermost, and outside
     path: str = ""
-    classes: tuple[str, ...] = ()
-    training: bool | None = None
+    classes: tuple[str, ...] = ()  # Class names of the running modules, the outermost first
+    training: bool | None = None  # Whether the innermost is in training mode; None outside of any

@@ -33,19 +33,12 @@ def _all_facts() -> Mapping[str, Mapping[str, tuple[str, ...]]]:
 
 @dataclass(frozen=True)
 class Product:
-    """An op that multiplies its factors and sums over some of their indices.
+    """An op that multiplies its factors and sums over some of their indices."""
 
-    Attributes:
-        names: Names of the arguments that are factors.
-        letters: For each of them a letter a dimension, as in ``ops.ini``.
-        result: Those of the result.
-        addend: Name of the argument that is added to the product; None if there is none.
-    """
-
-    names: tuple[str, ...]
-    letters: tuple[str, ...]
-    result: str
-    addend: str | None
+    names: tuple[str, ...]  # Names of the arguments that are factors
+    letters: tuple[str, ...]  # For each of them a letter a dimension, as in ``ops.ini``
+    result: str  # Those of the result
+    addend: str | None  # Name of the argument that is added to the product; None if there is none
 
     @property
     def is_convolution(self) -> bool:

@@ -39,33 +39,22 @@ from .sites import (
 
 @dataclass(frozen=True, slots=True)
 class Op:
-    """One op of torch.
+    """One op of torch."""
 
-    Attributes:
-        name: The name that reports use and that a list line may hold.
-        covered_by: The op whose list line covers this one too (``truediv`` is covered by ``div``).
-        sites: The slots to patch so that every spelling of the op is covered.
-        followers: Python functions that call one of ``sites``, and therefore need no patch.
-    """
-
-    name: str
+    name: str  # The name that reports use and that a list line may hold
+    # The op whose list line covers this one too (``truediv`` is covered by ``div``)
     covered_by: str | None
-    sites: tuple[Site, ...]
+    sites: tuple[Site, ...]  # The slots to patch so that every spelling of the op is covered
+    # Python functions that call one of ``sites``, and therefore need no patch
     followers: tuple[Site, ...]
 
 
 class _Tables(NamedTuple):
-    """The ops and their names.
+    """The ops and their names."""
 
-    Attributes:
-        ops: Op name -> op.
-        bare_names: Bare name -> op name.
-        qualified_names: Key of `NAMESPACES` -> attribute -> op name.
-    """
-
-    ops: Mapping[str, Op]
-    bare_names: Mapping[str, str]
-    qualified_names: Mapping[str, Mapping[str, str]]
+    ops: Mapping[str, Op]  # Op name -> op
+    bare_names: Mapping[str, str]  # Bare name -> op name
+    qualified_names: Mapping[str, Mapping[str, str]]  # Key of `NAMESPACES` -> attribute -> op name
 
 
 def table() -> Mapping[str, Op]:

@@ -98,24 +98,17 @@ _READ_STATISTICS = ("_backward", "_no_training")
 
 @dataclass(frozen=True, slots=True)
 class Parameters:
-    """The parameters of a callable.
+    """The parameters of a callable."""
 
-    Attributes:
-        names: Parameter names by position; keyword-only ones follow.
-        kinds: Position -> ``"T"`` (a tensor), ``"O"`` (a tensor or None), ``"N"`` (a tensor, a
-            number or None), ``"A"`` (anything that may hold tensors). Positions that never hold
-            a tensor are absent.
-        required: How many of the positions in ``kinds`` every call fills.
-        plain: Names that never hold a tensor to be cast (``alpha``, ``eps``, ``dim``).
-        has_keyword_tensors: A keyword-only argument may hold a tensor to be cast.
-        fillable: Positions of ``"O"`` that are as good as None in every call that leaves them out.
-    """
-
-    names: tuple[str, ...]
+    names: tuple[str, ...]  # Parameter names by position; keyword-only ones follow
+    # Position -> ``"T"`` (a tensor), ``"O"`` (a tensor or None), ``"N"`` (a tensor, a number or
+    # None), ``"A"`` (anything that may hold tensors). Positions that never hold a tensor are
+    # absent.
     kinds: Mapping[int, str]
-    required: int
-    plain: frozenset[str]
-    has_keyword_tensors: bool = False
+    required: int  # How many of the positions in ``kinds`` every call fills
+    plain: frozenset[str]  # Names that never hold a tensor to be cast (``alpha``, ``eps``, ``dim``)
+    has_keyword_tensors: bool = False  # A keyword-only argument may hold a tensor to be cast
+    # Positions of ``"O"`` that are as good as None in every call that leaves them out
     fillable: frozenset[int] = frozenset()
 
     @property
@@ -260,17 +253,11 @@ def _statistics() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Where a call of a site may hold numbers that torch converts to the dtype of its tensor.
+    """Where a call of a site may hold numbers that torch converts to the dtype of its tensor."""
 
-    Attributes:
-        positions: By position.
-        names: By name.
-        are_factors: They take part in a computation; otherwise they are stored, or are bounds.
-    """
-
-    positions: frozenset[int]
-    names: frozenset[str]
-    are_factors: bool
+    positions: frozenset[int]  # By position
+    names: frozenset[str]  # By name
+    are_factors: bool  # They take part in a computation; otherwise they are stored, or are bounds
 
 
 @functools.cache

@@ -46,21 +46,13 @@ RESERVED = frozenset(PREFIXES) | {prefix.partition(".")[0] for prefix in PREFIXE
 
 @dataclass(frozen=True, slots=True)
 class Site:
-    """One slot that holds a callable of an op.
+    """One slot that holds a callable of an op."""
 
-    Attributes:
-        namespace: Key of `NAMESPACES`.
-        attribute: Name of the slot in it.
-        in_place: The callable writes to its first argument.
-        is_python: The callable is implemented in Python and may call other ops.
-        is_property: The slot holds a property; the callable is its getter.
-    """
-
-    namespace: str
-    attribute: str
-    in_place: bool = False
-    is_python: bool = False
-    is_property: bool = False
+    namespace: str  # Key of `NAMESPACES`
+    attribute: str  # Name of the slot in it
+    in_place: bool = False  # The callable writes to its first argument
+    is_python: bool = False  # The callable is implemented in Python and may call other ops
+    is_property: bool = False  # The slot holds a property; the callable is its getter
 
     @property
     def qualified(self) -> str:

@@ -262,17 +262,11 @@ def parse_format(name: str, value: object) -> Format:
 
 
 class LineOption(NamedTuple):
-    """A word that may follow a name on a list's line: ``output=float32``.
+    """A word that may follow a name on a list's line: ``output=float32``."""
 
-    Attributes:
-        field: The field of `Decision` that it sets.
-        read: Makes a value of the text after ``=``.
-        is_of_low: Only lines of low-precision lists may say it.
-    """
-
-    field: str
-    read: Callable[[str], Any]
-    is_of_low: bool = True
+    field: str  # The field of `Decision` that it sets
+    read: Callable[[str], Any]  # Makes a value of the text after ``=``
+    is_of_low: bool = True  # Only lines of low-precision lists may say it
 
 
 def _output_type(name: str) -> OutputType:

@@ -20,27 +20,19 @@ DEFAULT_SET: Final = "hmpx"
 
 
 class ListKind(NamedTuple):
-    """What is true of all op lists of a kind.
+    """What is true of all op lists of a kind."""
 
-    Attributes:
-        name: What messages and policy files call the kind.
-        cast_policy: What is decided for its ops.
-        dtype: What they are cast to; None for the policy's low-precision type, or where the cast
-            policy has no dtype of its own.
-        file_name: Its file in a directory of lists; None if directories have none.
-        float16_file_name: In a shipped set, the file that takes its place where the low-precision
-            type is float16.
-        stand_in: The shipped list that is used where a directory has no such file; ``""`` for none.
-        is_key: Policy files, and the sections in them, have lists of this kind.
-    """
-
-    name: str
-    cast_policy: CastPolicy
+    name: str  # What messages and policy files call the kind
+    cast_policy: CastPolicy  # What is decided for its ops
+    # What they are cast to; None for the policy's low-precision type, or where the cast policy
+    # has no dtype of its own
     dtype: torch.dtype | None = None
-    file_name: str | None = None
+    file_name: str | None = None  # Its file in a directory of lists; None if directories have none
+    # In a shipped set, the file that takes its place where the low-precision type is float16
     float16_file_name: str | None = None
+    # The shipped list that is used where a directory has no such file; ``""`` for none
     stand_in: str = ""
-    is_key: bool = True
+    is_key: bool = True  # Policy files, and the sections in them, have lists of this kind
 
 
 _ROWS: Final = (
@@ -77,38 +69,25 @@ def is_policy_file(path: object) -> bool:
 
 
 class Entry(NamedTuple):
-    """One line of a list.
+    """One line of a list."""
 
-    Attributes:
-        text: The name as written, with its prefix: ``"-mul"``.
-        where: ``"my_bf16.txt:3"``.
-        options: Field of `Decision` -> what the line says of it.
-    """
-
-    text: str
-    where: str
-    options: Mapping[str, Any] = {}
+    text: str  # The name as written, with its prefix: ``"-mul"``
+    where: str  # ``"my_bf16.txt:3"``
+    options: Mapping[str, Any] = {}  # Field of `Decision` -> what the line says of it
 
 
 @dataclass(frozen=True)
 class OpList:
-    """A list after reading.
+    """A list after reading."""
 
-    Attributes:
-        ops: Op name -> the line that put it there.
-        unknown: Lines whose name is not an op of the installed torch.
-        repeated: Names that are there twice, as written, each with both places, the later one first.
-        removed: Ops removed by a ``-`` line, including operators of ops in the list.
-        everything: The ``*`` line, if there is one.
-        is_shipped: The list comes with hmpx.
-    """
-
-    ops: Mapping[str, Entry]
-    unknown: tuple[Entry, ...] = ()
+    ops: Mapping[str, Entry]  # Op name -> the line that put it there
+    unknown: tuple[Entry, ...] = ()  # Lines whose name is not an op of the installed torch
+    # Names that are there twice, as written, each with both places, the later one first
     repeated: tuple[tuple[str, str, str], ...] = ()
+    # Ops removed by a ``-`` line, including operators of ops in the list
     removed: frozenset[str] = frozenset()
-    everything: Entry | None = None
-    is_shipped: bool = False
+    everything: Entry | None = None  # The ``*`` line, if there is one
+    is_shipped: bool = False  # The list comes with hmpx
 
 
 class Listed(NamedTuple):
@@ -145,47 +124,31 @@ def listed(lists: Mapping[str, OpList], low_dtype: LowType) -> list[Listed]:
 
 @dataclass(frozen=True)
 class SectionSource:
-    """One section as it is written.
+    """One section as it is written."""
 
-    Attributes:
-        lists: Name in `KEYS` -> op list.
-        conditions: Key in `sections.CONDITIONS` -> value.
-        low_precision_type: Of its lists; None for that of the file.
-        where: ``"policy.yaml:12"``.
-    """
-
-    lists: Mapping[str, OpList]
-    conditions: Mapping[str, Any]
-    low_precision_type: LowType | None
-    where: str
+    lists: Mapping[str, OpList]  # Name in `KEYS` -> op list
+    conditions: Mapping[str, Any]  # Key in `sections.CONDITIONS` -> value
+    low_precision_type: LowType | None  # Of its lists; None for that of the file
+    where: str  # ``"policy.yaml:12"``
 
 
 @dataclass(frozen=True)
 class PolicySource:
-    """A policy file after reading, before anything is decided.
+    """A policy file after reading, before anything is decided."""
 
-    Attributes:
-        lists: Name in `KEYS` -> ops added to that list.
-        removed: Name in `KEYS` -> the lines that take ops out of the shipped list.
-        base: The shipped set, or a directory; None for none.
-        low_precision_type: None if the file names none.
-        formats: What it says of all its ops in number formats, unless their lines say otherwise:
-            ``rounding``, ``overflow``, ``round_gradients`` as in `convert`.
-        sections: In their order.
-        is_verbose: Whether the file asks for logging.
-        notes: Messages to the user.
-        where: The file.
-    """
-
+    # Name in `KEYS` -> ops added to that list
     lists: Mapping[str, OpList] = field(default_factory=dict)
+    # Name in `KEYS` -> the lines that take ops out of the shipped list
     removed: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
-    base: str | None = DEFAULT_SET
-    low_precision_type: LowType | None = None
+    base: str | None = DEFAULT_SET  # The shipped set, or a directory; None for none
+    low_precision_type: LowType | None = None  # None if the file names none
+    # What it says of all its ops in number formats, unless their lines say otherwise:
+    # ``rounding``, ``overflow``, ``round_gradients`` as in `convert`
     formats: Mapping[str, Any] = field(default_factory=dict)
-    sections: tuple[SectionSource, ...] = ()
-    is_verbose: bool = False
-    notes: tuple[str, ...] = ()
-    where: str = ""
+    sections: tuple[SectionSource, ...] = ()  # In their order
+    is_verbose: bool = False  # Whether the file asks for logging
+    notes: tuple[str, ...] = ()  # Messages to the user
+    where: str = ""  # The file
 
     def op_lists(self) -> list[OpList]:
         """Returns all the lists in it."""

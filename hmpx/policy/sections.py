@@ -101,23 +101,17 @@ def _compiled(glob: str) -> re.Pattern[str]:
 
 
 class Condition(NamedTuple):
-    """Something that a section may ask of a call.
+    """Something that a section may ask of a call."""
 
-    Attributes:
-        key: Its name in policy files, and as an argument of `Section`.
-        kind: What reads its value: a method of `files.NodeReader`.
-        holds: Whether a call meets it: of its value, made into ``patterns`` where it has some, and the call.
-        is_placed: It depends on the modules that are running.
-        group: Of neighbouring rows with the same group, one that holds is enough; ``""`` for none.
-        patterns: For patterns of qualified names: their class.
-    """
-
-    key: str
-    kind: str
+    key: str  # Its name in policy files, and as an argument of `Section`
+    kind: str  # What reads its value: a method of `files.NodeReader`
+    # Whether a call meets it: of its value, made into ``patterns`` where it has some, and the
+    # call
     holds: Callable[[Any, Call], bool]
-    is_placed: bool = False
+    is_placed: bool = False  # It depends on the modules that are running
+    # Of neighbouring rows with the same group, one that holds is enough; ``""`` for none
     group: str = ""
-    patterns: type[Regexes] | None = None
+    patterns: type[Regexes] | None = None  # For patterns of qualified names: their class
 
 
 def _of_first(ask: Callable[[Any, Call, int], bool]) -> Callable[[Any, Call], bool]:

@@ -20,17 +20,11 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 @dataclass(frozen=True, slots=True)
 class Registered:
-    """A rule as it was registered.
+    """A rule as it was registered."""
 
-    Attributes:
-        op: Op name, or ``"*"``.
-        function: The user's function.
-        level: The rule of the highest level is asked first; of equal ones, the latest.
-    """
-
-    op: str
-    function: Callable[[Call], Verdict]
-    level: int
+    op: str  # Op name, or ``"*"``
+    function: Callable[[Call], Verdict]  # The user's function
+    level: int  # The rule of the highest level is asked first; of equal ones, the latest
 
     def __call__(self, call: Call) -> Verdict:
         """Returns the verdict of the user's function."""
