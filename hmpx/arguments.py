@@ -55,17 +55,7 @@ def choice(
     known: Iterable[Choice],
     spellings: Mapping[str, str] | None = None,
 ) -> Choice:
-    """Returns ``value``, which is one of ``known``.
-
-    Args:
-        name: The argument.
-        value: What was given.
-        known: What may be given.
-        spellings: Other names of some of these, for hints, as `suggestion` takes them.
-
-    Raises:
-        OptionError: It is not among them.
-    """
+    """Returns ``value``, which is one of ``known``; ``spellings`` are other names, for hints."""
     known = tuple(known)
     is_text = isinstance(value, str)
     found = [each for each in known if is_text and each == value]

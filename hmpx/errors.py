@@ -196,13 +196,7 @@ def short(path: str) -> str:
 
 
 def gathered(faults: Iterable[str], count: int, most: int = MOST_SHOWN) -> list[str]:
-    """Returns the first of ``faults``, and how many more there are.
-
-    Args:
-        faults: Messages; an iterator is only run as far as messages are shown.
-        count: How many there are in all.
-        most: How many to show.
-    """
+    """Returns the first ``most`` of ``count`` faults, and how many more there are; an iterator is run no further."""
     first = list(itertools.islice(faults, most))
     more = count - len(first)
     return [*first, f"and {more:,} more"] if more > 0 else first

@@ -56,13 +56,7 @@ class Found:
 
 
 def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str | None:
-    """Returns the canonical name of another library's op; None if it can't be one.
-
-    Args:
-        name: As in a list.
-        prefixes: Those of the names of torch's own ops.
-        names: The bare names of these ops.
-    """
+    """Returns the canonical name of another library's op; None for one of torch's ``prefixes`` and ``names``."""
     namespace, separator, operator = name.partition("::")
     if separator:
         name = f"{OPERATORS}.{namespace}.{operator}"

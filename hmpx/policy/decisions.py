@@ -220,15 +220,7 @@ def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:
 
 
 def parse_low_type(value: object) -> LowType:
-    """Returns the low-precision type ``value``, or the one of that name.
-
-    Args:
-        value: ``torch.bfloat16``, ``torch.float16`` or one of their names; a number format, or
-            anything that `hmpx.formats.get` takes for one.
-
-    Raises:
-        OptionError: It is not one of these.
-    """
+    """Returns the low-precision type ``value``: one of torch's dtypes, a number format, or a name of one."""
     if is_format(value):
         return value
     if is_a(value, torch.dtype) and value in tensors.LOW_PRECISION:

@@ -316,16 +316,7 @@ def _libraries() -> frozenset[str]:
 
 
 def read_set(lists: str | os.PathLike[str], low_dtype: LowType | None = None) -> dict[str, OpList]:
-    """Returns kind -> list for a shipped set's name, or a directory with files of those names.
-
-    Args:
-        lists: The name or directory.
-        low_dtype: The low-precision type: a shipped set may have another list for float16.
-
-    Raises:
-        OptionError: There is no such set and no such directory.
-        OpListError: A list in the directory can't be read.
-    """
+    """Returns kind -> list for a shipped set, also for float16 as the low type, or for a directory of lists."""
     name = arguments.path("lists", lists)
     names = set_names()
     is_shipped = name in names

@@ -161,12 +161,7 @@ def _shipped(
 
 
 def _beneath(lists: Iterable[Listed], first: OpList | None = None) -> list[list[Listed]]:
-    """Returns the bands that all others outrank: ops whose inputs must agree, ops of other libraries.
-
-    Args:
-        lists: The others; what they remove is in no band.
-        first: The list of the former; None for the shipped one.
-    """
+    """Returns the bands that all ``lists`` outrank: ops whose inputs must agree, ops of other libraries."""
     removed = frozenset().union(*[each.op_list.removed for each in lists])
     libraries = of_libraries()
     kept = {name: entry for name, entry in libraries.ops.items() if name not in removed}

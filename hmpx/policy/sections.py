@@ -57,11 +57,7 @@ class Regexes:
 
 
 class Globs(Regexes):
-    """Globs, in which ``*`` stands for any characters.
-
-    Each is found by a part between dots that it needs, such as ``3`` in ``layer.3.*``: there may be one for
-    each of thousands of modules.
-    """
+    """Globs, each found by a part between dots that it needs, such as ``3`` in ``layer.3.*``."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         """Chooses the rarest part of each glob."""
