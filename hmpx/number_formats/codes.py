@@ -13,7 +13,7 @@ from torch import Tensor
 from ..errors import OptionError
 from ..tensors import CAST, is_in_memory
 from .bits import FP32, FP64
-from .families import CodedFormat, Format, SharedScales, code_dtype
+from .families import Coded, CodedFormat, Custom, Format, SharedScales, code_dtype
 from .kernels import calls
 from .kernels.calls import threads_for
 from .layouts import NO_GRID
@@ -68,8 +68,7 @@ def encode(
         >>> hmpx.formats.encode(torch.tensor([1.0, -2.0]), "float8_e4m3fn")
         tensor([ 56, 192], dtype=torch.uint8)
     """
-    format = get(format)
-    format.check_coded()
+    known = _coded(format)
     if not isinstance(x, Tensor):
         raise OptionError(f"encode takes a tensor, not {type(x).__name__}")
     check_dense(x)
@@ -80,18 +79,27 @@ def encode(
         if x.dtype in CAST and x.dtype is not torch.float64:
             work = CAST[torch.float32](work)
         if work.dtype in CAST and (generator is None or isinstance(generator, torch.Generator)):
-            found = _encoded(work, format, rounding, overflow, generator)
+            found = _encoded(work, known, rounding, overflow, generator)
             if found is not None:
                 return found
-        if work.dtype is torch.float32 and not format.is_exact_in_float32:
+        if work.dtype is torch.float32 and not known.is_exact_in_float32:
             work = CAST[torch.float64](work)
-        rounded = quantize(work, format, rounding, overflow, generator)
-        return format.encoded(work, rounded, FP64 if rounded.dtype is torch.float64 else FP32)
+        rounded = quantize(work, known, rounding, overflow, generator)
+        return known.encoded(work, rounded, FP64 if rounded.dtype is torch.float64 else FP32)
+
+
+def _coded(format: str | torch.dtype | Format) -> Coded:
+    known = get(format)
+    if isinstance(known, Custom):
+        raise OptionError(
+            f"format {known.name} is given by a function and has no codes; quantize rounds to it"
+        )
+    return known
 
 
 def _encoded(
     x: Tensor,
-    format: Format,
+    format: Coded,
     rounding: str,
     overflow: str | None,
     generator: torch.Generator | None,
@@ -133,9 +141,10 @@ def _encoded(
 def _encoder(run: Rounding, dtype: torch.dtype) -> calls.Kernel | None:
     """Returns the kernel that rounds tensors of one dtype to codes."""
     if dtype not in run.encoders:
-        plan = run.format.coded_plan(dtype, run.mode, run.overflow)
+        format: Any = run.format
+        plan = format.coded_plan(dtype, run.mode, run.overflow)
         run.encoders[dtype] = None
-        if plan is not None and (coding := run.format.coding(plan.binary)) is not None:
+        if plan is not None and (coding := format.coding(plan.binary)) is not None:
             run.encoders[dtype] = calls.kernel(plan, coding)
     return run.encoders[dtype]
 
@@ -157,15 +166,14 @@ def decode(codes: Tensor | tuple[Tensor, ...], format: str | torch.dtype | Forma
         >>> hmpx.formats.decode(torch.tensor([56, 192], dtype=torch.uint8), "float8_e4m3fn")
         tensor([ 1., -2.])
     """
-    format = get(format)
-    format.check_coded()
+    known = _coded(format)
     values = None
     if not torch.compiler.is_dynamo_compiling():
-        if isinstance(format, SharedScales):
-            values = _decoded_scaled(codes, format)
-        elif isinstance(format, CodedFormat):
-            values = _decoded(codes, format)
-    return format.decoded(codes) if values is None else values
+        if isinstance(known, SharedScales):
+            values = _decoded_scaled(codes, known)
+        else:
+            values = _decoded(codes, known)
+    return known.decoded(codes) if values is None else values
 
 
 def _decoded(codes: Any, format: CodedFormat) -> Tensor | None:
@@ -224,11 +232,10 @@ def _decoder(format: CodedFormat | SharedScales) -> Any:
     """Returns the kernel that reads a format's codes; None if there is none."""
     if "decoder" not in format.derived:
         binary = FP32 if isinstance(format, SharedScales) or format.is_exact_in_float32 else FP64
-        coding, made = format.coding(binary), None
-        if coding is not None and isinstance(format, SharedScales):
-            made = calls.scaled_decoder(format.exact_plan(torch.float32).decoding_spec, coding)
-        elif coding is not None:
-            made = calls.decoder(coding, binary.width)
+        coding, make_spec = format.coding(binary), None
+        if isinstance(format, SharedScales):
+            make_spec = format.exact_plan(torch.float32).decoding_spec
+        made = None if coding is None else calls.decoder(coding, binary.width, make_spec)
         format.derived["decoder"] = made
     return format.derived["decoder"]
 

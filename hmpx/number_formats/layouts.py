@@ -50,11 +50,7 @@ class Layout:
     axis: int = -1
 
     def to_rows(self, x: Tensor) -> Tensor:
-        """Returns ``x`` as rows: the axis last, or first for columns; perhaps a view.
-
-        Raises:
-            OptionError: ``x`` has no such axis.
-        """
+        """Returns ``x`` as rows: the axis last, or first for columns; perhaps a view. Checks the axis."""
         if self.kind == "whole":
             return x.reshape(-1)
         if x.dim() == 0:
@@ -89,13 +85,9 @@ class Layout:
         return self.kind in ("rows", "whole")
 
     def grid(self, x: Tensor) -> Grid:
-        """Returns the grid of a tensor.
+        """Returns the grid of a tensor without memory between its elements. Checks the axis.
 
-        Args:
-            x: Without memory between its elements; contiguous, unless the layout `takes_strides`.
-
-        Raises:
-            OptionError: ``x`` has no such axis.
+        It must be contiguous, unless the layout `takes_strides`.
         """
         shape = x.shape
         if self.kind == "whole":

@@ -131,6 +131,12 @@ class Coding:
     memory: Any = None
 
 
+def struct(*groups: tuple[str, Any]) -> Any:
+    """Returns the class of a C struct; each group is names, with blanks between, and their type."""
+    fields_ = [(name, kind) for names, kind in groups for name in names.split()]
+    return type("Struct", (ctypes.Structure,), {"_fields_": fields_})
+
+
 def integers(*numbers: int) -> Any:
     """Returns numbers as kernels take them; those beyond 63 bits are taken for their lowest 64."""
     return (ctypes.c_int64 * len(numbers))(*(ctypes.c_int64(number).value for number in numbers))

@@ -94,11 +94,7 @@ class Rounding:
         return found
 
     def plan(self, dtype: torch.dtype) -> Plan | None:
-        """Returns how tensors of one dtype are rounded by a plan; None if by none.
-
-        Raises:
-            OptionError: They can't be.
-        """
+        """Returns the plan for tensors of one dtype; None if none is needed. Checks the dtype."""
         if dtype not in self._plans:
             if dtype not in CAST:
                 raise OptionError(
@@ -109,11 +105,7 @@ class Rounding:
 
 
 def rounding_of(format: Format, mode: str, overflow: str | None) -> Rounding:
-    """Returns what rounds to a format in one way, made once for each.
-
-    Raises:
-        OptionError: The format can't be rounded to in this way; or ``HMPX_KERNELS`` is wrong.
-    """
+    """Returns what rounds to a format in one way, made once for each; raises `OptionError` if none can."""
     found: Rounding | None
     try:
         found = format.derived.get((Rounding, mode, overflow))

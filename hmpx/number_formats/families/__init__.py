@@ -22,6 +22,7 @@ from .tapered import Posit, Takum
 __all__ = [
     "FORMATS",
     "Block",
+    "Coded",
     "CodedFormat",
     "Custom",
     "Exponent",
@@ -37,8 +38,11 @@ __all__ = [
     "code_dtype",
 ]
 
-#: A format of any family: the one list of families.
-Format: TypeAlias = Float | Exponent | Posit | Takum | Fixed | Block | Scaled | Table | Custom
+#: A format that has codes.
+Coded: TypeAlias = Float | Exponent | Posit | Takum | Fixed | Block | Scaled | Table
+
+#: A format of any family.
+Format: TypeAlias = Coded | Custom
 
 #: The classes of formats.
 FORMATS: Final[tuple[type[NumberFormat], ...]] = get_args(Format)

@@ -89,9 +89,8 @@ class Block(SharedScales):
         return self.element.bits + 8 / self.size
 
     @property
-    def figures(self) -> Figures:
-        """All figures: of the elements, and by the largest and the smallest scale."""
-        element = self.element.figures
+    def _figures(self) -> Figures:
+        element = self.element._figures
         lowest = -126 if isinstance(self.element, Fixed) else -127
         return element._replace(
             max=math.ldexp(element.max, 127 - exponent_of(element.max)),

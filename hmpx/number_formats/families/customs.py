@@ -71,9 +71,3 @@ class Custom(NumberFormat):
 
     def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> None:
         """Returns None: the function rounds."""
-
-    def check_coded(self) -> None:
-        """Raises `OptionError`: there are no codes."""
-        raise OptionError(
-            f"format {self.name} is given by a function and has no codes; quantize rounds to it"
-        )

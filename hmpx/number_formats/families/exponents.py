@@ -98,8 +98,7 @@ class Exponent(CodedFormat):
         return (1 << self.bits) - 2 - self.exponent_bias
 
     @property
-    def figures(self) -> Figures:
-        """All figures."""
+    def _figures(self) -> Figures:
         least = math.ldexp(1.0, -self.exponent_bias)
         return Figures(1, 1.0, math.ldexp(1.0, self.max_exponent), least, least)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import math
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor
@@ -14,44 +14,29 @@ from ...errors import OptionError
 from ..bits import Binary
 from ..layouts import NO_GRID, Grid
 from ..noise import uniform
-from ..plans import Coding, Plan
+from ..plans import Coding, Plan, struct
 from ..unpatched import ABS, ADD, AND, CLAMP, EQ, FLOOR, GE, LT, MUL, SUB, TRUNC, WHERE
 from ..vocabulary import Overflow
 from .number_format import CodedFormat, Figures, check_int, check_name
 
+#: The kernel's ``fixed_spec``.
+FixedSpec: Final = struct(("mode", ctypes.c_int64), ("scale step least most", ctypes.c_double))
 
-class FixedSpec(ctypes.Structure):
-    """The kernel's ``fixed_spec``."""
-
-    _fields_ = (
-        ("mode", ctypes.c_int64),
-        *((name, ctypes.c_double) for name in ("scale", "step", "least", "most")),
-    )
-
-
-class _FixedCodes(ctypes.Structure):
-    """The kernels' ``fixed_codes``."""
-
-    _fields_ = (("bits", ctypes.c_int64), ("scale", ctypes.c_double), ("step", ctypes.c_double))
+#: The kernels' ``fixed_codes``.
+_FixedCodes: Final = struct(("bits", ctypes.c_int64), ("scale step", ctypes.c_double))
 
 
 @dataclass(frozen=True)
 class FixedPlan(Plan):
-    """Rounds to fixed point of so many bits, of which some are a fraction."""
+    """Rounds to fixed point with so many bits after the point, within bounds in units of the last place."""
 
     binary: Binary
     mode: str
-    bits: int
     fraction: int
-    is_symmetric: bool = False  # the least number is the largest with the other sign
+    least: int
+    most: int
 
     kernel = "fixed"
-
-    @property
-    def limits(self) -> tuple[int, int]:
-        """The least and the largest number, in units of the last place."""
-        most = (1 << (self.bits - 1)) - 1
-        return -most if self.is_symmetric else -most - 1, most
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded."""
@@ -74,14 +59,14 @@ class FixedPlan(Plan):
             whole = FLOOR(scaled)
             is_drawn = GE(SUB(scaled, whole), uniform(noise, self.binary))
             whole = WHERE(is_drawn, ADD(whole, 1.0), whole)
-        whole = CLAMP(whole, *self.limits).mul_(math.ldexp(1.0, -self.fraction))
+        whole = CLAMP(whole, self.least, self.most).mul_(math.ldexp(1.0, -self.fraction))
         bits = whole.view(self.binary.integer)  # compilers may take -0 for 0
         return bits.masked_fill_(EQ(whole, 0), 0).view(self.binary.dtype)
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``fixed_spec``."""
         scale = 1 << self.fraction
-        return FixedSpec(self.mode_number, scale, 1 / scale, *self.limits)
+        return FixedSpec(self.mode_number, scale, 1 / scale, self.least, self.most)
 
 
 @dataclass(frozen=True)
@@ -120,8 +105,7 @@ class Fixed(CodedFormat):
         return self.integer_bits + self.fraction_bits
 
     @property
-    def figures(self) -> Figures:
-        """All figures."""
+    def _figures(self) -> Figures:
         step = math.ldexp(1.0, -self.fraction_bits)
         return Figures(self.bits - 1, step, ((1 << (self.bits - 1)) - 1) * step, step, step)
 
@@ -142,7 +126,8 @@ class Fixed(CodedFormat):
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FixedPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
-        return FixedPlan(binary, mode, self.bits, self.fraction_bits)
+        half = 1 << (self.bits - 1)
+        return FixedPlan(binary, mode, self.fraction_bits, -half, half - 1)
 
     def codes_of(self, rounded: Tensor, binary: Binary) -> Tensor:
         """Returns the codes of values of the format, as integers of any width."""

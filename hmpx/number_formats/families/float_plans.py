@@ -22,44 +22,24 @@ class FloatPlan(Plan):
 
     binary: Binary
     mode: str
-    mantissa: int
-    min_exponent: int
-    max_exponent: int
+    lowest: int  # the exponent field of the smallest normal number, in place
+    highest: int  # the exponent field beyond the largest number, in place
+    lift: int  # from an exponent field to that of the power of two to add, in place
+    lowest_power: (
+        int  # the bits of the power of two to add to numbers below the smallest normal one
+    )
     max: float
     beyond: float  # replaces numbers beyond the largest: infinity, NaN or the largest
-    has_subnormals: bool
     has_negative_zero: bool
 
     kernel = "float"
-
-    @property
-    def lowest(self) -> int:
-        """The exponent field of the smallest normal number, in place."""
-        return (self.min_exponent + self.binary.bias) << self.binary.mantissa
-
-    @property
-    def highest(self) -> int:
-        """The exponent field beyond the largest number, in place."""
-        return (self.max_exponent + 1 + self.binary.bias) << self.binary.mantissa
-
-    @property
-    def lift(self) -> int:
-        """The distance from an exponent field to that of the power of two to add, in place."""
-        return (self.binary.mantissa - self.mantissa) << self.binary.mantissa
-
-    @property
-    def lowest_power(self) -> int:
-        """The bits of the power of two to add to numbers below the smallest normal one."""
-        return self.lowest + (
-            self.lift if self.has_subnormals else self.binary.mantissa << self.binary.mantissa
-        )
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
         power = AND(bits, binary.infinity)
-        if self.has_subnormals:
+        if self.lowest_power == self.lowest + self.lift:
             power = CLAMP(power, self.lowest, self.highest).add_(self.lift)
         else:
             lifted = CLAMP(power, max=self.highest).add_(self.lift)
@@ -71,7 +51,7 @@ class FloatPlan(Plan):
             rounded = magnitude.add_(power).sub_(power)
         else:
             rounded = self._directed(bits, whole, power, noise)
-        rounded = self._bounded(bits, rounded)
+        rounded = _bounded(self, bits, whole, rounded)
         found = rounded.view(binary.integer)
         sign = AND(bits, binary.sign)
         if not self.has_negative_zero:
@@ -100,42 +80,11 @@ class FloatPlan(Plan):
         rounded = WHERE(AND(is_below, grows), ADD(nearest, step), nearest)
         return WHERE(AND(is_above, ~grows), SUB(nearest, step), rounded)
 
-    def _bounded(self, bits: Tensor, rounded: Tensor) -> Tensor:
-        """Returns magnitudes with those beyond the largest replaced; may change ``rounded``."""
-        if self.beyond == self.max:
-            return CLAMP(rounded, max=self.max)
-        if self.mode in ("nearest", "nearest_away", "stochastic"):
-            # Infinity where it is beyond, or else 0: by arithmetic, since comparing and choosing take
-            # far longer where no compiler fuses them.
-            huge = math.ldexp(1.0, self.binary.bias)
-            excess = CLAMP(SUB(rounded, self.max), min=0.0).mul_(huge).mul_(huge)
-            if self.beyond == math.inf:
-                return rounded.add_(excess)
-            rounded = rounded.add_(SUB(excess, excess))  # NaN, which some processors make negative
-            bits = rounded.view(self.binary.integer)
-            return bits.bitwise_and_(self.binary.magnitude).view(self.binary.dtype)
-        # What is rounded towards zero ends at the largest number; only infinity is beyond.
-        is_inf = EQ(AND(bits, self.binary.magnitude), self.binary.infinity)
-        goes_beyond = is_inf
-        if self.mode != "toward_zero":
-            grows = may_grow(bits, self.mode)
-            goes_beyond = OR(is_inf, grows)
-        is_over = GT(rounded, self.max)
-        rounded = CLAMP(rounded, max=self.max)
-        return rounded.masked_fill_(AND(is_over, goes_beyond), self.beyond)
-
     def kernel_numbers(self) -> tuple[int, ...]:
         """Returns the numbers of the kernel's ``float_spec``."""
-        return (
-            self.mode_number,
-            self.lowest,
-            self.highest,
-            self.lift,
-            self.lowest_power,
-            self.binary.bits_of(self.max),
-            self.binary.bits_of(self.beyond),
-            self.has_negative_zero,
-        )
+        fields = (self.mode_number, self.lowest, self.highest, self.lift, self.lowest_power)
+        ends = map(self.binary.bits_of, (self.max, self.beyond))
+        return (*fields, *ends, self.has_negative_zero)
 
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``float_spec``."""
@@ -148,46 +97,32 @@ class BitsPlan(Plan):
 
     binary: Binary
     mode: str
-    mantissa: int
+    unit: int  # the bit of the last place kept
+    lowest_unit: int  # the same below the smallest normal number
     max: int  # the bits of the largest number
     beyond: int  # the bits of what numbers beyond that become: infinity, NaN or the largest
-    has_subnormals: bool
     has_negative_zero: bool
 
     kernel = "bits"
-
-    @property
-    def unit(self) -> int:
-        """The bit of the last place kept."""
-        return 1 << (self.binary.mantissa - self.mantissa)
-
-    @property
-    def lowest_unit(self) -> int:
-        """The same below the smallest normal number."""
-        return self.unit if self.has_subnormals else 1 << self.binary.mantissa
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of ``x`` rounded."""
         binary = self.binary
         bits = x.view(binary.integer)
-        if (
-            self.mode == "nearest"
-            and self.has_subnormals
-            and self.has_negative_zero
-            and self.unit > 1
-            and self.max + self.unit == self.beyond == binary.infinity
-        ):
-            # Half a unit in the last place less one, and one more if that place is odd.
-            rounded = RIGHT(bits, binary.mantissa - self.mantissa).bitwise_and_(1)
-            rounded = rounded.add_((self.unit >> 1) - 1).add_(bits).bitwise_and_(-self.unit)
+        unit, is_flushed = self.unit, self.lowest_unit > self.unit
+        is_plain = self.mode == "nearest" and self.has_negative_zero and not is_flushed
+        if is_plain and unit > 1 and self.max + unit == self.beyond == binary.infinity:
+            # Half a unit in the last place less one, and one more if that place is odd: twice as fast.
+            rounded = RIGHT(bits, unit.bit_length() - 1).bitwise_and_(1)
+            rounded = rounded.add_((unit >> 1) - 1).add_(bits).bitwise_and_(-unit)
             is_nan = ones_if_positive(AND(bits, binary.magnitude).sub_(binary.infinity), binary)
             return XOR(XOR(rounded, bits).bitwise_and_(is_nan), rounded).view(binary.dtype)
         whole = AND(bits, binary.magnitude)
-        rounded = self._cut(bits, whole, self.unit, noise)
-        if not self.has_subnormals:
+        rounded = self._cut(bits, whole, unit, noise)
+        if is_flushed:
             is_low = LT(whole, 1 << binary.mantissa)
             rounded = WHERE(is_low, self._cut(bits, whole, self.lowest_unit, noise), rounded)
-        rounded = self._bounded(bits, whole, rounded)
+        rounded = _bounded(self, bits, whole, rounded)
         rounded = WHERE(GT(whole, binary.infinity), whole, rounded)  # NaN
         sign = AND(bits, binary.sign)
         if not self.has_negative_zero:
@@ -215,27 +150,23 @@ class BitsPlan(Plan):
             added = WHERE(grows, ADD(whole, unit - 1), whole)
         return AND(added, -unit)
 
-    def _bounded(self, bits: Tensor, whole: Tensor, rounded: Tensor) -> Tensor:
-        if self.beyond == self.max:
-            return CLAMP(rounded, max=self.max)
-        is_over = GT(rounded, self.max)
-        if self.mode in ("nearest", "nearest_away", "stochastic"):
-            return rounded.masked_fill(is_over, self.beyond)
-        goes_beyond = EQ(whole, self.binary.infinity)
-        if self.mode != "toward_zero":
-            grows = may_grow(bits, self.mode)
-            goes_beyond = OR(goes_beyond, grows)
-        rounded = CLAMP(rounded, max=self.max)
-        return rounded.masked_fill_(AND(is_over, goes_beyond), self.beyond)
-
     def kernel_spec(self, grid: Grid = NO_GRID) -> Any:
         """Returns the kernel's ``bits_spec``."""
-        return (ctypes.c_int64 * 7)(
-            self.mode_number,
-            self.unit,
-            self.lowest_unit,
-            self.max,
-            self.beyond,
-            self.has_negative_zero,
-            self.unit.bit_length() - 1,
-        )
+        units = self.unit, self.lowest_unit, self.max, self.beyond
+        place = self.unit.bit_length() - 1
+        return (ctypes.c_int64 * 7)(self.mode_number, *units, self.has_negative_zero, place)
+
+
+def _bounded(plan: FloatPlan | BitsPlan, bits: Tensor, whole: Tensor, rounded: Tensor) -> Tensor:
+    """Returns rounded magnitudes, as numbers or bits like `max`, with those beyond the largest replaced."""
+    if plan.beyond == plan.max:
+        return CLAMP(rounded, max=plan.max)
+    is_over = GT(rounded, plan.max)
+    if plan.mode not in ("nearest", "nearest_away", "stochastic"):
+        # What is rounded towards zero ends at the largest number; only infinity is beyond.
+        goes_beyond = EQ(whole, plan.binary.infinity)
+        if plan.mode != "toward_zero":
+            goes_beyond = OR(goes_beyond, may_grow(bits, plan.mode))
+        is_over = AND(is_over, goes_beyond)
+        rounded = CLAMP(rounded, max=plan.max)
+    return rounded.masked_fill_(is_over, plan.beyond)

@@ -126,8 +126,7 @@ class Float(CodedFormat):
         return 1 + self.exponent_bits + self.mantissa_bits
 
     @property
-    def figures(self) -> Figures:
-        """All figures."""
+    def _figures(self) -> Figures:
         mantissa = self.mantissa_bits
         steps = (2 << mantissa) - 1 - _KINDS[self.kind].reserved
         return Figures(
@@ -196,14 +195,19 @@ class Float(CodedFormat):
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> FloatPlan | BitsPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
-        most, mantissa = self.max, self.mantissa_bits
+        most, place = self.max, binary.mantissa
         beyond = {"inf": math.inf, "nan": math.nan, "saturate": most}[overflow]
-        rest = (self.subnormals, self.has_negative_zero)
         if self.min_exponent == 1 - binary.bias:
-            limits = binary.bits_of(most), binary.bits_of(beyond)
-            return BitsPlan(binary, mode, mantissa, *limits, *rest)
-        exponents = self.min_exponent, self.max_exponent
-        return FloatPlan(binary, mode, mantissa, *exponents, most, beyond, *rest)
+            unit = 1 << (place - self.mantissa_bits)
+            units = unit, unit if self.subnormals else 1 << place
+            ends = binary.bits_of(most), binary.bits_of(beyond)
+            return BitsPlan(binary, mode, *units, *ends, self.has_negative_zero)
+        lowest = (self.min_exponent + binary.bias) << place
+        highest = (self.max_exponent + 1 + binary.bias) << place
+        lift = (place - self.mantissa_bits) << place
+        power = lowest + (lift if self.subnormals else place << place)
+        fields = lowest, highest, lift, power
+        return FloatPlan(binary, mode, *fields, most, beyond, self.has_negative_zero)
 
     # --- codes ---------------------------------------------------------------------------------
 

@@ -84,11 +84,10 @@ class NumberFormat:
         check_int(self.name, "axis", axis, -64, 63)
         if axis == self.block_axis:
             return self
-        found: Same | None = self.derived.get(("along", axis))
-        if found is None:
+        if ("along", axis) not in self.derived:
             turned = replace(self, axis=axis)  # type: ignore[type-var]  # families are dataclasses
-            found = self.derived.setdefault(("along", axis), turned)
-        return found
+            self.derived["along", axis] = turned
+        return self.derived["along", axis]  # type: ignore[no-any-return]
 
     @property
     def allowed_overflow(self) -> tuple[Overflow, ...]:
@@ -138,10 +137,50 @@ class NumberFormat:
         """Returns how to round tensors of a binary type that the format fits in."""
         raise NotImplementedError
 
-    # --- codes ---------------------------------------------------------------------------------
 
-    def check_coded(self) -> None:
-        """Raises `OptionError` if the format has no codes."""
+class Figures(NamedTuple):
+    """The figures of a format: its properties of the same names."""
+
+    significand_bits: int
+    epsilon: float
+    max: float
+    smallest_normal: float
+    smallest_subnormal: float
+
+
+class MeasuredFormat(NumberFormat):
+    """A number format that has figures and codes."""
+
+    @property
+    def _figures(self) -> Figures:
+        raise NotImplementedError
+
+    @property
+    def significand_bits(self) -> int:
+        """Most bits of a number's significand, the leading 1 included; of a normal element's in blocks."""
+        return self._figures.significand_bits
+
+    @property
+    def epsilon(self) -> float:
+        """The distance from 1 to the next larger number, or the least between neighbours; of elements in blocks."""
+        return self._figures.epsilon
+
+    @property
+    def max(self) -> float:
+        """The largest finite number."""
+        return self._figures.max
+
+    @property
+    def smallest_normal(self) -> float:
+        """The smallest positive number with a full significand; the smallest if there are no subnormals."""
+        return self._figures.smallest_normal
+
+    @property
+    def smallest_subnormal(self) -> float:
+        """The smallest positive number."""
+        return self._figures.smallest_subnormal
+
+    # --- codes ---------------------------------------------------------------------------------
 
     @property
     def code_bits(self) -> int:
@@ -155,11 +194,7 @@ class NumberFormat:
         raise NotImplementedError
 
     def decoded(self, codes: Any) -> Tensor:
-        """Returns the values of codes, in float32 if that has all values, else in float64.
-
-        Raises:
-            OptionError: ``codes`` are not as `encoded` returns them.
-        """
+        """Returns the values of what `encoded` returns, in float32 or float64; else raises `OptionError`."""
         raise NotImplementedError
 
     def coded_plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
@@ -171,53 +206,6 @@ class NumberFormat:
     def coding(self, binary: Binary) -> Coding | None:
         """Returns how kernels code values of a binary type; None if there are no such kernels."""
         return None
-
-
-class Figures(NamedTuple):
-    """The figures of a format, which are its properties of the same names."""
-
-    significand_bits: int
-    epsilon: float
-    max: float
-    smallest_normal: float
-    smallest_subnormal: float
-
-
-class MeasuredFormat(NumberFormat):
-    """A number format that has figures."""
-
-    @property
-    def figures(self) -> Figures:
-        """All figures."""
-        raise NotImplementedError
-
-    @property
-    def significand_bits(self) -> int:
-        """Most bits of a number's significand, the leading 1 included; of a normal element's in blocks."""
-        return self.figures.significand_bits
-
-    @property
-    def epsilon(self) -> float:
-        """The distance from 1 to the next larger number; the least between neighbours without exponents.
-
-        In blocks, that of the elements.
-        """
-        return self.figures.epsilon
-
-    @property
-    def max(self) -> float:
-        """The largest finite number."""
-        return self.figures.max
-
-    @property
-    def smallest_normal(self) -> float:
-        """The smallest positive number with a full significand; the smallest if there are no subnormals."""
-        return self.figures.smallest_normal
-
-    @property
-    def smallest_subnormal(self) -> float:
-        """The smallest positive number."""
-        return self.figures.smallest_subnormal
 
 
 class CodedFormat(MeasuredFormat):
@@ -253,19 +241,14 @@ class CodedFormat(MeasuredFormat):
         is_traced = torch.compiler.is_dynamo_compiling() or type(codes) not in PLAIN_TENSORS
         if self.bits > _TABLED or is_traced:
             return self._narrow_values(codes.to(torch.int64))
-        table = self._all_values().on(codes.device)
+        if "values" not in self.derived:
+            self.derived["values"] = Constant(self._all_values)
+        table = self.derived["values"].on(codes.device)
         return taken(table, AND(codes.to(torch.int64), table.numel() - 1))
 
-    def _all_values(self) -> Constant:
-        table: Constant | None = self.derived.get("values")
-        if table is None:
-
-            def make(device: torch.device) -> Tensor:
-                codes = ARANGE(1 << self.bits, dtype=torch.int64, device="cpu")
-                return self._narrow_values(codes).to(device)
-
-            table = self.derived.setdefault("values", Constant(make))
-        return table
+    def _all_values(self, device: torch.device) -> Tensor:
+        codes = ARANGE(1 << self.bits, dtype=torch.int64, device="cpu")
+        return self._narrow_values(codes).to(device)
 
     def _narrow_values(self, codes: Tensor) -> Tensor:
         values = self.values_of(codes)

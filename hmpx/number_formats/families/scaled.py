@@ -167,9 +167,8 @@ class Scaled(SharedScales):
         return 1, 0 if isinstance(self.granularity, str) else self.granularity
 
     @property
-    def figures(self) -> Figures:
-        """All figures: of the elements, and by the largest and the smallest scale."""
-        element = self.element.figures
+    def _figures(self) -> Figures:
+        element = self.element._figures
         least, most = self.scale_limits
         if self.tensor_scale:
             least, most = least * E4M3_LEAST, most * E4M3_MOST

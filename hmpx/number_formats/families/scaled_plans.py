@@ -14,7 +14,7 @@ from torch import Tensor
 from ...tensors import CAST
 from ..bits import FP32, FP64, Binary
 from ..layouts import NO_GRID, Grid, Kind
-from ..plans import Plan
+from ..plans import Plan, struct
 from ..unpatched import (
     ADD,
     AMAX,
@@ -38,6 +38,7 @@ from ..unpatched import (
 )
 from .fixed import FixedPlan, FixedSpec
 from .float_plans import BitsPlan, FloatPlan
+from .floats import Float
 from .tables import TablePlan
 
 #: How elements are rounded.
@@ -48,7 +49,8 @@ FLOAT32_MOST: Final = float(torch.finfo(torch.float32).max)
 #: Scales in e4m3.
 E4M3_LEAST: Final = 2.0**-6
 E4M3_MOST: Final = 448.0
-_E4M3: Final = FloatPlan(FP32, "nearest", 3, -6, 8, E4M3_MOST, E4M3_MOST, True, True)
+E4M3: Final = Float("e4m3", 4, 3, kind="fn")
+_E4M3_PLAN: Final = E4M3.plan_in(FP32, "nearest", "saturate")
 
 #: As the kernel numbers them; "mx": e8m0 as blocks have it, with ``2**-127``.
 _SCALE_FORMATS: Final = ("float32", "e8m0", "e4m3", "mx")
@@ -57,25 +59,17 @@ _SCALE_FORMATS: Final = ("float32", "e8m0", "e4m3", "mx")
 _SMALL_TABLE: Final = 16
 
 
-def _fields(kind: Any, names: str) -> list[tuple[str, Any]]:
-    return [(name, kind) for name in names.split()]
-
-
-class _ScaledSpec(ctypes.Structure):
-    """The kernel's ``scaled_spec``."""
-
-    _fields_ = (
-        ("element", ctypes.c_int64 * 8),
-        ("e4m3", ctypes.c_int64 * 8),
-        ("fixed", FixedSpec),
-        *_fields(ctypes.c_int64, "kind scale_format has_tensor_scale max_exponent carry nan_index"),
-        *_fields(ctypes.c_int64, "rows mid columns height width is_whole"),
-        ("places", ctypes.c_int64 * 4),
-        ("is_given", ctypes.c_int64),
-        *_fields(ctypes.c_float, "largest tensor_largest least_scale most_scale given"),
-        ("values", ctypes.c_float * _SMALL_TABLE),
-        ("thresholds", ctypes.c_float * _SMALL_TABLE),
-    )
+#: The kernel's ``scaled_spec``.
+_ScaledSpec: Final = struct(
+    ("element e4m3", ctypes.c_int64 * 8),
+    ("fixed", FixedSpec),
+    ("kind scale_format has_tensor_scale max_exponent carry nan_index", ctypes.c_int64),
+    ("rows mid columns height width is_whole", ctypes.c_int64),
+    ("places", ctypes.c_int64 * 4),
+    ("is_given", ctypes.c_int64),
+    ("largest tensor_largest least_scale most_scale given", ctypes.c_float),
+    ("values thresholds", ctypes.c_float * _SMALL_TABLE),
+)
 
 
 @dataclass(frozen=True)
@@ -167,7 +161,7 @@ class ScaledPlan(Plan):
             scale = _divided(amax, divisor)
         scale = CLAMP(scale, self.least_scale, self.most_scale)
         is_coarse = self.scale_format == "e4m3" and not self.has_tensor_scale
-        return _E4M3.round(scale, None) if is_coarse else scale
+        return _E4M3_PLAN.round(scale, None) if is_coarse else scale
 
     def block_scale(self, blocks: Tensor, tensor_scale: Tensor | None) -> Tensor:
         """Returns the scales of blocks: [..., 1], the tensor's not included."""
@@ -175,7 +169,7 @@ class ScaledPlan(Plan):
         if tensor_scale is None:
             return self.scale(amax)
         scale = DIV(_divided(amax, self.largest), tensor_scale)
-        return _E4M3.round(CLAMP(scale, E4M3_LEAST, E4M3_MOST), None)
+        return _E4M3_PLAN.round(CLAMP(scale, E4M3_LEAST, E4M3_MOST), None)
 
     # --- elements ------------------------------------------------------------------------------
 
@@ -267,7 +261,8 @@ class ScaledPlan(Plan):
             for j in range(_SMALL_TABLE):
                 spec.values[j] = element.values[min(j, count - 1)]
                 spec.thresholds[j] = element.thresholds[j] if j < count - 1 else math.inf
-        spec.e4m3[:] = _E4M3.kernel_numbers()
+        assert isinstance(_E4M3_PLAN, FloatPlan)
+        spec.e4m3[:] = _E4M3_PLAN.kernel_numbers()
         spec.scale_format = _SCALE_FORMATS.index(self.scale_format)
         spec.has_tensor_scale = self.has_tensor_scale
         spec.max_exponent, spec.carry = self.max_exponent, self.carry

@@ -20,15 +20,13 @@ from ..unpatched import ADD, DIV, EQ, LEFT, MUL, NE, RIGHT
 from .fixed import Fixed, FixedPlan
 from .floats import Float
 from .number_format import MeasuredFormat, check_codes, code_dtype
-from .scaled_plans import Element, ScaledPlan
+from .scaled_plans import E4M3, Element, ScaledPlan
 from .tables import Table
 
 Rule: TypeAlias = Literal["floor", "rceil", "ceil", "even"]
 
 #: How the shared exponent follows from the largest magnitude, as torchao's ScaleCalculationMode has it.
 RULES: Final[tuple[Rule, ...]] = ("floor", "rceil", "ceil", "even")
-
-_E4M3: Final = Float("e4m3", 4, 3, kind="fn")
 
 
 class SharedScales(MeasuredFormat):
@@ -67,16 +65,15 @@ class SharedScales(MeasuredFormat):
         if isinstance(element, Table):  # its values are those of float32
             element = replace(element, values=tuple(map(to_float32, element.values)))
         plan = element.plan_in(binary, mode, "saturate")
-        return replace(plan, is_symmetric=True) if isinstance(plan, FixedPlan) else plan
+        return replace(plan, least=-plan.most) if isinstance(plan, FixedPlan) else plan
 
     def exact_plan(self, dtype: torch.dtype) -> ScaledPlan:
         """Returns the plan to the nearest."""
         if torch.compiler.is_dynamo_compiling():
             return plan_of(*_constants_of(self, dtype))  # type: ignore[return-value]
-        found: Any = self.derived.get(("exact", dtype))
-        if found is None:
-            found = self.derived.setdefault(("exact", dtype), self.plan(dtype, "nearest", None))
-        return found  # type: ignore[no-any-return]
+        if ("exact", dtype) not in self.derived:
+            self.derived["exact", dtype] = self.plan(dtype, "nearest", None)
+        return self.derived["exact", dtype]  # type: ignore[no-any-return]
 
     # --- codes ---------------------------------------------------------------------------------
 
@@ -117,7 +114,7 @@ class SharedScales(MeasuredFormat):
         codes = layout.from_rows(codes, shape).to(code_dtype(self.element.bits)).contiguous()
         scales = layout.from_rows(block_scale.squeeze(-1), scales_shape).contiguous()
         if plan.scale_format == "e4m3":
-            scales = _E4M3.codes_of(scales, FP32).to(torch.uint8)
+            scales = E4M3.codes_of(scales, FP32).to(torch.uint8)
         elif plan.scale_format != "float32":
             scales = RIGHT(CAST[torch.float32](scales).view(torch.int32), 23).to(torch.uint8)
         return (codes, scales) if tensor_scale is None else (codes, scales, tensor_scale)
@@ -145,7 +142,7 @@ class SharedScales(MeasuredFormat):
         check_codes(codes, self.name)
         codes = self.check_shape(codes, shape)
         if scale_format == "e4m3":
-            return _E4M3.decoded(codes)
+            return E4M3.decoded(codes)
         if scale_format == "mx":  # 2**-127, which float32 has as a subnormal number only
             power = LEFT(ADD(codes.to(torch.int64), FP64.bias - 127), FP64.mantissa)
             powers = power.view(torch.float64)
@@ -193,11 +190,7 @@ def exponent_of(largest: float) -> int:
 def carry(rule: str, largest: float, significand_bits: int, mantissa: int) -> int:
     """Returns the number added to the bits of the largest magnitude before its exponent is taken.
 
-    Args:
-        rule: One of `RULES`.
-        largest: The element's largest number.
-        significand_bits: Of the element.
-        mantissa: Bits of the mantissa field of the type that is computed in.
+    Of the element: ``largest`` and ``significand_bits``; of the type that is computed in: ``mantissa`` bits.
     """
     ones = (1 << mantissa) - 1
     if rule == "ceil":

@@ -19,7 +19,7 @@ from ...tensors import Constant
 from ..bits import FP32, FP64, Binary, to_float32
 from ..layouts import NO_GRID, Grid
 from ..noise import uniform
-from ..plans import Coding, Plan
+from ..plans import Coding, Plan, struct
 from ..unpatched import ADD, BUCKETIZE, CLAMP, CONTIGUOUS, DIV, GE, NE, SUB, WHERE, taken
 from ..vocabulary import Overflow
 from .number_format import CodedFormat, Figures, check_name
@@ -31,6 +31,15 @@ _SMALL_TABLE: Final = 16
 
 #: By so many upper bits the values of a larger one are found: sign, exponent and 3 to 9 more.
 _SHIFTS: Final = tuple(32 - upper for upper in range(12, 19))
+
+#: The kernels' ``table_codes``, ``table_entry`` and ``table_spec``.
+_TableCodes: Final = struct(("mask", ctypes.c_int64), ("values", ctypes.c_void_p))
+_TableEntry: Final = struct(("threshold", ctypes.c_float), ("index", ctypes.c_int32))
+_TableSpec: Final = struct(
+    ("mode count shift nan_index", ctypes.c_int64),
+    ("values thresholds", ctypes.POINTER(ctypes.c_float)),
+    ("entries", ctypes.POINTER(_TableEntry)),
+)
 
 
 @dataclass(frozen=True)
@@ -154,8 +163,7 @@ class Table(CodedFormat):
         return (len(self.values) - 1).bit_length()
 
     @property
-    def figures(self) -> Figures:
-        """All figures; the smallest positive value is NaN if there is none."""
+    def _figures(self) -> Figures:
         least = min((value for value in self.values if value > 0), default=math.nan)
         bits = max(map(_significant_bits, self.values))
         epsilon = min(b - a for a, b in pairwise(self.values))
@@ -241,29 +249,6 @@ def _thresholds(values: tuple[float, ...], binary: Binary, mode: str) -> tuple[f
                 threshold = binary.before(threshold)
             found.append(threshold)
     return tuple(found)
-
-
-class _TableCodes(ctypes.Structure):
-    """The kernels' ``table_codes``."""
-
-    _fields_ = (("mask", ctypes.c_int64), ("values", ctypes.c_void_p))
-
-
-class _TableEntry(ctypes.Structure):
-    """The kernel's ``table_entry``."""
-
-    _fields_ = (("threshold", ctypes.c_float), ("index", ctypes.c_int32))
-
-
-class _TableSpec(ctypes.Structure):
-    """The kernel's ``table_spec``."""
-
-    _fields_ = (
-        *((name, ctypes.c_int64) for name in ("mode", "count", "shift", "nan_index")),
-        ("values", ctypes.POINTER(ctypes.c_float)),
-        ("thresholds", ctypes.POINTER(ctypes.c_float)),
-        ("entries", ctypes.POINTER(_TableEntry)),
-    )
 
 
 def _first_and_last(shift: int, thresholds: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -58,17 +58,8 @@ class TaperedPlan(Plan):
     bits: int
     least: int  # the bits of the smallest positive number
     most: int  # the bits of the largest number
-    keeps_inf: bool  # infinities become NaR, thus NaN; else the largest number
-
-    @property
-    def parity(self) -> int:
-        """The number that makes the place above the mantissa as odd as a code that ends there."""
-        raise NotImplementedError
-
-    @property
-    def last(self) -> int:
-        """The largest bits of a number that doesn't become NaN."""
-        return self.binary.infinity - self.keeps_inf
+    last: int  # the largest bits of a number that doesn't become NaR, thus NaN
+    parity: int  # makes the place above the mantissa as odd as a code that ends there
 
     def cut(self, scaled: Tensor) -> Tensor:
         """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
@@ -131,15 +122,6 @@ class PositPlan(TaperedPlan):
 
     kernel = "posit"
 
-    @property
-    def parity(self) -> int:
-        """As odd above the exponent field as the end of the longest regimes.
-
-        Those of numbers above 1 end in 0, of others in 1; the largest regimes are ``bits - 3`` and
-        ``2 - bits``.
-        """
-        return 1 << (self.binary.mantissa + self.es) if self.bits % 2 == 0 else 0
-
     def cut(self, scaled: Tensor) -> Tensor:
         """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
         places = self.binary.mantissa + self.es
@@ -159,11 +141,6 @@ class TakumPlan(TaperedPlan):
 
     kernel = "takum"
     kernel_binaries = (FP64,)
-
-    @property
-    def parity(self) -> int:
-        """As odd as the end of a characteristic, which is that of c + 1."""
-        return 1 << self.binary.mantissa
 
     def cut(self, scaled: Tensor) -> Tensor:
         """Returns how many bits of numbers a code has no room for; of their bits less those of 1."""
@@ -244,8 +221,7 @@ class Posit(Tapered):
         return (self.bits - 2) << self.es
 
     @property
-    def figures(self) -> Figures:
-        """All figures."""
+    def _figures(self) -> Figures:
         kept = self.bits - 3 - self.es
         epsilon = math.ldexp(1.0, -kept) if kept >= 0 else math.ldexp(1.0, 1 << -kept) - 1.0
         least = math.ldexp(1.0, -self.max_exponent)
@@ -264,7 +240,11 @@ class Posit(Tapered):
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> PositPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
-        return PositPlan(binary, mode, self.bits, *limits, overflow != "saturate", self.es)
+        # Above the exponent field, as odd as the end of the longest regimes, bits - 3 and 2 - bits: of
+        # numbers above 1 they end in 0, of others in 1.
+        parity = 1 << (binary.mantissa + self.es) if self.bits % 2 == 0 else 0
+        last = binary.infinity - (overflow != "saturate")
+        return PositPlan(binary, mode, self.bits, *limits, last, parity, self.es)
 
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
         most, places = self.max_exponent << mantissa, mantissa + self.es
@@ -324,8 +304,7 @@ class Takum(Tapered):
         check_int(self.name, "bits", self.bits, _HEADER + _LONGEST, 32)
 
     @property
-    def figures(self) -> Figures:
-        """All figures."""
+    def _figures(self) -> Figures:
         step = math.ldexp(1.0, _HEADER + _LONGEST - self.bits)
         most = math.ldexp(2.0 - step, _RANGE - 1)
         least = math.ldexp(1.0 + step, -_RANGE)
@@ -337,7 +316,11 @@ class Takum(Tapered):
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> TakumPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
         limits = binary.bits_of(self.smallest_normal), binary.bits_of(self.max)
-        return TakumPlan(binary, mode, self.bits, *limits, overflow != "saturate")
+        last = binary.infinity - (overflow != "saturate")
+        parity = (
+            1 << binary.mantissa
+        )  # as odd as the end of a characteristic, which is that of c + 1
+        return TakumPlan(binary, mode, self.bits, *limits, last, parity)
 
     def _coded(self, scaled: Tensor, mantissa: int) -> Tensor:
         exponent = RIGHT(scaled, mantissa).clamp_(-_RANGE, _RANGE - 1)

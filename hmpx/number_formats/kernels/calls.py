@@ -73,23 +73,19 @@ def threads_for(count: int) -> int:
 # --- formats -----------------------------------------------------------------------------------
 
 
-class _Specs:
-    """The specs of a plan, one for each grid; those of plans that round value by value have one."""
+def _specs_of(make: Callable[[Grid], Any]) -> Callable[[Grid], Any]:
+    """Returns a function that makes the spec for a grid once; a spec is kept while its address is used."""
+    by_grid: dict[Grid, Any] = {}
 
-    __slots__ = ("_by_grid", "_make")
-
-    def __init__(self, make: Callable[[Grid], Any]) -> None:
-        self._make = make
-        self._by_grid: dict[Grid, Any] = {}
-
-    def of(self, grid: Grid) -> Any:
-        """Returns the ctypes object for a grid, which must be kept while its address is used."""
-        spec = self._by_grid.get(grid)
+    def spec_of(grid: Grid) -> Any:
+        spec = by_grid.get(grid)
         if spec is None:
-            if len(self._by_grid) >= _MOST_GRIDS:
-                self._by_grid.clear()
-            spec = self._by_grid[grid] = self._make(grid)
+            if len(by_grid) >= _MOST_GRIDS:
+                by_grid.clear()
+            spec = by_grid[grid] = make(grid)
         return spec
+
+    return spec_of
 
 
 def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
@@ -97,8 +93,8 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
     library = kernels.library()
     if library is None or not plan.has_kernel:
         return None
-    specs = _Specs(plan.kernel_spec)
-    only = None if plan.is_by_row else specs.of(NO_GRID)
+    spec_of = _specs_of(plan.kernel_spec)
+    only = None if plan.is_by_row else spec_of(NO_GRID)
     if only is None and not plan.is_by_row:
         return None
     name, kind = plan.symbol, "round"
@@ -122,7 +118,7 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
         *rest: int,
         _keep: Any = coding,
     ) -> None:
-        spec = specs.of(grid) if only is None else only
+        spec = spec_of(grid) if only is None else only
         if scale is not None:  # of this call only
             spec = type(spec).from_buffer_copy(spec)
             spec.is_given, spec.given = True, scale
@@ -132,48 +128,29 @@ def kernel(plan: Plan, coding: Coding | None = None) -> Kernel | None:
     return run
 
 
-def decoder(coding: Coding, width: int) -> Callable[..., None] | None:
+def decoder(
+    coding: Coding, width: int, make_spec: Callable[[Grid], Any] | None = None
+) -> Callable[..., None] | None:
     """Returns what reads codes as values of so many bits; None if no kernel does.
 
-    It takes (codes' address, values' address, elements, bytes of a code, threads).
+    It takes (codes' address, values' address, elements, bytes of a code, threads), and, if it is given
+    what makes the specs of shared scales, (codes' address, scales' address, values' address, elements, grid,
+    bytes of a code, threads, the tensor's scale or 1).
     """
     library = kernels.library()
     if library is None or not coding.can_decode:
         return None
-    function = _function(library, f"decode_{coding.kernel}_f{width}", "decode")
+    kind = "decode" if make_spec is None else "decode_scaled"
+    function = _function(library, f"decode_{coding.kernel}_f{width}", kind)
     codes = ctypes.addressof(coding.spec)
-
-    def run(source: int, target: int, count: int, *rest: int, _keep: Any = coding) -> None:
-        function(source, target, count, codes, *rest)
-
-    return run
-
-
-def scaled_decoder(spec_of: Callable[[Grid], Any], coding: Coding) -> Callable[..., None] | None:
-    """Returns what reads codes of elements that share scales; None if no kernel does.
-
-    It takes (codes' address, scales' address, values' address, elements, grid, bytes of a code, threads,
-    the tensor's scale or 1).
-    """
-    library = kernels.library()
-    if library is None or not coding.can_decode:
-        return None
-    function = _function(library, "decode_scaled_f32", "decode_scaled")
-    specs, codes = _Specs(spec_of), ctypes.addressof(coding.spec)
-
-    def run(  # as the C function
-        source: int,
-        scales: int,
-        target: int,
-        count: int,
-        grid: Grid,
-        *rest: Any,
-        _keep: Any = coding,
-    ) -> None:
-        spec = specs.of(grid)
-        function(source, scales, target, count, ctypes.addressof(spec), codes, *rest)
-
-    return run
+    if make_spec is None:
+        return lambda source, target, count, *rest, _keep=coding: function(
+            source, target, count, codes, *rest
+        )
+    spec_of = _specs_of(make_spec)
+    return lambda source, scales, target, count, grid, *rest, _keep=coding: function(
+        source, scales, target, count, ctypes.addressof(spec_of(grid)), codes, *rest
+    )
 
 
 # --- extremes ----------------------------------------------------------------------------------
@@ -189,11 +166,7 @@ _FLOAT32_MOST: Final = torch.finfo(torch.float32).max
 
 @functools.cache
 def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
-    """Returns a function for each dtype that finds its extremes; empty without compiled kernels.
-
-    Raises:
-        OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
-    """
+    """Returns a function for each dtype that finds its extremes; empty without compiled kernels."""
     library = kernels.library(is_essential=False)
     if library is None:
         return {}
@@ -203,14 +176,13 @@ def extremes_kernels() -> Mapping[torch.dtype, Extremes]:
 def largest_magnitude(x: Tensor) -> float | None:
     """Returns the largest magnitude in a tensor on the CPU with memory of its own; 0 for nothing.
 
-    Returns:
-        NaN where it holds infinity or NaN. None where there is no kernel for it.
-
-    Raises:
-        OptionError: As for `extremes_kernels`.
+    NaN where it holds infinity or NaN. None where there is no kernel for it.
     """
     extremes = extremes_kernels().get(x.dtype)
-    if extremes is None or not (x.is_contiguous() or _is_turned(x)) or not is_in_memory(x):
+    is_turned = (
+        x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]
+    )  # a matrix, transposed
+    if extremes is None or not (x.is_contiguous() or is_turned) or not is_in_memory(x):
         return None
     count = x.numel()
     if not count:
@@ -220,11 +192,6 @@ def largest_magnitude(x: Tensor) -> float | None:
     extremes(x.data_ptr(), count, ctypes.addressof(found), threads)
     amax = abs(max(-found[0], found[1]))
     return amax if amax <= _FLOAT32_MOST else math.nan
-
-
-def _is_turned(x: Tensor) -> bool:
-    """Whether ``x`` is a contiguous matrix, transposed."""
-    return x.dim() == 2 and x.stride(0) == 1 and x.stride(1) == x.shape[0]
 
 
 # --- bfloat16 ----------------------------------------------------------------------------------
@@ -260,10 +227,7 @@ class Bfloat16Kernels:
     def multiply(self, x: Tensor, weight: Tensor, target: Tensor) -> Tensor:
         """Writes ``x @ weight.T``, with values of ``weight`` rounded to bfloat16; for few rows.
 
-        Args:
-            x: float32: [..., k], row by row.
-            weight: float32: [n, k], row by row.
-            target: float32: [..., n], row by row.
+        float32, row by row: x [..., k], weight [n, k], target [..., n].
         """
         n, k = weight.shape
         self._multiplied(
@@ -273,25 +237,15 @@ class Bfloat16Kernels:
         return target
 
     def look_up(self, source: Tensor, target: Tensor, values: Tensor) -> Tensor:
-        """Writes a function of ``source`` to ``target``; all are bfloat16.
-
-        Args:
-            source: The arguments.
-            target: The tensor that is written to.
-            values: The function's values at the 65,536 numbers, in the order of their bits.
-        """
+        """Writes a function of ``source`` to ``target``, given its values at all 65,536 numbers; all bfloat16."""
         count = _numel(source)
         self._mapped(_address(source), _address(target), count, _address(values), _shares(count))
         return target
 
     def scale(self, source: Tensor, factors: Tensor, target: Tensor, values: Tensor) -> Tensor:
-        """Writes ``factors``, times a function of ``source``, to ``target``; all are bfloat16.
+        """Writes ``factors``, times a function of ``source``, to ``target``, which may be one of these.
 
-        Args:
-            source: The arguments.
-            factors: The other factors.
-            target: The tensor that is written to; may be one of the others.
-            values: float32: the function's values at the 65,536 numbers, in the order of their bits.
+        All are bfloat16, but the function's values at all 65,536 numbers are float32.
         """
         count = _numel(source)
         self._scaled(
@@ -308,10 +262,6 @@ def _shares(count: int) -> int:
 
 @functools.cache
 def bfloat16_kernels() -> Bfloat16Kernels | None:
-    """Returns the kernels; None if there are none.
-
-    Raises:
-        OptionError: ``HMPX_KERNELS`` has a value that it can't have, or names an unusable library.
-    """
+    """Returns the kernels; None if there are none."""
     library = kernels.library(is_essential=False)
     return None if library is None else Bfloat16Kernels(library)
