@@ -59,7 +59,7 @@ class Plan:
         """
         raise NotImplementedError
 
-    def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor) -> Tensor:
+    def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:
         """As `round`, by given scales in float32, laid out as ``x`` is; for plans that have scales."""
         raise NotImplementedError
 

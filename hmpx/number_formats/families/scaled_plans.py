@@ -74,37 +74,21 @@ _ScaledSpec: Final = struct(
 
 @dataclass(frozen=True)
 class ScaledPlan(Plan):
-    """Rounds elements that share scales.
-
-    Attributes:
-        binary: The type that it computes in.
-        mode: The rounding mode.
-        element: How the elements are rounded, divided by their scale.
-        kind: How the values that share a scale lie in rows.
-        size: How many of a row share a scale; 0 for all.
-        height: How many rows do, of tiles.
-        scale_format: ``"float32"``, ``"e8m0"``, ``"e4m3"``, or of a `BlockPlan` ``"mx"``.
-        has_tensor_scale: Scales are divided by one of the whole tensor.
-        largest: The largest magnitude of an element.
-        least_scale: The least scale of the tensor if it has one, else of blocks.
-        most_scale: The largest one.
-        max_exponent: The exponent of ``largest``.
-        carry: Added to the bits of a magnitude before its exponent is taken.
-    """
+    """Rounds elements that share scales."""
 
     binary: Binary
     mode: str
-    element: Element
-    kind: Kind
-    size: int
-    height: int
-    scale_format: str
-    has_tensor_scale: bool
-    largest: float
-    least_scale: float
+    element: Element  # how elements are rounded, divided by their scale
+    kind: Kind  # how the values that share a scale lie in rows
+    size: int  # how many of a row share a scale; 0 for all
+    height: int  # how many rows do, of tiles
+    scale_format: str  # or "mx" in a BlockPlan
+    has_tensor_scale: bool  # scales are divided by one of the whole tensor
+    largest: float  # the largest magnitude of an element
+    least_scale: float  # of the tensor if it has one, else of blocks
     most_scale: float
-    max_exponent: int
-    carry: int
+    max_exponent: int  # of `largest`
+    carry: int  # added to the bits of a magnitude before its exponent is taken
 
     kernel = "scaled"
     kernel_binaries: ClassVar[tuple[Binary, ...]] = (FP32,)
@@ -113,24 +97,32 @@ class ScaledPlan(Plan):
 
     def round(self, x: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the values of rows rounded."""
-        if x.numel() == 0:
-            return x.clone()
-        blocks = self.split(x)
-        tensor_scale = self.scale(self.amax(x.reshape(-1))) if self.has_tensor_scale else None
-        return self._rounded(blocks, noise, self.block_scale(blocks, tensor_scale), tensor_scale, x)
+        return self.round_by(x, noise, None)
 
-    def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor) -> Tensor:
-        """Returns the values of rows rounded by scales that are given."""
+    def round_by(self, x: Tensor, noise: Tensor | None, scale: Tensor | None) -> Tensor:
+        """Returns the values of rows rounded, by a given scale of the whole tensor or given scales."""
         if x.numel() == 0:
             return x.clone()
-        blocks = self.split(x)
-        scale = block_scale = CLAMP(scale, self.least_scale, self.most_scale)
+        blocks, tensor_scale = self.split(x), None
+        if scale is not None:
+            scale = CLAMP(scale, self.least_scale, self.most_scale)
         if self.has_tensor_scale:
-            block_scale = self.block_scale(blocks, scale)
-            return self._rounded(blocks, noise, block_scale, scale, x)
-        if self.kind != "whole":
-            block_scale = block_scale.unsqueeze(-1)
-        return self._rounded(blocks, noise, block_scale, None, x)
+            tensor_scale = self.scale(self.amax(x.reshape(-1))) if scale is None else scale
+        if scale is None or self.has_tensor_scale:
+            block_scale = self.block_scale(blocks, tensor_scale)
+        else:
+            block_scale = scale if self.kind == "whole" else scale.unsqueeze(-1)
+        scale = divisor = block_scale
+        by: Callable[..., Tensor] = DIV
+        if self.scale_format == "e4m3":
+            by, divisor = MUL, RECIPROCAL(block_scale)
+            if tensor_scale is not None:
+                scale = MUL(tensor_scale, block_scale)
+                divisor = DIV(RECIPROCAL(tensor_scale), block_scale)
+        elements = self.elements(blocks, by(blocks, CAST[self.binary.dtype](divisor)), noise)
+        # A value is a number of float32, whatever it is computed in.
+        values = MUL(CAST[torch.float32](elements), scale)
+        return CAST[self.binary.dtype](self.join(values, x))
 
     @property
     def has_one_scale(self) -> bool:
@@ -172,26 +164,6 @@ class ScaledPlan(Plan):
         return _E4M3_PLAN.round(CLAMP(scale, E4M3_LEAST, E4M3_MOST), None)
 
     # --- elements ------------------------------------------------------------------------------
-
-    def _rounded(
-        self,
-        blocks: Tensor,
-        noise: Tensor | None,
-        block_scale: Tensor,
-        tensor_scale: Tensor | None,
-        rows: Tensor,
-    ) -> Tensor:
-        scale = divisor = block_scale
-        by: Callable[..., Tensor] = DIV
-        if self.scale_format == "e4m3":
-            by, divisor = MUL, RECIPROCAL(block_scale)
-            if tensor_scale is not None:
-                scale = MUL(tensor_scale, block_scale)
-                divisor = DIV(RECIPROCAL(tensor_scale), block_scale)
-        elements = self.elements(blocks, by(blocks, CAST[self.binary.dtype](divisor)), noise)
-        # A value is a number of float32, whatever it is computed in.
-        values = MUL(CAST[torch.float32](elements), scale)
-        return CAST[self.binary.dtype](self.join(values, rows))
 
     def elements(self, blocks: Tensor, scaled: Tensor, noise: Tensor | None) -> Tensor:
         """Returns the elements: ``blocks``, divided by their scale to ``scaled``, and rounded."""
