@@ -98,11 +98,7 @@ def _coded(format: str | torch.dtype | Format) -> Coded:
 
 
 def _encoded(
-    x: Tensor,
-    format: Coded,
-    rounding: str,
-    overflow: str | None,
-    generator: torch.Generator | None,
+    x: Tensor, format: Coded, rounding: str, overflow: str | None, generator: torch.Generator | None
 ) -> Tensor | tuple[Tensor, ...] | None:
     """Returns the codes that a kernel makes; None if none does."""
     if torch.compiler.is_dynamo_compiling() or not has_own_memory(x):

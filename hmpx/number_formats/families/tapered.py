@@ -20,22 +20,7 @@ from ..bits import FP64, Binary, may_grow, ones_if_positive
 from ..layouts import NO_GRID, Grid
 from ..noise import uniform
 from ..plans import Coding, Plan, integers
-from ..unpatched import (
-    ADD,
-    AND,
-    CLAMP,
-    DIV,
-    EQ,
-    GE,
-    GT,
-    LEFT,
-    LT,
-    OR,
-    RIGHT,
-    SUB,
-    WHERE,
-    XOR,
-)
+from ..unpatched import ADD, AND, CLAMP, DIV, EQ, GE, GT, LEFT, LT, OR, RIGHT, SUB, WHERE, XOR
 from ..vocabulary import Overflow
 from .number_format import CodedFormat, Figures, check_int, check_name
 
