@@ -104,9 +104,10 @@ def _encoded(
     if torch.compiler.is_dynamo_compiling() or not has_own_memory(x):
         return None
     run = rounding_of(format, rounding, overflow)
-    encoder, layout, count = _encoder(run, x.dtype), run.layout, x.numel()
-    if encoder is None:
+    found, layout, count = _encoder(run, x.dtype), run.layout, x.numel()
+    if found is None:
         return None
+    plan, encoder = found
     keys = NO_KEYS if run.mode != "stochastic" else draw_keys(generator)
     if layout is not None or keys is not NO_KEYS:
         x = CONTIGUOUS(x)
@@ -117,7 +118,7 @@ def _encoded(
     parts = [codes]
     written: tuple[int, ...] = ()
     if isinstance(format, SharedScales):
-        plan, shape = format.exact_plan(x.dtype), format.scales_shape(x.shape)
+        shape = format.scales_shape(x.shape)
         if not count and plan.scale_format != "mx":
             return None
         dtype = torch.float32 if plan.scale_format == "float32" else torch.uint8
@@ -125,7 +126,7 @@ def _encoded(
         if plan.has_tensor_scale:
             parts.append(EMPTY((), dtype=torch.float32, device="cpu"))
         written = tuple(part.data_ptr() for part in parts[1:])
-        if plan.symbol == "scaled_f32":
+        if plan.binary is FP32:
             written = (*written, 0)[:2]
     if count or layout is None:
         width, threads = codes.element_size(), threads_for(count)
@@ -134,14 +135,14 @@ def _encoded(
     return codes if layout is None else tuple(parts)
 
 
-def _encoder(run: Rounding, dtype: torch.dtype) -> calls.Kernel | None:
-    """Returns the kernel that rounds tensors of one dtype to codes."""
+def _encoder(run: Rounding, dtype: torch.dtype) -> tuple[Any, calls.Kernel] | None:
+    """Returns the plan and the kernel that round tensors of one dtype to codes."""
     if dtype not in run.encoders:
         format: Any = run.format
         plan = format.coded_plan(dtype, run.mode, run.overflow)
-        run.encoders[dtype] = None
-        if plan is not None and (coding := format.coding(plan.binary)) is not None:
-            run.encoders[dtype] = calls.kernel(plan, coding)
+        coding = None if plan is None else format.coding(plan.binary)
+        kernel = None if coding is None else calls.kernel(plan, coding)
+        run.encoders[dtype] = None if kernel is None else (plan, kernel)
     return run.encoders[dtype]
 
 

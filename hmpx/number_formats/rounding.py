@@ -44,7 +44,7 @@ class Rounding:
         self.format, self.mode, self.overflow = format, mode, overflow
         self.layout = format.layout
         self._plans: dict[torch.dtype, Plan | None] = {}
-        self.encoders: dict[torch.dtype, Kernel | None] = {}
+        self.encoders: dict[torch.dtype, tuple[Plan, Kernel] | None] = {}
 
     def __call__(
         self, x: Tensor, generator: torch.Generator | None = None, scale: Tensor | None = None

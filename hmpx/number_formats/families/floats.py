@@ -175,11 +175,8 @@ class Float(CodedFormat):
     @property
     def is_exact_in_float32(self) -> bool:
         """Whether every value is one of float32."""
-        return (
-            self.mantissa_bits <= 23
-            and self.max_exponent <= 127
-            and self.smallest_subnormal >= 2.0**-149
-        )
+        least = self.min_exponent - (self.mantissa_bits if self.subnormals else 0)
+        return self.mantissa_bits <= 23 and self.max_exponent <= 127 and least >= -149
 
     def plan(self, dtype: torch.dtype, mode: str, overflow: str | None) -> Plan | None:
         """Returns how to round tensors of a floating ``dtype``; None if all its values are the format's."""

@@ -220,7 +220,7 @@ class Posit(Tapered):
     @property
     def is_exact_in_float32(self) -> bool:
         """Whether every value is one of float32."""
-        return self.significand_bits <= 24 and self.max_exponent <= 126
+        return self.bits - 3 - self.es <= 23 and self.max_exponent <= 126
 
     def plan_in(self, binary: Binary, mode: str, overflow: Overflow) -> PositPlan:
         """Returns how to round tensors of a binary type that the format fits in."""
