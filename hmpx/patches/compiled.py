@@ -271,6 +271,9 @@ def is_wrapper(function: Any) -> bool:
 
 _is_cached = True  # what a graph holds follows from its cache key
 
+#: The revision of what graphs hold: raised when operators read other texts, so that older ones are not read.
+_REVISION: Final = 2
+
 #: Returns the cache key of the current conversion. None without a conversion: the key is torch's own.
 _tag: Callable[[], str] | None = None
 
@@ -300,7 +303,7 @@ def _tag_keys(module: Any) -> None:
 def _digest(decides: object) -> str:
     """Returns a digest that equal conversions share across processes; unique if functions decide."""
     # Another version may round differently.
-    state = f"{__version__} {_told(decides)}"
+    state = f"{__version__} {_REVISION} {_told(decides)}"
     return hashlib.sha256(state.encode()).hexdigest()[:16]
 
 
