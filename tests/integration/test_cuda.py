@@ -161,12 +161,13 @@ def test_ops_that_autocast_upcasts_inside_return_fp32(
 ) -> None:
     """Fake tensors decompose them before torch.autocast sees the inner `pow` or `sum`."""
     low = torch.rand(4, 4, device="cuda", dtype=BF16)
+    exact = call(low.double())
     with torch.autocast("cuda", BF16):
-        expected = call(low)
+        peer = call(low)
     with hmpx.convert(lists=lists):
         actual = call(low)
-    assert actual.dtype is expected.dtype is FP32
-    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    assert actual.dtype is peer.dtype is FP32
+    assert (actual - exact).norm() <= (peer - exact).norm() + 1e-6
 
 
 # --- what is counted on fake devices, here on real ones -------------------------------------------
@@ -204,9 +205,7 @@ def test_kernels_are_those_counted_on_fake_devices(
     more = {key: actual[key] - peer[key] for key in ("casts", "kernels", "waits")}
     record_property("figure", f"over autocast's: {more}")
     expected = counted[candidate]["casts"] - counted["autocast"]["casts"]
-    assert more["casts"] == pytest.approx(
-        expected, abs=4
-    )  # of masks, which versions of models make
+    assert more["casts"] <= expected + 4  # of masks, which versions of models make
     # The backward of attention in fp32 reads its seed on the host, with and without a conversion.
     assert actual["waits"] <= max(peer["waits"], plain["waits"])
 
