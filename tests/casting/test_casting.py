@@ -460,7 +460,7 @@ def test_rms_norm_keeps_its_weight_in_fp32(weight_dtype: torch.dtype) -> None:
     x = (uniform(16, 8) * 50).bfloat16().requires_grad_()
     w = (uniform(8, seed=1) * 100).to(weight_dtype).requires_grad_()
     exact = F.rms_norm(x.double(), (8,), w.double())
-    with hmpx.convert():
+    with hmpx.convert(lists="hmp"):
         y = F.rms_norm(x, (8,), w)
     assert y.dtype is BF16
     torch.testing.assert_close(y, exact.bfloat16(), rtol=2**-8, atol=0)

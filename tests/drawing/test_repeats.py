@@ -17,7 +17,7 @@ from hmpx import OptionError
 
 @pytest.fixture(autouse=True)
 def _converted() -> Iterator[None]:
-    with hmpx.convert(device_types={"cpu"}, legalize="never"):
+    with hmpx.convert(lists="lean", device_types={"cpu"}, legalize="never"):
         yield
 
 

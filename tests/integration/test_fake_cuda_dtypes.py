@@ -292,7 +292,7 @@ def test_group_norms_with_exact_statistics(monkeypatch: pytest.MonkeyPatch) -> N
 
     monkeypatch.setattr("hmpx.ops.facts", as_on_cuda)
     with (
-        hmpx.convert(device_types={"cpu"}),
+        hmpx.convert(lists="lean", device_types={"cpu"}),
         torch.autograd.graph.saved_tensors_hooks(keep, lambda each: each),
     ):
         y, *gradients = outcome(BF16)

@@ -109,7 +109,7 @@ def test_train_gpt(tmp_path: Path) -> None:
         assert mixed == pytest.approx(fp32, rel=0.02)  # bf16 has 8 bits, 2**-8 a rounding
     assert losses[-1][0] < 0.8 * losses[0][0]
     for decision in (
-        r"layer_norm\(fp32, fp32, fp32\) +to_fp32 +FIRST by lists/first.txt:\d+ ",
+        r"layer_norm\(fp32, fp32, fp32\) +to_fp32 +FP32 by lists/hmpx/fp32.txt:\d+ ",
         r"linear\(fp32, fp32, fp32\) +to_bf16 +LOW by lists/hmpx/bf16.txt:\d+ +in blocks.0.atten",
         r"matmul\(fp32, bf16\) +to_bf16 +LOW by lists/hmpx/bf16.txt:\d+ +in blocks.0.attention ",
         r"add\(fp32, bf16\) +to_fp32 +WIDEST by lists/hmp/widest.txt:\d+ +in blocks.0 ",
@@ -204,16 +204,18 @@ def test_hmp_script_knows_nothing_of_hmpx() -> None:
 
 
 def test_graph(tmp_path: Path) -> None:
-    """Five casts under hmpx, none in fp32, and a picture of each graph."""
+    """Seven casts under hmpx, none in fp32, and a picture of each graph."""
     output = run_example("graph.py", "--out", "pictures", cwd=tmp_path)
     assert re.search(r"^fp32: 0 casts ", output, re.M)
-    assert re.search(r"^hmpx: 5 casts ", output, re.M)
+    assert re.search(r"^hmpx: 7 casts ", output, re.M)
     assert re.findall(r"^  (.+ -> .+)$", output, re.M) == [
         "0.bias -> AddmmBackward0",
         "0.weight -> TBackward0",
         "3.bias -> AddmmBackward0",
         "3.weight -> TBackward0",
         "output of AddmmBackward0 -> LogSoftmaxBackward0",
+        "output of AddmmBackward0 -> NativeLayerNormBackward0",
+        "output of ReluBackward0 -> AddmmBackward0",
     ]
     has_dot = shutil.which("dot") is not None
     files = [tmp_path / "pictures" / f"graph_{name}" for name in ("fp32", "hmpx")]
@@ -221,8 +223,8 @@ def test_graph(tmp_path: Path) -> None:
         path.with_suffix(".svg" if has_dot else ".dot").read_text(encoding="utf-8")
         for path in files
     )
-    assert (fp32.count("ToCopyBackward0"), mixed.count("ToCopyBackward0")) == (0, 5)
-    assert (fp32.count("orange"), mixed.count("orange")) == (0, 5)
+    assert (fp32.count("ToCopyBackward0"), mixed.count("ToCopyBackward0")) == (0, 7)
+    assert (fp32.count("orange"), mixed.count("orange")) == (0, 7)
     assert ("dot -Tsvg" in output) is not has_dot
 
 
