@@ -9,7 +9,7 @@ import functools
 import hashlib
 import weakref
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, Final
 
 import torch
 from torch import Tensor, nn
@@ -21,9 +21,10 @@ from ..errors import FreezeError
 from ..rules import are_alike
 from ..tensors import LOW_DTYPES, short_name
 from ..torch_internals import behind_transform, has_tangents, is_of_transform, transforms
-from .judging import one_rounding
-from .refusals import REMEDY
-from .slots import Slot
+from .originals import Slot
+from .weights import one_rounding
+
+REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model from its fp32 weights"
 
 
 class ChecksCalls:
@@ -42,17 +43,10 @@ class ChecksCalls:
         in_force: session.Session,
         holders: Mapping[str, nn.Module],
         slots: Sequence[Slot],
+        *,
         is_coded: bool,
     ) -> None:
-        """Notes what the weights were stored for.
-
-        Args:
-            name: The model's class.
-            in_force: The conversion that the weights are stored for.
-            holders: The modules that hold some of them, by path.
-            slots: Where they are.
-            is_coded: Whether some are codes.
-        """
+        """Takes the model's class, the conversion, and the modules that hold weights, by path."""
         self._name = name
         self._low_name = short_name(in_force.policy.low_precision_type)
         self._fingerprint = _fingerprint(in_force)
@@ -63,18 +57,14 @@ class ChecksCalls:
         # Without the model itself, so that it is freed without a search for reference cycles.
         self._inner = {path: module for path, module in holders.items() if path}
         self._slots = [
-            (slot.container, slot.attribute, slot.tensor, slot.path) for slot in slots
+            (slot.container, slot.attribute, slot.tensor, slot.path, slot.name) for slot in slots
             if isinstance(slot.container, dict)  # excludes modules of TorchScript
         ]  # fmt: skip
         self._names = {slot.name: slot.tensor for slot in slots}
         self._refuse_steps()
 
     def __call__(self, module: nn.Module, args: Any) -> None:
-        """Checks a call.
-
-        Raises:
-            FreezeError: The weights can't be used in this call.
-        """
+        """Raises FreezeError if the weights can't be used in this call."""
         if torch.compiler.is_compiling():
             return
         in_force = session.current()
@@ -103,18 +93,16 @@ class ChecksCalls:
 
     def _difference(self, in_force: session.Session) -> str:
         """Returns what is in force that would have stored weights otherwise; ``""`` if nothing is."""
-        if _fingerprint(in_force) != self._fingerprint or not self._has_own_rules(in_force):
+        own = self._own_rules  # none in another process, where only their names are known
+        if _fingerprint(in_force) != self._fingerprint or (
+            own and not all(map(are_alike, own, in_force.rules))
+        ):
             return "another policy"
         if self._is_rounded and in_force.options.legalize == "fast":
             return "another legalize="
         if self._rounding is not None and one_rounding(in_force) != self._rounding:
             return "another rounding= or overflow="
         return ""
-
-    def _has_own_rules(self, in_force: session.Session) -> bool:
-        """Whether rules of the same names are the same; of those in other processes nothing else is known."""
-        now = in_force.rules
-        return not self._own_rules or all(map(are_alike, self._own_rules, now))
 
     def _check_training(self, model: nn.Module) -> None:
         if not model.training and not any([m.training for m in self._inner.values()]):  # noqa: C419
@@ -126,13 +114,13 @@ class ChecksCalls:
         )
 
     def _check_slots(self, model: nn.Module) -> None:
-        for container, attribute, tensor, path in self._slots:
+        for container, attribute, tensor, path, name in self._slots:
             if container.get(attribute) is tensor:
                 continue
             now = getattr(model.get_submodule(path), attribute, None)
             if isinstance(now, Tensor) and _asks_for_gradients(now, tensor):
                 raise FreezeError(
-                    f"gradients are asked for of what stands for {_name(path, attribute)!r}, a "
+                    f"gradients are asked for of what stands for {name!r}, a "
                     f"low-precision weight of a frozen {self._name}, which can't be trained; use "
                     f"detached tensors or torch.no_grad(), or {REMEDY}"
                 )
@@ -169,10 +157,6 @@ class ChecksCalls:
         self._refuse_steps()
 
 
-def _name(path: str, attribute: str) -> str:
-    return f"{path}.{attribute}" if path else attribute
-
-
 def _check_step(
     checks: Callable[[], ChecksCalls | None], optimizer: torch.optim.Optimizer, *rest: Any
 ) -> None:
@@ -185,24 +169,19 @@ def _check_step(
 def _asks_for_gradients(now: Tensor, tensor: Tensor) -> bool:
     """Whether gradients of ``now``, in low precision, are recorded or carried along with it.
 
-    Looks through the wrappers of torch.func's transforms, down to ``tensor``, which has a hook of its
-    own.
+    Looks through the wrappers of torch.func's transforms, down to ``tensor``, which has its own hook.
     """
     if now.dtype not in LOW_DTYPES:
         return False
     while now is not tensor:
         if now.requires_grad and torch.is_grad_enabled():
             return True
-        if has_tangents() and _tangent(now) is not None:
+        if has_tangents() and forward_ad.unpack_dual(now).tangent is not None:  # type: ignore[no-untyped-call]
             return True
         if not is_of_transform(now):
             return False
         now = behind_transform(now)
     return False
-
-
-def _tangent(tensor: Tensor) -> Tensor | None:
-    return forward_ad.unpack_dual(tensor).tangent  # type: ignore[no-any-return, no-untyped-call]
 
 
 def _nothing() -> None:

@@ -6,21 +6,25 @@ contents of those are replaced, and the model is sealed against training.
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterable, Mapping
 from typing import Any, Final
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 
 from .. import arguments, compute, patches, session, torch_state
 from ..errors import FreezeError
+from ..number_formats import encode, quantize
+from ..policy import LowType
+from ..tensors import chunk_of, widened
+from ..torch_internals import FakeTensor
+from .call_checks import REMEDY
 from .frozen import Frozen
-from .judging import judged, one_rounding
-from .originals import Originals
-from .outputs import WidensOutputs
-from .refusals import REMEDY
-from .seal import Attachments, is_sealed, seal
-from .slots import slots_of
-from .storing import check_values_last, flatten_rnns, low_copies
-from .weight_uses import FoundTensor, found_tensors, replaced, watch_forward
+from .originals import Originals, slots_of
+from .seal import is_sealed, seal
+from .uses import FoundTensor, Place, found_tensors, replaced, watch_forward
+from .weights import Rounding, judged, one_rounding
 
 _OUTPUTS: Final = ("fp32", "keep")
 _STORES: Final = ("dtype", "prepared", "codes")
@@ -87,22 +91,25 @@ def freeze(
     for f in found:
         if f.name in dtypes:
             lows.setdefault(id(f.tensor), f)
-    stored = low_copies(lows.values(), dtypes, rounding)
-    check_values_last(model, lows.values(), stored, keep_fp32)
+    stored = _low_copies(lows.values(), dtypes, rounding)
+    _check_values_last(model, lows.values(), stored, keep_fp32)
     slots = slots_of(model, [f.tensor for f in lows.values()])
     kept_alive = {
         f.place.storage for f in found if f.place is not None and id(f.tensor) not in lows
     }
     originals = Originals(slots, kept_alive) if keep_fp32 or not lows else None
-    attached = Attachments()
+    attached = contextlib.ExitStack()
     try:
         for tensor, low in stored:
             if not low.is_floating_point():
                 tensor.requires_grad_(False)
             tensor.data = low
-        flatten_rnns({id(slot.module): slot.module for slot in slots}.values())
+        with torch.no_grad(), torch_state.without_casts():
+            for module in {slot.module: None for slot in slots}:
+                if isinstance(module, nn.RNNBase):  # as cuDNN requires for the present dtype
+                    module.flatten_parameters()
         if outputs == "fp32":
-            attached.callback(model.register_forward_hook(WidensOutputs()).remove)
+            attached.callback(model.register_forward_hook(_widen).remove)
         if store == "prepared":
             attached.callback(compute.prepare([f.tensor for f in lows.values()], model))
         sealed = seal(model, slots, dtypes, in_force, attached) if lows else None
@@ -154,3 +161,65 @@ def _checked(model: object, *, has_example: bool) -> session.Session:
             "first"
         )
     return in_force
+
+
+def _widen(module: nn.Module, args: Any, output: Any) -> Any:
+    """A forward hook that returns float32 where the model returns bfloat16 or float16."""
+    return widened(output)
+
+
+def _low_copies(
+    lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType], rounding: Rounding | None
+) -> list[tuple[Tensor, Tensor]]:
+    """Returns each tensor to be stored low, with its new contents; one copy per place.
+
+    Tensors that lie in one chunk of memory still do so afterwards, as cuDNN requires of RNN weights.
+    """
+    by_storage: dict[object, dict[Place, FoundTensor]] = {}
+    for f in lows:
+        if f.place is not None:
+            key = f.place.storage, dtypes[f.name], f.tensor.is_inference()
+            by_storage.setdefault(key, {}).setdefault(f.place, f)
+    copies: dict[Place | None, Tensor] = {}
+    with torch.no_grad(), torch_state.without_casts():
+        for group in by_storage.values():
+            first = next(iter(group.values()))
+            values, low = [f.tensor.detach() for f in group.values()], dtypes[first.name]
+            with torch.inference_mode(first.tensor.is_inference()):
+                chunk = chunk_of(values) if isinstance(low, torch.dtype) else None
+                if chunk is not None and isinstance(low, torch.dtype):
+                    stored = chunk.parts(chunk.elements(values[0]).to(low))
+                else:
+                    stored = [_low_copy(each, low, rounding) for each in values]
+            copies.update(zip(group, stored, strict=True))
+    return [(f.tensor, copies[f.place]) for f in lows]
+
+
+def _check_values_last(
+    model: nn.Module,
+    lows: Iterable[FoundTensor],
+    low_copies: Iterable[tuple[Tensor, Tensor]],
+    keep_fp32: bool,
+) -> None:
+    """Raises FreezeError if values would be lost, or there are none to keep for `Frozen.undo`."""
+    for f, (tensor, low) in zip(lows, low_copies, strict=True):
+        if isinstance(low, FakeTensor) and not isinstance(tensor, FakeTensor):
+            raise FreezeError(
+                f"{f.name!r} in {type(model).__name__} has values, which would be lost under the "
+                "FakeTensorMode that is on; freeze the model outside of it, or make the model inside"
+            )
+        if keep_fp32 and tensor.is_meta:
+            raise FreezeError(
+                f"{f.name!r} in {type(model).__name__} is on the meta device, which holds no values to "
+                "keep for undo(); pass keep_fp32=False, or make the model under FakeTensorMode"
+            )
+
+
+def _low_copy(values: Tensor, low: LowType, rounding: Rounding | None) -> Tensor:
+    """Returns the values in the dtype, or as the codes of the format."""
+    if isinstance(low, torch.dtype):
+        return values.to(low)
+    assert rounding is not None
+    codes = encode(quantize(values, low, rounding.mode, rounding.overflow), low)
+    assert isinstance(codes, Tensor)
+    return codes

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import weakref
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -11,9 +12,8 @@ from torch import nn
 from .. import arguments, patches
 from ..blocks import Entered, Entrance
 from ..errors import FreezeError, printable
-from .originals import Originals
-from .seal import Attachments, Seal
-from .slots import Slot
+from .originals import Originals, Slot
+from .seal import Seal
 from .weights import Weight, listed, table
 
 
@@ -42,7 +42,7 @@ class Frozen(Entered):
         weights: tuple[Weight, ...],
         seal: Seal | None,
         originals: Originals | None,
-        attached: Attachments,
+        attached: contextlib.ExitStack,
     ) -> None:
         """Called by `freeze` only."""
         self.weights = weights
@@ -87,11 +87,7 @@ class Frozen(Entered):
         if strict and (misplaced or copies):
             raise FreezeError(self._refusal(misplaced, copies))
         self._originals.restore(misplaced.keys())
-        try:
-            self._attached.close()
-        except BaseException:  # a signal's
-            self._attached.close()
-            raise
+        self._attached.close()
         self._is_undone = self._originals.is_empty
         patches.forget_compiled()
 

@@ -1,4 +1,4 @@
-"""The fp32 storages of weights that were stored low, from which they are restored bit for bit.
+"""The places of weights in a model, and their fp32 storages, from which they are restored bit for bit.
 
 A weight gets its storage back if the model still holds it; for the others it is reported what became
 of them.
@@ -7,8 +7,9 @@ of them.
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Container, Iterable, Iterator
+from collections.abc import Container, Iterable, Iterator, MutableMapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -16,8 +17,49 @@ from torch import Tensor, nn
 from .. import torch_state
 from ..tensors import PLAIN_TENSORS
 from ..torch_internals import FakeTensor
-from .slots import Slot
-from .weight_uses import has_changed
+from .uses import has_changed
+
+
+@dataclass(frozen=True, eq=False)
+class Slot:
+    """A place for a parameter or buffer, and the tensor that was found there."""
+
+    path: str  # of the module in the model; "" for the model itself
+    module: nn.Module
+    attribute: str  # the tensor's name in the module
+    is_buffer: bool
+    tensor: Tensor
+
+    @property
+    def name(self) -> str:
+        """The slot's name in the model."""
+        return f"{self.path}.{self.attribute}" if self.path else self.attribute
+
+    @property
+    def container(self) -> MutableMapping[str, Any]:
+        """The module's parameters or buffers by name: a dict, except for modules of TorchScript."""
+        module = self.module
+        return module._buffers if self.is_buffer else module._parameters
+
+    def current(self) -> Tensor | None:
+        """Returns the tensor that is there now, if any."""
+        container = self.container
+        if self.attribute not in container:  # TorchScript's containers have no get
+            return None
+        found: Tensor | None = container[self.attribute]
+        return found
+
+
+def slots_of(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Slot, ...]:
+    """Returns every slot of ``model`` that holds one of ``tensors``."""
+    wanted = set(map(id, tensors))
+    return tuple(
+        Slot(path, module, attribute, is_buffer, tensor)
+        for path, module in model.named_modules()
+        for is_buffer, container in ((False, module._parameters), (True, module._buffers))
+        for attribute, tensor in container.items()
+        if id(tensor) in wanted
+    )
 
 
 @dataclass(frozen=True, eq=False)

@@ -1,37 +1,34 @@
 """Seals a frozen model: hooks that check its calls, describe it, and refuse training and loading.
 
-The hooks are copied and pickled with the model, and don't refer to the fp32 weights.
+The hooks are copied and pickled with the model, so they are objects of classes, and none refers to the
+fp32 weights.
 """
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import uuid
+import weakref
 from collections import defaultdict
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from .. import session, torch_state
+from ..errors import FreezeError
 from ..number_formats import Format, decode
 from ..policy import LowType
 from ..tensors import long_name
-from .call_checks import ChecksCalls
-from .refusals import RefusesLoading, RefusesTraining
-from .slots import Slot
+from .call_checks import REMEDY, ChecksCalls
+from .originals import Slot
 
 
 @dataclass(frozen=True)
 class Seal:
-    """The modules that were sealed together.
-
-    Attributes:
-        key: Identifies the modules and their copies.
-        modules: The modules.
-    """
+    """The modules that were sealed together, and a key that identifies them and their copies."""
 
     key: str
     modules: tuple[nn.Module, ...]
@@ -46,30 +43,12 @@ class Seal:
         ]
 
 
-class Attachments:
-    """The undo functions for everything attached to a model; an interrupted `close` can be repeated."""
-
-    def __init__(self) -> None:
-        """Starts with nothing."""
-        self._undo: list[Callable[[], object]] = []
-
-    def callback(self, function: Callable[..., object], *args: object) -> None:
-        """Makes `close` call ``function``; calling that a second time must have no effect."""
-        self._undo.append(functools.partial(function, *args))
-
-    def close(self) -> None:
-        """Removes everything, newest first."""
-        for undo in reversed(self._undo):
-            undo()
-        self._undo.clear()
-
-
 def seal(
     model: nn.Module,
     slots: Sequence[Slot],
     dtypes: Mapping[str, LowType],
     in_force: session.Session,
-    attached: Attachments,
+    attached: contextlib.ExitStack,
 ) -> Seal:
     """Makes ``model`` check its calls, describe its state dict, and refuse training and loading.
 
@@ -78,7 +57,7 @@ def seal(
         slots: Where these weights are.
         dtypes: Their names -> the type they are stored in.
         in_force: The conversion that they are stored for.
-        attached: Collects the functions that undo all this.
+        attached: Undoes all this.
     """
     name = type(model).__name__
     holders = dict(_holders(model, slots))
@@ -86,27 +65,23 @@ def seal(
     own: dict[int, dict[str, torch.Tensor]] = defaultdict(dict)
     for slot in slots:
         own[id(slot.module)][slot.name] = slot.tensor
-    is_coded = any(isinstance(dtype, Format) for dtype in dtypes.values())
-    checks = ChecksCalls(name, in_force, holders, slots, is_coded)
+
+    def attach(register: Any, hook: Any, **options: Any) -> None:
+        attached.callback(register(hook, **options).remove)
+
+    checks = ChecksCalls(name, in_force, holders, slots, is_coded=bool(coded))
     attached.callback(checks.release)
-    attached.callback(model.register_forward_pre_hook(checks, prepend=True).remove)
+    attach(model.register_forward_pre_hook, checks, prepend=True)
     stored = {n: long_name(dtype) for n, dtype in dtypes.items()}
     low_type = long_name(in_force.policy.low_precision_type)
-    describes = _DescribesWeights(low_type, stored)
-    handle = model.register_state_dict_post_hook(describes)  # type: ignore[no-untyped-call]
-    attached.callback(handle.remove)
+    attach(model.register_state_dict_post_hook, _DescribesWeights(low_type, stored))
     key = uuid.uuid4().hex
     for path, module in holders.items():
-        handle = module.register_load_state_dict_pre_hook(  # type: ignore[no-untyped-call]
-            RefusesLoading(key)
-        )
-        attached.callback(handle.remove)
+        attach(module.register_load_state_dict_pre_hook, _RefusesLoading(key))
         if names := coded.get(path):
-            decodes = _DecodesWeights(names)
-            handle = module.register_state_dict_post_hook(decodes)  # type: ignore[no-untyped-call]
-            attached.callback(handle.remove)
+            attach(module.register_state_dict_post_hook, _DecodesWeights(names))
         where = f"{path!r} in {name}" if path else name
-        refuses = RefusesTraining(module, where, own.get(id(module), {}))
+        refuses = _RefusesTraining(module, where, own.get(id(module), {}))
         attached.callback(refuses.release, vars(module).get("train"))
         vars(module)["train"] = refuses
     return Seal(key, tuple(holders.values()))
@@ -137,7 +112,7 @@ def is_sealed(module: nn.Module) -> bool:
 def _key(module: nn.Module) -> str | None:
     for hook in module._load_state_dict_pre_hooks.values():
         refuses = getattr(hook, "hook", hook)
-        if isinstance(refuses, RefusesLoading):
+        if isinstance(refuses, _RefusesLoading):
             return refuses.key
     return None
 
@@ -180,22 +155,99 @@ class _DecodesWeights:
 
     A model that is not frozen would load codes as numbers: `nn.Module.load_state_dict` copies integers to
     float32 weights without a word.
-
-    Attributes:
-        names: The format of each weight, and its names.
     """
 
     def __init__(self, names: list[tuple[Format, list[str]]]) -> None:
-        self.names = names
+        self._names = names
 
     def __call__(
         self, module: nn.Module, state_dict: Any, prefix: str, local_metadata: dict[str, Any]
     ) -> None:
         with torch.no_grad(), torch_state.without_casts():
-            for format, names in self.names:
+            for format, names in self._names:
                 held = [prefix + name for name in names if prefix + name in state_dict]
                 if not held:
                     continue
                 first = state_dict[held[0]]  # values, where an inner module's hook has been
                 values = first if first.is_floating_point() else decode(first.detach(), format)
                 state_dict.update(dict.fromkeys(held, values))
+
+
+class _RefusesLoading:
+    """A hook that refuses to load weights, because they would be rounded; it has the key of the `Seal`."""
+
+    def __init__(self, key: str) -> None:
+        self.key = key
+
+    def __call__(self, module: nn.Module, state_dict: Any, prefix: str, *rest: Any) -> None:
+        where = f"{prefix[:-1]!r}, a {type(module).__name__}," if prefix else type(module).__name__
+        raise FreezeError(f"{where} is frozen and can't load weights; undo() first: {REMEDY}")
+
+
+class _RefusesTraining:
+    """Replaces a module's ``train``, and lets no gradient reach its weights that are stored low.
+
+    Copies of a tensor lose its hooks, so this sets them again in a copy of the module.
+    """
+
+    def __init__(self, module: nn.Module, where: str, tensors: Mapping[str, Tensor]) -> None:
+        self._module = weakref.ref(module)
+        self._where = where
+        self._tensors = dict(tensors)
+        self._is_released = False
+        self._hook_gradients()
+
+    def __call__(self, mode: bool = True) -> nn.Module:
+        module = self._module()
+        assert module is not None
+        if mode and not self._is_released:
+            raise FreezeError(
+                f"{self._where} is frozen: its low-precision weights can't be trained; {REMEDY}"
+            )
+        return type(module).train(module, mode)
+
+    def release(self, before: Any) -> None:
+        """Restores what the module had under ``train``, and the weights' gradients."""
+        self._is_released = True
+        for handle in self._handles:
+            handle.remove()
+        module = self._module()
+        if module is not None and vars(module).get("train") is self:
+            if before is None:
+                del vars(module)["train"]
+            else:
+                vars(module)["train"] = before
+
+    def _hook_gradients(self) -> None:
+        self._handles = []
+        with torch.inference_mode(False):
+            for name, tensor in self._tensors.items():
+                if tensor.is_inference() or not tensor.is_leaf or not tensor.is_floating_point():
+                    continue  # autograd itself refuses these
+                requires_grad = tensor.requires_grad
+                tensor.requires_grad_(True)  # needed for a hook; the user may set it later
+                handle = tensor.register_hook(_RefusesGradients(name))  # type: ignore[no-untyped-call]
+                self._handles.append(handle)
+                tensor.requires_grad_(requires_grad)
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "_module": self._module(), "_handles": []}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        vars(self).update(state)
+        self._module = weakref.ref(state["_module"])
+        if not self._is_released:
+            self._hook_gradients()
+
+
+class _RefusesGradients:
+    """A tensor hook that refuses gradients."""
+
+    def __init__(self, name: str) -> None:
+        self._name = name
+
+    def __call__(self, gradient: Tensor) -> None:
+        raise FreezeError(
+            f"a gradient reached {self._name!r}, a low-precision weight of a frozen model, which "
+            f"can't be trained; {REMEDY}"
+        )

@@ -1,15 +1,20 @@
-"""The report of a freezing: one row for each weight."""
+"""Which weights are stored low, by how the example used them, and the report: one row for each."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
+from torch import nn
 
+from .. import session
 from ..errors import lined
+from ..number_formats import CodedFormat, Format, code_dtype
 from ..policy import LowType
 from ..tensors import short_name
+from .uses import FoundTensor, Place, Watch
 
 
 @dataclass(frozen=True)
@@ -50,13 +55,7 @@ class Weight:
 
 
 def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
-    """Returns the bytes before and after, and for each weight its dtype and the reason.
-
-    Args:
-        name: The model's name.
-        weights: The rows.
-        is_undone: Whether the model has its fp32 weights back.
-    """
+    """Returns the bytes before and after, and for each weight its dtype and the reason."""
     before = sum(weight.size_bytes for weight in weights)
     after = sum(weight.stored_bytes for weight in weights)
     low = sum(weight.is_low for weight in weights)
@@ -88,3 +87,100 @@ def listed(names: Sequence[str], most: int = 3) -> str:
     distinct = list(dict.fromkeys(names))
     more = len(distinct) - most
     return ", ".join(distinct[:most]) + (f" and {more} more" if more > 0 else "")
+
+
+# --- what is stored low --------------------------------------------------------------------------
+
+
+class Rounding(NamedTuple):
+    """How weights are rounded to the codes that they are stored as; see `formats.quantize`."""
+
+    mode: str
+    overflow: str | None
+
+
+def one_rounding(in_force: session.Session) -> Rounding | None:
+    """Returns how every use of a weight rounds it; None where uses differ: codes don't state their format."""
+    policy, options = in_force.policy, in_force.options
+    decided = [policy.decisions, *[section.decisions for section in policy.sections]]
+    decisions = [decision for each in decided for decision in each.values()]
+    ways = {
+        (format, said.rounding or options.rounding, said.overflow or options.overflow)
+        for said in decisions
+        if isinstance(said.dtype, Format)
+        for format in (said.dtype, said.weights or said.dtype)
+    }
+    if len(ways) != 1 or in_force.rules:
+        return None
+    ((_, mode, overflow),) = ways
+    return None if mode == "stochastic" else Rounding(mode, overflow)
+
+
+def judged(
+    found: Sequence[FoundTensor], watch: Watch, replaced: set[Place], as_codes: bool
+) -> Iterator[Weight]:
+    """Yields how each tensor is to be stored, and why; those at ``replaced`` places have since left them."""
+    firsts: dict[object, FoundTensor] = {}
+    by_storage: dict[int, list[FoundTensor]] = {}
+    for f in found:
+        if f.place is not None:
+            by_storage.setdefault(f.place.storage, []).append(f)
+    for f in found:
+        key = f.place or id(f.tensor)
+        first = firsts.setdefault(key, f)
+        neighbours = by_storage[f.place.storage] if f.place is not None else []
+        dtype, reason = _judgement(f, neighbours, watch, replaced)
+        as_data = "" if f.place is None else watch.uses[f.place].as_data
+        is_coded = as_codes and isinstance(dtype, CodedFormat)
+        if isinstance(dtype, Format) and (as_data or not is_coded):
+            reason = f"used in {dtype.name} {as_data}" if as_data else reason
+            dtype, reason = f.tensor.dtype, f"{reason}, but not stored as codes"
+        size_bytes = stored_bytes = 0
+        if first is not f:
+            reason = (
+                f"{'is' if first.tensor is f.tensor else 'shares its memory with'} {first.name}"
+            )
+        elif not nn.parameter.is_lazy(f.tensor):
+            size_bytes = f.tensor.numel() * f.tensor.element_size()
+            stored_bytes = f.tensor.numel() * _stored(dtype).itemsize
+        yield Weight(f.name, f.kind, f.tensor.dtype, dtype, size_bytes, stored_bytes, reason)
+
+
+def _judgement(
+    f: FoundTensor, neighbours: Sequence[FoundTensor], watch: Watch, replaced: set[Place]
+) -> tuple[LowType, str]:
+    """Returns the type to store a tensor in, and why; ``neighbours`` are the tensors in its storage."""
+    kept = f.tensor.dtype
+    if f.place is None:
+        return kept, f.fault
+    if kept is not torch.float32:
+        return kept, f"is {short_name(kept)}"
+    if f.place in replaced:
+        return kept, "was replaced while the example ran"
+    for other in neighbours:
+        if other.place is not None and other.place != f.place and f.place.overlaps(other.place):
+            return kept, f"shares its storage with {other.name}"
+    uses = watch.uses[f.place]
+    if uses.written_by:
+        return kept, f"written by {listed(uses.written_by)}"
+    if uses.is_changed:
+        return kept, "changed while the example ran"
+    if uses.unrounded_by:
+        return kept, f'used in fp32 by {listed(uses.unrounded_by)} under legalize="fast"'
+    converted = [short_name(dtype) for dtype in sorted(uses.converted_to, key=str)]
+    read = [f"in {short_name(dtype)} by {listed(by)}" for dtype, by in uses.read_by.items()]
+    if read or len(converted) > 1:
+        used = ", ".join([*(f"in {name}" for name in converted), *read])
+        return kept, f"used {used}"
+    if not converted:
+        return kept, "not used by the example"
+    if uses.decides:
+        return kept, f"its type decides how {listed(uses.decides)} is computed"
+    return next(iter(uses.converted_to)), f"used in {converted[0]} only"
+
+
+def _stored(low: LowType) -> torch.dtype:
+    """Returns the dtype of a tensor that holds values, or codes, of this type."""
+    if isinstance(low, torch.dtype):
+        return low
+    return code_dtype(low.bits) if isinstance(low, CodedFormat) else torch.float32

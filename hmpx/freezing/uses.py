@@ -5,6 +5,7 @@ Judged only by which tensors the dispatcher's ops read, convert and write, not b
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -33,13 +34,7 @@ _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 class Place:
     """Where the elements of a strided tensor lie: equal places are the same memory.
 
-    Attributes:
-        storage: Identifies the storage while that is alive.
-        start: The first byte in the storage.
-        end: The byte after the last one.
-        dtype: The dtype that the elements are read in.
-        size: The shape.
-        stride: The strides, in elements.
+    The storage is identified while it is alive; ``start`` and ``end`` are bytes in it.
     """
 
     storage: int
@@ -125,8 +120,8 @@ class Uses:
     """How the watched forward used one place: the dtypes it was converted to, its readers and writers.
 
     ``unrounded_by`` are the ops in the low-precision list that leave it in fp32, ``decides`` those
-    that come out otherwise if it is stored in another dtype; ``as_data``
-    says how an op in a number format took it where data is expected, such as "as a first input".
+    that come out otherwise if it is stored in another dtype; ``as_data`` is how an op in a number
+    format took it where data is expected, such as "as a first input".
     """
 
     converted_to: set[LowType] = field(default_factory=set)
@@ -176,10 +171,10 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         result = func(*args, **kwargs)
         for tensor, alias, places in touched:
             for place in places:
-                self._note(self.uses[place], func, tensor, alias, result)
+                self._add(self.uses[place], func, tensor, alias, result)
         return result
 
-    def note_format(self, tensor: Tensor, format: Format, as_data: str) -> None:
+    def add_format(self, tensor: Tensor, format: Format, as_data: str) -> None:
         """Records that a parameter is rounded to a number format, perhaps where data is expected."""
         place = _place(tensor)
         for touched in self._touched(tensor):
@@ -189,17 +184,11 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
             else:
                 self.uses[touched].read_by.setdefault(tensor.dtype, []).append(format.name)
 
-    def note_unrounded(self, op: str, inputs: list[Tensor]) -> None:
-        """Records that ``op`` leaves some inputs unrounded that it would round in another mode."""
+    def add(self, kind: str, op: str, inputs: list[Tensor]) -> None:
+        """Records ``op`` under a field of `Uses` for some inputs: ``"unrounded_by"``, ``"decides"``."""
         for tensor in inputs:
             for touched in self._touched(tensor):
-                self.uses[touched].unrounded_by.append(op)
-
-    def note_deciding(self, op: str, inputs: list[Tensor]) -> None:
-        """Records that what ``op`` makes of a call follows from the dtype of some inputs."""
-        for tensor in inputs:
-            for touched in self._touched(tensor):
-                self.uses[touched].decides.append(op)
+                getattr(self.uses[touched], kind).append(op)
 
     def take_back_writes(self) -> None:
         """Restores every place that was written to."""
@@ -222,9 +211,10 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
                 tensor = self._tensors[place].detach()
                 self._before[place] = (tensor, tensor.clone())
 
-    def _note(self, uses: Uses, func: Any, tensor: Tensor, alias: Any, result: Any) -> None:
+    def _add(self, uses: Uses, func: Any, tensor: Tensor, alias: Any, result: Any) -> None:
+        name = str(getattr(func, "overloadpacket", func))  # "aten.embedding"
         if alias is not None and alias.is_write:
-            uses.written_by.append(_op_name(func))
+            uses.written_by.append(name)
         elif alias is not None and _shares_storage(result, tensor):
             pass  # a view: its own uses will be seen
         elif getattr(func, "namespace", "") == "prim":
@@ -236,7 +226,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         ):
             uses.converted_to.add(result.dtype)
         else:
-            uses.read_by.setdefault(tensor.dtype, []).append(_op_name(func))
+            uses.read_by.setdefault(tensor.dtype, []).append(name)
 
 
 def _tensor_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
@@ -275,11 +265,6 @@ def has_changed(tensor: Tensor, before: Tensor) -> bool:
     return not torch.equal(*as_bytes)
 
 
-def _op_name(func: Any) -> str:
-    """Returns the op's name, such as ``"aten.embedding"``."""
-    return str(getattr(func, "overloadpacket", func))
-
-
 def watch_forward(
     model: nn.Module,
     found: Sequence[FoundTensor],
@@ -289,9 +274,9 @@ def watch_forward(
     """Runs one forward, and returns how it uses the tensors found; their values are restored."""
     watch = Watch(found)
     try:
-        formats = compute.watched_emulation(watch.note_format)
-        unrounded = compute.watched_rounding(watch.note_unrounded)
-        deciding = compute.watched_deciding(watch.note_deciding)
+        formats = compute.watched_emulation(watch.add_format)
+        unrounded = compute.watched_rounding(functools.partial(watch.add, "unrounded_by"))
+        deciding = compute.watched_deciding(functools.partial(watch.add, "decides"))
         with torch.no_grad(), uncompiled(), formats, unrounded, deciding, watch:
             model(*args, **kwargs)
     except Exception as error:
