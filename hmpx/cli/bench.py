@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import functools
 import sys
 import types
 from collections.abc import Callable
@@ -13,7 +14,7 @@ from torch import nn
 
 from ..arguments import has_run
 from . import functions, output
-from .options import add_command, add_list_options, list_options
+from .options import add_command, add_list_options, list_options, option
 
 #: The exit status of a program that Ctrl-C ended.
 _INTERRUPTED: Final = 130
@@ -50,40 +51,29 @@ examples:
   hmpx bench train.py:build_model --inputs make_batch --variants auto frozen""",
     )
     parser.add_argument("step", metavar="FILE.py:FUNCTION", help="what makes the step")
-    parser.add_argument(
-        "--inputs",
-        metavar="FUNCTION",
-        help="returns what a model is called with; default: inputs",
-    )
-    parser.add_argument(
-        "--variants",
-        nargs="+",
-        metavar="NAME",
-        help="of fp32, autocast, auto, fast, frozen, prepared, always, never; default: the first four, and "
+    option(parser, "--inputs FUNCTION", "returns what a model is called with; default: inputs")
+    option(
+        parser,
+        "--variants NAME",
+        "of fp32, autocast, auto, fast, frozen, prepared, always, never; default: the first four, and "
         "frozen for models",
+        nargs="+",
     )
-    parser.add_argument("--runs", type=int, metavar="N", help="of each variant; default: 10")
-    parser.add_argument(
-        "--warmup", type=int, metavar="N", help="steps before the first run; default: 3"
-    )
-    parser.add_argument(
-        "--run-seconds",
-        type=float,
-        metavar="SECONDS",
-        help="that a run takes, if that is time for more than a step; default: 0.2",
-    )
-    parser.add_argument("--threads", type=int, metavar="N", help="of torch")
-    parser.add_argument(
+    option(parser, "--runs N", "of each variant; default: 10", type=int)
+    option(parser, "--warmup N", "steps before the first run; default: 3", type=int)
+    run_time = "that a run takes, if that is time for more than a step; default: 0.2"
+    option(parser, "--run-seconds SECONDS", run_time, type=float)
+    option(parser, "--threads N", "of torch", type=int)
+    option(
+        parser,
         "--clock",
+        "cpu is this process's processor time, for machines that others keep busy; default: wall",
         choices=("wall", "cpu"),
-        help="cpu is this process's processor time, for machines that others keep busy; default: wall",
     )
-    parser.add_argument(
-        "--device", metavar="TYPE", help="the step's; default: the accelerator, else cpu"
-    )
-    parser.add_argument("--seed", type=int, metavar="N", help="of all variants; default: 0")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
-    parser.add_argument("--quiet", action="store_true", help="say nothing before the table")
+    option(parser, "--device TYPE", "the step's; default: the accelerator, else cpu")
+    option(parser, "--seed N", "of all variants; default: 0", type=int)
+    option(parser, "--json FILE", "write the figures")
+    option(parser, "--quiet", "say nothing before the table")
     add_list_options(parser)
 
 
@@ -108,19 +98,16 @@ def run(options: argparse.Namespace) -> int:
             inputs,
             variants=options.variants,
             device=options.device,
-            progress=None if options.quiet else _say,
+            progress=None
+            if options.quiet
+            else functools.partial(print, file=sys.stderr, flush=True),
             **{key: value for key, value in given.items() if value is not None},
             **list_options(options),
         )
     output.show(str(found).splitlines())
     if options.json:  # after the table, which is not lost if this fails
-        found.to_json(options.json)
-        output.show(["", f"wrote {options.json}"])
+        output.show(["", *output.written(options, json=found.to_json)])
     return _INTERRUPTED if found.is_interrupted else int(any(each.error for each in found.variants))
-
-
-def _say(line: str) -> None:
-    print(line, file=sys.stderr, flush=True)
 
 
 class _Inputs:

@@ -8,7 +8,7 @@ from typing import Any
 
 from .. import policy
 from . import output
-from .options import add_command
+from .options import add_command, option
 
 
 def add_parser(commands: Any) -> None:
@@ -38,13 +38,8 @@ example:
         "any other name is the low-precision list",
     )
     for kind in ("bf16", "fp16", "fp32"):
-        parser.add_argument(
-            f"--{kind}",
-            action="append",
-            default=[],
-            metavar="FILE",
-            help=f"an op list for {kind}, whatever its name; may be repeated",
-        )
+        text = f"an op list for {kind}, whatever its name; may be repeated"
+        option(parser, f"--{kind} FILE", text, action="append", default=[])
 
 
 def run(options: argparse.Namespace) -> int:

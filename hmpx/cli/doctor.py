@@ -17,7 +17,7 @@ from .. import compute, number_formats, session, torch_internals
 from ..errors import said_by, shown
 from ..version import TESTED_TORCH, __version__
 from . import functions, output
-from .options import add_command, add_list_options, list_options
+from .options import add_command, add_list_options, list_options, option
 
 
 def add_parser(commands: Any) -> None:
@@ -44,12 +44,9 @@ examples:
     parser.add_argument(
         "modules", nargs="*", metavar="MODULES", help="modules to import, by dotted name"
     )
-    parser.add_argument(
-        "--torch",
-        action="store_true",
-        help="try each part of torch that hmpx relies on and torch does not document, and exit",
-    )
-    parser.add_argument("--json", action="store_true", help="print the same as data")
+    parts = "try each part of torch that hmpx relies on and torch does not document, and exit"
+    option(parser, "--torch", parts)
+    option(parser, "--json", "print the same as data")
     add_list_options(parser)
 
 

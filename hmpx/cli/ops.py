@@ -9,7 +9,7 @@ from typing import Any
 from .. import explaining, formats, policy
 from ..errors import OptionError
 from . import output
-from .options import add_command, add_list_options, list_options
+from .options import add_command, add_list_options, list_options, option
 
 
 def add_parser(commands: Any) -> None:
@@ -42,16 +42,10 @@ examples:
   hmpx ops --formats""",
     )
     add_list_options(parser)
-    parser.add_argument(
-        "--formats",
-        action="store_true",
-        help="list the number formats that may be the low type, instead of ops",
-    )
-    parser.add_argument(
-        "--why",
-        action="store_true",
-        help="explain ops: the line that decides, what may outrank it, how it computes here",
-    )
+    formats = "list the number formats that may be the low type, instead of ops"
+    option(parser, "--formats", formats)
+    why = "explain ops: the line that decides, what may outrank it, how it computes here"
+    option(parser, "--why", why)
     parser.add_argument(
         "patterns",
         nargs="*",

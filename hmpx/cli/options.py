@@ -1,4 +1,4 @@
-"""Parsers of the command line: how a command is added, and the options that several commands have."""
+"""Parsers of the command line: how commands and options are added, and the options of several commands."""
 
 from __future__ import annotations
 
@@ -32,31 +32,44 @@ def add_command(
     return parser
 
 
+def option(group: Any, names: str, help: str, **settings: Any) -> None:
+    """Adds an option: ``"--runs N"`` takes a value, as one with ``choices``; ``"--quiet"`` is a flag."""
+    words = names.split()
+    flags = [word for word in words if word.startswith("-")]
+    metavars = [word for word in words if not word.startswith("-")]
+    if metavars:
+        settings["metavar"] = metavars[0]
+    elif "choices" not in settings:
+        settings["action"] = "store_true"
+    group.add_argument(*flags, help=help, **settings)
+
+
 def add_list_options(parser: argparse.ArgumentParser) -> None:
     """Adds the options that choose op lists, as the arguments of `hmpx.convert` do."""
     group = parser.add_argument_group("list options, as in hmpx.convert")
-    group.add_argument("--policy", metavar="FILE", help="a policy file, instead of all lists")
-    group.add_argument("--bf16", default="", metavar="FILE", help="ops to run in the low type")
-    group.add_argument("--fp32", default="", metavar="FILE", help="ops to run in float32")
-    group.add_argument("--fp16", default="", metavar="FILE", help="ops to run in float16")
-    group.add_argument(
-        "--lists",
-        metavar="NAME_OR_DIR",
-        help="a set of lists: a shipped one, or a directory that holds "
-        + ", ".join(policy.FILE_NAMES.values()),
+    files = ", ".join(policy.FILE_NAMES.values())
+    option(group, "--policy FILE", "a policy file, instead of all lists")
+    option(group, "--bf16 FILE", "ops to run in the low type", default="")
+    option(group, "--fp32 FILE", "ops to run in float32", default="")
+    option(group, "--fp16 FILE", "ops to run in float16", default="")
+    option(
+        group,
+        "--lists NAME_OR_DIR",
+        f"a set of lists: a shipped one, or a directory that holds {files}",
     )
-    group.add_argument(
+    option(
+        group,
         "--opt-level",
-        choices=("O1", "O2"),
-        help="O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, all "
+        "O1, the default, follows the lists; O2 runs GEMMs and convolutions in the low type, all "
         "else in fp32",
+        choices=("O1", "O2"),
     )
-    group.add_argument(
-        "--low-precision-type",
-        metavar="TYPE",
-        help="bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
+    option(
+        group,
+        "--low-precision-type TYPE",
+        "bfloat16, the default, float16, or a number format such as float8_e4m3fn (hmpx ops --formats)",
     )
-    group.add_argument("--strict", action="store_true", help="an unknown name is an error")
+    option(group, "--strict", "an unknown name is an error")
 
 
 def add_computing_options(parser: argparse.ArgumentParser) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import argparse
 import os
 import shutil
 import sys
@@ -51,6 +52,15 @@ def check_writable(option: str, name: str | None) -> None:
         raise OptionError(f"{option} {short(name)}: there is no directory {directory}")
 
 
+def written(options: argparse.Namespace, **writers: Callable[[str], object]) -> Iterator[str]:
+    """Writes the files that options of these names ask for, and yields a line on each."""
+    for name, write in writers.items():
+        path = getattr(options, name)
+        if path:
+            write(path)
+            yield f"wrote {path}"
+
+
 def complain(message: str) -> None:
     """Prints a message to stderr; each of its lines begins with ``hmpx:``."""
     for line in message.splitlines():
@@ -88,7 +98,7 @@ def painted(text: str, colour: str | None) -> str:
 def table(
     rows: Sequence[Sequence[str]], colours: Callable[[Sequence[str]], Sequence[str | None]]
 ) -> Iterator[str]:
-    """Yields the lines of a table; on a terminal its last column is broken such that it fits.
+    """Yields the lines of a table; on a terminal its last column is broken so that it fits.
 
     Args:
         rows: Of equally many cells; the first has the titles.

@@ -6,8 +6,8 @@ import argparse
 from typing import Any
 
 from ..errors import HmpxError
-from . import functions, output, tracebacks
-from .options import add_command, add_list_options, list_options
+from . import functions, output, scripts
+from .options import add_command, add_list_options, list_options, option
 
 
 def add_parser(commands: Any) -> None:
@@ -36,35 +36,24 @@ examples:
   hmpx plan my_package.models:build --inference --lists hmp""",
     )
     parser.add_argument("model", metavar="FILE.py:FUNCTION", help="what returns the model")
-    parser.add_argument(
-        "--inputs",
-        default="inputs",
-        metavar="FUNCTION",
-        help="what returns its inputs; default: inputs",
+    option(
+        parser, "--inputs FUNCTION", "what returns its inputs; default: inputs", default="inputs"
     )
-    parser.add_argument(
-        "--loss", metavar="FUNCTION", help="gets what the model returns, and returns the loss"
-    )
-    parser.add_argument(
-        "--device", metavar="TYPE", help="cpu, cuda, hpu, ..., here or not; default: the one here"
-    )
-    parser.add_argument(
-        "--optimizer",
+    option(parser, "--loss FUNCTION", "gets what the model returns, and returns the loss")
+    where = "cpu, cuda, hpu, ..., here or not; default: the one here"
+    option(parser, "--device TYPE", where)
+    option(
+        parser,
+        "--optimizer NAME",
+        'of torch.optim, also with options: "SGD momentum=0.9"; none for none; default: AdamW',
         default="AdamW",
-        metavar="NAME",
-        help='of torch.optim, also with options: "SGD momentum=0.9"; none for none; default: AdamW',
     )
-    parser.add_argument("--inference", action="store_true", help="a forward instead of a step")
-    parser.add_argument(
-        "--small",
-        action="store_true",
-        help="run on real tensors, for a small model that computes what depends on values",
-    )
-    parser.add_argument(
-        "--world-size", type=int, metavar="N", help="also print what each of N processes holds"
-    )
-    parser.add_argument("--html", metavar="FILE", help="write a page that needs no network")
-    parser.add_argument("--json", metavar="FILE", help="write the figures")
+    option(parser, "--inference", "a forward instead of a step")
+    small = "run on real tensors, for a small model that computes what depends on values"
+    option(parser, "--small", small)
+    option(parser, "--world-size N", "also print what each of N processes holds", type=int)
+    option(parser, "--html FILE", "write a page that needs no network")
+    option(parser, "--json FILE", "write the figures")
     add_list_options(parser)
 
 
@@ -80,9 +69,7 @@ def run(options: argparse.Namespace) -> int:
 def _run(options: argparse.Namespace, source: str, name: str) -> int:
     model = functions.found(source, name)
     inputs = functions.found(*functions.split(options.inputs, source))
-    loss = None
-    if options.loss is not None:
-        loss = functions.found(*functions.split(options.loss, source))
+    loss = options.loss and functions.found(*functions.split(options.loss, source))
     from ..planning import plan  # which takes a moment to import
 
     try:
@@ -99,15 +86,10 @@ def _run(options: argparse.Namespace, source: str, name: str) -> int:
     except HmpxError:
         raise
     except Exception as error:  # of the model, or of another function of the program
-        tracebacks.show_uncaught(error)
+        scripts.show_uncaught(error)
         return 2
     lines = str(found).splitlines()
     if options.world_size is not None:
         lines += ["", *found.ranks(options.world_size).splitlines()]
-    if options.html:
-        found.to_html(options.html)
-        lines += ["", f"wrote {options.html}"]
-    if options.json:
-        found.to_json(options.json)
-        lines += [f"wrote {options.json}"]
-    return output.show(lines)
+    written = [*output.written(options, html=found.to_html, json=found.to_json)]
+    return output.show([*lines, *([""] if options.html else []), *written])

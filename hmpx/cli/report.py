@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import argparse
 import sys
-from collections.abc import Iterator
 from typing import Any
 
 from .. import reports
 from . import output
-from .options import add_command
+from .options import add_command, option
 
 #: What, in place of a file, has reports merged.
 _MERGE = "merge"
@@ -37,9 +36,9 @@ examples:
     parser.add_argument(
         "files", nargs="+", metavar="FILE", help="reports as JSON, as Report.to_json writes them"
     )
-    parser.add_argument("--html", metavar="OUT", help="write a page that needs no network")
-    parser.add_argument("--csv", metavar="OUT", help="write a table with a line for each row")
-    parser.add_argument("-o", "--output", metavar="OUT", help="where merge writes JSON")
+    option(parser, "--html OUT", "write a page that needs no network")
+    option(parser, "--csv OUT", "write a table with a line for each row")
+    option(parser, "-o --output OUT", "where merge writes JSON")
 
 
 def run(options: argparse.Namespace) -> int:
@@ -54,20 +53,9 @@ def run(options: argparse.Namespace) -> int:
         options.parser.error("-o says where merge writes: hmpx report merge FILE... -o OUT")
     found = [reports.read_json(path) for path in files[is_merge:]]
     report = found[0] if len(found) == 1 else reports.merged(found)
-    written = [*_written(report, options)]
+    writers = {"output": report.to_json, "html": report.to_html, "csv": report.to_csv}
+    written = [*output.written(options, **writers)]
     if not written and sys.stdout.isatty():
         report.print()
         return 0
     return output.show(written or str(report).splitlines())
-
-
-def _written(report: reports.Report, options: argparse.Namespace) -> Iterator[str]:
-    """Writes the files that were asked for and yields a line on each."""
-    for path, write in (
-        (options.output, report.to_json),
-        (options.html, report.to_html),
-        (options.csv, report.to_csv),
-    ):
-        if path is not None:
-            write(path)
-            yield f"wrote {path}"

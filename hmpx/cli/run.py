@@ -14,7 +14,7 @@ from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import short
 from ..tensors import parse_device_types
 from ..watching import watch
-from . import output, run_report, scripts, tracebacks
+from . import output, run_report, scripts
 from .options import (
     add_command,
     add_computing_options,
@@ -22,6 +22,7 @@ from .options import (
     computing_options,
     list_options,
     only_given,
+    option,
 )
 from .scripts import ScriptError
 
@@ -58,43 +59,37 @@ examples:
   torchrun --nproc-per-node 2 -m hmpx run train.py""",
     )
     add_list_options(parser)
-    parser.add_argument(
-        "--device-types",
-        metavar="T[,T]",
-        help="cast tensors on these devices, such as cuda; default: the accelerator's, else cpu",
+    option(
+        parser,
+        "--device-types T[,T]",
+        "cast tensors on these devices, such as cuda; default: the accelerator's, else cpu",
     )
     verbosity = parser.add_mutually_exclusive_group()
-    verbosity.add_argument("--verbose", action="store_true", help="log each call of a listed op")
-    verbosity.add_argument(
-        "--verbose-once",
-        action="store_true",
-        help="log each distinct decision once, with its reason and line",
-    )
-    verbosity.add_argument(
-        "--verbose-hmp", action="store_true", help="print the lines that HMP printed"
-    )
+    option(verbosity, "--verbose", "log each call of a listed op")
+    once = "log each distinct decision once, with its reason and line"
+    option(verbosity, "--verbose-once", once)
+    option(verbosity, "--verbose-hmp", "print the lines that HMP printed")
     add_computing_options(parser)
-    parser.add_argument(
-        "--report",
-        metavar="FILE",
-        help="record the run, and write what ran in which type, why, and at what cost, to FILE: "
+    option(
+        parser,
+        "--report FILE",
+        "record the run, and write what ran in which type, why, and at what cost, to FILE: "
         ".html, .json, .csv or .txt; of several ranks each writes its own",
     )
-    parser.add_argument(
+    option(
+        parser,
         "--watch",
-        choices=("raise", "log"),
-        help="name the first op that turns finite values into NaN or infinity: as an error before the "
+        "name the first op that turns finite values into NaN or infinity: as an error before the "
         "optimizer steps, or in the log",
+        choices=("raise", "log"),
     )
-    parser.add_argument(
+    option(
+        parser,
         "--habana-shim",
-        action="store_true",
-        help="stand in for habana_frameworks where it isn't installed: what the script places on "
+        "stand in for habana_frameworks where it isn't installed: what the script places on "
         '"hpu" lands on cuda, or else on the cpu, and is cast from its own hmp.convert(...) on',
     )
-    parser.add_argument(
-        "-m", dest="is_module", action="store_true", help="run a module, as python -m does"
-    )
+    option(parser, "-m", "run a module, as python -m does", dest="is_module")
     parser.add_argument("program", nargs=argparse.REMAINDER, help=argparse.SUPPRESS)
 
 
@@ -136,7 +131,7 @@ def run(options: argparse.Namespace) -> int:
             _complain_of_unused(given)
         return 0
     # Outside the handler, lest the script's excepthook see it as context.
-    tracebacks.show_uncaught(uncaught)
+    scripts.show_uncaught(uncaught)
     if isinstance(uncaught, KeyboardInterrupt):
         sys.excepthook = lambda *_: None  # python sets the exit status, and has nothing to add
         raise uncaught

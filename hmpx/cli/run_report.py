@@ -41,7 +41,7 @@ def checked(name: str) -> Path:
     """Returns the path to write a report to: of several processes, each has its own.
 
     Raises:
-        ScriptError: The name's end says no format, it is a directory, or its directory does not exist.
+        HmpxError: The name's end says no format, it is a directory, or its directory does not exist.
     """
     path = Path(name)
     if path.suffix.lower() not in _WRITERS:
@@ -49,12 +49,7 @@ def checked(name: str) -> Path:
         raise ScriptError(
             f"--report {short(name)}: unknown format; end the name in {', '.join(names)} or {last}"
         )
-    if path.is_dir():
-        raise ScriptError(f"--report {short(name)} is a directory; name a file in it")
-    if not path.parent.is_dir():
-        raise ScriptError(
-            f"--report {short(name)}: there is no directory {short(str(path.parent))}"
-        )
+    output.check_writable("--report", name)
     if int(os.environ.get("WORLD_SIZE", "1")) > 1:
         path = path.with_suffix(f".rank{os.environ.get('RANK', '0')}{path.suffix}")
     return path.absolute()  # the program may change its directory

@@ -1,10 +1,12 @@
-"""Runs a script, a module, a directory or a zip file as ``python`` would: as ``__main__``."""
+"""Runs a script, a module, a directory or a zip file as ``python`` would, and shows its errors so."""
 
 from __future__ import annotations
 
 import importlib.machinery
 import importlib.util
+import os
 import sys
+import traceback
 import types
 import zipfile
 from pathlib import Path
@@ -19,10 +21,7 @@ class ScriptError(HmpxError):
 
 def exists(path: str) -> bool:
     """Whether there is a file or directory at ``path``, which may be any string."""
-    try:
-        return Path(path).exists()
-    except (OSError, ValueError):  # too long, or it holds a null byte
-        return False
+    return os.path.exists(path)  # noqa: PTH110  # Path's raises an error for some strings
 
 
 def execute(name: str, is_module: bool) -> None:
@@ -117,3 +116,53 @@ def _main_module(path: str | None, loader: Any) -> types.ModuleType:
     module.__loader__ = loader
     vars(module).update(__builtins__=sys.modules["builtins"], __cached__=None)
     return module
+
+
+# --- tracebacks ----------------------------------------------------------------------------------
+
+#: Packages whose functions merely pass the program's calls on: their frames are hidden.
+_PASSING_ON = {f"hmpx.{room}" for room in ("cli", "compute", "gaudi", "torch_state", "wrappers")}
+
+
+def show_uncaught(error: BaseException) -> None:
+    """Reports an uncaught exception as python does, but without hmpx's frames."""
+    _hide_frames(error)
+    kind, trace = type(error), error.__traceback__
+    sys.last_type, sys.last_value, sys.last_traceback = kind, error, trace
+    try:
+        sys.excepthook(kind, error, trace)
+    except SystemExit:
+        raise
+    except BaseException as failure:
+        _hide_frames(failure)
+        print("Error in sys.excepthook:", file=sys.stderr)
+        traceback.print_exception(failure)
+        print("\nOriginal exception was:", file=sys.stderr)
+        traceback.print_exception(error)
+
+
+def _hide_frames(error: BaseException | None) -> None:
+    seen: set[int] = set()
+    while error is not None and id(error) not in seen:
+        seen.add(id(error))
+        error.__traceback__ = _without_hmpx(error.__traceback__)
+        if error.__cause__ is not None:
+            _hide_frames(error.__context__)
+        error = error.__cause__ or error.__context__
+
+
+def _without_hmpx(trace: types.TracebackType | None) -> types.TracebackType | None:
+    entries = []
+    while trace is not None:
+        if not _is_passing_on(trace.tb_frame.f_globals.get("__name__")):
+            entries.append(trace)
+        trace = trace.tb_next
+    following = None
+    for entry in reversed(entries):
+        entry.tb_next = following
+        following = entry
+    return following
+
+
+def _is_passing_on(module: object) -> bool:
+    return ".".join(str(module).split(".")[:2]) in _PASSING_ON

@@ -3,15 +3,12 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import signal
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, Final
 
 from . import output
-from .options import add_command
+from .options import add_command, option
 
 #: Exit status after Ctrl-C, as shells have it.
 _INTERRUPTED: Final = 130
@@ -42,30 +39,19 @@ examples:
   hmpx tune --check "hmpx run train.py && python compare.py" --by module --output lists
   hmpx run --lists hmpx_tune train.py""",
     )
-    parser.add_argument(
-        "--check", required=True, metavar="CMD", help="a shell command; passes if it exits with 0"
-    )
-    parser.add_argument(
-        "--output", default="hmpx_tune", metavar="DIR", help="where to write; default: hmpx_tune"
-    )
-    parser.add_argument(
+    option(parser, "--check CMD", "a shell command; passes if it exits with 0", required=True)
+    option(parser, "--output DIR", "where to write; default: hmpx_tune", default="hmpx_tune")
+    option(
+        parser,
         "--by",
+        "decide for each op, the default, or inside of ops that are kept for each module",
         choices=("op", "module"),
         default="op",
-        help="decide for each op, the default, or inside of ops that are kept for each module",
     )
-    parser.add_argument(
-        "--low-precision-type", metavar="TYPE", help="as for hmpx run; default: bfloat16"
-    )
-    parser.add_argument(
-        "--runs", type=_count, default=1, metavar="N", help="how often CMD must pass; default: 1"
-    )
-    parser.add_argument(
-        "--timeout", type=_seconds, metavar="SECONDS", help="a run that takes longer fails"
-    )
-    parser.add_argument(
-        "--budget", type=_count, default=200, metavar="N", help="most evaluations; default: 200"
-    )
+    option(parser, "--low-precision-type TYPE", "as for hmpx run; default: bfloat16")
+    option(parser, "--runs N", "how often CMD must pass; default: 1", type=_count, default=1)
+    option(parser, "--timeout SECONDS", "a run that takes longer fails", type=_seconds)
+    option(parser, "--budget N", "most evaluations; default: 200", type=_count, default=200)
 
 
 def run(options: argparse.Namespace) -> int:
@@ -81,31 +67,17 @@ def run(options: argparse.Namespace) -> int:
         options.timeout,
         options.budget,
     )
+    # SIGTERM ends the search as Ctrl-C does, and with it the command that runs.
+    before = signal.signal(signal.SIGTERM, signal.default_int_handler)
     try:
-        with _ended_by_interrupt():
-            best = tune_by_check(check)
+        best = tune_by_check(check)
     except KeyboardInterrupt:
         output.complain("interrupted before any policy was tried; started anew, the search goes on")
         return _INTERRUPTED
-    paths = best.write(check.directory)
-    return output.show([*str(best).splitlines(), "", *(f"wrote {path}" for path in paths)])
-
-
-@contextlib.contextmanager
-def _ended_by_interrupt() -> Iterator[None]:
-    """Inside of the block SIGTERM ends the search as Ctrl-C does, and with it the command that runs."""
-
-    def interrupt(*_: object) -> None:
-        raise KeyboardInterrupt
-
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
     finally:
         signal.signal(signal.SIGTERM, before)
+    paths = best.write(check.directory)
+    return output.show([*str(best).splitlines(), "", *(f"wrote {path}" for path in paths)])
 
 
 def _count(text: str) -> int:
