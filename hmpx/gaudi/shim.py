@@ -15,9 +15,7 @@ from typing import Any, Final
 from torch.utils.data import DataLoader
 
 from .. import ops, patching
-from ..errors import HmpxError
-from ..torch_internals import function_modes
-from . import core, devices, hmp, hpex, hpu, optimizers
+from . import devices, hmp, hpex, hpu, optimizers
 from .modules import ROOT, Finder, StandIn
 
 
@@ -25,13 +23,13 @@ def _named(*objects: Any) -> dict[str, Any]:
     return {each.__name__: each for each in objects}
 
 
-_HCCL: Final = _named(core.initialize_distributed_hpu)
+_HCCL: Final = _named(hpex.initialize_distributed_hpu)
 
 #: Habana's module, below its package -> what is in it.
 _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
     "torch": _named(hpex._hpex_C),
     "torch.core": {
-        **_named(core.mark_step, core.is_enabled_weight_permute_pass),
+        **_named(hpex.mark_step, hpex.is_enabled_weight_permute_pass),
         **dict.fromkeys(
             ["hpu_set_env", "hpu_inference_set_env"], lambda model=None, *_, **__: model
         ),
@@ -51,13 +49,13 @@ _CONTENTS: Final[Mapping[str, Mapping[str, Any]]] = {
         optimizers.FusedSGD,
     ),
     "torch.utils": {},
-    "torch.utils.debug": {"_is_enabled_weight_permute_pass": core.is_enabled_weight_permute_pass},
+    "torch.utils.debug": {"_is_enabled_weight_permute_pass": hpex.is_enabled_weight_permute_pass},
     "torch.utils.distributed_utils": _HCCL,
     "torch.utils.experimental": {
-        "_get_device_type": lambda: core.synDeviceType.synDeviceTypeInvalid,
-        **_named(core.synDeviceType),
+        "_get_device_type": lambda: hpex.synDeviceType.synDeviceTypeInvalid,
+        **_named(hpex.synDeviceType),
     },
-    "torch.utils.internal": _named(core.is_lazy),
+    "torch.utils.internal": _named(hpex.is_lazy),
     "torch.utils.library_loader": {
         "is_habana_available": hpu.is_available,
         "is_habana_avaialble": hpu.is_available,  # an earlier spelling
@@ -74,15 +72,9 @@ _finder: Final = Finder()
 
 
 def install(options: Mapping[str, Any] | None = None) -> bool:
-    """Installs the stand-in.
+    """Installs the stand-in unless the real ``habana_frameworks`` is importable; returns whether it did.
 
-    Args:
-        options: Arguments of `hmpx.convert` that the script's ``hmp.convert()`` is to use where it
-            does not give them itself.
-
-    Returns:
-        Whether it is installed; False if the real ``habana_frameworks`` is importable, which is then
-        used.
+    The script's ``hmp.convert()`` uses these ``options`` of `hmpx.convert` where it does not give its own.
     """
     global _mode
     if _mode is None:
@@ -101,23 +93,11 @@ def install(options: Mapping[str, Any] | None = None) -> bool:
 
 
 def uninstall() -> None:
-    """Removes the stand-in; does nothing if it is not installed.
-
-    Must be called in the thread that called `install`, outside any torch function mode entered since.
-
-    Raises:
-        HmpxError: It is called elsewhere.
-    """
+    """Removes the stand-in; call it in the thread of `install`, outside any torch function mode entered since."""
     global _mode
     if _mode is None:
         return
-    stack = function_modes()
-    if not stack or stack[-1] is not _mode:
-        raise HmpxError(
-            "habana_shim.uninstall() in another thread than install(), or inside a torch function "
-            "mode entered since; leave that mode first"
-        )
-    _mode.__exit__(None, None, None)
+    _mode.__exit__(None, None, None)  # type: ignore[no-untyped-call]
     _mode = None
     patching.undo(_applied)
     _applied.clear()

@@ -11,7 +11,6 @@ import functools
 import logging
 import multiprocessing.spawn
 import pickle
-import runpy
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, Final
@@ -22,8 +21,14 @@ from . import shim
 
 _LOGGER: Final = logging.getLogger("hmpx")
 
-#: Run in the new process, by its path: that process does not know yet where to import hmpx from.
-_PREPARING: Final = str(Path(__file__).with_name("spawned.py"))
+#: Run in the new process, which does not know yet where to import hmpx from: the parent's it is.
+_PREPARING: Final = """
+import sys
+sys.path.insert(0, path)
+from hmpx.gaudi import spawning
+sys.path.remove(path)
+spawning.restore(state)
+"""
 
 
 class _Restored:
@@ -33,7 +38,8 @@ class _Restored:
         self._state = state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return runpy.run_path, (_PREPARING, {"state": self._state})
+        path = str(Path(__file__).parent.parent.parent)
+        return exec, (_PREPARING, {"path": path, "state": self._state})
 
 
 def follow() -> Callable[[], None]:

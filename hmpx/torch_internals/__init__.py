@@ -91,7 +91,6 @@ from .modes import behind_transform as behind_transform
 from .modes import device_constructors as device_constructors
 from .modes import disable_modes as disable_modes
 from .modes import dispatch_modes as dispatch_modes
-from .modes import function_modes as function_modes
 from .modes import has_fake_tensors as has_fake_tensors
 from .modes import has_tangents as has_tangents
 from .modes import is_batch as is_batch

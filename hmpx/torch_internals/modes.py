@@ -77,14 +77,13 @@ device_constructors = rely_on(
     instead=(frozenset,),
 )
 
-#: The active function modes, and the class of the one that `torch.device` enters.
-function_modes, DeviceContext = rely_on(
-    "torch.overrides._get_current_function_mode_stack",
+#: The class of the function mode that `torch.device` enters.
+DeviceContext = rely_on(
     "torch.utils._device.DeviceContext",
     feature="scripts that place tensors on hpu",
     without="the stand-in for habana_frameworks would not see torch.device as a context",
-    behaves=lambda modes, context: isinstance(modes(), (list, tuple)),
-    instead=(tuple, type("NoContext", (), {})),
+    behaves=lambda context: isinstance(context, type),
+    instead=(type("NoContext", (), {}),),
 )
 
 
