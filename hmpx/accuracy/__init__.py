@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from .measuring import error, table
+from .measuring import ErrorStatistics, ErrorTable, error, table
 from .picture import plot
-from .statistics import ErrorStatistics, ErrorTable
 
 __all__ = ["ErrorStatistics", "ErrorTable", "error", "plot", "table"]

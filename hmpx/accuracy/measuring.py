@@ -1,4 +1,7 @@
-"""Measures what rounding costs: in float64, part by part, whatever the tensor's size, dtype and device."""
+"""What rounding a tensor costs: measured in float64, part by part, and as a table.
+
+Whatever the tensor's size, dtype and device.
+"""
 
 from __future__ import annotations
 
@@ -13,32 +16,20 @@ from torch import Tensor
 from .. import arguments
 from ..arguments import is_a
 from ..errors import OptionError, shown
-from ..number_formats import FORMATS, Format, Table, decode, encode, get, rounder
+from ..number_formats import FORMATS, Format, decode, encode, get, rounder
+from ..number_formats import Table as Codes
+from ..reports import Column, Table, count, paragraphs
 from ..torch_state import without_casts
-from .statistics import ErrorStatistics, ErrorTable
 
 #: Values of a part: some twenty intermediate tensors of float64 are made of one.
 _PART = 1 << 20
 
 
-@dataclass
-class _Sums:
-    """What is added up over the parts of a tensor."""
-
-    nan: float = 0.0
-    inf: float = 0.0
-    finite: float = 0.0
-    nonzero: float = 0.0
-    overflow: float = 0.0
-    saturated: float = 0.0
-    underflow: float = 0.0
-    compared: float = 0.0
-    related: float = 0.0
-    relative: float = 0.0
-    max_abs: float = 0.0
-    max_rel: float = 0.0
-    signal: float = 0.0
-    noise: float = 0.0
+#: What is counted of the parts of a tensor; the last one is the sum of relative errors.
+_COUNTED = (
+    "nan", "inf", "finite", "nonzero", "overflow", "saturated", "underflow", "compared", "related",
+    "relative",
+)  # fmt: skip
 
 
 def error(
@@ -78,26 +69,32 @@ def error(
     with without_casts(), torch.no_grad():
         x = x.detach()
         rounded = rounder(known, rounding, overflow, generator)(x)
-        sums = _Sums()
         given = x.reshape(-1)
         parts = [given, rounded.reshape(-1), _is_clipped(known, x).reshape(-1)]
+        sums = dict.fromkeys(_COUNTED, 0.0)
+        max_rel = max_abs = noise = signal = 0.0
         for start in range(0, given.numel(), _PART):
-            of_x, of_rounded, is_clipped = [part[start : start + _PART] for part in parts]
-            _add(sums, of_x.double(), of_rounded.double(), is_clipped)
+            *counts, rel, largest, scale, noise_norm, norm = _measured(
+                *[part[start : start + _PART] for part in parts]
+            )
+            sums = {name: sums[name] + n for name, n in zip(_COUNTED, counts, strict=True)}
+            max_rel, max_abs = max(max_rel, rel), max(max_abs, largest)
+            noise = math.hypot(noise, largest * noise_norm)
+            signal = math.hypot(signal, scale * norm)
     return ErrorStatistics(
         format=known.name,
         bits=getattr(known, "bits", math.nan),
         rounding=str.__str__(rounding),
         count=x.numel(),
-        nan=int(sums.nan),
-        inf=int(sums.inf),
-        overflow=_ratio(sums.overflow, sums.finite),
-        saturated=_ratio(sums.saturated, sums.finite),
-        underflow=_ratio(sums.underflow, sums.nonzero),
-        sqnr_db=_decibel(sums.signal, sums.noise),
-        max_abs=sums.max_abs if sums.compared else math.nan,
-        max_rel=sums.max_rel if sums.related else math.nan,
-        mean_rel=sums.relative / sums.related if sums.related else math.nan,
+        nan=int(sums["nan"]),
+        inf=int(sums["inf"]),
+        overflow=_ratio(sums["overflow"], sums["finite"]),
+        saturated=_ratio(sums["saturated"], sums["finite"]),
+        underflow=_ratio(sums["underflow"], sums["nonzero"]),
+        sqnr_db=_decibel(signal, noise),
+        max_abs=max_abs if sums["compared"] else math.nan,
+        max_rel=max_rel if sums["related"] else math.nan,
+        mean_rel=sums["relative"] / sums["related"] if sums["related"] else math.nan,
     )
 
 
@@ -144,14 +141,15 @@ def _is_clipped(format: Format, x: Tensor) -> Tensor:
     # Beyond the largest element times their scale: products are rounded, the largest itself is no more.
     codes = encode(x, format)
     values, elements = decode(codes, format), decode(codes[0], element)
-    least = element.min if isinstance(element, Table) else -element.max
+    least = element.min if isinstance(element, Codes) else -element.max
     x, reached = x.double(), values.double() * (1 + 2.0**-20)
     is_above = (elements >= float(element.max)) & (x > reached)
     return is_above | ((elements <= float(least)) & (x < reached))
 
 
-def _add(sums: _Sums, x: Tensor, rounded: Tensor, is_clipped: Tensor) -> None:
-    """Adds what one part of a tensor costs: float64, of one dimension."""
+def _measured(x: Tensor, rounded: Tensor, is_clipped: Tensor) -> list[float]:
+    """Returns the `_COUNTED` of a part, the largest relative and absolute error, the largest value, and norms."""
+    x, rounded = x.double(), rounded.double()
     is_finite = x.isfinite()
     is_kept = is_finite & rounded.isfinite()
     is_nonzero = is_finite & (x != 0)
@@ -159,29 +157,19 @@ def _add(sums: _Sums, x: Tensor, rounded: Tensor, is_clipped: Tensor) -> None:
     magnitude = torch.where(is_kept, x.abs(), 0.0)
     difference = torch.where(is_kept, (rounded - x).abs(), 0.0)
     relative = torch.where(is_related, difference / torch.where(is_related, magnitude, 1.0), 0.0)
-    counted = {
-        "nan": x.isnan(),
-        "inf": x.isinf(),
-        "finite": is_finite,
-        "nonzero": is_nonzero,
-        "overflow": is_finite & ~is_kept,
-        "saturated": is_kept & is_clipped,
-        "underflow": is_nonzero & (rounded == 0),
-        "compared": is_kept,
-        "related": is_related,
-    }
-    numbers = [each.sum(dtype=torch.float64) for each in counted.values()]
+    counted = [
+        x.isnan(), x.isinf(), is_finite, is_nonzero, is_finite & ~is_kept, is_kept & is_clipped,
+        is_nonzero & (rounded == 0), is_kept, is_related,
+    ]  # fmt: skip
     largest, scale = difference.amax(), magnitude.amax()
-    numbers += [relative.sum(), relative.amax(), largest, scale]
-    numbers += [_norm(difference, largest), _norm(magnitude, scale)]
-    found = torch.stack(numbers).tolist()
-    for name, value in zip(counted, found, strict=False):
-        setattr(sums, name, getattr(sums, name) + value)
-    relative_sum, max_rel, max_abs, most, noise, signal = found[len(counted) :]
-    sums.relative += relative_sum
-    sums.max_rel, sums.max_abs = max(sums.max_rel, max_rel), max(sums.max_abs, max_abs)
-    sums.noise = math.hypot(sums.noise, max_abs * noise)
-    sums.signal = math.hypot(sums.signal, most * signal)
+    numbers = [
+        *[each.sum(dtype=torch.float64) for each in counted],
+        relative.sum(),
+        relative.amax(),
+    ]
+    numbers += [largest, scale, _norm(difference, largest), _norm(magnitude, scale)]
+    found: list[float] = torch.stack(numbers).tolist()
+    return found
 
 
 def _norm(values: Tensor, largest: Tensor) -> Tensor:
@@ -198,3 +186,129 @@ def _decibel(signal: float, noise: float) -> float:
     if noise == 0:
         return math.inf if signal else math.nan
     return 20 * (math.log10(signal) - math.log10(noise)) if signal else -math.inf
+
+
+# --- the table -----------------------------------------------------------------------------------
+
+#: No more digits are shown: two tensors of the same kind differ in the next one.
+_DIGITS = 3
+
+
+@dataclass(frozen=True)
+class ErrorStatistics:
+    """What rounding one tensor to one number format costs.
+
+    Errors are of the values that are finite before and after; NaN where there are none.
+
+    Attributes:
+        format: The format's name.
+        bits: Bits a value takes, shared scales included; NaN of a `Custom` format.
+        rounding: The rounding mode.
+        count: How many values the tensor has.
+        nan: How many of them were NaN before, and
+        inf: how many infinite: neither counts in what follows.
+        overflow: Share of the finite values that became infinity or NaN.
+        saturated: Share of the finite values that lie beyond the format's largest, or its least, and are
+            finite after rounding: clipped. In blocks beyond what their scale allows.
+        underflow: Share of the finite values other than zero that became zero.
+        sqnr_db: Signal to quantization noise ratio, in decibel: 6 more for each bit of a significand.
+            Infinity if nothing was rounded.
+        max_abs: The largest difference.
+        max_rel: The largest difference relative to the value, and
+        mean_rel: their mean, over values other than zero.
+
+    Example:
+        >>> found = hmpx.formats.error(torch.tensor([1.0, 1.1, 500.0, 1e-9]), "float8_e4m3fn")
+        >>> found.overflow, found.underflow
+        (0.25, 0.25)
+        >>> round(found.sqnr_db, 1)
+        35.5
+    """
+
+    format: str
+    bits: float
+    rounding: str
+    count: int
+    nan: int
+    inf: int
+    overflow: float
+    saturated: float
+    underflow: float
+    sqnr_db: float
+    max_abs: float
+    max_rel: float
+    mean_rel: float
+
+    def __str__(self) -> str:
+        return str(ErrorTable((self,)))
+
+
+@dataclass(frozen=True, repr=False)
+class ErrorTable:
+    """What rounding one tensor to several number formats costs. Printed, it is a table.
+
+    Attributes:
+        rows: A row for each format, in the order asked for; a list of them makes a pandas.DataFrame.
+
+    Example:
+        >>> print(hmpx.formats.table(torch.tensor([1.0, 1.1, 500.0, 1e-9]), ["e4m3", "e5m2"]))
+        format        bits SQNR dB mean rel max rel max abs not finite clipped to zero
+        float8_e4m3fn    8   35.49    0.341       1   0.025     25.0 %       0  25.0 %
+        float8_e5m2      8   32.40    0.279       1      12          0       0  25.0 %
+    """
+
+    rows: tuple[ErrorStatistics, ...]
+
+    def __repr__(self) -> str:
+        return f"<hmpx.formats.ErrorTable of {len(self.rows)} formats; print it>"
+
+    def __str__(self) -> str:
+        return "\n".join([str(_table(self.rows)), *_notes(self.rows)])
+
+    def _repr_html_(self) -> str:
+        """Returns the table that notebooks show."""
+        return _table(self.rows).to_html() + paragraphs(_notes(self.rows))
+
+
+def _table(rows: tuple[ErrorStatistics, ...]) -> Table:
+    modes = {row.rounding for row in rows}
+    names = [row.format if len(modes) == 1 else f"{row.format}, {row.rounding}" for row in rows]
+    return Table(
+        [
+            Column("format", names, is_number=False),
+            Column("bits", [row.bits for row in rows], lambda bits: _number(bits, 4)),
+            Column("SQNR dB", [row.sqnr_db for row in rows], _decibels),
+            Column("mean rel", [row.mean_rel for row in rows], _number),
+            Column("max rel", [row.max_rel for row in rows], _number),
+            Column("max abs", [row.max_abs for row in rows], _number),
+            Column("not finite", [row.overflow for row in rows], _share),
+            Column("clipped", [row.saturated for row in rows], _share),
+            Column("to zero", [row.underflow for row in rows], _share),
+        ]
+    )
+
+
+def _notes(rows: tuple[ErrorStatistics, ...]) -> list[str]:
+    """Returns what else there is to say of the tensor, which is the same in all rows."""
+    if not rows or not (rows[0].nan or rows[0].inf):
+        return []
+    first = rows[0]
+    return [
+        f"of {count(first.count)} values {count(first.nan)} were NaN and {count(first.inf)} infinite; "
+        "they are left out"
+    ]
+
+
+def _number(value: float, digits: int = _DIGITS) -> str:
+    return "-" if math.isnan(value) else f"{value:.{digits}g}"
+
+
+def _decibels(value: float) -> str:
+    return "-" if math.isnan(value) else f"{value:.2f}"
+
+
+def _share(value: float) -> str:
+    """Returns ``"12.3 %"``; ``"0"`` of none, ``"<0.1 %"`` of few."""
+    if value == 0:
+        return "0"
+    return "<0.1 %" if value < 0.001 else f"{100 * value:.1f} %"

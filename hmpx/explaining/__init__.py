@@ -3,8 +3,15 @@
 from __future__ import annotations
 
 from .asking import explain, explanations
-from .explanation import Explanation, Explanations
-from .names import call_sites, listable, matching, outcome, why_no_match
+from .explanation import (
+    Explanation,
+    Explanations,
+    call_sites,
+    listable,
+    matching,
+    outcome,
+    why_no_match,
+)
 
 __all__ = [
     "Explanation",

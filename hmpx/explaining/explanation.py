@@ -1,23 +1,25 @@
-"""Explanations: what is done with one op, or several, as data and as text of 80 columns."""
+"""Explanations: what is done with one op, or several, as data and as text; and which ops a pattern means."""
 
 from __future__ import annotations
 
+import fnmatch
 import textwrap
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from typing import Final
 
-from ..errors import lined
-from ..policy import UNDECIDED, CastPolicy, Decision
+from .. import ops
+from ..errors import lined, shown, suggestion
+from ..policy import UNDECIDED, CastPolicy, Decision, Policy
 from ..reports import Row, located
 from ..tensors import short_name
-from .names import outcome
+from ..torch_internals import VF_NAMESPACE
 
 #: How wide the text is.
-WIDTH: Final = 80
+_WIDTH: Final = 80
 
 #: How many lines of the program are shown; the others are only counted.
-MOST_CALLS: Final = 20
+_MOST_CALLS: Final = 20
 
 _INDENT: Final = 16
 
@@ -84,25 +86,20 @@ class Explanation:
 
     def _lines(self) -> Iterator[str]:
         yield from _wrapped(f"{self.op}: {self._what()}", "", 2)
-        yield from _field("decided by", f"{self._line()} ({self.policy})")
-        if self.asked_first:
-            yield from _fields("asked first", self.asked_first)
+        line = "no list" if self.reason in ("", UNDECIDED.reason) else self.reason
+        yield from _field("decided by", f"{line} ({self.policy})")
+        yield from _fields("asked first", self.asked_first)
         if self.covers:
             yield from _field("also decides", ", ".join(self.covers))
         for device_type, note in self.device_notes:
             yield from _field(f"on {device_type}", note)
         yield from _fields("note", self.notes)
         yield from _field("call sites", ", ".join(self.sites))
-        if self._writes():
-            yield from _field(
-                "in place",
-                f"{self._writes()}: the dtype of the tensor that is written to decides, not the lists",
-            )
+        if writes := ", ".join([*self.in_place, *["out="] * self.takes_out]):
+            text = f"{writes}: the dtype of the tensor that is written to decides, not the lists"
+            yield from _field("in place", text)
         if self.is_recorded:
             yield from self._recorded()
-
-    def _line(self) -> str:
-        return "no list" if self.reason in ("", UNDECIDED.reason) else self.reason
 
     def _what(self) -> str:
         decision = self.decision
@@ -124,16 +121,13 @@ class Explanation:
         )
         return f"{decision.cast_policy.name}, {said}"
 
-    def _writes(self) -> str:
-        return ", ".join([*self.in_place, *["out="] * self.takes_out])
-
     def _recorded(self) -> Iterator[str]:
         if not self.calls:
             yield from _field("called", "never, in the recorded run")
             return
         count = sum(row.calls for row in self.calls)
         yield from _field("called", f"{count:,} times" if count != 1 else "once")
-        for row in self.calls[:MOST_CALLS]:
+        for row in self.calls[:_MOST_CALLS]:
             inputs, outputs = (
                 ", ".join(map(_short, dtypes)) for dtypes in (row.input_dtypes, row.output_dtypes)
             )
@@ -142,7 +136,7 @@ class Explanation:
             where = " ".join(places) or "somewhere"
             said = f"{row.calls:,} x {where}: {inputs} -> {_short(row.dtype)} -> {outputs}"
             yield from _wrapped(said, " " * 4, _INDENT)
-        more = len(self.calls) - MOST_CALLS
+        more = len(self.calls) - _MOST_CALLS
         if more > 0:
             yield f"    and {more:,} more"
 
@@ -192,9 +186,89 @@ def _fields(name: str, texts: Iterable[str]) -> Iterator[str]:
 def _wrapped(text: str, before: str, indent: int) -> list[str]:
     return textwrap.wrap(
         text,
-        WIDTH,
+        _WIDTH,
         initial_indent=before,
         subsequent_indent=" " * indent,
         break_long_words=False,
         break_on_hyphens=False,
     )
+
+
+# --- names ---------------------------------------------------------------------------------------
+
+
+def listable(policy: Policy) -> list[str]:
+    """Returns the name of every op that a list may hold; of other libraries' ops, those that one does."""
+    names = [name for name in ops.table() if ops.is_castable(name)]
+    decided = (*policy.decisions, *policy.section_rules())
+    names += dict.fromkeys(filter(ops.is_foreign, decided))
+    return sorted(names, key=lambda name: (name.startswith("_"), name.lower()))
+
+
+def is_glob(pattern: str) -> bool:
+    """Whether ``pattern`` may mean several ops."""
+    return any(character in pattern for character in "*?[")
+
+
+def matching(pattern: str, names: list[str]) -> list[str]:
+    """Returns the ``names`` that ``pattern`` means: one by any spelling first, then the others."""
+    if is_glob(pattern):
+        return [
+            name
+            for name in names
+            if fnmatch.fnmatchcase(name, pattern)
+            or any(fnmatch.fnmatchcase(site, pattern) for site in call_sites(name))
+        ]
+    resolved = ops.resolve(pattern)
+    first = [resolved] if resolved in names else []
+    return first + [name for name in names if pattern in name and name != resolved]
+
+
+def why_no_match(pattern: str, names: list[str], otherwise: str) -> str:
+    """Returns a message for a pattern that matches none of ``names``; its end, where no name is near."""
+    resolved = ops.resolve(pattern)
+    if resolved is not None and ops.is_foreign(resolved):
+        return f"{shown(pattern)}, an op of another library, is in no list"
+    if resolved is not None:
+        return f"{shown(pattern)} computes nothing from tensors, so there is nothing to cast"
+    spellings = [spelling for spelling, name in ops.names().items() if name in names]
+    return f"no op matches {shown(pattern)}{suggestion(pattern, spellings, ops.of_modules()) or otherwise}"
+
+
+def outcome(decision: Decision) -> str:
+    """Returns a decision in a few words: ``"LOW bf16"``; ``"-"`` where inputs are left alone."""
+    if decision.cast_policy is CastPolicy.PASS:
+        return "-"
+    words = [decision.cast_policy.name]
+    if decision.cast_policy is CastPolicy.LOW and decision.dtype is not None:
+        words.append(short_name(decision.dtype))
+    words += [f"{word}={short_name(value)}" for word, value in decision.options()]
+    return " ".join(words)
+
+
+def call_sites(name: str) -> list[str]:
+    """Returns the places in torch where op ``name`` is called, its Python functions among them."""
+    if ops.is_foreign(name):
+        return [name]
+    op = ops.table()[name]
+    return _public([site.qualified for site in (*op.sites, *op.followers)])
+
+
+def in_place_sites(name: str) -> list[str]:
+    """Returns those that write to their first argument."""
+    if ops.is_foreign(name):
+        return []
+    return _public([site.qualified for site in ops.table()[name].sites if site.in_place])
+
+
+def takes_out(name: str) -> bool:
+    """Whether some call of op ``name`` takes ``out=``; methods of tensors don't."""
+    if ops.is_foreign(name):
+        return False
+    sites = [site for site in ops.table()[name].sites if site.namespace != "torch.Tensor"]
+    return any("out" in ops.parameters(site).names for site in sites)
+
+
+def _public(sites: list[str]) -> list[str]:
+    """Returns ``sites`` without those of an internal namespace, where there are others."""
+    return [site for site in sites if not site.startswith(f"{VF_NAMESPACE}.")] or sites
