@@ -25,26 +25,18 @@ _MANY: Final = 4
 
 @dataclass
 class Group:
-    """Steps that are drawn as one node, with what that has.
+    """Steps that are drawn as one `Node`, with what that has."""
 
-    Attributes:
-        steps: Positions of the steps; the one that made the result first.
-        kind: See `Node`, as for the others that it has, too; ``module`` is None while unknown.
-        result: Position of the step whose result has the shape; None for the first one.
-        call: The call that was observed.
-        inputs: Positions of the groups that it takes tensors of, with the step and the output.
-    """
-
-    steps: list[int]
+    steps: list[int]  # their positions; the one that made the result first
     kind: Kind
     label: str
     dtype: str = ""
-    module: str | None = None
-    result: int | None = None
-    call: OpCall | None = None
+    module: str | None = None  # None while unknown
+    result: int | None = None  # the step whose result has the shape; None for the first one
+    call: OpCall | None = None  # that was observed
     is_legalized: bool = False
     times: int = 1
-    inputs: list[tuple[int, int, int]] = field(default_factory=list)
+    inputs: list[tuple[int, int, int]] = field(default_factory=list)  # group, step, its output
 
     @property
     def sources(self) -> set[int]:

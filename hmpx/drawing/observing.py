@@ -22,20 +22,14 @@ from ..torch_internals import disable_modes, next_number, uncompiled
 
 
 class Names:
-    """Qualified names of modules and parameters, those of the first model without a prefix.
-
-    Attributes:
-        classes: Qualified name of a module -> name of its class.
-        parameters: ``id`` of a parameter -> its qualified name.
-        models: The outermost modules, held, so that no other module gets an identity of theirs.
-    """
+    """Qualified names of modules and parameters, those of the first model without a prefix."""
 
     def __init__(self, model: nn.Module | None = None) -> None:
         """Starts with the names of ``model``."""
-        self.classes: dict[str, str] = {}
-        self.parameters: dict[int, str] = {}
+        self.classes: dict[str, str] = {}  # qualified name of a module -> name of its class
+        self.parameters: dict[int, str] = {}  # id of a parameter -> its qualified name
         self._modules: dict[int, str] = {}
-        self.models: list[nn.Module] = []
+        self.models: list[nn.Module] = []  # held, so that no other module gets an id of theirs
         if model is not None:
             self._adopt(model, "")
 
@@ -58,21 +52,15 @@ class Names:
 
 @dataclass
 class Observation:
-    """What was seen of a run.
-
-    Attributes:
-        names: Names of modules and parameters.
-        calls: The calls of ops, in their order.
-        owners: ``id`` of a node -> the node, and the position of the call that made it.
-        boundaries: Numbers of nodes, ascending, from which on
-        modules: nodes belong to the module of that name.
-    """
+    """What was seen of a run: the calls of ops in their order, and whose nodes are whose."""
 
     names: Names
     calls: list[OpCall] = field(default_factory=list)
-    owners: dict[int, tuple[Any, int]] = field(default_factory=dict)
-    boundaries: list[int] = field(default_factory=list)
-    modules: list[str] = field(default_factory=list)
+    owners: dict[int, tuple[Any, int]] = field(
+        default_factory=dict
+    )  # id -> node, its call's position
+    boundaries: list[int] = field(default_factory=list)  # numbers of nodes from which on
+    modules: list[str] = field(default_factory=list)  # they belong to this module
 
     def module_of(self, number: int | None) -> str | None:
         """Returns the module that made the node of that number; None if that is unknown."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, Final
+from typing import Any, Final, Literal
 
 import torch
 from torch import Tensor
@@ -20,31 +20,18 @@ Output = tuple[torch.dtype | None, tuple[int, ...] | None]
 
 @dataclass(slots=True, eq=False)
 class Step:
-    """One node of autograd's graph.
+    """One node of autograd's graph."""
 
-    Attributes:
-        node: The node; held, since identities are those of its Python object.
-        name: Autograd's name, such as ``"AddmmBackward0"``.
-        op: ATen's or the function's name, such as ``"addmm"``.
-        kind: ``"leaf"``, ``"cast"``, ``"view"`` or ``"op"``.
-        leaf: The tensor of a leaf.
-        outputs: What it returns.
-        inputs: Positions of the steps it takes tensors of, and which output of each.
-        number: Greater for steps made later; None if unknown.
-        is_own: One of hmpx's own functions made it.
-        is_open: What it takes was not walked to.
-    """
-
-    node: Any
-    name: str
-    op: str
-    kind: str
+    node: Any  # held, since identities are those of its Python object
+    name: str  # autograd's: "AddmmBackward0"
+    op: str  # ATen's or the function's name: "addmm"
+    kind: Literal["leaf", "cast", "view", "op"]
     leaf: Tensor | None
     outputs: list[Output]
-    inputs: list[tuple[int, int]] = field(default_factory=list)
-    number: int | None = None
-    is_own: bool = False
-    is_open: bool = False
+    inputs: list[tuple[int, int]] = field(default_factory=list)  # steps, and which output of each
+    number: int | None = None  # greater for steps made later; None if unknown
+    is_own: bool = False  # one of hmpx's own functions made it
+    is_open: bool = False  # what it takes was not walked to
 
     def output(self, position: int = 0) -> Output:
         """Returns the dtype and the shape of one output; None for what is unknown."""
@@ -92,7 +79,7 @@ def _step(node: Any) -> Step:
         return Step(node, name, "", "leaf", node.variable, [])
     function = function_of(node)
     op = _op_name(name) if function is None else _NAMES.get(function.__name__, function.__name__)
-    kind = "op"
+    kind: Literal["cast", "view", "op"] = "op"
     is_own = function is not None and function.__module__.startswith("hmpx.")
     if is_own:
         drawn_as = getattr(function, "drawn_as", op)

@@ -49,7 +49,7 @@ class ConvertedRun:
         record: str | os.PathLike[str] | None,
         watch: str | None,
     ) -> None:
-        """Checks everything and changes nothing.
+        """Checks all arguments and changes nothing.
 
         Args:
             options: Arguments of `hmpx.convert`.
@@ -58,9 +58,7 @@ class ConvertedRun:
             watch: A mode of `hmpx.watch`.
 
         Raises:
-            OptionError: An option is unknown or has a value that it can't have.
-            OpListError: A list can't be read, or an op stands in two lists.
-            PolicyFileError: ``policy`` can't be read, or is not a policy.
+            HmpxError: An argument has a value that it can't have.
         """
         self.policy = checked_policy(**options) if options else None
         self._options = dict(options)
@@ -84,17 +82,12 @@ class ConvertedRun:
         policy = self._policy()
         if policy is None:
             return False
-        decided = [*policy.decisions.values()]
-        for section in policy.sections:
-            decided += section.decisions.values()
-        return any((each.dtype or policy.low_precision_type) is torch.float16 for each in decided)
+        decided = [policy.decisions, *[section.decisions for section in policy.sections]]
+        dtypes = [decision.dtype for each in decided for decision in each.values()]
+        return any((each or policy.low_precision_type) is torch.float16 for each in dtypes)
 
     def start(self, device_type: str | None) -> None:
-        """Converts torch, and begins to record and to watch; does nothing if that is done.
-
-        Args:
-            device_type: That of the model, for want of ``device_types`` among the options.
-        """
+        """Converts torch, by default on this device type, and begins to record and to watch, unless that is done."""
         if self._open is not None:
             return
         with contextlib.ExitStack() as stack:

@@ -37,28 +37,16 @@ _WORST: Final = NAN | POSITIVE
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """Where non-finite values first were: in this source of this call.
-
-    Attributes:
-        record: The call.
-        source: Where of it they were.
-        bits: Which they were.
-        context: The calls before it.
-        node: Name of the autograd node, or of the function, that made them, if no op did.
-        gradients: What passed through its backward, if it is that.
-        parameter: Name of the parameter that had them, if it is one that a module holds.
-        is_written: The program gave them as a number.
-        is_reported: It has been reported.
-    """
+    """Where non-finite values first were: in this source of this call, after others."""
 
     record: CallRecord
     source: Source
     bits: int
     context: tuple[EarlierCall, ...]
-    node: str = ""
-    gradients: GradientRecord | None = None
-    parameter: str = ""
-    is_written: bool = False
+    node: str = ""  # name of the autograd node or function that made them, if no op did
+    gradients: GradientRecord | None = None  # what passed through its backward, if it is that
+    parameter: str = ""  # name of the one that had them, if a module holds it
+    is_written: bool = False  # the program gave them as a number
     is_reported: bool = False
 
 

@@ -51,12 +51,7 @@ class Hooks:
         self._gradients: dict[int, Tensor] = {}
 
     def on_nodes(self, entries: Mapping[Any, Mapping[int, int]], exits: _Exits) -> None:
-        """Registers the hooks.
-
-        Args:
-            entries: A node of results -> number of a gradient there -> number of the result.
-            exits: A node -> the edges by which gradients of inputs leave it.
-        """
+        """Registers hooks on nodes of results (number of a gradient -> of a result), and where inputs' leave."""
         self._left = len(exits)
         for node, numbers in entries.items():
             if node not in exits:
@@ -105,7 +100,7 @@ class Hooks:
     def _add(self, after: list[Cell]) -> None:
         notes, before = self._notes, self._arrived
         if before or after:
-            record = GradientRecord(self._record, self._name, before, after, notes.step)
+            record = GradientRecord(self._record, self._name, before, after)
             if self._arguments is not None:
                 notes.try_backward(record, self._arguments, self._gradients)
             notes.add(record)

@@ -42,22 +42,15 @@ _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
 
 
 class Notes:
-    """The records of one step.
-
-    Attributes:
-        records: In the order of events.
-        step: Number of the step.
-        is_open: Whether anything is recorded.
-        has_gradients: Gradients have been recorded.
-        waits: Calls that fail on accelerators are tried at once, as on the CPU.
-    """
+    """The records of one step, in the order of events."""
 
     def __init__(self) -> None:
         """Starts with none."""
         self.records: list[CallRecord | GradientRecord] = []
         self.step = 0
-        self.is_open = True
-        self.has_gradients = self.waits = False
+        self.is_open = True  # calls and gradients are recorded
+        self.has_gradients = False
+        self.waits = False  # calls that fail on accelerators are tried at once, as on the CPU
         self._slots = Slots()
         self._known = KnownTensors()
         self._leaves: dict[int, Leaf] = {}
@@ -110,7 +103,7 @@ class Notes:
             results = [each for each in tensors_in([written]) if is_measurable(each)]
         if not results or is_captured(results[0]):
             return
-        record = CallRecord(call, self.step, [])
+        record = CallRecord(call, self.step)
         record.is_intended = call.op in _UNSET or _has_non_finite(args)
         if kwargs and not record.is_intended:
             record.is_intended = _has_non_finite(kwargs.values())

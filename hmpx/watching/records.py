@@ -36,14 +36,8 @@ _MOST_PARTS: Final = 8
 class Cell:
     """What is known of the values that a tensor had at one time.
 
-    Attributes:
-        slot: Number of its slot; None once ``extremes`` were read from it, and where it has none.
-        extremes: The smallest and the largest value; None while unknown.
-        origin: Where non-finite values in it come from, once that is known.
-        maker: Name of the autograd node that made the tensor, if no observed call did; ``""`` for
-            data; None where an observed call did, or its backward.
-        is_hooked: The tensor's autograd node has been seen, if it has one.
-        sources: Those that it was computed from, if no observed call made it.
+    ``maker`` is the name of the autograd node that made the tensor, if no observed call did; ``""`` for
+    data; None where an observed call did, or its backward.
     """
 
     __slots__ = ("extremes", "is_hooked", "maker", "origin", "slot", "sources")
@@ -51,11 +45,11 @@ class Cell:
     def __init__(
         self, slot: int | None, maker: str | None = None, *, is_hooked: bool = True
     ) -> None:
-        """Starts with what is written to ``slot``."""
+        """Has what is written to ``slot``; ``is_hooked``: the tensor's autograd node has been seen."""
         self.slot, self.maker, self.is_hooked = slot, maker, is_hooked
-        self.extremes: Extremes | None = (0.0, 0.0) if slot is None else None
-        self.origin: Any = None
-        self.sources: list[Cell] = []
+        self.extremes: Extremes | None = (0.0, 0.0) if slot is None else None  # None while unknown
+        self.origin: Any = None  # where non-finite values in it come from, once that is known
+        self.sources: list[Cell] = []  # that it was computed from, if no observed call made it
 
     @property
     def bits(self) -> int | None:
@@ -109,50 +103,29 @@ class Input(NamedTuple):
 
 
 class Trial(NamedTuple):
-    """What a call gives in float32.
-
-    Attributes:
-        bits: The non-finite values of its results, or of its gradients; 0 if there are none.
-        where: Values of its inputs for which that was seen: ``"input 0 is -2"``; ``""`` if unknown.
-        is_underflow: It is finite, but not on its inputs as rounded, some of them to zero.
-        is_sure: It ran on its inputs; otherwise on one element, for the extremes of these.
-    """
+    """What a call gives in float32: the non-finite values of its results, or of its gradients."""
 
     bits: int
-    where: str = ""
-    is_underflow: bool = False
-    is_sure: bool = True
+    where: str = ""  # values of its inputs for which that was seen: "input 0 is -2"
+    is_underflow: bool = False  # it is finite, but not on its inputs as rounded, some to zero
+    is_sure: bool = True  # it ran on its inputs; otherwise on one element, for their extremes
 
 
 @dataclass(slots=True, eq=False)
 class CallRecord:
-    """A call of the forward, or of a recomputation.
-
-    Attributes:
-        call: The call.
-        step: Number of the step.
-        inputs: Its floating-point inputs.
-        results: Its floating-point results.
-        is_intended: The call was given an infinity or NaN as a number, or leaves memory as it is.
-        is_unsure: Some inputs are not known.
-        writes: It wrote to an argument, as far as is known.
-        is_blamed: Its backward was found to make gradients non-finite.
-        alive: The results, while they are alive, and their versions.
-        trial: What it gave in float32, if it was tried.
-        outline: Its arguments without values, if it may have to be tried on extremes.
-    """
+    """A call of the forward, or of a recomputation, with its floating-point inputs and results."""
 
     call: OpCall
     step: int
-    inputs: list[Input]
+    inputs: list[Input] = field(default_factory=list)
     results: list[Cell] = field(default_factory=list)
-    is_intended: bool = False
-    is_unsure: bool = False
-    writes: bool = False
-    is_blamed: bool = False
-    alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)
+    is_intended: bool = False  # given an infinity or NaN as a number, or leaves memory as it is
+    is_unsure: bool = False  # some inputs are not known
+    writes: bool = False  # to an argument, as far as is known
+    is_blamed: bool = False  # its backward made gradients non-finite
+    alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # with versions
     trial: Trial | None = None
-    outline: Any = None
+    outline: Any = None  # its arguments without values, if it may have to be tried on extremes
 
     def cells(self) -> list[Cell]:
         """Returns those of all inputs and results."""
@@ -161,22 +134,12 @@ class CallRecord:
 
 @dataclass(slots=True, eq=False)
 class GradientRecord:
-    """Gradients that passed through the backward of a call.
-
-    Attributes:
-        record: The call.
-        node: Name of the autograd node, where that is not the call's own; else ``""``.
-        before: The gradients that arrived at its results; None at a node that only hands them out.
-        after: Those that it computed.
-        step: Number of the step.
-        trial: What the backward gave in float32, if it was tried.
-    """
+    """Gradients that passed through the backward of a call."""
 
     record: CallRecord
-    node: str
-    before: list[Cell]
-    after: list[Cell]
-    step: int
+    node: str  # name of the autograd node, where that is not the call's own
+    before: list[Cell]  # that arrived at its results
+    after: list[Cell]  # that it computed
     trial: Trial | None = None
 
     def cells(self) -> list[Cell]:

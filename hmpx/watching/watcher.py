@@ -31,9 +31,6 @@ Mode = Literal["raise", "log", "collect"]
 #: How many offences are kept.
 _MOST_OFFENCES: Final = 100
 
-#: How many distinct ones are logged.
-_MOST_LOGGED: Final = 1000
-
 
 class Watch:
     """What `watch` returns: a context manager, once or again.
@@ -293,7 +290,7 @@ class Watch:
 
     def _log(self, offence: Offence) -> None:
         key = (offence.op, offence.module, offence.location, offence.kind, offence.phase)
-        if key not in self._logged and len(self._logged) < _MOST_LOGGED:
+        if key not in self._logged:
             self._logged.add(key)
             LOGGER.warning("%s", offence)
 
