@@ -127,21 +127,19 @@ def _converted(given: dict[str, Any], taken: list[Session | None]) -> Session:
     with lock:
         hold_off_forks(lock)  # for what is imported and read the first time
         torch_internals.check()
-        asked = request.checked(given)
-        if asked.verbose == "hmp":
+        policy, device_types, options, verbose = request.checked(given)
+        if verbose == "hmp":
             announce_conversion(given["opt_level"])
-        session = _put_in_force(
-            asked.policy, asked.device_types, asked.options, asked.verbose, taken
-        )
-        if given["device_types"] is None and "cpu" not in asked.device_types:
-            found = " and ".join(sorted(asked.device_types))
+        session = _put_in_force(policy, device_types, options, verbose, taken)
+        if given["device_types"] is None and "cpu" not in device_types:
+            found = " and ".join(sorted(device_types))
             LOGGER.info(
                 "casting on %s: tensors on the CPU are not cast; "
                 'convert(device_types={"cpu"}) casts those',
                 found,
             )
         if given["device_types"] is not None:
-            _warn_of_absent(asked.device_types)
+            _warn_of_absent(device_types)
         return session
 
 
@@ -171,7 +169,7 @@ def checked_policy(**options: Any) -> Policy:
     check_names(convert, options)
     known = inspect.signature(convert).parameters
     given = {name: options.get(name, each.default) for name, each in known.items()}
-    return request.checked({**given, "too_many": ()}).policy
+    return request.checked({**given, "too_many": ()})[0]
 
 
 def check_names(function: Callable[..., Any], options: Iterable[str]) -> None:

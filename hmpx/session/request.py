@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, fields
+from dataclasses import fields
 from typing import Any, Final
 
 from ..arguments import is_a
@@ -13,22 +13,8 @@ from ..policy import Policy, made_policy
 from ..rules import all_rules
 from ..tensors import parse_device_types
 
-
-@dataclass(frozen=True, kw_only=True)
-class Request:
-    """A conversion that can be made.
-
-    Attributes:
-        policy: The decision for every op.
-        device_types: The device types whose tensors are cast.
-        verbose: Whether calls are logged; ``"once"``: each distinct decision once.
-        options: How ops compute.
-    """
-
-    policy: Policy
-    device_types: frozenset[str]
-    verbose: bool | str
-    options: Options
+#: The decision for every op, the device types whose tensors are cast, how ops compute, whether calls are logged.
+Request = tuple[Policy, frozenset[str], Options, bool | str]
 
 
 def checked(given: Mapping[str, Any]) -> Request:
@@ -47,12 +33,7 @@ def checked(given: Mapping[str, Any]) -> Request:
     found_types = parse_device_types(given["device_types"])
     made, is_logged = made_policy(given)
     _check_effect(options, made)
-    return Request(
-        policy=made,
-        device_types=found_types,
-        verbose=is_verbose or is_logged,
-        options=options,
-    )
+    return made, found_types, options, is_verbose or is_logged
 
 
 def _check_effect(options: Options, policy: Policy) -> None:

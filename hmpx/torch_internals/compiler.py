@@ -7,12 +7,12 @@ of them in `hmpx doctor`.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 import importlib
 import os
 import sys
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
 from typing import Any, Final, TypeVar
 
 import torch
@@ -41,87 +41,79 @@ DYNAMO_VARIABLES: Final = "torch._dynamo.variables"
 DYNAMO_MODULE_CALLS: Final = ("torch._dynamo.utils", "torch._dynamo.variables.nn_module")
 
 
-@dataclass(frozen=True, slots=True)
-class Later:
-    """Names in a module that is imported later; see `Part`."""
-
-    feature: str
-    names: tuple[str, ...]
-    without: str
-
-
-LATER: Final[dict[str, Later]] = {
-    TRACER: Later(
+#: Module -> names in it; see `Part`.
+LATER: Final[dict[str, Part]] = {
+    TRACER: Part(
         "regions of torch.autocast in exported graphs",
         ("PreDispatchTorchFunctionMode.__torch_function__",),
         "exported graphs cast inside of regions that are off",
     ),
-    SELECT_ALGORITHM: Later(
+    SELECT_ALGORITHM: Part(
         "kernels in compiled graphs",
         ("ExternKernelChoice.__init__", "extern_kernels"),
         "compiled code takes longer, and may cast where casts were off",
     ),
-    CODE_CACHE: Later(
+    CODE_CACHE: Part(
         "caches of compiled graphs on the disk",
         ("FxGraphHashDetails.__init__",),
         "they are not used",
     ),
-    INDUCTOR_CONFIG: Later(
+    INDUCTOR_CONFIG: Part(
         "casts in compiled graphs",
         ("_config.emulate_precision_casts", "force_disable_caches"),
         "rounding takes longer there",
     ),
-    INDUCTOR_LOWERINGS: Later(
+    INDUCTOR_LOWERINGS: Part(
         "torch's functions in compiled graphs",
         ("lowerings",),
         "flex_attention may not compile once a conversion during which inductor was imported is reverted",
     ),
-    INDUCTOR_GRAPHS: Later(
+    INDUCTOR_GRAPHS: Part(
         "torch's functions that inductor puts into graphs",
         ("GraphLowering.call_function",),
         "inductor may not find how to compute them",
     ),
-    INDUCTOR_SUBGRAPHS: Later(
+    INDUCTOR_SUBGRAPHS: Part(
         "torch's functions that inductor puts into attention",
         ("PointwiseSubgraphLowering.call_function",),
         "flex_attention may not compile on a CPU",
     ),
-    AOT_GRAPHS: Later(
+    AOT_GRAPHS: Part(
         "memory of compiled graphs",
         ("_partition_joint_graph_into_fw_bw",),
         "they keep casts of weights for their backward",
     ),
-    DYNAMO_FUNCTIONS: Later(
+    DYNAMO_FUNCTIONS: Part(
         "questions about torch.autocast while tracing",
         ("constant_fold_functions.update",),
         "graphs break where a model asks whether torch.autocast is on",
     ),
-    DYNAMO_RULES: Later(
+    DYNAMO_RULES: Part(
         "methods of tensors while tracing",
         ("get_tensor_method",),
         "graphs break where hmpx casts for functions of other libraries",
     ),
-    DYNAMO_TRANSLATION: Later(
+    DYNAMO_TRANSLATION: Part(
         "sections by module in compiled graphs",
         ("InstructionTranslatorBase.step",),
         "torch.compile is refused with them",
     ),
-    DYNAMO_GRAPHS: Later(
+    DYNAMO_GRAPHS: Part(
         "graphs that stay over conversions",
         ("OutputGraph.init_ambient_guards",),
         "each conversion compiles again",
     ),
-    DYNAMO_GUARDS: Later(
+    DYNAMO_GUARDS: Part(
         "guards of compiled graphs",
         ("install_guard", "GuardBuilder.EQUALS_MATCH"),
         "torch.compile is refused with sections by module",
     ),
-    DYNAMO_SOURCES: Later(
+    DYNAMO_SOURCES: Part(
         "sources of guards",
         ("AttrSource", "GlobalSource", "GlobalStateSource"),
         "torch.compile is refused with sections by module",
     ),
-    DYNAMO_VARIABLES: Later(
+    DYNAMO_VARIABLES: Part(
         "modules in compiled graphs",
         ("LazyVariableTracker.realize", "UnspecializedNNModuleVariable"),
         "torch.compile is refused with sections by module",
@@ -169,8 +161,7 @@ def _part_of_later(module_name: str) -> Part:
         except AttributeError:
             fault = f"torch has no {module_name}.{name}"
             break
-    names = tuple([f"{module_name}.{name}" for name in later.names])
-    return Part(later.feature, names, later.without, False, fault)
+    return dataclasses.replace(later, fault=fault)
 
 
 def later_parts() -> Iterator[Part]:
@@ -179,8 +170,7 @@ def later_parts() -> Iterator[Part]:
         try:
             importlib.import_module(name)
         except ImportError as error:
-            later = LATER[name]
-            yield Part(later.feature, (name,), later.without, False, said_by(error))
+            yield dataclasses.replace(LATER[name], fault=said_by(error))
         else:
             yield _part_of_later(name)
 

@@ -35,7 +35,7 @@ class AfterImport(importlib.abc.MetaPathFinder):
             find = getattr(finder, "find_spec", None)
             spec = None if find is None else find(fullname, path, target)
             if spec is not None:
-                if hasattr(spec.loader, "exec_module"):
+                if hasattr(spec.loader, "exec_module") and not isinstance(spec.loader, type):
                     _act_after(spec.loader, action)
                 return spec  # type: ignore[no-any-return]
         return None

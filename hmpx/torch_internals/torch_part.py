@@ -48,8 +48,8 @@ class Part:
     feature: str
     names: tuple[str, ...]
     without: str
-    is_needed: bool
-    fault: str
+    is_needed: bool = False
+    fault: str = ""
 
 
 _parts: list[Part] = []
