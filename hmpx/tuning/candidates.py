@@ -1,10 +1,10 @@
-"""Candidates: what a search may keep in fp32, each with its score and with what keeping it costs."""
+"""Candidates: what a search may keep in fp32, what keeping it costs, and what is known of sets of them."""
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
 
@@ -12,6 +12,9 @@ from ..policy import CastPolicy, load_policy
 
 #: Where an op is called: its name, and the qualified name of the module; ``""`` outside of any.
 Spot = tuple[str, str]
+
+#: Spot -> FLOPs and bytes of its calls.
+Costs = Mapping[Spot, tuple[int, int]]
 
 #: A set of candidates that are kept out of low precision, by name: in fp32, or ``"add=follows"``, or in
 #: another type: ``"linear=bfloat16"``.
@@ -26,21 +29,8 @@ MOST_SPOTS: Final = 24
 #: How many candidates there are at most, as long as there are fewer ops: each one that is kept costs an evaluation.
 _MOST_CANDIDATES: Final = 32
 
-
 #: A line in a list costs something, however little work its op does: so much of the model's work.
 COST_OF_A_LINE: Final = 0.01
-
-
-class Seconds(NamedTuple):
-    """How long the calls of a spot take.
-
-    Attributes:
-        fp32: In fp32.
-        low: In low precision, with the casts of their inputs.
-    """
-
-    fp32: float
-    low: float
 
 
 class Score(NamedTuple):
@@ -56,6 +46,9 @@ class Score(NamedTuple):
     effect: float = 0.0
     is_hard: bool = False
     is_unseen: bool = False
+
+
+Scores = Mapping[Spot, Score]
 
 
 @dataclass(frozen=True)
@@ -94,23 +87,36 @@ class Candidate:
         """Whether it is known that low precision saves no time: keeping it in fp32 costs nothing."""
         return self.saved is not None and self.saved <= 0
 
+    @property
+    def cost(self) -> float:
+        """What keeping it costs: a share of the model's work, and a line in a list."""
+        return self.benefit + COST_OF_A_LINE
 
-def timed(candidates: Iterable[Candidate], seconds: Mapping[Spot, Seconds]) -> list[Candidate]:
-    """Returns the candidates with the time that low precision saves as their benefit."""
-    whole = sum(each.fp32 for each in seconds.values()) or 1.0
+    @property
+    def op(self) -> str:
+        """The op, of which it has one or more modules."""
+        return min(self.spots)[0]
+
+
+def timed(
+    candidates: Iterable[Candidate], seconds: Mapping[Spot, tuple[float, float]]
+) -> list[Candidate]:
+    """Returns the candidates with the time that low precision saves as their benefit.
+
+    Args:
+        candidates: The candidates.
+        seconds: Spot -> how long its calls take in fp32, and in low precision with their casts.
+    """
+    whole = sum(fp32 for fp32, _ in seconds.values()) or 1.0
     found = []
     for each in candidates:
-        known = [seconds[spot] for spot in each.spots]
-        saved = sum(one.fp32 - one.low for one in known) / whole
+        saved = sum(seconds[spot][0] - seconds[spot][1] for spot in each.spots) / whole
         found.append(replace(each, benefit=max(saved, 0.0), saved=saved))
     return found
 
 
 def by_op(
-    spots: Mapping[Spot, tuple[int, int]],
-    scores: Mapping[Spot, Score] | None = None,
-    *,
-    names_modules: bool = False,
+    spots: Costs, scores: Scores | None = None, *, names_modules: bool = False
 ) -> list[Candidate]:
     """Returns a candidate for each op; those in one module only are named by it if ``names_modules``."""
     counts = Counter(op for op, _ in spots)
@@ -121,10 +127,7 @@ def by_op(
     return _grouped(spots, scores, key)
 
 
-def by_module(
-    spots: Mapping[Spot, tuple[int, int]],
-    scores: Mapping[Spot, Score] | None = None,
-) -> list[Candidate]:
+def by_module(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
     """Returns a candidate for each spot that matters, and one for the rest of each op.
 
     A search needs an evaluation for each candidate that it keeps, so what has little effect by itself is
@@ -143,49 +146,34 @@ def by_module(
     return _grouped(spots, scores, lambda spot: name_of(spot) if spot in alone else spot[0])
 
 
-def split(
-    candidates: Iterable[Candidate], spots: Mapping[Spot, tuple[int, int]]
-) -> list[Candidate]:
+def split(candidates: Iterable[Candidate], spots: Costs) -> list[Candidate]:
     """Returns the candidates with each that stands for several spots replaced by one a spot."""
     found = []
     for each in candidates:
         if len(each.spots) == 1:
             found.append(each)
             continue
-        parts = {spot: spots[spot] for spot in each.spots}
-        shares = {part.name: part for part in _grouped(parts, None, name_of)}
-        whole = max(1, each.bytes)
-        found += [
-            replace(
-                part,
-                benefit=each.benefit * part.bytes / whole,
-                prior=each.prior,
-                is_hard=each.is_hard,
-                saved=None if each.saved is None else each.saved * part.bytes / whole,
-            )
-            for part in shares.values()
-        ]
+        for part in _grouped({spot: spots[spot] for spot in each.spots}, None, name_of):
+            share = part.bytes / max(1, each.bytes)
+            saved = None if each.saved is None else each.saved * share
+            found.append(replace(part, benefit=each.benefit * share, saved=saved))
     return found
 
 
 def name_of(spot: Spot) -> str:
     """Returns the name of a spot: ``"encoder.0.attn:softmax"``; the op's outside of any module."""
     op, module = spot
-    return f"{module}:{op}" if module else f":{op}"
+    return f"{module}:{op}"
 
 
-def _grouped(
-    spots: Mapping[Spot, tuple[int, int]],
-    scores: Mapping[Spot, Score] | None,
-    key: Callable[[Spot], str],
-) -> list[Candidate]:
+def _grouped(spots: Costs, scores: Scores | None, key: Callable[[Spot], str]) -> list[Candidate]:
     groups: dict[str, list[Spot]] = {}
     for spot in spots:
         groups.setdefault(key(spot), []).append(spot)
     all_flops = max(1, sum(flops for flops, _ in spots.values()))
     all_bytes = max(1, sum(count for _, count in spots.values()))
     found = []
-    for name, members in groups.items():
+    for name, members in sorted(groups.items()):
         flops = sum(spots[spot][0] for spot in members)
         count = sum(spots[spot][1] for spot in members)
         known = [] if scores is None else [scores.get(spot, Score()) for spot in members]
@@ -202,7 +190,7 @@ def _grouped(
                 prior=_prior(members[0][0]),
             )
         )
-    return sorted(found, key=lambda each: each.name)
+    return found
 
 
 def _prior(op: str) -> float:
@@ -211,6 +199,9 @@ def _prior(op: str) -> float:
     if policy is None:
         return 1.0
     return {CastPolicy.FP32: 0.0, CastPolicy.LOW: 2.0}.get(policy.cast_policy, 1.0)
+
+
+# --- members of sets ---------------------------------------------------------------------------------
 
 
 def parted(member: str) -> tuple[str, str]:
@@ -237,11 +228,83 @@ def is_following(member: str) -> bool:
     return parted(member)[1] == FOLLOWS
 
 
-def cost(candidate: Candidate) -> float:
-    """Returns what keeping a candidate costs: a share of the model's work, and a line in a list."""
-    return candidate.benefit + COST_OF_A_LINE
-
-
 def is_within(kept: Kept, other: Kept) -> bool:
     """Whether all members of a set are in another, following their inputs there or in fp32."""
     return all(each in other or (is_following(each) and bare(each) in other) for each in kept)
+
+
+# --- what is known of a set --------------------------------------------------------------------------
+
+
+class Seen(NamedTuple):
+    """What the calls of a candidate computed in, while a set was evaluated.
+
+    Attributes:
+        flops: The share of its floating-point operations that were in low precision, from 0 to 1, and
+        bytes: of its bytes.
+        given: The share of its bytes that are of calls to which only low precision was given: where it
+            follows its inputs, no others are in low precision.
+    """
+
+    flops: float
+    bytes: float
+    given: float
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What came of a set.
+
+    Attributes:
+        error: The error; infinite where outputs are not finite.
+        seen: Name of each candidate that may follow its inputs -> what its calls computed in.
+    """
+
+    error: float
+    seen: Mapping[str, Seen] = field(default_factory=dict)
+
+
+@dataclass(frozen=True, slots=True)
+class Evaluation:
+    """One evaluation of a search.
+
+    Attributes:
+        kept: What was computed in fp32, or followed its inputs.
+        phase: What it was for: ``"all fp32"``, ``"all low"``, ``"free"``, ``"unseen"``, ``"range"``,
+            ``"prefix"``, ``"shipped"``, ``"prune"``, ``"sweep"``, ``"follow"``,
+            ``"fresh inputs"``.
+        error: The error; infinite where outputs are not finite.
+        passed: Whether that was within the tolerance of that time.
+    """
+
+    kept: Kept
+    phase: str
+    error: float
+    passed: bool
+
+
+def low_parts(candidate: Candidate, kept: Kept, seen: Mapping[str, Seen]) -> tuple[float, float]:
+    """Returns the shares of a candidate's FLOPs and bytes that are in low precision with a set."""
+    if candidate.name in kept:
+        return 0.0, 0.0
+    if following(candidate.name) in kept and candidate.name in seen:
+        return seen[candidate.name].flops, seen[candidate.name].bytes
+    return 1.0, 1.0
+
+
+def shares(
+    candidates: Sequence[Candidate], kept: Kept, seen: Mapping[str, Seen] | None = None
+) -> tuple[float, float]:
+    """Returns the shares of FLOPs and of bytes that are computed in low precision, each from 0 to 1.
+
+    Args:
+        candidates: All candidates.
+        kept: The set.
+        seen: What was seen of the members that follow their inputs, in an evaluation of the set.
+    """
+    parts = [low_parts(each, kept, seen or {}) for each in candidates]
+    flops = sum(each.flops for each in candidates)
+    count = sum(each.bytes for each in candidates)
+    low_flops = sum(each.flops * part for each, (part, _) in zip(candidates, parts, strict=True))
+    low_bytes = sum(each.bytes * part for each, (_, part) in zip(candidates, parts, strict=True))
+    return low_flops / flops if flops else 1.0, low_bytes / count if count else 1.0

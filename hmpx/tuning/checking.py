@@ -11,7 +11,7 @@ import os
 import signal
 import subprocess
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
@@ -20,17 +20,15 @@ import yaml
 
 from ..arguments import POLICY_VARIABLE, REPORT_VARIABLE
 from ..errors import OptionError, said_by, short
-from ..reports import Row, merged, read_json, written
+from ..reports import merged, read_json, written
 from ..version import __version__
-from .asking import Outcome
 from .assignment import assigned, policy_source
-from .candidates import Candidate, by_op, split
-from .entry import result
+from .candidates import Candidate, Costs, Outcome, by_op, split
 from .journal import Journal
-from .profiling import RECORDS, called_spots, from_record, observing_policy, to_record
+from .profiling import RECORDS, called_spots, observing_policy, spots_record
 from .request import low_type_name
 from .result import Tuned
-from .runner import Evaluator, Runner, Work
+from .runner import Runner, Work, outcome_from_record
 from .runner import progress as shown_progress
 from .searching import Searching
 from .text import CHECK
@@ -87,39 +85,29 @@ def tune_by_check(check: Check, *, is_shown: bool = True) -> Tuned:
 def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     header = {"hmpx": __version__, "command": check.command, "low_precision_type": low_type}
     header |= {"by": check.by, "runs": str(check.runs)}
-    journal = Journal(os.fspath(check.directory / "journal.jsonl"), header, RECORDS)
+    records = {**RECORDS, "kept": outcome_from_record}
+    journal = Journal(os.fspath(check.directory / "journal.jsonl"), header, records)
     commands = _Commands(check, low_type)
-    profiles = journal.parsed("spots", from_record)
-    if not profiles:
-        spots = called_spots(commands.called())
-        if not spots:
-            raise OptionError(
-                "the command calls no op on fp32 tensors that may run in low precision; on an accelerator "
-                "its tensors are cast there only"
-            )
-        journal.write(to_record(spots, None))
-    else:
-        spots, _ = profiles[0]
-    found = by_op(spots, names_modules=check.by == "module")
+    spots = commands.spots(journal)
+    is_finer = check.by == "module"
+    found = by_op(spots, names_modules=is_finer)
     names = {each.name for each in found}
-    finest = [each for each in split(found, spots) if each.name not in names]
-    commands.candidates = (*found, *finest)
+    commands.candidates = (*found, *(e for e in split(found, spots) if e.name not in names))
     with shown_progress(is_shown=is_shown) as show:
-        runner = Runner(
-            commands, journal, check.budget, lambda number, each: show(number, each, len(found))
-        )
-        searching = Searching(runner, found, spots, _TOLERANCE, is_finer=check.by == "module")
-        everything = frozenset(each.name for each in found)
-        if runner.error(everything, "all fp32", _TOLERANCE) != _PASSES:
+        runner = Runner(commands, journal, check.budget, show, count=len(found))
+        if runner.outcome(frozenset(names), "all fp32", _TOLERANCE).error != _PASSES:
             raise OptionError(
                 f"the command has passed once with every op in fp32, and then failed: see "
                 f"{commands.last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
                 f"its seeds, or allow more, then delete {check.directory} and start anew"
             )
-        return result(searching, searching.run(), CHECK, low_type)
+        finer = spots if is_finer else {}
+        return Searching(
+            runner, found, _TOLERANCE, metric=CHECK, low_type=low_type, finer=finer
+        ).run()
 
 
-class _Commands(Evaluator):
+class _Commands:
     """Runs the command, each time in a directory of its own for what it writes.
 
     Attributes:
@@ -132,12 +120,14 @@ class _Commands(Evaluator):
         self.candidates: tuple[Candidate, ...] = ()
         self.last = check.directory
 
-    def called(self) -> list[Row]:
-        """Returns what the command calls, in fp32.
+    def spots(self, journal: Journal) -> Costs:
+        """Returns what the command calls that may run in low precision, with what it costs.
 
         Raises:
-            OptionError: It fails there, or does not run under hmpx.
+            OptionError: There is none, the command fails in fp32, or does not run under hmpx.
         """
+        for known in journal.parsed["spots"]:
+            return known  # type: ignore[no-any-return]
         folder = self._folder("called")
         for old in folder.glob("report*.json"):
             old.unlink()
@@ -158,19 +148,24 @@ class _Commands(Evaluator):
                 "the command has not run under `hmpx run`, which obeys HMPX_POLICY and HMPX_REPORT; "
                 "write `hmpx run SCRIPT` in it in place of `python SCRIPT`"
             )
-        return [*merged(map(read_json, reports)).rows]
+        found = called_spots(merged(map(read_json, reports)).rows)
+        if not found:
+            raise OptionError(
+                "the command calls no op on fp32 tensors that may run in low precision; on an accelerator "
+                "its tensors are cast there only"
+            )
+        journal.write(spots_record(found))
+        return found
 
-    def outcome(
-        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, Outcome], None], /
-    ) -> Outcome:
+    def __call__(self, work: Work, ahead: Sequence[Work], /) -> dict[Work, Outcome]:
         """Returns an error of 0 if the command passes, else of infinity."""
         kept, *_ = work
         source = policy_source(assigned(self.candidates, kept, self._low_type), self._low_type)
         folder = self._next_folder()
         for _ in range(self._check.runs):
             if self._run(folder, source, report=False) != 0:
-                return Outcome(_FAILS)
-        return Outcome(_PASSES)
+                return {work: Outcome(_FAILS)}
+        return {work: Outcome(_PASSES)}
 
     def _next_folder(self) -> Path:
         names = [each.name for each in self._check.directory.iterdir()]

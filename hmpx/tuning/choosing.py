@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
 from .. import number_formats
 from ..errors import OptionError
-from .asking import Ask, Asking
 from .assignment import FP32
-from .candidates import Candidate, Kept
+from .candidates import Candidate, Kept, Scores
+from .search import Evaluate
 
 #: What a limit may be on.
 UNITS: Final = ("bits", "flops", "bytes")
@@ -19,45 +18,8 @@ UNITS: Final = ("bits", "flops", "bytes")
 #: A candidate's name -> the name of its type.
 Choice = Mapping[str, str]
 
-
-@dataclass(frozen=True)
-class Prices:
-    """What types cost.
-
-    Attributes:
-        types: Names of the types, the cheapest first.
-        bits: Name -> bits of an element.
-        errors: Name -> candidate -> its squared error in that type.
-        unit: What is counted: ``"bits"``, on average over the bytes of all ops, ``"flops"``: the share of
-            FLOPs that are not in the cheapest type, or ``"bytes"``: bytes as a share of those in fp32.
-    """
-
-    types: tuple[str, ...]
-    bits: Mapping[str, float]
-    errors: Mapping[str, Mapping[str, float]]
-    unit: str
-
-    def of(self, candidates: Sequence[Candidate], choice: Choice) -> float:
-        """Returns the cost of a choice."""
-        weight = sum(self._weight(each) for each in candidates) or 1.0
-        total = sum(self._weight(each) * self._price(choice[each.name]) for each in candidates)
-        return total / weight
-
-    def error(self, candidates: Sequence[Candidate], choice: Choice) -> float:
-        """Returns the squared error that is predicted for a choice."""
-        return sum(self.errors[choice[each.name]][each.name] for each in candidates)
-
-    def _weight(self, candidate: Candidate) -> float:
-        return float(candidate.flops if self.unit == "flops" else candidate.bytes)
-
-    def _price(self, name: str) -> float:
-        if self.unit == "flops":
-            return float(name != self.types[0])
-        return self.bits[name] / (32 if self.unit == "bytes" else 1)
-
-    def step(self, candidate: Candidate, a: str, b: str) -> float:
-        """Returns what it prices more to compute ``candidate`` in type ``b`` than in ``a``."""
-        return self._weight(candidate) * (self._price(b) - self._price(a))
+#: The squared error of what leaves a type's range.
+_OUT_OF_RANGE: Final = 1e30
 
 
 def bits_of(types: Sequence[str]) -> dict[str, float]:
@@ -75,107 +37,150 @@ def bits_of(types: Sequence[str]) -> dict[str, float]:
     return found
 
 
-def path_of_choices(candidates: Sequence[Candidate], prices: Prices) -> list[dict[str, str]]:
-    """Returns choices from all in the cheapest type to all in the dearest, each one upgrade further.
+def squared_errors(candidates: Sequence[Candidate], scores: Scores) -> dict[str, float]:
+    """Returns each candidate -> the square of what computing it in a type does."""
+    found = {}
+    for each in candidates:
+        known = [scores[spot] for spot in each.spots if spot in scores]
+        is_hard = any(score.is_hard for score in known)
+        found[each.name] = _OUT_OF_RANGE if is_hard else sum(score.effect**2 for score in known)
+    return found
 
-    Each upgrade is the one that takes most error away for what it prices. Where a type in the middle takes
-    little away by itself, one that is dearer is reached in one step.
+
+@dataclass(frozen=True)
+class Prices:
+    """What the types of candidates cost.
+
+    Attributes:
+        candidates: The candidates.
+        types: Names of the types, the cheapest first.
+        errors: Name -> candidate -> its squared error in that type.
+        unit: What is counted: ``"bits"``, on average over the bytes of all ops, ``"flops"``: the share of
+            FLOPs that are not in the cheapest type, or ``"bytes"``: bytes as a share of those in fp32.
     """
-    choice = {each.name: prices.types[0] for each in candidates}
-    found = [dict(choice)]
-    while True:
-        best: tuple[float, str, str] | None = None
-        for each in candidates:
-            now = choice[each.name]
-            for to in prices.types[prices.types.index(now) + 1 :]:
-                gain = prices.errors[now][each.name] - prices.errors[to][each.name]
-                rate = gain / (prices.step(each, now, to) + 1e-9)
-                if best is None or (rate, each.name, to) > best:
-                    best = rate, each.name, to
-        if best is None:
-            return found
-        _, name, to = best
-        choice[name] = to
-        found.append(dict(choice))
+
+    candidates: Sequence[Candidate]
+    types: tuple[str, ...]
+    errors: Mapping[str, Mapping[str, float]]
+    unit: str = "bytes"
+
+    def cost(self, choice: Choice) -> float:
+        """Returns the cost of a choice."""
+        weight = sum(map(self._weight, self.candidates)) or 1.0
+        return sum(self.price(each, choice[each.name]) for each in self.candidates) / weight
+
+    def error(self, choice: Choice) -> float:
+        """Returns the squared error that is predicted for a choice."""
+        return sum(self.errors[choice[each.name]][each.name] for each in self.candidates)
+
+    def price(self, candidate: Candidate, name: str) -> float:
+        """Returns what a type costs of the sum of all candidates."""
+        if self.unit == "flops":
+            return self._weight(candidate) * (name != self.types[0])
+        bits = bits_of([name])[name]
+        return self._weight(candidate) * bits / (32 if self.unit == "bytes" else 1)
+
+    def _weight(self, candidate: Candidate) -> float:
+        return float(candidate.flops if self.unit == "flops" else candidate.bytes)
+
+    def cheapest(self) -> dict[str, str]:
+        """Returns the choice of the cheapest type for each."""
+        return {each.name: self.types[0] for each in self.candidates}
+
+    def upgrades(self) -> list[tuple[str, str]]:
+        """Returns candidates and types, that turn the cheapest choice into the dearest one by one.
+
+        Each is the one that takes most error away for its price. Where a type in the middle takes little
+        away by itself, one that is dearer is reached in one step.
+        """
+        found: list[tuple[str, str]] = []
+        choice = self.cheapest()
+        while True:
+            rates = []
+            for each in self.candidates:
+                now = choice[each.name]
+                for to in self.types[self.types.index(now) + 1 :]:
+                    gain = self.errors[now][each.name] - self.errors[to][each.name]
+                    price = self.price(each, to) - self.price(each, now)
+                    rates.append((gain / (price + 1e-9), each.name, to))
+            if not rates:
+                return found
+            _, name, to = max(rates)
+            choice[name] = to
+            found.append((name, to))
+
+    def kept(self, choice: Choice) -> Kept:
+        """Returns a choice as a set: ``"softmax"`` for fp32, ``"linear=bfloat16"`` for other types."""
+        return frozenset(
+            name if to == FP32 else f"{name}={to}"
+            for name, to in choice.items()
+            if to != self.types[0]
+        )
 
 
-def within(candidates: Sequence[Candidate], prices: Prices, budget: float) -> dict[str, str]:
-    """Returns the choice with the least predicted error whose cost is within the budget.
+def within(prices: Prices, most: float) -> dict[str, str]:
+    """Returns the choice with the least predicted error whose cost is within a limit.
 
-    Greedy: the upgrades of `path_of_choices` in their order, without those that would cost too much.
+    Greedy: the upgrades in their order, without those that would cost too much.
     """
-    choice = {each.name: prices.types[0] for each in candidates}
-    by_name = {each.name: each for each in candidates}
-    path = path_of_choices(candidates, prices)
-    for before, after in itertools.pairwise(path):
-        (name,) = [each for each in after if after[each] != before[each]]
-        tried = {**choice, name: after[name]}
-        gains = prices.errors[choice[name]][name] > prices.errors[after[name]][name]
-        if gains and prices.of([*by_name.values()], tried) <= budget * (1 + 1e-12):
+    choice = prices.cheapest()
+    for name, to in prices.upgrades():
+        tried = {**choice, name: to}
+        gains = prices.errors[choice[name]][name] > prices.errors[to][name]
+        if gains and prices.cost(tried) <= most * (1 + 1e-12):
             choice = tried
     return choice
 
 
-def encoded(choice: Choice, cheapest: str) -> Kept:
-    """Returns a choice as a set: ``"softmax"`` for fp32, ``"linear=bfloat16"`` for other types."""
-    return frozenset(
-        name if to == FP32 else f"{name}={to}" for name, to in choice.items() if to != cheapest
-    )
+def choose_within(prices: Prices, most: float, evaluate: Evaluate) -> Kept:
+    """Returns the best choice by prediction that a limit allows."""
+    evaluate(frozenset(), "all low", ())
+    found = prices.kept(within(prices, most))
+    evaluate(found, "limit", ())
+    return found
 
 
-def search_types(candidates: Sequence[Candidate], prices: Prices, tolerance: float) -> Asking[Kept]:
-    """Yields what to evaluate, and returns the cheapest choice found within the tolerance.
+def choose(prices: Prices, tolerance: float, evaluate: Evaluate) -> Kept:
+    """Returns the cheapest choice found within the tolerance.
 
     The first on the path of upgrades that passes, by bisection, then each upgrade taken back by one type
     where that still passes, the dearest first. The dearest choice of all is known to pass.
     """
-    path = path_of_choices(candidates, prices)
 
-    def ask(choice: Choice, phase: str) -> Ask:
-        return Ask(encoded(choice, prices.types[0]), phase)
+    def passes(choice: Choice, phase: str) -> bool:
+        return evaluate(prices.kept(choice), phase, ()).error <= tolerance
 
-    if (yield ask(path[0], "all low")) <= tolerance:
-        return encoded(path[0], prices.types[0])
+    path = [prices.cheapest()]
+    for name, to in prices.upgrades():
+        path.append({**path[-1], name: to})
+    if passes(path[0], "all low"):
+        return prices.kept(path[0])
     low, high = 0, len(path) - 1
-    guess = next(
-        (i for i, each in enumerate(path) if prices.error(candidates, each) <= tolerance**2), high
-    )
+    guess = next((i for i, each in enumerate(path) if prices.error(each) <= tolerance**2), high)
     while high - low > 1:
         guess = min(max(guess, low + 1), high - 1)
-        if (yield ask(path[guess], "prefix")) <= tolerance:
+        if passes(path[guess], "prefix"):
             high = guess
         else:
             low = guess
         guess = (low + high) // 2
-    choice = path[high]
-    return (yield from _lowered(candidates, prices, choice, tolerance))
-
-
-def _lowered(
-    candidates: Sequence[Candidate], prices: Prices, choice: dict[str, str], tolerance: float
-) -> Asking[Kept]:
-    """Yields what to evaluate, and returns a choice in which no single candidate can be one type cheaper."""
-    needed: set[str] = set()
+    choice, needed = path[high], set[str]()
     while True:
-        rates = {}
-        for each in candidates:
-            level = prices.types.index(choice[each.name])
-            if level and each.name not in needed:
-                rates[each.name] = prices.step(each, prices.types[level - 1], choice[each.name])
-        if not rates:
-            return encoded(choice, prices.types[0])
-        name = max(rates, key=lambda name: (rates[name], name))
-        lower = prices.types[prices.types.index(choice[name]) - 1]
-        tried = {**choice, name: lower}
-        if (yield Ask(encoded(tried, prices.types[0]), "sweep")) <= tolerance:
+        lower = {
+            each.name: prices.types[prices.types.index(choice[each.name]) - 1]
+            for each in prices.candidates
+            if choice[each.name] != prices.types[0] and each.name not in needed
+        }
+        if not lower:
+            return prices.kept(choice)
+        saved = {
+            each.name: prices.price(each, choice[each.name]) - prices.price(each, lower[each.name])
+            for each in prices.candidates
+            if each.name in lower
+        }
+        name = max(saved, key=lambda name: (saved[name], name))
+        tried = {**choice, name: lower[name]}
+        if passes(tried, "prune"):
             choice, needed = tried, set()
         else:
             needed.add(name)
-
-
-def choose_within(candidates: Sequence[Candidate], prices: Prices, budget: float) -> Asking[Kept]:
-    """Yields what to evaluate, and returns the best choice by prediction that the budget allows."""
-    yield Ask(frozenset(), "all low")
-    found = encoded(within(candidates, prices, budget), prices.types[0])
-    yield Ask(found, "limit")
-    return found

@@ -2,34 +2,27 @@
 
 from __future__ import annotations
 
-import dataclasses
-import math
 import os
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import Executor
+from dataclasses import replace
 from typing import Any
 
 from .. import arguments
-from ..errors import OptionError, short, shown
-from ..observers import LOGGER
-from ..policy import LowType
-from ..reports import clean
-from . import metrics, profiling
-from .asking import Outcome, Search, by_errors
-from .assignment import may_follow
-from .batches import FRESH, TUNING
-from .candidates import Candidate, by_module, by_op, split, timed
-from .choosing import Prices, bits_of, choose_within, search_types
+from ..errors import OptionError, shown
+from ..policy import LowType, load_policy, set_names
+from . import profiling
+from .assignment import FP32, may_follow
+from .candidates import Candidate, Costs, Kept, Scores, by_module, by_op, split, timed
+from .choosing import Prices, choose, choose_within, squared_errors
 from .evaluating import Task
 from .journal import Journal
-from .profiling import spots_of
-from .request import Request, checked
+from .request import FRESH, Request
 from .result import Tuned
-from .runner import Evaluator, Runner, Workers
+from .runner import Runner, Workers, outcome_from_record
 from .runner import progress as shown_progress
-from .search import search, search_in_time
-from .searching import LEAST_OVER_NOISE, Found, Searching
-from .shipped import sets_of
+from .search import Evaluate, Search, sets_of
+from .searching import Find, Searching
 
 
 def tune(
@@ -123,200 +116,140 @@ def tune(
         >>> sorted(best.keep_fp32), best.low_precision_flops_share
         (['add', 'sub'], 1.0)
     """
-    request = checked(
+    request = Request(
         model,
         inputs,
-        fresh_inputs=fresh_inputs,
         loss_fn=loss_fn,
         metric=metric,
-        measure=measure,
-        samples=samples,
         tolerance=tolerance,
         by=by,
+        objective=objective,
+        fresh_inputs=fresh_inputs,
+        measure=measure,
+        samples=samples,
+        candidates=candidates,
+        limit=limit,
         low_precision_type=low_precision_type,
         device_types=device_types,
         legalize=legalize,
         seed=seed,
         budget=budget,
         journal=journal,
-        types=candidates,
-        limit=limit,
-        objective=objective,
     )
     is_shown = arguments.truth("progress", progress)
     if executor is not None and not hasattr(executor, "submit"):
         raise OptionError(
             f"executor must have submit(), as those of concurrent.futures, not {shown(executor)}"
         )
-    return _Tuning(request, executor).run(is_shown=is_shown)
-
-
-class _Tuning:
-    """One search in this process or by an executor."""
-
-    def __init__(self, request: Request, executor: Executor | None) -> None:
-        self._request, self._executor = request, executor
-        self._task = Task(request)
-
-    def run(self, *, is_shown: bool) -> Tuned:
-        """Returns the result."""
-        request, task = self._request, self._task
-        noise = self._noise_floor()
-        journal = Journal(request.journal, request.header(), profiling.RECORDS)
-        spots, scores = self._profile(journal)
-        is_finer = request.by == "module" and scores is None
-        if request.by == "op" or is_finer:
-            found = by_op(spots, scores, names_modules=is_finer)
-        else:
-            found = by_module(spots, scores)
-        if request.may_follow and not is_finer:
-            found = [
-                dataclasses.replace(each, may_follow=may_follow(min(each.spots)[0]))
-                for each in found
-            ]
-        make = self._search(journal, spots, found)
-        if request.objective == "time":
-            found = timed(found, profiling.seconds_of_spots(request, spots, journal))
-        finest = split(found, spots) if is_finer else []
-        names = {each.name for each in found}
-        task.candidates = (*found, *(each for each in finest if each.name not in names))
-        task.spots = spots
-        workers = None if self._executor is None else Workers(self._executor, task)
-        try:
-            with shown_progress(is_shown=is_shown) as show:
-                runner = Runner(
-                    workers or _Here(task),
-                    journal,
-                    request.budget,
-                    lambda number, each: show(number, each, len(found)),
-                    is_noisy=request.measure is not None,
-                )
-                searching = Searching(
-                    runner,
-                    found,
-                    spots,
-                    request.tolerance,
-                    is_finer=is_finer,
-                    has_fresh=FRESH in request.inputs and request.limit is None,
-                    noise=noise,
-                    make=make,
-                )
-                return result(
-                    searching,
-                    searching.run(),
-                    _metric_name(request),
-                    request.low_type,
-                    _limit_text(request.limit),
-                )
-        finally:
-            if workers is not None:
-                workers.close()
-
-    def _search(
-        self, journal: Journal, spots: profiling.Costs, found: Sequence[Candidate]
-    ) -> Callable[[Sequence[Candidate], float], Search]:
-        """Returns what makes the search."""
-        request = self._request
-        if request.objective == "time":
-            return search_in_time
-        if not request.types:
-            shipped = sets_of(request.shipped(), found) if request.may_follow else ()
-            return lambda candidates, tolerance: search(candidates, tolerance, shipped)
-        errors = profiling.errors_of(request, spots, found, journal)
-        unit, most = request.limit or ("bytes", math.inf)
-        prices = Prices(request.types, bits_of(request.types), errors, unit)
-        if request.limit is None:
-            return lambda candidates, tolerance: by_errors(
-                search_types(candidates, prices, tolerance)
+    task = Task(request)
+    noise = task.noise()
+    records = {**profiling.RECORDS, "kept": outcome_from_record}
+    kept_results = Journal(request.journal, request.header(), records)
+    spots = profiling.spots_of(request, kept_results)
+    scores = profiling.scores_of(request, spots, request.low_type, kept_results)
+    is_finer = by == "module" and scores is None
+    found = _candidates(request, spots, scores, is_finer=is_finer)
+    find = _find(request, spots, scores, found, kept_results)
+    if request.objective == "time":
+        found = timed(found, profiling.seconds_of(request, spots, kept_results))
+    names = {each.name for each in found}
+    parts = split(found, spots) if is_finer else []
+    task.candidates = (*found, *(each for each in parts if each.name not in names))
+    task.spots = spots
+    workers = None if executor is None else Workers(executor, task)
+    try:
+        with shown_progress(is_shown=is_shown) as show:
+            runner = Runner(
+                workers or (lambda work, ahead: {work: task.outcome(*work)}),
+                kept_results,
+                request.budget,
+                show,
+                count=len(found),
+                is_noisy=request.measure is not None,
             )
-        return lambda candidates, tolerance: by_errors(choose_within(candidates, prices, most))
+            return Searching(
+                runner,
+                found,
+                request.tolerance,
+                metric=request.metric_name,
+                low_type=request.low_type,
+                limit="" if request.limit is None else "{} at most {:g}".format(*request.limit),
+                find=find,
+                finer=spots if is_finer else {},
+                has_fresh=FRESH in request.inputs and request.limit is None,
+                noise=noise,
+            ).run()
+    finally:
+        if workers is not None:
+            workers.close()
 
-    def _noise_floor(self) -> float:
-        """Returns the error of fp32 against itself.
 
-        Raises:
-            OptionError: The tolerance is too close to it.
-        """
-        noise = self._task.noise()
-        if self._request.metric == "relative_l2" and self._request.measure is None:
-            unseen = clean(", ".join(metrics.unseen_of(self._task.reference(TUNING)[0])))
-            if unseen:
-                LOGGER.warning(
-                    "tune: relative_l2 does not look at %s of what the model returns; a function as metric= can",
-                    short(unseen),
-                )
-        if not self._request.tolerance > LEAST_OVER_NOISE * noise:
+def _candidates(
+    request: Request, spots: Costs, scores: Scores | None, *, is_finer: bool
+) -> list[Candidate]:
+    """Returns what may be kept; where modules are searched inside of ops at first ops only."""
+    if request.by == "module" and not is_finer:
+        found = by_module(spots, scores)
+    else:
+        found = by_op(spots, scores, names_modules=is_finer)
+    if request.may_follow and not is_finer:
+        found = [replace(each, may_follow=may_follow(each.op)) for each in found]
+    return found
+
+
+def _find(
+    request: Request,
+    spots: Costs,
+    scores: Scores | None,
+    found: Sequence[Candidate],
+    journal: Journal,
+) -> Find:
+    """Returns what searches.
+
+    Raises:
+        OptionError: There are several types, and no effect is known.
+    """
+    if request.objective == "time":
+        return find_in_time
+    if not request.types:
+        shipped: tuple[Kept, ...] = ()
+        if any(each.may_follow for each in found):
+            low_type = request.low_type
+            policies = [load_policy(lists=s, low_precision_type=low_type) for s in set_names()]
+            shipped = sets_of(policies, found)
+        return lambda candidates, tolerance, evaluate: Search(
+            candidates, tolerance, evaluate, shipped
+        ).run()
+    errors = {}
+    for name in request.types:
+        if name == FP32:
+            scores = {}
+        elif name != request.low_type:
+            scores = profiling.scores_of(request, spots, name, journal)
+        if scores is None:
             raise OptionError(
-                f"tolerance {self._request.tolerance:g} is within the noise of fp32, whose error against "
-                f"itself with another number of threads is {noise:.3g}; give at least "
-                f"{LEAST_OVER_NOISE * noise:.3g}"
+                "to choose among several types effects are needed, but what the model returns has no "
+                "gradients; tune one low_precision_type instead"
             )
-        return noise
-
-    def _profile(self, journal: Journal) -> tuple[profiling.Costs, profiling.Scores | None]:
-        """Returns what may run in low precision with its cost, and its effects if they are known."""
-        request = self._request
-        for known in journal.parsed("spots", profiling.from_record):
-            return known
-        batches = request.inputs[TUNING]
-        spots = spots_of(
-            request.model, batches, request.device_types, request.options, request.seed
-        )
-        if not spots:
-            raise OptionError(
-                "the model calls no op on fp32 tensors that may run in low precision; are its inputs and "
-                f"parameters fp32, and on {' or '.join(sorted(request.device_types))}?"
-            )
-        scores = profiling.scores_of(request, spots, request.low_type)
-        journal.write(profiling.to_record(spots, scores))
-        return spots, scores
+        errors[name] = squared_errors(found, scores)
+    if request.limit is None:
+        prices = Prices(found, request.types, errors)
+        return lambda _, tolerance, evaluate: choose(prices, tolerance, evaluate)
+    unit, most = request.limit
+    prices = Prices(found, request.types, errors, unit)
+    return lambda _, tolerance, evaluate: choose_within(prices, most, evaluate)
 
 
-def _metric_name(request: Request) -> str:
-    if request.measure is not None:
-        return getattr(request.measure, "__name__", "measure")
-    if isinstance(request.metric, str):
-        return request.metric
-    return getattr(request.metric, "__name__", "metric")
+def find_in_time(candidates: Sequence[Candidate], tolerance: float, evaluate: Evaluate) -> Kept:
+    """Returns a set within the tolerance that takes little time.
 
+    What is no faster in low precision stays in fp32; of all else no single member can be taken out.
+    """
+    free = frozenset(each.name for each in candidates if each.is_free)
 
-def _limit_text(limit: tuple[str, float] | None) -> str:
-    return "" if limit is None else f"{limit[0]} at most {limit[1]:g}"
+    def with_free(kept: Kept, phase: str, ahead: Sequence[Kept]) -> Any:
+        return evaluate(free | kept, phase if kept else "free", [free | each for each in ahead])
 
-
-def result(
-    searching: Searching, found: Found, metric: str, low_type: str, limit: str = ""
-) -> Tuned:
-    """Returns the result of a search."""
-    runner = searching.runner
-    outcome = runner.known(found.kept, searching.tolerance)
-    low = [each.error for each in runner.path if not each.kept]
-    return Tuned(
-        kept=found.kept,
-        error=math.nan if outcome is None else outcome.error,
-        all_low_error=low[0] if low else math.nan,
-        fresh_error=found.fresh_error,
-        tolerance=searching.tolerance,
-        noise=searching.noise,
-        metric=metric,
-        low_precision_type=low_type,
-        evaluations=runner.evaluations,
-        is_complete=not found.stopped_by,
-        stopped_by=found.stopped_by,
-        path=tuple(runner.path),
-        candidates=found.candidates,
-        limit=limit,
-        searched=found.searched,
-        seen={} if outcome is None else outcome.seen,
-    )
-
-
-@dataclasses.dataclass(frozen=True)
-class _Here(Evaluator):
-    """Evaluates in this process, and nothing ahead."""
-
-    task: Task
-
-    def outcome(self, work: Any, ahead: Any, note: Any, /) -> Outcome:
-        """Returns the outcome."""
-        return self.task.outcome(*work)
+    evaluate(frozenset(), "all low", ())
+    others = [each for each in candidates if not each.is_free]
+    return free | Search(others, tolerance, with_free).run()

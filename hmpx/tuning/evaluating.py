@@ -7,7 +7,7 @@ import copy
 import functools
 import math
 import threading
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
@@ -15,18 +15,20 @@ from typing import Any, Final
 import torch
 
 from .. import arguments, session
-from ..errors import OptionError, shown
-from ..observers import OpCall, attach
+from ..errors import OptionError, short, shown
+from ..observers import LOGGER, OpCall, attach
+from ..policy import Policy
+from ..reports import clean
 from ..tensors import LOW_DTYPES, Opaque, parts_of, widened
 from ..torch_internals import uncompiled
 from ..torch_state import disable_casts, unchanged
 from . import metrics
-from .asking import Outcome, Seen
 from .assignment import assigned, policy_of, reads_first
-from .batches import FRESH, TUNING, seed_all
-from .candidates import Candidate, Kept, Spot
-from .metrics import sampled
-from .request import Request
+from .candidates import Candidate, Costs, Kept, Outcome, Seen, Spot
+from .request import FRESH, TUNING, Request, seed_all
+
+#: The least tolerance, as a multiple of the error of fp32 against itself.
+LEAST_OVER_NOISE: Final = 3
 
 #: Added to the seed on fresh inputs.
 _OTHER_SEED: Final = 1_000
@@ -48,7 +50,7 @@ class Task:
 
     request: Request
     candidates: tuple[Candidate, ...] = ()
-    spots: Mapping[Spot, tuple[int, int]] = field(default_factory=dict)
+    spots: Costs = field(default_factory=dict)
     threads: int = field(default_factory=torch.get_num_threads)
     _references: dict[Any, Any] = field(default_factory=dict, repr=False)
 
@@ -64,38 +66,29 @@ class Task:
             inputs: `TUNING` or `FRESH`.
             tolerance: For measures with noise: what they are compared with.
         """
-        policy = policy_of(
-            assigned(self.candidates, kept, self.request.low_type), self.request.low_type
-        )
-        with _TURNS:
-            threads = torch.get_num_threads()
-            if threads != self.threads:
-                torch.set_num_threads(self.threads)
-            try:
-                return self._outcome(policy, inputs, tolerance)
-            finally:
-                if threads != self.threads:
-                    torch.set_num_threads(threads)
-
-    def _outcome(self, policy: Any, inputs: str, tolerance: float) -> Outcome:
-        if self.request.measure is not None:
-            return Outcome(self._measured(policy, inputs, tolerance))
-        expected = self.reference(inputs)
-        observed = Observed()
-        is_watched = any(each.may_follow for each in self.candidates)
-        with (
-            # before the conversion: wrappers are made once, with it
-            attach(observed, every_op=True) if is_watched else contextlib.nullcontext(),
-            session.restore(policy, self.request.device_types, self.request.options, False),
-        ):
-            try:
-                found = self._outputs(inputs)
-            except (RuntimeError, ValueError, ArithmeticError) as error:
-                if _is_lack_of_memory(error):
-                    raise
-                return Outcome(math.inf)  # its values decide what the model does, and are off
-        seen = observed.seen(self.candidates, self.spots)
-        return Outcome(self._distance(found, expected, inputs), seen)
+        low_type = self.request.low_type
+        policy = policy_of(assigned(self.candidates, kept, low_type), low_type)
+        with _TURNS, _threads(self.threads):
+            if self.request.measure is not None:
+                return Outcome(self._measured(policy, inputs, tolerance))
+            expected = self.reference(inputs)
+            watched = [each for each in self.candidates if each.may_follow]
+            observed = _Observed()
+            # The observer first: wrappers are made once, with it.
+            with (
+                attach(observed, every_op=True) if watched else contextlib.nullcontext(),
+                self._converted(policy),
+            ):
+                try:
+                    found = self._outputs(inputs)
+                except (RuntimeError, ValueError, ArithmeticError) as error:
+                    if isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(
+                        error
+                    ):
+                        raise
+                    return Outcome(math.inf)  # its values decide what the model does, and are off
+            seen = {each.name: observed.seen(each, self.spots) for each in watched}
+            return Outcome(self._distance(found, expected, inputs), seen)
 
     def reference(self, inputs: str) -> list[Any]:
         """Returns what the model returns in fp32 for each batch.
@@ -121,25 +114,36 @@ class Task:
         return self._references[inputs]  # type: ignore[no-any-return]
 
     def noise(self) -> float:
-        """Returns the error of fp32 against itself, with another number of threads."""
+        """Returns the error of fp32 against itself, with another number of threads.
+
+        Raises:
+            OptionError: The tolerance is too close to it.
+        """
         if self.request.measure is not None:
             return 0.0
         expected = self.reference(TUNING)
+        if self.request.metric == "relative_l2" and (unseen := metrics.unseen_of(expected[0])):
+            LOGGER.warning(
+                "tune: relative_l2 does not look at %s of what the model returns; a function as metric= can",
+                short(clean(", ".join(unseen))),
+            )
         if torch.get_num_threads() > 1:
             found = self._outputs_of_threads(1)
         else:  # in a thread, whose pool ends with it: in a forked child the pool's threads would be missing
             with ThreadPoolExecutor(1) as pool:
                 found = pool.submit(self._outputs_of_threads, 2).result()
-        return self._distance(found, expected, TUNING)
+        noise = self._distance(found, expected, TUNING)
+        if not self.request.tolerance > LEAST_OVER_NOISE * noise:
+            raise OptionError(
+                f"tolerance {self.request.tolerance:g} is within the noise of fp32, whose error against "
+                f"itself with another number of threads is {noise:.3g}; give at least "
+                f"{LEAST_OVER_NOISE * noise:.3g}"
+            )
+        return noise
 
     def _outputs_of_threads(self, count: int) -> list[Any]:
-        threads = torch.get_num_threads()
-        with _TURNS, disable_casts():
-            torch.set_num_threads(count)
-            try:
-                return self._outputs(TUNING)
-            finally:
-                torch.set_num_threads(threads)
+        with _TURNS, disable_casts(), _threads(count):
+            return self._outputs(TUNING)
 
     def _outputs(self, inputs: str) -> list[Any]:
         offset = _OTHER_SEED if inputs == FRESH else 0
@@ -150,31 +154,36 @@ class Task:
                 found.append(arguments.has_run("model", batch.run(self.request.model)))
         return found
 
+    def _converted(self, policy: Policy) -> contextlib.AbstractContextManager[object]:
+        return session.restore(policy, self.request.device_types, self.request.options, False)
+
     def _distance(self, found: list[Any], expected: list[Any], inputs: str) -> float:
+        """Returns the largest error of a batch; infinite where one is not finite."""
+        batches = self.request.inputs[inputs]
         with torch.no_grad(), disable_casts():
-            if self.request.metric == "relative_l2":
-                return metrics.relative_l2(found, expected)
-            if self.request.metric == "kl":
-                return metrics.kl(found, expected)
-            if self.request.metric == "loss":
-                return metrics.relative_change(
-                    self._losses(found, inputs), self._losses(expected, inputs)
-                )
-            if not callable(self.request.metric):
-                raise OptionError(f"unknown metric {self.request.metric!r}")
-            return metrics.of_user(self.request.metric)(
-                [*map(widened, found)], [*map(widened, expected)]
-            )
+            errors = [
+                self._error(low, high, batch.given)
+                for low, high, batch in zip(found, expected, batches, strict=True)
+            ]
+        return max(errors) if all(map(math.isfinite, errors)) else math.inf
 
-    def _losses(self, outputs: list[Any], inputs: str) -> list[float]:
-        return [
-            metrics.number("loss_fn", metrics.loss_of, self.request.loss_fn, widened(output), batch)
-            if self.request.loss_fn is not None
-            else float(metrics.loss_of(None, output, batch))
-            for output, batch in zip(outputs, self.request.inputs[inputs], strict=True)
-        ]
+    def _error(self, low: Any, high: Any, given: Any) -> float:
+        metric = self.request.metric
+        if metric == "relative_l2":
+            return metrics.relative_l2(low, high)
+        if metric == "kl":
+            return metrics.kl(low, high)
+        if callable(metric):
+            return metrics.number("metric", metric, widened(low), widened(high))
+        return metrics.relative_change(self._loss(low, given), self._loss(high, given))
 
-    def _measured(self, policy: Any, inputs: str, tolerance: float) -> float:
+    def _loss(self, output: Any, given: Any) -> float:
+        loss_fn = self.request.loss_fn
+        if loss_fn is None:
+            return float(metrics.loss_of(None, output, given))
+        return metrics.number("loss_fn", metrics.loss_of, loss_fn, widened(output), given)
+
+    def _measured(self, policy: Policy, inputs: str, tolerance: float) -> float:
         """Returns what a measure with noise loses: the upper end of what paired samples leave open."""
         offset = _OTHER_SEED if inputs == FRESH else 0
 
@@ -185,10 +194,10 @@ class Task:
                     self._references[seed] = self._value(seed)
             if not math.isfinite(self._references[seed]):
                 raise OptionError(f"measure is not finite in fp32, with seed {seed}")
-            with session.restore(policy, self.request.device_types, self.request.options, False):
+            with self._converted(policy):
                 return self._value(seed) - float(self._references[seed])
 
-        return sampled(difference, tolerance, self.request.samples)
+        return metrics.sampled(difference, tolerance, self.request.samples)
 
     def _value(self, seed: int) -> float:
         measure = self.request.measure
@@ -199,15 +208,23 @@ class Task:
             return metrics.number("measure", measure, model, seed)
 
 
-def _is_lack_of_memory(error: BaseException) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or "not enough memory" in str(error)
+@contextlib.contextmanager
+def _threads(count: int) -> Iterator[None]:
+    """Has torch use some threads inside the block."""
+    before = torch.get_num_threads()
+    if before != count:
+        torch.set_num_threads(count)
+    try:
+        yield
+    finally:
+        if before != count:
+            torch.set_num_threads(before)
 
 
-class Observed:
+class _Observed:
     """An observer that counts calls: all, those in low precision, those that were given nothing else."""
 
     def __init__(self) -> None:
-        """Has seen none."""
         self._counts: dict[Spot, list[int]] = {}
 
     def __call__(self, call: OpCall) -> None:
@@ -223,25 +240,15 @@ class Observed:
         counts[1] += dtype in LOW_DTYPES
         counts[2] += all(each in LOW_DTYPES for each in given)
 
-    def seen(
-        self, candidates: Iterable[Candidate], spots: Mapping[Spot, tuple[int, int]]
-    ) -> dict[str, Seen]:
-        """Returns what was seen of each candidate that may follow; ``spots`` has what its calls cost."""
-        return {
-            each.name: Seen(
-                self._share([(spot, spots[spot][0]) for spot in sorted(each.spots)], 1),
-                self._share([(spot, spots[spot][1]) for spot in sorted(each.spots)], 1),
-                self._share([(spot, spots[spot][1]) for spot in sorted(each.spots)], 2),
-            )
-            for each in candidates
-            if each.may_follow
-        }
+    def seen(self, candidate: Candidate, costs: Costs) -> Seen:
+        """Returns what was seen of a candidate; of each of its spots all calls cost the same."""
 
-    def _share(self, costs: Iterable[tuple[Spot, int]], counted: int) -> float:
-        """Returns the share of a cost that is of calls that were counted; of each spot all cost the same."""
-        part = whole = 0.0
-        for spot, cost in costs:
-            counts = self._counts.get(spot, [0, 0, 0])
-            whole += cost
-            part += cost * counts[counted] / (counts[0] or 1)
-        return part / whole if whole else 1.0
+        def share(cost: int, counted: int) -> float:
+            part = whole = 0.0
+            for spot in sorted(candidate.spots):
+                counts = self._counts.get(spot, [0, 0, 0])
+                whole += costs[spot][cost]
+                part += costs[spot][cost] * counts[counted] / (counts[0] or 1)
+            return part / whole if whole else 1.0
+
+        return Seen(share(0, 1), share(1, 1), share(1, 2))

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+from collections import defaultdict
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final
 
 from ..errors import OptionError, said_by, short
 
-_VERSION: Final = 1
-_Parsed = TypeVar("_Parsed")
+_VERSION: Final = 2
 
 
 class Journal:
@@ -19,13 +19,14 @@ class Journal:
 
     Attributes:
         records: What the file held when it was opened, without its header.
+        parsed: Key -> what the records with this key were parsed to.
     """
 
     def __init__(
         self,
         path: str,
         header: Mapping[str, Any],
-        parsers: Mapping[str, Callable[[Any], object]] | None = None,
+        parsers: Mapping[str, Callable[[Any], Any]] = {},
     ) -> None:
         """Opens the journal, or begins one.
 
@@ -41,49 +42,51 @@ class Journal:
         """
         self._path = path
         self.records: list[dict[str, Any]] = []
+        self.parsed: defaultdict[str, list[Any]] = defaultdict(list)
         if not path:
             return
         wanted = {"hmpx journal": _VERSION, **json.loads(json.dumps(header))}
         lines, torn = self._read()
-        if not lines:
-            if torn and not b'{"hmpx journal"'.startswith(torn[:15]):
-                raise self._foreign()
-            self._cut(torn)
-            self._append(wanted)
-            return
-        first = lines[0]
-        if first.get("hmpx journal") != _VERSION:
+        if not lines and torn and not b'{"hmpx journal"'.startswith(torn[:15]):
             raise self._foreign()
-        differing = sorted(key for key in wanted | first if wanted.get(key) != first.get(key))
-        if differing:
-            raise OptionError(
-                f"the journal {short(path)} belongs to another search: {', '.join(differing)} "
-                f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
-            )
-        self.records = lines[1:]
-        for key, parse in (parsers or {}).items():
-            self.parsed(key, parse)
-        self._cut(torn)
+        if lines:
+            self._check(lines[0], wanted)
+            self.records = lines[1:]
+            for number, record in enumerate(self.records, 2):
+                for key in parsers.keys() & record.keys():
+                    try:
+                        self.parsed[key].append(parsers[key](record))
+                    except (TypeError, ValueError, LookupError, AttributeError) as error:
+                        raise self._damaged(number, error) from error
+        if torn:
+            try:
+                os.truncate(path, Path(path).stat().st_size - len(torn))
+            except OSError as error:
+                raise self._unwritable(error) from error
+        if not lines:
+            self.write(wanted)
 
     def write(self, record: Mapping[str, Any]) -> None:
         """Appends a record, and has it reach the disk."""
-        if self._path:
-            self._append(record)
+        if not self._path:
+            return
+        try:
+            with Path(self._path).open("ab") as file:
+                file.write(json.dumps(record).encode() + b"\n")
+                file.flush()
+                os.fsync(file.fileno())
+        except (OSError, ValueError) as error:
+            raise self._unwritable(error) from error
 
-    def parsed(self, key: str, parse: Callable[[Any], _Parsed]) -> list[_Parsed]:
-        """Parses each record that has ``key``.
-
-        Raises:
-            OptionError: A record is damaged.
-        """
-        found = []
-        for number, record in enumerate(self.records, 2):
-            if key in record:
-                try:
-                    found.append(parse(record))
-                except (TypeError, ValueError, LookupError, AttributeError) as error:
-                    raise self._damaged(number, error) from error
-        return found
+    def _check(self, header: dict[str, Any], wanted: dict[str, Any]) -> None:
+        if header.get("hmpx journal") != _VERSION:
+            raise self._foreign()
+        differing = sorted(key for key in wanted | header if wanted.get(key) != header.get(key))
+        if differing:
+            raise OptionError(
+                f"the journal {short(self._path)} belongs to another search: {', '.join(differing)} "
+                f"differ{'s' if len(differing) == 1 else ''}; give another path, or delete the file"
+            )
 
     def _read(self) -> tuple[list[dict[str, Any]], bytes]:
         """Returns the whole lines, and what a kill has torn; the file is left as it is."""
@@ -109,14 +112,6 @@ class Journal:
             found.append(record)
         return found, torn
 
-    def _cut(self, torn: bytes) -> None:
-        """Takes off the file's end what a kill has torn."""
-        if torn:
-            try:
-                os.truncate(self._path, Path(self._path).stat().st_size - len(torn))
-            except OSError as error:
-                raise self._unwritable(error) from error
-
     def _foreign(self) -> OptionError:
         return OptionError(f"{short(self._path)} is not a journal of hmpx.tune; give another path")
 
@@ -125,15 +120,6 @@ class Journal:
             f"{short(self._path)}:{number}: the journal is damaged ({said_by(error)}); delete the lines "
             "from there on, or the file"
         )
-
-    def _append(self, record: Mapping[str, Any]) -> None:
-        try:
-            with Path(self._path).open("ab") as file:
-                file.write(json.dumps(record).encode() + b"\n")
-                file.flush()
-                os.fsync(file.fileno())
-        except (OSError, ValueError) as error:
-            raise self._unwritable(error) from error
 
     def _unwritable(self, error: Exception) -> OptionError:
         return OptionError(f"the journal {short(self._path)} can't be written: {said_by(error)}")

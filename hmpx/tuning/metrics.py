@@ -1,11 +1,11 @@
-"""How far outputs in low precision are from those in fp32, as one number; computed in float64."""
+"""How far outputs of one batch in low precision are from those in fp32; computed in float64."""
 
 from __future__ import annotations
 
 import inspect
 import math
 import statistics
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any, Final
 
 import torch
@@ -13,74 +13,49 @@ from torch import Tensor
 
 from ..errors import OptionError, noted, shown
 from ..tensors import Opaque, floating_parts, parts_of
-from .batches import Batch
 
 #: The metrics that have names.
 METRICS: Final = ("relative_l2", "loss", "kl")
 
-#: Of what the model returns for all batches, in low precision and in fp32.
-Metric = Callable[[Sequence[Any], Sequence[Any]], float]
 
-
-def relative_l2(found: Sequence[Any], expected: Sequence[Any]) -> float:
-    """Returns the L2 norm of the difference over that of the fp32 outputs, of all tensors together.
+def relative_l2(found: Any, expected: Any) -> float:
+    """Returns the L2 norm of the difference over that of the fp32 output, of all tensors together.
 
     Equal infinities do not differ. Where the model returns no floating-point tensor: that of Python's
     floats; where it returns none of these: the share of elements that differ.
     """
-    difference = norm = 0.0
     references = floating_of(expected)
+    if not references:
+        return _disagreement(_exact_of(found), _exact_of(expected))
+    difference = norm = 0.0
     for low, high in _pairs(floating_of(found), references):
-        gap = torch.where(low == high, 0, low - high)
-        difference += _square(gap)
+        difference += _square(torch.where(low == high, 0, low - high))
         norm += _square(torch.where(high.isfinite(), high, 0))
-    if references:
-        if not math.isfinite(difference):
-            return math.inf
-        return math.sqrt(difference / norm) if norm else (math.inf if difference else 0.0)
-    return _disagreement(_exact_of(found), _exact_of(expected))
+    return math.sqrt(_ratio(difference, norm))
 
 
-def kl(found: Sequence[Any], expected: Sequence[Any]) -> float:
+def kl(found: Any, expected: Any) -> float:
     """Returns the mean Kullback-Leibler divergence, in nats, of softmaxed logits from those in fp32.
 
     Logits are the attribute ``logits`` of what the model returns, else its first floating-point tensor;
     classes are their last dimension.
     """
-    total, rows = 0.0, 0
-    for low, high in _pairs(list(map(_logits, found)), list(map(_logits, expected))):
-        p, q = torch.log_softmax(high, -1), torch.log_softmax(low, -1)
-        gap = torch.where(p == q, 0, p - q)  # masked classes are -inf in both
-        each = torch.where(p.exp() == 0, 0, p.exp() * gap).sum(-1)
-        total += float(each.sum())
-        rows += each.numel()
-    return max(total / max(rows, 1), 0.0) if math.isfinite(total) else math.inf
+    ((low, high),) = _pairs([_logits(found)], [_logits(expected)])
+    p, q = torch.log_softmax(high, -1), torch.log_softmax(low, -1)
+    gap = torch.where(p == q, 0, p - q)  # masked classes are -inf in both
+    rows = torch.where(p.exp() == 0, 0, p.exp() * gap).sum(-1)
+    return max(float(rows.mean()), 0.0) if rows.numel() else 0.0
 
 
-def relative_change(found: Sequence[float], expected: Sequence[float]) -> float:
-    """Returns the root of the mean squared change of the losses, over that of the losses in fp32."""
-    change = sum((a - b) ** 2 for a, b in zip(found, expected, strict=True))
-    norm = sum(b**2 for b in expected)
-    if not math.isfinite(change):
+def relative_change(found: float, expected: float) -> float:
+    """Returns the change of a loss, over that in fp32."""
+    return _ratio(abs(found - expected), abs(expected))
+
+
+def _ratio(difference: float, norm: float) -> float:
+    if not math.isfinite(difference):
         return math.inf
-    return math.sqrt(change / norm) if norm else (math.inf if change else 0.0)
-
-
-def of_user(metric: Callable[..., Any]) -> Metric:
-    """Returns the user's ``metric(outputs, fp32_outputs)`` as one of all batches: the mean.
-
-    Raises:
-        OptionError: From the metric returned: it returns no number, or raises.
-    """
-
-    def mean(found: Sequence[Any], expected: Sequence[Any]) -> float:
-        values = [
-            number("metric", metric, low, high) for low, high in zip(found, expected, strict=True)
-        ]
-        total = sum(values) / len(values)
-        return total if math.isfinite(total) else math.inf
-
-    return mean
+    return difference / norm if norm else (math.inf if difference else 0.0)
 
 
 def number(name: str, function: Callable[..., Any], *args: Any) -> float:
@@ -102,7 +77,7 @@ def number(name: str, function: Callable[..., Any], *args: Any) -> float:
         ) from None
 
 
-def loss_of(loss_fn: Callable[..., Any] | None, output: Any, batch: Batch) -> Tensor | float:
+def loss_of(loss_fn: Callable[..., Any] | None, output: Any, given: Any) -> Tensor | float:
     """Returns the loss: what ``loss_fn(output)`` returns, or the attribute ``loss`` of the output.
 
     A function with a second positional parameter also gets the batch, as the user gave it.
@@ -115,15 +90,13 @@ def loss_of(loss_fn: Callable[..., Any] | None, output: Any, batch: Batch) -> Te
         if loss is None:
             raise OptionError("metric='loss' needs a loss_fn: the model returns no attribute loss")
         return loss  # type: ignore[no-any-return]
-    if takes_batch(loss_fn):
-        return loss_fn(output, batch.given)  # type: ignore[no-any-return]
-    return loss_fn(output)  # type: ignore[no-any-return]
+    return loss_fn(output, given) if _takes_two(loss_fn) else loss_fn(output)  # type: ignore[no-any-return]
 
 
-def takes_batch(loss_fn: Callable[..., Any]) -> bool:
+def _takes_two(function: Callable[..., Any]) -> bool:
     """Whether the function has to be given a second positional argument."""
     try:
-        parameters = inspect.signature(loss_fn).parameters.values()
+        parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
         return False
     positional = [
@@ -158,29 +131,29 @@ def _exact_of(value: Any) -> list[Any]:
     return [each for each in parts if isinstance(each, Tensor)] or parts
 
 
-def _pairs(found: Sequence[Tensor], expected: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+def _pairs(found: list[Tensor], expected: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
     """Returns both as float64, with shapes that agree."""
     if len(found) != len(expected):
         raise OptionError(
             f"the model returns {len(found)} tensors in low precision and {len(expected)} in fp32; "
             "tune compares them one by one"
         )
-    pairs = []
     for low, high in zip(found, expected, strict=True):
         if low.shape != high.shape:
             raise OptionError(
                 f"the model returns shape {tuple(low.shape)} in low precision and {tuple(high.shape)} in "
                 "fp32; tune compares outputs one by one"
             )
-        pairs.append((low.detach().double(), high.detach().double()))
-    return pairs
+    return [
+        (a.detach().double(), b.detach().double()) for a, b in zip(found, expected, strict=True)
+    ]
 
 
 def _square(tensor: Tensor) -> float:
     return float(tensor.abs().square().sum())
 
 
-def _disagreement(found: Sequence[Any], expected: Sequence[Any]) -> float:
+def _disagreement(found: list[Any], expected: list[Any]) -> float:
     if len(found) != len(expected):
         return 1.0
     differing = elements = 0
@@ -224,18 +197,16 @@ def sampled(difference: Callable[[int], float], tolerance: float, most: int) -> 
     found: list[float] = []
     goal = 1
     while True:
-        while len(found) < goal:
-            value = difference(len(found))
-            if not math.isfinite(value):
-                return math.inf
-            found.append(value)
+        found += [difference(index) for index in range(len(found), goal)]
+        if not all(map(math.isfinite, found)):
+            return math.inf
         mean = statistics.fmean(found)
         if most == 1:
             return mean
         margin = _margin(found)
-        if goal > 1 and (mean + margin <= tolerance or mean - margin > tolerance):
-            return mean + margin if mean + margin <= tolerance else mean
-        if goal >= most:
+        if goal > 1 and mean - margin > tolerance:
+            return mean
+        if goal >= most or (goal > 1 and mean + margin <= tolerance):
             return mean + margin
         goal = min(2 * goal, most)
 

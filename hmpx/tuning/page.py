@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, Final
 
 from . import text, writing
-from .asking import Evaluation
+from .candidates import Evaluation
 
 if TYPE_CHECKING:
     from .result import Tuned

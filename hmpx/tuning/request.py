@@ -1,12 +1,14 @@
-"""What `tune` is asked for, checked as a whole before anything runs."""
+"""What `tune` is asked for, checked as a whole before anything runs, and its batches."""
 
 from __future__ import annotations
 
 import hashlib
 import math
+import random
+import sys
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Final
 
 import torch
 
@@ -14,73 +16,127 @@ from .. import arguments, session
 from ..arguments import is_a
 from ..casting import Options
 from ..errors import OptionError, shown
-from ..policy import Policy, load_policy, set_names
-from ..tensors import long_name, parse_device_types, tensors_of
+from ..policy import Policy
+from ..tensors import copied, long_name, parse_device_types, tensors_of
 from ..version import __version__
 from .assignment import FP32
-from .batches import FRESH, TUNING, Batch, batches
 from .choosing import UNITS, bits_of
 from .metrics import METRICS
 
-BY = ("op", "module")
-OBJECTIVES = ("work", "time")
+BY: Final = ("op", "module")
+OBJECTIVES: Final = ("work", "time")
+
+#: Which inputs an evaluation is made on: those of the search, or those it has never seen.
+TUNING: Final = "tuning"
+FRESH: Final = "fresh"
 
 
 @dataclass(frozen=True)
+class Batch:
+    """The arguments of one call of the model.
+
+    Attributes:
+        args: Those given by position.
+        kwargs: Those given by name.
+        given: The batch as the user gave it, which loss functions get.
+    """
+
+    args: tuple[Any, ...]
+    kwargs: Mapping[str, Any]
+    given: Any
+
+    def run(self, model: Callable[..., Any]) -> Any:
+        """Returns what ``model`` returns for copies of the batch's tensors, which it may write to."""
+        args, kwargs = copied((self.args, dict(self.kwargs)))
+        return model(*args, **kwargs)
+
+
 class Request:
     """The checked arguments of `tune`; see there.
 
     Attributes:
-        model: The model.
         inputs: `TUNING`, and `FRESH` if there are any -> batches.
-        loss_fn: The loss function, or None.
-        metric: A name, or a function.
-        measure: A function, or None.
-        samples: Most samples of a measure.
-        tolerance: The largest error that passes.
-        by: ``"op"`` or ``"module"``.
         low_type: Name of the low-precision type.
         device_types: The device types whose tensors are cast.
         options: How ops compute.
-        seed: Seed of random numbers.
-        budget: Most evaluations.
-        keep: Ops that are kept in fp32 without being asked.
         journal: A path, or ``""``.
         types: Names of the types to choose among, the cheapest first; ``()`` for ``low_type`` and fp32.
         limit: What is limited, and to what; None for nothing.
-        objective: ``"work"`` or ``"time"``.
     """
 
-    model: Any
-    inputs: Mapping[str, tuple[Batch, ...]]
-    loss_fn: Callable[..., Any] | None
-    metric: str | Callable[..., Any]
-    measure: Callable[..., Any] | None
-    samples: int
-    tolerance: float
-    by: str
-    low_type: str
-    device_types: frozenset[str]
-    options: Options
-    seed: int
-    budget: int
-    journal: str
-    types: tuple[str, ...] = ()
-    limit: tuple[str, float] | None = None
-    objective: str = "work"
+    def __init__(
+        self,
+        model: Any,
+        inputs: Any,
+        *,
+        loss_fn: Any = None,
+        metric: Any = None,
+        tolerance: Any = 1e-2,
+        by: Any = "op",
+        objective: Any = "work",
+        fresh_inputs: Any = None,
+        measure: Any = None,
+        samples: Any = 1,
+        candidates: Any = None,
+        limit: Any = None,
+        low_precision_type: Any = None,
+        device_types: Iterable[str] | None = None,
+        legalize: Any = None,
+        seed: Any = 0,
+        budget: Any = 200,
+        journal: Any = None,
+    ) -> None:
+        """Checks the arguments.
+
+        Raises:
+            OptionError: One has an invalid value, or casts are off here.
+        """
+        if not callable(model):
+            raise OptionError(f"model must be a module or a function, not {shown(model)}")
+        session.refuse_where_off("tune")
+        for name, value in (("loss_fn", loss_fn), ("measure", measure)):
+            if value is not None and not callable(value):
+                raise OptionError(f"{name} must be a function, not {shown(value)}")
+        self.model, self.loss_fn, self.measure = model, loss_fn, measure
+        self.metric = metric
+        if not callable(metric):
+            self.metric = arguments.choice(
+                "metric", "relative_l2" if metric is None else metric, METRICS
+            )
+        self.device_types, self.options = _conversion(model, inputs, device_types, legalize)
+        self.types = () if candidates is None else _types(candidates)
+        if limit is not None and not self.types:
+            raise OptionError("limit chooses among several types; name them: candidates=[...]")
+        self.objective = arguments.choice("objective", objective, OBJECTIVES)
+        if self.objective == "time" and self.types:
+            raise OptionError(
+                "objective='time' weighs one low_precision_type against float32; leave out candidates"
+            )
+        self.inputs = _inputs(inputs, fresh_inputs)
+        self.samples = _count("samples", samples)
+        self.tolerance = _tolerance(tolerance)
+        self.by = arguments.choice("by", by, BY)
+        self.low_type = self.types[0] if self.types else low_type_name(low_precision_type)
+        self.seed = _count("seed", seed, least=0)
+        self.budget = _count("budget", budget, least=2)
+        self.journal = arguments.path("journal", journal)
+        self.limit = None if limit is None else _limit(limit)
+
+    @property
+    def metric_name(self) -> str:
+        """What reports call the error."""
+        if self.measure is not None:
+            return getattr(self.measure, "__name__", "measure")
+        if isinstance(self.metric, str):
+            return self.metric
+        return getattr(self.metric, "__name__", "metric")
 
     @property
     def may_follow(self) -> bool:
         """Whether ops may also follow their inputs: where one evaluation tells what they compute in."""
-        is_native = isinstance(
-            Policy.from_ops(low_precision_type=self.low_type).low_precision_type,
-            torch.dtype,
-        )
+        low_type = Policy.from_ops(low_precision_type=self.low_type).low_precision_type
+        is_native = isinstance(low_type, torch.dtype)
         return is_native and self.measure is None and not self.types and self.objective == "work"
-
-    def shipped(self) -> list[Policy]:
-        """Returns the policies of the shipped sets of lists."""
-        return [load_policy(lists=name, low_precision_type=self.low_type) for name in set_names()]
 
     def header(self) -> dict[str, Any]:
         """Returns what a journal of this search belongs to. The tolerance may differ."""
@@ -107,72 +163,6 @@ class Request:
         }
 
 
-def checked(
-    model: Any,
-    inputs: Any,
-    *,
-    fresh_inputs: Any,
-    loss_fn: Any,
-    metric: Any,
-    measure: Any,
-    samples: Any,
-    tolerance: Any,
-    by: Any,
-    low_precision_type: Any,
-    device_types: Iterable[str] | None,
-    legalize: Any,
-    seed: Any,
-    budget: Any,
-    journal: Any,
-    types: Any,
-    limit: Any,
-    objective: Any = "work",
-) -> Request:
-    """Returns the request that `tune`'s arguments make.
-
-    Raises:
-        OptionError: An argument has an invalid value, or casts are off here.
-    """
-    if not callable(model):
-        raise OptionError(f"model must be a module or a function, not {shown(model)}")
-    session.refuse_where_off("tune")
-    for name, value in (("loss_fn", loss_fn), ("measure", measure)):
-        if value is not None and not callable(value):
-            raise OptionError(f"{name} must be a function, not {shown(value)}")
-    if metric is None:
-        metric = "relative_l2"
-    elif not callable(metric):
-        metric = arguments.choice("metric", metric, METRICS)
-    on_devices, options = _conversion(model, inputs, device_types, legalize)
-    names = () if types is None else _types(types)
-    if limit is not None and not names:
-        raise OptionError("limit chooses among several types; name them: candidates=[...]")
-    objective = arguments.choice("objective", objective, OBJECTIVES)
-    if objective == "time" and names:
-        raise OptionError(
-            "objective='time' weighs one low_precision_type against float32; leave out candidates"
-        )
-    return Request(
-        model=model,
-        inputs=_inputs(inputs, fresh_inputs),
-        loss_fn=loss_fn,
-        metric=metric,
-        measure=measure,
-        samples=_count("samples", samples),
-        tolerance=_tolerance(tolerance),
-        by=arguments.choice("by", by, BY),
-        low_type=names[0] if names else low_type_name(low_precision_type),
-        device_types=on_devices,
-        options=options,
-        seed=_count("seed", seed, least=0),
-        budget=_count("budget", budget, least=2),
-        journal=arguments.path("journal", journal),
-        types=names,
-        limit=None if limit is None else _limit(limit),
-        objective=objective,
-    )
-
-
 def low_type_name(low_precision_type: Any) -> str:
     """Returns the name of a low-precision type; of the conversion in force for None, else bfloat16."""
     current = session.current()
@@ -180,6 +170,15 @@ def low_type_name(low_precision_type: Any) -> str:
         found = torch.bfloat16 if current is None else current.policy.low_precision_type
         return long_name(found)
     return long_name(Policy({}, low_precision_type).low_precision_type)
+
+
+def seed_all(seed: int) -> None:
+    """Has torch, Python and NumPy, if it is loaded, draw the random numbers of a seed."""
+    torch.manual_seed(seed)
+    random.seed(seed)
+    numpy: Any = sys.modules.get("numpy")
+    if numpy is not None:
+        numpy.random.seed(seed % 2**32)
 
 
 def _types(value: Any) -> tuple[str, ...]:
@@ -232,13 +231,35 @@ def _conversion(
 
 def _inputs(inputs: Any, fresh_inputs: Any) -> dict[str, tuple[Batch, ...]]:
     """Returns the batches; of several, the last quarter is for the check on fresh inputs."""
-    found = batches("inputs", inputs)
+    found = _batches("inputs", inputs)
     if fresh_inputs is not None:
-        return {TUNING: found, FRESH: batches("fresh_inputs", fresh_inputs)}
+        return {TUNING: found, FRESH: _batches("fresh_inputs", fresh_inputs)}
     if len(found) == 1:
         return {TUNING: found}
     count = max(1, len(found) // 4)
     return {TUNING: found[:-count], FRESH: found[-count:]}
+
+
+def _batches(name: str, inputs: Any) -> tuple[Batch, ...]:
+    """Returns the batches in an argument: a list has several, anything else is one."""
+    given = inputs if isinstance(inputs, list) else [inputs]
+    if not given:
+        raise OptionError(f"{name} is an empty list; give at least one batch")
+    return tuple(map(_batch, given))
+
+
+def _batch(given: Any) -> Batch:
+    if isinstance(given, tuple):
+        return Batch(given, {}, given)
+    if isinstance(given, Mapping):
+        names = [key for key in given if not isinstance(key, str)]
+        if names:
+            raise OptionError(
+                f"a batch that is a mapping holds arguments by name, not {shown(names[0])}; "
+                "put a mapping that is the only argument into a tuple"
+            )
+        return Batch((), dict(given), given)
+    return Batch((given,), {}, given)
 
 
 def _tolerance(value: object) -> float:

@@ -13,9 +13,8 @@ from ..errors import OptionError, said_by
 from ..policy import Policy
 from ..reports import written
 from . import page, text, writing
-from .asking import Evaluation, Seen, shares
 from .assignment import FP32, assigned, policy_of
-from .candidates import Candidate, Kept, bare, is_following, parted
+from .candidates import Candidate, Evaluation, Kept, Seen, bare, is_following, parted, shares
 
 
 @dataclass(frozen=True)

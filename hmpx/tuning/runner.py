@@ -1,4 +1,4 @@
-"""Runs searches: asks for errors, of the journal, of what is known, here or in other processes; shows how it goes."""
+"""Runs searches: answers what they ask from the journal, here or in other processes, and shows how it goes."""
 
 from __future__ import annotations
 
@@ -8,30 +8,26 @@ import importlib.util
 import pickle
 import sys
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import CancelledError, Executor, Future
-from typing import Any, Final, Protocol
+from typing import Any, Final
 
 from ..errors import HmpxError, OptionError, said_by
 from ..observers import LOGGER
-from .asking import Evaluation, Outcome, Search, Seen
-from .batches import FRESH, TUNING
-from .candidates import Kept
+from .candidates import Evaluation, Kept, Outcome, Seen
 from .evaluating import Task
 from .journal import Journal
+from .request import TUNING
+
+#: What is evaluated: the set, its inputs, the tolerance.
+Work = tuple[Kept, str, float]
+
+#: Takes a work and others that may be asked for next; returns the outcome of it, and of others that are done.
+Evaluator = Callable[[Work, Sequence[Work]], Mapping[Work, Outcome]]
 
 
 class BudgetError(HmpxError):
     """No more evaluations are allowed."""
-
-
-class Evaluator(Protocol):
-    """Something that evaluates."""
-
-    def outcome(
-        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, Outcome], None], /
-    ) -> Outcome:
-        """Returns an outcome; may call ``note`` with others that it has come by."""
 
 
 class Runner:
@@ -46,8 +42,9 @@ class Runner:
         evaluator: Evaluator,
         journal: Journal,
         budget: int,
-        show: Callable[[int, Evaluation], object],
+        show: Callable[[str], object],
         *,
+        count: int = 0,
         is_noisy: bool = False,
     ) -> None:
         """Knows what the journal knows.
@@ -56,12 +53,13 @@ class Runner:
             evaluator: What evaluates.
             journal: Where results are kept.
             budget: Most evaluations.
-            show: Takes the number and the evaluation, as they come in.
+            show: Takes a line on each evaluation, as they come in.
+            count: How many candidates there are, for that line.
             is_noisy: An error depends on the tolerance, which says how often it is sampled.
         """
         self._evaluator, self._journal, self._budget, self._show = evaluator, journal, budget, show
-        self._is_noisy = is_noisy
-        self._known: dict[Work, Outcome] = dict(journal.parsed("kept", outcome_from_record))
+        self._count, self._is_noisy = count, is_noisy
+        self._known: dict[Work, Outcome] = dict(journal.parsed["kept"])
         self._asked: set[Work] = set()
         self.path: list[Evaluation] = []
 
@@ -70,37 +68,13 @@ class Runner:
         """How many sets were asked for."""
         return len(self._asked)
 
-    def search(self, search: Search, tolerance: float) -> Kept:
-        """Returns what a search returns.
-
-        Raises:
-            BudgetError: It needs more evaluations than are allowed.
-        """
-        try:
-            asked = next(search)
-            while True:
-                found = self.outcome(asked.kept, asked.phase, tolerance, ahead=asked.ahead)
-                asked = search.send(found)
-        except StopIteration as done:
-            return done.value  # type: ignore[no-any-return]
-        finally:
-            search.close()
-
-    def error(self, kept: Kept, phase: str, tolerance: float, *, is_fresh: bool = False) -> float:
-        """Returns the error of a set.
-
-        Raises:
-            BudgetError: No more evaluations are allowed.
-        """
-        return self.outcome(kept, phase, tolerance, is_fresh=is_fresh).error
-
     def outcome(
         self,
         kept: Kept,
         phase: str,
         tolerance: float,
         *,
-        is_fresh: bool = False,
+        inputs: str = TUNING,
         ahead: Iterable[Kept] = (),
     ) -> Outcome:
         """Returns the outcome of a set.
@@ -108,20 +82,23 @@ class Runner:
         Raises:
             BudgetError: No more evaluations are allowed.
         """
-        inputs = FRESH if is_fresh else TUNING
         work = self._work(kept, inputs, tolerance)
         if work not in self._asked and self.evaluations >= self._budget:
             raise BudgetError(f"{self._budget} evaluations were not enough")
         if work not in self._known:
             others = [self._work(each, inputs, tolerance) for each in ahead]
             wanted = [each for each in others if each not in self._known]
-            self._note(work, self._evaluator.outcome(work, wanted, self._note))
+            for each, found in self._evaluator(work, wanted).items():
+                self._note(each, found)
         found = self._known[work]
         if work not in self._asked:
             self._asked.add(work)
-            evaluation = Evaluation(kept, phase, found.error, found.error <= tolerance)
-            self.path.append(evaluation)
-            self._show(self.evaluations, evaluation)
+            self.path.append(Evaluation(kept, phase, found.error, found.error <= tolerance))
+            verdict = "passes" if found.error <= tolerance else "fails"
+            self._show(
+                f"tune: evaluation {self.evaluations}, {phase}: {len(kept)} of {self._count} in "
+                f"fp32, error {found.error:.3g} {verdict}"
+            )
         return found
 
     def known(self, kept: Kept, tolerance: float) -> Outcome | None:
@@ -138,9 +115,7 @@ class Runner:
         self._known[work] = outcome
         kept, inputs, tolerance = work
         record = {"kept": sorted(kept), "inputs": inputs, "tolerance": tolerance}
-        self._journal.write(
-            {**record, "error": outcome.error, "seen": {k: [*v] for k, v in outcome.seen.items()}}
-        )
+        self._journal.write({**record, "error": outcome.error, "seen": outcome.seen})
 
 
 def outcome_from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
@@ -150,8 +125,7 @@ def outcome_from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
     return work, Outcome(float(record["error"]), seen)
 
 
-#: What a worker evaluates: the set, its inputs, the tolerance.
-Work = tuple[Kept, str, float]
+# --- executors ---------------------------------------------------------------------------------------
 
 #: In a worker: token -> task. One search at a time has a worker.
 _TASKS: Final[dict[str, Task]] = {}
@@ -191,25 +165,16 @@ class Workers:
         self._executor, self._token = executor, uuid.uuid4().hex
         self._under_way: dict[Work, Future[Outcome | None]] = {}
 
-    def outcome(
-        self, work: Work, ahead: Iterable[Work], note: Callable[[Work, Outcome], None]
-    ) -> Outcome:
-        """Returns the outcome of ``work``, and has ``ahead`` evaluated meanwhile.
-
-        Args:
-            work: What is asked for.
-            ahead: What may be asked for next.
-            note: Takes each result of other work that has come in meanwhile.
-        """
+    def __call__(self, work: Work, ahead: Sequence[Work], /) -> Mapping[Work, Outcome]:
+        """Returns the outcome of ``work``, has ``ahead`` evaluated meanwhile, and returns what is done of that."""
         for each in (work, *ahead):
-            if each not in self._under_way and len(self._under_way) < MOST_AT_ONCE:
+            if each not in self._under_way and (
+                each == work or len(self._under_way) < MOST_AT_ONCE
+            ):
                 self._under_way[each] = self._submit(None, each)
-        if work not in self._under_way:
-            self._under_way[work] = self._submit(None, work)
-        found = self._result(work)
+        found = {work: self._result(work)}
         for each in [each for each, future in self._under_way.items() if future.done()]:
-            other = self._result(each)
-            note(each, other)
+            found[each] = self._result(each)
         return found
 
     def _submit(self, payload: bytes | None, work: Work) -> Future[Outcome | None]:
@@ -232,64 +197,32 @@ class Workers:
         self._under_way.clear()
 
 
-class Progress(Protocol):
-    """Takes each evaluation."""
-
-    def __call__(self, number: int, evaluation: Evaluation, candidates: int, /) -> None:
-        """Shows the state of the search."""
+# --- progress ----------------------------------------------------------------------------------------
 
 
 @contextlib.contextmanager
-def progress(*, is_shown: bool) -> Iterator[Progress]:
-    """Yields what shows evaluations, until the end of the block."""
-    if is_shown and (display := _display_of_notebook()) is not None:
-        yield _Line(display)
-        return
-    if not is_shown or not sys.stderr.isatty() or importlib.util.find_spec("rich") is None:
-        yield _log
-        return
-    rich: Any = importlib.import_module("rich.console")
-    with rich.Console(stderr=True).status("tune") as status:
+def progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
+    """Yields what logs a line, and shows it in a notebook or on a terminal with `rich`, until the block ends."""
+    with contextlib.ExitStack() as stack:
+        update = _display(stack) if is_shown else None
 
-        def show(number: int, evaluation: Evaluation, candidates: int) -> None:
-            _log(number, evaluation, candidates)
-            status.update(_line(number, evaluation, candidates))
+        def show(line: str) -> None:
+            LOGGER.info("%s", line)
+            if update is not None:
+                update(line)
 
         yield show
 
 
-class _Line:
-    """One line below a notebook's cell, which each evaluation replaces."""
-
-    def __init__(self, display: Any) -> None:
-        self._display = display
-        self._shown: Any = None
-
-    def __call__(self, number: int, evaluation: Evaluation, candidates: int) -> None:
-        _log(number, evaluation, candidates)
-        data = {"text/plain": _line(number, evaluation, candidates)}
-        if self._shown is None:
-            self._shown = self._display(data, raw=True, display_id=True)
-        else:
-            self._shown.update(data, raw=True)
-
-
-def _display_of_notebook() -> Any:
-    """Returns IPython's function that shows something, if this is a notebook; else None."""
-    if "ipykernel" not in sys.modules:
-        return None
-    ipython = importlib.import_module("IPython")
-    shell = ipython.get_ipython()
-    return importlib.import_module("IPython.display").display if hasattr(shell, "kernel") else None
-
-
-def _log(number: int, evaluation: Evaluation, candidates: int) -> None:
-    LOGGER.info("%s", _line(number, evaluation, candidates))
-
-
-def _line(number: int, evaluation: Evaluation, candidates: int) -> str:
-    verdict = "passes" if evaluation.passed else "fails"
-    return (
-        f"tune: evaluation {number}, {evaluation.phase}: {len(evaluation.kept)} of {candidates} in fp32, "
-        f"error {evaluation.error:.3g} {verdict}"
-    )
+def _display(stack: contextlib.ExitStack) -> Callable[[str], object] | None:
+    """Returns what replaces a line that is shown; None if nothing can show it."""
+    if "ipykernel" in sys.modules:
+        ipython = importlib.import_module("IPython")
+        if hasattr(ipython.get_ipython(), "kernel"):
+            display = importlib.import_module("IPython.display").display
+            shown = display({"text/plain": "tune"}, raw=True, display_id=True)
+            return lambda line: shown.update({"text/plain": line}, raw=True)
+    if sys.stderr.isatty() and importlib.util.find_spec("rich") is not None:
+        rich: Any = importlib.import_module("rich.console")
+        return stack.enter_context(rich.Console(stderr=True).status("tune")).update  # type: ignore[no-any-return]
+    return None

@@ -1,311 +1,261 @@
-"""The search for the smallest set to keep in fp32, as pure generators.
+"""The search for the smallest set to keep in fp32: rank, grow to a set that passes, prove that all of it is needed.
 
-They yield what they want evaluated and are sent what came of it; all that they decide depends on this alone.
-So a journal replays a search, and however many processes evaluate, the result is the same.
+All that it decides depends on the errors that it is told: a journal replays a search, and however many
+processes evaluate, the result is the same.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Sequence
 from typing import Final
 
-from .asking import Ask, Asking, Outcome, Search, noted
-from .candidates import Candidate, Kept, bare, cost
-from .lowering import calibrated, lowered
-from .shipped import best_shipped
+from ..policy import CastPolicy, Policy
+from .candidates import Candidate, Kept, Outcome, bare, following, is_following, is_within, shares
 
-#: Where all in low precision is off by no more than so many tolerances, what leaves the range does little
-#: harm, as masks of the smallest float32: its effect is not known, but it need not be kept.
-_HARMLESS: Final = 10.0
-
-#: How often candidates are ranked anew.
-_MOST_RANKINGS: Final = 4
-
-
-def search(
-    candidates: Sequence[Candidate], tolerance: float, shipped: Iterable[Kept] = ()
-) -> Search:
-    """Yields what to evaluate, and returns a set within the tolerance that is 1-minimal.
-
-    That is: no single member can be taken out of it. The set of all candidates is known to pass.
-
-    Args:
-        candidates: What may be kept.
-        tolerance: The largest error that passes.
-        shipped: The sets that shipped lists keep. If one passes, what is returned has no less in low
-            precision, in the sum of the shares of FLOPs and of bytes.
-    """
-    ordered = sorted(candidates, key=lambda each: each.name)
-    outcomes: dict[Kept, Outcome] = {}
-    return (yield from noted(_search(ordered, tolerance, tuple(shipped), outcomes), outcomes))
-
-
-def _search(
-    ordered: Sequence[Candidate],
-    tolerance: float,
-    shipped: tuple[Kept, ...],
-    outcomes: dict[Kept, Outcome],
-) -> Asking[Kept]:
-    if not ordered:
-        return frozenset()
-    error = yield Ask(frozenset(), "all low")
-    if error <= tolerance:
-        return frozenset()
-    if error <= _HARMLESS * tolerance:
-        ordered = [
-            replace(each, is_hard=False, is_unseen=each.is_unseen or each.is_hard)
-            for each in ordered
-        ]
-    kept = yield from passing(ordered, error, tolerance)
-    if all(each.score is None for each in ordered):
-        return (yield from minimal(ordered, kept, tolerance))
-    best = yield from best_shipped(ordered, kept, shipped, outcomes, tolerance)
-    if best is not None:
-        kept = best
-    else:
-        kept = yield from _ranked_anew(ordered, kept, outcomes, tolerance)
-    kept = yield from lowered(ordered, kept, outcomes, tolerance)
-    kept = yield from minimal(ordered, kept, tolerance)
-    if best is not None:
-        # It may compute the same as a shipped set, and not be evaluated yet.
-        yield Ask(kept, "shipped")
-    return kept
-
-
-def _ranked_anew(
-    candidates: Sequence[Candidate],
-    kept: Kept,
-    outcomes: Mapping[Kept, Outcome],
-    tolerance: float,
-) -> Asking[Kept]:
-    """Yields what to evaluate, and returns a set that passes and costs no more than ``kept``.
-
-    That is a prefix once more, of the ranking by effects as all errors so far say, without what is predicted
-    not to be needed, the dearest first.
-    """
-    costs = {each.name: cost(each) for each in candidates}
-    for _ in range(_MOST_RANKINGS):
-        effects = calibrated(candidates, outcomes, tolerance)
-        rest = sum(effects.values())
-        trial: set[str] = {each.name for each in candidates if each.is_hard}
-        rest -= sum(effects[name] for name in trial)
-        for name in sorted(effects, key=lambda name: (-effects[name] / costs[name], name)):
-            if rest > tolerance**2 and name not in trial:
-                trial, rest = trial | {name}, rest - effects[name]
-        for name in sorted(trial, key=lambda name: (-costs[name], name)):
-            if rest + effects[name] <= tolerance**2:
-                trial, rest = trial - {name}, rest + effects[name]
-        found = frozenset(trial)
-        if found in outcomes or sum(costs[n] for n in found) >= sum(costs[n] for n in kept):
-            break
-        if (yield Ask(found, "prefix")) <= tolerance:
-            kept = found
-    return kept
-
-
-def search_in_time(candidates: Sequence[Candidate], tolerance: float) -> Search:
-    """Yields what to evaluate, and returns a set within the tolerance that takes little time.
-
-    What is no faster in low precision stays in fp32; of all else no single member can be taken out.
-    """
-    free = frozenset(each.name for each in candidates if each.is_free)
-    if not free:
-        return (yield from search(candidates, tolerance))
-    yield Ask(frozenset(), "all low")
-    asking = search([each for each in candidates if not each.is_free], tolerance)
-    try:
-        asked = next(asking)
-        while True:
-            ahead = tuple(free | each for each in asked.ahead)
-            phase = asked.phase if asked.kept else "free"
-            asked = asking.send((yield Ask(free | asked.kept, phase, ahead)))
-    except StopIteration as done:
-        others: Kept = done.value
-        return free | others
-
-
-#: Candidates whose predicted errors together are below this share of the tolerance come last.
-_NEGLIGIBLE: Final = 0.3
-
-#: What no gradient arrives at is harmless if the error with nothing else in low precision is below this
-#: share of the tolerance; else it is kept like what leaves the range, until it is pruned.
+#: What no gradient arrives at, or leaves the range, is harmless if the error with nothing else in low
+#: precision is below this share of the tolerance; else it is kept until it is pruned.
 _UNFELT: Final = 0.3
 
+#: A shipped set is not tried if one that keeps more fails by more than this factor: errors are not quite monotone.
+_CLEARLY: Final = 1.05
 
-def passing(ordered: Sequence[Candidate], error: float, tolerance: float) -> Asking[Kept]:
-    """Yields what to evaluate, and returns a set that passes, with few members that are not needed.
-
-    Args:
-        ordered: What may be kept, by name.
-        error: The error with nothing kept.
-        tolerance: The largest error that passes.
-    """
-    hard = frozenset(each.name for each in ordered if each.is_hard)
-    unseen = frozenset(each.name for each in ordered if each.is_unseen) - hard
-    if unseen:
-        others = frozenset(each.name for each in ordered) - unseen
-        if not others or (yield Ask(others, "unseen")) > _UNFELT * tolerance:
-            hard |= unseen
-    rest = [each for each in ordered if each.name not in hard]
-    if hard:
-        error = yield Ask(hard, "range")
-    if hard and error <= tolerance:
-        return hard
-    scale = _scale(rest, error)
-    ranking = _ranking(rest, scale, tolerance)
-    length = yield from _prefix(hard, ranking, error, scale, tolerance)
-    return hard | {each.name for each in ranking[:length]}
-
-
-def _scale(candidates: Iterable[Candidate], error: float) -> float:
-    """Returns what to multiply squared scores by so that together they are the measured error's square."""
-    total = sum((each.score or 0.0) ** 2 for each in candidates)
-    return error**2 / total if math.isfinite(error) and total > 0 else 0.0
-
-
-def _predicted(candidate: Candidate, scale: float) -> float:
-    """Returns the square of the error that computing ``candidate`` in low precision is predicted to add."""
-    return (candidate.score or 0.0) ** 2 * scale
-
-
-def _ranking(candidates: Sequence[Candidate], scale: float, tolerance: float) -> list[Candidate]:
-    """Returns the candidates, those first that take most error away for the work that they cost.
-
-    What together has no effect that matters comes last, whatever it costs. Without scores: as the default
-    lists have them.
-    """
-    if all(each.score is None for each in candidates):
-        return sorted(candidates, key=lambda each: (each.prior, each.benefit, each.name))
-    if not scale:  # nothing to calibrate by: the error is infinite
-        return sorted(candidates, key=lambda each: (-(each.score or 0.0), each.name))
-    weakest = sorted(candidates, key=lambda each: (_predicted(each, scale), each.name))
-    budget, count = (_NEGLIGIBLE * tolerance) ** 2, 0
-    for each in weakest:
-        budget -= _predicted(each, scale)
-        if budget < 0:
-            break
-        count += 1
-    strong = sorted(
-        weakest[count:],
-        key=lambda each: (-_predicted(each, scale) / cost(each), each.name),
-    )
-    return strong + weakest[:count][::-1]
-
-
-def _prefix(
-    hard: Kept, ranking: Sequence[Candidate], error: float, scale: float, tolerance: float
-) -> Asking[int]:
-    """Yields what to evaluate, and returns how many of the ranking to keep so that the rest passes.
-
-    Gallops up from none to the first that passes, where predictions say how far, then bisects.
-    """
-
-    def kept(length: int) -> Kept:
-        return hard | {each.name for each in ranking[:length]}
-
-    predicted = [_predicted(each, scale) for each in ranking]
-    low, high = 0, len(ranking)
-    errors = {low: error}
-    step = 1
-    while high - low > 1:
-        if high == len(ranking):
-            guess = _length_by_failure(predicted, low, errors[low], tolerance)
-            guess = max(guess, low + step)
-            step *= 2
-        else:
-            guess = _length_by_both(predicted, (low, high), errors, tolerance)
-            if step:  # once, then by halves unless it closes in
-                step = 0
-            elif guess not in (low + 1, high - 1) or high - low > 4:
-                guess = (low + high) // 2
-        guess = min(max(guess, low + 1), high - 1)
-        errors[guess] = yield Ask(kept(guess), "prefix")
-        if errors[guess] <= tolerance:
-            high = guess
-        else:
-            low = guess
-    return high
-
-
-def _length_by_failure(predicted: Sequence[float], low: int, error: float, tolerance: float) -> int:
-    """Returns the length after which the rest is predicted to pass, calibrated on what failed at ``low``."""
-    rest = sum(predicted[low:])
-    if not math.isfinite(error) or rest <= 0:
-        return low + 1
-    scale = error**2 / rest
-    for length in range(low, len(predicted)):
-        if rest * scale <= tolerance**2:
-            return length
-        rest -= predicted[length]
-    return len(predicted)
-
-
-def _length_by_both(
-    predicted: Sequence[float], bracket: tuple[int, int], errors: dict[int, float], tolerance: float
-) -> int:
-    """Returns the length that is predicted to pass, between one that failed and one that passed."""
-    low, high = bracket
-    between = sum(predicted[low:high])
-    gained = errors[low] ** 2 - errors[high] ** 2 if high in errors else math.inf
-    if not math.isfinite(gained) or between <= 0:
-        return (low + high) // 2
-    scale = gained / between
-    error = errors[high] ** 2
-    for length in range(high - 1, low, -1):
-        error += predicted[length] * scale
-        if error > tolerance**2:
-            return min(length + 1, high - 1)
-    return low + 1
-
+#: How many sets may fail in which one more member follows its inputs, and of how much of the model's work
+#: that has to bring into low precision.
+_MOST_FAILURES: Final = 2
+_LEAST: Final = 0.002
 
 #: How many sets are named at most that may be asked for next.
 _MOST_AHEAD: Final = 8
 
 
-def minimal(candidates: Sequence[Candidate], kept: Kept, tolerance: float) -> Asking[Kept]:
-    """Yields what to evaluate, and returns a 1-minimal part of a set that passes.
+#: Evaluates a set: takes it, what it is asked for, and sets that may be asked for next.
+Evaluate = Callable[[Kept, str, Sequence[Kept]], Outcome]
 
-    Blocks that get larger as long as they are not needed are taken out first: of what left the range, as
-    masks of the smallest float32 do without harm, and of what has no effect that is known, then the weakest.
-    Each one taken out late has those before tried anew. Then single members, the dearest first, until none can be taken out.
-    """
-    member = {bare(each): each for each in kept}
-    members = [each for each in candidates if each.name in member]
-    weakest = sorted(
-        members,
-        key=lambda each: (
-            not each.is_hard,
-            not each.is_unseen,
-            each.score or -each.prior,
-            -each.benefit,
-            each.name,
-        ),
-    )
-    names = [member[each.name] for each in weakest]
-    needed: set[str] = set()
-    start, block = 0, 1
-    while start < len(names):
-        part = names[start : start + block]
-        trial, after = kept - set(part), start + len(part)
-        ahead = tuple(kept - {name} for name in names[start + 1 : start + _MOST_AHEAD])
-        error = yield Ask(trial, "prune", ahead)
-        if error <= tolerance:
-            kept, needed = trial, set()
-            start, block = after, 2 * block
-        elif len(part) == 1:
-            needed.add(part[0])
-            start, block = start + 1, 1
+
+def sets_of(policies: Iterable[Policy], candidates: Iterable[Candidate]) -> tuple[Kept, ...]:
+    """Returns the set that each policy keeps: in fp32, or following, of ops that it has in neither list."""
+    candidates = list(candidates)
+
+    def member(policy: Policy, each: Candidate) -> str:
+        decided = policy[each.op].cast_policy
+        if decided is CastPolicy.LOW:
+            return ""
+        follows = decided is not CastPolicy.FP32 and each.may_follow
+        return following(each.name) if follows else each.name
+
+    found = [frozenset(filter(None, [member(p, each) for each in candidates])) for p in policies]
+    return tuple(dict.fromkeys(found))
+
+
+class Search:
+    """One search among candidates, at one tolerance."""
+
+    def __init__(
+        self,
+        candidates: Iterable[Candidate],
+        tolerance: float,
+        evaluate: Evaluate,
+        shipped: Iterable[Kept] = (),
+    ) -> None:
+        """Prepares a search.
+
+        Args:
+            candidates: What may be kept. The set of all of them is known to pass.
+            tolerance: The largest error that passes.
+            evaluate: Evaluates sets.
+            shipped: The sets that shipped lists keep. If one passes, what is found has no less in low
+                precision, in the sum of the shares of FLOPs and of bytes.
+        """
+        self._candidates = sorted(candidates, key=lambda each: each.name)
+        self._tolerance, self._evaluate = tolerance, evaluate
+        self._shipped = set(shipped) - {frozenset()}
+        self._everything = frozenset(each.name for each in self._candidates)
+        self._outcomes = {self._everything: Outcome(0.0)}
+
+    def run(self) -> Kept:
+        """Returns a set within the tolerance that is 1-minimal: no single member can be taken out of it."""
+        nothing: Kept = frozenset()
+        if not self._candidates or self._passes(nothing, "all low"):
+            return nothing
+        kept = self._passing()
+        kept = self._best_shipped(kept)
+        kept = self._followed(kept)
+        return self._minimal(kept)
+
+    def _error(self, kept: Kept, phase: str, ahead: Sequence[Kept] = ()) -> float:
+        if kept not in self._outcomes:
+            self._outcomes[kept] = self._evaluate(kept, phase, ahead)
+        return self._outcomes[kept].error
+
+    def _passes(self, kept: Kept, phase: str, ahead: Sequence[Kept] = ()) -> bool:
+        return self._error(kept, phase, ahead) <= self._tolerance
+
+    def _failed(self, kept: Kept, factor: float = 1.0) -> bool:
+        """Whether more than this was kept once, and not enough."""
+        return any(
+            not outcome.error <= factor * self._tolerance and is_within(kept, other)
+            for other, outcome in self._outcomes.items()
+        )
+
+    # --- a set that passes ---------------------------------------------------------------------------
+
+    def _passing(self) -> Kept:
+        """Returns a set that passes, with few members that are not needed."""
+        error = self._error(frozenset(), "all low")
+        suspects = frozenset(e.name for e in self._candidates if e.is_hard or e.is_unseen)
+        if suspects and math.isfinite(error):
+            others = self._everything - suspects
+            if others and self._error(others, "unseen") <= _UNFELT * self._tolerance:
+                suspects = frozenset()
+        if suspects:
+            error = self._error(suspects, "range")
+            if error <= self._tolerance:
+                return suspects
+        rest = [each for each in self._candidates if each.name not in suspects]
+        if all(each.score is None for each in rest):
+            rest.sort(key=lambda each: (each.prior, each.benefit, each.name))
         else:
-            block = len(part) // 2
-    dearest = sorted(members, key=lambda each: (-each.benefit, each.name))
-    order = [member[each.name] for each in dearest]
-    while left := [each for each in order if each in kept - needed]:
-        ahead = tuple(kept - {name} for name in left[1 : _MOST_AHEAD + 1])
-        error = yield Ask(kept - {left[0]}, "sweep", ahead)
-        if error <= tolerance:
-            kept, needed = kept - {left[0]}, set()
-        else:
-            needed.add(left[0])
-    return kept
+            rest.sort(key=lambda each: (-((each.score or 0.0) ** 2) / each.cost, each.name))
+        return self._prefix(suspects, rest, error)
+
+    def _prefix(self, base: Kept, ranking: Sequence[Candidate], error: float) -> Kept:
+        """Returns the base with the shortest prefix of the ranking that passes.
+
+        Gallops up from none to the first that passes, as far as squared scores predict, then bisects.
+        """
+        squares = [(each.score or 0.0) ** 2 for each in ranking]
+
+        def prefix(length: int) -> Kept:
+            return base | {each.name for each in ranking[:length]}
+
+        low, high, step = 0, len(ranking), 1
+        while high - low > 1:
+            if high == len(ranking):
+                guess = max(self._predicted(squares, low, error), low + step)
+                step *= 2
+            else:
+                guess = (low + high) // 2
+            guess = min(max(guess, low + 1), high - 1)
+            found = self._error(prefix(guess), "prefix")
+            if found <= self._tolerance:
+                high = guess
+            else:
+                low, error = guess, found
+        return prefix(high)
+
+    def _predicted(self, squares: Sequence[float], low: int, error: float) -> int:
+        """Returns the length after which the rest is predicted to pass, by the error at ``low``."""
+        rest = sum(squares[low:])
+        if not math.isfinite(error) or rest <= 0:
+            return low + 1
+        allowed = rest * (self._tolerance / error) ** 2
+        for length in range(low, len(squares)):
+            if rest <= allowed:
+                return length
+            rest -= squares[length]
+        return len(squares)
+
+    # --- shipped sets --------------------------------------------------------------------------------
+
+    def _best_shipped(self, kept: Kept) -> Kept:
+        """Returns the best shipped set; ``kept`` if none is better.
+
+        Those that keep most are tried first: if they fail, so do the others. What can't have more in low
+        precision than ``kept``, whatever follows what, isn't tried.
+        """
+        weights = {each.name: each.cost for each in self._candidates}
+
+        def weight(kept: Kept) -> float:
+            return sum(weights[bare(each)] / (2 if is_following(each) else 1) for each in kept)
+
+        best = kept
+        for each in sorted(self._shipped, key=lambda each: (-weight(each), sorted(each))):
+            if self._failed(each, _CLEARLY) or self._kept_work(best) <= self._kept_work(each):
+                continue
+            if self._passes(each, "shipped") and self._kept_work(each) < self._kept_work(best):
+                best = each
+        return kept if best is kept else self._settled(best)
+
+    def _kept_work(self, kept: Kept) -> float:
+        """Returns the shares of FLOPs and of bytes that a set keeps in fp32; the least where it isn't known."""
+        seen = self._outcomes[kept].seen if kept in self._outcomes else {}
+        return round(2 - sum(shares(self._candidates, kept, seen)), 9)
+
+    def _settled(self, kept: Kept) -> Kept:
+        """Returns a set that computes the same, evaluated.
+
+        What follows and has all of its calls in low precision is taken out; what has none is in fp32.
+        """
+        found = set(kept)
+        for member in filter(is_following, kept):
+            part = self._outcomes[kept].seen.get(bare(member))
+            if part and min(part.flops, part.bytes) >= 1:
+                found.remove(member)
+            elif part and part.given <= 0:
+                found = found - {member} | {bare(member)}
+        self._error(frozenset(found), "shipped")
+        return frozenset(found)
+
+    # --- fewer members -------------------------------------------------------------------------------
+
+    def _followed(self, kept: Kept) -> Kept:
+        """Returns the set with members following their inputs where that passes, those of most work first.
+
+        Only of those of whose calls some are given low precision alone, and some are not: if all calls are
+        of one kind it makes no difference, or that of taking the member out.
+        """
+        tried: set[str] = set()
+        failures = 0
+        while failures < _MOST_FAILURES:
+            seen = self._outcomes[kept].seen if kept in self._outcomes else {}
+            gains = [
+                (each.benefit * seen[each.name].given, each.name)
+                for each in self._candidates
+                if each.name in (kept - tried) & seen.keys() and 0 < seen[each.name].given < 1
+            ]
+            gain, name = max(gains, default=(0.0, ""))
+            if gain < _LEAST:
+                break
+            tried.add(name)
+            trial = kept - {name} | {following(name)}
+            if self._failed(trial):
+                continue
+            if self._passes(trial, "follow"):
+                kept = trial
+            else:
+                failures += 1
+        return kept
+
+    def _minimal(self, kept: Kept) -> Kept:
+        """Returns a part of a set that passes of which each member is needed.
+
+        Blocks that get larger as long as they are not needed are taken out first: of what left the range and
+        of what has no effect that is known, then the weakest. After each all that was needed is tried anew.
+        """
+        member = {bare(each): each for each in kept}
+        weakest = sorted(
+            (each for each in self._candidates if each.name in member),
+            key=lambda each: (
+                not each.is_hard,
+                not each.is_unseen,
+                each.score or -each.prior,
+                -each.benefit,
+                each.name,
+            ),
+        )
+        needed: list[str] = []
+        waiting, block = [member[each.name] for each in weakest], 1
+        while waiting:
+            part = waiting[:block]
+            ahead = [kept - {each} for each in waiting[1 : _MOST_AHEAD + 1]]
+            if self._passes(kept - {*part}, "prune", ahead):
+                kept -= {*part}
+                waiting, needed = waiting[len(part) :] + needed, []
+                block *= 2
+            elif len(part) > 1:
+                block = len(part) // 2
+            else:
+                needed.append(waiting.pop(0))
+                block = 1
+        return kept

@@ -2,43 +2,25 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Final
 
 from ..errors import OptionError
-from .asking import Search, low_parts
-from .candidates import COST_OF_A_LINE, Candidate, Kept, Spot, bare, split
+from .candidates import COST_OF_A_LINE, Candidate, Costs, Kept, Outcome, bare, low_parts, split
+from .evaluating import LEAST_OVER_NOISE
+from .request import FRESH, TUNING
+from .result import Tuned
 from .runner import BudgetError, Runner
-from .search import search
+from .search import Evaluate, Search
 
-#: The least tolerance, as a multiple of the error of fp32 against itself.
-LEAST_OVER_NOISE: Final = 3
+#: Searches among candidates, at a tolerance, by what evaluates sets.
+Find = Callable[[Sequence[Candidate], float, Evaluate], Kept]
 
 #: What the tolerance is multiplied by where a set fails on fresh inputs, and how often.
 _TIGHTER: Final = 0.7
 _MOST_ROUNDS: Final = 8
-
-
-@dataclass(frozen=True)
-class Found:
-    """What was found.
-
-    Attributes:
-        kept: The set.
-        candidates: What it is a part of.
-        stopped_by: ``"budget"``, ``"interrupt"``; ``"fresh inputs"`` if each smaller set failed on them; ``""``
-            if the search came to its end.
-        fresh_error: Its error on fresh inputs; None if it was not tried on any.
-        searched: The tolerance of the search: below the one asked for where a set failed on fresh inputs.
-            None if that is the same.
-    """
-
-    kept: Kept
-    candidates: tuple[Candidate, ...]
-    stopped_by: str
-    fresh_error: float | None
-    searched: float | None = None
 
 
 @dataclass
@@ -48,109 +30,139 @@ class Searching:
     Attributes:
         runner: What evaluates.
         coarse: The candidates.
-        spots: What these stand for, with costs.
         tolerance: The largest error that passes.
-        is_finer: Whether modules inside of what is kept are searched, too.
+        metric: Name of the metric.
+        low_type: Name of the low-precision type.
+        limit: What the choice of types is limited to, as text.
+        find: Searches among candidates.
+        finer: Where modules inside of what is kept are searched, too: what all spots cost.
         has_fresh: Whether there are inputs that the set is checked on at the end.
         noise: The error of fp32 against itself.
-        make: Makes a search for candidates and a tolerance.
     """
 
     runner: Runner
     coarse: Sequence[Candidate]
-    spots: dict[Spot, tuple[int, int]]
     tolerance: float
-    is_finer: bool = False
+    metric: str = ""
+    low_type: str = ""
+    limit: str = ""
+    find: Find = lambda *args: Search(*args).run()
+    finer: Costs = field(default_factory=dict)
     has_fresh: bool = False
     noise: float = 0.0
-    make: Callable[[Sequence[Candidate], float], Search] = search
 
-    def run(self) -> Found:
+    def run(self) -> Tuned:
         """Returns what is found; after Ctrl-C, or when the budget is spent, the best so far.
 
         Raises:
             OptionError: The error is too large with every op in fp32.
         """
         everything = frozenset(each.name for each in self.coarse)
-        self._check_ground(everything)
-        try:
-            return self._checked(everything)
-        except BudgetError:
-            return self._best(everything, "budget")
-        except KeyboardInterrupt:
-            return self._best(everything, "interrupt")
-
-    def _check_ground(self, everything: Kept) -> None:
-        error = self.runner.error(everything, "all fp32", self.tolerance)
+        error = self._error(everything, "all fp32")
         if not error <= self.tolerance:
             raise OptionError(
                 f"with every op in fp32 the error is {error:.3g}, above the tolerance {self.tolerance:g}: "
                 "no list can pass; does the program convert to low precision itself, or draw random "
                 "numbers that no seed sets?"
             )
+        try:
+            return self._checked(everything)
+        except BudgetError:
+            return self._tuned(self._best(everything), "budget")
+        except KeyboardInterrupt:
+            return self._tuned(self._best(everything), "interrupt")
 
-    def _checked(self, everything: Kept) -> Found:
+    def _error(self, kept: Kept, phase: str, inputs: str = TUNING) -> float:
+        return self.runner.outcome(kept, phase, self.tolerance, inputs=inputs).error
+
+    def _checked(self, everything: Kept) -> Tuned:
         """Returns a set that also passes on fresh inputs."""
         tolerance = self.tolerance
         for _ in range(_MOST_ROUNDS):
-            kept, known = self._set_within(tolerance)
+            kept = self._set_within(tolerance)
             if not self.has_fresh:
-                return Found(kept, known, "", None)
-            error = self.runner.error(kept, "fresh inputs", self.tolerance, is_fresh=True)
+                return self._tuned(kept)
+            error = self._error(kept, "fresh inputs", FRESH)
             if error <= self.tolerance:
                 searched = tolerance if tolerance < self.tolerance else None
-                return Found(kept, known, "", error, searched)
+                return self._tuned(kept, fresh_error=error, searched=searched)
             tolerance *= _TIGHTER
             if tolerance <= LEAST_OVER_NOISE * self.noise:
                 break
-        error = self.runner.error(everything, "fresh inputs", self.tolerance, is_fresh=True)
+        error = self._error(everything, "fresh inputs", FRESH)
         if not error <= self.tolerance:
             raise OptionError(
                 f"on fresh inputs the error is {error:.3g} with every op in fp32, above the tolerance "
                 f"{self.tolerance:g}"
             )
-        return Found(everything, tuple(self.coarse), "fresh inputs", error)
+        return self._tuned(everything, "fresh inputs", fresh_error=error)
 
-    def _set_within(self, tolerance: float) -> tuple[Kept, tuple[Candidate, ...]]:
-        kept = self.runner.search(self.make(self.coarse, tolerance), tolerance)
-        if not self.is_finer or not kept:
-            return kept, tuple(self.coarse)
-        known = self._refined(kept)
-        names = {each.name for each in self.coarse} - kept
-        free = [each for each in known if each.name not in names]
-        return self.runner.search(self.make(free, tolerance), tolerance), known
+    def _set_within(self, tolerance: float) -> Kept:
+        def evaluate(kept: Kept, phase: str, ahead: Sequence[Kept]) -> Outcome:
+            return self.runner.outcome(kept, phase, tolerance, ahead=ahead)
 
-    def _refined(self, kept: Kept) -> tuple[Candidate, ...]:
+        kept = self.find(self.coarse, tolerance, evaluate)
+        if not self.finer or not kept:
+            return kept
+        others = {each.name for each in self.coarse} - kept
+        parts = [each for each in self._refined(kept) if each.name not in others]
+        return self.find(parts, tolerance, evaluate)
+
+    def _refined(self, kept: Kept) -> list[Candidate]:
         """Returns the candidates with those that are kept, or have a part that is, split by module."""
-        ops = {name.rpartition(":")[2] for name in kept}
-        parts = split([each for each in self.coarse if each.name in ops], self.spots)
-        return (*(each for each in self.coarse if each.name not in ops), *parts)
+        ops = {bare(name).rpartition(":")[2] for name in kept}
+        found = []
+        for each in self.coarse:
+            found += split([each], self.finer) if each.name in ops else [each]
+        return found
 
-    def _best(self, everything: Kept, stopped_by: str) -> Found:
+    def _best(self, everything: Kept) -> Kept:
         """Returns the set that loses least of those that have passed."""
-        names = {each.name for each in self.coarse}
+        known = {each.name: each for each in (*split(self.coarse, self.finer), *self.coarse)}
+
+        def cost(kept: Kept) -> tuple[float, int, list[str]]:
+            outcome = self.runner.known(kept, self.tolerance)
+            members = [known[bare(member)] for member in kept]
+            lost = COST_OF_A_LINE * len(kept)
+            for each in members:
+                part = low_parts(each, kept, {} if outcome is None else outcome.seen)[1]
+                lost += each.benefit * (1 - part)
+            return lost, len(kept), sorted(kept)
+
         passed = [
             each.kept
             for each in self.runner.path
             if each.error <= self.tolerance and each.phase != "fresh inputs"
         ]
-        choices = [(kept, self._known(kept, names)) for kept in passed]
+        return min(passed, key=cost, default=everything)
 
-        def cost(choice: tuple[Kept, tuple[Candidate, ...]]) -> tuple[float, int, list[str]]:
-            kept, known = choice
-            outcome = self.runner.known(kept, self.tolerance)
-            seen = {} if outcome is None else outcome.seen
-            lost = sum(each.benefit * (1 - low_parts(each, kept, seen)[1]) for each in known)
-            lost += COST_OF_A_LINE * len(kept)
-            return lost, len(kept), sorted(kept)
-
-        kept, known = min(choices, key=cost, default=(everything, tuple(self.coarse)))
-        return Found(kept, known, stopped_by, None)
-
-    def _known(self, kept: Kept, names: set[str]) -> tuple[Candidate, ...]:
-        return tuple(self.coarse) if _names(kept) <= names else self._refined(kept)
-
-
-def _names(kept: Kept) -> set[str]:
-    """Returns the names of candidates in a set, without the types that they have there."""
-    return {bare(each) for each in kept}
+    def _tuned(
+        self,
+        kept: Kept,
+        stopped_by: str = "",
+        *,
+        fresh_error: float | None = None,
+        searched: float | None = None,
+    ) -> Tuned:
+        runner = self.runner
+        outcome = runner.known(kept, self.tolerance)
+        low = [each.error for each in runner.path if not each.kept]
+        is_coarse = {bare(member) for member in kept} <= {each.name for each in self.coarse}
+        return Tuned(
+            kept=kept,
+            error=math.nan if outcome is None else outcome.error,
+            all_low_error=low[0] if low else math.nan,
+            fresh_error=fresh_error,
+            tolerance=self.tolerance,
+            noise=self.noise,
+            metric=self.metric,
+            low_precision_type=self.low_type,
+            evaluations=runner.evaluations,
+            is_complete=not stopped_by,
+            stopped_by=stopped_by,
+            path=tuple(runner.path),
+            candidates=tuple(self.coarse if is_coarse else self._refined(kept)),
+            limit=self.limit,
+            searched=searched,
+            seen={} if outcome is None else outcome.seen,
+        )

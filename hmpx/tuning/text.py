@@ -7,9 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, Final
 
 from ..errors import cut, lined
-from .asking import low_parts, shares
 from .assignment import FP32
-from .candidates import FOLLOWS, Candidate, bare, is_following
+from .candidates import FOLLOWS, Candidate, bare, is_following, low_parts, shares
 
 #: The metric of a command, which passes or fails.
 CHECK: Final = "check"

@@ -7,9 +7,8 @@ import random
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
-from hmpx.tuning.asking import Outcome, Seen
-from hmpx.tuning.candidates import Candidate, Kept
-from hmpx.tuning.search import search
+from hmpx.tuning.candidates import Candidate, Kept, Outcome, Seen
+from hmpx.tuning.search import Search
 
 TOLERANCE = 1.0
 
@@ -74,16 +73,15 @@ def run(
     tolerance: float = TOLERANCE,
 ) -> tuple[Kept, list[Kept]]:
     """Returns what a search finds, and the sets that it had evaluated, each once."""
-    known: dict[Kept, float] = {}
-    going = search(list(candidates), tolerance)
-    try:
-        asked = next(going)
-        while True:
-            if asked.kept not in known:
-                known[asked.kept] = error(asked.kept)
-            asked = going.send(Outcome(known[asked.kept]))
-    except StopIteration as done:
-        return done.value, list(known)
+    known: list[Kept] = []
+
+    def evaluate(kept: Kept, phase: str, ahead: object) -> Outcome:
+        known.append(kept)
+        return Outcome(error(kept))
+
+    found = Search(candidates, tolerance, evaluate).run()
+    assert len(set(known)) == len(known)
+    return found, known
 
 
 @dataclass(frozen=True)
@@ -185,12 +183,10 @@ def run_flow(
     program: Flow, tolerance: float, shipped: Iterable[Kept] = ()
 ) -> tuple[Kept, list[Kept]]:
     """Returns what a search finds, and the sets that it had evaluated, each once."""
-    known: dict[Kept, Outcome] = {}
-    going = search(program.candidates(), tolerance, shipped)
-    try:
-        asked = next(going)
-        while True:
-            known.setdefault(asked.kept, program.outcome(asked.kept))
-            asked = going.send(known[asked.kept])
-    except StopIteration as done:
-        return done.value, list(known)
+    known: list[Kept] = []
+
+    def evaluate(kept: Kept, phase: str, ahead: object) -> Outcome:
+        known.append(kept)
+        return program.outcome(kept)
+
+    return Search(program.candidates(), tolerance, evaluate, shipped).run(), known

@@ -15,11 +15,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import hmpx
-from hmpx.tuning.asking import Outcome
 from hmpx.tuning.assignment import assigned, may_follow, policy_of
-from hmpx.tuning.candidates import Candidate, Kept, bare, is_following
-from hmpx.tuning.search import search
-from hmpx.tuning.shipped import sets_of
+from hmpx.tuning.candidates import Candidate, Kept, Outcome, bare, is_following
+from hmpx.tuning.search import Search, sets_of
 
 from .oracles import Flow, flow, run_flow
 
@@ -74,19 +72,15 @@ def test_a_list_with_a_little_more_flops_does_not_take_the_place_of_a_better_set
     ]
     shipped = frozenset({"softmax", "layer_norm"})
 
-    def outcome(kept: Kept) -> Outcome:
+    asked = []
+
+    def evaluate(kept: Kept, phase: str, ahead: object) -> Outcome:
+        asked.append(kept)
         if kept == shipped:  # what it rounds makes up for what else is rounded
             return Outcome(1.0)
         return Outcome(math.sqrt(sum(squares[name] for name in squares if name not in kept)))
 
-    asked = []
-    going = search(candidates, 1.1, [shipped])
-    try:
-        asked.append(next(going).kept)
-        while True:
-            asked.append(going.send(outcome(asked[-1])).kept)
-    except StopIteration as done:
-        assert done.value == {"linear"}
+    assert Search(candidates, 1.1, evaluate, [shipped]).run() == {"linear"}
     assert len(asked) <= 3
 
 

@@ -15,11 +15,11 @@ import pytest
 
 from hmpx import OptionError
 from hmpx.tuning import searching
-from hmpx.tuning.asking import Outcome, Seen
-from hmpx.tuning.candidates import Kept
+from hmpx.tuning.candidates import Kept, Outcome, Seen
 from hmpx.tuning.journal import Journal
-from hmpx.tuning.runner import Runner, Workers
-from hmpx.tuning.searching import Found, Searching
+from hmpx.tuning.result import Tuned
+from hmpx.tuning.runner import Runner, Workers, outcome_from_record
+from hmpx.tuning.searching import Searching
 
 from .oracles import Oracle, oracle
 
@@ -32,28 +32,28 @@ class Simulated:
     kill_at: int = -1
     evaluated: list[Kept] = field(default_factory=list)
 
-    def outcome(self, work: Any, ahead: Any = (), note: Any = None) -> Outcome:
-        """Takes a work, or what it is made of, as in a worker."""
-        if isinstance(work, frozenset):
-            work = (work, ahead, note)
+    def __call__(self, work: Any, ahead: object) -> dict[Any, Outcome]:
+        return {work: self.outcome(*work)}
+
+    def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
+        """Evaluates as a task does in a worker."""
         if len(self.evaluated) == self.kill_at:
             raise KeyboardInterrupt
-        kept, inputs, _ = work
         self.evaluated.append(kept)
         found = self.model.error(kept)
         seen = {"op1": Seen(0.25, 1 / 3, 0.5)}
         return Outcome(found * 1.2 if inputs == "fresh" else found, seen)
 
 
-def ignore(number: int, evaluation: object) -> None:
-    """Shows nothing."""
+def journal_at(path: Path | str, header: dict[str, Any] | None = None) -> Journal:
+    return Journal(str(path), header or {}, {"kept": outcome_from_record})
 
 
 def found_by(
     evaluator: Any, model: Oracle, journal: Journal, budget: int = 500, **options: Any
-) -> tuple[Found, Runner]:
-    runner = Runner(evaluator, journal, budget, ignore)
-    return Searching(runner, model.candidates, {}, 1.0, **options).run(), runner
+) -> tuple[Tuned, Runner]:
+    runner = Runner(evaluator, journal, budget, str)
+    return Searching(runner, model.candidates, 1.0, **options).run(), runner
 
 
 MODEL = oracle(60, 3, seed=4, off=4, pair=True)
@@ -65,36 +65,36 @@ def test_a_killed_search_goes_on_without_a_repeated_evaluation(
 ) -> None:
     """And finds what it would have found, by the same path."""
     path = str(tmp_path / "journal.jsonl")
-    whole, expected = found_by(Simulated(MODEL), MODEL, Journal("", {}))
+    whole, expected = found_by(Simulated(MODEL), MODEL, journal_at(""))
     first = Simulated(MODEL, kill_at)
-    stopped, _ = found_by(first, MODEL, Journal(path, {"a": 1}))
+    stopped, _ = found_by(first, MODEL, journal_at(path, {"a": 1}))
     assert stopped.stopped_by == "interrupt"
     second = Simulated(MODEL)
-    found, runner = found_by(second, MODEL, Journal(path, {"a": 1}))
+    found, runner = found_by(second, MODEL, journal_at(path, {"a": 1}))
     assert found == whole
     assert runner.path == expected.path
     assert not set(first.evaluated) & set(second.evaluated)
     assert len(first.evaluated) + len(second.evaluated) == runner.evaluations
     third = Simulated(MODEL, 0)
-    assert found_by(third, MODEL, Journal(path, {"a": 1}))[0] == whole
+    assert found_by(third, MODEL, journal_at(path, {"a": 1}))[0] == whole
 
 
 def test_an_interrupted_search_returns_the_best_so_far() -> None:
     """A set that passes; before any has passed, all in fp32."""
     for kill_at in range(1, 12):
-        found, runner = found_by(Simulated(MODEL, kill_at), MODEL, Journal("", {}))
+        found, runner = found_by(Simulated(MODEL, kill_at), MODEL, journal_at(""))
         assert found.stopped_by == "interrupt"
         assert MODEL.error(found.kept) <= 1
         assert found.kept in [each.kept for each in runner.path]
     with pytest.raises(KeyboardInterrupt):
-        found_by(Simulated(MODEL, 0), MODEL, Journal("", {}))
+        found_by(Simulated(MODEL, 0), MODEL, journal_at(""))
 
 
 @pytest.mark.parametrize("budget", [2, 6, 10])
 def test_a_spent_budget_returns_the_best_so_far(budget: int) -> None:
     """No more evaluations than that."""
     evaluator = Simulated(MODEL)
-    found, runner = found_by(evaluator, MODEL, Journal("", {}), budget)
+    found, runner = found_by(evaluator, MODEL, journal_at(""), budget)
     assert found.stopped_by == "budget"
     assert MODEL.error(found.kept) <= 1
     assert runner.evaluations == len(evaluator.evaluated) == budget
@@ -109,7 +109,7 @@ def test_fresh_inputs_tighten_the_tolerance() -> None:
     }
     model = Oracle(model.candidates, errors, model.culprits, frozenset())
     evaluator = Simulated(model)
-    found, runner = found_by(evaluator, model, Journal("", {}), has_fresh=True)
+    found, runner = found_by(evaluator, model, journal_at(""), has_fresh=True)
     fresh = [each for each in runner.path if each.phase == "fresh inputs"]
     assert [each.passed for each in fresh[-2:]] == [False, True] or fresh[0].passed
     assert 1.2 * model.error(found.kept) <= 1
@@ -124,7 +124,7 @@ def test_nothing_is_proven_where_no_smaller_set_passes_on_fresh_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(searching, "_MOST_ROUNDS", 0)
-    found, _ = found_by(Simulated(MODEL), MODEL, Journal("", {}), has_fresh=True)
+    found, _ = found_by(Simulated(MODEL), MODEL, journal_at(""), has_fresh=True)
     assert found.kept == {each.name for each in MODEL.candidates}
     assert found.stopped_by == "fresh inputs"
 
@@ -133,7 +133,7 @@ def test_fp32_has_to_pass() -> None:
     """Else no list can."""
     model = Oracle(MODEL.candidates, MODEL.true, MODEL.culprits, frozenset({"nothing of these"}))
     with pytest.raises(OptionError, match="every op in fp32 the error is 3, above the tolerance 1"):
-        found_by(Simulated(model), model, Journal("", {}))
+        found_by(Simulated(model), model, journal_at(""))
 
 
 # --- journals ----------------------------------------------------------------------------------------
@@ -217,11 +217,11 @@ def in_processes() -> Executor:
 @pytest.mark.parametrize("make", [in_threads, in_processes])
 def test_an_executor_finds_the_same(make: Callable[[], Executor], tmp_path: Path) -> None:
     """By the same path, however many sets it evaluates ahead; all of them are in the journal."""
-    alone, expected = found_by(Simulated(MODEL), MODEL, Journal("", {}))
+    alone, expected = found_by(Simulated(MODEL), MODEL, journal_at(""))
     path = tmp_path / "journal.jsonl"
     with make() as executor:
         workers = Workers(executor, Simulated(MODEL))  # type: ignore[arg-type]
-        found, runner = found_by(workers, MODEL, Journal(str(path), {}))
+        found, runner = found_by(workers, MODEL, journal_at(path))
         workers.close()
     assert found == alone
     assert runner.path == expected.path
@@ -256,7 +256,7 @@ def test_the_model_is_sent_once_to_a_worker() -> None:
     with ProcessPoolExecutor(1, mp_context=get_context("fork")) as executor:
         workers = Workers(executor, Sent())  # type: ignore[arg-type]
         works = [(frozenset({str(i)}), "tuning", 0.0) for i in range(5)]
-        assert [workers.outcome(work, (), ignore) for work in works] == [Outcome(1.0)] * 5
+        assert [workers(work, ()) for work in works] == [{work: Outcome(1.0)} for work in works]
 
 
 def test_what_cannot_be_pickled_is_refused() -> None:
@@ -276,4 +276,4 @@ def test_an_error_in_a_worker_is_raised() -> None:
     with ThreadPoolExecutor(1) as executor:
         workers = Workers(executor, Failing())  # type: ignore[arg-type]
         with pytest.raises(OptionError, match="the worker's own error"):
-            workers.outcome((frozenset(), "tuning", 0.0), (), ignore)
+            workers((frozenset(), "tuning", 0.0), ())

@@ -6,12 +6,13 @@ import itertools
 import math
 import random
 import statistics
+from collections.abc import Sequence
 
 import pytest
 
-from hmpx.tuning.asking import Outcome
-from hmpx.tuning.candidates import Candidate, Kept
-from hmpx.tuning.search import search, search_in_time
+from hmpx.tuning.candidates import Candidate, Kept, Outcome
+from hmpx.tuning.entry import find_in_time
+from hmpx.tuning.search import Search
 
 from .oracles import TOLERANCE, Oracle, oracle, run
 
@@ -196,17 +197,16 @@ def test_the_proof_names_its_next_sets() -> None:
     model = oracle(100, 8, seed=5, off=4)
     named: set[Kept] = set()
     foreseen = 0
-    going = search(model.candidates, TOLERANCE)
-    asked = next(going)
-    try:
-        while True:
-            foreseen += asked.kept in named
-            assert len(set(asked.ahead)) == len(asked.ahead)
-            assert asked.kept not in asked.ahead
-            named |= set(asked.ahead)
-            asked = going.send(Outcome(model.error(asked.kept)))
-    except StopIteration:
-        pass
+
+    def evaluate(kept: Kept, phase: str, ahead: Sequence[Kept]) -> Outcome:
+        nonlocal foreseen
+        foreseen += kept in named
+        assert len(set(ahead)) == len(ahead)
+        assert kept not in ahead
+        named.update(ahead)
+        return Outcome(model.error(kept))
+
+    Search(model.candidates, TOLERANCE, evaluate).run()
     assert foreseen >= len(model.culprits) / 2
 
 
@@ -225,17 +225,17 @@ def test_minimal_sets_by_brute_force() -> None:
         assert all(errors[kept - {name}] > TOLERANCE for name in kept)
 
 
-def answered(searching: object, errors: dict[str, float]) -> tuple[Kept, list[tuple[str, Kept]]]:
+def in_time(
+    candidates: list[Candidate], tolerance: float, errors: dict[str, float]
+) -> tuple[Kept, list[tuple[str, Kept]]]:
     """Returns what a search finds, and what it asks, where squared errors add up."""
     asked = []
-    try:
-        ask = next(searching)  # type: ignore[call-overload]
-        while True:
-            asked.append((ask.phase, ask.kept))
-            rest = sum(errors[name] ** 2 for name in errors if name not in ask.kept)
-            ask = searching.send(Outcome(math.sqrt(rest)))  # type: ignore[attr-defined]
-    except StopIteration as done:
-        return done.value, asked
+
+    def evaluate(kept: Kept, phase: str, ahead: object) -> Outcome:
+        asked.append((phase, kept))
+        return Outcome(math.sqrt(sum(errors[name] ** 2 for name in errors if name not in kept)))
+
+    return find_in_time(candidates, tolerance, evaluate), asked
 
 
 def test_what_saves_no_time_stays_in_fp32() -> None:
@@ -246,15 +246,15 @@ def test_what_saves_no_time_stays_in_fp32() -> None:
         Candidate(name, score=errors[name], benefit=max(0.0, saved[name]), saved=saved[name])
         for name in errors
     ]
-    kept, asked = answered(search_in_time(candidates, 2.5), errors)
+    kept, asked = in_time(candidates, 2.5, errors)
     assert kept == {"matmul", "softmax", "gelu"}
     assert asked[0] == ("all low", frozenset())
     assert asked[1] == ("free", frozenset({"softmax", "gelu"}))
     assert all({"softmax", "gelu"} <= kept for _, kept in asked[1:])
-    kept, asked = answered(search_in_time(candidates, 9.0), errors)
+    kept, asked = in_time(candidates, 9.0, errors)
     assert kept == {"softmax", "gelu"}
     assert len(asked) == 2
     everything = [Candidate(each.name, score=1.0, saved=-0.1) for each in candidates]
-    assert answered(search_in_time(everything, 0.1), errors)[0] == frozenset(errors)
+    assert in_time(everything, 0.1, errors)[0] == frozenset(errors)
     faster = [Candidate(each.name, score=1.0, benefit=0.1, saved=0.1) for each in candidates]
-    assert answered(search_in_time(faster, 9.0), errors)[0] == frozenset()
+    assert in_time(faster, 9.0, errors)[0] == frozenset()

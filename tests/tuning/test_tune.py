@@ -7,6 +7,7 @@ import logging
 import math
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
+from dataclasses import replace
 from multiprocessing import get_context
 from pathlib import Path
 from typing import Any
@@ -17,7 +18,6 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx.tuning import profiling
-from hmpx.tuning.candidates import Seconds
 from hmpx.tuning.metrics import sampled
 
 from .planted import Block, Faulty, inputs
@@ -148,16 +148,19 @@ def test_measured_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     seconds = {"linear": (3.0, 1.0), "gelu": (0.5, 0.9), "tanh": (0.5, 0.5)}
     asked = []
 
-    def seconds_of(*_: Any, spots: Any, low_type: str) -> dict[Any, Seconds]:
-        asked.append(low_type)
-        return {spot: Seconds(*seconds.get(spot[0], (1.0, 0.5))) for spot in spots}
+    def forward(request: Any, policy: hmpx.Policy, recording: Any) -> list[Any]:
+        low = policy["linear"].cast_policy is hmpx.CastPolicy.LOW
+        asked.append(low)
+        rows = real(request, policy, recording)
+        return [replace(row, seconds=seconds.get(row.op, (1.0, 0.5))[low]) for row in rows]
 
-    monkeypatch.setattr(profiling, "seconds_of", seconds_of)
+    real = profiling._forward
+    monkeypatch.setattr(profiling, "_forward", forward)
     journal = tmp_path / "journal"
     best = tune(faulty(), inputs(), objective="time", journal=journal)
     assert best.keep_fp32 == {"gelu", "tanh", "add", "sub"}
     assert best == tune(faulty(), inputs(), objective="time", journal=journal)
-    assert asked == ["bfloat16"]
+    assert len(asked) == 13  # the spots, then 6 rounds
     # In low precision: linear in three modules, sigmoid and relu. All: these, and gelu, tanh, add, sub.
     assert best.time_share == pytest.approx(1 - (3 * 2.0 + 2 * 0.5) / (3 * 3.0 + 2 * 0.5 + 4 * 1.0))
     assert "No faster in bfloat16: gelu, tanh." in str(best)

@@ -35,7 +35,7 @@ LISTS = ROOT / "examples" / "trained_lists"
 TOLERANCE = 0.01
 _BUDGET = 100
 _BATCHES = 3
-_TUNING_SEEDS, _FRESH_SEEDS = range(1, 4), range(101, 107)
+_TUNING_SEEDS, _FRESH_SEEDS = range(1, 9), range(101, 107)
 
 
 class _InDouble(TorchFunctionMode):
