@@ -25,9 +25,10 @@ import tuning
 
 import hmpx
 from hmpx.tuning.assignment import assigned, policy_of
-from hmpx.tuning.candidates import Candidate, Spot
+from hmpx.tuning.candidates import Candidate, Costs, Spot
+from hmpx.tuning.journal import Journal
 from hmpx.tuning.profiling import spots_of
-from hmpx.tuning.request import checked
+from hmpx.tuning.request import Request
 
 LISTS = ("hmp", "autocast-cpu")
 COLUMNS = ("evaluations", "kept", "error", "flops_share", "bytes_share")
@@ -35,27 +36,16 @@ COLUMNS = ("evaluations", "kept", "error", "flops_share", "bytes_share")
 Figures = dict[str, dict[str, float]]
 
 
-def spots_in(model: Any, inputs: torch.Tensor) -> dict[Spot, tuple[int, int]]:
+def spots_in(model: Any, inputs: torch.Tensor) -> Costs:
     """Returns what may run in low precision, with its FLOPs and bytes."""
-    request = checked(
-        model,
-        inputs,
-        **dict.fromkeys(("fresh_inputs", "loss_fn", "metric", "measure", "types", "limit")),
-        **dict.fromkeys(("low_precision_type", "device_types", "legalize", "journal")),
-        samples=1,
-        tolerance=1.0,
-        by="op",
-        seed=0,
-        budget=2,
-    )
-    return spots_of(model, request.inputs["tuning"], request.device_types, request.options, 0)
+    return spots_of(Request(model, inputs), Journal("", {}))
 
 
 def kept_by(
     policy: hmpx.Policy,
     model: Any,
     inputs: torch.Tensor,
-    spots: dict[Spot, tuple[int, int]],
+    spots: Costs,
     candidates: tuple[Candidate, ...],
 ) -> dict[str, float]:
     """Returns what a policy keeps, and its error. Of each spot the share of its calls counts."""
@@ -85,7 +75,7 @@ def kept_by(
 def tuned(
     model: Any,
     inputs: torch.Tensor,
-    spots: dict[Spot, tuple[int, int]],
+    spots: Costs,
     by: str,
     tolerance: float,
 ) -> dict[str, float]:

@@ -30,9 +30,8 @@ import timing
 import torch
 
 import hmpx
-from hmpx.tuning.asking import shares
 from hmpx.tuning.assignment import assigned, policy_of
-from hmpx.tuning.candidates import Candidate
+from hmpx.tuning.candidates import Candidate, shares
 
 MODELS = ("gpt", "bert", "vit", "resnet", "mlp")
 COLUMNS = ("evaluations", "kept", "error", "flops_share", "bytes_share")

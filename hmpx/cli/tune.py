@@ -44,7 +44,7 @@ examples:
     option(
         parser,
         "--by",
-        "decide for each op, the default, or inside of ops that are kept for each module",
+        "decide for each op, the default, or for each op in each module",
         choices=("op", "module"),
         default="op",
     )

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Final, NamedTuple
@@ -115,16 +114,9 @@ def timed(
     return found
 
 
-def by_op(
-    spots: Costs, scores: Scores | None = None, *, names_modules: bool = False
-) -> list[Candidate]:
-    """Returns a candidate for each op; those in one module only are named by it if ``names_modules``."""
-    counts = Counter(op for op, _ in spots)
-
-    def key(spot: Spot) -> str:
-        return name_of(spot) if names_modules and counts[spot[0]] == 1 else spot[0]
-
-    return _grouped(spots, scores, key)
+def by_op(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
+    """Returns a candidate for each op."""
+    return _grouped(spots, scores, lambda spot: spot[0])
 
 
 def by_module(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
@@ -144,20 +136,6 @@ def by_module(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
     most = max(0, min(MOST_SPOTS, _MOST_CANDIDATES - others))
     alone = set(sorted(spots, key=importance)[:most])
     return _grouped(spots, scores, lambda spot: name_of(spot) if spot in alone else spot[0])
-
-
-def split(candidates: Iterable[Candidate], spots: Costs) -> list[Candidate]:
-    """Returns the candidates with each that stands for several spots replaced by one a spot."""
-    found = []
-    for each in candidates:
-        if len(each.spots) == 1:
-            found.append(each)
-            continue
-        for part in _grouped({spot: spots[spot] for spot in each.spots}, None, name_of):
-            share = part.bytes / max(1, each.bytes)
-            saved = None if each.saved is None else each.saved * share
-            found.append(replace(part, benefit=each.benefit * share, saved=saved))
-    return found
 
 
 def name_of(spot: Spot) -> str:

@@ -23,14 +23,14 @@ from ..errors import OptionError, said_by, short
 from ..reports import merged, read_json, written
 from ..version import __version__
 from .assignment import assigned, policy_source
-from .candidates import Candidate, Costs, Outcome, by_op, split
+from .candidates import Candidate, Costs, Outcome, by_module, by_op
+from .evaluating import Work
 from .journal import Journal
 from .profiling import RECORDS, called_spots, observing_policy, spots_record
 from .request import low_type_name
 from .result import Tuned
-from .runner import Runner, Work, outcome_from_record
+from .runner import Runner, Searching, outcome_from_record
 from .runner import progress as shown_progress
-from .searching import Searching
 from .text import CHECK
 
 #: The file of a run that holds what the command has printed.
@@ -51,7 +51,7 @@ class Check:
         command: What a shell runs. `hmpx run` in it obeys the environment variables.
         directory: Where artefacts are kept: a directory for each run, the journal, the result.
         low_precision_type: The low-precision type; None for bfloat16.
-        by: ``"op"``, or ``"module"``: inside of the ops that are kept, modules are searched, too.
+        by: ``"op"``, or ``"module"``.
         runs: How often the command must pass.
         timeout_s: After how many seconds a run counts as failed; None for never.
         budget: Most evaluations.
@@ -89,22 +89,18 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
     journal = Journal(os.fspath(check.directory / "journal.jsonl"), header, records)
     commands = _Commands(check, low_type)
     spots = commands.spots(journal)
-    is_finer = check.by == "module"
-    found = by_op(spots, names_modules=is_finer)
-    names = {each.name for each in found}
-    commands.candidates = (*found, *(e for e in split(found, spots) if e.name not in names))
+    found = (by_module if check.by == "module" else by_op)(spots)
+    everything = frozenset(each.name for each in found)
+    commands.candidates = tuple(found)
     with shown_progress(is_shown=is_shown) as show:
         runner = Runner(commands, journal, check.budget, show, count=len(found))
-        if runner.outcome(frozenset(names), "all fp32", _TOLERANCE).error != _PASSES:
+        if runner.outcome(everything, "all fp32", _TOLERANCE).error != _PASSES:
             raise OptionError(
                 f"the command has passed once with every op in fp32, and then failed: see "
                 f"{commands.last / OUTPUT}; its outcome varies, and tells nothing of types. Have it set "
                 f"its seeds, or allow more, then delete {check.directory} and start anew"
             )
-        finer = spots if is_finer else {}
-        return Searching(
-            runner, found, _TOLERANCE, metric=CHECK, low_type=low_type, finer=finer
-        ).run()
+        return Searching(runner, found, _TOLERANCE, metric=CHECK, low_type=low_type).run()
 
 
 class _Commands:

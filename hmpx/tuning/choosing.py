@@ -166,21 +166,17 @@ def choose(prices: Prices, tolerance: float, evaluate: Evaluate) -> Kept:
         guess = (low + high) // 2
     choice, needed = path[high], set[str]()
     while True:
-        lower = {
-            each.name: prices.types[prices.types.index(choice[each.name]) - 1]
-            for each in prices.candidates
-            if choice[each.name] != prices.types[0] and each.name not in needed
-        }
-        if not lower:
+        steps = []
+        for each in prices.candidates:
+            place = prices.types.index(now := choice[each.name])
+            if place and each.name not in needed:
+                lower = prices.types[place - 1]
+                saved = prices.price(each, now) - prices.price(each, lower)
+                steps.append((saved, each.name, lower))
+        if not steps:
             return prices.kept(choice)
-        saved = {
-            each.name: prices.price(each, choice[each.name]) - prices.price(each, lower[each.name])
-            for each in prices.candidates
-            if each.name in lower
-        }
-        name = max(saved, key=lambda name: (saved[name], name))
-        tried = {**choice, name: lower[name]}
-        if passes(tried, "prune"):
-            choice, needed = tried, set()
+        _, name, lower = max(steps)
+        if passes({**choice, name: lower}, "prune"):
+            choice, needed = {**choice, name: lower}, set()
         else:
             needed.add(name)

@@ -13,16 +13,15 @@ from ..errors import OptionError, shown
 from ..policy import LowType, load_policy, set_names
 from . import profiling
 from .assignment import FP32, may_follow
-from .candidates import Candidate, Costs, Kept, Scores, by_module, by_op, split, timed
+from .candidates import Candidate, Costs, Kept, Scores, by_module, by_op, timed
 from .choosing import Prices, choose, choose_within, squared_errors
-from .evaluating import Task
+from .evaluating import Task, Workers
 from .journal import Journal
 from .request import FRESH, Request
 from .result import Tuned
-from .runner import Runner, Workers, outcome_from_record
+from .runner import Find, Runner, Searching, outcome_from_record
 from .runner import progress as shown_progress
 from .search import Evaluate, Search, sets_of
-from .searching import Find, Searching
 
 
 def tune(
@@ -60,15 +59,16 @@ def tune(
     Args:
         model: The model: a module, or a function that calls some.
         inputs: A batch, or a list of batches. A tuple holds positional arguments, a mapping those by
-            name, anything else is the only argument. The more of them, the less is the set fitted to one;
-            of several, the last quarter is only used to check the set at the end.
+            name, anything else is the only argument. The set passes on each of n batches: a further one of
+            their kind fails with a probability of about 1 in n + 1. Of several, the last quarter is only
+            used to check the set at the end.
         loss_fn: Loss of what the model returns: ``loss_fn(output)``, or ``loss_fn(output, batch)``.
             Effects are those on the loss, and ``metric="loss"`` compares it.
-        metric: The error: ``"relative_l2"`` of the outputs (the default), ``"loss"`` for its relative
-            change, ``"kl"`` for the divergence of softmaxed logits, in nats, or a function
-            ``metric(output, fp32_output)`` of one batch that returns a number, 0 for no error. All are
-            computed in fp32 or wider.
-        tolerance: The largest error that passes.
+        metric: The error of a batch: ``"relative_l2"`` of the outputs (the default), ``"loss"`` for its
+            relative change, ``"kl"`` for the divergence of softmaxed logits, in nats, or a function
+            ``metric(output, fp32_output)`` that returns a number, 0 for no error. All are computed in fp32
+            or wider.
+        tolerance: The largest error that passes, for each batch.
         by: ``"op"`` decides for each op by name; ``"module"`` for each op in each module that matters.
         objective: What is to be in low precision: ``"work"``, as many FLOPs and bytes as possible, or
             ``"time"``, what saves most of the time that ops take, as measured here with ``legalize`` as it
@@ -147,15 +147,13 @@ def tune(
     kept_results = Journal(request.journal, request.header(), records)
     spots = profiling.spots_of(request, kept_results)
     scores = profiling.scores_of(request, spots, request.low_type, kept_results)
-    is_finer = by == "module" and scores is None
-    found = _candidates(request, spots, scores, is_finer=is_finer)
+    found = (by_module if request.by == "module" else by_op)(spots, scores)
+    if request.may_follow:
+        found = [replace(each, may_follow=may_follow(each.op)) for each in found]
     find = _find(request, spots, scores, found, kept_results)
     if request.objective == "time":
         found = timed(found, profiling.seconds_of(request, spots, kept_results))
-    names = {each.name for each in found}
-    parts = split(found, spots) if is_finer else []
-    task.candidates = (*found, *(each for each in parts if each.name not in names))
-    task.spots = spots
+    task.candidates, task.spots = tuple(found), spots
     workers = None if executor is None else Workers(executor, task)
     try:
         with shown_progress(is_shown=is_shown) as show:
@@ -175,26 +173,12 @@ def tune(
                 low_type=request.low_type,
                 limit="" if request.limit is None else "{} at most {:g}".format(*request.limit),
                 find=find,
-                finer=spots if is_finer else {},
                 has_fresh=FRESH in request.inputs and request.limit is None,
                 noise=noise,
             ).run()
     finally:
         if workers is not None:
             workers.close()
-
-
-def _candidates(
-    request: Request, spots: Costs, scores: Scores | None, *, is_finer: bool
-) -> list[Candidate]:
-    """Returns what may be kept; where modules are searched inside of ops at first ops only."""
-    if request.by == "module" and not is_finer:
-        found = by_module(spots, scores)
-    else:
-        found = by_op(spots, scores, names_modules=is_finer)
-    if request.may_follow and not is_finer:
-        found = [replace(each, may_follow=may_follow(each.op)) for each in found]
-    return found
 
 
 def _find(
@@ -213,7 +197,7 @@ def _find(
         return find_in_time
     if not request.types:
         shipped: tuple[Kept, ...] = ()
-        if any(each.may_follow for each in found):
+        if request.may_follow:
             low_type = request.low_type
             policies = [load_policy(lists=s, low_precision_type=low_type) for s in set_names()]
             shipped = sets_of(policies, found)

@@ -1,4 +1,4 @@
-"""Evaluates a set: the model runs with it in fp32 and all else in low precision; how far off is it?"""
+"""Evaluates a set, here or by an executor: the model runs with it in fp32 and all else in low precision."""
 
 from __future__ import annotations
 
@@ -6,16 +6,18 @@ import contextlib
 import copy
 import functools
 import math
+import pickle
 import threading
-from collections.abc import Iterator
-from concurrent.futures import ThreadPoolExecutor
+import uuid
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import CancelledError, Executor, Future, ThreadPoolExecutor
 from dataclasses import dataclass, field
 from typing import Any, Final
 
 import torch
 
 from .. import arguments, session
-from ..errors import OptionError, short, shown
+from ..errors import OptionError, said_by, short, shown
 from ..observers import LOGGER, OpCall, attach
 from ..policy import Policy
 from ..reports import clean
@@ -35,6 +37,13 @@ _OTHER_SEED: Final = 1_000
 
 #: A conversion holds for the whole process, so threads take turns.
 _TURNS: Final = threading.RLock()
+
+
+#: What is evaluated: the set, its inputs, the tolerance.
+Work = tuple[Kept, str, float]
+
+#: Takes a work and others that may be asked for next; returns the outcome of it, and of others that are done.
+Evaluator = Callable[[Work, Sequence[Work]], Mapping[Work, Outcome]]
 
 
 @dataclass
@@ -252,3 +261,75 @@ class _Observed:
             return part / whole if whole else 1.0
 
         return Seen(share(0, 1), share(1, 1), share(1, 2))
+
+
+# --- executors ---------------------------------------------------------------------------------------
+
+#: In a worker: token -> task. One search at a time has a worker.
+_TASKS: Final[dict[str, Task]] = {}
+
+#: How many evaluations are under way at once, at most.
+MOST_AT_ONCE: Final = 8
+
+
+def evaluate(token: str, payload: bytes | None, work: Work) -> Outcome | None:
+    """Returns an outcome, in a worker; None if the worker has no such task yet, and gets none here."""
+    task = _TASKS.get(token)
+    if task is None:
+        if payload is None:
+            return None
+        task = pickle.loads(payload)
+        _TASKS.clear()
+        _TASKS[token] = task
+    return task.outcome(*work)
+
+
+class Workers:
+    """Evaluates by an executor, and ahead of what is asked for."""
+
+    def __init__(self, executor: Executor, task: Task) -> None:
+        """Pickles the task.
+
+        Raises:
+            OptionError: It can't be pickled.
+        """
+        try:
+            self._payload = pickle.dumps(task)
+        except Exception as error:
+            raise OptionError(
+                f"the model, its inputs or a function can't be sent to other processes: {said_by(error)}; "
+                "define functions at the top of a module, or leave out executor"
+            ) from error
+        self._executor, self._token = executor, uuid.uuid4().hex
+        self._under_way: dict[Work, Future[Outcome | None]] = {}
+
+    def __call__(self, work: Work, ahead: Sequence[Work], /) -> Mapping[Work, Outcome]:
+        """Returns the outcome of ``work``, has ``ahead`` evaluated meanwhile, and returns what is done of that."""
+        for each in (work, *ahead):
+            if each not in self._under_way and (
+                each == work or len(self._under_way) < MOST_AT_ONCE
+            ):
+                self._under_way[each] = self._submit(None, each)
+        found = {work: self._result(work)}
+        for each in [each for each, future in self._under_way.items() if future.done()]:
+            found[each] = self._result(each)
+        return found
+
+    def _submit(self, payload: bytes | None, work: Work) -> Future[Outcome | None]:
+        return self._executor.submit(evaluate, self._token, payload, work)
+
+    def _result(self, work: Work) -> Outcome:
+        future = self._under_way.pop(work)
+        try:
+            found = future.result()
+            while found is None:
+                found = self._submit(self._payload, work).result()
+        except (CancelledError, pickle.PicklingError) as error:
+            raise OptionError(f"the executor failed: {said_by(error)}") from error
+        return found
+
+    def close(self) -> None:
+        """Cancels what nobody will ask for."""
+        for future in self._under_way.values():
+            future.cancel()
+        self._under_way.clear()

@@ -12,7 +12,7 @@ from typing import Any
 from ..errors import OptionError, said_by
 from ..policy import Policy
 from ..reports import written
-from . import page, text, writing
+from . import text
 from .assignment import FP32, assigned, policy_of
 from .candidates import Candidate, Evaluation, Kept, Seen, bare, is_following, parted, shares
 
@@ -28,7 +28,7 @@ class Tuned:
             fp32 as ``"linear=bfloat16"``; what is in low precision only where all that it is given is, as
             ``"add=follows"``. Among modules an op's name alone stands for those modules that
             are no candidates by themselves; ``candidates`` has what each name stands for.
-        error: The error of low precision with these in fp32, and
+        error: The error of low precision with these in fp32, the largest of any batch, and
         all_low_error: with nothing in fp32.
         fresh_error: The error on inputs that the search has not seen; None if there were none.
         tolerance: The largest error that was to pass.
@@ -141,7 +141,7 @@ class Tuned:
         """
         folder = Path(directory)
         files = {
-            **writing.files(self),
+            **text.files(self),
             "report.txt": f"{self}\n",
             "report.html": self.to_html(),
         }
@@ -159,10 +159,10 @@ class Tuned:
         Raises:
             OptionError: It can't be written.
         """
-        return written(page.page(self), path)
+        return written(text.html_page(self), path)
 
     def __str__(self) -> str:
         return text.text(self)
 
     def _repr_html_(self) -> str:
-        return page.notebook_part(self)
+        return text.notebook_part(self)

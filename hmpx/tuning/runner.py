@@ -5,25 +5,20 @@ from __future__ import annotations
 import contextlib
 import importlib
 import importlib.util
-import pickle
+import math
 import sys
-import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from concurrent.futures import CancelledError, Executor, Future
+from dataclasses import dataclass
 from typing import Any, Final
 
-from ..errors import HmpxError, OptionError, said_by
+from ..errors import HmpxError, OptionError
 from ..observers import LOGGER
-from .candidates import Evaluation, Kept, Outcome, Seen
-from .evaluating import Task
+from .candidates import COST_OF_A_LINE, Candidate, Evaluation, Kept, Outcome, Seen, bare, low_parts
+from .evaluating import LEAST_OVER_NOISE, Evaluator, Work
 from .journal import Journal
-from .request import TUNING
-
-#: What is evaluated: the set, its inputs, the tolerance.
-Work = tuple[Kept, str, float]
-
-#: Takes a work and others that may be asked for next; returns the outcome of it, and of others that are done.
-Evaluator = Callable[[Work, Sequence[Work]], Mapping[Work, Outcome]]
+from .request import FRESH, TUNING
+from .result import Tuned
+from .search import Evaluate, Search
 
 
 class BudgetError(HmpxError):
@@ -125,76 +120,143 @@ def outcome_from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
     return work, Outcome(float(record["error"]), seen)
 
 
-# --- executors ---------------------------------------------------------------------------------------
+# --- from the ground to a set that holds ------------------------------------------------------------
 
-#: In a worker: token -> task. One search at a time has a worker.
-_TASKS: Final[dict[str, Task]] = {}
+#: Searches among candidates, at a tolerance, by what evaluates sets.
+Find = Callable[[Sequence[Candidate], float, Evaluate], Kept]
 
-#: How many evaluations are under way at once, at most.
-MOST_AT_ONCE: Final = 8
-
-
-def evaluate(token: str, payload: bytes | None, work: Work) -> Outcome | None:
-    """Returns an outcome, in a worker; None if the worker has no such task yet, and gets none here."""
-    task = _TASKS.get(token)
-    if task is None:
-        if payload is None:
-            return None
-        task = pickle.loads(payload)
-        _TASKS.clear()
-        _TASKS[token] = task
-    return task.outcome(*work)
+#: What the tolerance is multiplied by where a set fails on fresh inputs, and how often.
+_TIGHTER: Final = 0.7
+_MOST_ROUNDS: Final = 8
 
 
-class Workers:
-    """Evaluates by an executor, and ahead of what is asked for."""
+@dataclass
+class Searching:
+    """One search, from the ground on.
 
-    def __init__(self, executor: Executor, task: Task) -> None:
-        """Pickles the task.
+    Attributes:
+        runner: What evaluates.
+        candidates: What may be kept.
+        tolerance: The largest error that passes.
+        metric: Name of the metric.
+        low_type: Name of the low-precision type.
+        limit: What the choice of types is limited to, as text.
+        find: Searches among candidates.
+        has_fresh: Whether there are inputs that the set is checked on at the end.
+        noise: The error of fp32 against itself.
+    """
+
+    runner: Runner
+    candidates: Sequence[Candidate]
+    tolerance: float
+    metric: str = ""
+    low_type: str = ""
+    limit: str = ""
+    find: Find = lambda *args: Search(*args).run()
+    has_fresh: bool = False
+    noise: float = 0.0
+
+    def run(self) -> Tuned:
+        """Returns what is found; after Ctrl-C, or when the budget is spent, the best so far.
 
         Raises:
-            OptionError: It can't be pickled.
+            OptionError: The error is too large with every op in fp32.
         """
-        try:
-            self._payload = pickle.dumps(task)
-        except Exception as error:
+        everything = frozenset(each.name for each in self.candidates)
+        error = self._error(everything, "all fp32")
+        if not error <= self.tolerance:
             raise OptionError(
-                f"the model, its inputs or a function can't be sent to other processes: {said_by(error)}; "
-                "define functions at the top of a module, or leave out executor"
-            ) from error
-        self._executor, self._token = executor, uuid.uuid4().hex
-        self._under_way: dict[Work, Future[Outcome | None]] = {}
-
-    def __call__(self, work: Work, ahead: Sequence[Work], /) -> Mapping[Work, Outcome]:
-        """Returns the outcome of ``work``, has ``ahead`` evaluated meanwhile, and returns what is done of that."""
-        for each in (work, *ahead):
-            if each not in self._under_way and (
-                each == work or len(self._under_way) < MOST_AT_ONCE
-            ):
-                self._under_way[each] = self._submit(None, each)
-        found = {work: self._result(work)}
-        for each in [each for each, future in self._under_way.items() if future.done()]:
-            found[each] = self._result(each)
-        return found
-
-    def _submit(self, payload: bytes | None, work: Work) -> Future[Outcome | None]:
-        return self._executor.submit(evaluate, self._token, payload, work)
-
-    def _result(self, work: Work) -> Outcome:
-        future = self._under_way.pop(work)
+                f"with every op in fp32 the error is {error:.3g}, above the tolerance {self.tolerance:g}: "
+                "no list can pass; does the program convert to low precision itself, or draw random "
+                "numbers that no seed sets?"
+            )
         try:
-            found = future.result()
-            while found is None:
-                found = self._submit(self._payload, work).result()
-        except (CancelledError, pickle.PicklingError) as error:
-            raise OptionError(f"the executor failed: {said_by(error)}") from error
-        return found
+            return self._checked(everything)
+        except BudgetError:
+            return self._tuned(self._best(everything), "budget")
+        except KeyboardInterrupt:
+            return self._tuned(self._best(everything), "interrupt")
 
-    def close(self) -> None:
-        """Cancels what nobody will ask for."""
-        for future in self._under_way.values():
-            future.cancel()
-        self._under_way.clear()
+    def _error(self, kept: Kept, phase: str, inputs: str = TUNING) -> float:
+        return self.runner.outcome(kept, phase, self.tolerance, inputs=inputs).error
+
+    def _checked(self, everything: Kept) -> Tuned:
+        """Returns a set that also passes on fresh inputs."""
+        tolerance = self.tolerance
+        for _ in range(_MOST_ROUNDS):
+            kept = self._set_within(tolerance)
+            if not self.has_fresh:
+                return self._tuned(kept)
+            error = self._error(kept, "fresh inputs", FRESH)
+            if error <= self.tolerance:
+                searched = tolerance if tolerance < self.tolerance else None
+                return self._tuned(kept, fresh_error=error, searched=searched)
+            tolerance *= _TIGHTER
+            if tolerance <= LEAST_OVER_NOISE * self.noise:
+                break
+        error = self._error(everything, "fresh inputs", FRESH)
+        if not error <= self.tolerance:
+            raise OptionError(
+                f"on fresh inputs the error is {error:.3g} with every op in fp32, above the tolerance "
+                f"{self.tolerance:g}"
+            )
+        return self._tuned(everything, "fresh inputs", fresh_error=error)
+
+    def _set_within(self, tolerance: float) -> Kept:
+        def evaluate(kept: Kept, phase: str, ahead: Sequence[Kept]) -> Outcome:
+            return self.runner.outcome(kept, phase, tolerance, ahead=ahead)
+
+        return self.find(self.candidates, tolerance, evaluate)
+
+    def _best(self, everything: Kept) -> Kept:
+        """Returns the set that loses least of those that have passed."""
+        known = {each.name: each for each in self.candidates}
+
+        def cost(kept: Kept) -> tuple[float, int, list[str]]:
+            outcome = self.runner.known(kept, self.tolerance)
+            members = [known[bare(member)] for member in kept]
+            lost = COST_OF_A_LINE * len(kept)
+            for each in members:
+                part = low_parts(each, kept, {} if outcome is None else outcome.seen)[1]
+                lost += each.benefit * (1 - part)
+            return lost, len(kept), sorted(kept)
+
+        passed = [
+            each.kept
+            for each in self.runner.path
+            if each.error <= self.tolerance and each.phase != "fresh inputs"
+        ]
+        return min(passed, key=cost, default=everything)
+
+    def _tuned(
+        self,
+        kept: Kept,
+        stopped_by: str = "",
+        *,
+        fresh_error: float | None = None,
+        searched: float | None = None,
+    ) -> Tuned:
+        runner = self.runner
+        outcome = runner.known(kept, self.tolerance)
+        low = [each.error for each in runner.path if not each.kept]
+        return Tuned(
+            kept=kept,
+            error=math.nan if outcome is None else outcome.error,
+            all_low_error=low[0] if low else math.nan,
+            fresh_error=fresh_error,
+            tolerance=self.tolerance,
+            noise=self.noise,
+            metric=self.metric,
+            low_precision_type=self.low_type,
+            evaluations=runner.evaluations,
+            is_complete=not stopped_by,
+            stopped_by=stopped_by,
+            path=tuple(runner.path),
+            candidates=tuple(self.candidates),
+            limit=self.limit,
+            searched=searched,
+            seen={} if outcome is None else outcome.seen,
+        )
 
 
 # --- progress ----------------------------------------------------------------------------------------

@@ -147,7 +147,9 @@ class Search:
     def _predicted(self, squares: Sequence[float], low: int, error: float) -> int:
         """Returns the length after which the rest is predicted to pass, by the error at ``low``."""
         rest = sum(squares[low:])
-        if not math.isfinite(error) or rest <= 0:
+        if rest <= 0:
+            return (low + len(squares)) // 2
+        if not math.isfinite(error):
             return low + 1
         allowed = rest * (self._tolerance / error) ** 2
         for length in range(low, len(squares)):

@@ -1,29 +1,36 @@
-"""A result as text."""
+"""A result as text, as lists and policy files with reasons in comments, and as an HTML page."""
 
 from __future__ import annotations
 
+import html
 import math
 from collections.abc import Iterable, Sequence
-from typing import TYPE_CHECKING, Final
+from typing import TYPE_CHECKING, Any, Final
+
+import yaml
 
 from ..errors import cut, lined
-from .assignment import FP32
+from ..policy import FILE_NAMES, of_libraries
+from ..reports import Table, page, paragraphs, section
+from ..version import __version__
+from .assignment import FP32, assigned, policy_source
 from .candidates import FOLLOWS, Candidate, bare, is_following, low_parts, shares
-
-#: The metric of a command, which passes or fails.
-CHECK: Final = "check"
 
 if TYPE_CHECKING:
     from .result import Tuned
 
+#: The metric of a command, which passes or fails.
+CHECK: Final = "check"
+
+#: Text is not cut to the width of a terminal.
+_WIDE: Final = 10_000
+
 
 def text(tuned: Tuned) -> str:
     """Returns the verdict, what is kept and why, and the path of the search."""
-    parts = [verdict(tuned)]
-    if tuned.kept:
-        parts.append(aligned([KEPT_TITLES, *kept_rows(tuned)]))
-    parts.append(aligned([PATH_TITLES, *path_rows(tuned)]))
-    return "\n\n".join(parts)
+    tables = [kept_table(tuned)] if tuned.kept else []
+    parts = [lined(each.lines(_WIDE)) for each in (*tables, path_table(tuned))]
+    return "\n\n".join([verdict(tuned), *parts])
 
 
 def verdict(tuned: Tuned) -> str:
@@ -100,38 +107,32 @@ def _shares(tuned: Tuned) -> str:
     return "; ".join(found)
 
 
-KEPT_TITLES = ("kept", "effect", "rank", "error without it", "FLOPs", "bytes")
-
-
-def kept_rows(tuned: Tuned) -> list[tuple[str, ...]]:
+def kept_table(tuned: Tuned) -> Table:
     """Returns a row for each kept candidate, the one with the largest effect first."""
     known = {each.name: each for each in tuned.candidates}
     pairs = [(known[bare(name)], name) for name in tuned.kept]
     pairs.sort(key=lambda each: (not each[0].is_hard, -(each[0].score or 0.0), each[1]))
     flops = max(1, sum(each.flops for each in tuned.candidates))
     count = max(1, sum(each.bytes for each in tuned.candidates))
-    rows: list[tuple[str, ...]] = []
+    rows = []
     for each, name in pairs:
-        low_flops, low_bytes = low_parts(each, tuned.kept, tuned.seen)
+        low = low_parts(each, tuned.kept, tuned.seen) if is_following(name) else (0.0, 0.0)
         rows.append(
             (
                 f"{cut(each.name)} follows" if is_following(name) else cut(name),
                 effect(each),
                 rank(each, tuned.candidates),
                 error_text(tuned, tuned.error_without(name)),
-                f"{each.flops * (1 - (low_flops if is_following(name) else 0)) / flops:.1%}",
-                f"{each.bytes * (1 - (low_bytes if is_following(name) else 0)) / count:.1%}",
+                f"{each.flops * (1 - low[0]) / flops:.1%}",
+                f"{each.bytes * (1 - low[1]) / count:.1%}",
             )
         )
-    return rows
+    return Table.of(("kept", "effect", "rank", "error without it", "FLOPs", "bytes"), rows)
 
 
-PATH_TITLES = ("", "phase", "kept", "error", "")
-
-
-def path_rows(tuned: Tuned) -> list[tuple[str, ...]]:
+def path_table(tuned: Tuned) -> Table:
     """Returns a row for each evaluation."""
-    return [
+    rows = [
         (
             str(number),
             each.phase,
@@ -141,6 +142,19 @@ def path_rows(tuned: Tuned) -> list[tuple[str, ...]]:
         )
         for number, each in enumerate(tuned.path, 1)
     ]
+    return Table.of(("", "phase", "kept", "error", ""), rows)
+
+
+def candidate_table(tuned: Tuned) -> Table:
+    """Returns a row for each candidate, the one with the largest effect first."""
+    types = tuned.types
+    rows = [
+        (each.name, effect(each), types[each.name], f"{each.flops:,}", f"{each.bytes:,}")
+        for each in sorted(
+            tuned.candidates, key=lambda each: (not each.is_hard, -(each.score or 0.0), each.name)
+        )
+    ]
+    return Table.of(("candidate", "effect", "type", "FLOPs", "bytes"), rows)
 
 
 def names(kept: Iterable[str], most: int = 4) -> str:
@@ -184,10 +198,121 @@ def shown(value: float | None) -> str:
     return "not finite" if math.isinf(value) else f"{value:.3g}"
 
 
-def aligned(rows: Sequence[tuple[str, ...]]) -> str:
-    """Returns rows as a table of text."""
-    widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    return lined(
-        "  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip()
-        for row in rows
+# --- files -------------------------------------------------------------------------------------------
+
+
+def html_page(tuned: Tuned) -> str:
+    """Returns the page."""
+    details = "".join(
+        f"<details><summary>{html.escape(name)}</summary><pre>{html.escape(content)}</pre></details>"
+        for name, content in files(tuned).items()
+        if name != "widest.txt"
     )
+    body = [
+        notebook_part(tuned),
+        section("lists", "Lists", details),
+        section("search", "The search", path_table(tuned).to_html()),
+        section("candidates", "Candidates by effect", candidate_table(tuned).to_html()),
+    ]
+    return page("hmpx tune", "What to keep in fp32", "\n".join(body))
+
+
+def notebook_part(tuned: Tuned) -> str:
+    """Returns the verdict and what is kept as HTML without scripts or styles."""
+    table = kept_table(tuned).to_html() if tuned.kept else ""
+    return f"<div>{paragraphs(verdict(tuned).splitlines())}{table}</div>"
+
+
+def files(tuned: Tuned) -> dict[str, str]:
+    """Returns the name of each file -> its content."""
+    types = assigned(tuned.candidates, tuned.kept, tuned.low_precision_type)
+    source = policy_source(types, tuned.low_precision_type)
+    followed = {op for (op, _), each in types.items() if each == FOLLOWS}
+    if "sections" in source:
+        return {"policy.yaml": _policy_file(tuned, source)}
+    written = yaml.safe_load(tuned.policy.to_yaml())
+    called = {op for op, _ in types}
+    low = tuned.low_precision_type
+    load = "" if low == "bfloat16" else f', low_precision_type="{low}"'
+    found = {}
+    for kind, name in FILE_NAMES.items():
+        lines = written.get(kind, [])
+        ours = [line for line in lines if line.split()[0] in called]
+        # What libraries' functions do stands behind all lists anyway.
+        others = [line for line in lines if line.split()[0] not in called.union(of_libraries().ops)]
+        parts = [_head(tuned, f'hmpx.convert(lists="DIRECTORY"{load})')]
+        if kind == "widest":
+            listed = [line for line in ours if line in followed]
+            unlisted = sorted(followed - set(listed))
+            parts.append(_section("What the model calls.", _explained(tuned, listed)))
+            said = _explained(tuned, unlisted, is_listed=False)
+            parts.append(_section("In no list, so that it follows its inputs.", said))
+        else:
+            parts.append(_section("What the model calls.", _explained(tuned, ours)))
+        parts.append(_section("What it does not call: as by default.", others))
+        found[name] = "\n".join(part for part in parts if part)
+    return found
+
+
+def _policy_file(tuned: Tuned, source: dict[str, Any]) -> str:
+    """Returns the policy file: its keys as YAML, with comments above the lines of what is kept."""
+    parts = [_head(tuned, 'hmpx.convert(policy="policy.yaml")')]
+    parts += [
+        _comment(f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}")
+        for name in sorted(tuned.kept)
+    ]
+    parts.append(yaml.safe_dump(source, sort_keys=False))
+    return "\n".join(parts)
+
+
+def _head(tuned: Tuned, use: str) -> str:
+    kept = len(tuned.kept)
+    tolerance = "" if tuned.metric == CHECK else f"tolerance {shown(tuned.tolerance)}, "
+    lines = [
+        f"Written by hmpx.tune {__version__}. Use: {use}",
+        f"{tuned.metric}: {error_text(tuned, tuned.error)} with {kept} kept out of {tuned.low_precision_type}, "
+        f"{error_text(tuned, tuned.all_low_error)} with none; "
+        f"{tolerance}{tuned.evaluations} evaluations.",
+    ]
+    if not tuned.is_complete:
+        lines.append("The search was ended early: some of these may not be needed.")
+    return "\n".join(map(_comment, lines))
+
+
+def _section(title: str, lines: Iterable[str]) -> str:
+    lines = list(lines)
+    return "\n".join(["", _comment(title), *lines, ""]) if lines else ""
+
+
+def _explained(tuned: Tuned, lines: Iterable[str], *, is_listed: bool = True) -> list[str]:
+    """Returns lines of a list with comments on the candidates that they are about."""
+    kept = {bare(name): name for name in tuned.kept}
+    found: list[str] = []
+    for line in lines:
+        op = line.split()[0].removeprefix("-")
+        for each in tuned.candidates:
+            if each.op == op and (each.name in kept or each.score is not None):
+                said = f"effect {effect(each)}"
+                if each.name in kept:
+                    said = _why(tuned, kept[each.name])
+                is_clear = is_listed and each.name == op
+                found.append(_comment(said if is_clear else f"{each.name}: {said}"))
+        if is_listed:
+            found.append(line)
+    return found
+
+
+def _why(tuned: Tuned, name: str) -> str:
+    """Returns why a candidate is kept: its effect, and the error with and without it."""
+    candidate = next(each for each in tuned.candidates if each.name == bare(name))
+    place = rank(candidate, tuned.candidates)
+    ranked = f", rank {place} of {len(tuned.candidates)}" if place else ""
+    measured = "the check" if tuned.metric == CHECK else "error"
+    return (
+        f"effect {effect(candidate)}{ranked}; {measured} {error_text(tuned, tuned.error)} with it, "
+        f"{error_text(tuned, tuned.error_without(name))} without"
+    )
+
+
+def _comment(line: str) -> str:
+    return f"# {' '.join(line.split())}"

@@ -81,8 +81,8 @@ def test_the_exit_status_decides(
     assert capsys.readouterr().out == said
 
 
-def test_modules_inside_of_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """First the ops, then the modules of those that stay."""
+def test_ops_in_modules(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each by itself, in few runs."""
     monkeypatch.chdir(tmp_path)
     modules = tuple(f"layers.{i}" for i in range(6))
     command = check(tmp_path, [("layers.2", "softmax"), ("layers.4", "add")], modules)

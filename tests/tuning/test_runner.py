@@ -14,12 +14,12 @@ from typing import Any
 import pytest
 
 from hmpx import OptionError
-from hmpx.tuning import searching
+from hmpx.tuning import runner as running
 from hmpx.tuning.candidates import Kept, Outcome, Seen
+from hmpx.tuning.evaluating import Workers
 from hmpx.tuning.journal import Journal
 from hmpx.tuning.result import Tuned
-from hmpx.tuning.runner import Runner, Workers, outcome_from_record
-from hmpx.tuning.searching import Searching
+from hmpx.tuning.runner import Runner, Searching, outcome_from_record
 
 from .oracles import Oracle, oracle
 
@@ -123,7 +123,7 @@ def test_fresh_inputs_tighten_the_tolerance() -> None:
 def test_nothing_is_proven_where_no_smaller_set_passes_on_fresh_inputs(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(searching, "_MOST_ROUNDS", 0)
+    monkeypatch.setattr(running, "_MOST_ROUNDS", 0)
     found, _ = found_by(Simulated(MODEL), MODEL, journal_at(""), has_fresh=True)
     assert found.kept == {each.name for each in MODEL.candidates}
     assert found.stopped_by == "fresh inputs"

@@ -19,12 +19,12 @@ bfloat16, *hmpx* is `convert()` with the default lists, *frozen* is that after `
 `lists=`; the rest are `low_precision_type=` with the default lists.
 """
 _TUNED = """`hmpx.tune` looked for the smallest set of ops out of low precision with which the first measure of the task stays
-within one percent of fp32's (a distance, such as the error of forces: below one percent). That is the mean over three
-batches. *(budget)* marks a search that ended at its budget: some of its set may not be needed. *fresh* is of batches
-of six other seeds: on how many the change is within one percent, its mean, and the largest. The sets are policies in [examples/trained_lists](../examples/trained_lists).
-
-A set that just passes on its own batches is over on others, by as much as batches differ. Where each batch counts, ask
-for less than what is allowed, and give more batches."""
+within one percent of fp32's (a distance, such as the error of forces: below one percent). That holds for the worst of
+eight batches, two of which the search has not seen, or, with *mean*, for the mean of three. *(budget)* marks a
+search that ended at its budget: some of its set may not be needed. *fresh* is of batches of six other seeds: on how
+many the change is within one percent, its mean, and the largest. The sets are policies in
+[examples/trained_lists](../examples/trained_lists).
+"""
 
 Models = Mapping[tuple[str, str], Mapping[str, Line]]
 
@@ -78,20 +78,20 @@ def _scores(models: Models, modes: Sequence[str]) -> Iterator[str]:
 
 
 def _tuned(models: Models) -> Iterator[str]:
-    yield "| model | type | all low | kept | FLOPs | bytes | evaluations | time | fresh | set |"
-    yield "|---|---|---|---|---|---|---|---|---|---|"
+    yield "| model | type | batches | all low | kept | FLOPs | bytes | evaluations | time | fresh | set |"
+    yield "|---|---|---|---|---|---|---|---|---|---|---|"
     for (_, model), lines in models.items():
         for mode, line in lines.items():
             if not mode.startswith("tune "):
                 continue
             low_type = mode.removeprefix("tune ")
             if line["errors"]:
-                yield f"| {model} | {low_type} | | | | | | | | {next(iter(line['errors'].values()))} |"
+                yield f"| {model} | {low_type} | | | | | | | | | {next(iter(line['errors'].values()))} |"
                 continue
             held = sum(each <= 0.01 for each in line["fresh"])
             ended = "" if line["is_complete"] else f" ({line['stopped_by']})"
             yield (
-                f"| {model} | {low_type} | {_change(line['all_low'])} | {len(line['kept'])} of {line['candidates']} "
+                f"| {model} | {low_type} | {line.get('batches', 'mean of 3')} | {_change(line['all_low'])} | {len(line['kept'])} of {line['candidates']} "
                 f"| {_percent(line['flops'])} | {_percent(line['bytes'])} | {line['evaluations']}{ended} "
                 f"| {line['seconds']:.0f} s | {held} of {len(line['fresh'])}, "
                 f"{_change(fmean(line['fresh']))}, {_change(max(line['fresh']))} "
