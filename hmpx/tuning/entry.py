@@ -59,16 +59,16 @@ def tune(
     Args:
         model: The model: a module, or a function that calls some.
         inputs: A batch, or a list of batches. A tuple holds positional arguments, a mapping those by
-            name, anything else is the only argument. The set passes on each of n batches: a further one of
-            their kind fails with a probability of about 1 in n + 1. Of several, the last quarter is only
-            used to check the set at the end.
+            name, anything else is the only argument. From how errors differ between several follows a
+            limit for 95 % of further batches of their kind, which has to be within the tolerance. The
+            last quarter of several is only used to check the set at the end.
         loss_fn: Loss of what the model returns: ``loss_fn(output)``, or ``loss_fn(output, batch)``.
             Effects are those on the loss, and ``metric="loss"`` compares it.
         metric: The error of a batch: ``"relative_l2"`` of the outputs (the default), ``"loss"`` for its
             relative change, ``"kl"`` for the divergence of softmaxed logits, in nats, or a function
             ``metric(output, fp32_output)`` that returns a number, 0 for no error. All are computed in fp32
             or wider.
-        tolerance: The largest error that passes, for each batch.
+        tolerance: The largest error that passes.
         by: ``"op"`` decides for each op by name; ``"module"`` for each op in each module that matters.
         objective: What is to be in low precision: ``"work"``, as many FLOPs and bytes as possible, or
             ``"time"``, what saves most of the time that ops take, as measured here with ``legalize`` as it

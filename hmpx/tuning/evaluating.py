@@ -97,7 +97,8 @@ class Task:
                         raise
                     return Outcome(math.inf)  # its values decide what the model does, and are off
             seen = {each.name: observed.seen(each, self.spots) for each in watched}
-            return Outcome(self._distance(found, expected, inputs), seen)
+            errors = self._errors(found, expected, inputs)
+            return Outcome(metrics.limit(errors) if inputs == TUNING else max(errors), seen)
 
     def reference(self, inputs: str) -> list[Any]:
         """Returns what the model returns in fp32 for each batch.
@@ -141,7 +142,7 @@ class Task:
         else:  # in a thread, whose pool ends with it: in a forked child the pool's threads would be missing
             with ThreadPoolExecutor(1) as pool:
                 found = pool.submit(self._outputs_of_threads, 2).result()
-        noise = self._distance(found, expected, TUNING)
+        noise = max(self._errors(found, expected, TUNING))
         if not self.request.tolerance > LEAST_OVER_NOISE * noise:
             raise OptionError(
                 f"tolerance {self.request.tolerance:g} is within the noise of fp32, whose error against "
@@ -166,15 +167,15 @@ class Task:
     def _converted(self, policy: Policy) -> contextlib.AbstractContextManager[object]:
         return session.restore(policy, self.request.device_types, self.request.options, False)
 
-    def _distance(self, found: list[Any], expected: list[Any], inputs: str) -> float:
-        """Returns the largest error of a batch; infinite where one is not finite."""
+    def _errors(self, found: list[Any], expected: list[Any], inputs: str) -> list[float]:
+        """Returns the error of each batch; infinite where it is not finite."""
         batches = self.request.inputs[inputs]
         with torch.no_grad(), disable_casts():
             errors = [
                 self._error(low, high, batch.given)
                 for low, high, batch in zip(found, expected, batches, strict=True)
             ]
-        return max(errors) if all(map(math.isfinite, errors)) else math.inf
+        return [error if math.isfinite(error) else math.inf for error in errors]
 
     def _error(self, low: Any, high: Any, given: Any) -> float:
         metric = self.request.metric

@@ -178,6 +178,24 @@ def _logits(output: Any) -> Tensor:
     return found[0]
 
 
+#: One-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on; of the normal beyond.
+_T95: Final = (6.314, 2.920, 2.353, 2.132, 2.015, 1.943, 1.895, 1.860, 1.833, 1.812)
+_NORMAL95: Final = 1.645
+
+
+def limit(errors: list[float]) -> float:
+    """Returns the error that 95 % of further batches stay below, if they are like these, and none of these exceeds.
+
+    It is the upper end of the prediction interval of one more normal value. A single batch has its own error.
+    """
+    count = len(errors)
+    if count == 1 or not math.isfinite(max(errors)):
+        return max(errors)
+    quantile = _T95[count - 2] if count - 1 <= len(_T95) else _NORMAL95
+    spread = statistics.stdev(errors) * math.sqrt(1 + 1 / count)
+    return max(*errors, statistics.fmean(errors) + quantile * spread)
+
+
 #: Two-sided 95 % quantiles of Student's t by degrees of freedom, from 1 on; of the normal beyond.
 _T: Final = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
 _NORMAL: Final = 1.96

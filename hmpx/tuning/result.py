@@ -28,9 +28,10 @@ class Tuned:
             fp32 as ``"linear=bfloat16"``; what is in low precision only where all that it is given is, as
             ``"add=follows"``. Among modules an op's name alone stands for those modules that
             are no candidates by themselves; ``candidates`` has what each name stands for.
-        error: The error of low precision with these in fp32, the largest of any batch, and
+        error: The error of low precision with these in fp32, of several batches the limit for 95 % of
+            further ones, and
         all_low_error: with nothing in fp32.
-        fresh_error: The error on inputs that the search has not seen; None if there were none.
+        fresh_error: The largest error of a batch that the search has not seen; None if there were none.
         tolerance: The largest error that was to pass.
         noise: The error of fp32 against itself.
         metric: Name of the metric.

@@ -205,7 +205,6 @@ def test_one_function_writes_files() -> None:
         "reports/files.py",
         "benchmarking/memory.py",  # /proc
         "cli/output.py",  # /dev/null
-        "policy/text_files.py",  # reads
         "tuning/checking.py",  # what a command prints, and the lock
         "tuning/journal.py",  # appends
     }

@@ -258,3 +258,47 @@ def test_what_saves_no_time_stays_in_fp32() -> None:
     assert in_time(everything, 0.1, errors)[0] == frozenset(errors)
     faster = [Candidate(each.name, score=1.0, benefit=0.1, saved=0.1) for each in candidates]
     assert in_time(faster, 9.0, errors)[0] == frozenset()
+
+
+def test_what_is_found_costs_little_more_than_the_best() -> None:
+    """By brute force, with scores that are wrong by up to a factor of 1.5; in few evaluations."""
+    ratios, counts = [], []
+    for seed in range(30):
+        draw = random.Random(seed)
+        squares = {f"op{i}": math.exp(draw.gauss(0, 1)) for i in range(10)}
+        work = {name: draw.random() ** 3 for name in squares}
+        whole = sum(work.values())
+        candidates = [
+            Candidate(
+                name,
+                score=math.sqrt(square) * 1.5 ** draw.uniform(-1, 1),
+                benefit=work[name] / whole,
+            )
+            for name, square in squares.items()
+        ]
+
+        def error(kept: Kept, squares: dict[str, float] = squares) -> float:
+            return math.sqrt(sum(square for name, square in squares.items() if name not in kept))
+
+        def cost(kept: Kept, candidates: list[Candidate] = candidates) -> float:
+            return 0.01 + sum(each.cost for each in candidates if each.name in kept)
+
+        tolerance = draw.uniform(0.4, 0.8) * error(frozenset())
+        kept, evaluated = run(candidates, error, tolerance)
+        assert error(kept) <= tolerance
+        sets = [frozenset(s) for n in range(11) for s in itertools.combinations(squares, n)]
+        ratios.append(cost(kept) / min(cost(each) for each in sets if error(each) <= tolerance))
+        counts.append(len(evaluated))
+    assert statistics.mean(ratios) <= 1.1
+    assert max(counts) <= 24
+
+
+def test_an_infinite_error_and_effects_that_are_not_known() -> None:
+    """What makes an error infinite stays."""
+    candidates = [
+        Candidate("exp", score=0.0, benefit=0.5, is_hard=True),
+        Candidate("sin", score=0.0, benefit=0.3, is_unseen=True),
+        Candidate("linear", score=1.0, benefit=0.2),
+    ]
+    kept, _ = run(candidates, lambda kept: 0.1 if "exp" in kept else math.inf, 0.5)
+    assert kept == {"exp"}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import math
+import random
 from collections.abc import Callable
 from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from dataclasses import replace
@@ -18,7 +19,7 @@ from torch import Tensor, nn
 
 import hmpx
 from hmpx.tuning import profiling
-from hmpx.tuning.metrics import sampled
+from hmpx.tuning.metrics import limit, sampled
 
 from .planted import Block, Faulty, inputs
 
@@ -391,3 +392,30 @@ def test_inputs_may_hold_flags() -> None:
 
     batches = [{"x": torch.randn(6, 8), "kept": torch.rand(6, 4) > 0.5} for _ in range(2)]
     assert tune(Masked(), batches, tolerance=0.1).error <= 0.1
+
+
+def test_a_limit_for_further_batches() -> None:
+    """Of several batches; those that the search has not seen count by themselves."""
+    assert limit([0.01]) == 0.01
+    assert limit([0.01, 0.01, 0.01]) == pytest.approx(0.01)
+    assert limit([0.0, math.inf]) == math.inf
+    assert limit([0.0] * 30 + [1.0]) == 1.0
+    draw = random.Random(0)
+    for count in (2, 3, 6, 12, 30):
+        held = sum(
+            draw.gauss(3, 1) <= limit([draw.gauss(3, 1) for _ in range(count)]) for _ in range(4000)
+        )
+        assert held / 4000 >= 0.94
+
+    errors = {1.0: 0.001, 2.0: 0.002}
+
+    def metric(low: Tensor, fp32: Tensor) -> float:
+        return 0.0 if torch.equal(low, fp32) else errors[round(float(fp32.max().atanh()), 1)]
+
+    model, batches = Fixed(torch.tanh), [torch.full((4, 4), each) for each in (1.0, 2.0)]
+    best = tune(model, batches, fresh_inputs=batches, metric=metric, tolerance=0.01)
+    assert best.error == limit([0.001, 0.002])
+    assert best.fresh_error == 0.002
+    assert tune(model, batches, fresh_inputs=batches, metric=metric, tolerance=0.003).kept == {
+        "tanh"
+    }

@@ -31,7 +31,7 @@ TUNED = ("bfloat16", "float8_e4m3fn", "mxfp4_e2m1")
 #: Ways to run a trained model, and what it is tuned for.
 MODES = (*TRAINED, *(f"tune {each}" for each in TUNED))
 LISTS = ROOT / "examples" / "trained_lists"
-#: Within which share of the task's measure a set is to stay, on each batch.
+#: Within which share of the task's measure a set is to stay.
 TOLERANCE = 0.01
 _BUDGET = 100
 _BATCHES = 3
@@ -146,7 +146,7 @@ def tuned(task: Task, judged: Judged, low_type: str) -> Line:
     _write(task, low_type, best)
     return {
         "kept": sorted(best.kept), "candidates": len(best.candidates), "error": best.error,
-        "batches": len(_TUNING_SEEDS), "all_low": best.all_low_error, "fresh": fresh, "evaluations": best.evaluations,
+        "batches": f"{len(_TUNING_SEEDS)}, limit", "all_low": best.all_low_error, "fresh": fresh, "evaluations": best.evaluations,
         "flops": best.low_precision_flops_share, "bytes": best.low_precision_bytes_share,
         "is_complete": best.is_complete, "stopped_by": best.stopped_by,
         "seconds": seconds, "errors": {},

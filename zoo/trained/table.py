@@ -19,9 +19,9 @@ bfloat16, *hmpx* is `convert()` with the default lists, *frozen* is that after `
 `lists=`; the rest are `low_precision_type=` with the default lists.
 """
 _TUNED = """`hmpx.tune` looked for the smallest set of ops out of low precision with which the first measure of the task stays
-within one percent of fp32's (a distance, such as the error of forces: below one percent). That holds for the worst of
-eight batches, two of which the search has not seen, or, with *mean*, for the mean of three. *(budget)* marks a
-search that ended at its budget: some of its set may not be needed. *fresh* is of batches of six other seeds: on how
+within one percent of fp32's (a distance, such as the error of forces: below one percent). *batches* is of
+how many that holds: with *limit* for 95 % of batches like these, a quarter of which the search has not seen, else for
+the mean. *(budget)* marks a search that ended at its budget: some of its set may not be needed. *fresh* is of batches of six other seeds: on how
 many the change is within one percent, its mean, and the largest. The sets are policies in
 [examples/trained_lists](../examples/trained_lists).
 """
@@ -91,7 +91,7 @@ def _tuned(models: Models) -> Iterator[str]:
             held = sum(each <= 0.01 for each in line["fresh"])
             ended = "" if line["is_complete"] else f" ({line['stopped_by']})"
             yield (
-                f"| {model} | {low_type} | {line.get('batches', 'mean of 3')} | {_change(line['all_low'])} | {len(line['kept'])} of {line['candidates']} "
+                f"| {model} | {low_type} | {line.get('batches', '3, mean')} | {_change(line['all_low'])} | {len(line['kept'])} of {line['candidates']} "
                 f"| {_percent(line['flops'])} | {_percent(line['bytes'])} | {line['evaluations']}{ended} "
                 f"| {line['seconds']:.0f} s | {held} of {len(line['fresh'])}, "
                 f"{_change(fmean(line['fresh']))}, {_change(max(line['fresh']))} "
