@@ -412,7 +412,10 @@ def test_a_limit_for_further_batches() -> None:
     def metric(low: Tensor, fp32: Tensor) -> float:
         return 0.0 if torch.equal(low, fp32) else errors[round(float(fp32.max().atanh()), 1)]
 
-    model, batches = Fixed(torch.tanh), [torch.full((4, 4), each) for each in (1.0, 2.0)]
+    model, batches = (
+        Fixed(lambda x: torch.tanh(x)),
+        [torch.full((4, 4), each) for each in (1.0, 2.0)],
+    )
     best = tune(model, batches, fresh_inputs=batches, metric=metric, tolerance=0.01)
     assert best.error == limit([0.001, 0.002])
     assert best.fresh_error == 0.002
