@@ -163,24 +163,11 @@ class Descriptions:
                 if isinstance(mark, _Mark) and is_floating(tensors[mark])
             ]
         )
-        return _with_positions(found, positions)
+        return dataclasses.replace(found, positions=positions)
 
 
 class _Mark(int):
     """Stands for the tensor of this number."""
-
-
-def _with_positions(found: Description, positions: tuple[int, ...]) -> Description:
-    return Description(
-        found.input_dtypes,
-        found.cast_dtypes,
-        found.device_type,
-        found.dtype,
-        found.cast_policy,
-        found.reason,
-        positions,
-        found.casts,
-    )
 
 
 def describe(
@@ -189,15 +176,11 @@ def describe(
     """Returns the description of a call with the floating inputs ``before``."""
     input_dtypes = tuple([tensor.dtype for tensor in before])
     device_type = before[0].device.type
-    if not is_on:
-        return Description(
-            input_dtypes, input_dtypes, device_type, None, CastPolicy.PASS.name, SWITCHED_OFF
-        )
-    if plan.decision.cast_policy is not CastPolicy.PASS and not is_on_device(plan, args, kwargs):
-        reason = f"tensors on {device_type} are not cast"
-        return Description(
-            input_dtypes, input_dtypes, device_type, None, CastPolicy.PASS.name, reason
-        )
+    is_listed = plan.decision.cast_policy is not CastPolicy.PASS
+    if not is_on or (is_listed and not is_on_device(plan, args, kwargs)):
+        reason = f"tensors on {device_type} are not cast" if is_on else SWITCHED_OFF
+        policy = CastPolicy.PASS.name
+        return Description(input_dtypes, input_dtypes, device_type, None, policy, reason)
     after = tuple(cast_dtypes(plan, *decoded(plan, args, kwargs)))
     dtype = _dtype(plan, before, args, kwargs)
     cast_policy, reason = decided_by(plan, args, kwargs)
