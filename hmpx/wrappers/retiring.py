@@ -27,15 +27,17 @@ class Control:
         forward: Gets all calls once the wrapper is retired; else None.
         legalizes: Calls may be legalized.
         looks_at_all: Calls whose inputs need no cast don't go straight to torch's function.
+        may_apply: Whether a product of two matrices may be legalized, judged by their sizes alone.
     """
 
-    __slots__ = ("forward", "legalizes", "looks_at_all")
+    __slots__ = ("forward", "legalizes", "looks_at_all", "may_apply")
 
     def __init__(self, *, legalizes: bool = False, looks_at_all: bool = False) -> None:
         """Starts in use."""
         self.forward: Callable[..., Any] | None = None
         self.legalizes = legalizes
         self.looks_at_all = looks_at_all or legalizes
+        self.may_apply: Callable[[Any, Any], bool] = lambda a, b: True
 
     def settle(self) -> None:
         """Ends the legalization of calls."""

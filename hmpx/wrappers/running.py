@@ -172,6 +172,7 @@ def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) ->
         device_types,
         is_linear=op == "linear",
     )
+    control.may_apply = legalization.may_apply
     legalizer = Legalizer(op, plan.facts.kind, mode)
     has_own = has_own_products if op == "linear" else has_own_gradients
     is_on_several, is_fast, rounds_late = len(device_types) > 1, mode == "fast", plan.rounds_late

@@ -47,7 +47,11 @@ except Exception as error:
 return again()"""
 
 _SETTLED: Final = """\
-if not (_looks_closer or control.looks_at_all or {has_torch_function}):
+if not (
+    _looks_closer
+    or {has_torch_function}
+    or {looks}
+):
     try:
         settled = (
             {tests}
@@ -183,6 +187,7 @@ def source_of(plan: CallPlan) -> str:
         may_be_missing = (len(names) - 1) in plan.site.parameters.fillable
         body = _SETTLED.format(
             has_torch_function=asked if plan.site.is_overridable else "False",
+            looks=_looks(plan),
             tests="\n            and ".join(tests),
             short="original.__wrapped__" if plan.rounds_last and not may_round else "original",
             names=listed,
@@ -205,6 +210,15 @@ def source_of(plan: CallPlan) -> str:
         signature="".join([f"{name}=missing, " for name in names]) + ("/, " if names else ""),
         body=textwrap.indent(body, " " * 8),
     )
+
+
+def _looks(plan: CallPlan) -> str:
+    """Returns the test whether calls that need no cast don't go straight to torch's function."""
+    first, looks = plan.facts.first_matrix, "control.looks_at_all"
+    if not plan.legalizes or first is None or not {first, first + 1} <= plan.cast_kinds.keys():
+        return looks
+    may_apply = f"control.may_apply(a{first}, a{first + 1})"
+    return f"{looks} and (control.forward is not None or {may_apply})"
 
 
 def _fill(plan: CallPlan, names: list[str]) -> str:
