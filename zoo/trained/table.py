@@ -24,6 +24,9 @@ how many that holds: with *limit* for 95 % of batches like these, a quarter of w
 the mean. *(budget)* marks a search that ended at its budget: some of its set may not be needed. *fresh* is of batches of six other seeds: on how
 many the change is within one percent, its mean, and the largest. The sets are policies in
 [examples/trained_lists](../examples/trained_lists).
+
+Before, *3, mean*, sets just passed on the mean of their batches. For Silero VAD in float8_e4m3fn that held on 3 of 6
+fresh batches, the largest 2.04%; asking for the worst of eight found the same set; the limit holds on 6 of 6.
 """
 
 Models = Mapping[tuple[str, str], Mapping[str, Line]]
