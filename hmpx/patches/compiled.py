@@ -15,6 +15,7 @@ import sys
 import types
 import uuid
 from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 from typing import Any, Final
 
 import torch
@@ -271,9 +272,6 @@ def is_wrapper(function: Any) -> bool:
 
 _is_cached = True  # what a graph holds follows from its cache key
 
-#: The revision of what graphs hold: raised when operators read other texts, so that older ones are not read.
-_REVISION: Final = 2
-
 #: Returns the cache key of the current conversion. None without a conversion: the key is torch's own.
 _tag: Callable[[], str] | None = None
 
@@ -302,9 +300,16 @@ def _tag_keys(module: Any) -> None:
 
 def _digest(decides: object) -> str:
     """Returns a digest that equal conversions share across processes; unique if functions decide."""
-    # Another version may round differently.
-    state = f"{__version__} {_REVISION} {_told(decides)}"
-    return hashlib.sha256(state.encode()).hexdigest()[:16]
+    return hashlib.sha256(f"{_sources()} {_told(decides)}".encode()).hexdigest()[:16]
+
+
+@functools.cache
+def _sources() -> str:
+    """A digest of hmpx's code: graphs that other code made may round differently."""
+    digest = hashlib.sha256(__version__.encode())
+    for path in sorted(Path(__file__).parents[1].rglob("*.py")):
+        digest.update(path.read_bytes())
+    return digest.hexdigest()
 
 
 def _told(value: Any) -> str:
