@@ -35,7 +35,7 @@ from .missing_kernels import Callee, Lacking, completed, in_fp32, lacking_kernel
 from .norm_statistics import Statistics
 from .numbers import completed_by_numbers, held, taking_numbers
 from .saved_tensors import saved_by
-from .selecting import selected, selects_once
+from .selecting import selected
 from .watching import (
     COMPUTED,
     DECIDING_WATCHERS,
@@ -127,7 +127,6 @@ __all__ = [
     "rounding_last",
     "saved_by",
     "selected",
-    "selects_once",
     "taking_numbers",
     "unregister",
     "watched_deciding",

@@ -22,8 +22,7 @@ if TYPE_CHECKING:
 
 # Taken before anything is patched.
 _copy_, _empty_strided = Tensor.copy_, torch.empty_strided
-_aminmax, _item, _remainder = torch.aminmax, Tensor.item, torch.remainder
-_eq, _nonzero, _to = torch.eq, torch.nonzero, Tensor.to
+_eq, _item, _nonzero, _to = torch.eq, Tensor.item, torch.nonzero, Tensor.to
 _index_select, _unique = torch.index_select, torch.unique
 
 #: Smaller tables are cast in less time than it takes to do without.
@@ -33,7 +32,6 @@ _LEAST: Final = 1 << 16
 _INDEX: Final = {
     "embedding": "indices",
     "embedding_bag": "indices",
-    "getitem": "indices",
     "index_select": "index",
 }
 #: They do if the table has this number of rows for each index.
@@ -125,11 +123,6 @@ def _of_few_rows(
         return None
     if not 0 < index.numel() * _FEW <= table.shape[dim]:
         return None
-    if op == "getitem":  # which takes negative ones
-        least, largest = map(_item, _aminmax(index))
-        if least < -len(table) or largest >= len(table):
-            return None  # to torch's error
-        index = _remainder(index, len(table))
     rows, inverse = _unique(index, return_inverse=True)
     few = {names[0]: _index_select(table, dim, rows), _INDEX[op]: _to(inverse, index.dtype)}
     if padding is None:
@@ -154,22 +147,3 @@ class _Outline(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
         return gradient
-
-
-def selects_once(index: Any) -> bool:
-    """Whether ``x[index]`` holds no element of ``x`` twice, as views and masks don't.
-
-    True as well for indices that only torch can read: nested lists, subclasses of tuple.
-    """
-    items = index if type(index) is tuple else (index,)
-    return not any(map(_is_several, items))
-
-
-def _is_several(item: Any) -> bool:
-    """Whether a part of an index holds positions, of which several may be equal."""
-    if type(item) is list:
-        return all([type(each) is int for each in item])  # noqa: C419  # twice as fast
-    if isinstance(item, Tensor):
-        return item.dim() > 0 and item.dtype not in {torch.bool, torch.uint8}
-    is_array = hasattr(item, "__array_interface__") and getattr(item, "ndim", 0) > 0
-    return is_array and str(item.dtype) != "bool"

@@ -261,8 +261,8 @@ def _members() -> Iterator[tuple[str, str, Any]]:
             is_method, is_builtin = namespace == "torch.Tensor", type(value) is _CALLABLES[0]
             if is_method and type(value) in _DESCRIPTORS:
                 yield namespace, attribute, value
-            if type(value) not in _CALLABLES:
-                continue
+            if type(value) not in _CALLABLES or attribute == "__getitem__":
+                continue  # with this in its class Python takes a tensor for a sequence, as torch.tensor does
             stem = attribute.rstrip("_")  # without the underscore of in-place ops
             is_known_method = is_method and stem in found  # Tensor.unflatten, Tensor._conj
             # torch.overrides ignores torch.fill, but not Tensor.fill_; Tensor._conj, but not torch._conj

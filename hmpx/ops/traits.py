@@ -102,7 +102,7 @@ def is_view(name: str) -> bool:
     if name in facts("views"):
         return True
     sites = table()[name].sites
-    if any(s.is_property or s.attribute == "__getitem__" for s in sites):
+    if any(s.is_property for s in sites):
         return True
     return any(map(_has_view, {aten_name(site) for site in sites if not site.in_place}))
 

@@ -54,9 +54,7 @@ def patches(conversion: Conversion, draft: Draft) -> tuple[list[Patch], list[Cal
     made: dict[tuple[int, str], Callable[..., Any] | None] = {}
     policy, observers = conversion.policy, conversion.observers
     deciding = _deciding(policy)
-    lacking = dict(compute.lacking_kernels())
-    if "cpu" not in conversion.device_types:  # indexing lacks nothing there, and would take longer
-        lacking.pop("getitem", None)
+    lacking = compute.lacking_kernels()
     completed = [name for name in lacking if name in ops.table()]  # those in this version of torch
     observed: list[str] = []
     if any(each.every_op for each in observers):

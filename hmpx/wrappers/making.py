@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from torch.overrides import has_torch_function, has_torch_function_unary
+from torch.overrides import has_torch_function
 
 from .. import compute
 from ..casting import CallPlan, widener
@@ -80,24 +80,7 @@ def make_wrapper_where_lacking(
             return override(original, site.name, _cast_nothing, args, kwargs)
         return complete(*args, **kwargs)
 
-    def wrapper_of_index(self: Tensor, index: Any, /) -> Any:
-        if control.forward is not None:
-            return control.forward(self, index)
-        # Programs index more tensors than they compute. One line, by which torch.jit.trace tells calls apart.
-        if (
-            has_torch_function_unary(self)
-            or not self.requires_grad
-            or type(index) is int
-            or self.dtype not in LOW_DTYPES
-            or compute.selects_once(index)
-            or is_overridden((index,), {})
-            or compute.is_exported()
-        ):
-            return original(self, index)
-        return complete(self, index)
-
-    made: Callable[..., Any] = wrapper_of_index if site.op == "getitem" else wrapper
-    named = named_after(original, made, site.name, control)
+    named = named_after(original, wrapper, site.name, control)
     if site.lacking is None and site.numbers is None:
         vars(named)["__hmpx_looks_up__"] = True
     return named

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 from collections.abc import Callable
 from typing import Any
 
@@ -39,9 +40,6 @@ SUMS: dict[str, Callable[[Tensor], Tensor]] = {
     "to_dense": lambda x: of_equal_indices(x).to_dense(),
 }
 GRADIENTS: dict[str, Callable[[Tensor], Tensor]] = {
-    "x[index]": lambda x: x[HUB],
-    "x[index, index]": lambda x: x[None][[0] * COUNT, HUB],
-    "x[:, index]": lambda x: x[None][:, HUB],
     "index_select": lambda x: x.index_select(0, HUB),
     "take": lambda x: x.take(HUB),
     "repeat_interleave": lambda x: x.repeat_interleave(torch.tensor([COUNT])),
@@ -80,9 +78,6 @@ def test_sums_go_on_growing(dtype: torch.dtype, options: dict[str, Any]) -> None
 #: A large table, of which the calls read few rows. The rows, twice each, and negative where torch takes that.
 ROWS = torch.tensor([3, 1, 3, 1 << 15])
 LARGE: dict[str, Callable[[Tensor], Tensor]] = {
-    "x[index]": lambda x: x[torch.tensor([3, -1, 3, 7])],
-    "x[index, index]": lambda x: x[ROWS, torch.tensor([0, 1, -2, 1])],
-    "x[slice, index]": lambda x: x[2:5, torch.tensor([0, 1, 0])],
     "index_select": lambda x: x.index_select(0, ROWS),
     "index_select by name": lambda x: torch.index_select(input=x, dim=-2, index=ROWS.int()),
     "take": lambda x: x.take(torch.tensor([[5, 5], [-1, 7]])),
@@ -132,8 +127,7 @@ def test_what_adds_nothing_up_is_left_to_torch() -> None:
     dense = torch.ones(2, dtype=BF16)
     sparse = dense.to_sparse()
     with hmpx.convert():
-        for index in (0, slice(1), (..., 0), None, (slice(None), torch.tensor(1))):
-            assert x[index]._base is x, index
+        assert x[0]._base is x
         target = torch.zeros(1 << 16, 2, dtype=BF16)
         with Largest() as largest:
             target.index_put_((HUB[:3],), target.new_ones(3, 2))
@@ -147,14 +141,13 @@ def test_what_adds_nothing_up_is_left_to_torch() -> None:
     assert table.grad is not None and table.grad.is_sparse
 
 
-@pytest.mark.parametrize("name", ["x[index]", "index_select", "embedding_bag", "grid_sample"])
+@pytest.mark.parametrize("name", ["index_select", "embedding_bag", "grid_sample"])
 def test_a_checkpoint_recomputes_its_values(name: str) -> None:
     """What is computed where gradients are recorded is what is computed where they are not, bit by bit."""
     torch.manual_seed(0)
     x = torch.randn(3, 3, 5, 5).to(BF16).requires_grad_()
     grid = (torch.rand(3, 4, 4, 2) * 2 - 1).to(BF16)
     calls: dict[str, Callable[[Tensor], Tensor]] = {
-        "x[index]": lambda x: x[ROWS[:3] % 2],
         "index_select": lambda x: x.index_select(0, ROWS[:3] % 2),
         "embedding_bag": lambda x: F.embedding_bag(ROWS.view(2, 2) % 5, x[0, 0]),
         "grid_sample": lambda x: F.grid_sample(x, grid, align_corners=False),
@@ -171,7 +164,7 @@ def test_a_checkpoint_recomputes_its_values(name: str) -> None:
 
 
 def test_observers_see_the_programs_calls_alone() -> None:
-    """No indexing, and nothing that finds the rows of a large table."""
+    """And nothing that finds the rows of a large table."""
     table = torch.ones(1 << 16, 4, dtype=BF16, requires_grad=True)
     with hmpx.convert(), hmpx.record() as record, hmpx.watch():
         for x in (table, table * 1, table[:8]):
@@ -181,7 +174,7 @@ def test_observers_see_the_programs_calls_alone() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit.script` is deprecated:DeprecationWarning")
-@pytest.mark.parametrize("name", ["x[index]", "index_select", "embedding", "pad"])
+@pytest.mark.parametrize("name", ["index_select", "embedding", "pad"])
 def test_transforms_and_graphs_run(name: str) -> None:
     """With torch's values; where gradients are recorded they go on growing, too."""
     call = GRADIENTS[name]
@@ -238,41 +231,13 @@ def test_gradients_of_bags_leave_out_the_padding_alone(mode: str, padding: int |
         torch.testing.assert_close(gradient(), expected, rtol=0, atol=0)
 
 
-class Pair(tuple[Any, ...]):
-    """A tuple by another name, which torch takes as an index."""
-
-
-@pytest.mark.parametrize("rows", [8, 2000])
-@pytest.mark.parametrize(
-    "index", [numpy.array(1), (numpy.array(1), 0), Pair((slice(2, 5), 1)), torch.tensor(3)], ids=str
-)
-def test_indices_that_give_views_give_views(index: Any, rows: int) -> None:
-    """What is written to them is written to the tensor."""
-    with hmpx.convert(device_types={"cpu"}):
-        h = torch.ones(rows, 64, dtype=BF16, requires_grad=True) * 1
-        h[index].zero_()
-        actual = h.detach()
-    expected = torch.ones(rows, 64, dtype=BF16)
-    expected[index] = 0
-    torch.testing.assert_close(actual, expected, rtol=0, atol=0)
-
-
-@pytest.mark.parametrize("index", [[0] * 3000, numpy.zeros(3000, int), ([0] * 3000, slice(None))])
-def test_indices_that_repeat_add_up(index: Any) -> None:
-    """Lists and arrays as tensors do."""
-    with hmpx.convert(device_types={"cpu"}):
-        h = torch.ones(8, 4, dtype=BF16, requires_grad=True)
-        h[index].sum().backward()
-    assert h.grad is not None
-    assert abs(float(h.grad[0, 0]) - 3000) < 16
-
-
-@pytest.mark.filterwarnings("ignore:nothing will be cast")
-@pytest.mark.parametrize(("device_type", "is_wrapped"), [("cpu", True), ("cuda", False)])
-def test_indexing_is_wrapped_only_where_its_gradients_stall(
-    device_type: str, is_wrapped: bool
-) -> None:
-    """Each index would take longer otherwise."""
-    before = Tensor.__getitem__
-    with hmpx.convert(device_types={device_type}):
-        assert (Tensor.__getitem__ is not before) is is_wrapped
+def test_tensors_are_not_sequences() -> None:
+    """They would be to Python with a `__getitem__` of their class, and `torch.tensor` asks for their lengths."""
+    scalars = [torch.tensor(1.0), torch.tensor(2.0)]
+    expected = torch.tensor([1.0, 2.0])
+    with hmpx.convert(policy={"lists": "none", "low": ["*"]}, device_types={"cpu"}):
+        assert not ctypes.pythonapi.PySequence_Check(ctypes.py_object(scalars[0]))
+        assert torch.equal(torch.tensor(scalars), expected)
+        assert torch.equal(torch.as_tensor(scalars), expected)
+        assert torch.equal(expected.new_tensor(scalars), expected)
+        assert numpy.array(scalars).tolist() == [1, 2]
