@@ -1,4 +1,4 @@
-"""Benchmarking: a user's own step in float32, under torch.autocast and under hmpx, in turns."""
+"""Benchmarks a user's own step in float32, under torch.autocast and under hmpx, in turns."""
 
 from __future__ import annotations
 

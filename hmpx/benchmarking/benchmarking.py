@@ -19,15 +19,15 @@ from .runner import Randomness, Runner, made
 from .turns import FAILURES, told
 from .variants import BASE, DEFAULT, VARIANTS, Conditions
 
-#: Options of `hmpx.convert` that `bench` itself decides.
+#: Options of `hmpx.convert` that `bench` sets itself.
 _DECIDED: Final = {"legalize": "variants", "device_types": "device"}
 
 _CLOCKS: Final = {"wall": time.perf_counter, "cpu": time.process_time}
 
-#: Numpy's generator takes no larger one.
+#: The largest seed that NumPy's generator takes.
 _MOST_SEED: Final = 2**32 - 1
 
-#: Where the upper quartile of fp32's own times is so many times the lower one, the figures say little.
+#: Above this ratio of the quartiles of fp32's own times, the figures are unreliable.
 _NOISY: Final = 1.3
 
 
@@ -48,40 +48,40 @@ def bench(
 ) -> Bench:
     """Measures a program's own step in float32, under torch.autocast, and under hmpx.
 
-    Each variant gets a step of its own, made from the same seed, and draws the random numbers that it
-    would draw alone. They take turns within this process, in reversed order every other turn; a run's
-    time is divided by that of fp32's run of the same turn.
+    Each variant has its own step, made from the same seed, and its own random number stream. Variants
+    take turns within this process, in reversed order every other turn. Each run's time is divided by
+    that of fp32's run in the same turn.
 
     Args:
-        make: Returns the step: a function without arguments, with a model, an optimizer and data of its
-            own. What it returns, if that is a number or a tensor of one element, is the loss. Or it
-            returns a model, whose forward is measured, in evaluation mode and without gradients.
-            It is called for each variant, with torch unconverted.
-        inputs: What the model is called with: a tuple of arguments, a mapping of those by name, another
+        make: Returns the step: a function without arguments, with its own model, optimizer and data. If
+            the step returns a number or a tensor of one element, that is the loss. ``make`` may return a
+            model instead, whose forward is measured in evaluation mode without gradients. It is called
+            for each variant, with torch unconverted.
+        inputs: The model's input: a tuple of arguments, a mapping of named arguments, another single
             argument, or a function that returns one of these.
-        variants: Of ``"fp32"``, which is always there, ``"autocast"``, ``"auto"``, ``"fast"``,
-            ``"frozen"`` and ``"prepared"`` (a model only), ``"always"`` and ``"never"``, as ``legalize``
-            has them. None for the first four, and ``"frozen"`` where there is a model.
-        runs: How many runs each variant has.
+        variants: Any of ``"autocast"``, ``"auto"``, ``"fast"``, ``"always"``, ``"never"`` (the last four
+            are values of ``legalize``), and for a model ``"frozen"`` and ``"prepared"``. ``"fp32"`` always
+            runs. None: ``"autocast"``, ``"auto"`` and ``"fast"``, and ``"frozen"`` for a model.
+        runs: Number of runs per variant.
         warmup: Steps before the first run.
-        run_s: Seconds that a run takes, if that is time for more than one step.
-        device: Type of the device that the step computes on; None for the accelerator, or the CPU if
-            there is none.
-        threads: Of torch; None for as many as it has now.
-        clock: ``"wall"``, or ``"cpu"`` for the processor time of this process, which other programs that
-            keep the machine busy don't change, for one thread above all.
-        seed: Of all random generators.
-        progress: Is called with a line of text before each turn.
-        **conversion: Options of `hmpx.convert`, for all of hmpx's variants.
+        run_s: Seconds per run, if more than one step fits.
+        device: Type of the device that the step computes on; None for the accelerator, or the CPU without
+            one.
+        threads: torch's number of threads; None leaves it unchanged.
+        clock: ``"wall"``, or ``"cpu"`` for the processor time of this process, which other busy programs
+            affect less, most of all with one thread.
+        seed: Seed of all random generators.
+        progress: Called with a line of text before each turn.
+        **conversion: Options of `hmpx.convert` for all hmpx variants.
 
     Returns:
-        All figures. What a variant's step raises, other than fp32's, is in them. After Ctrl-C, those of the
-        runs that all variants have had.
+        All figures. They include the error of each variant whose step raised one, except fp32's. After
+        Ctrl-C, the runs that all variants have completed.
 
     Raises:
-        BenchError: torch is converted already, or under observation; casts are switched off; ``make``
-            returns no step or sets another number of threads; fp32's step raises an error.
-        OptionError: An argument has a value that it can't have.
+        BenchError: torch is already converted or observed; casts are switched off; ``make`` returns no
+            step or changes the number of threads; fp32's step raises an error.
+        OptionError: An argument has an invalid value.
 
     Example:
         >>> model = torch.nn.Linear(64, 8)
@@ -167,7 +167,7 @@ def _known(variants: object) -> list[str]:
 
 
 def _conditions(device: str | None, clock: str, conversion: Mapping[str, Any]) -> Conditions:
-    """Returns what all variants have in common, after trying the options of `hmpx.convert`."""
+    """Returns the conditions shared by all variants, after checking the options of `hmpx.convert`."""
     if device is None:
         (device_type,) = default_device_types()
     else:
@@ -214,7 +214,7 @@ def _runners(
     """Yields a runner for each variant.
 
     Raises:
-        BenchError: There is no step, or it can't be made, or not run as a variant that was asked for.
+        BenchError: There is no step, ``make`` fails, or the step can't run as a requested variant.
     """
     runners: list[Runner] = []
     for name in DEFAULT if names is None else names:
@@ -249,7 +249,7 @@ def _runners(
 
 
 def _notes(measured: Sequence[Measured], conditions: Conditions) -> Iterator[str]:
-    """Yields what explains the figures."""
+    """Yields notes that explain the figures."""
     base = measured[0].step_s
     if base is not None and base.high > _NOISY * base.low:
         yield (

@@ -1,4 +1,4 @@
-"""The result of `bench`, and its views: a table, and a verdict in words."""
+"""The result of `bench`, as a table and a verdict in words."""
 
 from __future__ import annotations
 
@@ -15,19 +15,19 @@ from .variants import BASE
 #: The version of the JSON that `Bench.to_json` writes.
 SCHEMA: Final = 1
 
-#: If a variant is as fast as another, so often it is held to be faster at most; for slower likewise.
+#: Largest chance that a variant as fast as fp32 counts as faster; for slower likewise.
 LEVEL: Final = 1 / 64
 
-#: With fewer runs even the same sign of all of them is not so rare.
+#: With fewer runs, all having the same sign is too likely by chance.
 FEWEST_RUNS: Final = 6
 
-#: Nearer to 1 than this is equal: so much may come from a variant's place in its turn.
+#: Ratios this close to 1 count as equal: a variant's place in its turn can cause as much.
 _EQUAL: Final = 0.01
 
 
 @dataclass(frozen=True)
 class Quartiles:
-    """The middle of some figures, and the middles of their lower and upper half.
+    """The quartiles of some figures.
 
     Attributes:
         low: A quarter of the figures are below it.
@@ -41,7 +41,7 @@ class Quartiles:
 
     @classmethod
     def of(cls, figures: Sequence[float]) -> Quartiles:
-        """Returns those of at least one figure."""
+        """Returns the quartiles of at least one figure."""
         if len(figures) == 1:
             return cls(figures[0], figures[0], figures[0])
         return cls(*statistics.quantiles(figures, n=4, method="inclusive"))
@@ -52,22 +52,22 @@ class Measured:
     """One variant.
 
     Attributes:
-        name: As it was asked for: ``"fp32"``, ``"auto"``.
-        label: As the table shows it.
-        error: What ended it, and nothing else is known then; None if it ran.
-        error_location: The user's line that the error came from, ``"train.py:12"``, if known.
-        ratio: The middle of ``ratios``.
+        name: The name given by the user: ``"fp32"``, ``"auto"``.
+        label: The name in the table.
+        error: The error that ended it, and then nothing else is known; None if it ran.
+        error_location: The user's line that raised the error, ``"train.py:12"``, if known.
+        ratio: Quartiles of ``ratios``.
         ratios: For each turn, the time of its run divided by that of fp32's.
-        step_s: Seconds of a step: the middle of all runs.
-        steps: Steps of a run.
-        loss: What the step returned, if that is a number, after ``loss_step`` steps.
+        step_s: Seconds per step, as quartiles of all runs.
+        steps: Steps per run.
+        loss: The step's result after ``loss_step`` steps, if that is a number.
         loss_step: The last step that all variants have made.
-        loss_difference: ``loss`` less that of fp32.
+        loss_difference: ``loss`` minus that of fp32.
         not_finite_at: The first step up to ``loss_step`` whose loss is NaN or infinite; None if there is none.
-        output_error: If the step returns tensors: the norm of their difference to those of fp32, divided by
-            the norm of those; after the first step.
-        memory_bytes: The most memory in use during a step, less that before it; None where torch and the
-            system don't say.
+        output_error: If the step returns tensors: norm of the difference from fp32's over the norm of
+            fp32's, after the first step.
+        memory_bytes: Peak memory of a step above the memory in use before it; None where torch and the
+            system don't report it.
     """
 
     name: str
@@ -87,27 +87,27 @@ class Measured:
 
     @property
     def is_other(self) -> bool:
-        """Whether it is faster or slower than fp32: in more of the turns than chance explains."""
+        """Whether it is faster or slower than fp32 in more of the turns than chance explains."""
         return is_beyond_chance(self.ratios)
 
 
 @dataclass(frozen=True)
 class Bench(Written):
-    """The same step in several precisions.
+    """Figures of the same step in several precisions.
 
-    Printing it prints a table and a verdict.
+    Printing it shows a table and a verdict.
 
     Attributes:
-        device: What it ran on.
-        threads: Of torch, on the CPU.
-        clock: ``"wall"`` or ``"cpu"``: what the seconds are.
-        runs: How many runs each variant had: fewer than asked for, if the user interrupted it.
-        seed: What each variant's random numbers began with.
-        variants: What was measured, fp32 first.
-        notes: What else there is to know.
+        device: The device it ran on.
+        threads: torch's number of threads on the CPU.
+        clock: ``"wall"`` or ``"cpu"``: the clock of all times.
+        runs: Runs per variant; fewer than requested if the user interrupted it.
+        seed: The seed of each variant.
+        variants: The measurements, fp32 first.
+        notes: Further remarks.
         is_interrupted: Whether the user ended it before all runs.
-        low_op: The first op of fp32's step that is in low precision by the step's own doing, and where:
-            ``"linear gives bfloat16, at train.py:12"``. Then there is no verdict. ``""`` if none is.
+        low_op: The first op of fp32's step that the step itself runs in low precision, and its place:
+            ``"linear gives bfloat16, at train.py:12"``. Then there is no verdict. ``""`` if there is none.
 
     Example:
         >>> def make_step():
@@ -129,7 +129,7 @@ class Bench(Written):
     low_op: str = ""
 
     def variant(self, name: str) -> Measured:
-        """Returns what was measured of one variant.
+        """Returns the measurements of one variant.
 
         Raises:
             OptionError: It did not run.
@@ -179,7 +179,7 @@ def _sentences(bench: Bench) -> Iterator[str]:
 
 
 def _table(rows: Sequence[Measured]) -> Table:
-    """Returns a line for each variant; fp32, the first, differs in nothing from itself."""
+    """Returns a row for each variant; fp32, the first, has no differences."""
     columns = [
         Column("", [each.label for each in rows], is_number=False),
         Column("of fp32", [*map(_ratio, rows)]),
@@ -214,7 +214,7 @@ def _range(row: Measured) -> str:
 
 
 def _time(row: Measured) -> str:
-    """Returns three figures, and all those before the point."""
+    """Returns a time with three digits, or with all digits before the point."""
     if row.step_s is None:
         return _NOTHING
     units = (("s", 1.0), ("ms", 1e3), ("us", 1e6))
@@ -231,9 +231,9 @@ def _number(value: float | None, form: str) -> str:
 
 
 def _verdict(bench: Bench) -> str:
-    """Returns which variant is fastest, how much time that saves, and which can't be told from it.
+    """Returns the fastest variant, the time it saves, and the variants too close to tell apart.
 
-    A variant without a finite loss or output, where fp32 has one, is not the fastest, however fast.
+    A variant without a finite loss or output, where fp32's is finite, can't be the fastest.
     """
     if bench.low_op:
         return (
@@ -262,7 +262,7 @@ def _verdict(bench: Bench) -> str:
 
 
 def _broken(variants: Sequence[Measured]) -> Iterator[str]:
-    """Yields which variants' results are not finite."""
+    """Yields the variants whose results are not finite."""
     for each in variants:
         if each.not_finite_at is not None:
             yield f"The loss of {each.label} is NaN or infinite at step {each.not_finite_at}."
@@ -296,10 +296,10 @@ def _median(row: Measured) -> float:
 
 
 def is_beyond_chance(ratios: Sequence[float]) -> bool:
-    """Whether the sign test tells the ratios from 1.
+    """Whether the sign test shows that the ratios differ from 1.
 
-    Quartiles that leave out 1 do not show it: of variants that are all equal to fp32, with ten runs each, one
-    of four "is faster" by its quartiles in every seventh benchmark, and with three runs in nearly every second.
+    Quartiles that exclude 1 do not show it. Of four variants equal to fp32, with ten runs each,
+    one "is faster" by its quartiles in every seventh benchmark; with three runs, in nearly every second.
     """
     count = len(ratios)
     on_a_side = max(

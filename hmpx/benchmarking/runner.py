@@ -35,22 +35,22 @@ _MOST_STEPS: Final = 10_000
 
 @dataclass
 class Runner:
-    """A variant that takes turns with others.
+    """A variant of the benchmark.
 
     Attributes:
         variant: The variant.
-        conditions: What it has in common with the others.
-        randomness: Its random numbers.
+        conditions: The conditions shared by all variants.
+        randomness: Its random number generators.
         step: The step that is timed.
-        model: The model, if one was given instead of a step, and
-        inputs: what it is called with.
-        run_times: Seconds of a step, for each run.
-        losses: The number that each step returned, or named ``loss``; else None.
-        outputs: The tensors that the first step returned, if that is not a number alone.
-        error: What ended it, or None.
-        memory_bytes: The most memory in use during a step.
-        trained: The parameters that its optimizers stepped while it warmed up.
-        steps: Steps of a run.
+        model: The model, if one was given instead of a step.
+        inputs: The model's inputs.
+        run_times: Seconds per step of each run.
+        losses: The number that each step returned, or its ``loss``; else None.
+        outputs: The tensors that the first step returned, unless that is a single number.
+        error: The error that ended it, or None.
+        memory_bytes: Peak memory of a step.
+        trained: The parameters that its optimizers stepped during warmup.
+        steps: Steps per run.
     """
 
     variant: Variant
@@ -77,12 +77,12 @@ class Runner:
             self.model.eval()
 
     def warm_up(self, steps: int, run_s: float) -> None:
-        """Makes some steps, and decides how many a run has: as many as ``run_s`` has time for."""
+        """Makes some steps, and sets the number of steps per run to fit ``run_s``."""
         with self._region(), _trained() as self.trained:
             for _ in range(steps):
                 self._noted(arguments.has_run("the step", self.step()))
             self._synchronize()
-            start = time.perf_counter()  # a step that waits takes no processor time, but the user's
+            start = time.perf_counter()  # wall time, since a waiting step uses no processor
             self._noted(self.step())
             self._synchronize()
             elapsed_s = time.perf_counter() - start
@@ -90,7 +90,7 @@ class Runner:
         self.steps = min(_MOST_STEPS, max(1, math.ceil(run_s / max(elapsed_s, 1e-9))))
 
     def run(self) -> None:
-        """Makes one step that is not timed, as torch has just been changed, and then those that are."""
+        """Makes one untimed step, since torch has just been changed, and then the timed ones."""
         with self._region():
             self._noted(arguments.has_run("the step", self.step()))
             self._synchronize()
@@ -102,7 +102,7 @@ class Runner:
             self._read()
 
     def measure_memory(self) -> None:
-        """Makes one step that may compile and cache, as torch has just been changed, and one that is measured."""
+        """Makes one step to compile and fill caches, since torch has just been changed, then a measured one."""
         with self._region():
             self.step()
             self.memory_bytes = peak_bytes(self.step, self.conditions.device_type)
@@ -110,7 +110,7 @@ class Runner:
     def low_op(self) -> str:
         """Makes one more step, and returns its first op in low precision; ``""`` if there is none.
 
-        Compiled functions run as written, for compiled graphs show no ops.
+        Compiled functions run uncompiled, since compiled graphs hide their ops.
         """
         noting = _Noting()
         with self._region(), torch.compiler.set_stance("force_eager"), noting:
@@ -118,7 +118,7 @@ class Runner:
         return noting.found
 
     def close(self) -> None:
-        """Leaves the model as it was given."""
+        """Restores the model as it was given."""
         if self._frozen is not None:
             self._frozen.undo()
         for module, was_training in self._was_training:
@@ -152,7 +152,7 @@ class Runner:
             self.outputs = [each.detach().clone() for each in floats_of(returned)]
 
     def _read(self) -> None:
-        """Reads the losses from the device, which waits for it: not while steps are timed."""
+        """Reads the losses from the device. That synchronizes, so it is never done while steps are timed."""
         self.losses += [None if each is None else float(each) for each in self._returned]
         self._returned.clear()
 
@@ -160,9 +160,9 @@ class Runner:
 def made(
     make: Callable[[], Any], inputs: Any, taken: Collection[nn.Module | None]
 ) -> tuple[Callable[[], Any], nn.Module | None, Any]:
-    """Returns a step, made anew; and if ``make`` returns a model, that and its inputs.
+    """Returns a new step, and if ``make`` returns a model, the model and its inputs.
 
-    A model that is one of those ``taken`` by other variants is copied.
+    Copies a model that is in ``taken``, the models of other variants.
 
     Raises:
         BenchError: ``make`` returns something else, or a model without inputs.
@@ -193,7 +193,7 @@ def made(
 
 
 class _Noting(TorchFunctionMode):
-    """Notes the first op with a result in low precision: ``"linear gives bfloat16, at train.py:12"``."""
+    """Records the first op with a low-precision result: ``"linear gives bfloat16, at train.py:12"``."""
 
     found: str = ""
 
@@ -221,7 +221,7 @@ def _said(func: Callable[..., Any], low: list[torch.dtype]) -> str:
 
 @contextlib.contextmanager
 def _trained() -> Iterator[list[Tensor]]:
-    """Gives the parameters of the optimizers that step inside the block."""
+    """Yields the parameters of the optimizers that step inside the block."""
     found: list[Tensor] = []
 
     def note(optimizer: torch.optim.Optimizer, args: Any, kwargs: Any) -> None:
@@ -235,16 +235,16 @@ def _trained() -> Iterator[list[Tensor]]:
 
 
 class Randomness:
-    """The state of all generators that one variant draws from: Python's, torch's, numpy's."""
+    """The state of all random generators of one variant: Python's, torch's, NumPy's."""
 
     def __init__(self, device_type: str, seed: int) -> None:
-        """Starts from ``seed``, without changing anything yet."""
+        """Starts from ``seed``, without changing any generator yet."""
         self._device_type, self._seed = device_type, seed
         self._state: dict[str, Any] | None = None
 
     @contextlib.contextmanager
     def in_force(self) -> Iterator[None]:
-        """Draws from the variant's generators inside the block, from the user's after it."""
+        """Uses the variant's generator states inside the block, and restores the user's after it."""
         outside = self._states()
         if self._state is None:
             set_seed(self._seed)
@@ -265,7 +265,7 @@ class Randomness:
                 restore(states[name])
 
     def _generators(self) -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any]]]:
-        """Returns the functions that read and restore each generator that is in use."""
+        """Returns the functions that read and restore each generator in use."""
         found: dict[str, Any] = {
             "python": (random.getstate, random.setstate),
             "torch": (torch.get_rng_state, torch.set_rng_state),
@@ -283,7 +283,7 @@ class Randomness:
 
 
 def set_seed(seed: int) -> None:
-    """Lets all generators begin with ``seed``, below 2**32."""
+    """Seeds all generators with ``seed``, below 2**32."""
     torch.manual_seed(seed)  # of all devices
     random.seed(seed)
     if (numpy := sys.modules.get("numpy")) is not None:
@@ -294,10 +294,10 @@ def set_seed(seed: int) -> None:
 
 
 def peak_bytes(step: Callable[[], Any], device_type: str) -> int | None:
-    """Runs one step, and returns the most memory that was in use during it, less that before it.
+    """Runs one step, and returns its peak memory above the memory in use before it.
 
-    On an accelerator torch's allocator tells it. On the CPU it is resident memory, read from Linux's /proc
-    but for pages of files; elsewhere there is no figure.
+    On an accelerator torch's allocator reports it. On the CPU it is resident memory without pages of files,
+    read from Linux's /proc; other systems have no figure.
     """
     gc.collect()
     if device_type == "cpu":
@@ -315,7 +315,7 @@ def peak_bytes(step: Callable[[], Any], device_type: str) -> int | None:
 
 
 def _resident_bytes(step: Callable[[], Any]) -> int | None:
-    with contextlib.suppress(OSError, AttributeError):  # not glibc's
+    with contextlib.suppress(OSError, AttributeError):  # not glibc
         ctypes.CDLL(None).malloc_trim(0)
     try:
         before = _status_bytes("RssAnon")

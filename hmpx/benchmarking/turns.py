@@ -1,4 +1,4 @@
-"""Lets variants take turns, and sums up what their runs gave."""
+"""Runs variants in turns, and summarizes their runs."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from .result import Measured, Quartiles
 from .runner import Runner
 from .variants import BASE
 
-#: What ends a variant, but not the benchmark: `sys.exit` in a step would end it without a word.
+#: Errors that end a variant but not the benchmark. `sys.exit` in a step would end it silently.
 FAILURES: Final = (Exception, SystemExit)
 
 
@@ -29,18 +29,18 @@ def take(
     run_s: float,
     progress: Callable[[str], object] | None = None,
 ) -> int:
-    """Lets each variant, fp32 first, warm up, and then run in turns; the order is reversed every other turn.
+    """Warms up each variant, fp32 first, then runs them in turns, in reversed order every other turn.
 
-    A variant whose step raises an error keeps that, and takes no more turns. Ctrl-C after the first turn
-    ends them all; what was measured is kept.
+    A variant whose step raises an error keeps the error and takes no more turns. Ctrl-C after the first
+    turn ends all of them and keeps the measurements.
 
     Returns:
-        How many turns all have had.
+        The number of turns that all variants completed.
 
     Raises:
-        KeyboardInterrupt: The user interrupted the first turn, or what is before it.
-        BenchError: fp32's step raises an error, converts torch, or leaves the device unused; variants
-            train one model.
+        KeyboardInterrupt: The user interrupted the first turn, or anything before it.
+        BenchError: fp32's step raises an error, converts torch, or does not use the device; variants
+            train one shared model.
     """
     say = progress or (lambda line: None)
     for runner in runners:
@@ -85,7 +85,7 @@ def _tried(runner: Runner, part: Callable[[], None]) -> None:
 
 
 def _check(runners: Sequence[Runner]) -> None:
-    """Raises an error if steps have not touched their device, or two variants have trained one model."""
+    """Raises an error if steps have not used their device, or two variants have trained one model."""
     is_cuda = runners[0].conditions.device_type == "cuda"
     if is_cuda and not torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
         raise BenchError(
@@ -108,7 +108,7 @@ def _check(runners: Sequence[Runner]) -> None:
 
 
 def summarized(runners: Sequence[Runner]) -> tuple[Measured, ...]:
-    """Returns the figures of all variants; the first is what the others are compared with."""
+    """Returns the figures of all variants; the others are compared with the first."""
     base = runners[0]
     losses = [each.losses for each in runners if each.error is None]
     steps = enumerate(zip(*losses, strict=False), 1)  # as many as all have made
@@ -144,9 +144,9 @@ def _measured(runner: Runner, base: Runner, common: int) -> Measured:
 def _relative_error(
     found: Sequence[Tensor] | None, expected: Sequence[Tensor] | None
 ) -> float | None:
-    """Returns the norm of the difference over that of what is expected; None if there are none, or others.
+    """Returns the norm of the difference over the expected norm; None without matching tensors.
 
-    Infinities and NaN that are expected and found, as those of a mask, are no difference.
+    Infinities and NaN in the same places, as in a mask, count as equal.
     """
     if (
         not found
@@ -166,7 +166,7 @@ def _relative_error(
 
 
 def told(error: BaseException) -> str:
-    """Returns an error's class, its message, and the user's line that it came from, if known."""
+    """Returns an error's class, its message, and the user's line that raised it, if known."""
     where = _place_of(error)
     return f"{said_by(error)}, at {where}" if where else said_by(error)
 

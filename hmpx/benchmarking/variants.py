@@ -1,4 +1,4 @@
-"""The ways to run one fp32 program that `bench` compares: what each does to torch, and undoes."""
+"""The ways to run one fp32 program that `bench` compares: how each changes torch, and undoes it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import torch
 
 from .. import session
 
-#: What all others are compared with.
+#: The variant that all others are compared with.
 BASE: Final = "fp32"
 
 
@@ -21,9 +21,9 @@ class Variant:
     """One way to run a program.
 
     Attributes:
-        name: As users ask for it.
-        label: As tables show it.
-        legalize: What `hmpx.convert` is given; None leaves torch unconverted.
+        name: The name that users give.
+        label: The name in tables.
+        legalize: Argument of `hmpx.convert`; None leaves torch unconverted.
         is_autocast: The step runs in a region of torch.autocast.
         store: How `hmpx.freeze` stores the model's weights, for inference; None leaves them alone.
     """
@@ -50,7 +50,7 @@ VARIANTS: Final[Mapping[str, Variant]] = {
     )
 }
 
-#: Those that run unless others are asked for; ``"frozen"`` where a model is given.
+#: The default variants; ``"frozen"`` only for a model.
 DEFAULT: Final = (BASE, "autocast", "auto", "fast", "frozen")
 
 

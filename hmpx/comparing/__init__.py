@@ -1,4 +1,4 @@
-"""Comparing: each call in low precision with float32, ranked by what it does to the result."""
+"""Compares each call in low precision with float32, ranked by its effect on the result."""
 
 from __future__ import annotations
 

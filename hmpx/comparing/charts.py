@@ -1,4 +1,4 @@
-"""Pictures of a comparison, as SVG: errors along the model, and ranges beside that of the type."""
+"""SVG charts of a comparison: errors along the model, and value ranges against the dtype's range."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HEIGHT: Final = 260
 _LEFT: Final = 60
 _BOTTOM: Final = 30
 
-#: How many rows have a strip.
+#: Most rows with a strip.
 MOST_STRIPS: Final = 40
 _STRIP: Final = 18
 
@@ -34,7 +34,7 @@ def limits_of(dtype: str) -> Limits | None:
 
 
 def errors_by_depth(rows: Sequence[ComparedSite]) -> str:
-    """Returns the errors of calls in their order, on a logarithmic axis: what is passed on, and the op's own.
+    """Returns a chart of errors in call order, on a logarithmic axis: propagated, and the op's own.
 
     A line marks the unit roundoff of the low-precision type.
     """
@@ -91,7 +91,7 @@ def _is_drawn(value: float) -> bool:
 def ranges(rows: Sequence[ComparedSite]) -> str:
     """Returns a strip for each of the first rows: how many values have each binary exponent.
 
-    Behind it is the range of the low-precision type: numbers with all digits, and subnormal ones.
+    The range of the low-precision type is in the background: normal and subnormal numbers.
     """
     shown = [row for row in rows if row.dtype and any(row.exponents)][:MOST_STRIPS]
     if not shown:

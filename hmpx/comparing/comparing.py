@@ -1,4 +1,4 @@
-"""`compare`: which op's rounding hurts, ranked by what it does to the result."""
+"""`compare`: which op's rounding hurts the result most."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .rows import compared_gradients, compared_sites
 from .runs import PROJECTIONS, Done, Runs, different, relative
 from .shadow_run import Kept, ShadowRun
 
-#: A run in float32: what it has come to, its gradients, and its observer.
+#: A run in float32: its result, its gradients, and its observer.
 Exact = tuple[Done, GradientRun, ShadowRun]
 
 _REFERENCES: Final = (torch.float32, torch.float64)
@@ -39,30 +39,30 @@ def compare(
 ) -> Comparison:
     """Compares each call of a model in low precision with float32, and ranks ops by their effect.
 
-    The model runs in low precision once, forward and backward; then in float32, where each call is made
-    again in low precision beside the program, and one backward tells what each difference does to the
-    loss. The model, its buffers and gradients, and random numbers are as before afterwards.
+    The model runs forward and backward in low precision, then in float32. There each call also runs in
+    low precision on the same inputs, and one backward gives the effect of each difference on the loss.
+    The model, its buffers, gradients and the RNG state are restored afterwards.
 
     Args:
-        model: The model, or any function. Compiled ones run uncompiled.
-        *inputs: What it is called with; a single mapping is passed on by name: ``model(**batch)``.
-        loss_fn: Gets what the model returns, upcast to float32, and returns a tensor of one element. Its
+        model: The model, or any function. A compiled one runs uncompiled.
+        *inputs: Its arguments. A single mapping is passed by name: ``model(**batch)``.
+        loss_fn: Takes the model's output, upcast to float32, and returns a tensor of one element. Its
             own ops run in float32. None: effects are relative to the outputs, by random projections.
-        reference: ``torch.float32``, or ``torch.float64``: each call is compared with itself in float64.
-        passes: In how many runs calls are compared. More take longer and need less memory: what is kept
-            of each result until the backward takes half of its size in float32.
-        seed: That of the random projections.
-        **conversion: Arguments of `convert`. Without any: the conversion in force, or, where there is none
-            or it decides on no op, the default.
+        reference: ``torch.float32``, or ``torch.float64`` to compare each call with itself in float64.
+        passes: Number of runs over which the comparison is spread. More take longer but need less memory:
+            each result keeps half of its float32 size until the backward.
+        seed: Seed of the random projections.
+        **conversion: Arguments of `convert`. None given: the conversion in force, or the default if there
+            is none or it decides on no op.
 
     Returns:
         The rows, by effect.
 
     Raises:
-        OptionError: An argument has a value that it can't have, casts are off here, the model returns a
-            generator or a coroutine, which has not run, or ``loss_fn`` returns no such tensor.
+        OptionError: An argument has an invalid value, casts are off, ``loss_fn`` returns no such tensor,
+            or the model returns a generator or a coroutine, which has not run.
         FreezeError: The model, or one that the function or an input holds, is frozen by `freeze`: its
-            weights are not there in float32.
+            float32 weights are gone.
 
     Example:
         >>> _ = torch.manual_seed(0)
@@ -91,7 +91,7 @@ def compare(
 
 
 def _is_deciding(session: Session | None) -> bool:
-    """Whether a conversion decides on any op. That of `watch`, where there was none, does not."""
+    """Whether a conversion decides on any op. The one that `watch` makes if there is none does not."""
     return session is not None and bool(session.policy.decisions or session.policy.sections)
 
 
@@ -162,7 +162,7 @@ def _compared(runs: Runs, reference: torch.dtype, passes: int, *, has_loss: bool
 
 
 def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:
-    """Runs a model in low precision; without gradients, if that is how it runs."""
+    """Runs a model in low precision; without gradients if its backward fails."""
     run = LowRun()
     try:
         return (run, *runs.low(run))
@@ -181,7 +181,7 @@ def _low(runs: Runs) -> tuple[LowRun, Done, dict[str, Tensor]]:
 
 
 def _parts(low_run: LowRun, passes: int) -> list[set[int]]:
-    """Returns the calls that each run compares, by their ``id``: runs keep equally much."""
+    """Returns the calls that each run compares, by their ``id``, split so that runs keep equal amounts."""
     calls = [call for several in low_run.calls.values() for call in several]
     total, before = sum(call.bytes for call in calls), 0
     found: list[set[int]] = [set() for _ in range(passes)]

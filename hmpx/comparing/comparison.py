@@ -1,4 +1,4 @@
-"""The result of `compare`, and its views: text, CSV, JSON, a page, a part of a notebook."""
+"""The result of `compare`, as text, CSV, JSON, an HTML page and notebook output."""
 
 from __future__ import annotations
 
@@ -33,28 +33,28 @@ from .rows import ComparedGradient, ComparedSite
 #: The version of the JSON that `Comparison.to_json` writes.
 SCHEMA: Final = 1
 
-#: How many rows, gradients and outputs are printed, and rows in a notebook.
+#: Most rows, gradients and outputs printed, and most rows in a notebook.
 _MOST_ROWS, _MOST_GRADIENTS, _MOST_NOTES, _MOST_IN_NOTEBOOK = 15, 3, 5, 30
 
 
 @dataclass(frozen=True)
 class Comparison(Written):
-    """What low precision does to each call of a model, by effect.
+    """The effect of low precision on each call of a model.
 
-    Printing it prints a verdict, the rows of largest effect, and the gradients that differ most.
+    Printing it shows a verdict, the rows of largest effect, and the gradients that differ most.
 
     Attributes:
         rows: A row per op, module and line, largest effect first.
         gradients: A row per parameter, largest relative difference first.
-        loss: The loss in float32, and
-        low_loss: in low precision; NaN without ``loss_fn``.
-        output_rel: Norm of the difference over the norm in float32, of the floating-point outputs. Python
+        loss: The loss in float32; NaN without ``loss_fn``.
+        low_loss: The loss in low precision; NaN without ``loss_fn``.
+        output_rel: Norm of the difference over the float32 norm, over all floating-point outputs. Python
             floats count only if the model returns no floating-point tensor or array.
         output_notes: Differences in other outputs, and outputs that can't be compared.
-        compiled_rel: The same of the compiled model against the uncompiled, both in low precision; NaN if
-            the model isn't compiled.
-        unmatched: Calls that the model has made in float32 only.
-        backward_error: What the backward failed with, without ``loss_fn``: effects are unknown then.
+        compiled_rel: The same for the compiled model against the uncompiled one, both in low precision;
+            NaN if the model isn't compiled.
+        unmatched: Number of calls that the model makes in float32 only.
+        backward_error: The error of the backward, without ``loss_fn``; effects are unknown then.
 
     Example:
         >>> comparison = hmpx.compare(torch.nn.Linear(8, 2), torch.ones(4, 8))
@@ -77,7 +77,7 @@ class Comparison(Written):
         return self.rows[:number]
 
     def to_csv(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns the rows as CSV, and writes them to ``path`` if that is given.
+        """Returns the rows as CSV, and writes them to ``path`` if given.
 
         Raises:
             OptionError: The file can't be written.
@@ -153,7 +153,7 @@ def _cell(value: Any) -> Any:
 
 
 def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> Table:
-    """Returns a table of rows, with the columns of these titles, or all."""
+    """Returns a table of rows, with the columns of these titles, or all columns."""
 
     def numbers(title: str, name: str, show: Any = exponential) -> Column:
         return Column(title, [getattr(row, name) for row in rows], show)
@@ -181,7 +181,7 @@ def _table(rows: Sequence[ComparedSite], titles: Sequence[str] = ()) -> Table:
 
 
 def _remark(row: ComparedSite) -> str:
-    """Returns what is wrong with a row: values lost, too large, rounded to zero; calls without an effect."""
+    """Returns a row's faults: values lost, too large, rounded to zero; calls without an effect."""
     if row.lost:
         return f"{count(row.lost)} not finite"
     if not row.fits:
@@ -199,7 +199,7 @@ def _remark(row: ComparedSite) -> str:
 
 
 def _verdict(comparison: Comparison) -> list[str]:
-    """Returns what low precision does to the result, and which op does most of it."""
+    """Returns how much low precision changes the result, and the op with the largest share."""
     if not comparison.rows:
         return ["No calls were compared."]
     parts = []

@@ -1,4 +1,4 @@
-"""The run in low precision: the dtypes that calls took and gave, samples of results, and gradients."""
+"""The low-precision run: dtypes of the calls' inputs and results, samples of results, and gradients."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ _CONVERTING: Final = ops.facts("converting").keys()
 
 
 class Site(NamedTuple):
-    """Where calls are made: those of one site are told apart by their order."""
+    """Where calls are made. Calls of one site are matched by their order."""
 
     function: str
     module: str
@@ -36,7 +36,7 @@ class LowCall:
     Attributes:
         call: The observed call.
         input_dtypes: Dtypes of all floating tensors among the arguments, as given.
-        samples: Samples of the floating results.
+        samples: Samples of the floating-point results.
         bytes: Bytes of the results in float32.
     """
 
@@ -47,7 +47,7 @@ class LowCall:
 
     @property
     def low_type(self) -> torch.dtype | Format | None:
-        """The low-precision type that the call has computed with; None if it has with none."""
+        """The low-precision type that the call computed with, or None."""
         dtype = self.call.dtype
         if isinstance(dtype, Format) or dtype in LOW_DTYPES:
             return dtype
@@ -55,12 +55,12 @@ class LowCall:
 
     @property
     def key(self) -> tuple[str, str, str]:
-        """The row of the comparison that the call belongs to: op, module and location."""
+        """The comparison's row for the call: op, module and location."""
         return self.call.op, self.call.module, self.call.location
 
 
 class LowRun:
-    """The observer of the run in low precision: ``calls`` has those of each site, in their order."""
+    """The observer of the low-precision run; ``calls`` lists each site's calls in order."""
 
     def __init__(self) -> None:
         """Starts empty."""
@@ -68,7 +68,7 @@ class LowRun:
         self._lock = threading.Lock()
 
     def __call__(self, call: OpCall, tensors: CallTensors | None) -> None:
-        """Notes one call."""
+        """Records one call."""
         if tensors is None or not is_compared(call) or call.phase != "forward":
             return
         given = given_floats(tensors.given, tensors.given_kwargs)
@@ -87,7 +87,7 @@ class LowRun:
 
 
 def stored(tensor: Tensor) -> Tensor:
-    """Returns what holds the values of a tensor that a transform has made, such as a batch of vmap's."""
+    """Returns the plain tensor inside a tensor that a transform made, such as a batch of vmap's."""
     while is_of_transform(tensor):
         behind = behind_transform(tensor)
         if behind is tensor:
@@ -97,12 +97,12 @@ def stored(tensor: Tensor) -> Tensor:
 
 
 def is_measurable(tensor: Tensor) -> bool:
-    """Whether a tensor has values to look at."""
+    """Whether a tensor has values to read."""
     return is_dense(tensor) and not tensor.is_meta and tensor.numel() > 0
 
 
 def is_compared(call: OpCall) -> bool:
-    """Whether the call is one of the model's that computes."""
+    """Whether the model made the call, and the call computes."""
     return call.op not in _CONVERTING and call.phase != "backward"
 
 
@@ -115,7 +115,7 @@ def given_floats(args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> list[Tenso
 
 
 def taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
-    """Returns the gradients of parameters, and takes them away."""
+    """Returns the gradients of parameters, and clears them."""
     found = {}
     for name, parameter in parameters.items():
         if parameter.grad is not None:
@@ -125,9 +125,9 @@ def taken(parameters: Mapping[str, nn.Parameter]) -> dict[str, Tensor]:
 
 
 class GradientRun:
-    """Compares each gradient as soon as it is there, and then discards it: only one set is ever held.
+    """Compares each gradient as soon as it is computed, then discards it: only one set is ever held.
 
-    ``found`` has the norms of difference, gradient in float32, and in low precision, by the parameter's name.
+    ``found`` maps the parameter's name to the norms of difference, float32 and low-precision gradient.
     """
 
     def __init__(self, parameters: Mapping[str, nn.Parameter], low: Mapping[str, Tensor]) -> None:
@@ -137,7 +137,7 @@ class GradientRun:
         self._hooks: list[Any] = []
 
     def start(self) -> None:
-        """Begins with the next backward; gradients inside of a forward are the model's own."""
+        """Begins with the next backward; gradients within a forward are the model's own."""
         self._hooks = [
             parameter.register_post_accumulate_grad_hook(self._hook(name))  # type: ignore[no-untyped-call]
             for name, parameter in self._parameters.items()
@@ -155,7 +155,7 @@ class GradientRun:
         return compare
 
     def end(self) -> None:
-        """Takes the hooks away; gradients that come later are not compared."""
+        """Removes the hooks; later gradients are not compared."""
         for hook in self._hooks:
             hook.remove()
 

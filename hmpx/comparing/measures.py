@@ -1,6 +1,6 @@
-"""How far a low-precision result is from the one in float32; sums only, kept on the device.
+"""Distance of a low-precision result from the float32 one, as sums that stay on the device.
 
-Norms do not overflow where sums of squares would.
+Norms are computed so that squares can't overflow.
 """
 
 from __future__ import annotations
@@ -16,15 +16,15 @@ from torch import Tensor
 from ..number_formats import Float, Format
 from ..tensors import is_floating
 
-#: How many values of a tensor are looked at where all would cost too much.
+#: Number of values sampled where reading all would be too slow.
 SAMPLE: Final = 4096
 
-#: Binary exponents that are counted one by one; others count as the nearest of them.
+#: Binary exponents with their own count; others count as the nearest of them.
 EXPONENTS: Final = range(-64, 64)
 
 
 class Limits(NamedTuple):
-    """The range of a low-precision type: the largest number, the smallest normal one, bits of the significand."""
+    """The range of a low-precision type: largest number, smallest normal number, significand bits."""
 
     max: float
     smallest_normal: float
@@ -32,7 +32,7 @@ class Limits(NamedTuple):
 
 
 def limits(dtype: torch.dtype | Format | None) -> Limits | None:
-    """Returns the range of a type; None of formats that have none, such as posits."""
+    """Returns the range of a type; None for formats without one, such as posits."""
     if isinstance(dtype, torch.dtype) and dtype.is_floating_point:
         info = torch.finfo(dtype)
         return Limits(info.max, info.smallest_normal, round(1 - math.log2(info.eps)))
@@ -42,14 +42,14 @@ def limits(dtype: torch.dtype | Format | None) -> Limits | None:
 
 
 class Measured(NamedTuple):
-    """What is measured of one result: numbers on its device, as float32.
+    """Measurements of one result, in float32 on its device.
 
     Attributes:
-        numbers: Norms of difference, reference and low result; their largest difference; the largest and the
-            smallest magnitude of the reference; how many results are finite in float32 only; the mean
-            error in units in the last place; how many values of the sample are not zero, and how many of
-            these are zero in the low result.
-        exponents: How many values of the sample have each binary exponent of `EXPONENTS`.
+        numbers: Norms of difference, reference and low result; their largest difference; the largest and
+            the smallest magnitude of the reference; number of results finite in float32 only; mean error
+            in units in the last place; number of nonzero values in the sample, and of those that are zero
+            in the low result.
+        exponents: Number of sampled values with each binary exponent of `EXPONENTS`.
         difference: Low result minus reference, in bfloat16; zero where either is not finite.
     """
 
@@ -59,7 +59,7 @@ class Measured(NamedTuple):
 
 
 class Sums(NamedTuple):
-    """`Measured.numbers` by name, and added up over calls."""
+    """`Measured.numbers` by name, accumulated over calls."""
 
     difference: float = 0.0
     reference: float = 0.0
@@ -73,7 +73,7 @@ class Sums(NamedTuple):
     underflow: float = 0.0
 
     def plus(self, other: Sums) -> Sums:
-        """Returns sums that include one more call."""
+        """Returns the sums with one more call added."""
         return Sums(*(add(a, b) for add, a, b in zip(_ADDED, self, other, strict=True)))
 
 
@@ -88,16 +88,16 @@ _ADDED: Final[tuple[Callable[[float, float], float], ...]] = (
 
 
 def sample(tensor: Tensor) -> Tensor:
-    """Returns up to `SAMPLE` values, at even distances; a view where that is possible."""
+    """Returns up to `SAMPLE` evenly spaced values, as a view where possible."""
     flat = tensor.reshape(-1)
     return flat[:: -(-flat.numel() // SAMPLE)] if flat.numel() > SAMPLE else flat
 
 
 def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
-    """Compares a low-precision result with its reference in float32 or float64, of the same shape.
+    """Compares a low-precision result with its float32 or float64 reference of the same shape.
 
-    Equal infinities do not differ, and NaN does not differ from NaN. ``within`` is the low-precision type's
-    range.
+    Equal infinities count as equal, and so do two NaNs. ``within`` is the range of the low-precision
+    type.
     """
     if reference.dtype.is_complex:
         reference, low = torch.view_as_real(reference), torch.view_as_real(low)
@@ -105,7 +105,7 @@ def measured(reference: Tensor, low: Tensor, within: Limits | None) -> Measured:
     difference = low - reference
     norm = torch.linalg.vector_norm(difference)
     lost = torch.zeros_like(norm)
-    # On the CPU the exact test costs a hundred times what the norm does, and elsewhere to wait does.
+    # On the CPU the exact test costs a hundred norms; elsewhere a synchronization costs as much.
     if norm.device.type != "cpu" or not math.isfinite(norm.item()):
         is_finite = torch.isfinite(reference)
         both = is_finite & torch.isfinite(low)
@@ -156,12 +156,12 @@ def _ulp(values: Tensor, rounded: Tensor, exponents: Tensor, within: Limits | No
 
 
 def effect(gradient: Tensor, difference: Tensor) -> Tensor:
-    """Returns what a difference does, to first order: a norm of gradient times difference.
+    """Returns the first-order effect of a difference: a norm of gradient times difference.
 
-    The root mean square of two estimates. One adds up the squares of all elements, by which NVIDIA's
-    AutoQuantize ranks layers, and takes their errors for independent; the other first adds up what belongs to
-    one sample, since a rounded weight errs alike wherever it is used. What has no finite gradient counts
-    as nothing.
+    It is the root mean square of two estimates. The first sums the squares of all elements, as NVIDIA's
+    AutoQuantize does, and assumes independent errors. The second first sums within each sample, since a
+    rounded weight has the same error wherever it is used. Elements without a finite gradient count as
+    zero.
     """
     product = gradient.detach().to(torch.promote_types(gradient.dtype, torch.float32)) * difference
     if product.dtype.is_complex:

@@ -1,4 +1,4 @@
-"""The rows of a comparison: what low precision does to each call, and to each parameter's gradient."""
+"""The rows of a comparison: one per call site, and one per parameter's gradient."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ class Magnitudes(NamedTuple):
     """The magnitudes of a call's results in float32.
 
     Attributes:
-        smallest: The smallest one that is not zero, of a sample; infinity if there is none.
+        smallest: The smallest nonzero one in a sample; infinity if there is none.
         largest: The largest.
     """
 
@@ -32,38 +32,38 @@ class Magnitudes(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ComparedSite:
-    """What low precision does to the calls of one op that one line makes in one module.
+    """The effect of low precision on the calls of one op from one line in one module.
 
     Attributes:
         op: Op name.
         module: Qualified name of the innermost module whose forward made the calls; ``""`` for none.
         site: ``"model.py:12"``: the line of the program.
         cast_policy: Name of the `CastPolicy` that decided.
-        reason: Where that comes from: ``"lists/hmpx/bf16.txt:20"``.
-        dtype: Name of the low-precision type that the op computed with; ``""`` if with none: all its
+        reason: The source of the decision: ``"lists/hmpx/bf16.txt:20"``.
+        dtype: Name of the low-precision type that the op computed with; ``""`` if it used none: all its
             errors are 0 then.
-        calls: How many calls.
-        effect: What the rounding of this op alone does to the loss, to first order: a norm of gradient times
-            difference. Without a loss, to the outputs, relative to their norm. Infinity where a low
-            result is not finite though the reference is; NaN where no gradient arrives.
+        calls: Number of calls.
+        effect: First-order effect of this op's own rounding on the loss: a norm of gradient times
+            difference. Without a loss: on the outputs, relative to their norm. Infinity if a low result is
+            not finite though the reference is; NaN if no gradient arrives.
         rel: Norm of the differences over norm of the references.
         max_abs: The largest difference.
         sqnr_db: Signal to quantization noise ratio, in decibel.
-        ulp: Mean error in units in the last place of the low-precision type, of a sample.
+        ulp: Mean error in units in the last place of the low-precision type, in a sample.
         cosine: Cosine between low results and references.
-        propagated_rel: As ``rel``, in a run with the whole model in low precision: with what the calls
-            before have done; of a sample.
+        propagated_rel: Like ``rel``, with the whole model in low precision, so it includes the errors of
+            earlier calls; in a sample.
         range: The magnitudes of the references.
-        fits: Whether inputs and results lie in the range of the low-precision type.
-        lost: How many results are finite in the reference only.
-        underflow: Share of the results that became zero, of a sample of those that are not.
-        flips: Share of results that are integers, such as indices, and differ; NaN if there are none.
-        flops: Floating-point operations of the forward, and
-        bytes: bytes of inputs and results, in low precision.
-        exponents: How many values of a sample of the references have each binary exponent, from -64 on.
-        order: The place of the first call among those of the model.
-        unseen: How many of the calls round something, but no gradient arrives at their results: the
-            effect leaves out what these do.
+        fits: Whether inputs and results are within the range of the low-precision type.
+        lost: Number of results that are finite in the reference only.
+        underflow: Share of nonzero results that became zero, in a sample.
+        flips: Share of integer results, such as indices, that differ; NaN if there are none.
+        flops: Floating-point operations of the forward in low precision.
+        bytes: Bytes of inputs and results in low precision.
+        exponents: Number of sampled reference values with each binary exponent, from -64 on.
+        order: Position of the first call among the model's calls.
+        unseen: Number of calls that round but whose results get no gradient; ``effect`` does not include
+            them.
     """
 
     op: str
@@ -94,7 +94,7 @@ class ComparedSite:
 
 @dataclass(frozen=True, slots=True)
 class ComparedGradient:
-    """What low precision does to the gradient of one parameter.
+    """The effect of low precision on the gradient of one parameter.
 
     Attributes:
         name: Qualified name of the parameter.
@@ -115,9 +115,9 @@ def compared_sites(
     """Returns the rows, largest effect first.
 
     Args:
-        kept: What the runs have kept.
-        recorded: The rows that `record` gives of the run in low precision.
-        scale: What effects are multiplied by.
+        kept: The records of the runs.
+        recorded: The rows of `record` for the low-precision run.
+        scale: Factor for effects.
     """
     costs: dict[tuple[str, str, str], tuple[int, int]] = {}
     for row in recorded:
@@ -152,7 +152,7 @@ def compared_gradients(found: Iterable[tuple[str, Tensor]]) -> tuple[ComparedGra
 
 
 def _rank(site: ComparedSite) -> tuple[float, ...]:
-    """Returns what rows are sorted by: effect; where that is unknown or none, their errors."""
+    """Returns the sort key of a row: its effect, or its errors where that is unknown or zero."""
     known = [0.0 if math.isnan(each) else each for each in (site.effect, site.rel)]
     return (*(-each for each in known), site.order)
 

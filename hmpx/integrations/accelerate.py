@@ -20,23 +20,22 @@ def convert(
 ) -> ConvertedRun:
     """Converts torch for an accelerator's device, until ``.end()`` or the end of a ``with`` block.
 
-    What ``save_state`` writes carries the policy; ``load_state`` warns if that was another one.
+    ``save_state`` also saves the policy; ``load_state`` warns if the saved policy differs.
 
     Args:
         accelerator: With ``mixed_precision="no"``; or ``"fp16"`` for its loss scaling, if ops compute in
             float16.
-        record: Where a report of the run is written at its end: a path that ends in ``.html``, ``.json`` or
-            ``.csv``. By the process of rank 0 only.
+        record: Path of a report written at the end of the run: ``.html``, ``.json`` or ``.csv``. Only the
+            process of rank 0 writes it.
         watch: ``"raise"``, ``"log"`` or ``"collect"``: looks for the first NaN, see `hmpx.watch`.
-        **options: Arguments of `hmpx.convert`. Without any the conversion in force is kept, if there is
-            one.
+        **options: Arguments of `hmpx.convert`. Without any, an existing conversion is kept.
 
     Returns:
         The conversion, with ``.record`` and ``.watch``; ``.carried`` is the policy of a checkpoint.
 
     Raises:
-        HmpxError: An argument has a value that it can't have, or the accelerator's own mixed precision
-            is on, or float16 has no loss scaling. Nothing is patched then.
+        HmpxError: An argument has an invalid value, the accelerator's own mixed precision is on, or
+            float16 has no loss scaling. Nothing is patched then.
 
     Example:
         >>> from accelerate import Accelerator

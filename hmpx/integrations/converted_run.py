@@ -1,4 +1,4 @@
-"""A conversion for as long as a framework trains, with a report and a watch if they are asked for."""
+"""A conversion for the length of a framework's training, with an optional report and watch."""
 
 from __future__ import annotations
 
@@ -23,24 +23,24 @@ from ..version import __version__
 from ..watching import Watch
 from ..watching import watch as watching
 
-#: How many ops a message names.
+#: Most ops named in a message.
 _MOST_NAMED: Final = 3
 
-#: By the end of a report's path -> how it is written.
+#: Extension of the report's path -> its writer.
 _FORMATS: Final = {".html": Record.to_html, ".json": Record.to_json, ".csv": Record.to_csv}
 
 
 class ConvertedRun:
     """A conversion of torch from `start` to `end`.
 
-    Without options the conversion in force is kept, if there is one, so that a script which calls
-    `hmpx.convert` itself can still have a report or a watch.
+    Without options an existing conversion is kept, so that a script which calls `hmpx.convert` itself
+    can still have a report or a watch.
 
     Attributes:
-        policy: The policy by which it converts; None for that of the conversion in force.
-        record: What the report is made of; None without one.
+        policy: The policy of the conversion; None for that of the conversion in force.
+        record: The record behind the report; None without one.
         watch: The watch; None without one.
-        carried: The policy of the checkpoint that was loaded; None if none was.
+        carried: The policy of the loaded checkpoint; None if none was loaded.
     """
 
     def __init__(
@@ -53,12 +53,12 @@ class ConvertedRun:
 
         Args:
             options: Arguments of `hmpx.convert`.
-            record: Where the report is written at the end: a path that ends in ``.html``, ``.json`` or
-                ``.csv``; of a second run ``report-2.html``. Only the process of rank 0 records.
+            record: Path of the report written at the end: ``.html``, ``.json`` or ``.csv``; a second run
+                writes ``report-2.html``. Only the process of rank 0 records.
             watch: A mode of `hmpx.watch`.
 
         Raises:
-            HmpxError: An argument has a value that it can't have.
+            HmpxError: An argument has an invalid value.
         """
         self.policy = checked_policy(**options) if options else None
         self._options = dict(options)
@@ -87,7 +87,7 @@ class ConvertedRun:
         return any((each or policy.low_precision_type) is torch.float16 for each in dtypes)
 
     def start(self, device_type: str | None) -> None:
-        """Converts torch, by default on this device type, and begins to record and to watch, unless that is done."""
+        """Converts torch, by default on this device type, and starts the record and the watch. Runs once."""
         if self._open is not None:
             return
         with contextlib.ExitStack() as stack:
@@ -101,7 +101,7 @@ class ConvertedRun:
             self._open = stack.pop_all()
 
     def end(self) -> None:
-        """Undoes the conversion and writes the report; does nothing if that is done.
+        """Undoes the conversion and writes the report; does nothing if that is already done.
 
         Raises:
             NonFiniteError: With ``watch="raise"``, of the last step.
@@ -122,7 +122,7 @@ class ConvertedRun:
         if error is None and self._mode == "raise" and self.watch is not None and self.watch.first:
             error = NonFiniteError(
                 self.watch.first
-            )  # raised before: not again, of what became of it
+            )  # already raised: not a second time for its consequences
             kind = type(error)
         try:
             stack.__exit__(kind, error, trace)
@@ -136,9 +136,9 @@ class ConvertedRun:
     # --- checkpoints ---------------------------------------------------------------------------
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns what a checkpoint carries: the version of hmpx and the policy, as a policy file.
+        """Returns the state for a checkpoint: the version of hmpx and the policy, as a policy file.
 
-        Also the amaxes of formats with a history, if there are any.
+        Includes the amaxes of formats with a history, if there are any.
         """
         policy, session = self._policy(), current()
         found = {"hmpx": __version__, "policy": "" if policy is None else policy.to_yaml()}
@@ -146,9 +146,9 @@ class ConvertedRun:
         return {**found, "amaxes": amaxes} if amaxes else found
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Keeps a checkpoint's policy as `carried`, and warns if it is another one than here.
+        """Keeps a checkpoint's policy as `carried`, and warns if it differs from the current one.
 
-        Takes its amaxes for formats with a history.
+        Loads its amaxes for formats with a history.
 
         Raises:
             OptionError: Its amaxes are not as `state_dict` returns them.
@@ -194,7 +194,7 @@ def _rank() -> int:
 
 
 def _difference(there: Policy, here: Policy) -> str:
-    """Returns what two policies decide otherwise, in a line."""
+    """Returns the differences between two policies, in one line."""
     names = sorted(
         name
         for name in there.decisions.keys() | here.decisions.keys()

@@ -17,24 +17,22 @@ from .converted_run import ConvertedRun, device_type_of
 class HmpxPrecision(MixedPrecision):
     """Converts torch while a Trainer fits, validates, tests or predicts.
 
-    Parameters and the optimizer's state stay float32. If any op computes in float16, losses are scaled as
-    ``precision="16-mixed"`` does it. Checkpoints carry the policy; a warning says so if one was made under
-    another one.
+    Parameters and optimizer state stay float32. If any op computes in float16, losses are scaled as with
+    ``precision="16-mixed"``. Checkpoints carry the policy; loading one with another policy gives a
+    warning.
 
     Args:
-        scaler: Scales losses; None: a `torch.amp.GradScaler` with its defaults, if any op computes in
-            float16.
-        record: Where a report of the run is written at its end: a path that ends in ``.html``, ``.json`` or
-            ``.csv``. By the process of rank 0 only.
+        scaler: Scales losses. None: a default `torch.amp.GradScaler`, if any op computes in float16.
+        record: Path of a report written at the end of the run: ``.html``, ``.json`` or ``.csv``. Only the
+            process of rank 0 writes it.
         watch: ``"raise"``, ``"log"`` or ``"collect"``: looks for the first NaN, see `hmpx.watch`.
-        **options: Arguments of `hmpx.convert`. Without any the conversion in force is kept, if there is
-            one.
+        **options: Arguments of `hmpx.convert`. Without any, an existing conversion is kept.
 
     Attributes:
         run: The conversion, with ``.record`` and ``.watch``; ``.carried`` is the checkpoint's policy.
 
     Raises:
-        HmpxError: An argument has a value that it can't have.
+        HmpxError: An argument has an invalid value.
 
     Example:
         >>> from lightning.pytorch import Trainer
@@ -55,7 +53,7 @@ class HmpxPrecision(MixedPrecision):
         (device_type,) = default_device_types()
         precision: Any = "16-mixed" if self.run.computes_in_float16() else "bf16-mixed"
         super().__init__(precision, device_type, scaler)
-        self.precision: Any = "32-true"  # that of parameters, which is what others ask for
+        self.precision: Any = "32-true"  # that of parameters, which others read
 
     def connect(
         self, model: nn.Module, optimizers: list[Any], lr_schedulers: list[Any]
@@ -68,7 +66,7 @@ class HmpxPrecision(MixedPrecision):
         return super().connect(model, optimizers, lr_schedulers)
 
     def forward_context(self) -> contextlib.AbstractContextManager[None]:  # type: ignore[override]  # Precision's own
-        """Returns a context that does nothing: it is not torch.autocast that casts."""
+        """Returns a context that does nothing, since torch.autocast does not cast here."""
         return contextlib.nullcontext()
 
     def teardown(self) -> None:
@@ -80,6 +78,6 @@ class HmpxPrecision(MixedPrecision):
         return {**self.run.state_dict(), "scaler": super().state_dict()}
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Loads the scaler's state, and compares the policy."""
+        """Loads the scaler's state, and checks the policy against the checkpoint's."""
         self.run.load_state_dict(state_dict)
         super().load_state_dict(state_dict["scaler"])

@@ -21,25 +21,24 @@ POLICY_FILE: Final = "hmpx_policy.yaml"
 
 
 class HmpxCallback(TrainerCallback, ExportableState):
-    """Converts torch from the beginning of ``train()`` to its end, evaluation in between included.
+    """Converts torch from the beginning of ``train()`` to its end, including evaluation in between.
 
-    Parameters and the optimizer's state stay float32. Checkpoints carry the policy as
-    ``hmpx_policy.yaml``; a warning says so if one was made under another one. Evaluation and prediction
-    outside of ``train()`` are converted in `converted`. If ``train()`` raises, the Trainer tells no
-    callback: `end` undoes the conversion then.
+    Parameters and optimizer state stay float32. Checkpoints carry the policy as ``hmpx_policy.yaml``;
+    loading one with another policy gives a warning. Use `converted` for evaluation and prediction outside
+    of ``train()``. If ``train()`` raises, the Trainer calls no callback; call `end` to undo the
+    conversion then.
 
     Args:
-        record: Where a report of the run is written at its end: a path that ends in ``.html``, ``.json`` or
-            ``.csv``. By the process of rank 0 only.
+        record: Path of a report written at the end of the run: ``.html``, ``.json`` or ``.csv``. Only the
+            process of rank 0 writes it.
         watch: ``"raise"``, ``"log"`` or ``"collect"``: looks for the first NaN, see `hmpx.watch`.
-        **options: Arguments of `hmpx.convert`. Without any the conversion in force is kept, if there is
-            one.
+        **options: Arguments of `hmpx.convert`. Without any, an existing conversion is kept.
 
     Attributes:
         run: The conversion, with ``.record`` and ``.watch``; ``.carried`` is the checkpoint's policy.
 
     Raises:
-        HmpxError: An argument has a value that it can't have.
+        HmpxError: An argument has an invalid value.
 
     Example:
         >>> from hmpx.integrations.transformers import HmpxCallback
@@ -57,7 +56,7 @@ class HmpxCallback(TrainerCallback, ExportableState):
 
     @contextlib.contextmanager
     def converted(self, device_type: str | None = None) -> Iterator[ConvertedRun]:
-        """Converts torch in a block, for evaluation or prediction by themselves.
+        """Converts torch in a block, for separate evaluation or prediction.
 
         Args:
             device_type: Type of the device; None for the accelerator's if there is one, else the CPU's.
@@ -69,7 +68,7 @@ class HmpxCallback(TrainerCallback, ExportableState):
             self.run.end()
 
     def end(self) -> None:
-        """Undoes the conversion, and writes the report; does nothing if that is done."""
+        """Undoes the conversion, and writes the report; does nothing if that is already done."""
         self.run.end()
 
     def on_train_begin(
@@ -96,13 +95,13 @@ class HmpxCallback(TrainerCallback, ExportableState):
     def on_save(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **kwargs: Any
     ) -> None:
-        """Writes the policy beside the model."""
+        """Writes the policy into the model's folder."""
         folder = Path(args.output_dir or "", f"checkpoint-{state.global_step}")
         if state.is_world_process_zero and folder.is_dir():
             written(self.run.state_dict()["policy"], folder / POLICY_FILE, follows_links=False)
 
     def state(self) -> dict[str, Any]:
-        """Returns what the Trainer's state carries, and a callback like this one is made of."""
+        """Returns the state saved by the Trainer, from which a like callback is made."""
         found = self.run.state_dict()
         policy = {"policy": yaml.safe_load(found["policy"])} if found["policy"] else {}
         return {"args": policy, "attributes": {"_carried": found}}

@@ -1,4 +1,4 @@
-"""How far outputs of one batch in low precision are from those in fp32; computed in float64."""
+"""Error of one batch's outputs in low precision against fp32, computed in float64."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from torch import Tensor
 from ..errors import OptionError, noted, shown
 from ..tensors import Opaque, floating_parts, parts_of
 
-#: The metrics that have names.
+#: Metrics with a name.
 METRICS: Final = ("relative_l2", "loss", "kl")
 
 
 def relative_l2(found: Any, expected: Any) -> float:
     """Returns the L2 norm of the difference over that of the fp32 output, of all tensors together.
 
-    Equal infinities do not differ. Where the model returns no floating-point tensor: that of Python's
-    floats; where it returns none of these: the share of elements that differ.
+    Equal infinities count as equal. A model without floating-point tensors is compared by its Python
+    floats; without these, by the share of elements that differ.
     """
     references = floating_of(expected)
     if not references:
@@ -37,7 +37,7 @@ def relative_l2(found: Any, expected: Any) -> float:
 def kl(found: Any, expected: Any) -> float:
     """Returns the mean Kullback-Leibler divergence, in nats, of softmaxed logits from those in fp32.
 
-    Logits are the attribute ``logits`` of what the model returns, else its first floating-point tensor;
+    Logits are the output's attribute ``logits``, else its first floating-point tensor;
     classes are their last dimension.
     """
     ((low, high),) = _pairs([_logits(found)], [_logits(expected)])
@@ -48,7 +48,7 @@ def kl(found: Any, expected: Any) -> float:
 
 
 def relative_change(found: float, expected: float) -> float:
-    """Returns the change of a loss, over that in fp32."""
+    """Returns the change of a loss, relative to the one in fp32."""
     return _ratio(abs(found - expected), abs(expected))
 
 
@@ -59,10 +59,10 @@ def _ratio(difference: float, norm: float) -> float:
 
 
 def number(name: str, function: Callable[..., Any], *args: Any) -> float:
-    """Returns what the user's function returns, as a float.
+    """Calls the user's function and returns its result as a float.
 
     Raises:
-        OptionError: It returns something else than a number. What it raises passes, with a note.
+        OptionError: The result is not a number. The function's own errors pass, with a note.
     """
     try:
         value = function(*args)
@@ -78,7 +78,7 @@ def number(name: str, function: Callable[..., Any], *args: Any) -> float:
 
 
 def loss_of(loss_fn: Callable[..., Any] | None, output: Any, given: Any) -> Tensor | float:
-    """Returns the loss: what ``loss_fn(output)`` returns, or the attribute ``loss`` of the output.
+    """Returns the loss: the result of ``loss_fn(output)``, or the output's attribute ``loss``.
 
     A function with a second positional parameter also gets the batch, as the user gave it.
 
@@ -94,7 +94,7 @@ def loss_of(loss_fn: Callable[..., Any] | None, output: Any, given: Any) -> Tens
 
 
 def _takes_two(function: Callable[..., Any]) -> bool:
-    """Whether the function has to be given a second positional argument."""
+    """Whether the function requires a second positional argument."""
     try:
         parameters = inspect.signature(function).parameters.values()
     except (TypeError, ValueError):
@@ -109,12 +109,12 @@ def _takes_two(function: Callable[..., Any]) -> bool:
 
 
 def floating_of(value: Any) -> list[Tensor]:
-    """Returns the floating-point numbers in ``value``: its tensors and arrays, else Python's."""
+    """Returns the floating-point numbers in ``value``: of tensors and arrays, else Python's."""
     return [*floating_parts(parts_of(value)).values()]
 
 
 def unseen_of(value: Any) -> list[str]:
-    """Returns the places in ``value`` that `relative_l2` does not look at."""
+    """Returns the places in ``value`` that `relative_l2` ignores."""
     parts = list(parts_of(value))
     is_compared = floating_parts(parts)
     return [
@@ -126,13 +126,13 @@ def unseen_of(value: Any) -> list[str]:
 
 
 def _exact_of(value: Any) -> list[Any]:
-    """Returns the integers and bools in ``value``: its tensors and arrays, else plain values."""
+    """Returns the integers and bools in ``value``: of tensors and arrays, else plain values."""
     parts = [each.value for each in parts_of(value) if not isinstance(each.value, Opaque)]
     return [each for each in parts if isinstance(each, Tensor)] or parts
 
 
 def _pairs(found: list[Tensor], expected: list[Tensor]) -> list[tuple[Tensor, Tensor]]:
-    """Returns both as float64, with shapes that agree."""
+    """Returns both as float64, with matching shapes."""
     if len(found) != len(expected):
         raise OptionError(
             f"the model returns {len(found)} tensors in low precision and {len(expected)} in fp32; "
@@ -184,9 +184,9 @@ _NORMAL95: Final = 1.645
 
 
 def limit(errors: list[float]) -> float:
-    """Returns the error that 95 % of further batches stay below, if they are like these, and none of these exceeds.
+    """Returns the error that 95 % of similar batches stay below, at least the largest of these.
 
-    It is the upper end of the prediction interval of one more normal value. A single batch has its own error.
+    It is the upper end of the prediction interval of one more normal value; for one batch, its error.
     """
     count = len(errors)
     if count == 1 or not math.isfinite(max(errors)):
@@ -202,15 +202,15 @@ _NORMAL: Final = 1.96
 
 
 def sampled(difference: Callable[[int], float], tolerance: float, most: int) -> float:
-    """Returns the upper end of what the mean of paired differences may be; infinite if one is not finite.
+    """Returns an upper bound for the mean of paired differences; infinite if one is not finite.
 
-    1, 2, 4, ... samples are taken until it is clear whether the mean is within the tolerance; what stays
-    undecided lies above it.
+    Takes 1, 2, 4, ... samples until it is clear whether the mean is within the tolerance. An undecided
+    mean counts as above it.
 
     Args:
-        difference: Number of a sample -> what low precision loses there, with the same seed.
-        tolerance: The largest mean that passes.
-        most: How many samples may be taken.
+        difference: Sample number -> the loss of low precision there, with the same seed.
+        tolerance: The largest mean allowed.
+        most: The most samples to take.
     """
     found: list[float] = []
     goal = 1

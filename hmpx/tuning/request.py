@@ -1,4 +1,4 @@
-"""What `tune` is asked for, checked as a whole before anything runs, and its batches."""
+"""The arguments of `tune`, checked as a whole before anything runs, and its batches."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from .metrics import METRICS
 BY: Final = ("op", "module")
 OBJECTIVES: Final = ("work", "time")
 
-#: Which inputs an evaluation is made on: those of the search, or those it has never seen.
+#: Inputs of an evaluation: those of the search, or those that it has never seen.
 TUNING: Final = "tuning"
 FRESH: Final = "fresh"
 
@@ -46,7 +46,7 @@ class Batch:
     given: Any
 
     def run(self, model: Callable[..., Any]) -> Any:
-        """Returns what ``model`` returns for copies of the batch's tensors, which it may write to."""
+        """Runs ``model`` on copies of the batch's tensors, which it may write to."""
         args, kwargs = copied((self.args, dict(self.kwargs)))
         return model(*args, **kwargs)
 
@@ -61,7 +61,7 @@ class Request:
         options: How ops compute.
         journal: A path, or ``""``.
         types: Names of the types to choose among, the cheapest first; ``()`` for ``low_type`` and fp32.
-        limit: What is limited, and to what; None for nothing.
+        limit: The limited quantity and its limit; None without one.
     """
 
     def __init__(
@@ -124,7 +124,7 @@ class Request:
 
     @property
     def metric_name(self) -> str:
-        """What reports call the error."""
+        """The name of the error in reports."""
         if self.measure is not None:
             return getattr(self.measure, "__name__", "measure")
         if isinstance(self.metric, str):
@@ -133,13 +133,13 @@ class Request:
 
     @property
     def may_follow(self) -> bool:
-        """Whether ops may also follow their inputs: where one evaluation tells what they compute in."""
+        """Whether ops may also follow their inputs: one evaluation must show their dtypes."""
         low_type = Policy.from_ops(low_precision_type=self.low_type).low_precision_type
         is_native = isinstance(low_type, torch.dtype)
         return is_native and self.measure is None and not self.types and self.objective == "work"
 
     def header(self) -> dict[str, Any]:
-        """Returns what a journal of this search belongs to. The tolerance may differ."""
+        """Returns the identity of this search for its journal. The tolerance may differ."""
         return {
             "hmpx": __version__,
             "torch": torch.__version__,
@@ -164,7 +164,7 @@ class Request:
 
 
 def low_type_name(low_precision_type: Any) -> str:
-    """Returns the name of a low-precision type; of the conversion in force for None, else bfloat16."""
+    """Returns the name of a low-precision type; None: that of the conversion in force, else bfloat16."""
     current = session.current()
     if low_precision_type is None:
         found = torch.bfloat16 if current is None else current.policy.low_precision_type
@@ -173,7 +173,7 @@ def low_type_name(low_precision_type: Any) -> str:
 
 
 def seed_all(seed: int) -> None:
-    """Has torch, Python and NumPy, if it is loaded, draw the random numbers of a seed."""
+    """Seeds torch, Python and, if loaded, NumPy."""
     torch.manual_seed(seed)
     random.seed(seed)
     numpy: Any = sys.modules.get("numpy")
@@ -211,7 +211,7 @@ def _limit(value: Any) -> tuple[str, float]:
 def _conversion(
     model: Any, inputs: Any, device_types: Iterable[str] | None, legalize: Any
 ) -> tuple[frozenset[str], Options]:
-    """Returns how evaluations convert: as the conversion in force does, where nothing else is said."""
+    """Returns the conversion of evaluations: that of the conversion in force, unless overridden."""
     current = session.current()
     if device_types is not None:
         types = parse_device_types(device_types)
@@ -225,12 +225,12 @@ def _conversion(
         return types, Options(legalize=legalize)
     if current is not None:
         return types, current.options
-    # What "auto" measures differs between processes, and with it the last bits.
+    # "auto" depends on timings that differ between processes, and with them the last bits.
     return types, Options(legalize="always" if types == {"cpu"} else "auto")
 
 
 def _inputs(inputs: Any, fresh_inputs: Any) -> dict[str, tuple[Batch, ...]]:
-    """Returns the batches; of several, the last quarter is for the check on fresh inputs."""
+    """Returns the batches; the last quarter of several is for the check on fresh inputs."""
     found = _batches("inputs", inputs)
     if fresh_inputs is not None:
         return {TUNING: found, FRESH: _batches("fresh_inputs", fresh_inputs)}
@@ -241,7 +241,7 @@ def _inputs(inputs: Any, fresh_inputs: Any) -> dict[str, tuple[Batch, ...]]:
 
 
 def _batches(name: str, inputs: Any) -> tuple[Batch, ...]:
-    """Returns the batches in an argument: a list has several, anything else is one."""
+    """Returns the batches in an argument: several from a list, else one."""
     given = inputs if isinstance(inputs, list) else [inputs]
     if not given:
         raise OptionError(f"{name} is an empty list; give at least one batch")
@@ -287,12 +287,12 @@ def _state(model: Any) -> list[torch.Tensor]:
 
 
 def _fingerprint(tensors: Iterable[torch.Tensor]) -> str:
-    """Returns a string that tensors with the same shapes and values share."""
+    """Returns a string that is equal for tensors of equal shapes and values."""
     said = hashlib.sha256()
     for each in tensors:
         value = each.detach()
         is_plain = value.layout is torch.strided and not value.is_meta and value.numel() > 0
-        if value.dtype is torch.bool:  # which has no absolute values
+        if value.dtype is torch.bool:  # bools have no absolute values
             value = value.byte()
         total = float(value.abs().double().sum()) if is_plain else 0.0
         said.update(repr((tuple(value.shape), str(value.dtype), total)).encode())

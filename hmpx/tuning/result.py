@@ -1,4 +1,4 @@
-"""What a search has found: the set, the policy, and the evidence."""
+"""The result of a search: the set, the policy, and the evidence."""
 
 from __future__ import annotations
 
@@ -21,31 +21,30 @@ from .candidates import Candidate, Evaluation, Kept, Seen, bare, is_following, p
 class Tuned:
     """The smallest set of ops to keep in fp32 that a search has found, and why.
 
-    Printing it prints the verdict, what is kept and why, and the path of the search.
+    Printing it shows the verdict, the kept ops with reasons, and the path of the search.
 
     Attributes:
-        kept: What is not in ``low_precision_type``: ops by name, or ``"module:op"``; in another type than
-            fp32 as ``"linear=bfloat16"``; what is in low precision only where all that it is given is, as
-            ``"add=follows"``. Among modules an op's name alone stands for those modules that
-            are no candidates by themselves; ``candidates`` has what each name stands for.
-        error: The error of low precision with these in fp32, of several batches the limit for 95 % of
-            further ones, and
-        all_low_error: with nothing in fp32.
-        fresh_error: The largest error of a batch that the search has not seen; None if there were none.
-        tolerance: The largest error that was to pass.
+        kept: Ops that are not in ``low_precision_type``: by name, or ``"module:op"``. ``"linear=bfloat16"``
+            is in another type than fp32; ``"add=follows"`` is in low precision only if all its inputs are.
+            Among modules, an op's name alone stands for the modules that are not candidates themselves;
+            ``candidates`` lists what each name stands for.
+        error: The error with these in fp32. With several batches, the limit for 95 % of further ones.
+        all_low_error: The error with nothing in fp32.
+        fresh_error: The largest error on batches that the search has not seen; None without such batches.
+        tolerance: The largest error allowed.
         noise: The error of fp32 against itself.
         metric: Name of the metric.
-        low_precision_type: Name of the type of all that is not kept.
-        evaluations: How many sets were evaluated.
-        is_complete: Whether the search came to its end: no op can be taken out of the set. If not, the
-            set is the best so far.
-        stopped_by: What ended it early: ``"budget"``, ``"interrupt"``, ``"fresh inputs"`` on which each smaller
-            set failed, or ``""``.
-        seen: What was seen of those that may follow their inputs, with the set.
-        limit: What the choice of types was limited to, as text; ``""`` if it was to pass the tolerance.
-        searched: The smaller tolerance that the last search was for, after a set failed on fresh inputs; else None.
-        path: The evaluations, in their order.
-        candidates: All that might have been kept.
+        low_precision_type: Name of the type of all other ops.
+        evaluations: Number of sets evaluated.
+        is_complete: Whether the search finished: no op can be removed from the set. If not, the set is
+            the best so far.
+        stopped_by: Why it ended early: ``"budget"``, ``"interrupt"``, ``"fresh inputs"`` (each smaller set
+            failed on them), or ``""``.
+        seen: Dtypes of the calls that may follow their inputs, with the set.
+        limit: The limit on the choice of types, as text; ``""`` if a tolerance was the limit.
+        searched: The smaller tolerance of the last search, after a set failed on fresh inputs; else None.
+        path: The evaluations, in order.
+        candidates: All ops that could be kept.
 
     Example:
         >>> model, x = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.GELU()), torch.ones(2, 8)
@@ -76,23 +75,23 @@ class Tuned:
 
     @property
     def keep_fp32(self) -> Kept:
-        """What is kept in fp32 throughout: ops by name, or ``"module:op"``."""
+        """Ops kept in fp32 throughout, by name, or ``"module:op"``."""
         return frozenset(name for name in self.kept if bare(name) == name)
 
     @property
     def follows(self) -> Kept:
-        """What is in fp32 where anything that it is given is, and else in low precision."""
+        """Ops that are in low precision only if all their inputs are, and else in fp32."""
         return frozenset(bare(name) for name in self.kept if is_following(name))
 
     @property
     def types(self) -> Mapping[str, str]:
-        """The type of each candidate, by name; ``"follows"`` for what follows its inputs."""
+        """The type of each candidate, by name; ``"follows"`` for one that follows its inputs."""
         low = dict.fromkeys((each.name for each in self.candidates), self.low_precision_type)
         return low | {name: other or FP32 for name, other in map(parted, self.kept)}
 
     @functools.cached_property
     def policy(self) -> Policy:
-        """The policy that keeps these in fp32; ops that the model does not call are as by default."""
+        """The policy that keeps these in fp32; ops that the model does not call keep their default."""
         types = assigned(self.candidates, self.kept, self.low_precision_type)
         return policy_of(types, self.low_precision_type)
 
@@ -113,7 +112,7 @@ class Tuned:
 
     @property
     def time_share(self) -> float | None:
-        """The time that ops take, as a share of that in fp32, by what was measured of each.
+        """The measured time of all ops, as a share of their time in fp32.
 
         None without ``objective="time"``.
         """
@@ -128,10 +127,10 @@ class Tuned:
         return found[-1] if found else None
 
     def write(self, directory: str | os.PathLike[str]) -> list[Path]:
-        """Writes lists, or a policy file where modules differ, with reasons in comments, and reports.
+        """Writes lists (or a policy file where modules differ) with reasons in comments, and reports.
 
         Args:
-            directory: Where to; it is made if there is none.
+            directory: The directory, created if missing.
 
         Returns:
             The paths: ``bf16.txt``, ``fp32.txt`` and ``widest.txt`` for ``convert(lists=directory)``, or
@@ -155,7 +154,7 @@ class Tuned:
         return [folder / name for name in files]
 
     def to_html(self, path: str | os.PathLike[str] | None = None) -> str:
-        """Returns a page that needs no network, and writes it to ``path`` if that is given.
+        """Returns a page that needs no network, and writes it to ``path`` if given.
 
         Raises:
             OptionError: It can't be written.
