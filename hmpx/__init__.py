@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from .recording import record
     from .tuning import Tuned, tune
     from .watching import Offence, Watch, watch
-else:  # what the first op of a program does not need
+else:  # not needed by a program's first op
     __getattr__ = shown_later(
         __name__,
         {

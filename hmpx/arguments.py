@@ -1,7 +1,7 @@
 """Checks single arguments of public functions, and raises an `OptionError` for invalid ones.
 
 Each check returns a plain value: text as `str`, collections as new lists that end. Also the
-environment variables by which one command of hmpx tells another what to do.
+environment variables by which commands of hmpx pass settings to each other.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from typing import Any, Final, TypeVar
 
 from .errors import OptionError, said_by, shown, suggestion
 
-#: A policy file that outranks the lists that ``hmpx run`` is given: that which ``hmpx tune`` tries.
+#: A policy file that overrides the lists of ``hmpx run``: the one that ``hmpx tune`` tries.
 POLICY_VARIABLE: Final = "HMPX_POLICY"
 
 #: Where ``hmpx run`` writes a report, as JSON.
@@ -22,7 +22,7 @@ REPORT_VARIABLE: Final = "HMPX_REPORT"
 
 Choice = TypeVar("Choice", bound=str)
 
-#: What runs later, and how it is run.
+#: Objects that run later, and how to run them.
 _LATER: Final = (
     (inspect.isgenerator, "a generator", "list(model(*inputs))"),
     (inspect.iscoroutine, "a coroutine", "asyncio.run(model(*inputs))"),
@@ -80,7 +80,7 @@ def whole(name: str, value: object, least: int) -> int:
 
 
 def of_call(inputs: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-    """Returns the arguments that ``inputs`` stands for: a tuple of positional ones, a mapping by name, or one."""
+    """Returns a call's arguments: ``inputs`` is a tuple of positional ones, a mapping by name, or a single one."""
     if isinstance(inputs, Mapping):
         return (), dict(inputs)
     return (inputs if isinstance(inputs, tuple) else (inputs,)), {}
@@ -164,7 +164,7 @@ def mapping(name: str, value: object, what: str = "a dict") -> dict[Any, Any]:
 
 
 def has_run(name: str, returned: Any) -> Any:
-    """Returns what a function has returned.
+    """Returns ``returned``, the result of the function ``name``.
 
     Raises:
         OptionError: It is a generator or a coroutine, which has run nothing yet.

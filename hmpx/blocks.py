@@ -81,7 +81,7 @@ class surely(Block):  # noqa: N801  # a block
 
 
 class hooked(Block):  # noqa: N801  # a block
-    """Has torch call hooks until the end of the block."""
+    """Registers hooks with torch until the end of the block."""
 
     def __init__(self, *hooks: tuple[Callable[..., Any], Callable[..., Any]]) -> None:
         """Takes pairs: a function of torch that registers a hook, and the hook."""
@@ -99,10 +99,10 @@ class hooked(Block):  # noqa: N801  # a block
 
 
 class Entrance(threading.local):
-    """The C functions that ``with`` calls on an object that takes effect before its block begins.
+    """The C functions that ``with`` calls on an object that is in force before its block begins.
 
-    Each thread has its own pair, so two threads can leave at the same time. The object is kept alive
-    while a block is open, and not by this otherwise.
+    Each thread has its own pair, so two threads can leave at the same time. They keep the object alive
+    only while a block is open.
 
     Attributes:
         enter: Returns the object.
@@ -131,7 +131,7 @@ class Entrance(threading.local):
 
 
 class _InC(property):
-    """A method that C code makes of the instance: Python runs no signal handler while it is looked up."""
+    """A method that C code binds to the instance: Python runs no signal handler while it is looked up."""
 
     def __call__(self, instance: Any, *args: Any) -> Any:
         """Supports `contextlib.ExitStack`, which looks the method up on the class."""
@@ -180,7 +180,7 @@ def _at_end(
 ) -> functools.partial[None]:
     ending = _ending(instance, find, end, leave)
     next(ending)
-    # Calls `send` with None, and with each argument; None is returned, as the first of equals.
+    # Calls `send` with None, and with each argument. Returns None: all results are equal, and it is first.
     return functools.partial(max, None, key=ending.send)
 
 

@@ -1,6 +1,6 @@
 """The ``.ini`` files of facts that come with hmpx, read as text.
 
-`configparser` reads them alike, in ten times the time: each program pays for that before its first op.
+`configparser` gives the same result, but takes ten times as long, before each program's first op.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from collections.abc import Mapping
 
 
 def read_sections(package: str, name: str) -> Mapping[str, Mapping[str, str]]:
-    """Returns the file ``name`` in ``package``: section -> key -> value, ``""`` where there is none."""
+    """Returns the file ``name`` in ``package``: section -> key -> value, ``""`` for keys without one."""
     text = importlib.resources.files(package).joinpath(name).read_text("utf-8")
     found: dict[str, dict[str, str]] = {}
     section: dict[str, str] | None = None

@@ -1,7 +1,7 @@
-"""The types of devices that something is known about beforehand: one row each.
+"""The device types with known facts: one row each.
 
-Any other type that torch has works too, without a row. What a device computes natively is asked and
-measured in ``compute.legalize.capability``; facts about single ops stand in ``ops.ini`` and ``kernels.ini``.
+Any other type of torch's works without a row. ``compute.legalize.capability`` measures what a device computes
+natively; facts about single ops are in ``ops.ini`` and ``kernels.ini``.
 """
 
 from __future__ import annotations
@@ -10,18 +10,18 @@ from typing import Final, NamedTuple
 
 
 class DeviceType(NamedTuple):
-    """What is known about a type of devices."""
+    """Facts about one device type."""
 
     name: str  # As torch calls it
-    is_suggested: bool  # Error texts name it among the types that there are
+    is_suggested: bool  # Error texts list it among the known types
     has_autocast: bool  # Torch.autocast may be on for it
-    # ``kernels.ini`` says which ops lack kernels there. On others, ops that lack a kernel
-    # anywhere are tried.
+    # ``kernels.ini`` says which ops lack kernels there. On other types, ops that lack a kernel
+    # on some type are tried.
     has_kernel_table: bool
-    # Its place in the order in which autocast bits of absent devices are taken for marks, see
-    # ``torch_state.marks``; None for a type whose bit is not taken
+    # Its place in the order in which ``torch_state.marks`` uses autocast bits of absent devices as
+    # marks; None if its bit is not used
     spare: int | None
-    spellings: tuple[str, ...] = ()  # What people call it otherwise, for hints
+    spellings: tuple[str, ...] = ()  # Its other names, for hints
 
 
 DEVICE_TYPES: Final = (

@@ -1,7 +1,7 @@
 """The errors and warnings that users' mistakes raise, and how messages show values.
 
 Each message has three parts: what is wrong, where, and the remedy. Values in messages are short, and
-showing one can't fail: they come from users, files and other programs.
+showing one can't fail, since they come from users, files and other programs.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class RuleError(HmpxError):
 
 
 class FreezeError(HmpxError):
-    """A model can't be frozen, or a frozen model can't do what it was asked to."""
+    """A model can't be frozen, or a frozen model does not support a call."""
 
 
 class BenchError(HmpxError):
@@ -50,22 +50,22 @@ class PlanError(HmpxError):
 
 
 class TorchError(HmpxError):
-    """The installed torch is not one that hmpx can work with."""
+    """hmpx does not work with the installed torch."""
 
 
 class CheckpointError(HmpxError):
-    """A checkpoint can't be recomputed as its forward ran."""
+    """A checkpoint can't be recomputed in the way its forward ran."""
 
 
 class NonFiniteError(HmpxError):
     """An op of a watched program has turned finite values into NaN or infinity.
 
     Attributes:
-        offence: What `hmpx.watch` reports.
+        offence: The report of `hmpx.watch`.
     """
 
     def __init__(self, offence: Any) -> None:
-        """Has the offence's text as its message."""
+        """Uses the offence's text as the message."""
         super().__init__(str(offence))
         self.offence = offence
 
@@ -80,14 +80,14 @@ class HmpxWarning(UserWarning):
         return lined(super().__str__().split("\n"))
 
 
-# --- what messages show ------------------------------------------------------------------------
+# --- values in messages ------------------------------------------------------------------------
 
 
 def printable(text: str) -> str:
-    r"""Returns text on one line that can be shown: what can't be printed is escaped, as ``\n``, ``\x1b``.
+    r"""Returns text on one line, with unprintable characters escaped: ``\n``, ``\x1b``.
 
-    Names of modules and files may hold anything: escapes of terminals, marks that turn the direction
-    of writing, halves of characters.
+    Names of modules and files may hold anything: terminal escapes, marks that reverse the direction
+    of writing, lone surrogates.
     """
     if text.isprintable():
         return text
@@ -97,7 +97,7 @@ def printable(text: str) -> str:
 
 
 def lined(lines: Iterable[str]) -> str:
-    """Returns a text of these lines, each `printable`. All texts that tools print pass here."""
+    """Returns a text of these lines, each `printable`. All tools print through this."""
     return "\n".join(map(printable, lines))
 
 
@@ -108,10 +108,10 @@ _MOST_CHARACTERS: Final = 80
 _MOST_ITEMS: Final = 6
 _MOST_LEVELS: Final = 3
 
-#: Longer than every op's name; the time to compare grows with the square of the length.
+#: Longer than every op's name: comparing takes time quadratic in the length.
 _MOST_COMPARED: Final = 100
 
-#: How many names of much the same letters are compared letter by letter.
+#: How many names with similar letters are compared letter by letter.
 _MOST_ALIKE: Final = 8
 
 _BRACKETS: Final[dict[type, tuple[str, str]]] = {
@@ -135,7 +135,7 @@ def _shown(value: Any, levels: int) -> str:
     if isinstance(value, (str, bytes, bytearray)):
         part = repr(value[:_MOST_CHARACTERS])
         return part if len(value) <= _MOST_CHARACTERS else f"{part}... ({len(value):,} characters)"
-    if kind is int and value.bit_length() > 200:  # turning it to digits takes time, or is refused
+    if kind is int and value.bit_length() > 200:  # conversion to digits is slow or an error
         return f"an integer of {value.bit_length():,} bits"
     if kind in _BRACKETS:
         opening, closing = _BRACKETS[kind]
@@ -147,7 +147,7 @@ def _shown(value: Any, levels: int) -> str:
         return f"{{{_shown_items(value.items(), len(value), levels)}}}"
     try:
         return cut(repr(value))
-    except Exception:  # raised by the value's own class, which is not the user's mistake
+    except Exception:  # raised by the value's own class: not the mistake to report
         return f"<{kind.__name__} object>"
 
 
@@ -176,9 +176,9 @@ def said_by(error: BaseException) -> str:
 
 
 def noted(error: _Error, note: str) -> _Error:
-    """Adds a note to an error, which tracebacks show below its message.
+    """Adds a note to an error; tracebacks show it below the message.
 
-    Before Python 3.11 they don't: hmpx's own errors get it into their message, others keep theirs.
+    Before Python 3.11, hmpx's own errors get it in their message, and others don't change.
     """
     if hasattr(error, "add_note"):
         error.add_note(note)
@@ -196,7 +196,7 @@ def short(path: str) -> str:
 
 
 def gathered(faults: Iterable[str], count: int, most: int = MOST_SHOWN) -> list[str]:
-    """Returns the first ``most`` of ``count`` faults, and how many more there are; an iterator is run no further."""
+    """Returns the first ``most`` of ``count`` faults, and how many more there are. Reads no more of an iterator."""
     first = list(itertools.islice(faults, most))
     more = count - len(first)
     return [*first, f"and {more:,} more"] if more > 0 else first
@@ -210,8 +210,8 @@ def suggestion(
     Near means that a third of the letters or fewer differ.
 
     Args:
-        name: What the user wrote.
-        candidates: What is known.
+        name: The name that the user wrote.
+        candidates: The known names.
         spellings: Other names, in lower case and with ``_`` for ``-`` and blanks, of some candidates.
     """
     if len(name) > _MOST_COMPARED:
@@ -226,7 +226,7 @@ def suggestion(
 
 
 def _distance(a: str, b: str) -> int:
-    """Returns how many letters have to be changed, added, left out or swapped to make ``b`` of ``a``."""
+    """Returns how many letters to change, add, remove or swap to turn ``a`` into ``b``."""
     before: list[int] = []
     row = list(range(len(b) + 1))
     for i, letter in enumerate(a, 1):

@@ -1,6 +1,6 @@
-"""Number formats: define one, register it, round tensors to it, see what that costs, store them in codes.
+"""Number formats: define one, register it, round tensors to it, measure the error, store them as codes.
 
-The public menu, ``hmpx.formats``; holds nothing of its own.
+The public namespace ``hmpx.formats``; defines nothing itself.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Names that a package shows, imported when somebody first asks for them.
+"""A package's public names, each imported on its first use.
 
-A program pays for them before its first op otherwise, and most programs never ask.
+Otherwise programs import them before their first op, and most never use them.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ def shown_later(package: str, names: Mapping[str, str]) -> Callable[[str], Any]:
 
     Args:
         package: Its name.
-        names: Module in it -> the names that it is imported for, with blanks between. The module's own
-            name may be asked for, too.
+        names: Module in it -> the names that it defines, with blanks between. The module's own name
+            works too.
 
     Example:
         >>> getattr_ = shown_later("hmpx", {"freezing": "freeze Frozen", "formats": ""})

@@ -1,4 +1,4 @@
-"""bfloat16 as numpy arrays. The public menu, ``hmpx.legalize``; holds nothing of its own."""
+"""bfloat16 as numpy arrays. The public namespace ``hmpx.legalize``; defines nothing itself."""
 
 from __future__ import annotations
 

@@ -1,9 +1,8 @@
-"""Replaces attributes and puts them back exactly as they were, all of them or none.
+"""Replaces attributes, and restores them exactly, all of them or none.
 
-Changes are drafted first: a `Draft` knows what slots would hold, while torch stays unchanged. `Draft.make`
-then writes them, and takes everything back if anything raises meanwhile. Undoing is the hard half: a slot
-that a patch created is deleted, one that it overwrote gets its old value back, and one that somebody
-else has patched since is left alone.
+Changes are drafted first: a `Draft` holds the new values of slots while torch stays unchanged. `Draft.make`
+then writes them, and undoes everything if anything raises meanwhile. Undo deletes slots that a patch
+created, and restores the old values of others. It leaves slots alone that somebody else has patched since.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ ABSENT: Final[Any] = type("absent", (), {"__repr__": lambda self: "ABSENT"})()
 
 
 def unpatched(*functions: Unpack[_Functions]) -> tuple[Unpack[_Functions]]:
-    """Returns functions of torch as they are without hmpx's wrappers.
+    """Returns torch's own functions, without hmpx's wrappers.
 
-    For modules that keep some for themselves, and may be imported when torch is patched already.
+    For modules that keep functions in their globals, and may be imported while torch is patched.
 
     Example:
         >>> with hmpx.convert(device_types={"cpu"}):
@@ -63,15 +62,15 @@ class Change(Protocol):
 
     @property
     def value(self) -> Any:
-        """What the slot is to hold."""
+        """The value to put there."""
 
     @property
     def is_foreign(self) -> bool:
-        """Whether the slot is the user's: it may refuse the value, and may change at any time."""
+        """Whether the slot is the user's: it may reject the value, and may change at any time."""
 
     @property
     def stays_idle(self) -> bool:
-        """Whether the value may stay beneath somebody else's, since it does nothing by then."""
+        """Whether the value may stay below somebody else's patch, since it no longer does anything."""
 
     @property
     def key(self) -> Hashable:
@@ -85,12 +84,12 @@ class Change(Protocol):
         """Returns the slot's value; `ABSENT` if it holds none."""
 
     def write(self, value: Any) -> None:
-        """Makes the slot hold ``value``; `ABSENT` empties it."""
+        """Stores ``value`` in the slot; `ABSENT` empties it."""
 
 
 @dataclass(frozen=True, slots=True)
 class Patch:
-    """A value to put at ``owner.attribute``: of a module, a class, an instance, a closure's cell."""
+    """A value to put at ``owner.attribute``, for a module, a class, an instance or a closure's cell."""
 
     owner: Any
     attribute: str
@@ -173,7 +172,7 @@ class ItemPatch:
 
 @dataclass(frozen=True, slots=True)
 class EntryPatch:
-    """A value to have among the entries of a set, or of a list, in front of the others."""
+    """A value to add to a set, or to a list in front of the other entries."""
 
     owner: list[Any] | set[Any]
     value: Any
@@ -217,7 +216,7 @@ class Applied:
 
 
 class Draft:
-    """What slots would hold after changes that have not been made yet."""
+    """The values of slots after changes that have not been made yet."""
 
     def __init__(self) -> None:
         """Starts without changes."""
@@ -229,7 +228,7 @@ class Draft:
         return patch.read() if drafted is None else drafted[1]
 
     def attribute(self, owner: Any, name: str) -> Any:
-        """Returns what ``getattr(owner, name)`` would, for a module or a class."""
+        """Returns ``getattr(owner, name)`` after the changes, for a module or a class."""
         is_class = isinstance(owner, type)
         for holder in owner.__mro__ if is_class else (owner,):
             drafted = self._values.get((id(holder), "attribute", name))  # `Patch.key`
@@ -238,7 +237,7 @@ class Draft:
                 continue
             get = getattr(type(value), "__get__", None)
             return value if get is None or not is_class else get(value, None, owner)
-        fallback = getattr(type(owner), "__getattr__", None)  # asked where a slot is empty
+        fallback = getattr(type(owner), "__getattr__", None)  # called where a slot is empty
         if fallback is None:
             raise AttributeError(f"{owner!r} has no attribute {name!r}")
         return fallback(owner, name)
@@ -294,7 +293,7 @@ class Draft:
 def _write(patch: Change, value: Any) -> None:
     try:
         patch.write(value)
-    except Exception:  # a module of the user's may refuse the value
+    except Exception:  # a user's module may reject the value
         if not patch.is_foreign:
             raise
 

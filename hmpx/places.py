@@ -19,7 +19,7 @@ def is_ours(module: object) -> bool:
 
 
 def with_callers(frame: FrameType | None) -> Iterator[FrameType]:
-    """Yields ``frame`` and those that have called it, the innermost first."""
+    """Yields ``frame`` and its callers, the innermost first."""
     while frame is not None:
         yield frame
         frame = frame.f_back

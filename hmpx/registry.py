@@ -1,7 +1,7 @@
-"""Values that are registered for the whole process; one thread at a time changes them, atomically.
+"""Values that are registered for the whole process, changed atomically by one thread at a time.
 
-A registry's value is immutable: code that has read it goes on with what it read. Conversions, which
-follow each change, hold `LOCK` too. A fork waits for it, so a child sees a change whole or not at all.
+A registry's value is immutable: code that has read it keeps what it read. Conversions follow each change
+and hold `LOCK` too. A fork waits for `LOCK`, so a child process sees no half-made change.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _entry: Final = threading.RLock()
 #: A limit, because the forking thread may hold an import lock that the block itself waits for.
 _LONGEST_WAIT_S: Final = 10.0
 
-#: How long `eventually` waits. No change of this process takes longer, but for what users do in it.
+#: How long `eventually` waits. Changes take less time, unless users' code in them takes more.
 _PATIENCE_S: Final = 2.0
 
 
@@ -70,8 +70,8 @@ def exclusive(function: _F) -> _F:
     @functools.wraps(function)
     def wrapper(*args: Any, **kwargs: Any) -> Any:
         if _a_fork_waits:
-            time.sleep(1e-3)  # locks are not fair: a thread that makes changes in a loop gives way
-        # On one line, so that an interruption finds no line between the call and the release.
+            time.sleep(1e-3)  # locks are not fair: lets other threads in
+        # On one line, so that no interruption comes between the call and the release.
         with LOCK: return function(*args, **kwargs)  # fmt: skip  # noqa: E701
 
     return wrapper  # type: ignore[return-value]
@@ -80,7 +80,7 @@ def exclusive(function: _F) -> _F:
 def eventually(function: Callable[_P, None]) -> Callable[_P, None]:
     """Runs ``function`` as `exclusive` does, or later in a thread of its own if `LOCK` stays taken.
 
-    For calls from inside an import or a compilation: the thread that holds `LOCK` may wait for their locks.
+    For calls during an import or a compilation: the thread that holds `LOCK` may wait for their locks.
     """
 
     @functools.wraps(function)
@@ -102,10 +102,10 @@ def eventually(function: Callable[_P, None]) -> Callable[_P, None]:
 
 
 class Registry(Generic[_T]):
-    """A value that users change, and the functions called after each change.
+    """A value that users change, and functions to call after each change.
 
     Attributes:
-        value: The value; never changed itself, only replaced.
+        value: The value; replaced, never modified.
     """
 
     def __init__(self, value: _T) -> None:

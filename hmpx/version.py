@@ -1,9 +1,9 @@
-"""The version of hmpx, and those of torch that its tests were run with.
+"""The version of hmpx, and the torch versions that it is tested with.
 
-Here, so that the package is not imported for it.
+A module of its own, so that reading it does not import the package.
 """
 
 __version__ = "0.1.0"
 
-#: As docs/versions.md has them; a test compares.
+#: A test compares them with docs/versions.md.
 TESTED_TORCH = ("2.13", "2.14", "2.15")

@@ -1,4 +1,4 @@
-"""Warnings at lines of the user's program: hmpx's own, and those of torch that name a line of hmpx."""
+"""Warnings at lines of the user's program: hmpx's own, and torch's that would name a line of hmpx."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ _BETWEEN: Final = frozenset({PACKAGE, "torch", "importlib", "_frozen_importlib"}
 
 
 def warn(message: str) -> None:
-    """Warns of something in the user's input."""
+    """Warns about something in the user's input."""
     level, frame = 1, sys._getframe()
     while frame.f_back is not None and _name(frame).partition(".")[0] in _BETWEEN:
         level, frame = level + 1, frame.f_back
@@ -29,7 +29,7 @@ Show = Callable[[warnings.WarningMessage], None]
 def relocating(show: Show) -> Show:
     """Returns a replacement of ``warnings._showwarnmsg`` that moves torch's warnings to the user's line.
 
-    torch counts frames to find that line, and wrappers add frames. Such a warning is issued again at the frame
+    torch counts frames to find that line, and wrappers add frames. The warning is issued again at the frame
     that torch would find without hmpx, so that filters by module apply.
 
     Args:
@@ -62,7 +62,7 @@ def relocating(show: Show) -> Show:
 
 
 def _without_hmpx(message: warnings.WarningMessage) -> FrameType | None:
-    """Returns the frame that ``message`` would name without hmpx; None if it names that one."""
+    """Returns the frame that ``message`` would name without hmpx; None if it already names it."""
     frames = list(with_callers(sys._getframe(2)))
     places = [(frame.f_code.co_filename, frame.f_lineno) for frame in frames]
     if (message.filename, message.lineno) not in places:
@@ -76,7 +76,7 @@ def _without_hmpx(message: warnings.WarningMessage) -> FrameType | None:
 
 
 def _forget(message: warnings.WarningMessage, frame: FrameType) -> None:
-    """Removes from what `warnings` notes that ``message`` was given at ``frame``."""
+    """Removes ``message`` at ``frame`` from the registry of warnings that were shown."""
     given = str(message.message), message.category
     noted = frame.f_globals.get("__warningregistry__", {})
     for lineno in (message.lineno, 0):

@@ -1,7 +1,7 @@
 """Ops of other libraries, by dotted name: ``torchvision.ops.nms``, ``torch.ops.mylib.scaled_add``.
 
-Decides which names are possible, and finds what they stand for in the modules that are loaded. It never
-imports anything or runs a library's code: names are looked up in the dicts of modules and classes.
+Checks names, and looks them up in loaded modules. Never imports anything or runs a library's code: it reads
+the dicts of modules and classes.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _REFUSED: Final = frozenset({"hmpx", "builtins", "habana_frameworks"}) | sys.std
 #: Namespaces of torch's own operators.
 _TORCHS: Final = frozenset({"aten", "prim", "prims", "_c10d_functional", "c10d", "higher_order"})
 
-#: Callables that may take tensors, and that a function can replace without losing anything.
+#: Callables that may take tensors, and that a function can fully replace.
 _FUNCTIONS: Final = (
     types.FunctionType,
     types.BuiltinFunctionType,
@@ -45,7 +45,7 @@ _FUNCTIONS: Final = (
 
 @dataclass(frozen=True, slots=True)
 class Found:
-    """What a dotted name stands for: the value as its slot holds it, the module or class, the slot's name."""
+    """The target of a dotted name: the value in its slot, the module or class, the slot's name."""
 
     value: Any
     owner: Any
@@ -77,12 +77,12 @@ def canonical(name: str, prefixes: Container[str], names: Container[str]) -> str
 
 
 def is_foreign(name: str) -> bool:
-    """Whether op ``name``, which is known, is another library's."""
+    """Whether the known op ``name`` is another library's."""
     return "." in name
 
 
 def refusal(name: str) -> str:
-    """Returns why ``name``, which is not an op, must not be listed; ``""`` if nothing speaks against it."""
+    """Returns why ``name``, which is not an op, can't be listed; ``""`` if it can."""
     if len(name) > _LONGEST:
         return ""
     parts = name.split(".")
@@ -107,7 +107,7 @@ def _is_plain(part: str) -> bool:
 
 
 def _is_of_torch(name: str) -> bool:
-    """Whether torch has a function of that name, or may have one in a module that is not imported yet."""
+    """Whether torch has a function of that name, or may have one in a module not yet imported."""
     found = find_foreign(name)
     if found is not None:
         return not why_not(name, found)
@@ -148,7 +148,7 @@ def find_foreign(name: str) -> Found | None:
 
 
 def _own(owner: Any, attribute: str) -> Any:
-    """Returns the value of that name in a module or a class, without running its code."""
+    """Returns the attribute of a module or a class without running its code."""
     if owner is None:
         return None
     if not isinstance(owner, type):
@@ -170,13 +170,13 @@ def same(name: str, others: Iterable[str]) -> str | None:
 
 
 def identity(value: Any) -> int:
-    """Identifies the op of a value: an operator is the same op, however it is called."""
+    """Identifies the op of a value: all callables of one operator are the same op."""
     operator = value if isinstance(value, OpOverload) else operator_of(value)
     return id(value if operator is None else operator.overloadpacket)
 
 
 def why_not(name: str, found: Found) -> str:
-    """Returns why what ``name`` stands for can't be cast; ``""`` if it can."""
+    """Returns why the function ``name`` can't be cast; ``""`` if it can."""
     value = found.value
     if isinstance(value, (OpOverload, OpOverloadPacket)) or operator_of(value) is not None:
         return ""
@@ -201,9 +201,9 @@ def why_not(name: str, found: Found) -> str:
 
 
 def _top(value: Any) -> str:
-    """Returns the library of a module, a class or a function; ``""`` where that is unknown.
+    """Returns the library of a module, a class or a function; ``""`` if unknown.
 
-    Bound methods and scripted functions belong to their owner, whoever made them.
+    Bound methods and scripted functions belong to their owner.
     """
     if isinstance(value, types.ModuleType):
         module = names_of(value).get("__name__")
@@ -215,16 +215,16 @@ def _top(value: Any) -> str:
 
 
 def operator_of(value: Any) -> OpOverload | None:
-    """Returns the operator that ``value`` calls, if `torch.library.custom_op` made it."""
+    """Returns the operator that ``value`` calls, if it comes from `torch.library.custom_op`."""
     found = getattr(value, "_opoverload", None) if isinstance(value, CustomOpDef) else None
     return found if isinstance(found, OpOverload) else None
 
 
 def lacking(name: str, executed: object = None) -> str:
-    """Returns a message if the module of ``name`` is loaded and lacks it; ``""`` if it may have it.
+    """Returns a message if the module of ``name`` is loaded and lacks the name, else ``""``.
 
-    A module with a ``__getattr__`` may have any name, and so may one that has not run to its end,
-    except the module ``executed``.
+    A module with a ``__getattr__``, or one still being imported, may have any name. Only ``executed`` counts
+    as fully imported.
     """
     if name.startswith(f"{OPERATORS}."):
         return ""
@@ -246,7 +246,7 @@ def lacking(name: str, executed: object = None) -> str:
             value = _own(owner, attribute)
             if value is None:
                 if index < len(attributes) - 1 and "__path__" in names:
-                    return ""  # perhaps a submodule that is not imported yet
+                    return ""  # perhaps a submodule not yet imported
                 where = ".".join([module_name, *attributes[:index]])
                 hint = suggestion(attribute, [n for n in names if not n.startswith("__")])
                 return f"{where} has no {shown(attribute)}{hint}"

@@ -1,4 +1,4 @@
-"""Facts about torch's ops that torch does not tell at run time: the data in ``ops.ini``."""
+"""Facts about torch's ops that torch does not expose at run time: the data in ``ops.ini``."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def facts(section: str) -> Mapping[str, tuple[str, ...]]:
 
 @functools.cache
 def renamings(section: str) -> Mapping[str, str]:
-    """Returns a section of ``ops.ini`` in which each name stands for one other name."""
+    """Returns a section of ``ops.ini`` that maps each name to one other name."""
     return types.MappingProxyType({name: words[0] for name, words in facts(section).items()})
 
 
@@ -36,8 +36,8 @@ class Product:
     """An op that multiplies its factors and sums over some of their indices."""
 
     names: tuple[str, ...]  # Names of the arguments that are factors
-    letters: tuple[str, ...]  # For each of them a letter a dimension, as in ``ops.ini``
-    result: str  # Those of the result
+    letters: tuple[str, ...]  # For each factor, one letter per dimension, as in ``ops.ini``
+    result: str  # The result's letters
     addend: str | None  # Name of the argument that is added to the product; None if there is none
 
     @property
@@ -48,7 +48,7 @@ class Product:
 
 @functools.cache
 def product(op: str) -> Product | None:
-    """Returns the product that ``op`` computes; None if it computes none that is known."""
+    """Returns the product that ``op`` computes; None if it computes no known product."""
     words = facts("products").get(op)
     if words is None:
         return None

@@ -1,10 +1,10 @@
 """The table of torch's ops: each with its names, its sites, and the op that covers it.
 
-Everything here is read from torch (its namespaces, `torch.overrides`, its operator schemas), and
-once, while torch is unpatched.
+Everything here is read from torch (its namespaces, `torch.overrides`, its operator schemas) once, while
+torch is unpatched.
 
-Words: an *op* is what a list line names (``softmax``); a *site* is one slot that holds a callable
-of it (``torch.Tensor.softmax``); a *spelling* is any way to write its name in a list.
+Words: an *op* is what a list line names (``softmax``); a *site* is one slot that holds one of its callables
+(``torch.Tensor.softmax``); a *spelling* is any way to write its name in a list.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .sites import (
 class Op:
     """One op of torch."""
 
-    name: str  # The name that reports use and that a list line may hold
+    name: str  # The name in reports; list lines may use it
     # The op whose list line covers this one too (``truediv`` is covered by ``div``)
     covered_by: str | None
-    sites: tuple[Site, ...]  # The slots to patch so that every spelling of the op is covered
-    # Python functions that call one of ``sites``, and therefore need no patch
+    sites: tuple[Site, ...]  # The slots whose patches cover every spelling of the op
+    # Python functions that call one of ``sites``, so they need no patch
     followers: tuple[Site, ...]
 
 
@@ -63,7 +63,7 @@ def table() -> Mapping[str, Op]:
 
 
 def is_known(name: str) -> bool:
-    """Whether ``name`` is the name of an op of torch, or may be that of another library's."""
+    """Whether ``name`` is the name of an op of torch's, or a possible name of another library's op."""
     return name in table() or foreign.canonical(name, RESERVED, names()) == name
 
 
@@ -83,8 +83,8 @@ def resolve(name: str) -> str | None:
 
     Accepts a bare name (``softmax``), an operator (``truediv``, ``__iadd__``), an in-place name
     (``add_``), a qualified name (``torch.nn.functional.softmax``, ``Tensor.add``, ``F.gelu``), and
-    ATen's (``pow.Tensor_Scalar``, ``aten::nll_loss2d``). An op of another library is known by any
-    dotted name that is none of these (``torchvision.ops.nms``, ``torch.ops.mylib.scaled_add``).
+    ATen's (``pow.Tensor_Scalar``, ``aten::nll_loss2d``). Any other dotted name is an op of another library
+    (``torchvision.ops.nms``, ``torch.ops.mylib.scaled_add``).
     """
     found = names().get(name)
     if found is not None or name.isidentifier():
@@ -120,24 +120,24 @@ def root(name: str) -> str:
 
 @functools.cache
 def covered(name: str) -> frozenset[str]:
-    """Returns op ``name`` and the ops that a line of it covers."""
+    """Returns op ``name`` and the ops that its list line covers."""
     found = {name}
     while more := {op.name for op in table().values() if op.covered_by in found} - found:
         found |= more
     return frozenset(found)
 
 
-# --- what is said of a name that is no op -------------------------------------------------------
+# --- messages about unknown names ---------------------------------------------------------------
 
 #: Where words of a class's name meet: ``LayerNorm``, ``MSELoss``.
 _BETWEEN_WORDS: Final = re.compile(r"(?<=[a-z0-9])(?=[A-Z])|(?<=[A-Z])(?=[A-Z][a-z])")
 
-#: What modules have in their names, and ops do not.
+#: Parts of names that only modules have.
 _OF_MODULES_ALONE: Final = re.compile(r"_loss$|[123]d$")
 
 
 def unknown(name: str) -> str:
-    """Returns that ``name`` is no op, and what may be meant.
+    """Returns the message that ``name`` is not an op, with a suggestion.
 
     Example:
         >>> unknown("matmull"), unknown("nn.LayerNorm")
@@ -188,7 +188,7 @@ def _tables() -> _Tables:
         bare_names.setdefault(bare, name)
         if namespace not in QUALIFIED_ONLY:
             bare_names.setdefault(attribute, name)
-    for namespace in QUALIFIED_ONLY:  # their bare names: only what is still free
+    for namespace in QUALIFIED_ONLY:  # their bare names, unless taken
         for attribute, name in qualified_names[namespace].items():
             bare_names.setdefault(attribute, name)
     for bare, name in renamings("libraries").items():
@@ -234,7 +234,7 @@ def _follows(site: Site, sites: list[Site]) -> bool:
     return any(not other.is_python and not other.in_place for other in sites)
 
 
-# --- what torch's namespaces hold --------------------------------------------------------------
+# --- the members of torch's namespaces ---------------------------------------------------------
 
 _CALLABLES: Final = (
     types.BuiltinFunctionType,
@@ -248,7 +248,7 @@ _DESCRIPTORS: Final = (types.GetSetDescriptorType, property)
 def _members() -> Iterator[tuple[str, str, Any]]:
     """Yields (namespace, attribute, callable or property) of everything that may be an op.
 
-    `torch.overrides` lists most of them, but not all; each comment here names an op that needs its line.
+    `torch.overrides` does not list all of them; each comment names an op that needs that line.
     """
     overridable = get_overridable_functions()
     listed = {id(each) for functions in overridable.values() for each in functions}
@@ -262,7 +262,7 @@ def _members() -> Iterator[tuple[str, str, Any]]:
             if is_method and type(value) in _DESCRIPTORS:
                 yield namespace, attribute, value
             if type(value) not in _CALLABLES or attribute == "__getitem__":
-                continue  # with this in its class Python takes a tensor for a sequence, as torch.tensor does
+                continue  # with this in its class, Python and torch.tensor treat a tensor as a sequence
             stem = attribute.rstrip("_")  # without the underscore of in-place ops
             is_known_method = is_method and stem in found  # Tensor.unflatten, Tensor._conj
             # torch.overrides ignores torch.fill, but not Tensor.fill_; Tensor._conj, but not torch._conj
@@ -284,5 +284,5 @@ def _members() -> Iterator[tuple[str, str, Any]]:
 
 
 def _is_private(name: str, value: Any) -> bool:
-    # torch._convolution: lists may hold ATen's own names, too; torch.segment_reduce has a private name
+    # torch._convolution: lists may use ATen's own names; torch.segment_reduce has a private name
     return name[0] == "_" != name[1] or getattr(torch, f"_{name}", None) is value

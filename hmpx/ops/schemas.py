@@ -1,6 +1,6 @@
-"""The schemas of ops' callables, and what follows: parameters, what is written to, numbers.
+"""The schemas of ops' callables, and facts derived from them: parameters, written arguments, numbers.
 
-Schemas are ATen's; what they don't tell is in ``ops.ini``.
+Schemas are ATen's; ``ops.ini`` holds facts that they lack.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..torch_internals import VF_NAMESPACE, has_kernel, schemas_of
 from .known_facts import facts, renamings
 from .sites import QUALIFIED_ONLY, Site, operator_in, plain_operator
 
-#: Other names of sparse products, which ATen does not have.
+#: Names of sparse products that ATen does not have.
 _SPARSE_ALIASES = frozenset({"dsmm", "hsmm", "saddmm", "spmm"})
 
 
@@ -47,7 +47,7 @@ def schemas_named(name: str) -> tuple[Any, ...]:
 
 
 def holds_tensor(argument: Any) -> bool:
-    """Whether an argument is a tensor, or holds tensors."""
+    """Whether an argument is a tensor or contains tensors."""
     return "Tensor" in str(argument.type)
 
 
@@ -68,7 +68,7 @@ def has_overload(base: str, overload: str) -> bool:
 
 @functools.cache
 def declared_written(name: str) -> frozenset[str]:
-    """Returns the tensor arguments, ``out`` aside, that a schema of ATen's op declares written to."""
+    """Returns the tensor arguments, except ``out``, that a schema of ATen's op declares as written to."""
     return frozenset(
         argument.name
         for schema in schemas_named(name)
@@ -82,17 +82,17 @@ def declared_written(name: str) -> frozenset[str]:
 
 
 def _is_dispatched(schema: Any) -> bool:
-    """Whether the schema is of a kernel, rather than of TorchScript's own (``sort`` of a list)."""
+    """Whether the schema is a kernel's, rather than TorchScript's own (``sort`` of a list)."""
     overload = f".{schema.overload_name}" if schema.overload_name else ""
     return has_kernel(schema.name + overload)
 
 
 # --- parameters --------------------------------------------------------------------------------
 
-#: Of a schema: name, kind, whether it is for keywords only, whether it has a default.
+#: An argument of a schema: name, kind, whether it is keyword-only, whether it has a default.
 _Argument: TypeAlias = tuple[str, str, bool, bool]
 
-#: Ends of the names of ops that only read the running statistics they take.
+#: Suffixes of the names of ops that only read their running statistics.
 _READ_STATISTICS = ("_backward", "_no_training")
 
 
@@ -105,10 +105,10 @@ class Parameters:
     # None), ``"A"`` (anything that may hold tensors). Positions that never hold a tensor are
     # absent.
     kinds: Mapping[int, str]
-    required: int  # How many of the positions in ``kinds`` every call fills
+    required: int  # How many positions in ``kinds`` have no default
     plain: frozenset[str]  # Names that never hold a tensor to be cast (``alpha``, ``eps``, ``dim``)
     has_keyword_tensors: bool = False  # A keyword-only argument may hold a tensor to be cast
-    # Positions of ``"O"`` that are as good as None in every call that leaves them out
+    # Positions of ``"O"`` that may be filled with None if a call omits them
     fillable: frozenset[int] = frozenset()
 
     @property
@@ -117,8 +117,8 @@ class Parameters:
         return len(self.kinds) > 1 or "A" in self.kinds.values() or self.has_keyword_tensors
 
 
-#: What torch's functions also take for arguments that schemas call otherwise: the first is no keyword
-#: there, and the others are numpy's.
+#: Keywords that torch's functions also accept: the first is not a keyword in schemas, and the others
+#: are numpy's.
 _KEYWORDS: Final = {
     "input": "self",
     "a": "self",
@@ -131,7 +131,7 @@ _KEYWORDS: Final = {
 
 
 def parameter_named(keyword: str, names: Sequence[str]) -> str:
-    """Returns what a callable with parameters of these names calls the argument ``keyword``.
+    """Returns the parameter's name, among these, that stands for the argument ``keyword``.
 
     Example:
         >>> parameter_named("input", ("self", "mat2"))
@@ -152,11 +152,11 @@ def parameters(site: Site) -> Parameters:
 
 @functools.cache
 def written(op: str, site: Site) -> tuple[str, ...]:
-    """Returns the parameters of the callable at ``site`` whose tensors it writes to, ``out`` aside.
+    """Returns the parameters of the callable at ``site`` whose tensors it writes to, except ``out``.
 
     They are those that the schemas declare, and the first one of an in-place callable; ``ops.ini`` adds
-    what schemas can't express. Running statistics are declared for one op of their family only, but
-    every op that takes them updates them, except those whose names say otherwise.
+    those that schemas can't express. Schemas declare running statistics for one op of a family only, but
+    every op of the family updates them, except those with a suffix in `_READ_STATISTICS`.
     """
     names = parameters(site).names
     found = set(facts("writes").get(op, ())) | set(names[:1] if site.in_place else ())
@@ -168,7 +168,7 @@ def written(op: str, site: Site) -> tuple[str, ...]:
 
 
 def statistics(op: str, site: Site) -> tuple[str, ...]:
-    """Returns the running statistics among the parameters that the callable at ``site`` writes to."""
+    """Returns the running statistics that the callable at ``site`` writes to, by parameter."""
     return tuple(name for name in written(op, site) if name in _statistics())
 
 
@@ -178,7 +178,7 @@ def schema_parameters(name: str, is_method: bool) -> Parameters:
     schemas = _tensor_schemas(name)
     if is_method:  # x.polygamma(n) is polygamma(n, self), x.where(c, y) is where(c, self, y)
         schemas = [sorted(s, key=lambda argument: argument[0] != "self") for s in schemas]
-    if not schemas:  # a property or a builtin of its own kind: its one input is self
+    if not schemas:  # a property or another builtin: its one input is self
         return Parameters(("self",), {0: "T"}, 1, frozenset())
     longest = max(schemas, key=len)
     kinds: dict[int, str] = {}
@@ -201,7 +201,7 @@ def schema_parameters(name: str, is_method: bool) -> Parameters:
 
 @functools.cache
 def _tensor_schemas(name: str) -> list[list[_Argument]]:
-    """Returns the arguments of those overloads of ATen's op ``name`` that take tensors."""
+    """Returns the arguments of the overloads of ATen's op ``name`` that take tensors."""
     found = []
     for schema in schemas_named(name):
         arguments = schema.arguments
@@ -217,21 +217,21 @@ def _tensor_schemas(name: str) -> list[list[_Argument]]:
 
 
 def _are_none(schemas: list[list[_Argument]], position: int) -> bool:
-    """Whether it is one and the same argument in all ``schemas``, a tensor or None by default."""
+    """Whether it is the same argument in all ``schemas``: a tensor or None, None by default."""
     return all(len(s) > position for s in schemas) and {s[position] for s in schemas} == {
         (schemas[0][position][0], "O", False, True)
     }
 
 
 def _merged_kind(kinds: set[str]) -> str:
-    """Returns the kind of a position whose overloads have these kinds; ``""`` holds no tensor."""
+    """Returns the kind of a position with these kinds in its overloads; ``""`` if it holds no tensor."""
     if kinds <= {"T", "O"}:
         return "O" if "O" in kinds else "T"
     return "N" if kinds <= {"T", "O", ""} else "A"
 
 
 def python_parameters(function: Callable[..., Any]) -> Parameters:
-    """Returns the parameters of a function without a schema: each may hold tensors, nested or not."""
+    """Returns the parameters of a function without a schema: each may hold tensors, also nested."""
     try:
         signature = inspect.signature(function)
     except (TypeError, ValueError):  # no signature: each call's own arguments decide
@@ -253,21 +253,21 @@ def _statistics() -> frozenset[str]:
 
 @dataclass(frozen=True, slots=True)
 class Numbers:
-    """Where a call of a site may hold numbers that torch converts to the dtype of its tensor."""
+    """The arguments in which a call of a site may hold numbers that torch converts to its tensor's dtype."""
 
     positions: frozenset[int]  # By position
     names: frozenset[str]  # By name
-    are_factors: bool  # They take part in a computation; otherwise they are stored, or are bounds
+    are_factors: bool  # They enter a computation; otherwise they are stored, or are bounds
 
 
 @functools.cache
 def converting() -> frozenset[str]:
-    """Returns the ops that are given numbers which torch converts to the dtype of the tensor beside them."""
+    """Returns the ops with number arguments that torch converts to the dtype of a tensor argument."""
     return frozenset(facts("stored_numbers")) | frozenset(facts("factors"))
 
 
 def converts_numbers(op: str, site: Site) -> bool:
-    """Whether calls of ``op`` at ``site`` hold such numbers; nobody fills tensors by ``torch._VF``."""
+    """Whether calls of ``op`` at ``site`` hold such numbers; in ``torch._VF`` they never do."""
     return op in converting() and not site.is_property and site.namespace != VF_NAMESPACE
 
 

@@ -1,4 +1,4 @@
-"""Where torch keeps ops: its namespaces, the slots in them, and Python's operators among these."""
+"""The places of torch's ops: namespaces, the slots in them, and Python's operators."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ import torch.nn.functional
 
 from ..torch_internals import NN, NN_NAMESPACE, VF, VF_NAMESPACE
 
-#: Where ops live, the innermost spelling of each prefix that users write. The order decides
-#: which op a bare name means: ``norm`` is ``torch.norm``, not ``torch.linalg.norm``.
+#: The namespaces of ops. The order decides the meaning of a bare name: ``norm`` is ``torch.norm``,
+#: not ``torch.linalg.norm``.
 NAMESPACES: Mapping[str, Any] = types.MappingProxyType(
     {
         "torch": torch,
@@ -30,10 +30,10 @@ NAMESPACES: Mapping[str, Any] = types.MappingProxyType(
     }
 )
 
-#: Their bare names give way to those of torch, Tensor and torch.nn.functional.
+#: Bare names of torch, Tensor and torch.nn.functional override theirs.
 QUALIFIED_ONLY = ("torch.linalg", "torch.special", "torch.fft", "torch.sparse")
 
-#: What users write before the dot -> namespace.
+#: Prefix that users write before the dot -> namespace.
 PREFIXES = {
     **{n: n for n in NAMESPACES},
     **{n.removeprefix("torch."): n for n in NAMESPACES if n != "torch"},
@@ -69,13 +69,13 @@ class Site:
         return self.callable_of(getattr(self.owner, self.attribute))
 
     def callable_of(self, value: Any) -> Callable[..., Any]:
-        """Returns the callable of ``value``, which the slot holds (of a property, its getter)."""
+        """Returns the callable of the slot's content ``value`` (for a property, its getter)."""
         return value.__get__ if self.is_property else value  # type: ignore[no-any-return]
 
 
 # --- operators as methods of tensors: ``__add__``, ``__radd__``, ``__iadd__`` -------------------
 
-#: Dunder methods that Python's ``operator`` module has but that are not tensor arithmetic.
+#: Dunder methods in Python's ``operator`` module that are not tensor arithmetic.
 _NO_OPERATORS = frozenset({"contains", "index", "not", "concat", "iconcat", "call", "delitem"})
 
 

@@ -1,6 +1,6 @@
-"""Traits of ops that follow from their sites and schemas: whether casting means anything, and its cost.
+"""Traits of ops derived from their sites and schemas: whether casting has an effect, and its cost.
 
-Also which of their inputs are weights, as far as names tell.
+Also which inputs are weights, judged by their names.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ PROPERTIES = ("T", "mT", "H", "mH", "real", "imag")
 
 
 def is_decisive(name: str, *, is_relative: bool) -> bool:
-    """Whether a list's line may change what a call of op ``name`` does.
+    """Whether a list line may change calls of op ``name``.
 
-    It can't where every callable writes to its first argument, whose dtype then decides; in lists whose dtypes
-    are relative to the inputs', where there is only one input.
+    It can't if every callable writes to its first argument, whose dtype then decides, or if dtypes are relative
+    to the inputs' and there is only one input.
     """
     if name not in table():
         return True  # another library's
@@ -53,7 +53,7 @@ def _is_decisive(name: str, *, is_relative: bool) -> bool:
 
 @functools.cache
 def computing() -> frozenset[str]:
-    """Returns the ops that ``*`` means: they compute with tensors, and casting can't lose a write."""
+    """Returns the ops that ``*`` means: they compute with tensors, and no write is lost by casting."""
     return frozenset(
         name
         for name in table()
@@ -65,9 +65,9 @@ def computing() -> frozenset[str]:
 
 
 def kind(name: str) -> tuple[str, int | None]:
-    """Returns the kind of op ``name``, on which its speed in low precision depends.
+    """Returns the kind of op ``name``, which determines its speed in low precision.
 
-    For a product of two matrices, the position of the first one is returned, too.
+    For a product of two matrices, also returns the position of the first one.
     """
     words = facts("kinds").get(name)
     if words is None:
@@ -77,7 +77,7 @@ def kind(name: str) -> tuple[str, int | None]:
 
 @functools.cache
 def is_castable(name: str) -> bool:
-    """Whether op ``name`` takes and returns tensors, so that casting it means something."""
+    """Whether op ``name`` takes and returns tensors, so that casts have an effect."""
     if foreign.is_foreign(name):
         return True  # as far as is known
     for site in table()[name].sites:
@@ -98,7 +98,7 @@ def is_castable(name: str) -> bool:
 
 @functools.cache
 def is_view(name: str) -> bool:
-    """Whether op ``name`` may return a view of its input, or only moves, copies or converts it."""
+    """Whether op ``name`` may return a view of its input, or just moves, copies or converts it."""
     if name in facts("views"):
         return True
     sites = table()[name].sites
@@ -110,9 +110,9 @@ def is_view(name: str) -> bool:
 @functools.cache
 def _has_view(name: str) -> bool:
     """Whether a schema of ATen's op ``name`` computes nothing."""
-    may_make_new = schema_parameters(name, False).plain >= _OF_NEW  # known already, of most names
+    may_make_new = schema_parameters(name, False).plain >= _OF_NEW  # already cached for most names
     for schema in schemas_named(name):
-        arguments = schema.arguments  # made anew at each look
+        arguments = schema.arguments  # created anew at each access
         info = arguments[0].alias_info if arguments else None
         if info is not None and not info.is_write:
             return True
@@ -132,33 +132,33 @@ def _has_view(name: str) -> bool:
 
 # --- roles of inputs ---------------------------------------------------------------------------
 
-#: What torch's schemas call tensors of integers.
+#: Names of integer tensors in torch's schemas.
 _INTEGERS: Final = frozenset({"index", "indices", "offsets"})
 
-#: What torch's schemas, and `multi_head_attention_forward`, call what is added to scores.
+#: Names of tensors added to attention scores, in torch's schemas and `multi_head_attention_forward`.
 _MASKS: Final = frozenset({"attn_bias", "attn_mask", "key_padding_mask"})
 
 
 def is_weight(name: str) -> bool:
-    """Whether an argument is a weight, by its name."""
+    """Whether an argument's name is a weight's."""
     return name.endswith("weight")
 
 
 def is_mask(name: str) -> bool:
-    """Whether an argument is added to the scores of an attention, by its name."""
+    """Whether an argument's name is that of a tensor added to attention scores."""
     return name in _MASKS
 
 
 def names_weights(names: Iterable[str]) -> bool:
-    """Whether one of these arguments is a weight by its name: then no other one is a weight."""
+    """Whether one of these names is a weight's; the other arguments are then not weights."""
     return any(map(is_weight, names))
 
 
 @functools.cache
 def idle_roles(op: str) -> dict[str, str]:
-    """Returns the words of a list's line that change nothing of op ``op``, and why.
+    """Returns the words of a list line that have no effect on op ``op``, and why.
 
-    Empty where schemas don't tell.
+    Empty if the schemas don't show it.
     """
     sites = [site for site in table()[op].sites if not site.is_python] if op in table() else []
     names = set()

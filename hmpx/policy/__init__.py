@@ -1,4 +1,4 @@
-"""Which decision each op has, and why: op lists, policy files, sections. A policy is data."""
+"""The decision for each op, and its reason: op lists, policy files, sections. A policy is data."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ from .policy import Policy
 if TYPE_CHECKING:
     from .files import read_policy_file
     from .texts import policy_line
-else:  # files in YAML, and tables for people to read
+else:  # YAML files and tables for people
     __getattr__ = shown_later(
         __name__,
         {"files": "read_policy_file", "texts": "policy_line"},

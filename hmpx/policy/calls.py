@@ -12,12 +12,12 @@ from .decisions import CastPolicy, Decision
 
 Verdict = Decision | CastPolicy | None
 
-#: The parts of a call that a rule may look at, and that its verdicts may depend on.
+#: The parts of a call that a rule may read, and that its verdicts may depend on.
 FIELDS: Final = ("shapes", "dtypes", "devices", "kwargs", "place")
 
 
 class Call:
-    """A call as a rule sees it: never the values in its tensors.
+    """A call as a rule sees it, without the values in its tensors.
 
     Tensors are listed in the order of the op's parameters, also those in lists.
 
@@ -37,7 +37,7 @@ class Call:
     __slots__ = ("_read", "_values", "op")
 
     def __init__(self, op: str, values: Mapping[str, Any], read: set[str]) -> None:
-        """Only hmpx makes calls."""
+        """Only hmpx creates calls."""
         self.op, self._values, self._read = op, values, read
 
     def _get(self, field: str) -> Any:
@@ -76,14 +76,14 @@ class Call:
     def module(self) -> str:
         """Qualified name of the innermost running module: ``"encoder.layer.3.attention"``.
 
-        As the outermost running module's ``named_modules`` gives it; ``""`` for that module itself,
-        and outside of any.
+        As in ``named_modules`` of the outermost running module; ``""`` for that module itself, and
+        outside of modules.
         """
         return self._place().path
 
     @property
     def module_class(self) -> str:
-        """Class name of that module; ``""`` outside of any."""
+        """Class name of that module; ``""`` outside of modules."""
         classes = self._place().classes
         return classes[-1] if classes else ""
 
@@ -94,7 +94,7 @@ class Call:
 
     @property
     def training(self) -> bool | None:
-        """Whether that module is in training mode; None outside of any."""
+        """Whether that module is in training mode; None outside of modules."""
         return self._place().training
 
     def _place(self) -> Place:
@@ -102,7 +102,7 @@ class Call:
 
 
 class Rule(Protocol):
-    """Something that decides one op's calls."""
+    """A callable that decides one op's calls."""
 
     def __call__(self, call: Call, /) -> Verdict:
         """Returns the verdict; None leaves the call to the next rule, and then to the lists."""

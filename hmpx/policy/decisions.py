@@ -18,12 +18,12 @@ from ..number_formats import OVERFLOWS, ROUNDING_MODES, is_format
 if TYPE_CHECKING:
     from ..number_formats import Format
 
-#: What low precision may be: a dtype of torch, or a number format, which is emulated.
+#: A low-precision type: a dtype of torch's, or a number format, which is emulated.
 LowType: TypeAlias = "torch.dtype | Format"
 
 
 class CastPolicy(enum.Enum):
-    """What is done with the inputs of an op.
+    """How an op's inputs are cast.
 
     Example:
         >>> hmpx.load_policy()["softmax"].cast_policy
@@ -40,27 +40,27 @@ class CastPolicy(enum.Enum):
     PASS = "pass"  #: nothing
 
 
-#: By these the dtype that inputs are cast to depends on the call.
+#: With these, the target dtype depends on the call.
 RELATIVE: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FIRST, CastPolicy.FOLLOW})
 
-#: Of these, lists that give way to all other lists. One of FOLLOW does not: it is always the user's own.
+#: Lists of these yield to all other lists. A list of FOLLOW does not: it is always the user's.
 YIELDING: Final = RELATIVE - {CastPolicy.FOLLOW}
 
 #: Prefix of the reason of unlisted ops whose kernels reject mixed dtypes.
 UNNAMED: Final = "lists/first.txt:"
 
-#: An output dtype: that of the call's first floating input, as it was given.
+#: An output dtype: that of the call's first floating input, before casts.
 INPUT: Final = "input"
 
 OutputType = torch.dtype | Literal["input"]
 
-#: Those that name the format of some of an op's tensors.
+#: Fields for the format of some of an op's tensors.
 ROLES: Final = ("weights", "activations", "gradients")
 
-#: Those that only number formats have.
+#: Fields for number formats only.
 _OF_FORMATS: Final = (*ROLES, "rounding", "overflow")
 
-#: As TVM's mixed-precision pass calls them.
+#: The names in TVM's mixed-precision pass.
 ALLOW: Final = CastPolicy.LOW
 FOLLOW: Final = CastPolicy.FOLLOW
 DENY: Final = CastPolicy.FP32
@@ -68,7 +68,7 @@ DENY: Final = CastPolicy.FP32
 
 @dataclass(frozen=True, slots=True)
 class Decision:
-    """What is done with one op.
+    """How one op runs: the casts of its inputs and outputs.
 
     Attributes:
         cast_policy: The rule for its inputs.
@@ -76,19 +76,19 @@ class Decision:
             that `CastPolicy.LOW` rounds to; None for the others, and for the low-precision type of
             the policy.
         accumulate_dtype: The op computes in it: inputs are rounded as usual, then upcast to it. None:
-            as its kernel for the inputs' dtype computes.
-        output_dtype: Floating outputs are cast to it; ``"input"``: to the dtype that the first
-            floating input was given in. None: the inputs' dtype. What an op computes in a number
-            format is rounded to the format only if this is None.
+            in the precision of its kernel for the inputs' dtype.
+        output_dtype: Floating outputs are cast to it; ``"input"``: to the first floating
+            input's dtype before casts. None: the inputs' dtype. Results in a number format are rounded to
+            the format only if this is None.
         weights: The number format, or its name, that weights are rounded to: arguments called
-            ``weight``, and parameters of ops that have no such argument. None: ``dtype``. If any of these three is given and
-            ``dtype`` is one of torch's, that is emulated as a format, too.
-        activations: The one that all other inputs are rounded to; None: ``dtype``.
-        gradients: The one that gradients are rounded to, ``"float32"`` for none; None: as `convert` is
-            told by ``round_gradients``.
-        rounding: How values are rounded to these formats; None: as `convert` is told.
-        overflow: What becomes of values beyond a format's largest; None: as `convert` is told.
-        reason: Where it comes from: ``"my_bf16.txt:3"``. Not part of equality.
+            ``weight``, and parameters of ops without such an argument. None: ``dtype``. If any of these three
+            is given and ``dtype`` is torch's, that is emulated as a format too.
+        activations: The format of all other inputs; None: ``dtype``.
+        gradients: The format of gradients, ``"float32"`` for none; None: by ``round_gradients`` of
+            `convert`.
+        rounding: How values are rounded to these formats; None: by ``rounding`` of `convert`.
+        overflow: How values beyond a format's largest are handled; None: by ``overflow`` of `convert`.
+        reason: Its origin: ``"my_bf16.txt:3"``. Not part of equality.
 
     Raises:
         OptionError: A value is not one of these.
@@ -185,33 +185,33 @@ class Decision:
 
     @property
     def is_named(self) -> bool:
-        """Whether a list, a section or a rule names the op. ``first.txt`` holds unlisted ops."""
+        """Whether a list other than ``first.txt``, a section or a rule names the op."""
         return self.cast_policy is not CastPolicy.PASS and not self.reason.startswith(UNNAMED)
 
     @property
     def returns_input_dtype(self) -> bool:
-        """Whether floating outputs are cast to the dtype that the first input was given in."""
+        """Whether floating outputs are cast to the first input's dtype before casts."""
         return self.output_dtype == INPUT
 
     @property
     def is_composed(self) -> bool:
-        """Whether more is done than casting inputs."""
+        """Whether it does more than cast inputs."""
         return self.accumulate_dtype is not None or self.output_dtype is not None
 
     def options(self) -> Iterator[tuple[str, Any]]:
-        """Yields the words of a list's line that make this decision, after the type, and their values."""
+        """Yields the words after the type in a list line that makes this decision, and their values."""
         for word, option in LINE_OPTIONS.items():
             value = getattr(self, option.field)
             if value is not None and word != "dtype":
                 yield word, value
 
 
-#: Of an op that no list names, and no rule decides.
+#: For ops that no list names and no rule decides.
 UNDECIDED: Final = Decision(CastPolicy.PASS, reason="in no list")
 
 
 def settled_dtype(decision: Decision, low_dtype: LowType) -> LowType | None:
-    """Returns the dtype that a decision casts to, also where it leaves that to the policy."""
+    """Returns the dtype that a decision casts to; ``low_dtype`` where the decision has none."""
     if decision.dtype is None and decision.cast_policy is CastPolicy.LOW:
         return low_dtype
     if decision.dtype is None and decision.cast_policy is CastPolicy.FP32:
@@ -231,7 +231,7 @@ def parse_low_type(value: object) -> LowType:
     if name in native:
         return native[name]
     if is_a(value, torch.dtype) and value in tensors.COMPUTED:
-        name = ""  # the format float32 has a name for those who mean it
+        name = ""  # the format float32 is available by name
     if name in number_formats.names() or name.startswith("custom["):
         return number_formats.get(name)
     known = " or ".join(str(dtype) for dtype in tensors.LOW_PRECISION)
@@ -244,7 +244,7 @@ def parse_low_type(value: object) -> LowType:
 
 
 def parse_format(name: str, value: object) -> Format:
-    """Returns the number format ``value``, or the one of that name; a dtype's is what emulates it."""
+    """Returns the number format ``value``, or the one of that name; for a dtype, the format that emulates it."""
     if is_a(value, torch.dtype) and value in tensors.COMPUTED:
         value = tensors.long_name(value)
     try:
@@ -257,8 +257,8 @@ class LineOption(NamedTuple):
     """A word that may follow a name on a list's line: ``output=float32``."""
 
     field: str  # The field of `Decision` that it sets
-    read: Callable[[str], Any]  # Makes a value of the text after ``=``
-    is_of_low: bool = True  # Only lines of low-precision lists may say it
+    read: Callable[[str], Any]  # Parses the text after ``=``
+    is_of_low: bool = True  # Only lines of low-precision lists may have it
 
 
 def _output_type(name: str) -> OutputType:

@@ -19,7 +19,7 @@ _PASS: Final = Decision(CastPolicy.PASS, reason="an einsum that sums no products
 
 
 def leaves_pointwise_einsums(decisions: Mapping[str, Decision]) -> bool:
-    """Whether a shipped list has einsum low, so that `pass_pointwise` decides first."""
+    """Whether a shipped list puts einsum in low precision, so that `pass_pointwise` must decide first."""
     decision = decisions.get(NAME)
     if decision is None or decision.cast_policy is not CastPolicy.LOW:
         return False
@@ -27,7 +27,7 @@ def leaves_pointwise_einsums(decisions: Mapping[str, Decision]) -> bool:
 
 
 def pass_pointwise(call: Call) -> Decision | None:
-    """A rule: leaves a call that sums no products as it is."""
+    """A rule: leaves calls alone that sum no products."""
     equation = call.kwargs.get("equation")
     if isinstance(equation, str) and not sums_products(equation, call.shapes):
         return _PASS
@@ -44,7 +44,7 @@ def sums_products(equation: str, shapes: Sequence[Sequence[int]]) -> bool:
         before, dots, after = term.partition("...")
         sizes: list[tuple[str | int, int]] = [*zip(before, shape, strict=False)]
         sizes += zip(reversed(after), reversed(shape), strict=False)
-        if dots:  # its dimensions are aligned at the right
+        if dots:  # its dimensions are right-aligned
             sizes += enumerate(reversed(shape[len(before) : len(shape) - len(after)]))
         longer.update({index for index, size in sizes if size != 1})
     summed = {

@@ -1,4 +1,4 @@
-"""Faults of op lists and policy files: names that are unknown, lines that repeat, conflict, or do nothing."""
+"""Faults of op lists and policy files: unknown names; lines that repeat, conflict or do nothing."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ from .op_lists import Entry, Listed, OpList, listed
 
 _OPERATORS: Final = "torch.ops.aten."
 
-#: Where a fault is, and the last line of faults that are too many to be shown.
+#: The place at the start of a fault's text, and the last line of a list of faults that was cut.
 _LINE: Final = re.compile(r"(?P<file>.+?):(?P<line>\d+): ")
 _MORE: Final = re.compile(r"and [\d,]+ more")
 
@@ -60,7 +60,7 @@ def report(
 
 
 class _Found(NamedTuple):
-    """The faults of lists that are used together, by their kind; of each the first, and a count."""
+    """The faults of lists that are used together: for each kind the first ones, and a count."""
 
     unknown: list[str]
     absent: list[str]
@@ -105,7 +105,7 @@ def _why_unknown(text: str) -> str:
 
 
 def repeated_lines(op_lists: Iterable[OpList], most: int = MOST_SHOWN) -> list[str]:
-    """Returns messages for the lines that are in their list twice."""
+    """Returns messages for the lines that occur twice in their list."""
     lines = [line for each in op_lists for line in each.repeated]
     faults = (
         f"{where}: {shown(text)} is already in this list, at {earlier}; remove one of the lines"
@@ -115,7 +115,7 @@ def repeated_lines(op_lists: Iterable[OpList], most: int = MOST_SHOWN) -> list[s
 
 
 def _own_lines(op_list: OpList) -> Iterator[tuple[str, Entry]]:
-    """Yields the ops and lines that are the user's: shipped lists name what need not be installed."""
+    """Yields the user's ops and lines; shipped lists may name functions that are not installed."""
     if not op_list.is_shipped:
         for name, entry in op_list.ops.items():
             if not entry.where.startswith(SHIPPED):
@@ -130,7 +130,7 @@ def _absent_names(op_lists: Iterable[OpList]) -> Iterator[str]:
 
 
 def _idle_lines(lists: Iterable[Listed]) -> Iterator[str]:
-    """Yields messages for lines that can never change anything, or not what they name."""
+    """Yields messages for lines that can't change anything, or not the op that they name."""
     for each in lists:
         if each.decision.cast_policy is CastPolicy.PASS:
             continue
@@ -139,7 +139,7 @@ def _idle_lines(lists: Iterable[Listed]) -> Iterator[str]:
 
 
 def _idle(each: Listed) -> Iterator[str]:
-    """Yields messages for lines without any effect; ``iadd`` beside ``add``, which covers it, is fine."""
+    """Yields messages for lines without effect; allows ``iadd`` alongside ``add``, which covers it."""
     why = "it has only one input" if each.yields else "the dtype of its output decides"
     for name, entry in _own_lines(each.op_list):
         if (
@@ -162,7 +162,7 @@ def _idle_roles(each: Listed) -> Iterator[str]:
 
 
 def _misread(each: Listed) -> Iterator[str]:
-    """Yields messages for lines that probably mean something else than they are read as."""
+    """Yields messages for lines that the user probably meant differently."""
     for name, entry in each.op_list.ops.items():
         if entry.text.startswith(_OPERATORS) and not ops.is_foreign(name):
             yield (
@@ -201,7 +201,7 @@ def _conflicting_lines(lists: Iterable[Listed]) -> Iterator[str]:
 
 
 def check_files(paths: Mapping[str, tuple[str, ...]]) -> list[str]:
-    """Returns the faults of files as text; of very many the first, and how many more there are.
+    """Returns the faults of files as text: the first ones, and how many more there are.
 
     Args:
         paths: Kind of list, or ``policy`` -> paths.
@@ -235,7 +235,7 @@ def _faults_of_policy(path: str) -> list[str]:
     low = source.low_precision_type or torch.bfloat16
     read = [listed(lists, low) for lists in (source.lists, *[s.lists for s in source.sections])]
     faults = [*chain.from_iterable(_found(*read, most=MOST_FAULTS))]
-    if refused:  # what is left out of the rest may be what it lacks
+    if refused:  # without the refused parts, the rest may seem incomplete
         return [*chain.from_iterable(str(each).splitlines() for each in refused), *faults]
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", HmpxWarning)
@@ -251,7 +251,7 @@ def _faults_of_policy(path: str) -> list[str]:
 
 
 def _in_order(faults: list[str]) -> list[str]:
-    """Returns the faults of each file by its lines; files in the order in which they come up."""
+    """Sorts the faults of each file by line; files stay in the order of their first fault."""
     files: dict[str, int] = {}
 
     def place(fault: str) -> tuple[int, int]:

@@ -36,7 +36,7 @@ _T = TypeVar("_T")
 
 _FILE: Final = text_files.TextKind("a policy file", 1 << 20, PolicyFileError)
 
-#: Of all lists in a file together.
+#: In all lists of a file together.
 _MOST_ITEMS: Final = 100_000
 
 _NOTHING: Final = OpList({})
@@ -49,7 +49,7 @@ def read_policy_file(
 
     Args:
         path: The file.
-        faults: Gets the errors of single keys and values, which are left out; None to raise the first.
+        faults: Collects the errors of single keys and values, which are skipped; None raises the first.
 
     Raises:
         PolicyFileError: It can't be read, or is not a policy.
@@ -72,7 +72,7 @@ def from_mapping(mapping: Mapping[str, Any]) -> PolicySource:
 
 
 class _Reader:
-    """Makes values of the nodes of one file; errors name its lines."""
+    """Converts the nodes of one file to values; errors name its lines."""
 
     def __init__(
         self, source: str, folder: Path, faults: list[PolicyFileError] | None = None
@@ -92,7 +92,7 @@ class _Reader:
         return PolicyFileError(f"{self.where(node)}: {message}")
 
     def refuse(self, error: HmpxError) -> None:
-        """Raises ``error``, or puts it aside."""
+        """Raises ``error``, or collects it."""
         if self._faults is None:
             raise error
         self._faults.append(PolicyFileError(str(error)))
@@ -100,7 +100,7 @@ class _Reader:
     # --- mappings, lists and single values
 
     def mapping(self, node: yaml.Node, readers: _Readers, what: str) -> dict[str, Any]:
-        """Returns key -> the value that its reader makes of the key and the node."""
+        """Returns key -> value, each read by the key's reader."""
         self._check_tag(node)
         if not isinstance(node, yaml.MappingNode):
             raise self.error(node, f"{what} must be a mapping of keys to values")
@@ -139,7 +139,7 @@ class _Reader:
     def each(
         self, read: Callable[[str, yaml.Node], _T], key: str, node: yaml.Node
     ) -> tuple[_T, ...]:
-        """Returns what ``read`` makes of each item of a list, as a tuple."""
+        """Returns the result of ``read`` for each item of a list, as a tuple."""
         return tuple([read(key, item) for item in self.items(key, node)])
 
     def text(self, key: str, node: yaml.Node) -> str:
@@ -150,7 +150,7 @@ class _Reader:
         return str(node.value)
 
     def parsed(self, key: str, node: yaml.Node, parse: Callable[[str], _T], name: str = "") -> _T:
-        """Returns what ``parse`` makes of a text; ``name`` is put before its errors."""
+        """Returns the result of ``parse`` for a text; ``name`` prefixes its errors."""
         try:
             return parse(self.text(key, node))
         except (OptionError, ValueError) as error:
@@ -175,7 +175,7 @@ class _Reader:
         return self.parsed(key, node, parse_low_type)
 
     def truth_or_format(self, key: str, node: yaml.Node) -> bool | Format:
-        """Returns ``true`` or ``false`` as a bool, and any other name as the number format of it."""
+        """Returns ``true`` or ``false`` as a bool, and any other name as a number format."""
         text = self.text(key, node)
         if text in ("true", "false"):
             return text == "true"
@@ -272,7 +272,7 @@ class _Reader:
         lists = {key: value for key, value in found.items() if key in KEYS}
         source = SectionSource(lists, conditions, found.get("low_precision_type"), self.where(node))
         if len(self._faults or ()) > known:
-            return source  # what it lacks may be what is wrong
+            return source  # a condition may be missing because of its error
         empty = [key for key, value in conditions.items() if value == ()]
         if empty:
             raise self.error(node, f"{empty[0]} is empty; name at least one, or leave it out")
@@ -336,7 +336,7 @@ class _Reader:
                 lists = {}
         return PolicySource(
             lists=lists,
-            # As with HMP's files, a list that is given takes the place of the shipped one.
+            # As with HMP's files, a given list replaces the shipped one.
             removed=dict.fromkeys(lists, (Entry("*", ""),)),
             base=base,
             low_precision_type=found.get("low_precision_type"),
@@ -349,7 +349,7 @@ class _Reader:
 
 # --- the keys of files -------------------------------------------------------------------------
 
-#: Key -> what reads its value: of the reader, the key, and the node below it.
+#: Key -> the function that reads its value, from the reader, the key and its node.
 _Readers = Mapping[str, Callable[[_Reader, str, yaml.Node], Any]]
 
 _FORMAT_KEYS: Final[_Readers] = {
@@ -387,7 +387,7 @@ _GAUDI_KEYS: Final[_Readers] = {
     "autocast_fp32_ops": _ops_or_null("fp32"),
     "low_precision_type": _Reader.low_type,
     **_FORMAT_KEYS,
-    **dict.fromkeys(  # what is not about casting
+    **dict.fromkeys(  # keys unrelated to casting
         (
             *("use_fused_adam", "use_fused_clip_norm", "use_torch_autocast", "use_dynamic_shapes"),
             *("optimum_version", "transformers_version", "_name_or_path", "architectures"),

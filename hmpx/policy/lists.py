@@ -1,7 +1,7 @@
 """Reads op lists: text -> op names, each with its file and line; finds the shipped ones.
 
 One op per line, ``#`` comments, ``@hmp`` includes the shipped list of the same kind, ``-mul``
-removes an op again, ``*`` means every op that no list names; words after a name say more of it:
+removes an op again, ``*`` means every op that no list names; words after a name are its options:
 ``conv2d float16 output=float32; torch >= 2.14``.
 """
 
@@ -25,13 +25,13 @@ from . import text_files
 from .decisions import LINE_OPTIONS, CastPolicy, LowType
 from .op_lists import FILE_NAMES, KINDS, Entry, OpList
 
-#: Torch has about a thousand ops, so no list that a person writes comes near.
+#: Far more than a person writes: torch has about a thousand ops.
 _MOST_LINES: Final = 1_000_000
 
-#: Each brings in a whole list.
+#: Each includes a whole list.
 _MOST_INCLUDES: Final = 100
 
-#: After so many lines that are not valid, the rest is not read.
+#: Reading stops after this number of invalid lines.
 MOST_FAULTS: Final = 100
 
 #: Prefix of the names of shipped lists.
@@ -52,7 +52,7 @@ def parse(
     is_shipped: bool = False,
     faults: list[OpListError] | None = None,
 ) -> OpList:
-    """Returns the list that ``text`` holds, called ``source`` in messages; ``faults`` gets errors of lines."""
+    """Returns the list in ``text``, called ``source`` in messages; ``faults`` collects errors of lines."""
     lines = text.removeprefix("\ufeff").splitlines()
     if len(lines) > _MOST_LINES:
         raise OpListError(
@@ -70,7 +70,7 @@ def from_lines(
     is_shipped: bool = False,
     faults: list[OpListError] | None = None,
 ) -> OpList:
-    """Returns the list that these lines make, each given with its ``file:line``; else as `parse`."""
+    """Like `parse`, for lines that are each given with their ``file:line``."""
     reading = _Reading(kind)
     where = ""
     for line, where in lines:
@@ -87,12 +87,12 @@ def from_lines(
 
 
 class _Reading:
-    """A list while it is read, line by line; reading a line takes no longer after many others."""
+    """A list while it is read, line by line; the time for a line does not grow with the list."""
 
     def __init__(self, kind: str) -> None:
         self._kind = kind
         self._found: dict[str, Entry] = {}
-        self._own: dict[str, Entry] = {}  # those of them that no ``@`` line has brought
+        self._own: dict[str, Entry] = {}  # those that are not from an ``@`` line
         self._unknown: list[Entry] = []
         self._repeated: list[tuple[str, str, str]] = []
         self._removed: set[str] = set()
@@ -255,7 +255,7 @@ def _value(key: str, value: str) -> Any:
 
 
 def directory() -> Path:
-    """Returns the directory of the shipped lists: in the package, or beside it in a checkout."""
+    """Returns the directory of the shipped lists: in the package, or next to it in a checkout."""
     for candidate in (DIRECTORY / "lists", DIRECTORY.parent / "lists"):
         if (candidate / "first.txt").is_file():
             return candidate
@@ -267,7 +267,7 @@ State = tuple[tuple[str, int, int], ...]
 
 
 def state() -> State:
-    """Returns a value that changes with any shipped list; by it is kept what they alone make."""
+    """Returns a value that changes with any shipped list: the cache key of policies of shipped lists."""
     top = [*os.scandir(directory())]
     files = [*top, *[f for each in top if each.is_dir() for f in os.scandir(each)]]
     stats = [(each.path, each.stat()) for each in files if each.name.endswith(".txt")]
@@ -282,7 +282,7 @@ def set_names() -> list[str]:
 def read_list(
     path: str | os.PathLike[str], kind: str, faults: list[OpListError] | None = None
 ) -> OpList:
-    """Returns the list in the file ``path``, of the kind with that name; ``faults`` as for `parse`."""
+    """Returns the list in the file ``path``, of the named kind; ``faults`` as for `parse`."""
     plain = arguments.path("an op list's path", path)
     return parse(_read_text(plain), short(plain), kind, faults=faults)
 
@@ -306,7 +306,7 @@ def _read_shipped(state: State, name: str, kind: str) -> OpList:
 
 
 def of_libraries() -> OpList:
-    """Returns the shipped list of other libraries' ops, which all other lists outrank."""
+    """Returns the shipped list of other libraries' ops, which all other lists override."""
     return read_shipped("libraries", "fp32")
 
 

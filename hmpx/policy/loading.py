@@ -1,4 +1,4 @@
-"""Makes policies of op lists and policy files: the arguments of `load_policy`, and of `hmpx.convert`."""
+"""Builds policies from op lists and policy files, the arguments of `load_policy` and `hmpx.convert`."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from .op_lists import DEFAULT_SET, Listed, OpList, PolicySource, is_policy_file,
 from .policy import Policy
 from .sections import Section
 
-#: What is given in the place of the first list by mistake -> what to do.
+#: Types that users pass as the first list by mistake -> the remedy.
 _MISPLACED: Final = (
     (nn.Module, "leave the model out: it is torch that is converted, for all models"),
     ((list, tuple, set, frozenset), "names of ops go in policy=hmpx.Policy.from_ops(low=[...])"),
@@ -44,9 +44,9 @@ def load_policy(
     policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
     strict: bool = False,
 ) -> Policy:
-    """Returns the policy that these lists make; the arguments are those of `hmpx.convert`.
+    """Returns the policy of these lists; the arguments are those of `hmpx.convert`.
 
-    A policy file may also be given alone, in the first place: ``load_policy("policy.yaml")``.
+    A policy file may also be the first argument: ``load_policy("policy.yaml")``.
 
     Raises:
         OpListError: A list can't be read, or an op is in two lists; with ``strict``, also if a
@@ -65,10 +65,10 @@ def load_policy(
 
 
 def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
-    """Returns the policy that the arguments of `load_policy` make, and whether its file asks for logging.
+    """Returns the policy for the arguments of `load_policy`, and whether its file asks for logging.
 
     Raises:
-        OpListError: A list can't be read, or an op is in two lists; also of unknown names, if strict.
+        OpListError: A list can't be read, or an op is in two lists; with ``strict``, also if a name is unknown.
         PolicyFileError: The policy file can't be read, or is not a policy.
         OptionError: An argument has an invalid value, or two contradict each other.
     """
@@ -106,7 +106,7 @@ def made_policy(given: Mapping[str, Any]) -> tuple[Policy, bool]:
 
 
 def _path_and_policy(bf16_file_path: object, policy: object) -> tuple[str, object]:
-    """Returns the path of the bf16 list, and the policy, whose file may stand in the list's place."""
+    """Returns the path of the bf16 list, and the policy; its file may be passed as the list."""
     try:
         path = arguments.path("bf16_file_path", bf16_file_path)
     except OptionError as error:
@@ -137,7 +137,7 @@ def _read_source(policy: object) -> PolicySource:
 def _from_lists(
     paths: Mapping[str, str], lists: str, low_dtype: LowType, *, strict: bool
 ) -> Policy:
-    """Returns the policy of the files at ``paths``, by kind, and of a set of lists for the other kinds."""
+    """Returns the policy of the files at ``paths``, by kind; the set of lists supplies the other kinds."""
     own = {kind: read_list(path, kind) for kind, path in paths.items() if path}
     if not own and lists in set_names():
         return Policy(_shipped(state(), lists, low_dtype, strict=strict), low_dtype)
@@ -154,14 +154,14 @@ def _from_lists(
 def _shipped(
     state: State, lists: str, low_dtype: LowType, *, strict: bool
 ) -> Mapping[str, Decision]:
-    """Returns what a set of shipped lists decides alone; ``state`` is that of its files."""
+    """Returns the decisions of a set of shipped lists alone; ``state`` is that of its files."""
     shipped = listed(read_set(lists, low_dtype), low_dtype)
     report(shipped, strict=strict)
     return types.MappingProxyType(resolve([[], shipped, *_beneath(shipped)]))
 
 
 def _beneath(lists: Iterable[Listed], first: OpList | None = None) -> list[list[Listed]]:
-    """Returns the bands that all ``lists`` outrank: ops whose inputs must agree, ops of other libraries."""
+    """Returns the bands below all ``lists``: ops whose inputs must agree, ops of other libraries."""
     removed = frozenset().union(*[each.op_list.removed for each in lists])
     libraries = of_libraries()
     kept = {name: entry for name, entry in libraries.ops.items() if name not in removed}
@@ -216,7 +216,7 @@ def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
             return dataclasses.replace(op_list, ops={}, everything=None)
         name = ops.resolve(entry.text)
         if name in op_list.removed:
-            continue  # the shipped list does without it already
+            continue  # the shipped list does not have it
         if name is not None and name in of_libraries().ops:
             removed.add(name)
         elif name is None or kept.pop(name, None) is None:
@@ -229,7 +229,7 @@ def _without(op_list: OpList, kind: str, source: PolicySource) -> OpList:
 
 
 def _check_sections(made: list[Section]) -> None:
-    """Raises an error where two sections with equal conditions differ about an op."""
+    """Raises an error if two sections with equal conditions decide an op differently."""
     known: dict[object, dict[str, Decision]] = {}
     for section in made:
         decided = known.setdefault(section.conditions(), {})
@@ -244,7 +244,7 @@ def _check_sections(made: list[Section]) -> None:
 
 
 def _with_formats(policy: Policy, source: PolicySource) -> Policy:
-    """Returns the policy with what the file says of all ops in number formats."""
+    """Returns the policy with the file's options for all ops in number formats."""
     if not source.formats:
         return policy
     if not policy.formats():
@@ -252,7 +252,7 @@ def _with_formats(policy: Policy, source: PolicySource) -> Policy:
             f"{source.where}: {next(iter(source.formats))} has no effect: no op runs in a number format; name one as "
             "low_precision_type, or on an op's line"
         )
-    settled: dict[int, Decision] = {}  # a line of ``*`` is one decision for all its ops
+    settled: dict[int, Decision] = {}  # a ``*`` line is one decision for all its ops
 
     def settle(decisions: Mapping[str, Decision]) -> dict[str, Decision]:
         return {
@@ -265,7 +265,7 @@ def _with_formats(policy: Policy, source: PolicySource) -> Policy:
 
 
 def _with_options(decision: Decision, options: Mapping[str, Any]) -> Decision:
-    """Returns a decision with options of a policy file, where it has a format and does not say otherwise."""
+    """Adds options of a policy file to a decision with a format; the decision's own options override them."""
     if not is_format(decision.dtype):
         return decision
     gradients = options.get("round_gradients")

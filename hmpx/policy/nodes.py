@@ -1,4 +1,4 @@
-"""Makes PyYAML's nodes, which have a place for every key and value, of YAML, of JSON, and of dicts.
+"""Converts YAML, JSON and dicts to PyYAML's nodes, which have a place for every key and value.
 
 Nothing is evaluated.
 """
@@ -18,20 +18,20 @@ from ..arguments import is_a
 from ..errors import PolicyFileError, cut, printable, shown
 from ..number_formats import is_format
 
-#: What messages call a policy that is not in a file.
+#: The name of a policy that is not in a file, in messages.
 DICT: Final = "<policy>"
 
-#: PyYAML's own parser takes some 5 s for a megabyte; libyaml a tenth, but its messages say less.
+#: PyYAML's own parser takes some 5 s for a megabyte; libyaml a tenth, but with poorer messages.
 _LONG: Final = 1 << 16
 
-#: A policy has four: itself, its sections, a section, a list in it.
+#: A policy has four: itself, its sections, a section, its list.
 _MOST_LEVELS: Final = 16
 
 #: Longer paths of keys are left out of messages.
 _MOST_PATH: Final = 200
 
-#: In JSON: a string, with the colon that may follow; what YAML does not take between values; what is
-#: no number in JSON.
+#: In JSON: a string, with the colon that may follow; characters between values that YAML rejects;
+#: numbers that JSON does not allow.
 _JSON: Final = re.compile(
     r'(?P<string>"(?:[^"\\]|\\.)*")(?P<space>\s*)(?P<colon>:?)|[\t\r]|(?P<constant>NaN|-?Infinity)'
 )
@@ -57,7 +57,7 @@ def of_yaml(text: str, source: str) -> yaml.Node | None:
         raise PolicyFileError(f"{source}: not valid YAML: {cut(str(error))}") from None
     except RecursionError:
         raise _too_deep(source) from None
-    except (ValueError, OverflowError) as error:  # of \\U escapes, of a version's number
+    except (ValueError, OverflowError) as error:  # from \\U escapes, from a version number
         raise PolicyFileError(f"{source}: not valid YAML: {error}") from None
 
 
@@ -66,7 +66,7 @@ def _too_deep(source: str) -> PolicyFileError:
 
 
 def _check_depth(text: str) -> None:
-    """Raises a RecursionError where libyaml's own recursion, which has no limit, would go deep."""
+    """Raises a RecursionError for deep nesting: libyaml's own recursion has no limit."""
     depth = 0
     for event in yaml.parse(text, Loader=yaml.CSafeLoader):
         depth += isinstance(event, yaml.CollectionStartEvent)
@@ -76,9 +76,9 @@ def _check_depth(text: str) -> None:
 
 
 def of_json(text: str, source: str) -> yaml.Node | None:
-    """Returns the node of the JSON in ``text``; ``source`` is what error messages call it."""
+    """Returns the node of the JSON in ``text``; error messages call it ``source``."""
     try:
-        json.loads(text, parse_int=str)  # Python refuses to convert very long ones
+        json.loads(text, parse_int=str)  # Python rejects very long ones
     except json.JSONDecodeError as error:
         raise PolicyFileError(f"{source}:{error.lineno}: not valid JSON: {error.msg}") from None
     except RecursionError:
@@ -99,7 +99,7 @@ def of_json(text: str, source: str) -> yaml.Node | None:
 
 
 def of_mapping(mapping: Mapping[Any, Any]) -> yaml.Node:
-    """Returns the node of a policy that is a dict: `place` tells the keys that lead to a value."""
+    """Returns the node of a policy that is a dict; `place` returns the keys that lead to a value."""
     return _node("", mapping, 0)
 
 

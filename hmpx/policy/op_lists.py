@@ -1,4 +1,4 @@
-"""Op lists and policy files as data, and which list decides an op that several of them name, or cover."""
+"""Op lists and policy files as data, and the precedence of lists that name or cover the same op."""
 
 from __future__ import annotations
 
@@ -15,22 +15,21 @@ from .. import ops
 from ..errors import OpListError, OptionError
 from .decisions import YIELDING, CastPolicy, Decision, LowType
 
-#: The shipped set that is used where none is named.
+#: The default shipped set.
 DEFAULT_SET: Final = "hmpx"
 
 
 class ListKind(NamedTuple):
-    """What is true of all op lists of a kind."""
+    """The properties of all op lists of a kind."""
 
-    name: str  # What messages and policy files call the kind
-    cast_policy: CastPolicy  # What is decided for its ops
-    # What they are cast to; None for the policy's low-precision type, or where the cast policy
-    # has no dtype of its own
+    name: str  # Its name in messages and policy files
+    cast_policy: CastPolicy  # The decision for its ops
+    # The target dtype; None for the policy's low-precision type, or if the cast policy has no dtype
     dtype: torch.dtype | None = None
     file_name: str | None = None  # Its file in a directory of lists; None if directories have none
-    # In a shipped set, the file that takes its place where the low-precision type is float16
+    # In a shipped set, the file that replaces it if the low-precision type is float16
     float16_file_name: str | None = None
-    # The shipped list that is used where a directory has no such file; ``""`` for none
+    # The shipped list for directories without such a file; ``""`` for none
     stand_in: str = ""
     is_key: bool = True  # Policy files, and the sections in them, have lists of this kind
 
@@ -73,7 +72,7 @@ class Entry(NamedTuple):
 
     text: str  # The name as written, with its prefix: ``"-mul"``
     where: str  # ``"my_bf16.txt:3"``
-    options: Mapping[str, Any] = {}  # Field of `Decision` -> what the line says of it
+    options: Mapping[str, Any] = {}  # Field of `Decision` -> its value in the line
 
 
 @dataclass(frozen=True)
@@ -82,7 +81,7 @@ class OpList:
 
     ops: Mapping[str, Entry]  # Op name -> the line that put it there
     unknown: tuple[Entry, ...] = ()  # Lines whose name is not an op of the installed torch
-    # Names that are there twice, as written, each with both places, the later one first
+    # Names that occur twice, as written, each with both places, the later one first
     repeated: tuple[tuple[str, str, str], ...] = ()
     # Ops removed by a ``-`` line, including operators of ops in the list
     removed: frozenset[str] = frozenset()
@@ -91,13 +90,13 @@ class OpList:
 
 
 class Listed(NamedTuple):
-    """A list, and the decision of a line in it that says nothing else."""
+    """A list, and the decision of its lines without options."""
 
     op_list: OpList
     decision: Decision
 
     def decided(self, entry: Entry) -> Decision:
-        """Returns the decision of a line: that of its list, except where the line says otherwise."""
+        """Returns the decision of a line: the list's, with the line's options."""
         try:
             return dataclasses.replace(self.decision, reason=entry.where, **entry.options)
         except OptionError as error:
@@ -105,7 +104,7 @@ class Listed(NamedTuple):
 
     @property
     def yields(self) -> bool:
-        """Whether the list gives way to those that don't."""
+        """Whether lists that don't yield override this one."""
         return self.decision.cast_policy in YIELDING
 
 
@@ -128,7 +127,7 @@ class SectionSource:
 
     lists: Mapping[str, OpList]  # Name in `KEYS` -> op list
     conditions: Mapping[str, Any]  # Key in `sections.CONDITIONS` -> value
-    low_precision_type: LowType | None  # Of its lists; None for that of the file
+    low_precision_type: LowType | None  # For its lists; None for the file's
     where: str  # ``"policy.yaml:12"``
 
 
@@ -138,12 +137,12 @@ class PolicySource:
 
     # Name in `KEYS` -> ops added to that list
     lists: Mapping[str, OpList] = field(default_factory=dict)
-    # Name in `KEYS` -> the lines that take ops out of the shipped list
+    # Name in `KEYS` -> the lines that remove ops from the shipped list
     removed: Mapping[str, tuple[Entry, ...]] = field(default_factory=dict)
     base: str | None = DEFAULT_SET  # The shipped set, or a directory; None for none
     low_precision_type: LowType | None = None  # None if the file names none
-    # What it says of all its ops in number formats, unless their lines say otherwise:
-    # ``rounding``, ``overflow``, ``round_gradients`` as in `convert`
+    # Options of all its ops in number formats, which lines override: ``rounding``, ``overflow``,
+    # ``round_gradients`` as in `convert`
     formats: Mapping[str, Any] = field(default_factory=dict)
     sections: tuple[SectionSource, ...] = ()  # In their order
     is_verbose: bool = False  # Whether the file asks for logging
@@ -161,9 +160,9 @@ class PolicySource:
 def resolve(bands: Iterable[list[Listed]]) -> dict[str, Decision]:
     """Returns op -> decision.
 
-    A band is a list of op lists. An earlier band outranks a later one. Within a band an operator's
-    own line outranks that of the op that covers it. ``*`` comes after every named line of a
-    low-precision or fp32 list.
+    A band is a list of op lists. An earlier band overrides a later one. Within a band an operator's
+    own line overrides that of the op that covers it. Every named line of a low-precision or fp32
+    list overrides ``*``.
     """
     decisions: dict[str, Decision] = {}
     bands = list(bands)
@@ -188,7 +187,7 @@ def _computing() -> tuple[str, ...]:
 
 
 def _resolve_named(band: list[Listed], decisions: dict[str, Decision]) -> None:
-    """Adds the decisions of the named lines of ``band`` for ops that have none yet."""
+    """Adds the decisions of the named lines of ``band`` for ops without a decision."""
     named = {
         name: (each.decided(entry), each.op_list)
         for each in band

@@ -1,4 +1,4 @@
-"""A policy: the decision for every op that is cast, as frozen data, and questions to it."""
+"""A policy: the decision for every op that is cast, as frozen data."""
 
 from __future__ import annotations
 
@@ -35,13 +35,13 @@ _DECISIONS: Final = "a dict of op names to hmpx.Decision"
 class Policy:
     """A decision for every op that is cast.
 
-    `print` shows it as a table.
+    `print` shows a table.
 
     Attributes:
-        decisions: Op name -> decision. Ops that are not in it are left alone.
+        decisions: Op name -> decision. Other ops are not cast.
         low_precision_type: The type of the low-precision list.
-        sections: Decisions for parts of a model. The first section that holds for a call and names its
-            op outranks ``decisions``.
+        sections: Decisions for parts of a model. The first section that matches a call
+            and names its op overrides ``decisions``.
 
     Example:
         >>> policy = hmpx.Policy.from_ops(low=["linear"], fp32=["softmax"])
@@ -77,7 +77,7 @@ class Policy:
         object.__setattr__(self, "sections", made)
 
     def __repr__(self) -> str:
-        from . import texts  # for people to read, as those below
+        from . import texts  # for people, as below
 
         return f"<hmpx.Policy {texts.policy_line(self)}>"
 
@@ -105,10 +105,10 @@ class Policy:
         return frozenset([said.dtype for said in decided if is_format(said.dtype)])
 
     def section_rules(self) -> dict[str, list[SectionRule]]:
-        """Returns op -> its decisions in sections, in the order in which they are asked."""
+        """Returns op -> its decisions in sections, in their order."""
         found: dict[str, list[SectionRule]] = {}
         for section in self.sections:
-            rules: dict[int, SectionRule] = {}  # a line of ``*`` is one decision for all its ops
+            rules: dict[int, SectionRule] = {}  # a ``*`` line is one decision for all its ops
             for op, decision in section.decisions.items():
                 rule = rules.get(id(decision))
                 if rule is None:
@@ -117,7 +117,7 @@ class Policy:
         return found
 
     def asked_rules(self) -> dict[str, tuple[Rule, ...]]:
-        """Returns op -> rules that decide as `section_rules`, but faster, and the rule for einsum."""
+        """Returns op -> rules equivalent to `section_rules`, but faster, and the rule for einsum."""
         found = {op: (*by_module(rules),) for op, rules in self.section_rules().items()}
         if einsums.leaves_pointwise_einsums(self.decisions):
             found[einsums.NAME] = (*found.get(einsums.NAME, ()), einsums.pass_pointwise)
@@ -138,7 +138,7 @@ class Policy:
         return hashlib.sha256(state.encode()).hexdigest()
 
     def to_yaml(self) -> str:
-        """Returns a policy file that makes an equal policy, with every decision spelled out."""
+        """Returns a policy file for an equal policy, with every decision spelled out."""
         from . import texts
 
         return texts.to_yaml(self)
@@ -154,7 +154,7 @@ class Policy:
         if name is None:
             raise OptionError(ops.unknown(spelling))
         found = self.decisions.get(name)
-        if found is None and ops.is_foreign(name):  # perhaps listed by another name of it
+        if found is None and ops.is_foreign(name):  # perhaps listed by another of its names
             same = ops.same(name, self.decisions)
             found = None if same is None else self.decisions[same]
         return UNDECIDED if found is None else found
@@ -171,11 +171,11 @@ class Policy:
     ) -> Policy:
         """Returns the policy that holds exactly these ops, without any shipped list.
 
-        Where an op is in several, an earlier argument outranks a later one.
+        If an op is in several arguments, the earliest one decides.
 
         Raises:
             OpListError: A name is unknown, or is in both ``low`` and ``fp32``.
-            OptionError: ``low_precision_type`` is not one, or a list holds something else than
+            OptionError: ``low_precision_type`` is invalid, or a list holds something other than
                 strings.
         """
         low_dtype = parse_low_type(low_precision_type)
@@ -190,7 +190,7 @@ class Policy:
 
 
 def _bare(decisions: Mapping[str, Decision]) -> list[tuple[str, str]]:
-    """Returns the ops and what is decided, without reasons; equal for equal decisions."""
+    """Returns the ops and their decisions, without reasons; equal for equal decisions."""
     return sorted((op, _said(decision)) for op, decision in decisions.items())
 
 

@@ -1,8 +1,8 @@
 """Regular expressions of policy files, matched in polynomial time.
 
 Python's `re` backtracks, which can take exponential time. This matcher follows all alternatives at once, as
-a set of positions in the text. It rejects what needs backtracking: backreferences, lookbehind, atomic groups
-and possessive quantifiers.
+a set of positions in the text. It rejects features that need backtracking: backreferences, lookbehind,
+atomic groups and possessive quantifiers.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _REFUSED: Final = {
 
 
 class Regex:
-    """A regular expression for the whole of a text."""
+    """A regular expression that must match a whole text."""
 
     def __init__(self, pattern: str) -> None:
         """Reads the expression."""
@@ -44,7 +44,7 @@ class Regex:
             raise ValueError(f"not a regular expression: {error}") from None
 
     def matches(self, text: str) -> bool:
-        """Whether the whole of a text matches."""
+        """Whether the whole text matches."""
         return len(text) in self._step(text, frozenset([0]))
 
 

@@ -1,7 +1,7 @@
-"""Decisions for a part of a model, or for calls of a kind: a section of a policy file, as data.
+"""Decisions for a part of a model, or for some calls: a section of a policy file, as data.
 
-The conditions of sections are one row each, from which reading, matching and writing follow. Those on
-tensors are about the first floating-point tensor of a call, as it is given.
+Each condition is one row of a table, which defines reading, matching and writing. Conditions on tensors are
+about the first floating-point tensor of a call, before casts.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Regexes:
         self.patterns = patterns
 
     def near(self, name: str) -> Iterable[int]:
-        """Returns the positions, ascending, of all patterns that may match ``name`` or a module around it."""
+        """Returns the ascending positions of all patterns that may match ``name`` or a module around it."""
         return range(len(self.patterns))
 
     def match_around(self, name: str) -> bool:
@@ -52,12 +52,12 @@ class Regexes:
 
     @staticmethod
     def matches(pattern: str, name: str) -> bool:
-        """Whether ``pattern`` matches the whole of ``name``."""
+        """Whether ``pattern`` matches all of ``name``."""
         return _regex_matches(pattern, name)
 
 
 class Globs(Regexes):
-    """Globs, each found by a part between dots that it needs, such as ``3`` in ``layer.3.*``."""
+    """Globs, each indexed by a part between dots that it requires, such as ``3`` in ``layer.3.*``."""
 
     def __init__(self, patterns: Sequence[str]) -> None:
         """Chooses the rarest part of each glob."""
@@ -97,21 +97,20 @@ def _compiled(glob: str) -> re.Pattern[str]:
 
 
 class Condition(NamedTuple):
-    """Something that a section may ask of a call."""
+    """A condition that a section may have."""
 
     key: str  # Its name in policy files, and as an argument of `Section`
-    kind: str  # What reads its value: a method of `files.NodeReader`
-    # Whether a call meets it: of its value, made into ``patterns`` where it has some, and the
-    # call
+    kind: str  # The method of the reader in `files` for its value
+    # Whether a call meets it. Arguments: its value, as ``patterns`` if it has some, and the call
     holds: Callable[[Any, Call], bool]
     is_placed: bool = False  # It depends on the modules that are running
-    # Of neighbouring rows with the same group, one that holds is enough; ``""`` for none
+    # Of adjacent rows with the same group, one must hold; ``""`` for no group
     group: str = ""
     patterns: type[Regexes] | None = None  # For patterns of qualified names: their class
 
 
 def _of_first(ask: Callable[[Any, Call, int], bool]) -> Callable[[Any, Call], bool]:
-    """Returns a predicate that asks about the first floating-point tensor, and needs one."""
+    """Returns a predicate about the first floating-point tensor; False for calls without one."""
 
     def holds(value: Any, call: Call) -> bool:
         floating = [i for i, dtype in enumerate(call.dtypes) if dtype.is_floating_point]
@@ -125,10 +124,10 @@ def _around(patterns: Regexes, call: Call) -> bool:
 
 
 _ROWS: Final = (
-    # The call is in a module with such a qualified name, or inside of one.
+    # The call is in a module with a matching qualified name, or inside one.
     Condition("module", "texts", _around, True, "path", Globs),
     Condition("module_regex", "regexes", _around, True, "path", Regexes),
-    # Class names: the call is in a module of one, or inside of one.
+    # Class names: the call is in a module of such a class, or inside one.
     Condition(
         "module_class",
         "texts",
@@ -159,7 +158,7 @@ CONDITIONS: Final[Mapping[str, Condition]] = {condition.key: condition for condi
 
 @dataclass(frozen=True, init=False)
 class Section:
-    """What is decided for the calls that meet all of its conditions.
+    """Decisions for the calls that meet all of its conditions.
 
     Attributes:
         decisions: Op name -> decision.
@@ -173,7 +172,7 @@ class Section:
     def __init__(
         self, decisions: Mapping[str, Decision], *, where: str = "", **conditions: Any
     ) -> None:
-        """Takes the decisions, where they are from, and the conditions; None and () are no condition."""
+        """Takes the decisions, their origin, and the conditions; None and () mean no condition."""
         for key in conditions.keys() - CONDITIONS.keys():
             raise TypeError(f"a section has no condition {key!r}")
         given = [(key, conditions.get(key)) for key in CONDITIONS]
@@ -194,7 +193,7 @@ class Section:
         return Section(decisions, where=self.where, **dict(self._conditions))
 
     def conditions(self) -> tuple[tuple[str, Any], ...]:
-        """Returns the conditions that there are, by name."""
+        """Returns its conditions, by name."""
         return self._conditions
 
     @property
@@ -218,20 +217,20 @@ class Section:
 
     @property
     def globs(self) -> tuple[str, ...]:
-        """The globs of which one must match the module, or one around it; () for none."""
+        """Globs, one of which must match the module or one around it; () for none."""
         given = dict(self._conditions)
         return () if "module_regex" in given else given.get("module", ())
 
 
 @dataclass(frozen=True, slots=True)
 class SectionRule:
-    """What a section says of one op, as a rule."""
+    """A section's decision for one op, as a rule."""
 
     section: Section
     decision: Decision
 
     def __call__(self, call: Call) -> Decision | None:
-        """Returns the section's decision where its conditions are met."""
+        """Returns the section's decision if its conditions are met."""
         if not self.section.holds_for(call):
             return None
         return replace(self.decision, reason=str(self))
@@ -241,7 +240,7 @@ class SectionRule:
 
 
 class _ByModule:
-    """Rules of neighbouring sections with globs: those are asked whose globs may match a call's module."""
+    """Rules of adjacent sections with globs. Calls only those whose globs may match the module."""
 
     def __init__(self, rules: Sequence[SectionRule]) -> None:
         self._rules = rules
@@ -261,14 +260,14 @@ class _ByModule:
 
 
 def by_module(rules: Iterable[SectionRule]) -> Iterator[Rule]:
-    """Yields rules that decide as ``rules`` do, and ask few of them about a call's module."""
+    """Yields rules equivalent to ``rules`` that call few of them for a given module."""
     for has_globs, group in itertools.groupby(rules, key=lambda rule: bool(rule.section.globs)):
         several = [*group]
         yield from [_ByModule(several)] if has_globs else several
 
 
 def unmatched(sections: Iterable[Section], paths: Iterable[str]) -> list[str]:
-    """Returns a message for each pattern of the sections that none of the qualified names matches."""
+    """Returns a message for each pattern of the sections that matches none of the qualified names."""
     paths = list(paths)
     given = [
         (key, pattern, section.where)

@@ -22,7 +22,7 @@ _SPECIAL: Final[tuple[tuple[Callable[[int], bool], str], ...]] = (
 
 @dataclass(frozen=True)
 class TextKind:
-    """A kind of text file: its name in messages, the largest that is read, the class of errors about it."""
+    """A kind of text file: its name in messages, its size limit, the class of its errors."""
 
     name: str
     most_bytes: int

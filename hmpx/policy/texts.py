@@ -1,4 +1,4 @@
-"""Policies as people read them: a line, a table of text, a table of HTML, a policy file."""
+"""Policies for people: a line, a table in text or HTML, a policy file."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .sections import Section
 if TYPE_CHECKING:
     from .policy import Policy
 
-#: A browser shows no more without getting slow; text has no limit.
+#: More make a browser slow; text has no limit.
 _MOST_HTML_ROWS: Final = 2000
 
 _MOST_NAME: Final = 24
@@ -40,7 +40,7 @@ _TITLES: Final = Row("op", "policy", "dtype", "reason")
 
 
 def policy_line(policy: Policy) -> str:
-    """Returns how many ops have which policy: ``"bf16: 24 LOW, 15 FP32, 2 sections"``."""
+    """Returns the number of ops by cast policy: ``"bf16: 24 LOW, 15 FP32, 2 sections"``."""
     name = short_name(policy.low_precision_type)
     name = name if len(name) <= _MOST_NAME else f"{name[: _MOST_NAME - 3]}..."
     found = Counter(decision.cast_policy for decision in policy.decisions.values())
@@ -51,7 +51,7 @@ def policy_line(policy: Policy) -> str:
 
 
 def table(policy: Policy) -> str:
-    """Returns a table of all decisions, those of sections beneath their conditions."""
+    """Returns a table of all decisions; those of sections follow their conditions."""
     parts = [(f"Policy, {policy_line(policy)}", [*_rows(policy.decisions)])]
     parts += [(_heading(each), [*_rows(each.decisions)]) for each in policy.sections]
     every = [_TITLES, *itertools.chain.from_iterable(rows for _, rows in parts)]
@@ -66,7 +66,7 @@ def table(policy: Policy) -> str:
 
 
 def as_html(policy: Policy) -> str:
-    """Returns the table for notebooks; of very long ones the beginning."""
+    """Returns the table for notebooks; long ones are cut."""
     title = f"Policy, {policy_line(policy)}"
     rows = [_html_row(row, "td") for row in _rows(policy.decisions)]
     for section in policy.sections:
@@ -108,7 +108,7 @@ def _html_row(cells: Iterable[str], tag: str) -> str:
 
 
 def to_yaml(policy: Policy) -> str:
-    """Returns the policy file that makes these decisions, spelled out one by one."""
+    """Returns a policy file with each of these decisions spelled out."""
     low_dtype = policy.low_precision_type
     content: dict[str, Any] = {
         "low_precision_type": _type_name(low_dtype),
@@ -151,7 +151,7 @@ def _lists(decisions: Mapping[str, Decision], low_dtype: LowType) -> dict[str, l
 
 
 def _type_name(low_type: LowType | None) -> str:
-    """Returns the name of a low-precision type; a format that is called as a dtype is, as TVM has it."""
+    """Returns the name of a low-precision type; for a format named like a dtype, TVM's name."""
     assert low_type is not None
     name = tensors.long_name(low_type)
     if isinstance(low_type, Float) and name in map(tensors.long_name, tensors.LOW_PRECISION):

@@ -1,6 +1,6 @@
-"""Decides calls by rules, and keeps each verdict for the calls that are alike.
+"""Decides calls by rules, and caches each verdict for equivalent calls.
 
-Calls are alike for a rule if they agree in everything that it has looked at.
+Calls are equivalent for a rule if they agree in everything that it has read.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from ..torch_state import is_below_dispatcher, place, without_casts
 
 _T = TypeVar("_T")
 
-#: The most verdicts that are kept: shapes may vary without end.
+#: Limit on cached verdicts: shapes may vary without end.
 MOST_VERDICTS: Final = 1 << 17
-#: Of how many tensors every combination is tried.
+#: Up to this number of tensors, every combination is tried.
 _FEW: Final = 4
 _SHAPES: Final = ("shapes",)
 _PLACE: Final = ("place",)
@@ -34,7 +34,7 @@ _VALUES: Final = (bool, int, float, complex, str, torch.dtype, torch.device, typ
 
 
 class Judge(Generic[_T]):
-    """Decides the calls of one call site by rules, and keeps their verdicts."""
+    """Decides the calls of one call site by rules, and caches their verdicts."""
 
     def __init__(
         self,
@@ -44,11 +44,11 @@ class Judge(Generic[_T]):
         low_dtype: LowType,
         follow: Callable[[Decision | None], _T],
     ) -> None:
-        """Takes the op, the rules in the order in which they are asked, and what makes of a decision what is kept."""
+        """Takes the op, the rules in their order, and the function that converts a decision for the cache."""
         self._op, self._rules, self._low_dtype, self._follow = op, rules, low_dtype, follow
         self._names = parameters.names
         self._may_be_nested = "A" in parameters.kinds.values()
-        # What the verdicts depend on, and the verdicts; replaced together, since threads share them.
+        # The fields that verdicts depend on, and the verdicts; replaced together: threads share them.
         self._state: tuple[tuple[str, ...], dict[Any, _T]] = ((), {})
 
     def judge(self, args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> _T:
@@ -89,7 +89,7 @@ class Judge(Generic[_T]):
         if is_below_dispatcher():  # nothing is cast there
             return self._follow(None)
         tensors = _tensors(args, kwargs, self._names)
-        # Sizes may be symbols of a compiler, or tensors under torch.jit.trace: a rule compares them.
+        # Rules compare sizes, which may be symbols of a compiler, or tensors under torch.jit.trace.
         shapes = tuple([torch.Size([int(size) for size in t.shape]) for t in tensors])
         values = {
             "shapes": shapes,
@@ -107,7 +107,7 @@ class Judge(Generic[_T]):
         before, known = self._state
         fields = tuple([name for name in FIELDS if name in read or name in before])
         if fields != before or len(known) >= MOST_VERDICTS:
-            known = {}  # the verdicts depend on more than was known
+            known = {}  # the verdicts depend on more fields than before
             self._state = fields, known
         if all([type(size) is int for tensor in tensors for size in tensor.shape]):  # noqa: C419
             known[self._key(fields, args, kwargs)] = followed
@@ -118,7 +118,7 @@ class Judge(Generic[_T]):
     ) -> list[Tensor]:
         """Returns the float32 tensors whose storage in low precision would change the verdict.
 
-        Those alone or together with few others; of many tensors, one at a time.
+        Tries combinations of few tensors; of many tensors, one at a time.
         """
 
         def is_changed(changed: Collection[int], dtype: torch.dtype) -> bool:
@@ -130,7 +130,7 @@ class Judge(Generic[_T]):
         deciding: set[int] = set()
         for size in range(1, most + 1):
             for several in itertools.combinations(wide, size):
-                # If fewer of them decide already, the others need not.
+                # If a subset decides already, the others are not needed.
                 if deciding.isdisjoint(several) and any(is_changed(several, d) for d in LOW_DTYPES):
                     deciding.update(several)
         return [tensors[n] for n in sorted(deciding)]
@@ -151,7 +151,7 @@ class Judge(Generic[_T]):
         return None
 
     def _settled(self, decision: Decision, rule: Rule) -> Decision:
-        """Returns ``decision`` with a dtype and a reason, where it has none."""
+        """Returns ``decision`` with a dtype and a reason, if it lacks them."""
         dtype = settled_dtype(decision, self._low_dtype)
         return replace(decision, dtype=dtype, reason=decision.reason or str(rule))
 
@@ -177,7 +177,7 @@ def _tensors(
 
 
 def _typed(value: Any) -> tuple[Any, ...]:
-    """Returns ``value`` with its type, which tells 1, 1.0 and True apart."""
+    """Returns ``value`` with its type, since 1, 1.0 and True are equal."""
     if isinstance(value, tuple):
         return value, *map(type, value)
     return value, type(value), str(value) if isinstance(value, float) else None  # -0.0

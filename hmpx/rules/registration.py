@@ -24,7 +24,7 @@ class Registered:
 
     op: str  # Op name, or ``"*"``
     function: Callable[[Call], Verdict]  # The user's function
-    level: int  # The rule of the highest level is asked first; of equal ones, the latest
+    level: int  # The rule of the highest level is called first; of equal ones, the latest
 
     def __call__(self, call: Call) -> Verdict:
         """Returns the verdict of the user's function."""
@@ -34,7 +34,7 @@ class Registered:
             raise RuleError(f"{self} for {call.op} raised {said_by(error)}") from error
 
     def names_modules(self) -> bool:
-        """Whether the function's own code asks about modules; functions that it calls may ask, too."""
+        """Whether the function's own code reads modules; functions that it calls may do so too."""
         code = getattr(self.function, "__code__", None) or getattr(
             type(self.function).__call__, "__code__", None
         )
@@ -54,9 +54,9 @@ class Registered:
 
 
 def are_alike(one: Registered, other: Registered) -> bool:
-    """Whether two rules are one, or functions of equal code with equal values around it.
+    """Whether two rules are the same, or functions with equal code and equal captured values.
 
-    So is a function that is defined again by the same lines, as in a notebook.
+    Functions that a notebook cell defines again are alike.
     """
     if (one.op, one.level) != (other.op, other.level):
         return False
@@ -79,7 +79,7 @@ def _is_as(one: Any, other: Any) -> bool:
 
 
 def _parts(function: types.FunctionType) -> tuple[Any, ...]:
-    """Returns what decides what a function does, but for globals."""
+    """Returns everything that determines a function's behaviour, except globals."""
     code = function.__code__.replace(co_firstlineno=0, co_linetable=b"")
     cells = [_content(cell) for cell in function.__closure__ or ()]
     cells = [None if content is function else content for content in cells]  # it calls itself
@@ -108,21 +108,20 @@ def register_rule(op: str | Iterable[str], fn: _F, level: int = 10) -> _F: ...
 def register_rule(
     op: str | Iterable[str], fn: Callable[[Call], Verdict] | None = None, level: int = 10
 ) -> Any:
-    """Lets a function decide the calls of an op, before the op lists do.
+    """Registers a function that decides the calls of an op before the op lists do.
 
     It is called with a `Call` and returns a `Decision`, or a `CastPolicy` (`ALLOW`, `FOLLOW`,
-    `DENY`), or None to leave the call to the next rule and then to the lists. What it says is kept
-    for all calls that are alike in what it has looked at, so it must depend on nothing else. Tensors
-    that are written to keep their dtype, whatever it says.
+    `DENY`), or None to leave the call to the next rule and then to the lists. Its result is cached for
+    all calls that agree in the fields that it read, so it must depend on nothing else. Tensors
+    that an op writes to always keep their dtype.
 
-    Holds for conversions in force and for later ones, until `unregister_rule`. After
-    TVM's mixed-precision pass.
+    Applies to current and later conversions, until `unregister_rule`. Modelled on TVM's
+    mixed-precision pass.
 
     Args:
         op: An op name as in the lists, several of them, or ``"*"`` for every op.
         fn: The function; None makes a decorator.
-        level: Of several rules the one of the highest level is asked first; of equal ones, that
-            registered last.
+        level: The rule of the highest level is called first; of equal ones, the one registered last.
 
     Returns:
         ``fn``, or the decorator.
@@ -152,7 +151,7 @@ def register_rule(
         rules = RULES.value
         for name in names:
             rules = tuple(
-                rule  # except one that a notebook's cell defines again
+                rule  # except one that a notebook cell defines again
                 for rule in rules
                 if rule.op != name or not _is_same(rule.function, function)
             )
@@ -168,11 +167,11 @@ def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | Non
     """Removes rules that `register_rule` added.
 
     Args:
-        op: What was given there.
+        op: The same as there.
         fn: The function; None for all rules of ``op``.
 
     Raises:
-        OptionError: There is no such rule.
+        OptionError: No such rule is registered.
 
     Example:
         >>> fn = hmpx.register_rule(["mm", "bmm"], lambda call: hmpx.DENY)
@@ -192,7 +191,7 @@ def unregister_rule(op: str | Iterable[str], fn: Callable[[Call], Verdict] | Non
 
 
 def registered(op: str) -> tuple[Registered, ...]:
-    """Returns the rules of ``op``, in the order in which they are asked.
+    """Returns the rules of ``op``, in the order in which they are called.
 
     A rule of an op holds for its operators too, unless they have rules of their own.
     """
@@ -225,17 +224,17 @@ def _resolved(op: str | Iterable[str]) -> list[str]:
 
 
 def _is_same(a: Callable[..., Any], b: Callable[..., Any]) -> bool:
-    """Whether two functions are one definition, run twice."""
+    """Whether two functions come from one definition, executed twice."""
     if not (isinstance(a, types.FunctionType) and isinstance(b, types.FunctionType)):
         return a is b
-    if a.__code__ is b.__code__:  # made twice by one enclosing function
+    if a.__code__ is b.__code__:  # created twice by one enclosing function
         return _bound(a) == _bound(b)
     both = [(f.__module__, f.__qualname__) for f in (a, b)]
     return both[0] == both[1] and "<lambda>" not in a.__qualname__
 
 
 def _bound(function: types.FunctionType) -> tuple[object, ...]:
-    """Returns the identities of the values that a function was made with."""
+    """Returns the identities of a function's captured values and defaults."""
     cells = [_content(cell) for cell in function.__closure__ or ()]
     cells = [None if content is function else content for content in cells]  # it calls itself
     defaults = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).values()]
@@ -243,7 +242,7 @@ def _bound(function: types.FunctionType) -> tuple[object, ...]:
 
 
 def _content(cell: types.CellType) -> Any:
-    """Returns the content of ``cell``; None while it is empty, as a decorated function's own is."""
+    """Returns the content of ``cell``; None if it is empty, as a decorated function's own cell is."""
     try:
         return cell.cell_contents
     except ValueError:
