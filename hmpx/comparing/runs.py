@@ -1,4 +1,4 @@
-"""The runs of a model that a comparison is made of, from the same state each time."""
+"""The runs of a model for a comparison, each from the same state."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ from ..tensors import (
 from ..torch_state import ModelState, disable_casts, reached_by, without_casts
 from .low_run import GradientRun, taken
 
-#: How many random projections of the outputs stand in for a loss.
+#: Number of random projections of the outputs that replace a loss.
 PROJECTIONS: Final = 4
 
 
@@ -42,7 +42,7 @@ Run = Callable[[OpCall, CallTensors | None], None]
 class Done:
     """The result of a run: outputs by place, floating-point and others, the loss or NaN.
 
-    ``error`` tells why the backward failed, where nobody has asked for it.
+    ``error`` is why the backward failed; set only if the user did not request a backward.
     """
 
     outputs: dict[str, Tensor]
@@ -59,9 +59,9 @@ class Done:
 
 
 class _Passing:
-    """Passes on what is observed to the run that goes on.
+    """Passes observed calls on to the current run.
 
-    Knows no model: names that are imported meanwhile keep wrappers, and with them observers.
+    Holds no model: names imported meanwhile keep wrappers, and with them observers.
     """
 
     def __init__(self) -> None:
@@ -79,13 +79,13 @@ class _Passing:
 
 
 class Runs:
-    """Runs a model, each time from the state that it was found in.
+    """Runs a model, each time from its initial state.
 
     Attributes:
-        state: That state.
+        state: The initial state.
         parameters: The model's parameters by name.
         is_calling: Whether the model is running, or has failed.
-        gradients_error: What the model fails with if it learns; runs are without gradients then.
+        gradients_error: The error of the model's backward in low precision; runs are then without gradients.
     """
 
     def __init__(
@@ -122,7 +122,7 @@ class Runs:
 
     @contextlib.contextmanager
     def observed(self) -> Iterator[None]:
-        """Passes on calls of runs to their observers; making wrappers anew takes time, so once for all."""
+        """Passes on calls of runs to their observers. Wrappers are slow to make, so they are made once."""
         passing = self._passing
         with (
             attach(passing.observe, tensors=True, every_op=True),
@@ -140,7 +140,7 @@ class Runs:
         """Runs forward and backward as converted, and returns the result and the gradients."""
 
         def differentiate(scalars: list[Tensor]) -> str | None:
-            compared = scalars[-1:]  # the one that `exact` compares gradients of
+            compared = scalars[-1:]  # the one whose gradients `exact` compares
             self.state.keep_gradients(compared)
             return self._differentiate(compared)
 
@@ -161,7 +161,7 @@ class Runs:
             first = len(scalars) - 1
             compared.start()
             error = self._differentiate(scalars[first:], keep=first > 0)
-            compared.end()  # of the others `low` has no gradients
+            compared.end()  # `low` has no gradients of the others
             return error or self._differentiate(scalars[:first])
 
         try:
@@ -187,7 +187,7 @@ class Runs:
             given = copied(self._inputs)
             if not is_learning:
                 given = map_all(given, Tensor.detach)
-            elif not self._learning:  # gradients must arrive somewhere, to pass by all calls
+            elif not self._learning:  # gradients must arrive somewhere, to pass all calls
                 given = map_all(given, _learning_copy)
         with torch.set_grad_enabled(is_learning):
             return self._called(given)
@@ -222,7 +222,7 @@ class Runs:
         return Done(outputs, others, loss, error or self.gradients_error)
 
     def _differentiate(self, scalars: list[Tensor], *, keep: bool = False) -> str | None:
-        """Differentiates scalars; returns what went wrong where nobody has asked for gradients."""
+        """Differentiates scalars; returns the error if the user did not request gradients."""
         for index, scalar in enumerate(scalars):
             if scalar.requires_grad:
                 try:
@@ -250,13 +250,13 @@ class Runs:
 
 
 def _learning_copy(tensor: Tensor) -> Tensor:
-    """Returns a copy that gradients arrive at; not a leaf, so that it may be written to."""
+    """Returns a copy that gets gradients; not a leaf, so that it may be written to."""
     is_real = tensor.dtype.is_floating_point and is_dense(tensor)
     return tensor.detach().requires_grad_().clone() if is_real else tensor
 
 
 def _finite(tensor: Tensor) -> Tensor:
-    """Returns ``tensor`` with 0 for what is masked by infinities, or has become NaN."""
+    """Returns ``tensor`` with 0 for values masked by infinities, and for NaN."""
     return torch.where(torch.isfinite(tensor), tensor, torch.zeros_like(tensor))
 
 
@@ -277,7 +277,7 @@ def _is_compiled(model: Callable[..., Any]) -> bool:
 
 
 def relative(outputs: dict[str, Tensor] | None, references: dict[str, Tensor]) -> float:
-    """Returns the norm of the differences over that of the references; NaN if there are none, or they don't fit."""
+    """Returns the norm of the differences over that of the references; NaN if they don't match."""
     shapes = {where: each.shape for where, each in references.items()}
     if not outputs or {where: each.shape for where, each in outputs.items()} != shapes:
         return math.nan

@@ -1,7 +1,7 @@
-"""The run in float32, in which each call is made a second time in low precision, beside the program.
+"""The float32 run, in which each call also runs in low precision.
 
-What the program computes with stays float32; so gradients are those of the float32 model, and one
-backward gives the effect of every call's rounding.
+The program itself computes in float32. So gradients are those of the float32 model, and one backward gives
+the effect of every call's rounding.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ class Arrival:
 
 @dataclass(slots=True)
 class Kept:
-    """Numbers that are kept of the calls of one site, on their device.
+    """Numbers kept for the calls of one site, on their device.
 
     Attributes:
-        low: The first of its calls in the run in low precision.
-        order: Its place among the sites.
-        calls: How many calls were compared.
+        low: The first of its calls in the low-precision run.
+        order: Its position among the sites.
+        calls: Number of calls compared.
         numbers: Of each result, `Measured.numbers`.
         exponents: Of each result, `Measured.exponents`.
         effects: Of each result and each backward, its effect.
-        arrivals: Of each call that was compared, whether a gradient has arrived.
-        propagated: Of each result, norms of difference and reference, of samples.
-        inputs: The largest magnitudes of inputs that the low-precision type must hold.
-        flips: Of each result of integers, how many differ, and of how many.
+        arrivals: For each compared call, whether a gradient has arrived.
+        propagated: Of each result, norms of difference and reference, from samples.
+        inputs: The largest magnitudes of inputs, which the low-precision type must hold.
+        flips: Of each integer result, the number of differences, and its size.
     """
 
     low: LowCall
@@ -72,11 +72,11 @@ _Found = tuple[Kept, LowCall, Arrival]
 
 
 class ShadowRun:
-    """The observer of the run in float32.
+    """The observer of the float32 run.
 
     Attributes:
-        kept: Op, module and location -> what is kept of their calls.
-        unmatched: How many calls the run in low precision did not make.
+        kept: Op, module and location -> the numbers of their calls.
+        unmatched: Number of calls missing from the low-precision run.
     """
 
     def __init__(
@@ -91,12 +91,12 @@ class ShadowRun:
         """Compares some calls with those of ``low_run``.
 
         Args:
-            low_run: The run in low precision.
+            low_run: The low-precision run.
             reference: The dtype of references: float32, or float64.
-            compared: The ``id`` of each call that is compared in this run.
+            compared: The ``id`` of each call to compare in this run.
             kept: Numbers of each site; more are added.
-            draws_gradients: Has gradients arrive also at results that depend on no parameter, such as
-                those of positions. A program that writes to such a result in place can't run then.
+            draws_gradients: Makes gradients also reach results that depend on no parameter, such as those of
+                positions. A program that writes to such a result in place can't run then.
         """
         self.kept, self.unmatched = kept, 0
         self._low_run, self._reference, self._compared = low_run, reference, compared
@@ -125,7 +125,7 @@ class ShadowRun:
             self._compare(found, call, tensors)
 
     def _found(self, call: OpCall) -> _Found | None:
-        """Returns the same call in low precision: one of the same site, by its number."""
+        """Returns the same call in low precision, by its position at its site."""
         site = Site(call.site, call.module, call.location)
         known = self._low_run.calls.get(site, [])
         index = self._next[site]
@@ -138,7 +138,7 @@ class ShadowRun:
         return kept, known[index], Arrival()
 
     def _found_again(self, call: OpCall) -> _Found | None:
-        """Returns a call that a checkpoint has made without gradients; its line is no longer known."""
+        """Returns the call that a checkpoint made before, without gradients; its line is unknown by now."""
         several = self._without.get((call.site, call.module))
         if not several:
             return None
@@ -187,7 +187,7 @@ class ShadowRun:
                 self._hooks.append(result.register_hook(hook))
 
     def end(self) -> None:
-        """Takes away hooks and gradients: a result may be a buffer or a parameter, which lives on."""
+        """Removes hooks and gradients, since a result may be a buffer or a parameter, which lives on."""
         for hook in self._hooks:
             hook.remove()
         for found in self._drawn:
@@ -206,7 +206,7 @@ def _keep_effect(kept: Kept, arrival: Arrival, difference: Tensor, gradient: Ten
 
 
 def _keep_propagated(kept: Kept, low: LowCall, results: list[Tensor]) -> None:
-    """Compares samples of the results of the two runs, with all errors of the calls before."""
+    """Compares samples of both runs' results, which include the errors of earlier calls."""
     here = [each for each in map(stored, results) if is_floating(each) and is_measurable(each)]
     for result, other in zip(here, low.samples, strict=False):
         values = sample(result.detach())
@@ -226,13 +226,13 @@ def _results(
 ) -> tuple[list[Tensor], list[Tensor]]:
     """Returns the results of a call: references, and those in low precision.
 
-    A call that only follows inputs which are low already is compared on these very inputs: what their
-    rounding does is counted where they come from.
+    A call that only follows inputs that are already low is compared on these inputs. The effect of their
+    rounding is counted at its origin.
     """
     args, kwargs = tensors.given, dict(tensors.given_kwargs)
     given = tuple([each.dtype for each in given_floats(args, kwargs)])
     low_args, low_kwargs = _cast(args, kwargs, low.input_dtypes)
-    # A call on which nothing is decided must not be cast: it ran as it was.
+    # A call without a decision ran as it was, and must not be cast.
     run = tensors.run if low.call.cast_policy == "PASS" else tensors.run_cast
     rounded = tensors_in([run(*_fresh(tensors, low_args), **_fresh(tensors, low_kwargs))])
     reference: Any = tensors.result
@@ -253,7 +253,7 @@ _FLOATS: Final = frozenset(CAST)
 def _cast(
     args: tuple[Any, ...], kwargs: Mapping[str, Any], dtypes: tuple[torch.dtype, ...]
 ) -> tuple[tuple[Any, ...], Kwargs]:
-    """Returns arguments whose floating tensors have these dtypes."""
+    """Returns arguments with their floating tensors in these dtypes."""
     rest = iter(dtypes)
 
     def cast(tensor: Tensor) -> Tensor:

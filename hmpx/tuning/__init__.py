@@ -1,4 +1,4 @@
-"""Tuning: the smallest set of ops to keep in fp32, found and proven."""
+"""Tuning: finds the smallest set of ops to keep in fp32, and proves it."""
 
 from __future__ import annotations
 

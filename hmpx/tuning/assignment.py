@@ -1,7 +1,7 @@
-"""Which type each spot computes in, as a policy: lists for whole ops, sections for modules.
+"""Policies that give each spot its type: lists for whole ops, sections for modules.
 
-What follows its inputs is in no list but the shipped ones of ops that take the widest type among their inputs,
-or that of the first: `_RELATIVE`.
+An op that follows its inputs is only in shipped lists with such a rule: the widest type among the inputs, or
+that of the first. See `_RELATIVE`.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ from ..errors import PolicyFileError
 from ..policy import CastPolicy, Policy, load_policy
 from .candidates import FOLLOWS, Candidate, Kept, Spot, parted
 
-#: The type of what is kept.
+#: The type of kept ops.
 FP32: Final = "float32"
 
 
 def assigned(candidates: Iterable[Candidate], kept: Kept, low_type: str) -> dict[Spot, str]:
-    """Returns each spot -> the name of the type that it computes in.
+    """Maps each spot to the name of its type.
 
     Args:
         candidates: All candidates; several may stand for a spot.
-        kept: Those in fp32; ``"softmax=bfloat16"`` stands for one in another type, ``"add=follows"`` for one
-            that follows its inputs.
+        kept: Those in fp32; ``"softmax=bfloat16"`` for another type, ``"add=follows"`` for one that follows its
+            inputs.
         low_type: The name of the type of all others.
     """
     by_name = {each.name: each for each in candidates}
@@ -42,7 +42,7 @@ def policy_of(types: Mapping[Spot, str], low_type: str) -> Policy:
 
 
 def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
-    """Returns that policy as a policy file has it."""
+    """Returns that policy in the form of a policy file."""
     base = {op: _base_type(op, types, low_type) for op in sorted({op for op, _ in types})}
     placed = _placed(types, base)
     sections: list[dict[str, Any]] = []
@@ -64,13 +64,13 @@ def policy_source(types: Mapping[Spot, str], low_type: str) -> dict[str, Any]:
 
 
 def reads_first(op: str) -> bool:
-    """Whether an op that follows its inputs follows the first, as a product of matrices does."""
+    """Whether an op that follows its inputs follows the first one, like a matrix product."""
     return _relative(op) is CastPolicy.FIRST
 
 
 @functools.cache
 def may_follow(op: str) -> bool:
-    """Whether a policy can say that an op follows its inputs: not where other ops' lines alone decide it."""
+    """Whether a policy can make an op follow its inputs: not if other ops' lines alone decide it."""
     if ops.is_foreign(op):
         return False
     try:
@@ -82,7 +82,7 @@ def may_follow(op: str) -> bool:
 
 @functools.cache
 def _relative(op: str) -> CastPolicy:
-    """Returns what is decided for an op that is in no list of low precision or fp32."""
+    """Returns the decision for an op that is in no low-precision or fp32 list."""
     nothing = {"remove": ["*"]}
     return load_policy(policy={"lists": "hmpx", "low": nothing, "fp32": nothing})[op].cast_policy
 
@@ -93,7 +93,7 @@ def _shipped(op: str) -> CastPolicy:
 
 
 def _make_follow(op: str, lists: dict[str, Any]) -> None:
-    """Takes an op out of the shipped lists where these decide otherwise."""
+    """Removes an op from the shipped lists that decide otherwise."""
     shipped = _shipped(op)
     if shipped is _relative(op):
         return
@@ -114,7 +114,7 @@ def _base_type(op: str, types: Mapping[Spot, str], low_type: str) -> str:
 
 
 def _placed(types: Mapping[Spot, str], base: Mapping[str, str]) -> dict[str, dict[str, str]]:
-    """Returns module -> op -> type, where that differs from what the modules around it say."""
+    """Returns module -> op -> type, where it differs from the enclosing modules."""
     placed: dict[str, dict[str, str]] = {}
     for (op, module), wanted in sorted(types.items(), key=lambda each: _depth(each[0][1])):
         if module and _inherited(op, module, placed, base) != wanted:
@@ -128,7 +128,7 @@ def _placed(types: Mapping[Spot, str], base: Mapping[str, str]) -> dict[str, dic
 def _inherited(
     op: str, module: str, placed: Mapping[str, Mapping[str, str]], base: Mapping[str, str]
 ) -> str:
-    """Returns the type of an op in a module by the sections of the modules around it, and of itself."""
+    """Returns an op's type in a module by the sections of that module and the enclosing ones."""
     parts = module.split(".")
     for count in range(len(parts), 0, -1):
         found = placed.get(".".join(parts[:count]), {}).get(op)
@@ -149,7 +149,7 @@ def _depth(module: str) -> int:
 
 
 def _glob(module: str) -> str:
-    """Returns the pattern that matches this name alone."""
+    """Returns the pattern that matches only this name."""
     return "".join(f"[{each}]" if each in "*?[" else each for each in module)
 
 

@@ -1,4 +1,4 @@
-"""Candidates: what a search may keep in fp32, what keeping it costs, and what is known of sets of them."""
+"""Candidates: ops that a search may keep in fp32, the cost of keeping them, and results of sets of them."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import Final, NamedTuple
 
 from ..policy import CastPolicy, load_policy
 
-#: Where an op is called: its name, and the qualified name of the module; ``""`` outside of any.
+#: A call site of an op: its name, and the module's qualified name; ``""`` outside any module.
 Spot = tuple[str, str]
 
 #: Spot -> FLOPs and bytes of its calls.
 Costs = Mapping[Spot, tuple[int, int]]
 
-#: A set of candidates that are kept out of low precision, by name: in fp32, or ``"add=follows"``, or in
-#: another type: ``"linear=bfloat16"``.
+#: A set of candidates kept out of low precision, by name: in fp32, ``"add=follows"``, or in another type:
+#: ``"linear=bfloat16"``.
 Kept = frozenset[str]
 
-#: The type of what computes in low precision where all that it is given is, and in fp32 elsewhere.
+#: The type of ops that are in low precision only if all their inputs are, and else in fp32.
 FOLLOWS: Final = "follows"
 
-#: How many spots stand for themselves where candidates are modules; the rest is grouped by op.
+#: Most spots that are candidates themselves when candidates are modules; the rest is grouped by op.
 MOST_SPOTS: Final = 24
 
-#: How many candidates there are at most, as long as there are fewer ops: each one that is kept costs an evaluation.
+#: Most candidates, unless there are more ops: each kept one costs an evaluation.
 _MOST_CANDIDATES: Final = 32
 
-#: A line in a list costs something, however little work its op does: so much of the model's work.
+#: The cost of a line in a list, as a share of the model's work, however little work its op does.
 COST_OF_A_LINE: Final = 0.01
 
 
 class Score(NamedTuple):
-    """What is known of rounding an op in a module.
+    """The effect of rounding an op in a module.
 
     Attributes:
         effect: Its first-order effect on the result.
         is_hard: Some of its values leave the low type's range.
-        is_unseen: Some of its calls are rounded, but no gradient arrives at them, as at those that make
-            tables of positions: their effect is not known.
+        is_unseen: Some of its calls are rounded but get no gradient, such as those that make tables of
+            positions: their effect is unknown.
     """
 
     effect: float = 0.0
@@ -52,21 +52,21 @@ Scores = Mapping[Spot, Score]
 
 @dataclass(frozen=True)
 class Candidate:
-    """Something that is computed in fp32 or in low precision as a whole.
+    """Something that is in fp32 or in low precision as a whole.
 
     Attributes:
         name: ``"softmax"``, or ``"encoder.0.attn:softmax"``.
         spots: The op and modules that it stands for.
-        score: Its first-order effect on the result in low precision; None if that is not known.
-        flops: Floating-point operations of one forward, and
-        bytes: the bytes that these calls read and write in fp32.
+        score: Its first-order effect on the result in low precision; None if unknown.
+        flops: Floating-point operations of its calls in one forward.
+        bytes: Bytes that these calls read and write in fp32.
         benefit: Their share of the model's work, from 0 to 1: of FLOPs and of bytes, half each.
         is_hard: Some of its values leave the low type's range.
-        is_unseen: The score leaves out some of its calls, at which no gradient arrives.
-        prior: Order where scores are unknown: the smallest is kept first.
+        is_unseen: The score excludes some of its calls, which get no gradient.
+        prior: Order if scores are unknown: the smallest is kept first.
         may_follow: It may also follow its inputs, call by call.
-        saved: What low precision saves of the time of all calls in fp32, as a share; below 0 where it
-            takes longer. None if that was not measured.
+        saved: Share of its fp32 time that low precision saves; below 0 if it takes longer. None if not
+            measured.
     """
 
     name: str
@@ -83,28 +83,28 @@ class Candidate:
 
     @property
     def is_free(self) -> bool:
-        """Whether it is known that low precision saves no time: keeping it in fp32 costs nothing."""
+        """Whether low precision is known to save no time, so that keeping it in fp32 is free."""
         return self.saved is not None and self.saved <= 0
 
     @property
     def cost(self) -> float:
-        """What keeping it costs: a share of the model's work, and a line in a list."""
+        """The cost of keeping it: a share of the model's work, and a line in a list."""
         return self.benefit + COST_OF_A_LINE
 
     @property
     def op(self) -> str:
-        """The op, of which it has one or more modules."""
+        """The op, in one or more modules."""
         return min(self.spots)[0]
 
 
 def timed(
     candidates: Iterable[Candidate], seconds: Mapping[Spot, tuple[float, float]]
 ) -> list[Candidate]:
-    """Returns the candidates with the time that low precision saves as their benefit.
+    """Returns the candidates with their saved time as benefit.
 
     Args:
         candidates: The candidates.
-        seconds: Spot -> how long its calls take in fp32, and in low precision with their casts.
+        seconds: Spot -> time of its calls in fp32, and in low precision with their casts.
     """
     whole = sum(fp32 for fp32, _ in seconds.values()) or 1.0
     found = []
@@ -122,8 +122,7 @@ def by_op(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
 def by_module(spots: Costs, scores: Scores | None = None) -> list[Candidate]:
     """Returns a candidate for each spot that matters, and one for the rest of each op.
 
-    A search needs an evaluation for each candidate that it keeps, so what has little effect by itself is
-    kept or not by op.
+    Each kept candidate costs the search an evaluation, so spots of little effect are grouped by op.
     """
     if scores is None or len(spots) <= MOST_SPOTS:
         return _grouped(spots, scores, name_of)
@@ -183,21 +182,21 @@ def _prior(op: str) -> float:
 
 
 def parted(member: str) -> tuple[str, str]:
-    """Returns the candidate that a member of a set stands for, and its type there; ``""`` for fp32.
+    """Returns the candidate and the type of a member of a set; the type is ``""`` for fp32.
 
-    Names of modules may hold ``=``, but an op comes behind them, and no op's or type's name holds ``:``.
+    Module names may contain ``=``, but the op comes after them, and op and type names contain no ``:``.
     """
     name, _, other = member.rpartition("=")
     return (name, other) if name and ":" not in other else (member, "")
 
 
 def bare(member: str) -> str:
-    """Returns the name of the candidate that a member of a set stands for, without its type there."""
+    """Returns the name of a member's candidate, without the type."""
     return parted(member)[0]
 
 
 def following(name: str) -> str:
-    """Returns the member that stands for a candidate that follows its inputs."""
+    """Returns the member for a candidate that follows its inputs."""
     return f"{name}={FOLLOWS}"
 
 
@@ -207,21 +206,21 @@ def is_following(member: str) -> bool:
 
 
 def is_within(kept: Kept, other: Kept) -> bool:
-    """Whether all members of a set are in another, following their inputs there or in fp32."""
+    """Whether all members of a set are in another one, where they follow their inputs or are in fp32."""
     return all(each in other or (is_following(each) and bare(each) in other) for each in kept)
 
 
-# --- what is known of a set --------------------------------------------------------------------------
+# --- results of a set --------------------------------------------------------------------------------
 
 
 class Seen(NamedTuple):
-    """What the calls of a candidate computed in, while a set was evaluated.
+    """Shares of a candidate's work in low precision, while a set was evaluated.
 
     Attributes:
-        flops: The share of its floating-point operations that were in low precision, from 0 to 1, and
-        bytes: of its bytes.
-        given: The share of its bytes that are of calls to which only low precision was given: where it
-            follows its inputs, no others are in low precision.
+        flops: Share of its floating-point operations in low precision, from 0 to 1.
+        bytes: Share of its bytes in low precision.
+        given: Share of its bytes in calls whose inputs were all low: if it follows its inputs, only these
+            calls are in low precision.
     """
 
     flops: float
@@ -231,11 +230,11 @@ class Seen(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What came of a set.
+    """The result of a set.
 
     Attributes:
         error: The error; infinite where outputs are not finite.
-        seen: Name of each candidate that may follow its inputs -> what its calls computed in.
+        seen: Name of each candidate that may follow its inputs -> the shares of its calls in low precision.
     """
 
     error: float
@@ -247,12 +246,12 @@ class Evaluation:
     """One evaluation of a search.
 
     Attributes:
-        kept: What was computed in fp32, or followed its inputs.
-        phase: What it was for: ``"all fp32"``, ``"all low"``, ``"free"``, ``"unseen"``, ``"range"``,
+        kept: The candidates in fp32, or following their inputs.
+        phase: Its purpose: ``"all fp32"``, ``"all low"``, ``"free"``, ``"unseen"``, ``"range"``,
             ``"prefix"``, ``"shipped"``, ``"prune"``, ``"sweep"``, ``"follow"``,
             ``"fresh inputs"``.
         error: The error; infinite where outputs are not finite.
-        passed: Whether that was within the tolerance of that time.
+        passed: Whether that was within the tolerance at that time.
     """
 
     kept: Kept
@@ -262,7 +261,7 @@ class Evaluation:
 
 
 def low_parts(candidate: Candidate, kept: Kept, seen: Mapping[str, Seen]) -> tuple[float, float]:
-    """Returns the shares of a candidate's FLOPs and bytes that are in low precision with a set."""
+    """Returns the shares of a candidate's FLOPs and bytes in low precision with a set."""
     if candidate.name in kept:
         return 0.0, 0.0
     if following(candidate.name) in kept and candidate.name in seen:
@@ -273,12 +272,12 @@ def low_parts(candidate: Candidate, kept: Kept, seen: Mapping[str, Seen]) -> tup
 def shares(
     candidates: Sequence[Candidate], kept: Kept, seen: Mapping[str, Seen] | None = None
 ) -> tuple[float, float]:
-    """Returns the shares of FLOPs and of bytes that are computed in low precision, each from 0 to 1.
+    """Returns the shares of FLOPs and of bytes in low precision, each from 0 to 1.
 
     Args:
         candidates: All candidates.
         kept: The set.
-        seen: What was seen of the members that follow their inputs, in an evaluation of the set.
+        seen: The shares of the members that follow their inputs, from an evaluation of the set.
     """
     parts = [low_parts(each, kept, seen or {}) for each in candidates]
     flops = sum(each.flops for each in candidates)

@@ -1,4 +1,4 @@
-"""Tunes what can't be a function: a command whose exit status says whether a policy passes."""
+"""Tunes by a command whose exit status says whether a policy passes."""
 
 from __future__ import annotations
 
@@ -33,10 +33,10 @@ from .runner import Runner, Searching, outcome_from_record
 from .runner import progress as shown_progress
 from .text import CHECK
 
-#: The file of a run that holds what the command has printed.
+#: The file of a run with the command's output.
 OUTPUT: Final = "output.txt"
 
-#: In place of an exit status.
+#: Takes the place of an exit status.
 _TIMEOUT: Final = "timeout"
 
 #: A check passes or fails; as errors:
@@ -45,15 +45,15 @@ _PASSES, _TOLERANCE, _FAILS = 0.0, 0.5, math.inf
 
 @dataclass(frozen=True)
 class Check:
-    """A command that says whether a policy passes.
+    """A command that tests whether a policy passes.
 
     Attributes:
-        command: What a shell runs. `hmpx run` in it obeys the environment variables.
-        directory: Where artefacts are kept: a directory for each run, the journal, the result.
+        command: A shell command. `hmpx run` in it obeys the environment variables.
+        directory: Directory of the artefacts: a folder for each run, the journal, the result.
         low_precision_type: The low-precision type; None for bfloat16.
         by: ``"op"``, or ``"module"``.
         runs: How often the command must pass.
-        timeout_s: After how many seconds a run counts as failed; None for never.
+        timeout_s: Seconds after which a run counts as failed; None for no limit.
         budget: Most evaluations.
     """
 
@@ -104,10 +104,10 @@ def _tuned(check: Check, low_type: str, *, is_shown: bool) -> Tuned:
 
 
 class _Commands:
-    """Runs the command, each time in a directory of its own for what it writes.
+    """Runs the command, each time in its own directory.
 
     Attributes:
-        candidates: What may be kept.
+        candidates: All candidates.
         last: The directory of the last run.
     """
 
@@ -117,10 +117,10 @@ class _Commands:
         self.last = check.directory
 
     def spots(self, journal: Journal) -> Costs:
-        """Returns what the command calls that may run in low precision, with what it costs.
+        """Returns the command's ops that may run in low precision, with their costs.
 
         Raises:
-            OptionError: There is none, the command fails in fp32, or does not run under hmpx.
+            OptionError: There are none, the command fails in fp32, or does not run under hmpx.
         """
         for known in journal.parsed["spots"]:
             return known  # type: ignore[no-any-return]
@@ -154,7 +154,7 @@ class _Commands:
         return found
 
     def __call__(self, work: Work, ahead: Sequence[Work], /) -> dict[Work, Outcome]:
-        """Returns an error of 0 if the command passes, else of infinity."""
+        """Returns an error of 0 if the command passes, else infinity."""
         kept, *_ = work
         source = policy_source(assigned(self.candidates, kept, self._low_type), self._low_type)
         folder = self._next_folder()
@@ -174,7 +174,7 @@ class _Commands:
         return folder
 
     def _run(self, folder: Path, source: dict[str, object], *, report: bool) -> int | str:
-        """Returns the exit status, or ``"timeout"``; keeps what the command prints."""
+        """Returns the exit status, or ``"timeout"``; keeps the command's output."""
         policy = (folder / "policy.yaml").absolute()
         written(yaml.safe_dump(source, sort_keys=False), policy, follows_links=False)
         environment = {**os.environ, POLICY_VARIABLE: os.fspath(policy)}
@@ -203,18 +203,18 @@ class _Commands:
         return status
 
 
-#: How long what is asked to end may take to do so.
+#: Grace period between terminating and killing a process.
 _PATIENCE_S: Final = 5.0
 _PAUSE_S: Final = 0.02
 
 
 @contextlib.contextmanager
 def alone_in(directory: Path) -> Iterator[None]:
-    """Holds a directory inside the block, against other processes. The system lets go of it after a kill.
+    """Locks a directory against other processes inside the block. After a kill the system releases it.
 
     Raises:
         OptionError: Another process holds it.
-        OSError: The file of the lock can't be written.
+        OSError: The lock file can't be written.
     """
     if importlib.util.find_spec("fcntl") is None:  # on Windows
         yield
@@ -232,9 +232,9 @@ def alone_in(directory: Path) -> Iterator[None]:
 
 
 def end(process: subprocess.Popen[bytes]) -> None:
-    """Ends what is left of a command and of what it has started: all processes of its session's group.
+    """Ends a command and all that it started: every process of its session's group.
 
-    They are asked first, and killed if they take their time; at once where one more Ctrl-C comes.
+    Terminates them, and kills those that don't end in time; another Ctrl-C kills at once.
     """
     try:
         if _signal(process, signal.SIGTERM):
@@ -245,8 +245,8 @@ def end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _signal(process: subprocess.Popen[bytes], number: int) -> bool:
-    """Sends a signal; returns whether there is anybody to get it."""
-    process.poll()  # takes away what has ended
+    """Sends a signal; returns whether any process is left to receive it."""
+    process.poll()  # reaps finished processes
     try:
         os.killpg(process.pid, number)
     except (ProcessLookupError, PermissionError):

@@ -1,4 +1,4 @@
-"""Chooses a type for each op among several, from the errors that each would make."""
+"""Chooses a type for each op among several, by the error that each would make."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from .assignment import FP32
 from .candidates import Candidate, Kept, Scores
 from .search import Evaluate
 
-#: What a limit may be on.
+#: Units of a limit.
 UNITS: Final = ("bits", "flops", "bytes")
 
 #: A candidate's name -> the name of its type.
 Choice = Mapping[str, str]
 
-#: The squared error of what leaves a type's range.
+#: The squared error of values outside a type's range.
 _OUT_OF_RANGE: Final = 1e30
 
 
@@ -26,7 +26,7 @@ def bits_of(types: Sequence[str]) -> dict[str, float]:
     """Returns the bits of an element of each type.
 
     Raises:
-        OptionError: A type is the user's own, whose bits are not known.
+        OptionError: A type is a custom format, whose bits are unknown.
     """
     found = {}
     for name in types:
@@ -38,7 +38,7 @@ def bits_of(types: Sequence[str]) -> dict[str, float]:
 
 
 def squared_errors(candidates: Sequence[Candidate], scores: Scores) -> dict[str, float]:
-    """Returns each candidate -> the square of what computing it in a type does."""
+    """Maps each candidate to the squared error of computing it in a type."""
     found = {}
     for each in candidates:
         known = [scores[spot] for spot in each.spots if spot in scores]
@@ -49,14 +49,14 @@ def squared_errors(candidates: Sequence[Candidate], scores: Scores) -> dict[str,
 
 @dataclass(frozen=True)
 class Prices:
-    """What the types of candidates cost.
+    """Costs of the candidates' types.
 
     Attributes:
         candidates: The candidates.
         types: Names of the types, the cheapest first.
         errors: Name -> candidate -> its squared error in that type.
-        unit: What is counted: ``"bits"``, on average over the bytes of all ops, ``"flops"``: the share of
-            FLOPs that are not in the cheapest type, or ``"bytes"``: bytes as a share of those in fp32.
+        unit: The unit of costs: ``"bits"``, averaged over the bytes of all ops; ``"flops"``, the share of
+            FLOPs not in the cheapest type; or ``"bytes"``, as a share of those in fp32.
     """
 
     candidates: Sequence[Candidate]
@@ -70,11 +70,11 @@ class Prices:
         return sum(self.price(each, choice[each.name]) for each in self.candidates) / weight
 
     def error(self, choice: Choice) -> float:
-        """Returns the squared error that is predicted for a choice."""
+        """Returns the predicted squared error of a choice."""
         return sum(self.errors[choice[each.name]][each.name] for each in self.candidates)
 
     def price(self, candidate: Candidate, name: str) -> float:
-        """Returns what a type costs of the sum of all candidates."""
+        """Returns the share of a candidate in a type in the total cost."""
         if self.unit == "flops":
             return self._weight(candidate) * (name != self.types[0])
         bits = bits_of([name])[name]
@@ -88,10 +88,10 @@ class Prices:
         return {each.name: self.types[0] for each in self.candidates}
 
     def upgrades(self) -> list[tuple[str, str]]:
-        """Returns candidates and types, that turn the cheapest choice into the dearest one by one.
+        """Returns the candidates and types that turn the cheapest choice into the dearest one step by step.
 
-        Each is the one that takes most error away for its price. Where a type in the middle takes little
-        away by itself, one that is dearer is reached in one step.
+        Each step removes the most error for its price. A step may skip an
+        intermediate type that removes little.
         """
         found: list[tuple[str, str]] = []
         choice = self.cheapest()
@@ -121,7 +121,7 @@ class Prices:
 def within(prices: Prices, most: float) -> dict[str, str]:
     """Returns the choice with the least predicted error whose cost is within a limit.
 
-    Greedy: the upgrades in their order, without those that would cost too much.
+    Greedy: takes the upgrades in order and skips those that cost too much.
     """
     choice = prices.cheapest()
     for name, to in prices.upgrades():
@@ -133,7 +133,7 @@ def within(prices: Prices, most: float) -> dict[str, str]:
 
 
 def choose_within(prices: Prices, most: float, evaluate: Evaluate) -> Kept:
-    """Returns the best choice by prediction that a limit allows."""
+    """Returns the best predicted choice within a limit."""
     evaluate(frozenset(), "all low", ())
     found = prices.kept(within(prices, most))
     evaluate(found, "limit", ())
@@ -143,8 +143,8 @@ def choose_within(prices: Prices, most: float, evaluate: Evaluate) -> Kept:
 def choose(prices: Prices, tolerance: float, evaluate: Evaluate) -> Kept:
     """Returns the cheapest choice found within the tolerance.
 
-    The first on the path of upgrades that passes, by bisection, then each upgrade taken back by one type
-    where that still passes, the dearest first. The dearest choice of all is known to pass.
+    Bisects for the first passing choice on the path of upgrades. Then lowers each upgrade by one type where
+    the choice still passes, dearest first. The dearest choice of all is known to pass.
     """
 
     def passes(choice: Choice, phase: str) -> bool:

@@ -1,4 +1,4 @@
-"""`tune`: finds the smallest set of ops to keep in fp32, and shows that it is needed."""
+"""`tune`: finds the smallest set of ops to keep in fp32, and proves that each is needed."""
 
 from __future__ import annotations
 
@@ -47,62 +47,61 @@ def tune(
     executor: Executor | None = None,
     progress: bool = True,
 ) -> Tuned:
-    """Returns the smallest set of ops to keep in fp32 with which a model keeps its accuracy.
+    """Finds the smallest set of ops to keep in fp32 for a model to keep its accuracy.
 
-    All ops that the model calls and that may run in low precision do so, but for those in the set.
-    These are found by their effect on the result, from one forward and backward, and proven: with the
-    set the error is within the tolerance, and without any member of it the error is not.
+    All other ops that may run in low precision do so. One forward and backward ranks the ops by their
+    effect on the result. Then the set is proven: with it the error is within the tolerance, and without
+    any of its members it is not.
 
-    The model, its gradients and buffers, random numbers and the conversion in force are afterwards as
-    before; its parameters are never written to.
+    The model, its gradients and buffers, the RNG state and the conversion in force are restored
+    afterwards; the parameters are never written to.
 
     Args:
         model: The model: a module, or a function that calls some.
-        inputs: A batch, or a list of batches. A tuple holds positional arguments, a mapping those by
-            name, anything else is the only argument. From how errors differ between several follows a
-            limit for 95 % of further batches of their kind, which has to be within the tolerance. The
-            last quarter of several is only used to check the set at the end.
-        loss_fn: Loss of what the model returns: ``loss_fn(output)``, or ``loss_fn(output, batch)``.
-            Effects are those on the loss, and ``metric="loss"`` compares it.
-        metric: The error of a batch: ``"relative_l2"`` of the outputs (the default), ``"loss"`` for its
-            relative change, ``"kl"`` for the divergence of softmaxed logits, in nats, or a function
-            ``metric(output, fp32_output)`` that returns a number, 0 for no error. All are computed in fp32
-            or wider.
-        tolerance: The largest error that passes.
+        inputs: A batch, or a list of batches. A tuple holds positional arguments, a mapping named ones;
+            anything else is a single argument. With several batches, the error is a limit for 95 % of
+            further batches of their kind, and the last quarter only checks the set at the end.
+        loss_fn: The loss: ``loss_fn(output)``, or ``loss_fn(output, batch)``. Effects are then those on
+            the loss, and ``metric="loss"`` compares it.
+        metric: The error of a batch: ``"relative_l2"`` of the outputs (the default); ``"loss"`` for its
+            relative change; ``"kl"`` for the divergence of softmaxed logits, in nats; or a function
+            ``metric(output, fp32_output)`` that returns a number, 0 for no error. All are computed in
+            fp32 or wider.
+        tolerance: The largest error allowed.
         by: ``"op"`` decides for each op by name; ``"module"`` for each op in each module that matters.
-        objective: What is to be in low precision: ``"work"``, as many FLOPs and bytes as possible, or
-            ``"time"``, what saves most of the time that ops take, as measured here with ``legalize`` as it
-            is given. What is no faster in low precision, as on hardware without bfloat16, stays in fp32.
-        fresh_inputs: Batches that the set must pass on at the end.
-        measure: Instead of a metric: ``measure(model, seed)`` returns a number that should be small, such
-            as the loss after a short training. It gets a copy of the model. The error is the mean of what it is
-            larger by than in fp32 with the same seed.
-        samples: Most seeds that ``measure`` is called with for one set: 1, 2, 4, ... until it is clear
-            whether the set passes. What stays undecided fails.
+        objective: ``"work"`` puts as many FLOPs and bytes as possible in low precision. ``"time"`` saves the
+            most op time, as measured here with ``legalize``; ops that are no faster in low precision,
+            as on hardware without bfloat16, stay in fp32.
+        fresh_inputs: Batches on which the set must pass at the end.
+        measure: Replaces the metric: ``measure(model, seed)`` gets a copy of the model and returns a number
+            that should be small, such as the loss after a short training. The error is the mean increase
+            over fp32 with the same seed.
+        samples: Most seeds per set for ``measure``: 1, 2, 4, ... until it is clear whether the set passes.
+            An undecided set fails.
         candidates: Types to choose among for each op, such as ``["float8_e4m3fn", "bfloat16", "float32"]``;
-            ``low_precision_type`` is then the cheapest of them. None for that and float32.
-        limit: With ``candidates``: instead of the cheapest choice within the tolerance, the one with the
-            least error that costs at most so much: ``("bits", 9.5)`` on average, weighted by bytes;
-            ``("bytes", 0.3)`` of those in fp32; ``("flops", 0.1)`` of all not in the cheapest type.
-        low_precision_type: As for `hmpx.convert`; None for that of the conversion in force, else bfloat16.
-        device_types: Types of the devices whose tensors are cast; None for those of the conversion in
-            force, else of the model and the inputs.
-        legalize: As for `hmpx.convert`; None for the conversion's, else ``"always"`` on a CPU, since its
-            results are the same in every process.
+            the cheapest replaces ``low_precision_type``. None: ``low_precision_type`` and float32.
+        limit: With ``candidates``: finds the choice with the least error within this cost, instead of the
+            cheapest choice within the tolerance. ``("bits", 9.5)``: average bits, weighted by bytes;
+            ``("bytes", 0.3)``: share of fp32's bytes; ``("flops", 0.1)``: share not in the cheapest type.
+        low_precision_type: As for `hmpx.convert`; None: that of the conversion in force, else bfloat16.
+        device_types: Types of the devices whose tensors are cast; None: those of the conversion in force,
+            else of the model and the inputs.
+        legalize: As for `hmpx.convert`; None: that of the conversion in force, else ``"always"`` on a CPU,
+            where its results are the same in every process.
         seed: Seed of random numbers in the model.
-        budget: Most evaluations. When they are spent, the best set so far is returned.
-        journal: A file that keeps results. With it a search goes on where it was ended, by a kill say.
-        executor: Runs evaluations in other processes: any executor of `concurrent.futures`' kind. It
-            changes how long the search takes, and nothing that it finds.
-        progress: Whether the state is shown on a terminal, where `rich` is installed. It is logged
-            anyway, at level INFO.
+        budget: Most evaluations. Once spent, the best set so far is returned.
+        journal: A file of results, from which an interrupted search continues.
+        executor: Runs evaluations in other processes: any executor with the interface of
+            `concurrent.futures`. It changes the duration of the search but not its result.
+        progress: Whether to show progress on a terminal, if `rich` is installed. It is always logged at
+            level INFO.
 
     Returns:
         The set and the evidence; after Ctrl-C the best set so far.
 
     Raises:
         OptionError: An argument has an invalid value, fp32 does not pass, the tolerance is within the
-            noise of fp32, or the model calls no op that might be in low precision.
+            noise of fp32, or the model calls no op that may be in low precision.
 
     Example:
         >>> class Model(torch.nn.Module):
@@ -188,7 +187,7 @@ def _find(
     found: Sequence[Candidate],
     journal: Journal,
 ) -> Find:
-    """Returns what searches.
+    """Returns the search function.
 
     Raises:
         OptionError: There are several types, and no effect is known.
@@ -227,7 +226,7 @@ def _find(
 def find_in_time(candidates: Sequence[Candidate], tolerance: float, evaluate: Evaluate) -> Kept:
     """Returns a set within the tolerance that takes little time.
 
-    What is no faster in low precision stays in fp32; of all else no single member can be taken out.
+    Ops that are no faster in low precision stay in fp32; no other single member can be removed.
     """
     free = frozenset(each.name for each in candidates if each.is_free)
 

@@ -1,4 +1,4 @@
-"""Evaluates a set, here or by an executor: the model runs with it in fp32 and all else in low precision."""
+"""Evaluates sets, here or by an executor: runs the model with a set in fp32 and the rest in low precision."""
 
 from __future__ import annotations
 
@@ -29,32 +29,32 @@ from .assignment import assigned, policy_of, reads_first
 from .candidates import Candidate, Costs, Kept, Outcome, Seen, Spot
 from .request import FRESH, TUNING, Request, seed_all
 
-#: The least tolerance, as a multiple of the error of fp32 against itself.
+#: The least tolerance, as a multiple of fp32's error against itself.
 LEAST_OVER_NOISE: Final = 3
 
-#: Added to the seed on fresh inputs.
+#: Added to the seed for fresh inputs.
 _OTHER_SEED: Final = 1_000
 
 #: A conversion holds for the whole process, so threads take turns.
 _TURNS: Final = threading.RLock()
 
 
-#: What is evaluated: the set, its inputs, the tolerance.
+#: An evaluation: the set, its inputs, the tolerance.
 Work = tuple[Kept, str, float]
 
-#: Takes a work and others that may be asked for next; returns the outcome of it, and of others that are done.
+#: Takes a work and others that may follow; returns its outcome, and those of others that are done.
 Evaluator = Callable[[Work, Sequence[Work]], Mapping[Work, Outcome]]
 
 
 @dataclass
 class Task:
-    """All that an evaluation needs; what is pickled to other processes.
+    """An evaluation's data, which is pickled to other processes.
 
     Attributes:
-        request: What `tune` was asked for.
-        candidates: What may be kept, and
-        spots: the FLOPs and bytes of the spots that these stand for.
-        threads: How many threads torch uses: sums depend on it.
+        request: The arguments of `tune`.
+        candidates: All candidates.
+        spots: FLOPs and bytes of the candidates' spots.
+        threads: torch's number of threads: sums depend on it.
     """
 
     request: Request
@@ -64,16 +64,16 @@ class Task:
     _references: dict[Any, Any] = field(default_factory=dict, repr=False)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Leaves out the results in fp32, which the other process computes itself."""
+        """Excludes the fp32 results, which the other process computes itself."""
         return {**vars(self), "_references": {}}
 
     def outcome(self, kept: Kept, inputs: str, tolerance: float) -> Outcome:
-        """Returns the error with ``kept`` in fp32, infinite where it is not finite, and what was seen.
+        """Returns the error with ``kept`` in fp32 (infinite if not finite), and the shares in low precision.
 
         Args:
             kept: The set.
             inputs: `TUNING` or `FRESH`.
-            tolerance: For measures with noise: what they are compared with.
+            tolerance: The tolerance that noisy measures are compared with.
         """
         low_type = self.request.low_type
         policy = policy_of(assigned(self.candidates, kept, low_type), low_type)
@@ -83,7 +83,7 @@ class Task:
             expected = self.reference(inputs)
             watched = [each for each in self.candidates if each.may_follow]
             observed = _Observed()
-            # The observer first: wrappers are made once, with it.
+            # The observer first, since wrappers are made once and include it.
             with (
                 attach(observed, every_op=True) if watched else contextlib.nullcontext(),
                 self._converted(policy),
@@ -95,16 +95,16 @@ class Task:
                         error
                     ):
                         raise
-                    return Outcome(math.inf)  # its values decide what the model does, and are off
+                    return Outcome(math.inf)  # the model depends on values that are off
             seen = {each.name: observed.seen(each, self.spots) for each in watched}
             errors = self._errors(found, expected, inputs)
             return Outcome(metrics.limit(errors) if inputs == TUNING else max(errors), seen)
 
     def reference(self, inputs: str) -> list[Any]:
-        """Returns what the model returns in fp32 for each batch.
+        """Returns the model's fp32 output for each batch.
 
         Raises:
-            OptionError: It is not a number somewhere.
+            OptionError: An output is NaN or infinite.
         """
         if inputs not in self._references:
             with _TURNS, disable_casts():
@@ -124,10 +124,10 @@ class Task:
         return self._references[inputs]  # type: ignore[no-any-return]
 
     def noise(self) -> float:
-        """Returns the error of fp32 against itself, with another number of threads.
+        """Returns fp32's error against itself with another number of threads.
 
         Raises:
-            OptionError: The tolerance is too close to it.
+            OptionError: The tolerance is too close to that error.
         """
         if self.request.measure is not None:
             return 0.0
@@ -168,7 +168,7 @@ class Task:
         return session.restore(policy, self.request.device_types, self.request.options, False)
 
     def _errors(self, found: list[Any], expected: list[Any], inputs: str) -> list[float]:
-        """Returns the error of each batch; infinite where it is not finite."""
+        """Returns the error of each batch; infinite if not finite."""
         batches = self.request.inputs[inputs]
         with torch.no_grad(), disable_casts():
             errors = [
@@ -194,7 +194,7 @@ class Task:
         return metrics.number("loss_fn", metrics.loss_of, loss_fn, widened(output), given)
 
     def _measured(self, policy: Policy, inputs: str, tolerance: float) -> float:
-        """Returns what a measure with noise loses: the upper end of what paired samples leave open."""
+        """Returns the upper bound of a noisy measure's mean error, from paired samples."""
         offset = _OTHER_SEED if inputs == FRESH else 0
 
         def difference(index: int) -> float:
@@ -220,7 +220,7 @@ class Task:
 
 @contextlib.contextmanager
 def _threads(count: int) -> Iterator[None]:
-    """Has torch use some threads inside the block."""
+    """Sets torch's number of threads inside the block."""
     before = torch.get_num_threads()
     if before != count:
         torch.set_num_threads(count)
@@ -232,7 +232,7 @@ def _threads(count: int) -> Iterator[None]:
 
 
 class _Observed:
-    """An observer that counts calls: all, those in low precision, those that were given nothing else."""
+    """An observer that counts calls: all, those in low precision, and those with low inputs alone."""
 
     def __init__(self) -> None:
         self._counts: dict[Spot, list[int]] = {}
@@ -244,14 +244,14 @@ class _Observed:
         counts = self._counts.setdefault((call.op, call.module), [0, 0, 0])
         given = call.input_dtypes[:1] if reads_first(call.op) else call.input_dtypes
         dtype = call.dtype
-        if dtype is None:  # it was left alone: it computes in what it is given
+        if dtype is None:  # it was left alone: it computes in its inputs' dtype
             dtype = functools.reduce(torch.promote_types, call.cast_dtypes)
         counts[0] += 1
         counts[1] += dtype in LOW_DTYPES
         counts[2] += all(each in LOW_DTYPES for each in given)
 
     def seen(self, candidate: Candidate, costs: Costs) -> Seen:
-        """Returns what was seen of a candidate; of each of its spots all calls cost the same."""
+        """Returns a candidate's shares. All calls of a spot count as equally costly."""
 
         def share(cost: int, counted: int) -> float:
             part = whole = 0.0
@@ -266,15 +266,15 @@ class _Observed:
 
 # --- executors ---------------------------------------------------------------------------------------
 
-#: In a worker: token -> task. One search at a time has a worker.
+#: In a worker: token -> task. A worker serves one search at a time.
 _TASKS: Final[dict[str, Task]] = {}
 
-#: How many evaluations are under way at once, at most.
+#: Most evaluations under way at once.
 MOST_AT_ONCE: Final = 8
 
 
 def evaluate(token: str, payload: bytes | None, work: Work) -> Outcome | None:
-    """Returns an outcome, in a worker; None if the worker has no such task yet, and gets none here."""
+    """Returns an outcome, in a worker; None if the worker does not have the task yet, nor gets it here."""
     task = _TASKS.get(token)
     if task is None:
         if payload is None:
@@ -286,7 +286,7 @@ def evaluate(token: str, payload: bytes | None, work: Work) -> Outcome | None:
 
 
 class Workers:
-    """Evaluates by an executor, and ahead of what is asked for."""
+    """Evaluates by an executor, and evaluates likely next sets ahead."""
 
     def __init__(self, executor: Executor, task: Task) -> None:
         """Pickles the task.
@@ -305,7 +305,7 @@ class Workers:
         self._under_way: dict[Work, Future[Outcome | None]] = {}
 
     def __call__(self, work: Work, ahead: Sequence[Work], /) -> Mapping[Work, Outcome]:
-        """Returns the outcome of ``work``, has ``ahead`` evaluated meanwhile, and returns what is done of that."""
+        """Returns the outcome of ``work`` and finished ones of ``ahead``, which it evaluates meanwhile."""
         for each in (work, *ahead):
             if each not in self._under_way and (
                 each == work or len(self._under_way) < MOST_AT_ONCE
@@ -330,7 +330,7 @@ class Workers:
         return found
 
     def close(self) -> None:
-        """Cancels what nobody will ask for."""
+        """Cancels outstanding evaluations."""
         for future in self._under_way.values():
             future.cancel()
         self._under_way.clear()

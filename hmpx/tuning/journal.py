@@ -1,4 +1,4 @@
-"""The journal of a search: JSON lines, from which it goes on after a kill without a repeated evaluation."""
+"""The journal of a search: JSON lines, from which a killed search continues without repeated evaluations."""
 
 from __future__ import annotations
 
@@ -15,11 +15,11 @@ _VERSION: Final = 2
 
 
 class Journal:
-    """A file of records, the first of which says what they belong to.
+    """A file of records, the first of which identifies the search.
 
     Attributes:
-        records: What the file held when it was opened, without its header.
-        parsed: Key -> what the records with this key were parsed to.
+        records: The records in the file when it was opened, without the header.
+        parsed: Key -> the parsed records with this key.
     """
 
     def __init__(
@@ -28,17 +28,17 @@ class Journal:
         header: Mapping[str, Any],
         parsers: Mapping[str, Callable[[Any], Any]] = {},
     ) -> None:
-        """Opens the journal, or begins one.
+        """Opens the journal, or starts a new one.
 
-        A last line that a kill has torn is dropped.
+        Drops a last line that a kill has cut short.
 
         Args:
             path: The file; ``""`` for none.
-            header: What the records belong to.
-            parsers: A key -> what parses records that have it. The file stays as it is if one can't.
+            header: Identifies the search.
+            parsers: Key -> the parser of records with this key. The file stays unchanged if one fails.
 
         Raises:
-            OptionError: The file belongs to something else, can't be read or written, or is damaged.
+            OptionError: The file belongs to another search, can't be read or written, or is damaged.
         """
         self._path = path
         self.records: list[dict[str, Any]] = []
@@ -67,7 +67,7 @@ class Journal:
             self.write(wanted)
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """Appends a record, and has it reach the disk."""
+        """Appends a record and flushes it to disk."""
         if not self._path:
             return
         try:
@@ -89,7 +89,7 @@ class Journal:
             )
 
     def _read(self) -> tuple[list[dict[str, Any]], bytes]:
-        """Returns the whole lines, and what a kill has torn; the file is left as it is."""
+        """Returns the whole lines, and the bytes cut short by a kill; the file stays unchanged."""
         try:
             data = Path(self._path).read_bytes()
         except FileNotFoundError:

@@ -1,4 +1,4 @@
-"""What may run in low precision, what that costs and saves, and what rounding does."""
+"""Profiles a model: ops that may run in low precision, their cost and time, and their effect on the result."""
 
 from __future__ import annotations
 
@@ -22,18 +22,18 @@ from .journal import Journal
 from .metrics import loss_of
 from .request import TUNING, Request, seed_all
 
-#: Spot -> how long its calls take in fp32, and in low precision with their casts.
+#: Spot -> time of its calls in fp32, and in low precision with their casts.
 Seconds = Mapping[Spot, tuple[float, float]]
 
-#: How often the model is timed in either type, in turns; once more before, unmeasured.
+#: How often the model is timed in each type, in turns, after one unmeasured run.
 _ROUNDS: Final = 5
 
-#: How many batches effects are summed over.
+#: Most batches over which effects are summed.
 _MOST_BATCHES: Final = 4
 
 
 def spots_of(request: Request, journal: Journal) -> Costs:
-    """Returns each op and module that may run in low precision -> FLOPs and bytes of its calls.
+    """Maps each op and module that may run in low precision to FLOPs and bytes of its calls.
 
     Raises:
         OptionError: There are none.
@@ -51,11 +51,11 @@ def spots_of(request: Request, journal: Journal) -> Costs:
 
 
 def _forward(request: Request, policy: Policy, recording: record) -> Iterable[Row]:
-    """Returns what was recorded of a forward of all batches, converted."""
+    """Returns the recorded rows of a converted forward of all batches."""
     with (
         unchanged(request.model),
         torch.no_grad(),
-        recording,  # first: wrappers are made once, with it
+        recording,  # first: wrappers are made once and include it
         session.restore(policy, request.device_types, request.options, False),
     ):
         for index, batch in enumerate(request.inputs[TUNING]):
@@ -65,11 +65,11 @@ def _forward(request: Request, policy: Policy, recording: record) -> Iterable[Ro
 
 
 def called_spots(rows: Iterable[Row]) -> Costs:
-    """Returns each spot whose op may run in low precision -> FLOPs and bytes of its calls.
+    """Maps each spot whose op may run in low precision to FLOPs and bytes of its calls.
 
-    The rows are those of a forward in fp32 that is converted by a policy without decisions. Left out are
-    ops that write to their first argument, whose dtype decides, those that only move, convert or make
-    tensors, and those without a floating-point result, such as comparisons.
+    The rows come from an fp32 forward, converted by a policy without decisions. Excludes ops that write to
+    their first argument, whose dtype decides; ops that only move, convert or make tensors; and those without a
+    floating-point result, such as comparisons.
     """
     may_run_low = ops.computing()
     found: dict[Spot, tuple[int, int]] = {}
@@ -89,10 +89,10 @@ def called_spots(rows: Iterable[Row]) -> Costs:
 
 
 def observing_policy() -> Policy:
-    """Returns the policy under which each op of a program in fp32 is seen, and nothing changes.
+    """Returns a policy that shows each op of an fp32 program and changes nothing.
 
-    Functions written in Python are seen by the ops that they call, unless they call what can't be
-    patched, as ``Tensor.__rsub__`` does: such ones are listed, so that they are seen themselves.
+    Python functions are seen by the ops that they call. Those that call something that can't be patched, as
+    ``Tensor.__rsub__`` does, are listed themselves.
     """
     is_listed = ops.facts("python_level")
     listed = [
@@ -114,7 +114,7 @@ def scores_of(
 ) -> Scores | None:
     """Returns the effect of each spot in a type, and whether its values leave that type's range.
 
-    None where no effect is known: what the model returns has no gradients.
+    None if no effect is known because the model's output has no gradients.
     """
     for name, known in journal.parsed["scores"]:
         if name == low_type:
@@ -153,10 +153,10 @@ def _added(score: Score, row: ComparedSite) -> Score:
 
 
 def seconds_of(request: Request, spots: Collection[Spot], journal: Journal) -> Seconds:
-    """Returns how long the calls of each spot take in fp32, and in low precision with their casts.
+    """Measures each spot's calls in fp32, and in low precision with their casts.
 
-    These are medians of some forwards. The types take turns, so that what slows the machine down for a while
-    slows both.
+    These are medians over several forwards. The types take turns, so that a slow phase of the machine slows
+    both.
     """
     for known in journal.parsed["seconds"]:
         return known  # type: ignore[no-any-return]
@@ -180,7 +180,7 @@ def seconds_of(request: Request, spots: Collection[Spot], journal: Journal) -> S
     return both
 
 
-# --- as a journal has it -----------------------------------------------------------------------------
+# --- journal records ---------------------------------------------------------------------------------
 
 
 def _to_rows(found: Mapping[Spot, Iterable[Any]]) -> list[list[Any]]:
@@ -188,7 +188,7 @@ def _to_rows(found: Mapping[Spot, Iterable[Any]]) -> list[list[Any]]:
 
 
 def spots_record(spots: Costs) -> dict[str, Any]:
-    """Returns spots as a journal has them."""
+    """Returns spots in the journal's form."""
     return {"spots": _to_rows(spots)}
 
 
@@ -211,7 +211,7 @@ def _scores(record: Mapping[str, Any]) -> tuple[str, Scores | None]:
     }
 
 
-#: A key -> what parses the records of a journal that have it.
+#: A key -> the parser of journal records with that key.
 RECORDS: Final[Mapping[str, Callable[[Any], Any]]] = {
     "spots": _spots,
     "seconds": _seconds,

@@ -1,4 +1,4 @@
-"""Runs searches: answers what they ask from the journal, here or in other processes, and shows how it goes."""
+"""Runs searches: gets outcomes from the journal, here or from other processes, and shows progress."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ from .search import Evaluate, Search
 
 
 class BudgetError(HmpxError):
-    """No more evaluations are allowed."""
+    """The budget of evaluations is spent."""
 
 
 class Runner:
-    """Answers what searches ask, each set once.
+    """Returns the outcomes that searches request, and evaluates each set once.
 
     Attributes:
-        path: The evaluations that were asked for, each once.
+        path: The evaluations requested, each once.
     """
 
     def __init__(
@@ -42,15 +42,15 @@ class Runner:
         count: int = 0,
         is_noisy: bool = False,
     ) -> None:
-        """Knows what the journal knows.
+        """Starts from the journal's results.
 
         Args:
-            evaluator: What evaluates.
-            journal: Where results are kept.
+            evaluator: Evaluates sets.
+            journal: Stores results.
             budget: Most evaluations.
-            show: Takes a line on each evaluation, as they come in.
-            count: How many candidates there are, for that line.
-            is_noisy: An error depends on the tolerance, which says how often it is sampled.
+            show: Takes a line on each evaluation as it completes.
+            count: Number of candidates, for that line.
+            is_noisy: Whether errors depend on the tolerance, which determines the number of samples.
         """
         self._evaluator, self._journal, self._budget, self._show = evaluator, journal, budget, show
         self._count, self._is_noisy = count, is_noisy
@@ -60,7 +60,7 @@ class Runner:
 
     @property
     def evaluations(self) -> int:
-        """How many sets were asked for."""
+        """Number of sets requested."""
         return len(self._asked)
 
     def outcome(
@@ -75,7 +75,7 @@ class Runner:
         """Returns the outcome of a set.
 
         Raises:
-            BudgetError: No more evaluations are allowed.
+            BudgetError: The budget is spent.
         """
         work = self._work(kept, inputs, tolerance)
         if work not in self._asked and self.evaluations >= self._budget:
@@ -97,7 +97,7 @@ class Runner:
         return found
 
     def known(self, kept: Kept, tolerance: float) -> Outcome | None:
-        """Returns the outcome of a set that was asked for; None if it was not."""
+        """Returns the outcome of a set requested before, or None."""
         work = self._work(kept, TUNING, tolerance)
         return self._known[work] if work in self._asked else None
 
@@ -120,29 +120,29 @@ def outcome_from_record(record: Mapping[str, Any]) -> tuple[Work, Outcome]:
     return work, Outcome(float(record["error"]), seen)
 
 
-# --- from the ground to a set that holds ------------------------------------------------------------
+# --- the whole search -------------------------------------------------------------------------------
 
-#: Searches among candidates, at a tolerance, by what evaluates sets.
+#: Searches among candidates, at a tolerance, with a function that evaluates sets.
 Find = Callable[[Sequence[Candidate], float, Evaluate], Kept]
 
-#: What the tolerance is multiplied by where a set fails on fresh inputs, and how often.
+#: Factor for the tolerance after a set fails on fresh inputs, and the most retries.
 _TIGHTER: Final = 0.7
 _MOST_ROUNDS: Final = 8
 
 
 @dataclass
 class Searching:
-    """One search, from the ground on.
+    """One whole search.
 
     Attributes:
-        runner: What evaluates.
-        candidates: What may be kept.
-        tolerance: The largest error that passes.
+        runner: Evaluates sets.
+        candidates: All candidates.
+        tolerance: The largest error allowed.
         metric: Name of the metric.
         low_type: Name of the low-precision type.
-        limit: What the choice of types is limited to, as text.
+        limit: The limit on the choice of types, as text.
         find: Searches among candidates.
-        has_fresh: Whether there are inputs that the set is checked on at the end.
+        has_fresh: Whether fresh inputs check the set at the end.
         noise: The error of fp32 against itself.
     """
 
@@ -157,7 +157,7 @@ class Searching:
     noise: float = 0.0
 
     def run(self) -> Tuned:
-        """Returns what is found; after Ctrl-C, or when the budget is spent, the best so far.
+        """Runs the search. After Ctrl-C, or once the budget is spent, returns the best set so far.
 
         Raises:
             OptionError: The error is too large with every op in fp32.
@@ -209,7 +209,7 @@ class Searching:
         return self.find(self.candidates, tolerance, evaluate)
 
     def _best(self, everything: Kept) -> Kept:
-        """Returns the set that loses least of those that have passed."""
+        """Returns the set with the lowest cost that has passed."""
         known = {each.name: each for each in self.candidates}
 
         def cost(kept: Kept) -> tuple[float, int, list[str]]:
@@ -264,7 +264,7 @@ class Searching:
 
 @contextlib.contextmanager
 def progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
-    """Yields what logs a line, and shows it in a notebook or on a terminal with `rich`, until the block ends."""
+    """Yields a function that logs a line, and shows it in a notebook or on a terminal with `rich`."""
     with contextlib.ExitStack() as stack:
         update = _display(stack) if is_shown else None
 
@@ -277,7 +277,7 @@ def progress(*, is_shown: bool) -> Iterator[Callable[[str], None]]:
 
 
 def _display(stack: contextlib.ExitStack) -> Callable[[str], object] | None:
-    """Returns what replaces a line that is shown; None if nothing can show it."""
+    """Returns a function that replaces the line shown; None if nothing can show it."""
     if "ipykernel" in sys.modules:
         ipython = importlib.import_module("IPython")
         if hasattr(ipython.get_ipython(), "kernel"):

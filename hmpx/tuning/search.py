@@ -1,7 +1,7 @@
-"""The search for the smallest set to keep in fp32: rank, grow to a set that passes, prove that all of it is needed.
+"""Searches for the smallest set to keep in fp32: ranks, grows to a passing set, proves each member necessary.
 
-All that it decides depends on the errors that it is told: a journal replays a search, and however many
-processes evaluate, the result is the same.
+Every decision depends only on the errors received. So a journal can replay a search, and the number of
+processes does not change the result.
 """
 
 from __future__ import annotations
@@ -13,28 +13,28 @@ from typing import Final
 from ..policy import CastPolicy, Policy
 from .candidates import Candidate, Kept, Outcome, bare, following, is_following, is_within, shares
 
-#: What no gradient arrives at, or leaves the range, is harmless if the error with nothing else in low
-#: precision is below this share of the tolerance; else it is kept until it is pruned.
+#: Candidates without a gradient, or whose values leave the range, are harmless if the error with only these in
+#: low precision is below this share of the tolerance; else they are kept until they are pruned.
 _UNFELT: Final = 0.3
 
-#: A shipped set is not tried if one that keeps more fails by more than this factor: errors are not quite monotone.
+#: A shipped set is skipped if a larger one fails by more than this factor: errors are not quite monotone.
 _CLEARLY: Final = 1.05
 
-#: How many sets may fail in which one more member follows its inputs, and of how much of the model's work
-#: that has to bring into low precision.
+#: Most failures of sets with one more member following its inputs, and the least share of the model's work
+#: that each must bring into low precision.
 _MOST_FAILURES: Final = 2
 _LEAST: Final = 0.002
 
-#: How many sets are named at most that may be asked for next.
+#: Most sets announced as possible next ones.
 _MOST_AHEAD: Final = 8
 
 
-#: Evaluates a set: takes it, what it is asked for, and sets that may be asked for next.
+#: Evaluates a set: takes the set, the phase, and sets that may come next.
 Evaluate = Callable[[Kept, str, Sequence[Kept]], Outcome]
 
 
 def sets_of(policies: Iterable[Policy], candidates: Iterable[Candidate]) -> tuple[Kept, ...]:
-    """Returns the set that each policy keeps: in fp32, or following, of ops that it has in neither list."""
+    """Returns the set that each policy keeps in fp32; ops in neither list follow their inputs."""
     candidates = list(candidates)
 
     def member(policy: Policy, each: Candidate) -> str:
@@ -61,10 +61,10 @@ class Search:
         """Prepares a search.
 
         Args:
-            candidates: What may be kept. The set of all of them is known to pass.
-            tolerance: The largest error that passes.
+            candidates: All candidates. Keeping all of them is known to pass.
+            tolerance: The largest error allowed.
             evaluate: Evaluates sets.
-            shipped: The sets that shipped lists keep. If one passes, what is found has no less in low
+            shipped: The sets that shipped lists keep. If one passes, the result has at least as much in low
                 precision, in the sum of the shares of FLOPs and of bytes.
         """
         self._candidates = sorted(candidates, key=lambda each: each.name)
@@ -74,7 +74,7 @@ class Search:
         self._outcomes = {self._everything: Outcome(0.0)}
 
     def run(self) -> Kept:
-        """Returns a set within the tolerance that is 1-minimal: no single member can be taken out of it."""
+        """Returns a 1-minimal set within the tolerance: no single member can be removed."""
         nothing: Kept = frozenset()
         if not self._candidates or self._passes(nothing, "all low"):
             return nothing
@@ -92,7 +92,7 @@ class Search:
         return self._error(kept, phase, ahead) <= self._tolerance
 
     def _failed(self, kept: Kept, factor: float = 1.0) -> bool:
-        """Whether more than this was kept once, and not enough."""
+        """Whether a larger set has failed."""
         return any(
             not outcome.error <= factor * self._tolerance and is_within(kept, other)
             for other, outcome in self._outcomes.items()
@@ -101,7 +101,7 @@ class Search:
     # --- a set that passes ---------------------------------------------------------------------------
 
     def _passing(self) -> Kept:
-        """Returns a set that passes, with few members that are not needed."""
+        """Returns a passing set with few unnecessary members."""
         error = self._error(frozenset(), "all low")
         suspects = frozenset(e.name for e in self._candidates if e.is_hard or e.is_unseen)
         if suspects and math.isfinite(error):
@@ -122,7 +122,7 @@ class Search:
     def _prefix(self, base: Kept, ranking: Sequence[Candidate], error: float) -> Kept:
         """Returns the base with the shortest prefix of the ranking that passes.
 
-        Gallops up from none to the first that passes, as far as squared scores predict, then bisects.
+        Gallops from none to the first that passes, guided by squared scores, then bisects.
         """
         squares = [(each.score or 0.0) ** 2 for each in ranking]
 
@@ -145,7 +145,7 @@ class Search:
         return prefix(high)
 
     def _predicted(self, squares: Sequence[float], low: int, error: float) -> int:
-        """Returns the length after which the rest is predicted to pass, by the error at ``low``."""
+        """Returns the prefix length at which the rest is predicted to pass, by the error at ``low``."""
         rest = sum(squares[low:])
         if rest <= 0:
             return (low + len(squares)) // 2
@@ -163,8 +163,8 @@ class Search:
     def _best_shipped(self, kept: Kept) -> Kept:
         """Returns the best shipped set; ``kept`` if none is better.
 
-        Those that keep most are tried first: if they fail, so do the others. What can't have more in low
-        precision than ``kept``, whatever follows what, isn't tried.
+        Tries those that keep most first: if they fail, so do the others. Skips those that can't have more in
+        low precision than ``kept``, whatever follows its inputs.
         """
         weights = {each.name: each.cost for each in self._candidates}
 
@@ -180,14 +180,14 @@ class Search:
         return kept if best is kept else self._settled(best)
 
     def _kept_work(self, kept: Kept) -> float:
-        """Returns the shares of FLOPs and of bytes that a set keeps in fp32; the least where it isn't known."""
+        """Returns the shares of FLOPs and bytes that a set keeps in fp32; a lower bound if unknown."""
         seen = self._outcomes[kept].seen if kept in self._outcomes else {}
         return round(2 - sum(shares(self._candidates, kept, seen)), 9)
 
     def _settled(self, kept: Kept) -> Kept:
-        """Returns a set that computes the same, evaluated.
+        """Returns an equivalent set, evaluated.
 
-        What follows and has all of its calls in low precision is taken out; what has none is in fp32.
+        A member that follows its inputs is removed if all of its calls are low, and put in fp32 if none are.
         """
         found = set(kept)
         for member in filter(is_following, kept):
@@ -202,10 +202,10 @@ class Search:
     # --- fewer members -------------------------------------------------------------------------------
 
     def _followed(self, kept: Kept) -> Kept:
-        """Returns the set with members following their inputs where that passes, those of most work first.
+        """Lets members follow their inputs where the set still passes, those with most work first.
 
-        Only of those of whose calls some are given low precision alone, and some are not: if all calls are
-        of one kind it makes no difference, or that of taking the member out.
+        Only tries members with calls of both kinds: with low-precision inputs alone, and with others. Otherwise
+        it makes no difference, or the same as removing the member.
         """
         tried: set[str] = set()
         failures = 0
@@ -230,10 +230,10 @@ class Search:
         return kept
 
     def _minimal(self, kept: Kept) -> Kept:
-        """Returns a part of a set that passes of which each member is needed.
+        """Returns a subset of a passing set in which each member is necessary.
 
-        Blocks that get larger as long as they are not needed are taken out first: of what left the range and
-        of what has no effect that is known, then the weakest. After each all that was needed is tried anew.
+        First removes blocks, growing while they are unnecessary: of out-of-range members and those with unknown
+        effect, then the weakest. After each removal all necessary members are tried again.
         """
         member = {bare(each): each for each in kept}
         weakest = sorted(

@@ -19,7 +19,7 @@ from .candidates import FOLLOWS, Candidate, bare, is_following, low_parts, share
 if TYPE_CHECKING:
     from .result import Tuned
 
-#: The metric of a command, which passes or fails.
+#: The metric of a command, which only passes or fails.
 CHECK: Final = "check"
 
 #: Text is not cut to the width of a terminal.
@@ -27,14 +27,14 @@ _WIDE: Final = 10_000
 
 
 def text(tuned: Tuned) -> str:
-    """Returns the verdict, what is kept and why, and the path of the search."""
+    """Returns the verdict, the kept candidates with reasons, and the path of the search."""
     tables = [kept_table(tuned)] if tuned.kept else []
     parts = [lined(each.lines(_WIDE)) for each in (*tables, path_table(tuned))]
     return "\n\n".join([verdict(tuned), *parts])
 
 
 def verdict(tuned: Tuned) -> str:
-    """Returns what was found, in a few sentences."""
+    """Returns the result in a few sentences."""
     count, low = len(tuned.kept), tuned.low_precision_type
     stay = "in wider types" if any(map(_is_wider, tuned.kept)) else "in fp32"
     kept = (
@@ -158,14 +158,14 @@ def candidate_table(tuned: Tuned) -> Table:
 
 
 def names(kept: Iterable[str], most: int = 4) -> str:
-    """Returns the first names of a set, and how many more there are."""
+    """Returns the first names of a set, and the number of others."""
     found = sorted(kept)
     shown_names = ", ".join(map(cut, found[:most])) or "nothing"
     return f"{shown_names} and {len(found) - most} more" if len(found) > most else shown_names
 
 
 def effect(candidate: Candidate) -> str:
-    """Returns a candidate's effect, in words where it has none."""
+    """Returns a candidate's effect, or words if it has none."""
     if candidate.is_hard:
         return "out of range"
     if candidate.is_unseen and not candidate.score:
@@ -218,13 +218,13 @@ def html_page(tuned: Tuned) -> str:
 
 
 def notebook_part(tuned: Tuned) -> str:
-    """Returns the verdict and what is kept as HTML without scripts or styles."""
+    """Returns the verdict and the kept candidates as HTML without scripts or styles."""
     table = kept_table(tuned).to_html() if tuned.kept else ""
     return f"<div>{paragraphs(verdict(tuned).splitlines())}{table}</div>"
 
 
 def files(tuned: Tuned) -> dict[str, str]:
-    """Returns the name of each file -> its content."""
+    """Maps each file's name to its content."""
     types = assigned(tuned.candidates, tuned.kept, tuned.low_precision_type)
     source = policy_source(types, tuned.low_precision_type)
     followed = {op for (op, _), each in types.items() if each == FOLLOWS}
@@ -238,7 +238,7 @@ def files(tuned: Tuned) -> dict[str, str]:
     for kind, name in FILE_NAMES.items():
         lines = written.get(kind, [])
         ours = [line for line in lines if line.split()[0] in called]
-        # What libraries' functions do stands behind all lists anyway.
+        # Functions of other libraries come after all lists anyway.
         others = [line for line in lines if line.split()[0] not in called.union(of_libraries().ops)]
         parts = [_head(tuned, f'hmpx.convert(lists="DIRECTORY"{load})')]
         if kind == "widest":
@@ -255,7 +255,7 @@ def files(tuned: Tuned) -> dict[str, str]:
 
 
 def _policy_file(tuned: Tuned, source: dict[str, Any]) -> str:
-    """Returns the policy file: its keys as YAML, with comments above the lines of what is kept."""
+    """Returns the policy file: its keys as YAML, with comments above kept candidates."""
     parts = [_head(tuned, 'hmpx.convert(policy="policy.yaml")')]
     parts += [
         _comment(f"{bare(name)}{' follows' * is_following(name)}: {_why(tuned, name)}")
@@ -285,7 +285,7 @@ def _section(title: str, lines: Iterable[str]) -> str:
 
 
 def _explained(tuned: Tuned, lines: Iterable[str], *, is_listed: bool = True) -> list[str]:
-    """Returns lines of a list with comments on the candidates that they are about."""
+    """Returns the lines of a list with comments on their candidates."""
     kept = {bare(name): name for name in tuned.kept}
     found: list[str] = []
     for line in lines:
@@ -303,7 +303,7 @@ def _explained(tuned: Tuned, lines: Iterable[str], *, is_listed: bool = True) ->
 
 
 def _why(tuned: Tuned, name: str) -> str:
-    """Returns why a candidate is kept: its effect, and the error with and without it."""
+    """Returns the reason to keep a candidate: its effect, and the error with and without it."""
     candidate = next(each for each in tuned.candidates if each.name == bare(name))
     place = rank(candidate, tuned.candidates)
     ranked = f", rank {place} of {len(tuned.candidates)}" if place else ""
