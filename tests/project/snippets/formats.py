@@ -11,6 +11,3 @@ def add(a, b):
 def add_codes(a, b):
     """Multiplies nothing: what integers stand for does not matter here."""
     return a
-
-
-earlier = [torch.randn(1000) for _ in range(2)]
