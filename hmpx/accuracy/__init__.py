@@ -1,4 +1,4 @@
-"""Accuracy: what rounding a tensor to number formats costs, as figures, a table and a picture."""
+"""Accuracy: the error of rounding a tensor to number formats, as figures, a table and a picture."""
 
 from __future__ import annotations
 

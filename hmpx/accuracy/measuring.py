@@ -1,6 +1,6 @@
-"""What rounding a tensor costs: measured in float64, part by part, and as a table.
+"""The rounding error of a tensor: measured in float64, part by part, and as a table.
 
-Whatever the tensor's size, dtype and device.
+For tensors of any size, dtype and device.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from ..number_formats import Table as Codes
 from ..reports import Column, Table, count, paragraphs
 from ..torch_state import without_casts
 
-#: Values of a part: some twenty intermediate tensors of float64 are made of one.
+#: Values per part: each part makes some twenty intermediate float64 tensors.
 _PART = 1 << 20
 
 
-#: What is counted of the parts of a tensor; the last one is the sum of relative errors.
+#: The figures of each part; the last one is the sum of relative errors.
 _COUNTED = (
     "nan", "inf", "finite", "nonzero", "overflow", "saturated", "underflow", "compared", "related",
     "relative",
@@ -39,9 +39,9 @@ def error(
     overflow: str | None = None,
     generator: torch.Generator | None = None,
 ) -> ErrorStatistics:
-    """Returns what rounding ``x`` to a number format costs: every value counts, in float64 arithmetic.
+    """Measures the error of rounding ``x`` to a number format, over every value, in float64.
 
-    For the calls of a model, layer by layer, `hmpx.compare` says the same.
+    For each layer of a model, use `hmpx.compare`.
 
     Args:
         x: As for `quantize`.
@@ -105,7 +105,7 @@ def table(
     overflow: str | None = None,
     generator: torch.Generator | None = None,
 ) -> ErrorTable:
-    """Returns what rounding ``x`` to each of several formats costs, as a table that prints itself.
+    """Measures the error of rounding ``x`` to several formats, as a table that prints itself.
 
     Args:
         x: As for `quantize`.
@@ -133,12 +133,12 @@ def table(
 
 
 def _is_clipped(format: Format, x: Tensor) -> Tensor:
-    """Returns which values lie beyond what they can become."""
+    """Returns which values lie beyond the format's range."""
     element: Any = getattr(format, "element", None)
     if element is None:
         largest = getattr(format, "max", math.inf)
         return (x > largest) | (x < getattr(format, "min", -largest))
-    # Beyond the largest element times their scale: products are rounded, the largest itself is no more.
+    # Beyond the largest element times its scale: products are rounded, the largest itself is fine.
     codes = encode(x, format)
     values, elements = decode(codes, format), decode(codes[0], element)
     least = element.min if isinstance(element, Codes) else -element.max
@@ -148,7 +148,7 @@ def _is_clipped(format: Format, x: Tensor) -> Tensor:
 
 
 def _measured(x: Tensor, rounded: Tensor, is_clipped: Tensor) -> list[float]:
-    """Returns the `_COUNTED` of a part, the largest relative and absolute error, the largest value, and norms."""
+    """Returns a part's `_COUNTED`, largest relative and absolute error, largest value, and norms."""
     x, rounded = x.double(), rounded.double()
     is_finite = x.isfinite()
     is_kept = is_finite & rounded.isfinite()
@@ -173,7 +173,7 @@ def _measured(x: Tensor, rounded: Tensor, is_clipped: Tensor) -> list[float]:
 
 
 def _norm(values: Tensor, largest: Tensor) -> Tensor:
-    """Returns the norm of values divided by the largest: their squares neither overflow nor vanish."""
+    """Returns the norm of values divided by the largest: the squares neither overflow nor vanish."""
     scaled = values / torch.where(largest == 0, 1.0, largest)
     return (scaled * scaled).sum().sqrt()
 
@@ -190,32 +190,32 @@ def _decibel(signal: float, noise: float) -> float:
 
 # --- the table -----------------------------------------------------------------------------------
 
-#: No more digits are shown: two tensors of the same kind differ in the next one.
+#: Digits shown: similar tensors differ in the next one.
 _DIGITS = 3
 
 
 @dataclass(frozen=True)
 class ErrorStatistics:
-    """What rounding one tensor to one number format costs.
+    """The error of rounding one tensor to one number format.
 
-    Errors are of the values that are finite before and after; NaN where there are none.
+    Errors are of the values that are finite before and after; NaN if there are none.
 
     Attributes:
         format: The format's name.
-        bits: Bits a value takes, shared scales included; NaN of a `Custom` format.
+        bits: Bits per value, including shared scales; NaN for a `Custom` format.
         rounding: The rounding mode.
-        count: How many values the tensor has.
-        nan: How many of them were NaN before, and
-        inf: how many infinite: neither counts in what follows.
+        count: Number of values in the tensor.
+        nan: Number of values that were NaN before; not counted below.
+        inf: Number of values that were infinite before; not counted below.
         overflow: Share of the finite values that became infinity or NaN.
-        saturated: Share of the finite values that lie beyond the format's largest, or its least, and are
-            finite after rounding: clipped. In blocks beyond what their scale allows.
-        underflow: Share of the finite values other than zero that became zero.
+        saturated: Share of the finite values that were clipped: they lie outside the format's range, but
+            are finite after rounding. In blocks, outside the range that their scale allows.
+        underflow: Share of the nonzero finite values that became zero.
         sqnr_db: Signal to quantization noise ratio, in decibel: 6 more for each bit of a significand.
-            Infinity if nothing was rounded.
+            Infinity if rounding changed nothing.
         max_abs: The largest difference.
-        max_rel: The largest difference relative to the value, and
-        mean_rel: their mean, over values other than zero.
+        max_rel: The largest difference relative to the value, over nonzero values.
+        mean_rel: The mean difference relative to the value, over nonzero values.
 
     Example:
         >>> found = hmpx.formats.error(torch.tensor([1.0, 1.1, 500.0, 1e-9]), "float8_e4m3fn")
@@ -245,10 +245,10 @@ class ErrorStatistics:
 
 @dataclass(frozen=True, repr=False)
 class ErrorTable:
-    """What rounding one tensor to several number formats costs. Printed, it is a table.
+    """The errors of rounding one tensor to several number formats. Printed, it is a table.
 
     Attributes:
-        rows: A row for each format, in the order asked for; a list of them makes a pandas.DataFrame.
+        rows: A row for each format, in the order given; a list of them makes a pandas.DataFrame.
 
     Example:
         >>> print(hmpx.formats.table(torch.tensor([1.0, 1.1, 500.0, 1e-9]), ["e4m3", "e5m2"]))
@@ -289,7 +289,7 @@ def _table(rows: tuple[ErrorStatistics, ...]) -> Table:
 
 
 def _notes(rows: tuple[ErrorStatistics, ...]) -> list[str]:
-    """Returns what else there is to say of the tensor, which is the same in all rows."""
+    """Returns remarks on the tensor that apply to all rows."""
     if not rows or not (rows[0].nan or rows[0].inf):
         return []
     first = rows[0]
@@ -308,7 +308,7 @@ def _decibels(value: float) -> str:
 
 
 def _share(value: float) -> str:
-    """Returns ``"12.3 %"``; ``"0"`` of none, ``"<0.1 %"`` of few."""
+    """Returns ``"12.3 %"``; ``"0"`` for zero, ``"<0.1 %"`` for very few."""
     if value == 0:
         return "0"
     return "<0.1 %" if value < 0.001 else f"{100 * value:.1f} %"

@@ -1,4 +1,4 @@
-"""A picture: where a tensor's magnitudes lie, and where a number format has values."""
+"""A picture of a tensor's magnitudes and a number format's values."""
 
 from __future__ import annotations
 
@@ -14,33 +14,32 @@ from ..number_formats import CodedFormat, Format, decode, get
 from ..tensors import CAST
 from ..torch_state import without_casts
 
-#: float64 has no numbers with exponents below that.
+#: The smallest binary exponent of float64.
 _LEAST: Final = -1074
 _EXPONENTS: Final = 1024 - _LEAST
 
-#: Formats of more bits have too many values to list; their range is drawn.
+#: Formats with more bits have too many values to list; only their range is drawn.
 _LISTED_BITS: Final = 16
 
 _PART: Final = 1 << 20
 
 
 def plot(x: Tensor, format: str | torch.dtype | Format) -> Any:
-    """Returns a picture of where magnitudes of ``x`` lie, and where the format has values.
+    """Draws where magnitudes of ``x`` lie, and where the format has values.
 
-    Bars are the share of the values that lie between one power of two and the next; the line is how many
-    values the format has there. What lies left of the line becomes zero or the smallest value, what
-    lies right of it overflows. Of formats with scales, and of those with more than 16 bits, the range is
-    drawn, and no line.
+    Each bar is the share of values between one power of two and the next; the line is the number of
+    format values there. Values left of the line become zero or the smallest value; values right of it
+    overflow. For formats with scales or more than 16 bits, the range replaces the line.
 
     Args:
-        x: As for `quantize`. Zeros, NaN and infinities are left out.
+        x: As for `quantize`. Zeros, NaN and infinities are ignored.
         format: As for `quantize`.
 
     Returns:
         A ``matplotlib.figure.Figure``: notebooks show it; ``.savefig("x.png")`` writes it.
 
     Raises:
-        OptionError: There is no such format, ``x`` is no tensor of floats, or has no value to draw; or
+        OptionError: There is no such format, ``x`` is not a tensor of floats or has no value to draw, or
             matplotlib isn't installed.
 
     Example:
@@ -84,7 +83,7 @@ def plot(x: Tensor, format: str | torch.dtype | Format) -> Any:
 
 
 def exponent_shares(x: Tensor) -> dict[int, float]:
-    """Returns binary exponent -> the share of values with it, of those that are finite and not zero."""
+    """Returns binary exponent -> its share of the finite nonzero values."""
     with without_casts(), torch.no_grad():
         flat = x.detach().reshape(-1)
         counts = torch.zeros(_EXPONENTS, dtype=torch.int64)
@@ -99,7 +98,7 @@ def exponent_shares(x: Tensor) -> dict[int, float]:
 
 
 def values_by_exponent(format: Format) -> dict[int, int]:
-    """Returns binary exponent -> how many positive values a format has there; none if too many."""
+    """Returns binary exponent -> number of a format's positive values there; empty if too many."""
     if not isinstance(format, CodedFormat) or format.bits > _LISTED_BITS:
         return {}
     with without_casts():
@@ -113,6 +112,6 @@ def values_by_exponent(format: Format) -> dict[int, int]:
 
 
 def _range(format: Format) -> list[float]:
-    """Returns the binary logarithms of a format's smallest and largest value, where it has such."""
+    """Returns the binary logarithms of a format's smallest and largest value, if it has them."""
     ends = [getattr(format, "smallest_subnormal", math.nan), getattr(format, "max", math.nan)]
     return [math.log2(end) for end in ends if end > 0 and math.isfinite(end)]

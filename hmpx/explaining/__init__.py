@@ -1,4 +1,4 @@
-"""Explaining: what a policy does with an op, why, and where."""
+"""Explains how a policy treats an op, why, and where."""
 
 from __future__ import annotations
 

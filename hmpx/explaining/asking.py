@@ -1,4 +1,4 @@
-"""`explain`: asks the policy in force, or the default one, about ops, and gathers the reasons."""
+"""`explain`: looks up ops in the policy in force or the default one, and collects the reasons."""
 
 from __future__ import annotations
 
@@ -37,10 +37,10 @@ from .explanation import (
 
 
 class Recorded(Protocol):
-    """Something that has seen a run, such as what `hmpx.record` gives."""
+    """Something that has recorded a run, such as `hmpx.record`."""
 
     def report(self) -> Report:
-        """Returns what was seen."""
+        """Returns the recorded rows as a report."""
 
 
 def explain(
@@ -49,17 +49,17 @@ def explain(
     *,
     policy: Policy | PolicySource | Mapping[str, Any] | str | os.PathLike[str] | None = None,
 ) -> Explanation | Explanations:
-    """Returns what is done with an op, why, and where; `print` shows it.
+    """Explains how an op is treated, why, and where; `print` shows it.
 
     Args:
         op: An op name in any spelling that lists accept, or a glob: ``"softmax"``,
             ``"torch.nn.functional.softmax"``, ``"aten::nll_loss2d"``, ``"*norm*"``.
-        record: What was recorded of a run: then also where it calls the op, and in which types.
-        policy: The policy to ask, in any form that `convert` takes. None: the policy in force, or
+        record: A record of a run: adds the run's call sites of the op, and its dtypes there.
+        policy: The policy to explain, in any form that `convert` takes. None: the policy in force, or
             that of ``hmpx.convert()``.
 
     Returns:
-        An `Explanation`; of a glob, `Explanations`.
+        An `Explanation`; for a glob, `Explanations`.
 
     Raises:
         OptionError: There is no such op, or ``record`` is not a record.
@@ -85,12 +85,12 @@ def explain(
 def explanations(
     pattern: str, given: Policy | None = None, rows: Iterable[Row] | None = None
 ) -> list[Explanation]:
-    """Returns an explanation for each op that ``pattern`` means, of a name exactly one.
+    """Returns an explanation for each op that ``pattern`` matches; a name matches exactly one.
 
     Args:
         pattern: A name or a glob.
-        given: The policy to ask; None for the one in force, or the default one.
-        rows: What was recorded of a run; None without a record.
+        given: The policy to explain; None for the one in force, or the default one.
+        rows: The rows of a recorded run; None without a record.
 
     Raises:
         OptionError: There is no such op.
@@ -127,7 +127,7 @@ def explanations(
                 asked_first=tuple([_asked(rule) for rule in asked]),
                 device_notes=tuple([note for note in notes if note[1]]),
                 notes=tuple(_notes(name, policy)),
-                # Gradients are no calls of the program's.
+                # Gradients are not calls of the program.
                 calls=tuple(
                     [row for row in seen or () if row.op == name and row.phase != "backward"]
                 ),
@@ -175,7 +175,7 @@ def _why_not(pattern: str, known: list[str]) -> str:
 
 
 def _also_decided(name: str, policy: Policy) -> tuple[str, ...]:
-    """Returns the other ops that are decided by the line that decides op ``name``, as covered by it."""
+    """Returns the other ops that the line for op ``name`` also decides."""
     if ops.is_foreign(name) or name not in policy.decisions:
         return ()
     decision = policy[name]
@@ -191,12 +191,12 @@ def _also_decided(name: str, policy: Policy) -> tuple[str, ...]:
 
 
 def _is_decisive(name: str) -> bool:
-    """Whether a list decides some calls of op ``name``: not all of them write to their first argument."""
+    """Whether a list decides some calls of op ``name``: not if all write to their first argument."""
     return ops.is_foreign(name) or not all(site.in_place for site in ops.table()[name].sites)
 
 
 def _asked(rule: Any) -> str:
-    """Returns one line on a registered rule, or on a section and what it says."""
+    """Returns one line on a registered rule, or on a section and its decision."""
     if isinstance(rule, rules.Registered):
         return f"{rule}, level {rule.level}"
     conditions = ", ".join(f"{key} {_said(value)}" for key, value in rule.section.conditions())
@@ -210,7 +210,7 @@ def _said(value: Any) -> str:
 
 
 def _notes(name: str, policy: Policy) -> Iterable[str]:
-    """Yields facts that decide about an op's calls beside its line."""
+    """Yields other facts that affect an op's calls."""
     decision = policy[name]
     if ops.is_foreign(name):
         why = ops.missing(name) or ops.lacking(name)
@@ -246,7 +246,7 @@ def _notes(name: str, policy: Policy) -> Iterable[str]:
 def _device_note(
     op: str, decision: Decision, policy: Policy, device_type: str, legalize: str
 ) -> str:
-    """Returns how calls compute on a device; ``""`` where torch's kernels do all that the decision says."""
+    """Returns how calls compute on a device; ``""`` if torch's kernels do exactly what the decision says."""
     dtype = decision.dtype
     if isinstance(dtype, Format):
         return _emulated(op, decision, dtype)
@@ -279,7 +279,7 @@ def _emulated(op: str, decision: Decision, number_format: Format) -> str:
 
 
 def _lacking(op: str, device_type: str, decision: Decision) -> str:
-    """Returns for which low-precision types a call that gets them computes in fp32."""
+    """Returns the low-precision types for which calls compute in fp32, for lack of a kernel."""
     lacking = compute.lacking_kernels().get(op)
     if lacking is None or decision.cast_policy is CastPolicy.FP32:
         return ""

@@ -1,4 +1,4 @@
-"""Explanations: what is done with one op, or several, as data and as text; and which ops a pattern means."""
+"""Explanations of one op or several, as data and text, and the matching of patterns to ops."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from ..reports import Row, located
 from ..tensors import short_name
 from ..torch_internals import VF_NAMESPACE
 
-#: How wide the text is.
+#: Width of the text.
 _WIDTH: Final = 80
 
-#: How many lines of the program are shown; the others are only counted.
+#: Most program lines shown; the others are only counted.
 _MOST_CALLS: Final = 20
 
 _INDENT: Final = 16
@@ -34,21 +34,21 @@ _WHAT: Final = {
 
 @dataclass(frozen=True)
 class Explanation:
-    """What is done with one op, why, and where. `print` shows it as text.
+    """How an op is treated, why, and where. `print` shows it as text.
 
     Attributes:
         op: Op name.
-        decision: What the policy says.
-        policy: Which policy that is: ``"policy in force"``.
+        decision: The policy's decision.
+        policy: Name of the policy: ``"policy in force"``.
         in_place: The call sites that write to their first argument: its dtype decides there.
-        takes_out: Some call takes ``out=``, whose dtype decides likewise.
+        takes_out: Whether some call takes ``out=``, whose dtype likewise decides.
         sites: Every place in torch where the op is called.
         covers: Operators that the same line decides: ``("iadd", "radd")``.
-        asked_first: Rules and sections that may decide otherwise, in the order in which they are asked.
-        device_notes: What happens on each device type: legalized, emulated, a kernel that is lacking.
-        notes: Other facts that decide about its calls.
-        calls: Where a recorded program calls it.
-        is_recorded: A record was given.
+        asked_first: Rules and sections that may override the decision, in order of precedence.
+        device_notes: Notes for each device type: legalized, emulated, or a missing kernel.
+        notes: Other facts that affect its calls.
+        calls: Call sites in a recorded program.
+        is_recorded: Whether a record was given.
 
     Example:
         >>> explanation = hmpx.explain("torch.nn.functional.softmax")
@@ -73,7 +73,7 @@ class Explanation:
 
     @property
     def reason(self) -> str:
-        """Where the decision comes from: ``"lists/hmpx/bf16.txt:20"``."""
+        """The source of the decision: ``"lists/hmpx/bf16.txt:20"``."""
         return self.decision.reason
 
     @property
@@ -178,7 +178,7 @@ def _field(name: str, text: str) -> Iterable[str]:
 
 
 def _fields(name: str, texts: Iterable[str]) -> Iterator[str]:
-    """Yields the lines of a field with several values, each on a line of its own."""
+    """Yields the lines of a field with several values, one per line."""
     for position, text in enumerate(texts):
         yield from _field("" if position else name, text)
 
@@ -198,7 +198,7 @@ def _wrapped(text: str, before: str, indent: int) -> list[str]:
 
 
 def listable(policy: Policy) -> list[str]:
-    """Returns the name of every op that a list may hold; of other libraries' ops, those that one does."""
+    """Returns all op names that a list may hold; those of other libraries only if a list decides them."""
     names = [name for name in ops.table() if ops.is_castable(name)]
     decided = (*policy.decisions, *policy.section_rules())
     names += dict.fromkeys(filter(ops.is_foreign, decided))
@@ -206,12 +206,12 @@ def listable(policy: Policy) -> list[str]:
 
 
 def is_glob(pattern: str) -> bool:
-    """Whether ``pattern`` may mean several ops."""
+    """Whether ``pattern`` may match several ops."""
     return any(character in pattern for character in "*?[")
 
 
 def matching(pattern: str, names: list[str]) -> list[str]:
-    """Returns the ``names`` that ``pattern`` means: one by any spelling first, then the others."""
+    """Returns the ``names`` that ``pattern`` matches: an exact name in any spelling first."""
     if is_glob(pattern):
         return [
             name
@@ -225,7 +225,7 @@ def matching(pattern: str, names: list[str]) -> list[str]:
 
 
 def why_no_match(pattern: str, names: list[str], otherwise: str) -> str:
-    """Returns a message for a pattern that matches none of ``names``; its end, where no name is near."""
+    """Returns a message for a pattern without a match; ``otherwise`` ends it if no name is similar."""
     resolved = ops.resolve(pattern)
     if resolved is not None and ops.is_foreign(resolved):
         return f"{shown(pattern)}, an op of another library, is in no list"
@@ -236,7 +236,7 @@ def why_no_match(pattern: str, names: list[str], otherwise: str) -> str:
 
 
 def outcome(decision: Decision) -> str:
-    """Returns a decision in a few words: ``"LOW bf16"``; ``"-"`` where inputs are left alone."""
+    """Returns a decision in a few words: ``"LOW bf16"``; ``"-"`` if inputs are left alone."""
     if decision.cast_policy is CastPolicy.PASS:
         return "-"
     words = [decision.cast_policy.name]
@@ -247,7 +247,7 @@ def outcome(decision: Decision) -> str:
 
 
 def call_sites(name: str) -> list[str]:
-    """Returns the places in torch where op ``name`` is called, its Python functions among them."""
+    """Returns the places in torch where op ``name`` is called, including Python functions."""
     if ops.is_foreign(name):
         return [name]
     op = ops.table()[name]
@@ -255,14 +255,14 @@ def call_sites(name: str) -> list[str]:
 
 
 def in_place_sites(name: str) -> list[str]:
-    """Returns those that write to their first argument."""
+    """Returns the call sites that write to their first argument."""
     if ops.is_foreign(name):
         return []
     return _public([site.qualified for site in ops.table()[name].sites if site.in_place])
 
 
 def takes_out(name: str) -> bool:
-    """Whether some call of op ``name`` takes ``out=``; methods of tensors don't."""
+    """Whether some call of op ``name`` takes ``out=``; tensor methods don't."""
     if ops.is_foreign(name):
         return False
     sites = [site for site in ops.table()[name].sites if site.namespace != "torch.Tensor"]
@@ -270,5 +270,5 @@ def takes_out(name: str) -> bool:
 
 
 def _public(sites: list[str]) -> list[str]:
-    """Returns ``sites`` without those of an internal namespace, where there are others."""
+    """Returns ``sites`` without those of internal namespaces, unless there are only such."""
     return [site for site in sites if not site.startswith(f"{VF_NAMESPACE}.")] or sites

@@ -1,4 +1,4 @@
-"""`freeze`: stores in low precision the weights that a model only ever uses in low precision."""
+"""`freeze`: stores in low precision the weights that a model only uses in low precision."""
 
 from __future__ import annotations
 

@@ -28,11 +28,11 @@ REMEDY: Final = "call undo() on what hmpx.freeze returned, or build the model fr
 
 
 class ChecksCalls:
-    """A forward pre-hook: weights must be used in the way they were stored for, and not be trained.
+    """A forward pre-hook: weights must be used as they were stored for, and not be trained.
 
-    The conversion that they were stored for must be in force. Where gradients are recorded, no module
+    The conversion that they were stored for must be in force. While gradients are recorded, no module
     that holds some of them may be in training mode, and no tensor in their slots may require
-    gradients in low precision: `torch.func.functional_call` puts tensors there that have no hook.
+    gradients in low precision: `torch.func.functional_call` puts tensors without a hook there.
 
     It also refuses optimizer steps that would change the weights.
     """
@@ -46,7 +46,7 @@ class ChecksCalls:
         *,
         is_coded: bool,
     ) -> None:
-        """Takes the model's class, the conversion, and the modules that hold weights, by path."""
+        """Takes the model's class, the conversion, and path -> module for those that hold weights."""
         self._name = name
         self._low_name = short_name(in_force.policy.low_precision_type)
         self._fingerprint = _fingerprint(in_force)
@@ -54,7 +54,7 @@ class ChecksCalls:
         self._rounding = one_rounding(in_force) if is_coded else None
         self._is_rounded = in_force.options.legalize != "fast"
         self._seen: Callable[[], session.Session | None] = weakref.ref(in_force)
-        # Without the model itself, so that it is freed without a search for reference cycles.
+        # Without the model itself, so that it is freed without garbage collection.
         self._inner = {path: module for path, module in holders.items() if path}
         self._slots = [
             (slot.container, slot.attribute, slot.tensor, slot.path, slot.name) for slot in slots
@@ -92,8 +92,8 @@ class ChecksCalls:
             self._check_slots(module)
 
     def _difference(self, in_force: session.Session) -> str:
-        """Returns what is in force that would have stored weights otherwise; ``""`` if nothing is."""
-        own = self._own_rules  # none in another process, where only their names are known
+        """Returns the conversion in force if it would store weights differently; else ``""``."""
+        own = self._own_rules  # none in another process, which only knows their names
         if _fingerprint(in_force) != self._fingerprint or (
             own and not all(map(are_alike, own, in_force.rules))
         ):
@@ -167,7 +167,7 @@ def _check_step(
 
 
 def _asks_for_gradients(now: Tensor, tensor: Tensor) -> bool:
-    """Whether gradients of ``now``, in low precision, are recorded or carried along with it.
+    """Whether gradients or tangents of ``now``, in low precision, are recorded.
 
     Looks through the wrappers of torch.func's transforms, down to ``tensor``, which has its own hook.
     """
@@ -189,7 +189,7 @@ def _nothing() -> None:
 
 
 def _fingerprint(in_force: session.Session) -> str:
-    """Returns a digest that is the same for equal conversions, in any process."""
+    """Returns a digest that is equal for equal conversions, in any process."""
     rules = [(rule.op, rule.level, rule.name) for rule in in_force.rules]
     state = repr((in_force.policy.fingerprint(), sorted(in_force.device_types), rules))
     return hashlib.sha256(state.encode()).hexdigest()

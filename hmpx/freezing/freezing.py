@@ -1,7 +1,7 @@
-"""`freeze`: stores in low precision the weights that a model only ever uses in low precision.
+"""`freeze`: stores in low precision the weights that a model only uses in low precision.
 
-One forward shows how the parameters and buffers are used, which decides what to store low. The
-contents of those are replaced, and the model is sealed against training.
+One forward shows how the parameters and buffers are used, which decides what to store low. Their contents
+are replaced in place, and the model is sealed against training.
 """
 
 from __future__ import annotations
@@ -38,34 +38,34 @@ def freeze(
     keep_fp32: bool = True,
     **kwargs: Any,
 ) -> Frozen:
-    """Stores in low precision, in place, the weights that ``model`` only ever uses in low precision.
+    """Stores in low precision, in place, the weights that ``model`` only uses in low precision.
 
     Watches one forward on the example. A weight that it casts to bfloat16 or float16 on every use is
-    stored in that type, once. A weight that is also used in float32, or that the example does not
-    use, stays as it is. The model then gives the same results, bit for bit, without casting weights.
-    This is for inference: training the model and loading weights into it are errors.
+    stored in that type. A weight that is also used in float32, or that the example does not use, stays
+    as it is. The model then gives the same results, bit for bit, without casting weights. This is for
+    inference: training the model and loading weights into it are errors.
 
     Args:
         model: In evaluation mode. Its parameters stay the same objects.
         *example_inputs: Inputs of the forward to watch.
-        outputs: ``"fp32"`` makes the model return float32 where it would return bfloat16 or
-            float16; ``"keep"`` leaves its outputs unchanged.
-        store: ``"dtype"`` stores weights in the low type. ``"prepared"`` does so, too, and keeps the
-            float32 values of large weights of convolutions beside them, once a call without gradients
-            has computed with these, as `convert`'s ``legalize`` says, laid out for its kernel; sums are
-            then made in another order. ``"codes"`` stores weights that are used only in one number format as codes of that
-            format, in uint8, uint16 or int32, decoded at each use, if the policy has one format and
-            no rules; the others leave those float32.
+        outputs: ``"fp32"`` upcasts bfloat16 and float16 outputs of the model to float32; ``"keep"`` leaves
+            its outputs unchanged.
+        store: ``"dtype"`` stores weights in the low type. ``"prepared"`` also keeps float32 copies of large
+            convolution weights, laid out for their kernel, after a call without gradients has computed
+            with float32 because of `convert`'s ``legalize``; sums then have another order. ``"codes"``
+            stores weights used in a single number format as its codes, in uint8, uint16 or int32, and
+            decodes them at each use; the policy must have one format and no rules. The others leave
+            those weights in float32.
         keep_fp32: Whether the float32 weights are kept, in host memory, for `Frozen.undo`.
         **kwargs: Keyword inputs of the forward to watch.
 
     Returns:
-        A report of what was done, which can also undo it.
+        A report of the changes, which can also undo them.
 
     Raises:
         FreezeError: There is no example, torch is not converted, casts are off, the model is in
-            training mode or already frozen, or its values would be lost, under FakeTensorMode. The
-            model is then untouched, as where its forward raises an error, which passes with a note.
+            training mode or already frozen, or FakeTensorMode would lose its values. The model is then
+            untouched. It also is if its forward raises an error, which passes with a note.
         OptionError: ``outputs``, ``store`` or ``keep_fp32`` has an invalid value.
 
     Example:
@@ -106,7 +106,7 @@ def freeze(
             tensor.data = low
         with torch.no_grad(), torch_state.without_casts():
             for module in {slot.module: None for slot in slots}:
-                if isinstance(module, nn.RNNBase):  # as cuDNN requires for the present dtype
+                if isinstance(module, nn.RNNBase):  # as cuDNN requires for the current dtype
                     module.flatten_parameters()
         if outputs == "fp32":
             attached.callback(model.register_forward_hook(_widen).remove)
@@ -171,9 +171,9 @@ def _widen(module: nn.Module, args: Any, output: Any) -> Any:
 def _low_copies(
     lows: Iterable[FoundTensor], dtypes: Mapping[str, LowType], rounding: Rounding | None
 ) -> list[tuple[Tensor, Tensor]]:
-    """Returns each tensor to be stored low, with its new contents; one copy per place.
+    """Returns each tensor to store low, with its new contents; one copy per place.
 
-    Tensors that lie in one chunk of memory still do so afterwards, as cuDNN requires of RNN weights.
+    Tensors that share one chunk of memory still do so afterwards, as cuDNN requires of RNN weights.
     """
     by_storage: dict[object, dict[Place, FoundTensor]] = {}
     for f in lows:

@@ -20,8 +20,8 @@ from .weights import Weight, listed, table
 class Frozen(Entered):
     """A report of what `freeze` did to a model, and the way to undo it.
 
-    This object holds the fp32 weights; they are freed when nothing refers to it any more. As a context
-    manager it undoes the freezing on exit.
+    This object holds the fp32 weights, and frees them when it is garbage-collected. As a context manager it
+    undoes the freezing on exit.
 
     Attributes:
         weights: Every parameter and buffer, in the model's order.
@@ -59,19 +59,19 @@ class Frozen(Entered):
         return table(self._name, self.weights, is_undone=self._is_undone)
 
     def undo(self, *, strict: bool = True) -> None:
-        """Gives the model its fp32 weights back, bit for bit; does nothing the second time.
+        """Restores the model's fp32 weights, bit for bit; does nothing the second time.
 
-        A weight is identified by its place: the name in its module. Anything written to it since is
-        dropped. Modules that are no longer part of the model don't get in the way.
+        A weight is identified by its name in its module. Anything written to it since is lost. Modules removed
+        from the model are ignored.
 
         Args:
-            strict: ``False`` skips weights that are not where they were stored, and restores the
-                others. A later call restores those that are back in their places.
+            strict: ``False`` skips weights that are not where they were stored, and restores the others. A
+                later call restores those that are back in their places.
 
         Raises:
             FreezeError: The model was frozen with ``keep_fp32=False``; or some weights are not where
                 they were stored: replaced, deleted, parametrized, on the meta device, or in a copy
-                of their module. The model is then left as it was.
+                of their module. The model is then unchanged.
             OptionError: ``strict`` is neither True nor False.
         """
         strict = arguments.truth("strict", strict)
@@ -108,7 +108,7 @@ class Frozen(Entered):
         )
 
     def begin_block(self) -> None:
-        """Checks that there is a way back.
+        """Checks that the fp32 weights were kept.
 
         Raises:
             FreezeError: The model was frozen with ``keep_fp32=False``.

@@ -1,7 +1,6 @@
 """The places of weights in a model, and their fp32 storages, from which they are restored bit for bit.
 
-A weight gets its storage back if the model still holds it; for the others it is reported what became
-of them.
+A weight gets its storage back if the model still holds the weight; for the others the cause is reported.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ from .uses import has_changed
 
 @dataclass(frozen=True, eq=False)
 class Slot:
-    """A place for a parameter or buffer, and the tensor that was found there."""
+    """A place for a parameter or buffer, and the tensor found there."""
 
     path: str  # of the module in the model; "" for the model itself
     module: nn.Module
@@ -42,7 +41,7 @@ class Slot:
         return module._buffers if self.is_buffer else module._parameters
 
     def current(self) -> Tensor | None:
-        """Returns the tensor that is there now, if any."""
+        """Returns the tensor in the slot now, if any."""
         container = self.container
         if self.attribute not in container:  # TorchScript's containers have no get
             return None
@@ -64,7 +63,7 @@ def slots_of(model: nn.Module, tensors: Iterable[Tensor]) -> tuple[Slot, ...]:
 
 @dataclass(frozen=True, eq=False)
 class _Original:
-    """A tensor's former contents: its storage, or a copy of that in host memory, and its geometry."""
+    """A tensor's former contents: its storage, or a copy in host memory, and its geometry."""
 
     tensor: Tensor
     slots: tuple[Slot, ...]
@@ -77,13 +76,13 @@ class _Original:
 
 
 class Originals:
-    """The storages that some weights of a model had before freezing."""
+    """The storages that a model's weights had before freezing."""
 
     def __init__(self, slots: Iterable[Slot], kept_alive: Container[int]) -> None:
-        """Keeps what the tensors in ``slots`` hold now.
+        """Keeps the current contents of the tensors in ``slots``.
 
-        Storages on an accelerator are copied to host memory, except those in ``kept_alive``, which
-        others keep alive anyway.
+        Storages on an accelerator are copied to host memory, except those in ``kept_alive``, which live on
+        anyway.
         """
         #: Copies of storages on other devices; aliases stay aliases.
         self._copies: dict[tuple[int, torch.device], torch.UntypedStorage] = {}
@@ -121,13 +120,13 @@ class Originals:
 
     @property
     def is_empty(self) -> bool:
-        """Whether every weight has its former contents back."""
+        """Whether every weight has its former contents again."""
         return not self._kept
 
     def misplaced(self, model: nn.Module) -> Iterator[tuple[Slot, str]]:
-        """Yields each slot in ``model`` that can't be restored, and why not.
+        """Yields each slot in ``model`` that can't be restored, and the reason.
 
-        A module that is no longer in the model does not need its weights.
+        A module removed from the model does not need its weights.
         """
         here = set(map(id, model.modules()))
         for original in self._kept:
@@ -139,7 +138,7 @@ class Originals:
     def restore(self, left: Container[Slot] = ()) -> None:
         """Gives each tensor its former contents, on its current device, and each slot its tensor.
 
-        A tensor with a slot among ``left`` is skipped. If anything raises, all is as before.
+        Skips tensors with a slot in ``left``. If anything raises, nothing is changed.
         """
         skipped = [each for each in self._kept if any(slot in left for slot in each.slots)]
         before: list[tuple[Tensor, Tensor, bool, list[tuple[Slot, Tensor | None]]]] = []
@@ -184,7 +183,7 @@ def _write(tensor: Tensor, data: Tensor, requires_grad: bool) -> None:
 
 
 def _fault(slot: Slot) -> str:
-    """Returns why the slot can't get its weight back; ``""`` if it holds that, or a copy of it."""
+    """Returns why the slot can't get its weight back; ``""`` if it holds the weight, or a copy of it."""
     current = slot.current()
     if current is None:
         if slot.attribute in getattr(slot.module, "parametrizations", ()):
@@ -208,7 +207,7 @@ def _is_copy(current: Tensor, tensor: Tensor) -> bool:
 
 
 def _mode_of(tensor: Tensor) -> contextlib.AbstractContextManager[object]:
-    """Returns the mode in which a tensor without values was made; otherwise a context without effect."""
+    """Returns the mode that made a tensor without values; otherwise a context without effect."""
     return tensor.fake_mode if isinstance(tensor, FakeTensor) else contextlib.nullcontext()
 
 

@@ -1,7 +1,7 @@
 """Seals a frozen model: hooks that check its calls, describe it, and refuse training and loading.
 
-The hooks are copied and pickled with the model, so they are objects of classes, and none refers to the
-fp32 weights.
+The hooks are copied and pickled with the model, so they are objects of classes, and don't refer to the fp32
+weights.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class Seal:
     modules: tuple[nn.Module, ...]
 
     def copies_in(self, model: nn.Module) -> list[str]:
-        """Returns the names in ``model`` of modules that were copied from sealed ones."""
+        """Returns the names of modules in ``model`` that were copied from sealed ones."""
         own = set(map(id, self.modules))
         return [
             path
@@ -53,9 +53,9 @@ def seal(
     """Makes ``model`` check its calls, describe its state dict, and refuse training and loading.
 
     Args:
-        model: The model, with weights that are stored low.
-        slots: Where these weights are.
-        dtypes: Their names -> the type they are stored in.
+        model: The model, with weights stored low.
+        slots: The places of these weights.
+        dtypes: Their names -> the stored types.
         in_force: The conversion that they are stored for.
         attached: Undoes all this.
     """
@@ -88,7 +88,7 @@ def seal(
 
 
 def _holders(model: nn.Module, slots: Sequence[Slot]) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the model, and each module in it that holds some of the slots, directly or deeper down."""
+    """Yields the model, and each module in it that holds some of the slots, at any depth."""
     parents: dict[int, list[int]] = defaultdict(list)
     for module in model.modules():
         for child in module.children():
@@ -137,7 +137,7 @@ class _DescribesWeights:
 def _coded(
     slots: Sequence[Slot], dtypes: Mapping[str, LowType]
 ) -> dict[str, list[tuple[Format, list[str]]]]:
-    """Returns path of a module -> the formats of codes in it, each with the names there of one tied weight."""
+    """Returns module path -> the formats of codes in it, each with the names there of one tied weight."""
     tied: dict[str, dict[int, tuple[Format, list[str]]]] = defaultdict(dict)
     for slot in slots:
         format = dtypes[slot.name]
@@ -151,10 +151,10 @@ def _coded(
 
 
 class _DecodesWeights:
-    """A state dict hook: puts values in place of weights' codes; tied weights stay tied.
+    """A state dict hook: replaces weights' codes by values; tied weights stay tied.
 
-    A model that is not frozen would load codes as numbers: `nn.Module.load_state_dict` copies integers to
-    float32 weights without a word.
+    An unfrozen model would load codes as numbers: `nn.Module.load_state_dict` silently copies integers to
+    float32 weights.
     """
 
     def __init__(self, names: list[tuple[Format, list[str]]]) -> None:
@@ -168,13 +168,13 @@ class _DecodesWeights:
                 held = [prefix + name for name in names if prefix + name in state_dict]
                 if not held:
                     continue
-                first = state_dict[held[0]]  # values, where an inner module's hook has been
+                first = state_dict[held[0]]  # values, if an inner module's hook ran before
                 values = first if first.is_floating_point() else decode(first.detach(), format)
                 state_dict.update(dict.fromkeys(held, values))
 
 
 class _RefusesLoading:
-    """A hook that refuses to load weights, because they would be rounded; it has the key of the `Seal`."""
+    """A hook that refuses to load weights, since they would be rounded; it has the key of the `Seal`."""
 
     def __init__(self, key: str) -> None:
         self.key = key
@@ -185,9 +185,9 @@ class _RefusesLoading:
 
 
 class _RefusesTraining:
-    """Replaces a module's ``train``, and lets no gradient reach its weights that are stored low.
+    """Replaces a module's ``train``, and keeps gradients from the weights that are stored low.
 
-    Copies of a tensor lose its hooks, so this sets them again in a copy of the module.
+    Copies of a tensor lose its hooks, so a copy of the module sets them again.
     """
 
     def __init__(self, module: nn.Module, where: str, tensors: Mapping[str, Tensor]) -> None:
@@ -207,7 +207,7 @@ class _RefusesTraining:
         return type(module).train(module, mode)
 
     def release(self, before: Any) -> None:
-        """Restores what the module had under ``train``, and the weights' gradients."""
+        """Restores the module's ``train`` and the weights' gradients."""
         self._is_released = True
         for handle in self._handles:
             handle.remove()

@@ -1,6 +1,6 @@
 """How one forward uses a model's parameters and buffers: in which dtypes, and whether it writes them.
 
-Judged only by which tensors the dispatcher's ops read, convert and write, not by what they compute.
+Looks only at which tensors the dispatcher's ops read, convert and write, not at what they compute.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..torch_internals import (
     uncompiled,
 )
 
-#: Fake tensors have no values, but everything else about them is real.
+#: Fake tensors have no values, but are otherwise treated as real.
 _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 
 
@@ -34,7 +34,7 @@ _PLAIN: Final = PLAIN_TENSORS | {FakeTensor}
 class Place:
     """Where the elements of a strided tensor lie: equal places are the same memory.
 
-    The storage is identified while it is alive; ``start`` and ``end`` are bytes in it.
+    Identifies the storage while it is alive; ``start`` and ``end`` are byte offsets in it.
     """
 
     storage: int
@@ -45,7 +45,7 @@ class Place:
     stride: tuple[int, ...]
 
     def overlaps(self, other: Place) -> bool:
-        """Whether some byte may belong to both."""
+        """Whether both may share a byte."""
         return self.storage == other.storage and self.start < other.end and other.start < self.end
 
 
@@ -103,7 +103,7 @@ def _place(tensor: Tensor) -> Place | None:
 
 
 def replaced(model: nn.Module, before: Sequence[FoundTensor]) -> set[Place]:
-    """Returns the places that tensors of the model have since left."""
+    """Returns the places that tensors of the model have left since."""
     now = {(f.kind, f.name): (id(f.tensor), f.place) for f in found_tensors(model)}
     return {
         f.place
@@ -119,9 +119,9 @@ def replaced(model: nn.Module, before: Sequence[FoundTensor]) -> set[Place]:
 class Uses:
     """How the watched forward used one place: the dtypes it was converted to, its readers and writers.
 
-    ``unrounded_by`` are the ops in the low-precision list that leave it in fp32, ``decides`` those
-    that come out otherwise if it is stored in another dtype; ``as_data`` is how an op in a number
-    format took it where data is expected, such as "as a first input".
+    ``unrounded_by``: ops in the low-precision list that leave it in fp32. ``decides``: ops whose result
+    depends on its stored dtype. ``as_data``: how an op in a number format took it as data, such as "as a first
+    input".
     """
 
     converted_to: set[LowType] = field(default_factory=set)
@@ -140,7 +140,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Nothing is compiled while it watches; torch would import Dynamo, 70 MB, just to notify it."""
+        """Prevents compilation meanwhile; torch would import Dynamo, 70 MB, just to notify it."""
         return False
 
     def __init__(self, found: Sequence[FoundTensor]) -> None:
@@ -151,14 +151,14 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         for place in self._tensors:
             self._by_storage.setdefault(place.storage, []).append(place)
         self._before: dict[Place, tuple[Tensor, Tensor]] = {}
-        # Batch norm kernels write to running statistics, which their schema doesn't say.
+        # Batch norm kernels write to running statistics, which their schema omits.
         with torch.no_grad(), torch_state.without_casts():
             self._remember(f.place for f in found if f.place is not None and f.kind == "buffer")
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Calls ``func``, and records what it does to the watched places."""
+        """Calls ``func``, and records its effect on the watched places."""
         kwargs = kwargs or {}
         touched = [
             (tensor, alias, places)
@@ -175,7 +175,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
         return result
 
     def add_format(self, tensor: Tensor, format: Format, as_data: str) -> None:
-        """Records that a parameter is rounded to a number format, perhaps where data is expected."""
+        """Records that a parameter is rounded to a number format, perhaps as data."""
         place = _place(tensor)
         for touched in self._touched(tensor):
             self.uses[touched].as_data = self.uses[touched].as_data or as_data
@@ -230,7 +230,7 @@ class Watch(TorchDispatchMode):  # type: ignore[misc]
 
 
 def _tensor_arguments(func: Any, args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields each tensor among the arguments, with its aliasing according to the op's schema."""
+    """Yields each tensor argument, with its aliasing according to the op's schema."""
     schema = getattr(func, "_schema", None)
     aliases = {a.name: a.alias_info for a in schema.arguments} if schema is not None else {}
     names = [*aliases, *[""] * len(args)]
@@ -271,7 +271,7 @@ def watch_forward(
     args: tuple[Any, ...],
     kwargs: dict[str, Any],
 ) -> Watch:
-    """Runs one forward, and returns how it uses the tensors found; their values are restored."""
+    """Runs one forward, and returns how it uses the tensors found; restores their values."""
     watch = Watch(found)
     try:
         formats = compute.watched_emulation(watch.add_format)

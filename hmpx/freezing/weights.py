@@ -1,4 +1,4 @@
-"""Which weights are stored low, by how the example used them, and the report: one row for each."""
+"""Decides which weights to store low, by their uses in the example, and reports a row for each."""
 
 from __future__ import annotations
 
@@ -24,9 +24,8 @@ class Weight:
     Attributes:
         name: Its name in the model.
         kind: ``"parameter"`` or ``"buffer"``.
-        dtype: The dtype that it had before.
-        stored_dtype: The dtype that it has in the frozen model, or the number format whose codes it
-            holds.
+        dtype: Its dtype before.
+        stored_dtype: Its dtype in the frozen model, or the number format of its codes.
         size_bytes: Its size before; 0 if it shares the memory of another weight in this list.
         stored_bytes: Its size in the frozen model.
         reason: Why it is stored this way.
@@ -55,7 +54,7 @@ class Weight:
 
 
 def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
-    """Returns the bytes before and after, and for each weight its dtype and the reason."""
+    """Returns the bytes before and after, and each weight's dtype and reason."""
     before = sum(weight.size_bytes for weight in weights)
     after = sum(weight.stored_bytes for weight in weights)
     low = sum(weight.is_low for weight in weights)
@@ -83,7 +82,7 @@ def table(name: str, weights: Sequence[Weight], *, is_undone: bool) -> str:
 
 
 def listed(names: Sequence[str], most: int = 3) -> str:
-    """Returns the first few names, each once, and how many more there are."""
+    """Returns the first few names, each once, and the number of others."""
     distinct = list(dict.fromkeys(names))
     more = len(distinct) - most
     return ", ".join(distinct[:most]) + (f" and {more} more" if more > 0 else "")
@@ -93,14 +92,14 @@ def listed(names: Sequence[str], most: int = 3) -> str:
 
 
 class Rounding(NamedTuple):
-    """How weights are rounded to the codes that they are stored as; see `formats.quantize`."""
+    """How weights are rounded to codes; see `formats.quantize`."""
 
     mode: str
     overflow: str | None
 
 
 def one_rounding(in_force: session.Session) -> Rounding | None:
-    """Returns how every use of a weight rounds it; None where uses differ: codes don't state their format."""
+    """Returns how every use of a weight rounds it; None if uses differ: codes don't state their format."""
     policy, options = in_force.policy, in_force.options
     decided = [policy.decisions, *[section.decisions for section in policy.sections]]
     decisions = [decision for each in decided for decision in each.values()]
@@ -119,7 +118,7 @@ def one_rounding(in_force: session.Session) -> Rounding | None:
 def judged(
     found: Sequence[FoundTensor], watch: Watch, replaced: set[Place], as_codes: bool
 ) -> Iterator[Weight]:
-    """Yields how each tensor is to be stored, and why; those at ``replaced`` places have since left them."""
+    """Yields how each tensor is to be stored, and why; those at ``replaced`` places have left them since."""
     firsts: dict[object, FoundTensor] = {}
     by_storage: dict[int, list[FoundTensor]] = {}
     for f in found:
@@ -180,7 +179,7 @@ def _judgement(
 
 
 def _stored(low: LowType) -> torch.dtype:
-    """Returns the dtype of a tensor that holds values, or codes, of this type."""
+    """Returns the dtype of a tensor with values or codes of this type."""
     if isinstance(low, torch.dtype):
         return low
     return code_dtype(low.bits) if isinstance(low, CodedFormat) else torch.float32

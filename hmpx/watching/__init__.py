@@ -1,4 +1,4 @@
-"""Watching: the first op whose inputs are finite and whose result is not."""
+"""Finds the first op with finite inputs and a non-finite result."""
 
 from __future__ import annotations
 

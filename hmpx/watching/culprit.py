@@ -1,9 +1,9 @@
-"""The culprit: the first call with finite inputs and a non-finite result, and not those after it.
+"""Finds the first call with finite inputs and a non-finite result, not the ones after it.
 
-Some infinities are meant: masks, and what low precision makes of their smallest numbers; a softmax makes
-zeros of them. So the verdict on -inf waits: it is reported once NaN or +inf follows from it, or if it
-reaches the end of the forward, or a gradient. So does that on NaN out of infinities that the program
-made itself, as of a softmax over -inf alone, and that on what came in with data.
+Some infinities are intended: masks, and their smallest numbers after rounding to low precision; a softmax
+turns them into zeros. So -inf is reported only once NaN or +inf follows from it, or it reaches the end of the
+forward or a gradient. The same holds for NaN from infinities that the program made itself, such as a softmax
+over -inf alone, and for non-finite data.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from .records import (
 from .slots import exact_finite
 from .trials import CONVERTING, is_emulated, is_low_call, tried_on_extremes
 
-#: How many calls before an offence it shows.
+#: Number of earlier calls shown with an offence.
 _CONTEXT: Final = 5
 
 _WORST: Final = NAN | POSITIVE
@@ -37,21 +37,21 @@ _WORST: Final = NAN | POSITIVE
 
 @dataclass(slots=True, eq=False)
 class Origin:
-    """Where non-finite values first were: in this source of this call, after others."""
+    """The first non-finite values: in this source of this call."""
 
     record: CallRecord
     source: Source
     bits: int
     context: tuple[EarlierCall, ...]
-    node: str = ""  # name of the autograd node or function that made them, if no op did
-    gradients: GradientRecord | None = None  # what passed through its backward, if it is that
-    parameter: str = ""  # name of the one that had them, if a module holds it
+    node: str = ""  # name of the autograd node or function that made them, if not an op
+    gradients: GradientRecord | None = None  # the gradients, if its backward made them
+    parameter: str = ""  # name of the non-finite parameter, if a module holds it
     is_written: bool = False  # the program gave them as a number
     is_reported: bool = False
 
 
 class Judge:
-    """Judges the records of steps in their order; ``found`` is what to report, in the order of events."""
+    """Judges the records of steps in order; ``found`` lists the origins to report."""
 
     def __init__(self) -> None:
         """Starts with nothing found."""
@@ -64,7 +64,7 @@ class Judge:
     def judge(
         self, records: Sequence[CallRecord | GradientRecord], *, ends_step: bool
     ) -> list[Origin]:
-        """Returns what to report of these records."""
+        """Returns the offences in these records."""
         self.found = []
         calls = [each for each in records if isinstance(each, CallRecord)]
         self._calls = [*self._calls[-_CONTEXT:], *calls]
@@ -104,7 +104,7 @@ class Judge:
             if made & _WORST & ~had and origin is not None and origin.source == "op":
                 self._report(origin)  # NaN or +inf has followed
             if made & NAN and origin is not None and not (origin.bits & NAN or origin.is_reported):
-                origin = self._origin(record, "op", made)  # of infinities that came in
+                origin = self._origin(record, "op", made)  # from infinities in the inputs
             if origin is None and (made & _WORST or not had):
                 is_passed_on = had and not made & ~had
                 origin = self._origin(record, "input" if is_passed_on else "op", made)
@@ -112,7 +112,7 @@ class Judge:
             cell.origin = origin
 
     def _inputs(self, record: CallRecord) -> tuple[int, bool, list[Origin]]:
-        """Returns the non-finite values that inputs had, whether some aren't known, and their origins."""
+        """Returns the inputs' non-finite values, whether some inputs are unknown, and the origins."""
         had, is_unsure, origins = 0, record.is_unsure, []
         for given in record.inputs:
             for cell in given.cells:
@@ -131,7 +131,7 @@ class Judge:
         return had, is_unsure, origins
 
     def _origin_before(self, record: CallRecord, cell: Cell, bits: int) -> Origin | None:
-        """Returns the origin of what no observed call has made."""
+        """Returns the origin of values that no observed call made."""
         for source in cell.sources:
             if source.bits:
                 if isinstance(source, Leaf) and source.origin is None:
@@ -141,7 +141,7 @@ class Judge:
         return self._origin_outside(record, cell, bits)
 
     def _origin_outside(self, record: CallRecord, cell: Cell, bits: int) -> Origin | None:
-        """Returns the origin of data or a parameter; None for what is likely to be meant."""
+        """Returns the origin of data or a parameter; None for values that are likely intended."""
         if isinstance(cell, Leaf):
             if not bits & _WORST:
                 return None
@@ -153,11 +153,11 @@ class Judge:
         return self._origin(record, "input", bits, node=cell.maker)
 
     def _confirm_last(self) -> None:
-        """Reports what the last result of the forward suffers from."""
+        """Reports the cause of non-finite values in the last result of the forward."""
         for cell in [] if self._last is None else self._last.results:
             origin = cell.origin
             if cell.bits and origin is not None:
-                # -inf in what a call only wrote a part of, as 0 into a tensor of -inf: it was there.
+                # -inf in a tensor that a call wrote only a part of, as 0 into a tensor of -inf: it was there.
                 is_meant = origin.is_written or (
                     origin.record.is_unsure and not origin.bits & _WORST
                 )
@@ -179,7 +179,7 @@ class Judge:
             return
         is_new = not (arrived and self._has_bad_gradients)
         self._has_bad_gradients = True
-        if not is_new or call.is_blamed:  # several of its nodes hand on gradients
+        if not is_new or call.is_blamed:  # several of its nodes pass on gradients
             return
         call.is_blamed = True
         cells = [cell for given in call.inputs for cell in given.cells] + call.results
@@ -216,11 +216,11 @@ def _bits(cells: Iterable[Cell]) -> int:
     return found
 
 
-# --- what is reported --------------------------------------------------------------------------------
+# --- reports -----------------------------------------------------------------------------------------
 
 
 def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
-    """Returns the offence to report; ``kind`` if it is already known."""
+    """Returns the offence to report; its kind is ``kind`` if already known."""
     call, trial = origin.record.call, _trial_of(origin)
     return Offence(
         op=origin.node or call.op,
@@ -239,9 +239,9 @@ def offence_of(origin: Origin, kind: Kind | None = None) -> Offence:
 
 
 def _ranges(origin: Origin) -> tuple[Range, ...]:
-    """Returns the ranges of finite inputs, of gradients that arrived, and of results.
+    """Returns the ranges of finite inputs, of incoming gradients, and of results.
 
-    Of a result that still has its values it is that of the finite ones; of another one its extremes.
+    A result whose values are still there has the range of the finite ones; another one has its extremes.
     """
     record, found = origin.record, []
     for position, given in enumerate(record.inputs):
@@ -267,7 +267,7 @@ def _ranges(origin: Origin) -> tuple[Range, ...]:
 
 
 def _trial_of(origin: Origin) -> Trial | None:
-    """Returns what the call that went wrong gives in float32; None if it could not be tried."""
+    """Returns the call's outcome in float32; None if it could not be tried."""
     record, gradients = origin.record, origin.gradients
     found = record.trial if gradients is None else gradients.trial
     if found is not None or record.outline is None or origin.source != "op" or origin.node:
@@ -294,7 +294,7 @@ def _kind_of(origin: Origin, trial: Trial | None) -> Kind:
 
 
 def _remedy_for(origin: Origin, trial: Trial | None) -> str:
-    """Returns a line for an op list, or why none helps."""
+    """Returns a line for an op list, or why there is none."""
     call = origin.record.call
     if origin.is_written:
         return "none: the program wrote NaN here itself"

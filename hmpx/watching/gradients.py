@@ -1,4 +1,4 @@
-"""Hooks on the autograd nodes of a watched call: where gradients enter and leave its backward."""
+"""Hooks on the autograd nodes of a watched call, where gradients enter and leave its backward."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from .trials import Arguments
 if TYPE_CHECKING:
     from .notes import Notes
 
-#: More nodes than any op has: beyond them, inputs were not recognised.
+#: More nodes than any op has: with more, inputs were not recognised.
 _MOST: Final = 200
 
-#: Nodes whose result has the values that they are given: in another shape, or cast. With a cast to a
-#: narrower dtype that is another matter: it may overflow.
+#: Nodes that pass on their values, reshaped or cast. A cast to a narrower dtype is an exception, since it may
+#: overflow.
 HANDING_ON: Final = frozenset(
     {
         "PermuteBackward0", "ReshapeAliasBackward0", "SqueezeBackward0", "SqueezeBackward1",
@@ -34,9 +34,9 @@ _Exits = Mapping[Any, Sequence[int]]
 
 
 class Hooks:
-    """The hooks on the nodes of one call: they live as long as these.
+    """The hooks on the nodes of one call, with the same lifetime.
 
-    They keep the arguments of the call, if its backward may be tried, until that has run.
+    They keep the call's arguments, if its backward may be tried, until the backward has run.
     """
 
     __slots__ = ("_arguments", "_arrived", "_gradients", "_left", "_name", "_notes", "_record")
@@ -44,14 +44,14 @@ class Hooks:
     def __init__(
         self, notes: Notes, record: CallRecord, name: str, arguments: Arguments | None
     ) -> None:
-        """Is registered by `on_call` or `on_function`."""
+        """Called by `on_call` or `on_function`."""
         self._notes, self._record, self._name = notes, record, name
         self._arguments, self._left = arguments, 0
         self._arrived: list[Cell] = []
         self._gradients: dict[int, Tensor] = {}
 
     def on_nodes(self, entries: Mapping[Any, Mapping[int, int]], exits: _Exits) -> None:
-        """Registers hooks on nodes of results (number of a gradient -> of a result), and where inputs' leave."""
+        """Hooks the results' nodes (number of a gradient -> of a result), and where inputs' gradients leave."""
         self._left = len(exits)
         for node, numbers in entries.items():
             if node not in exits:
@@ -113,7 +113,7 @@ def hook_call(
     results: Sequence[Tensor],
     arguments: Arguments | None,
 ) -> None:
-    """Has gradients recorded where they enter and leave the backward of a call."""
+    """Records gradients where they enter and leave the backward of a call."""
     nodes: dict[Any, dict[int, int]] = {}
     for number, each in enumerate(results):
         if (node := node_of(each)) is not None:
@@ -126,7 +126,7 @@ def hook_call(
             dtype = each.dtype
             stops[node] = dtype if stops.get(node, dtype) is dtype else None
     if any([each is result for result in results for each in inputs]):  # noqa: C419
-        # It was written to, or returned as it is: what its node was before is unknown.
+        # It was written to, or returned as it is: its earlier node is unknown.
         entries = list(nodes) if record.writes else []
         exits: _Exits = {node: range(len(edges_of(node))) for node in entries}
     else:
@@ -139,7 +139,7 @@ def hook_call(
 
 
 def hook_function(notes: Notes, record: CallRecord, node: Any) -> None:
-    """Has gradients recorded at the node of a function that is not an observed call."""
+    """Records gradients at the node of a function that is not an observed call."""
     Hooks(notes, record, name_of(node), None).on_nodes(
         {node: {}}, {node: range(len(edges_of(node)))}
     )
@@ -150,14 +150,14 @@ def boundary(
 ) -> _Exits:
     """Returns node -> its edges that leave the call, to nodes in ``stops`` and to leaves.
 
-    Where only nodes that hand on gradients come between an input and the node that computes its gradient,
-    the edge is the latter's: what reaches the input is finite exactly if that is.
+    If only nodes that pass on gradients come between an input and the node that computes its gradient, the edge
+    is the latter's: both are finite or neither.
 
     Args:
         entries: Nodes of the results.
-        stops: Node of an input -> its dtype, None if there are several. The caller keeps the nodes, or
-            Python would make other objects for them.
-        widest: The widest dtype that the call computes in: casts to inputs of it are to no narrower one.
+        stops: Node of an input -> its dtype, None if there are several. The caller holds the nodes, since
+            Python would otherwise make new objects for them.
+        widest: The widest dtype that the call computes in: casts to inputs of it never narrow.
     """
     seen, pending = set(entries), list(entries)
     exits: dict[Any, list[int]] = {}
@@ -185,7 +185,7 @@ def boundary(
             return {node: range(len(edges_of(node))) for node in entries}
     for end in leaving:
         node, edge = end
-        # The last cast on the way to an input of the widest dtype widens; one before it may overflow.
+        # The last cast before an input of the widest dtype upcasts; one before it may overflow.
         casts = 0
         while (name := type(node).__name__) in HANDING_ON and (source := above.get(node)):
             casts += name == "ToCopyBackward0"
@@ -197,7 +197,7 @@ def boundary(
 
 
 def sources_of(node: Any, is_known: Callable[[Any], bool]) -> list[tuple[Any, int]]:
-    """Returns the edges by which the graph behind ``node`` reaches nodes that are known, and leaves."""
+    """Returns the edges from the graph behind ``node`` to known nodes and to leaves."""
     found, seen, pending = [], {node}, [node]
     while pending and len(seen) <= _MOST:
         for edge in edges_of(pending.pop()):

@@ -1,7 +1,7 @@
-"""Records each call of a watched program and the gradients that go back through it.
+"""Records each call of a watched program and its gradients.
 
-Runs amid the program: it waits for no device and records no gradients. It keeps no tensor alive but the
-inputs of calls in low precision on the CPU, until their backward has run.
+Runs within the program, never waits for a device and records no gradients. It keeps no tensors alive except
+the inputs of low-precision calls on the CPU, until their backward has run.
 """
 
 from __future__ import annotations
@@ -34,18 +34,18 @@ from .records import (
 from .slots import Slots
 from .trials import Arguments, can_change, kept, tried, tried_forward
 
-#: The key under which a node's metadata holds what is known of its results.
+#: Key of a node's metadata for the cells of its results.
 _CELLS: Final = "hmpx.watched"
 
-#: Ops whose results are whatever memory holds.
+#: Ops whose results are uninitialized memory.
 _UNSET: Final = frozenset({"resize", "resize_as", "is_set_to"})
 
 
 class Notes:
-    """The records of one step, in the order of events."""
+    """The records of one step, in order."""
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts empty."""
         self.records: list[CallRecord | GradientRecord] = []
         self.step = 0
         self.is_open = True  # calls and gradients are recorded
@@ -59,13 +59,13 @@ class Notes:
 
     @property
     def is_full(self) -> bool:
-        """Whether they should be taken before more are added."""
+        """Whether records should be taken before more are added."""
         return self._slots.is_full
 
     def take(self, *, ends_step: bool) -> list[CallRecord | GradientRecord]:
-        """Returns the records with all that was measured, and starts anew; waits for devices.
+        """Returns the records with all measurements, and starts anew; waits for devices.
 
-        At the end of a step they are left out if all values were finite.
+        At the end of a step they are dropped if all values were finite.
         """
         with self._lock:
             records, self.records = self.records, []
@@ -85,7 +85,7 @@ class Notes:
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def add_call(  # as of a `ValueObserver`
+    def add_call(  # like a `ValueObserver`
         self,
         call: OpCall,
         inputs: list[Tensor],
@@ -145,7 +145,7 @@ class Notes:
         if found is not None:
             last = found[0][-1]
             if not last.is_hooked and (node := node_of(tensor)) is not None:
-                last.is_hooked = True  # as of a torch.autograd.Function
+                last.is_hooked = True  # like that of a torch.autograd.Function
                 hook_function(self, record, node)
             return Input(*found)
         node = node_of(tensor)
@@ -168,7 +168,7 @@ class Notes:
         return leaf
 
     def _sources(self, record: CallRecord, node: Any) -> list[Cell]:
-        """Returns what is known of the tensors that unobserved functions made a tensor from."""
+        """Returns the cells of the tensors from which unobserved functions made a tensor."""
         found: list[Cell] = []
         for following, number in sources_of(node, lambda each: _CELLS in each.metadata):
             if _CELLS not in following.metadata:
@@ -178,7 +178,7 @@ class Notes:
         return found
 
     def _add_target(self, record: CallRecord, tensor: Tensor, storage: Any) -> None:
-        """Adds what an argument was that the call wrote to, or returned."""
+        """Adds the former state of an argument that the call wrote to, or returned."""
         before = self._known.find(tensor, storage)
         record.writes = before is None
         cells = self._known.before(tensor, storage) if before is None else before[0]
@@ -194,7 +194,7 @@ class Notes:
         inputs: list[Tensor],
         results: list[Tensor],
     ) -> Arguments | None:
-        """Tries a call that failed while its inputs are there; returns what its backward can be tried on."""
+        """Tries a failed call while its inputs exist; returns the data for trying its backward."""
         if results[0].is_cpu or self.waits:
             if not self._are_finite(record.results):
                 for given in record.inputs:
@@ -218,7 +218,7 @@ class Notes:
     # --- gradients -------------------------------------------------------------------------------
 
     def gradients(self, gradients: Iterable[Tensor | None]) -> list[Cell]:
-        """Returns what is known of these gradients, measured if need be."""
+        """Returns the cells of these gradients, measured if necessary."""
         found: list[Cell] = []
         known = self._known
         with self._lock:
@@ -238,7 +238,7 @@ class Notes:
     def try_backward(
         self, record: GradientRecord, arguments: Arguments, gradients: Mapping[int, Tensor]
     ) -> None:
-        """Tries the backward of a call again, if it made finite gradients non-finite."""
+        """Tries a call's backward again, if it made finite gradients non-finite."""
         if gradients and self._are_finite(record.before) and not self._are_finite(record.after):
             record.trial = tried(record.record.call, arguments, gradients)
 
@@ -250,7 +250,7 @@ class Notes:
             self.records.append(record)
 
     def _is_gradient(self, tensor: Tensor) -> bool:
-        """Whether ``tensor`` is the gradient of a leaf of this step: it was measured on its way there."""
+        """Whether ``tensor`` is the gradient of a leaf of this step, which was measured on its way."""
         if self._owners is None:
             owned = [(leaf, leaf.reference()) for leaf in self._leaves.values()]
             self._owners = {id(owner.grad): leaf for leaf, owner in owned if owner is not None}
@@ -260,7 +260,7 @@ class Notes:
 
 
 def _has_non_finite(values: Iterable[Any]) -> bool:
-    """Whether any of a call's arguments is the number NaN or an infinity."""
+    """Whether any argument of a call is the number NaN or an infinity."""
     for value in values:  # noqa: SIM110  # a generator takes longer
         if type(value) is float and not math.isfinite(value):
             return True

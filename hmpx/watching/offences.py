@@ -1,4 +1,4 @@
-"""What `watch` reports: the op that made a value non-finite, and what to do about it."""
+"""The reports of `watch`: the op that made a value non-finite, and the remedy."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ Source = Literal["op", "input", "parameter", "gradient"]
 
 
 class Range(NamedTuple):
-    """The values of a tensor of a call.
+    """The values of a call's tensor.
 
     Attributes:
         name: ``"input 0"``, ``"result"``, ``"gradient"``.
@@ -59,24 +59,24 @@ class Offence:
     """An op that turned finite values into non-finite ones.
 
     Attributes:
-        op: Op name; of a function that is not one of torch's ops, that of its autograd node.
+        op: Op name; for a function that is not one of torch's ops, the name of its autograd node.
         module: Qualified name of the module whose forward made the call; ``""`` for none.
         site: The call site: ``"torch.nn.functional.linear"``.
         location: ``"train.py:12"``: the line of the program that made the call.
-        kind: ``"nan"``; ``"inf"``, which float32 gives, too; ``"overflow"`` of a low-precision type or
+        kind: ``"nan"``; ``"inf"``, which float32 also gives; ``"overflow"`` of a low-precision type or
             number format; ``"underflow"``: an input that rounding made zero; ``"scale"``: gradients
-            overflow at whatever scale a `torch.amp.GradScaler` tries.
+            overflow at every scale that a `torch.amp.GradScaler` tries.
         phase: ``"forward"``, ``"recompute"`` or ``"backward"``.
         step: Number of the step, from 0.
-        source: ``"op"``; or where the values were non-finite before any op that was seen: in an
+        source: ``"op"``; or where the values were non-finite before any observed op: in an
             ``"input"``, a ``"parameter"``, a ``"gradient"``.
         context: The last calls before it, the nearest last.
-        ranges: Those of its finite inputs, and of the result's finite part; of a result that is gone
-            by then, its extremes, an infinity among them.
-        remedy: A line for an op list that prevents it, as tried on the same values: ``"fp32.txt: exp"``,
-            and whether that could not be tried; or ``"none: ..."``, and why.
-        parameter: Qualified name of the parameter whose values were non-finite, of the source
-            ``"parameter"``; ``""`` if no module that was running holds it.
+        ranges: Ranges of its finite inputs, and of the result's finite part. If the result is gone by then,
+            its extremes, including an infinity.
+        remedy: A line for an op list that prevents it, ``"fp32.txt: exp"``, tried on the same values unless
+            it says otherwise; or ``"none: ..."``, and the reason.
+        parameter: Qualified name of the non-finite parameter for the source ``"parameter"``; ``""`` if no
+            running module holds it.
 
     Example:
         >>> x = torch.full((2,), 300.0, dtype=torch.float16)

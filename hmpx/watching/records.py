@@ -1,4 +1,4 @@
-"""What is known of calls, gradients and tensors while a program runs, without any of its tensors."""
+"""Records of calls, gradients and tensors while a program runs, without holding any of its tensors."""
 
 from __future__ import annotations
 
@@ -29,15 +29,15 @@ NAN, POSITIVE, NEGATIVE = 4, 2, 1
 
 storage_of: Final[Callable[[Tensor], Any]] = Tensor.untyped_storage
 
-#: Of how many measurements of its parts a tensor may be known.
+#: Most measurements of a tensor's parts.
 _MOST_PARTS: Final = 8
 
 
 class Cell:
-    """What is known of the values that a tensor had at one time.
+    """The state of a tensor's values at one time.
 
     ``maker`` is the name of the autograd node that made the tensor, if no observed call did; ``""`` for
-    data; None where an observed call did, or its backward.
+    data; None if an observed call or its backward made it.
     """
 
     __slots__ = ("extremes", "is_hooked", "maker", "origin", "slot", "sources")
@@ -45,27 +45,27 @@ class Cell:
     def __init__(
         self, slot: int | None, maker: str | None = None, *, is_hooked: bool = True
     ) -> None:
-        """Has what is written to ``slot``; ``is_hooked``: the tensor's autograd node has been seen."""
+        """Reads from ``slot``; ``is_hooked``: the tensor's autograd node has been seen."""
         self.slot, self.maker, self.is_hooked = slot, maker, is_hooked
         self.extremes: Extremes | None = (0.0, 0.0) if slot is None else None  # None while unknown
-        self.origin: Any = None  # where non-finite values in it come from, once that is known
-        self.sources: list[Cell] = []  # that it was computed from, if no observed call made it
+        self.origin: Any = None  # where its non-finite values come from, once known
+        self.sources: list[Cell] = []  # it was computed from, if no observed call made it
 
     @property
     def bits(self) -> int | None:
-        """Which non-finite values there are; None if that is unknown."""
+        """Which non-finite values there are; None if unknown."""
         return None if self.extremes is None else bits_of(self.extremes)
 
 
 class Leaf(Cell):
-    """A parameter or another leaf: its values are read only if something is wrong."""
+    """A parameter or another leaf: its values are only read if something is wrong."""
 
     __slots__ = ("holder", "path", "reference", "version")
 
     def __init__(
         self, tensor: Tensor, version: int, holder: nn.Module | None = None, path: str = ""
     ) -> None:
-        """Is used by module ``holder`` of that qualified name, at that version."""
+        """Belongs to module ``holder`` with that qualified name, at that version."""
         super().__init__(None, "")
         self.extremes = None
         self.holder, self.path = None if holder is None else weakref.ref(holder), path
@@ -86,7 +86,7 @@ class Leaf(Cell):
 
     @property
     def name(self) -> str:
-        """The parameter's qualified name; ``""`` if no module that is known holds it."""
+        """The parameter's qualified name; ``""`` if no known module holds it."""
         tensor = self.reference()
         holder = None if self.holder is None else self.holder()
         if tensor is None or holder is None:
@@ -96,18 +96,18 @@ class Leaf(Cell):
 
 
 class Input(NamedTuple):
-    """A floating-point input of a call: what is known of its memory, and whether it is a part of that."""
+    """A floating-point input of a call: the state of its memory, and whether it is only a part of it."""
 
     cells: tuple[Cell, ...]
     is_part: bool
 
 
 class Trial(NamedTuple):
-    """What a call gives in float32: the non-finite values of its results, or of its gradients."""
+    """The outcome of a call in float32: the non-finite values of its results, or of its gradients."""
 
     bits: int
-    where: str = ""  # values of its inputs for which that was seen: "input 0 is -2"
-    is_underflow: bool = False  # it is finite, but not on its inputs as rounded, some to zero
+    where: str = ""  # the input values that caused it: "input 0 is -2"
+    is_underflow: bool = False  # it is finite, but not on its rounded inputs, some of them zero
     is_sure: bool = True  # it ran on its inputs; otherwise on one element, for their extremes
 
 
@@ -119,16 +119,16 @@ class CallRecord:
     step: int
     inputs: list[Input] = field(default_factory=list)
     results: list[Cell] = field(default_factory=list)
-    is_intended: bool = False  # given an infinity or NaN as a number, or leaves memory as it is
-    is_unsure: bool = False  # some inputs are not known
-    writes: bool = False  # to an argument, as far as is known
+    is_intended: bool = False  # takes NaN or infinity as a number, or leaves memory as it is
+    is_unsure: bool = False  # some inputs are unknown
+    writes: bool = False  # to an argument, as far as known
     is_blamed: bool = False  # its backward made gradients non-finite
     alive: list[tuple[weakref.ref[Tensor], int]] = field(default_factory=list)  # with versions
     trial: Trial | None = None
     outline: Any = None  # its arguments without values, if it may have to be tried on extremes
 
     def cells(self) -> list[Cell]:
-        """Returns those of all inputs and results."""
+        """Returns the cells of all inputs and results."""
         return [*self.results, *(cell for each in self.inputs for cell in each.cells)]
 
 
@@ -138,46 +138,46 @@ class GradientRecord:
 
     record: CallRecord
     node: str  # name of the autograd node, where that is not the call's own
-    before: list[Cell]  # that arrived at its results
-    after: list[Cell]  # that it computed
+    before: list[Cell]  # those that arrived at its results
+    after: list[Cell]  # those that it computed
     trial: Trial | None = None
 
     def cells(self) -> list[Cell]:
-        """Returns those of all gradients."""
+        """Returns the cells of all gradients."""
         return self.before + self.after
 
 
 class KnownTensors:
-    """What was measured of tensors that may still be alive: by their memory and version, as views share these.
+    """Measurements of tensors that may still be alive, by memory and version, which views share.
 
-    A weak reference keeps the address of freed memory from being given to other memory.
+    A weak reference keeps the address of freed memory from being reused.
     """
 
     def __init__(self) -> None:
-        """Starts with none."""
+        """Starts empty."""
         self._found: dict[int, tuple[StorageWeakRef, int, tuple[Cell, ...]]] = {}
 
     def find(self, tensor: Tensor, storage: Any) -> tuple[tuple[Cell, ...], bool] | None:
-        """Returns what is known of ``tensor`` in memory ``storage``, and whether that is of more than it."""
+        """Returns the cells of ``tensor`` in memory ``storage``, and whether they cover more than it."""
         found = self._found.get(storage._cdata)
         if found is None or found[1] != version_of(tensor) or found[1] < 0:
             return None
         return found[2], tensor.nbytes < storage.nbytes()
 
     def before(self, tensor: Tensor, storage: Any) -> tuple[Cell, ...] | None:
-        """Returns what was known of ``tensor`` before a call wrote to it; None if nothing was."""
+        """Returns the cells of ``tensor`` from before a call wrote to it; None if unknown."""
         found = self._found.get(storage._cdata)
         if found is None or not 0 <= version_of(tensor) - found[1] <= 1:
             return None
         return found[2]
 
     def add(self, tensor: Tensor, storage: Any, version: int, cell: Cell) -> None:
-        """Remembers that ``cell`` holds what ``tensor`` has now, at this version."""
+        """Remembers that ``cell`` holds the values of ``tensor`` at this version."""
         key = storage._cdata
         cells: tuple[Cell, ...] = (cell,)
         found = self._found.get(key)
         if version >= 0 and tensor.nbytes < storage.nbytes():
-            # The rest is as it was, if that is known.
+            # The rest is unchanged, if known.
             if found is None or not 0 <= version - found[1] <= 1 or len(found[2]) >= _MOST_PARTS:
                 self._found.pop(key, None)
                 return
@@ -192,13 +192,13 @@ class KnownTensors:
 
 
 def alive(reference: weakref.ref[Tensor]) -> Tensor | None:
-    """Returns the tensor of a weak reference that is cheap to make; None if it has died."""
+    """Returns the tensor of a weak reference that is cheap to make; None if it is gone."""
     tensor = reference()
     return None if tensor is None else TensorWeakRef(tensor)()
 
 
 def bits_of(extremes: Extremes) -> int:
-    """Returns which non-finite values a tensor of these extremes has."""
+    """Returns which non-finite values a tensor with these extremes has."""
     low, high = extremes
     if math.isnan(low) or math.isnan(high):
         return NAN
@@ -206,7 +206,7 @@ def bits_of(extremes: Extremes) -> int:
 
 
 def version_of(tensor: Tensor) -> int:
-    """Returns a tensor's version; -1 for one of inference mode, which counts none."""
+    """Returns a tensor's version; -1 for inference tensors, which have none."""
     try:
         return tensor._version
     except RuntimeError:

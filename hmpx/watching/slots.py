@@ -1,8 +1,8 @@
-"""The smallest and the largest value of each tensor, written to memory of its device without waiting.
+"""The smallest and the largest value of each tensor, written to its device's memory without waiting.
 
-A tensor has non-finite values exactly if one of the two is: NaN shows in both, an infinity in its own.
-No sum tells that without false alarms, and none tells ranges. Everything is read together, in one copy
-from each device. On the CPU compiled kernels find them, if there are any; elsewhere torch's ops.
+A tensor has non-finite values exactly if one of the two is non-finite: NaN shows in both, an infinity in its
+own. A sum would give false alarms and no ranges. All slots are read together, in one copy per device. On the
+CPU compiled kernels compute them, if available; elsewhere torch's ops do.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from ..number_formats import MOST_THREADS, extremes_kernels
 from ..patching import unpatched
 from ..torch_internals import disable_modes, dispatch_modes
 
-# As they are where nothing is patched: op lists may name any of them.
+# The unpatched functions, since op lists may name any of them.
 _amax, _amin, _aminmax, _as_strided = unpatched(
     torch.amax, torch.amin, torch.aminmax, torch.as_strided
 )
@@ -29,8 +29,8 @@ _cat, _detach, _empty, _to = unpatched(torch.cat, Tensor.detach, torch.empty, Te
 _isfinite, _masked_select = unpatched(torch.isfinite, torch.masked_select)
 _tolist, _unbind, _view_as_real = unpatched(Tensor.tolist, Tensor.unbind, torch.view_as_real)
 
-#: Dtypes whose extremes are computed as they are, those of others after an upcast -> the bits of an
-#: infinity, all of which NaN has, too.
+#: Dtypes whose extremes are computed without an upcast -> the bits of an infinity, all of which NaN also
+#: has.
 _OWN_KERNELS: Final = {
     torch.float16: 0x7C00,
     torch.bfloat16: 0x7F80,
@@ -38,10 +38,10 @@ _OWN_KERNELS: Final = {
     torch.float64: 0x7FF0000000000000,
 }
 
-#: How many tensors a piece of memory has slots for, at first and at most.
+#: Number of slots in a piece of memory, at first and at most.
 _FEWEST, _MOST = 256, 16384
 
-#: From so many elements on kernels run in several threads.
+#: Kernels use several threads from this number of elements.
 _MANY: Final = 1 << 17
 
 #: The smallest and the largest value of a tensor.
@@ -75,7 +75,7 @@ class Slots:
                 piece, position = self._take(_CPU, torch.float32)
                 kernel(address, count, piece.address + 8 * position, _threads_for(count))
                 return piece.first_slot + position
-        if dispatch_modes():  # of the program, which must not see this
+        if dispatch_modes():  # the program's modes, which must not see this
             with disable_modes():
                 return self._measure(tensor)
         return self._measure(tensor)
@@ -95,7 +95,7 @@ class Slots:
             is_contiguous = True
         if is_contiguous:
             _aminmax(tensor, out=(low, high))
-        else:  # where elements are apart `aminmax` is far slower
+        else:  # `aminmax` is far slower on strided elements
             _amin(tensor, (), out=low)
             _amax(tensor, (), out=high)
         return piece.first_slot + position
@@ -113,7 +113,7 @@ class Slots:
         return piece, piece.used - 1
 
     def is_finite(self, slot: int | None) -> bool:
-        """Whether a slot's values are finite; waits for its device, and runs no op on the CPU."""
+        """Whether a slot's values are finite; waits for its device, but runs no op on the CPU."""
         if slot is None:
             return True
         piece, position = self._pieces[slot // _MOST], slot % _MOST
@@ -146,7 +146,7 @@ class Slots:
         self.count, self._pieces = 0, list(self._open.values())
         for number, piece in enumerate(self._pieces):
             piece.used, piece.first_slot = 0, number * _MOST
-        # A sum of products with zero is not finite exactly if one of the values is not.
+        # A sum of products with zero is finite exactly if all values are.
         if not always and math.isfinite(sum([each * 0.0 for each in values])):
             return None
         pairs = zip(values[::2], values[1::2], strict=True)
@@ -157,7 +157,7 @@ _CPU: Final = torch.device("cpu")
 
 
 class _Piece:
-    """Memory for slots of one dtype on one device: [slots, 2], the first ``used`` of which are in use."""
+    """Memory for slots of one dtype on one device: [slots, 2], of which the first ``used`` are in use."""
 
     def __init__(self, size: int, device: torch.device, dtype: torch.dtype) -> None:
         # Made where inference mode is off: other threads write to it.
@@ -176,7 +176,7 @@ def _threads_for(count: int) -> int:
 
 @functools.lru_cache(maxsize=1 << 10)
 def _is_row(strides: tuple[int, ...], shape: tuple[int, ...]) -> bool:
-    """Whether elements lie in a row without gaps, each once, in whichever order."""
+    """Whether the elements fill a row without gaps, each once, in any order."""
     expected = 1
     for stride, size in sorted(zip(strides, shape, strict=True)):
         if size != 1:
@@ -196,7 +196,7 @@ def exact(tensor: Tensor) -> Extremes:
 
 
 def exact_finite(tensor: Tensor | None, version: int) -> Extremes | None:
-    """Returns the extremes of the finite values of a tensor that is as it was; None if there are none."""
+    """Returns the extremes of the finite values of an unchanged tensor; None if there are none."""
     if tensor is None or tensor.is_inference() or tensor._version != version:
         return None
     with torch.no_grad(), disable_modes():

@@ -1,4 +1,4 @@
-"""Steps: those that are watched cheaply and run again op by op once they fail, and those a loss scaler skips."""
+"""Steps that are watched cheaply and run again op by op after a failure, and those that a loss scaler skips."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ..tensors import edges_of, floating_in, node_of
 from ..torch_state import state_of_random_numbers
 from .slots import Slots
 
-#: Of so many steps, a loss scaler may skip this share; a scale below the floor no longer scales up.
+#: A loss scaler may skip this share of so many steps; a scale below the floor no longer scales up.
 _STEPS: Final = 200
 _MOST_SKIPPED: Final = 0.05
 _FLOOR: Final = 1.0
@@ -42,7 +42,7 @@ class Run:
         return self._closure(*self._args, **self._kwargs)
 
     def again(self) -> Any:
-        """Runs the step on the random numbers that it was first run on; restores those that come next."""
+        """Runs the step again with its first RNG state, then restores the current one."""
         now = self._random_state()
         self._state.restore()
         try:
@@ -64,7 +64,7 @@ class Run:
 
 
 def _gradients(results: list[Tensor]) -> list[Tensor]:
-    """Returns the gradients of the leaves that ``results`` were computed from."""
+    """Returns the gradients of the leaves from which ``results`` were computed."""
     pending: list[Any] = [made for each in results if (made := node_of(each)) is not None]
     seen: set[Any] = set(pending)
     found: list[Tensor] = []
@@ -81,7 +81,7 @@ def _gradients(results: list[Tensor]) -> list[Tensor]:
 
 
 class LossScaling:
-    """The steps that loss scalers have skipped: they make gradients overflow at times on purpose."""
+    """The steps skipped by loss scalers, which sometimes make gradients overflow on purpose."""
 
     def __init__(self) -> None:
         """Starts with none."""
@@ -94,7 +94,7 @@ class LossScaling:
         return any(scaler.is_enabled() for scaler in list(SCALERS))
 
     def is_lost(self) -> bool:
-        """Takes gradients that are not finite; returns whether no scale helps."""
+        """Records non-finite gradients; returns whether no scale helps."""
         self._is_bad = True
         if sum(self._skipped) + 1 > _MOST_SKIPPED * _STEPS:
             return True

@@ -1,7 +1,6 @@
-"""Calls that gave non-finite values, run again in float32: a remedy is tried before it is given.
+"""Runs calls that gave non-finite values again in float32, to try a remedy before it is reported.
 
-The program does not notice: calls run on copies, without its modes and hooks, and the random state is
-restored.
+The program does not notice: calls run on copies, without its modes and hooks, and the RNG state is restored.
 """
 
 from __future__ import annotations
@@ -35,36 +34,36 @@ from ..torch_state import apart, state_of_random_numbers
 from .records import NAN, Trial, bits_of, version_of
 from .slots import Extremes, exact
 
-#: Up to so many inputs, all combinations of their extremes are tried.
+#: Most inputs of which all combinations of extremes are tried.
 _MOST_INPUTS: Final = 3
 
-#: Conversions, which no op list decides about.
+#: Conversions, which op lists don't decide.
 CONVERTING: Final = facts("converting").keys()
 
-#: Number of a result -> its gradient; one element stands for as many as the result has.
+#: Number of a result -> its gradient; one element stands for all elements of the result.
 Gradients = Mapping[int, Tensor]
 
 
 @dataclass(frozen=True, slots=True)
 class Arguments:
-    """The arguments of a call, kept to run it again, and versions of the floating tensors among them."""
+    """The arguments of a call, kept to run it again, and the versions of its floating tensors."""
 
     args: tuple[Any, ...]
     kwargs: Mapping[str, Any]
     versions: tuple[int, ...] = ()
 
     def replaced(self, function: Callable[[Tensor], Tensor]) -> Arguments:
-        """Returns the arguments with another tensor in place of each."""
+        """Returns the arguments with each tensor replaced."""
         names = self.kwargs.items()
         kwargs = {name: map_tensors(value, function) for name, value in names}
         return Arguments(map_tensors(self.args, function), kwargs)
 
     def outline(self) -> Arguments:
-        """Returns the arguments with a tensor of one element, and without memory, in place of each."""
+        """Returns the arguments with each tensor replaced by one with one element and no memory."""
         return self.replaced(lambda tensor: _element(tensor.ndim, tensor.requires_grad))
 
     def values(self) -> list[Any]:
-        """Returns all arguments, also those inside lists and tuples."""
+        """Returns all arguments, including those in lists and tuples."""
         return leaves([*self.args, *self.kwargs.values()])
 
 
@@ -85,12 +84,12 @@ def is_low_call(call: OpCall) -> bool:
 
 
 def can_change(call: OpCall) -> bool:
-    """Whether the call computed in low precision because of a list, or for want of a line in one."""
+    """Whether the call computed in low precision because of a list, or for lack of a line in one."""
     return is_low_call(call) and call.op not in CONVERTING
 
 
 def tried(call: OpCall, arguments: Arguments, gradients: Gradients | None = None) -> Trial | None:
-    """Returns what a call, or with ``gradients`` its backward, gives in float32; None if it can't run."""
+    """Returns the outcome in float32 of a call, or with ``gradients`` of its backward; None if it can't run."""
     values = arguments.values()
     inputs = floating_in(values)
     if _versions(inputs) != arguments.versions or any(
@@ -110,7 +109,7 @@ def tried(call: OpCall, arguments: Arguments, gradients: Gradients | None = None
 
 
 def tried_forward(call: OpCall, arguments: Arguments, results: Sequence[Tensor]) -> Trial | None:
-    """Returns what `tried` does; None if the call only passes on values that its inputs had."""
+    """Like `tried`; None if the call only passes on its inputs' values."""
     had = _bits(floating_in(arguments.values()))
     if had & NAN or not _bits(results) & ~had:
         return None
@@ -120,9 +119,9 @@ def tried_forward(call: OpCall, arguments: Arguments, results: Sequence[Tensor])
 def tried_on_extremes(
     call: OpCall, outline: Arguments, extremes: Sequence[Extremes], gradient: Extremes | None = None
 ) -> Trial | None:
-    """Returns what a call on one element gives in float32 for the extremes of its inputs.
+    """Returns the outcome in float32 of a call on one element, for the extremes of its inputs.
 
-    Its backward, if the extremes of the gradient of its result are given.
+    Of its backward, if the extremes of its result's gradient are given.
     """
     if not 0 < len(extremes) <= _MOST_INPUTS or len(extremes) != len(tensors_in(outline.values())):
         return None
@@ -147,7 +146,7 @@ def _where(
     gradients: Gradients | None,
     bad: Tensor,
 ) -> str:
-    """Returns the input values at the first non-finite element; ``""`` if it does not follow from them alone."""
+    """Returns the input values at the first non-finite element; ``""`` if these alone don't determine it."""
     position = int((~torch.isfinite(bad)).flatten().nonzero()[0])
     with contextlib.suppress(RuntimeError, TypeError, ValueError, IndexError):
         values = [each.expand_as(bad).flatten()[position].item() for each in inputs]
@@ -168,7 +167,7 @@ def _text(values: Sequence[float], gradients: Gradients | None) -> str:
 def _outcome(
     call: OpCall, arguments: Arguments, inputs: Iterable[Tensor], gradients: Gradients | None
 ) -> list[Tensor]:
-    """Returns results of a call, or gradients of its inputs, with ``inputs`` as its floating arguments."""
+    """Returns a call's results, or its inputs' gradients, with ``inputs`` as its floating arguments."""
     following, wanted = iter(inputs), []
 
     def replace(tensor: Tensor) -> Tensor:
@@ -194,7 +193,7 @@ def _outcome(
 
 
 def _fails_rounded(call: OpCall, arguments: Arguments, inputs: Sequence[Tensor]) -> bool:
-    """Whether a call fails in float32 once its inputs are rounded to low precision, some of them to zero."""
+    """Whether a call fails in float32 on inputs rounded to low precision, some of them to zero."""
     low = next((each for each in (*call.cast_dtypes, call.dtype) if is_low(each)), None)
     if low is None:
         return False
@@ -211,7 +210,7 @@ def _fails_rounded(call: OpCall, arguments: Arguments, inputs: Sequence[Tensor])
 
 @contextlib.contextmanager
 def _aside(values: Iterable[Any]) -> Iterator[None]:
-    """Runs its block unseen by the program; what torch refuses ends the block."""
+    """Runs its block unseen by the program; an error of torch ends the block."""
     state = state_of_random_numbers(values)
     is_strict = torch.is_anomaly_enabled()
     try:
@@ -234,7 +233,7 @@ def _upcast(tensor: Tensor) -> Tensor:
 
 
 def _single(arguments: Arguments, values: Iterable[float]) -> list[Tensor]:
-    """Returns tensors of one element, with as many dimensions as those among the arguments."""
+    """Returns tensors of one element, with the dimensions of those in the arguments."""
     tensors = floating_in(arguments.values())
     return [torch.full([1] * each.ndim, value) for each, value in zip(tensors, values, strict=True)]
 

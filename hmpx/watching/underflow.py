@@ -1,4 +1,4 @@
-"""What casts to low precision lose: values that become zero, or subnormal. Counted on samples."""
+"""Values that casts to low precision make zero or subnormal, counted on samples."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..torch_internals import disable_modes
 from ..torch_state import without_casts
 from .records import is_captured, is_measurable, is_off_limits
 
-#: How many values of a tensor are looked at.
+#: Number of values sampled per tensor.
 _SAMPLE: Final = 4096
 
 _detach, _reshape, _as_strided = unpatched(Tensor.detach, Tensor.reshape, torch.as_strided)
@@ -27,16 +27,16 @@ _and, _to = unpatched(torch.logical_and, Tensor.to)
 
 
 class Underflow(NamedTuple):
-    """What the casts of an op's inputs to low precision lose.
+    """The losses from casting an op's inputs to low precision.
 
     Attributes:
         op: Op name.
         module: Qualified name of the module.
         location: ``"train.py:12"``.
-        share_zero: Share of the values other than zero that became zero, and
-        share_subnormal: of those that became subnormal, and so lost digits.
-        error: The standard error of the larger of these shares.
-        samples: How many values other than zero were looked at.
+        share_zero: Share of the nonzero values that became zero.
+        share_subnormal: Share of them that became subnormal, and so lost digits.
+        error: The standard error of the larger share.
+        samples: Number of nonzero values sampled.
     """
 
     op: str
@@ -52,7 +52,7 @@ class UnderflowCounts:
     """Counts of values, by op, module and line, kept on the devices."""
 
     def __init__(self, rate: float) -> None:
-        """Looks at this share of calls."""
+        """Samples this share of calls."""
         self._rate = rate
         self._calls = 0
         self._counts: dict[tuple[str, str, str], Tensor] = {}
@@ -91,7 +91,7 @@ class UnderflowCounts:
         self._counts[key] = counts if before is None or not is_here else before + counts
 
     def rows(self) -> list[Underflow]:
-        """Returns a row for each op, module and line, those that lose most first; waits for devices."""
+        """Returns a row for each op, module and line, largest losses first; waits for devices."""
         rows = []
         for key, counts in self._counts.items():
             values, zeros, subnormals = counts.tolist()
@@ -117,7 +117,7 @@ def _sample(tensor: Tensor) -> Tensor:
 
 
 def _least_normal(target: Any) -> float:
-    """Returns the smallest normal number of a format; 0 where that has no subnormals."""
+    """Returns the smallest normal number of a format; 0 if it has no subnormals."""
     if not (isinstance(target, Float) and target.subnormals):
         return 0.0
     bias = 2 ** (target.exponent_bits - 1) - 1 if target.bias is None else target.bias

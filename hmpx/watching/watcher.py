@@ -1,4 +1,4 @@
-"""`watch`: a block in which the first op is named that makes finite values non-finite."""
+"""`watch`: a block that reports the first op that makes finite values non-finite."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ from .underflow import Underflow, UnderflowCounts
 
 Mode = Literal["raise", "log", "collect"]
 
-#: How many offences are kept.
+#: Most offences kept.
 _MOST_OFFENCES: Final = 100
 
 
 class Watch:
-    """What `watch` returns: a context manager, once or again.
+    """A context manager returned by `watch`; it can be used again.
 
     Attributes:
-        offences: The offences found so far, in the order of events; the first hundred.
+        offences: The offences found so far, in order; at most a hundred.
 
     Example:
         >>> with hmpx.convert(device_types={"cpu"}), hmpx.watch("collect") as w:
@@ -68,12 +68,12 @@ class Watch:
 
     @property
     def first(self) -> Offence | None:
-        """The first offence; None if there is none."""
+        """The first offence, or None."""
         return self.offences[0] if self.offences else None
 
     @property
     def underflow(self) -> list[Underflow]:
-        """What casts to low precision made zero or subnormal, most first; needs ``underflow=``."""
+        """Values that casts to low precision made zero or subnormal, most first; needs ``underflow=``."""
         return self._underflow.rows()
 
     def __repr__(self) -> str:
@@ -95,7 +95,7 @@ class Watch:
             raise
 
     def _observing(self) -> Generator[None, None, None]:
-        """Observes from the first step until it is closed."""
+        """Observes from the generator's first step until it is closed."""
         nothing = Policy.from_ops(), frozenset[str](), Options(), False
         is_needed = not session.is_converted()
         try:
@@ -134,12 +134,12 @@ class Watch:
     # --- steps -----------------------------------------------------------------------------------
 
     def step(self, *args: Any, **kwargs: Any) -> Any:
-        """Ends a step; with ``watch(step=closure)`` runs one, and again with every op watched if it fails.
+        """Ends a step. With ``watch(step=closure)`` runs one, and if it fails, again with every op watched.
 
-        From its first call on, steps end here only, and no longer where optimizers step.
+        From its first call on, only this ends a step; optimizer steps no longer do.
 
         Returns:
-            What the closure returned; None without one.
+            The result of the closure; None without one.
         """
         self._steps_by_hand = True
         if self._closure is None:
@@ -156,13 +156,13 @@ class Watch:
         return result
 
     def locate(self, closure: Callable[[], Any]) -> Offence | None:
-        """Runs ``closure`` with every op watched, from the random numbers that come next; restores these.
+        """Runs ``closure`` with every op watched, then restores the RNG state.
 
         Args:
-            closure: One step, without the optimizer's: it should set gradients to zero itself.
+            closure: One step, without the optimizer's. It should set gradients to zero itself.
 
         Returns:
-            The first offence in it; None if there is none.
+            Its first offence, or None.
         """
         before = len(self.offences)
         self._run_again(Run(closure, (), {}), may_raise=False)
@@ -186,7 +186,7 @@ class Watch:
                 self._pause_or_resume()
 
     def _pause_or_resume(self, *_: Any) -> None:
-        """Observes calls in the steps that are watched only; also a hook after an optimizer's step."""
+        """Observes calls only in watched steps; also a hook after an optimizer's step."""
         first, end = self._window
         is_watched = first <= self._number < end and (self._number - first) % self._every == 0
         if self._attached is None:
@@ -200,14 +200,14 @@ class Watch:
     def _before_optimizer(
         self, optimizer: Any, args: tuple[Any, ...], kwargs: dict[str, Any]
     ) -> tuple[tuple[Any, ...], dict[str, Any]] | None:
-        """Ends the step; where the optimizer is given a closure, has that end one, since it runs the step."""
+        """Ends the step. If the optimizer gets a closure, that ends one, since it runs the step."""
         self._has_optimizer = self._has_optimizer or not self._steps_by_hand
         closures = [value for value in (*args[1:], *kwargs.values()) if callable(value)]
         if not closures and not self._steps_by_hand:
             self._close_step()
         if self._attached is None:
             return None
-        self._attached.pause()  # its arithmetic is not observed: this is the fastest way to say so
+        self._attached.pause()  # its arithmetic is not observed: this is the fastest way
         if not closures:
             return None
         watched = {id(closure): self._ending_a_step(closure) for closure in closures}
@@ -215,7 +215,7 @@ class Watch:
         return tuple(watched.get(id(value), value) for value in args), new_kwargs
 
     def _ending_a_step(self, closure: Callable[..., Any]) -> Callable[..., Any]:
-        """Returns an optimizer's closure with calls observed in it, and the step ended after it."""
+        """Returns an optimizer's closure that observes calls and then ends the step."""
 
         @functools.wraps(closure)
         def watched(*args: Any, **kwargs: Any) -> Any:
@@ -238,7 +238,7 @@ class Watch:
 
     # --- calls -----------------------------------------------------------------------------------
 
-    def _observe(  # as of a `ValueObserver`
+    def _observe(  # like a `ValueObserver`
         self,
         call: OpCall,
         inputs: list[Tensor],
@@ -255,7 +255,7 @@ class Watch:
         self._underflow.add(call, inputs)
 
     def _ends_unseen(self) -> bool:
-        """Whether a step may have ended without an optimizer's: skipped by a loss scaler, or by hand."""
+        """Whether a step may have ended without an optimizer's: skipped by a loss scaler, or done by hand."""
         return not self._steps_by_hand and (self._scaling.is_used() or not self._has_optimizer)
 
     def _close_skipped(self) -> None:
@@ -268,7 +268,7 @@ class Watch:
     # --- verdicts --------------------------------------------------------------------------------
 
     def _judge_notes(self, *, ends_step: bool, may_raise: bool = True) -> bool:
-        """Reads what was measured; returns whether anything was wrong."""
+        """Reads the measurements; returns whether anything was wrong."""
         records = self._notes.take(ends_step=ends_step)
         origins = self._judge.judge(records, ends_step=ends_step)
         reported = [offence for origin in origins if (offence := self._offence(origin))]
@@ -302,25 +302,25 @@ def watch(
     steps: range | tuple[int, int] | None = None,
     underflow: bool | float = False,
 ) -> Watch:
-    """Returns a context manager that names the first op that makes finite values NaN or infinite.
+    """Returns a context manager that reports the first op that makes finite values NaN or infinite.
 
-    In the forward, in what checkpoints run again and in the backward; with the module and the line of the
-    program that made the call. Masks of infinities are not reported, nor what only passes on what
-    others have made. A step ends where an optimizer steps, at `Watch.step`, and with the block: only
-    then is anything read from a device.
+    It covers the forward, checkpoints' recomputation and the backward, and names the module and the line of
+    the program. It ignores masks of infinities, and ops that only pass on non-finite values. A step ends
+    where an optimizer steps, at `Watch.step`, and with the block. Only then is anything read from a
+    device.
 
     Args:
         mode: ``"raise"`` raises an error at the end of the step, before the optimizer changes any weight;
             ``"log"`` logs through ``logging.getLogger("hmpx")``; ``"collect"`` only keeps what it finds.
-        every: Watches one step of so many; others cost next to nothing.
-        step: One step as a function, without the optimizer's, for `Watch.step` to run: only its result
-            and gradients are looked at, and if they are not finite it runs again with every op watched.
-        steps: The first step to watch, and the one to stop before; a range or a pair.
-        underflow: Also samples what casts to low precision make zero or subnormal: True, or the share of
-            calls to sample.
+        every: Watches one step out of ``every``; the others cost next to nothing.
+        step: One step as a function, without the optimizer's, for `Watch.step` to run. Only its result and
+            gradients are checked; if they are not finite, it runs again with every op watched.
+        steps: The first step to watch, and the one to stop before: a range or a pair.
+        underflow: Also samples values that casts to low precision make zero or subnormal: True, or the
+            share of calls to sample.
 
     Raises:
-        OptionError: An argument has a value that it can't have.
+        OptionError: An argument has an invalid value.
 
     Example:
         >>> with hmpx.convert(device_types={"cpu"}), hmpx.watch("collect") as w:
