@@ -1,4 +1,4 @@
-"""The rule for one call: what its inputs are cast to."""
+"""The rule for one call: the dtypes to which its inputs are cast."""
 
 from __future__ import annotations
 

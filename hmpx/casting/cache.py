@@ -1,9 +1,9 @@
-"""Casts of parameters, reused within one call of the outermost module.
+"""Reuses casts of parameters within one call of the outermost module.
 
 A parameter that is used many times in one forward, by a recurrent cell, under tied weights or in
-Monte Carlo sampling, is then cast once. No key tells for sure that a tensor's values are unchanged,
-so a cast lives no longer than that call, and any possible write to the parameter or to the cast that
-bypasses the version counter ends it at once. Independent of ops and op lists.
+Monte Carlo sampling, is then cast once. No key proves that a tensor's values are unchanged, so a
+cast lives at most as long as that call. Any possible write to the parameter or to the cast that
+bypasses the version counter ends it at once.
 """
 
 from __future__ import annotations
@@ -28,26 +28,25 @@ from ..torch_internals import STEP_HOOKS, has_tangents, leave_to_callees, transf
 _data_ptr, _detach, _storage = Tensor.data_ptr, Tensor.detach, Tensor.untyped_storage
 _widen = CAST[torch.float32]
 
-_thread: Final = threading.local()  # .casts: those of the outermost module call that is running
+_thread: Final = threading.local()  # .casts: those of the running outermost module call
 
-#: Changes whenever something may write to a tensor without its version counter noticing.
+#: Changes whenever something may write to a tensor that bypasses its version counter.
 _epoch = 0
 _epochs: Final = itertools.count(1)  # no number repeats, whichever threads draw them
 
 
 @dataclass(slots=True)
 class _Cast:
-    """A parameter's cast, and what shows that both still hold the same values.
+    """A parameter's cast, and the data to check that both still hold the same values.
 
     Attributes:
         parameter: The parameter.
         low: Its cast.
-        version: The parameter's version.
-        low_version: The cast's version; None where it has no version counter.
+        version: The parameter's version counter.
+        low_version: The cast's version counter; None if it has none.
         pointer: To the parameter's values.
         span: The addresses of the parameter's memory.
-        low_span: The addresses of the cast's; None while everything it was passed to is known not to
-            write to it.
+        low_span: The addresses of the cast's memory; None as long as all ops only read it.
     """
 
     parameter: nn.Parameter
@@ -64,26 +63,24 @@ _Key: TypeAlias = tuple[int, torch.dtype, bool]
 
 
 class _Casts:
-    """The casts of one module call, found by parameter and by the memory that they depend on."""
+    """The casts of one module call, indexed by parameter and by the memory that they depend on."""
 
     __slots__ = ("_longest", "_spans", "by_key")
 
     def __init__(self) -> None:
         self.by_key: dict[_Key, _Cast] = {}
-        self._spans: list[
-            tuple[int, int, _Key]
-        ] = []  # start and stop, sorted; those of ended casts, too
+        self._spans: list[tuple[int, int, _Key]] = []  # start and stop, sorted; also of ended casts
         self._longest = 0
 
     def keep(self, key: _Key, cast: _Cast) -> None:
-        """Keeps a cast until it is ended."""
+        """Keeps a cast until it ends."""
         self.by_key[key] = cast
         self._note(key, cast.span)
         if cast.low_span is not None:
             self._note(key, cast.low_span)
 
     def watch(self, key: _Key, cast: _Cast) -> None:
-        """Also ends a cast when there may be a write to the cast itself."""
+        """Also ends a cast on a possible write to the cast itself."""
         if cast.low_span is None:
             cast.low_span = _span(cast.low)
             self._note(key, cast.low_span)
@@ -95,7 +92,7 @@ class _Casts:
     def end_in(self, span: range) -> None:
         """Ends the casts that a write to these addresses may affect.
 
-        Kernel launchers ask for many pointers: by bisection, each takes 1 us among 500 casts, not 50.
+        Kernel launchers read many pointers: with bisection, each takes 1 us among 500 casts, not 50.
         """
         first = bisect.bisect_left(self._spans, span.start - self._longest, key=_start)
         last = bisect.bisect_left(self._spans, span.stop, key=_start)
@@ -112,28 +109,28 @@ _start: Final = operator.itemgetter(0)
 
 
 def _span(tensor: Tensor) -> range:
-    """Returns the addresses of all the memory reachable from a pointer into ``tensor``.
+    """Returns the addresses of all memory reachable from a pointer into ``tensor``.
 
-    Works by addresses, since storages that torch did not make may share memory.
+    Uses addresses, since storages that torch did not create may share memory.
     """
     storage = _storage(tensor)
     start = storage.data_ptr()
     return range(start, start + storage.nbytes())
 
 
-#: The casts of all module calls that are running, by id.
+#: The casts of all running module calls, by id.
 _running: Final[dict[int, _Casts]] = {}
 
 
 def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
     """Returns ``tensor`` in ``dtype``; a parameter's cast is reused within the running module call.
 
-    Gradients are those of casts made for each use: rounded one by one, and summed in the
+    Gradients equal those of separate casts for each use: each is rounded, and they are summed in the
     parameter's own dtype.
 
     Args:
         dtype: The low-precision dtype.
-        is_only_read: The user of the cast is known not to write to it, nor to return a view of it.
+        is_only_read: The op that uses the cast neither writes to it nor returns a view of it.
         tensor: The tensor.
     """
     convert = CAST[dtype]
@@ -155,7 +152,7 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
         if needs_gradient:
             return _Reused.apply(tensor, known.low)  # type: ignore[no-any-return, no-untyped-call]
         return known.low
-    epoch = _epoch  # taken before the values are read
+    epoch = _epoch  # read before the values
     low = convert(tensor)
     low_version = None if low.is_inference() else low._version
     if _is_unshared(tensor) and (is_only_read or low_version is not None):
@@ -163,13 +160,13 @@ def cast(dtype: torch.dtype, is_only_read: bool, tensor: Tensor) -> Tensor:
         span, pointer = _span(tensor), _data_ptr(tensor)
         kept = _Cast(tensor, _detach(low), tensor._version, low_version, pointer, span, low_span)
         casts.keep(key, kept)
-        if epoch != _epoch:  # another thread has ended casts in the meantime, perhaps this one
+        if epoch != _epoch:  # another thread has ended casts meanwhile, perhaps this one
             casts.by_key.pop(key, None)
     return low
 
 
 def _is_fresh(known: _Cast, tensor: Tensor) -> bool:
-    """Whether a cast holds the values that ``tensor`` has."""
+    """Whether a cast still matches the values of ``tensor``."""
     return (
         known.parameter is tensor
         and known.version == tensor._version
@@ -180,7 +177,7 @@ def _is_fresh(known: _Cast, tensor: Tensor) -> bool:
 
 def _is_unshared(tensor: Tensor) -> bool:
     """Whether nothing else holds the tensor's memory, such as a tensor that ``.data`` once returned."""
-    # This Python object holds it as well.
+    # This Python object counts too.
     return uses(tensor) <= _UNSHARED
 
 
@@ -189,7 +186,7 @@ _UNSHARED: Final = uses(_A_TENSOR)
 
 
 class _Reused(torch.autograd.Function):
-    """Makes an earlier cast behave as a cast of its own."""
+    """Makes a reused cast behave like a separate one in autograd."""
 
     drawn_as = "cast"
 
@@ -203,10 +200,10 @@ class _Reused(torch.autograd.Function):
 
 
 def cache_patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
-    """Yields the patches that let casts live for a module call, and end where they must.
+    """Yields the patches that keep casts for a module call, and end them on writes.
 
     Args:
-        draft: Where torch is as it would be without a conversion.
+        draft: A draft in which torch is unconverted.
     """
     yield Patch(nn.Module, "__call__", _outermost(draft.attribute(nn.Module, "__call__")))
     yield Patch(Tensor, "data", _EndingProperty(draft.attribute(Tensor, "data")))
@@ -218,9 +215,9 @@ def cache_patches(draft: Draft) -> Iterator[Patch | ItemPatch]:
     yield ItemPatch(STEP_HOOKS, "hmpx", lambda *step: _end())  # fused steps bypass version counters
 
 
-#: Methods through which a tensor's memory may be written to without its version counter noticing.
-#: Kernel launchers, such as Triton's, ask all tensors for their pointers, so this ends only the casts
-#: that the memory behind the pointer affects.
+#: Methods through which a tensor's memory may be written to, bypassing its version counter.
+#: Kernel launchers, such as Triton's, read all tensors' pointers, so only the casts that depend on
+#: that memory end.
 _UNNOTICED: Final = (
     "__array__",
     "__dlpack__",
@@ -232,7 +229,7 @@ _UNNOTICED: Final = (
 
 
 def _outermost(call: Callable[..., Any]) -> Callable[..., Any]:
-    """Makes casts live as long as the outermost call of ``Module.__call__``."""
+    """Keeps casts during the outermost call of ``Module.__call__``."""
 
     @functools.wraps(call)
     def wrapper(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
@@ -296,7 +293,7 @@ def _end_in(tensor: object) -> None:
     if torch.compiler.is_dynamo_compiling() or not _running:
         return
     if type(tensor) is not Tensor and type(tensor) is not nn.Parameter:
-        _end()  # its memory belongs to another tensor
+        _end()  # its memory is another tensor's
         return
     try:
         span = _span(tensor)

@@ -1,6 +1,6 @@
-"""The inputs of one call: which are cast, and to what; which argument it writes to. The rule in full.
+"""The inputs of one call: which are cast, and to which dtype; the argument it writes to. The full rule.
 
-`cast_args` is what every wrapper does, however it does it. Pure functions of a plan and arguments.
+`cast_args` defines the result of every wrapper's casts. Pure functions of a plan and arguments.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from .quick import converter, is_settled
 
 _DENSE: Final = frozenset({torch.strided, torch.jagged})
 
-#: Ops that give 0-dim tensors a dimension and then join them with the others.
+#: Ops that add a dimension to 0-dim tensors and then join them with the others.
 _JOINING: Final = frozenset({"column_stack", "dstack", "hstack", "vstack"})
 
 
-# --- what a call is given ----------------------------------------------------------------------
+# --- the arguments of a call ----------------------------------------------------------------------
 
 
 def floating_inputs(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[Tensor]:
@@ -73,9 +73,9 @@ def _names(plan: CallPlan, args: Args) -> tuple[str, ...]:
 
 
 def counted(plan: CallPlan, inputs: list[Tensor]) -> list[Tensor]:
-    """Returns ``inputs`` without float64 numbers in tensors of no dimension, where kernels promote.
+    """Returns ``inputs`` without 0-dim float64 tensors, if the kernel promotes.
 
-    Alongside tensors with dimensions these count as Python's numbers do, which are float64, too.
+    Alongside tensors with dimensions they act like Python's numbers, which are float64 too.
     """
     if not plan.facts.promotes or not any(t.dim() for t in inputs):
         return inputs
@@ -83,7 +83,7 @@ def counted(plan: CallPlan, inputs: list[Tensor]) -> list[Tensor]:
 
 
 def argument(plan: CallPlan, name: str, args: Args, kwargs: Kwargs) -> Any:
-    """Returns the argument of that name, however it was given; None if it was not."""
+    """Returns the argument of that name, by position or keyword; None if it is missing."""
     names = plan.site.parameters.names
     if name in kwargs or name not in names:
         return kwargs.get(name)
@@ -99,10 +99,9 @@ def given_out(plan: CallPlan, args: Args, kwargs: Kwargs) -> Any:
 
 
 def written(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Tensor] | None:
-    """Returns the argument that the call writes to; None if there is none.
+    """Returns the argument that the call writes to, or None.
 
-    That is ``out=``, or the argument that the plan or ``inplace=True`` makes the target. The first
-    tensor stands for those of ``out=``.
+    It is ``out=``, or the target by the plan or by ``inplace=True``. The first tensor represents those of ``out=``.
     """
     out = given_out(plan, args, kwargs)
     if out is not None:
@@ -113,13 +112,13 @@ def written(plan: CallPlan, args: Args, kwargs: Kwargs) -> Tensor | Sequence[Ten
         if not (plan.has_inplace_flag and argument(plan, "inplace", args, kwargs)):
             return None
         target = names[0]
-    # Without names, nothing is known of the function's signature.
+    # Without names, the function's signature is unknown.
     value = argument(plan, target, args, kwargs) if names else next(iter(args), None)
     return value if isinstance(value, (Tensor, *SEQUENCES)) else None
 
 
 def rounds_into_out(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
-    """Whether the call computes in fp32, and its result is rounded into ``out=``."""
+    """Whether the call computes in fp32 and rounds its result into ``out=``."""
     if not plan.is_fp32 or given_out(plan, args, kwargs) is None or names_dtype(args, kwargs):
         return False
     target = written(plan, args, kwargs)
@@ -127,9 +126,9 @@ def rounds_into_out(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
 
 
 def is_emulated(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
-    """Whether what is cast is rounded to a number format, too.
+    """Whether the inputs are rounded to a number format.
 
-    What a call writes to keeps the type of its values, and formats round dense tensors only.
+    Tensors that a call writes to are not rounded, and formats round only dense tensors.
     """
     if plan.emulation is None or written(plan, args, kwargs) is not None:
         return False
@@ -140,18 +139,18 @@ def is_emulated(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
 
 
 def is_on_device(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
-    """Whether any tensor among the arguments is on a device whose tensors are cast."""
+    """Whether any tensor argument is on a device whose tensors are cast."""
     found = tensors_in((*args, *kwargs.values()))
     return any(tensor.device.type in plan.device_types for tensor in found)
 
 
-# --- what it is cast to ------------------------------------------------------------------------
+# --- the target dtype ------------------------------------------------------------------------
 
 
 def widest(plan: CallPlan, tensors: list[Tensor]) -> torch.dtype:
-    """Returns the dtype that `torch.result_type` gives for these floating tensors together.
+    """Returns `torch.result_type` of all these floating tensors.
 
-    0-dim tensors count if all are 0-dim, or if the op joins them with the others, as `torch.hstack` does.
+    0-dim tensors count if all are 0-dim, or if the op joins them with the others, like `torch.hstack`.
     """
     are_joined = plan.site.op in _JOINING
     dtypes = [t.dtype for t in tensors if t.dim() or are_joined] or [t.dtype for t in tensors]
@@ -159,13 +158,13 @@ def widest(plan: CallPlan, tensors: list[Tensor]) -> torch.dtype:
 
 
 def is_widened(plan: CallPlan, inputs: Iterable[Tensor]) -> bool:
-    """Whether torch computes a call on these floating inputs in fp32 by itself, as the plan says."""
+    """Whether torch itself computes a call on these floating inputs in fp32, as the plan requires."""
     fp32 = torch.float32
     return plan.widens_to_fp32 and any(t.dtype is fp32 and t.dim() > 0 for t in inputs)
 
 
 def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | None:
-    """Returns the dtype that the eligible inputs are cast to; None to leave the call alone."""
+    """Returns the dtype to which the eligible inputs are cast; None to leave the call alone."""
     if is_below_dispatcher():
         return None
     facts, policy = plan.facts, plan.decision.cast_policy
@@ -179,7 +178,7 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     if not inputs or policy is CastPolicy.PASS:
         return None
     sparse = next((t.dtype for t in inputs if t.layout in SPARSE), None)
-    if sparse is not None:  # torch's sparse products take no other dtype alongside
+    if sparse is not None:  # torch's sparse products reject mixed dtypes
         are_eligible = all(t.dtype in ELIGIBLE for t in inputs)
         return sparse if are_eligible and not facts.promotes else None
     if policy in _RELATIVE:
@@ -202,15 +201,15 @@ def target_dtype(plan: CallPlan, args: Args, kwargs: Kwargs) -> torch.dtype | No
     return decided if decided in CAST and not is_widened(plan, inputs) else None
 
 
-#: Policies by which inputs of any dtype decide.
+#: Policies in which inputs of any dtype decide.
 _RELATIVE: Final = frozenset({CastPolicy.FIRST, CastPolicy.WIDEST})
 
-#: What stands for a `CastPolicy` where the argument that a call writes to decides.
+#: Used instead of a `CastPolicy`'s name if the argument that a call writes to decides.
 TARGET: Final = "TARGET"
 
 
 def decided_by(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[str, str]:
-    """Returns the deciding `CastPolicy` of a call by name, or `TARGET`, and the reason: for the log."""
+    """Returns the name of a call's deciding `CastPolicy`, or `TARGET`, and the reason, for the log."""
     is_target = written(plan, args, kwargs) is not None
     if is_target and not rounds_into_out(plan, args, kwargs):
         out = given_out(plan, args, kwargs)
@@ -230,7 +229,7 @@ def decided_by(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[str, str]:
 
 
 def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments that ``plan`` makes of ``args`` and ``kwargs``; changes neither."""
+    """Returns ``args`` and ``kwargs`` cast by ``plan``; modifies neither."""
     emulation, given = plan.emulation, (*args, *kwargs.values())
     if emulation is not None:
         args, kwargs = emulation.decoded(args, kwargs)
@@ -243,13 +242,13 @@ def cast_args(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]
         return args, kwargs
     convert = _caster(dtype, plan, args, kwargs)
     if emulation is not None and is_emulated(plan, args, kwargs):
-        # What codes were decoded to are values of the format already.
+        # Values decoded from codes are exact in the format.
         decoded = (*args, *kwargs.values())
         exact = [value for value, code in zip(decoded, given, strict=True) if value is not code]
         cast, norm_parameters = CAST[dtype], plan.facts.norm_parameters
 
         def round_input(name: str, tensor: Tensor) -> Tensor:
-            # Parameters of norms stay as they are, which no kernel minds: all inputs are of one dtype.
+            # Parameters of norms stay: kernels accept them, since all inputs have one dtype.
             if name in norm_parameters or any(tensor is value for value in exact):
                 return cast(tensor)
             return emulation.rounded_input(name, tensor, cast(tensor))
@@ -269,7 +268,7 @@ def _caster(
 
 @dataclass(frozen=True, slots=True)
 class _Cast:
-    """Stands for a tensor that has been cast."""
+    """Stands for a cast tensor."""
 
     dtype: torch.dtype
 
@@ -290,7 +289,7 @@ def cast_dtypes(plan: CallPlan, args: Args, kwargs: Kwargs) -> list[torch.dtype]
     ]
 
 
-def _with_inputs(  # all there is to one call
+def _with_inputs(  # all of one call
     convert: Callable[[str, Tensor], Any],
     plan: CallPlan,
     args: Args,
@@ -301,14 +300,14 @@ def _with_inputs(  # all there is to one call
 ) -> tuple[Args, Kwargs]:
     """Returns the arguments with the eligible inputs converted, to ``dtype`` if that is given.
 
-    A norm's parameters in fp32 stay as they are alongside a low-precision input, where kernels take that. The
-    weights of an RNN are cast as one.
+    A norm's fp32 parameters stay alongside a low-precision input, if kernels accept that. The weights of an
+    RNN are cast together.
     """
     mixes = dtype in LOW_DTYPES and _takes_mixed_parameters(plan, args, kwargs)
     as_one = dtype if may_be_chunk and plan.facts.kind == "rnn" else None
 
     def is_eligible(value: Any) -> bool:
-        """Whether ``value`` may be cast; numbers from the CPU are with tensors on any device."""
+        """Whether ``value`` may be cast; CPU scalars may go with tensors on any device."""
         if not (isinstance(value, Tensor) and value.dtype in ELIGIBLE and value.layout in _DENSE):
             return False
         device_type = value.device.type
@@ -349,8 +348,8 @@ def _with_tensors(
 ) -> Any:
     """Returns the argument ``value``, called ``name``, with its tensors converted.
 
-    A function of its own: a nested one that calls itself would keep a call's tensors until the garbage
-    is collected.
+    Not nested: a nested function that calls itself would keep a call's tensors alive until garbage
+    collection.
     """
     if isinstance(value, Tensor):
         return convert(name, value)
@@ -365,9 +364,9 @@ def _with_tensors(
 
 
 def _takes_mixed_parameters(plan: CallPlan, args: Args, kwargs: Kwargs) -> bool:
-    """Whether a norm's weight and bias may stay fp32 in this call, if its device type takes that.
+    """Whether a norm's weight and bias may stay fp32 in this call, if its device type accepts that.
 
-    Neither the kernels for nested tensors take it, nor the formulas of torch.func.vmap.
+    The kernels for nested tensors and the formulas of torch.func.vmap don't.
     """
     if not plan.facts.norm_parameters:
         return False

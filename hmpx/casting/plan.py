@@ -1,6 +1,6 @@
-"""The plan of a call site: everything that is known of its calls when its wrapper is made.
+"""The plan of a call site: everything known about its calls when its wrapper is created.
 
-What a call needs is worked out here, once. Knows neither lists nor how wrappers get into torch.
+Derives everything that calls need, once.
 """
 
 from __future__ import annotations
@@ -28,20 +28,20 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class CallSite:
-    """One callable of an op, and what it does with its arguments.
+    """One callable of an op, and how it uses its arguments.
 
     Attributes:
         op: Op name.
         name: Dotted name of the slot: ``torch.nn.functional.linear``.
-        parameters: What the callable's arguments are.
+        parameters: The callable's parameters.
         in_place: The callable writes to its first argument.
-        is_python: The callable is implemented in Python: nothing inside it is cast.
-        is_overridable: Modes and tensor subclasses override the callable, as they do most of torch's.
-            They don't another library's functions: those see what it calls in turn.
-        writes: Names of the arguments that the callable writes to, ``out`` aside.
-        statistics: Those of them that are running statistics of a norm.
-        lacking: Where the op's kernels lack a low-precision dtype; None if nowhere.
-        numbers: Where a call may hold numbers that torch converts to its tensor's dtype; None if nowhere.
+        is_python: The callable is implemented in Python: ops inside it are not cast.
+        is_overridable: Modes and tensor subclasses override the callable, like most of torch's. They see
+            not another library's functions, but the torch functions that those call.
+        writes: Names of the arguments that the callable writes to, except ``out``.
+        statistics: The running statistics of a norm among these.
+        lacking: The low-precision kernels that the op lacks; None if it lacks none.
+        numbers: The arguments with numbers that torch converts to its tensor's dtype; None if there are none.
     """
 
     op: str
@@ -58,22 +58,22 @@ class CallSite:
 
 @dataclass(frozen=True)
 class OpFacts:
-    """What torch's kernels for an op do; the defaults are those of another library's function.
+    """Facts about torch's kernels for an op; the defaults are for other libraries' functions.
 
     Attributes:
-        kind: What the op's speed in low precision depends on: one of `compute.KINDS`.
-        first_matrix: Of a product of two matrices, the position of the first.
-        promotes: The kernel takes mixed dtypes and gives the widest, in place too.
+        kind: One of `compute.KINDS`, which determines the op's speed in low precision.
+        first_matrix: For a product of two matrices, the position of the first.
+        promotes: The kernel takes mixed dtypes and returns the widest, also in place.
         rounds_mixed: Gradients of mixed-dtype inputs are computed in the narrower dtype.
         rounds_terms: Terms of second-order gradients of mixed-dtype inputs are rounded.
-        updates_if: Name of the argument that says whether running statistics are updated; None if
+        updates_if: Name of the argument that decides whether running statistics are updated; None if
             they always are.
-        norm_parameters: Names of a norm's weight and bias, which stay fp32 beside a low-precision
+        norm_parameters: Names of a norm's weight and bias, which stay fp32 alongside a low-precision
             input on ``mixed_device_types``.
-        rounds_statistics: Torch gives running statistics in the input's dtype.
-        never_narrows: The op refuses a ``dtype=`` narrower than its input.
+        rounds_statistics: Torch casts running statistics to the input's dtype.
+        never_narrows: The op rejects a ``dtype=`` narrower than its input.
         is_view: The op computes nothing.
-        casts_first: The op takes ``dtype=``, to which its kernel casts the input before computing.
+        casts_first: The op has ``dtype=``, to which its kernel casts the input before computing.
         is_random: The op draws random numbers.
         selects: The op returns elements of its input, and computes nothing.
     """
@@ -107,9 +107,9 @@ def _option(
     Args:
         default: Its default.
         check: Checks its name and value, and returns the value.
-        help: What ``hmpx run`` says of it; ``""`` for no flag there.
-        is_of_formats: Only ops in number formats have it.
-        **flag: How `argparse` takes it.
+        help: Its help text in ``hmpx run``; ``""`` for no flag there.
+        is_of_formats: It only affects ops in number formats.
+        **flag: Its arguments for `argparse`.
     """
     shown = {"help": help, **flag} if help else {}
     about = {"check": check, "flag": shown, "is_of_formats": is_of_formats}
@@ -136,7 +136,7 @@ def _rounded_gradients(name: str, value: object) -> bool | Format:
 
 @dataclass(frozen=True, slots=True)
 class Options:
-    """How ops compute. A field is an argument of `convert`, which documents it."""
+    """How ops compute. Each field is an argument of `convert`, which documents it."""
 
     legalize: str = _option(
         "auto",
@@ -190,27 +190,27 @@ class CallPlan:
 
     Attributes:
         site: The callable.
-        facts: What torch's kernels for the op do.
+        facts: Facts about torch's kernels for the op.
         decision: The policy's decision for the op.
-        device_types: Tensors elsewhere are not cast.
+        device_types: Tensors on other devices are not cast.
         options: How ops compute.
-        lowerings: What computes the op in a number format, instead of torch.
-        is_narrowed: The wrapper stands in for another one where some of that one's casts are off.
+        lowerings: Functions that compute the op in a number format, instead of torch.
+        is_narrowed: The wrapper replaces another one while some of that one's casts are off.
 
         target: Name of the argument that every call writes to; the others are cast to its dtype.
-        never_cast: Names of the arguments that casts leave alone, whatever their dtype.
-        skipped: Names whose values are not inputs to cast.
+        never_cast: Names of the arguments that are never cast.
+        skipped: Names of arguments that are not inputs to cast.
         cast_kinds: ``site.parameters.kinds`` without the buffers.
         has_inplace_flag: The callable is a Python function with an ``inplace`` argument.
-        may_write: Some call of it writes to such an argument.
+        may_write: Calls may write to such an argument.
         statistic_positions: Positions of the running statistics.
-        takes_fp32_statistics: Kernels take them in fp32 alongside low-precision inputs.
+        takes_fp32_statistics: Kernels accept fp32 statistics alongside low-precision inputs.
         fp32_positions: Positions of norm parameters that stay fp32; None if the call's device decides.
-        emulation: What computes the op in a number format, if that is its low precision.
+        emulation: The emulation of the op, if its low precision is a number format.
         composes: The op computes in an ``accumulate_dtype``, or its outputs are cast.
         legalizes: The op may be computed in fp32 and rounded, where low precision is slow.
-        looks_up: Large calls may be looked up in tables, see `compute.looked_up`.
-        keeps_parameters: For torch's kernels, autograd may keep parameters instead of their casts.
+        looks_up: Large calls may use lookup tables, see `compute.looked_up`.
+        keeps_parameters: With torch's kernels, autograd may keep parameters instead of their casts.
     """
 
     site: CallSite
@@ -237,41 +237,41 @@ class CallPlan:
     keeps_parameters: bool = field(init=False)
 
     def __post_init__(self) -> None:
-        """Works out what follows from the rest, here and not in each call."""
+        """Sets the derived fields, once instead of in each call."""
         vars(self).update(_arguments(self.site))
         vars(self).update(_norms(self))
         vars(self).update(_computations(self))
 
     @property
     def narrows(self) -> bool:
-        """Whether some casts may be off, and others on: those of a device type, or to low precision."""
+        """Whether some casts may be off while others are on, by device type or by low precision."""
         is_low = self.decision.cast_policy is CastPolicy.LOW
         return (is_low or len(self.device_types) > 1) and not self.is_narrowed
 
     @property
     def is_low(self) -> bool:
-        """Whether the op runs in a low-precision dtype, whatever its inputs are."""
+        """Whether the op runs in a low-precision dtype for any inputs."""
         return self.decision.dtype in LOW_DTYPES and self.target is None
 
     @property
     def is_relative(self) -> bool:
-        """Whether the dtype that inputs are cast to depends on the call."""
+        """Whether the target dtype depends on the call."""
         return self.target is not None or self.decision.dtype is None
 
     @property
     def widens_itself(self) -> bool:
-        """Whether torch's kernel computes mixed dtypes, and their gradients, as if cast to the widest."""
+        """Whether torch's kernel computes mixed dtypes, and their gradients, as if upcast to the widest."""
         return self.facts.promotes and not self.facts.rounds_mixed
 
     @property
     def is_fp32(self) -> bool:
-        """Whether the op computes in fp32, and with ``out=`` is rounded once into that."""
+        """Whether the op computes in fp32; an ``out=`` then gets the result rounded once."""
         is_fp32 = self.decision.dtype is torch.float32 and self.emulation is None
         return is_fp32 and self.target is None
 
     @property
     def widens_to_fp32(self) -> bool:
-        """Whether an fp32 input with dimensions is enough for torch to compute in fp32."""
+        """Whether torch computes in fp32 if one input with dimensions is fp32."""
         is_left_to_torch = not (
             self.site.is_python
             or self.composes
@@ -282,34 +282,34 @@ class CallPlan:
 
     @property
     def rounds_last(self) -> bool:
-        """Whether a call's low ``dtype=`` is that of its result only, since it computes in fp32."""
+        """Whether a low-precision ``dtype=`` only affects the result, since the call computes in fp32."""
         return self.facts.casts_first and self.is_fp32
 
     @property
     def selects(self) -> bool:
-        """Whether what a call returns is cast to fp32, and not the table that it selects from."""
+        """Whether the result is cast to fp32, rather than the table that the call selects from."""
         return self.facts.selects and self.is_fp32 and not (self.composes or self.facts.is_view)
 
     @property
     def returns_input_dtype(self) -> bool:
-        """Whether floating outputs are cast to the dtype that the first input was given in."""
+        """Whether floating outputs are cast to the first input's dtype before casts."""
         return self.composes and self.decision.returns_input_dtype
 
     @property
     def keeps_shared_dtype(self) -> bool:
-        """Whether a call whose inputs share a dtype computes in it and returns it, as torch's does."""
+        """Whether a call whose inputs share a dtype computes in it and returns it, like torch's."""
         is_widest = self.decision.cast_policy is CastPolicy.WIDEST and not self.site.statistics
         return is_widest and self.returns_input_dtype and self.decision.accumulate_dtype is None
 
     @property
     def is_retried(self) -> bool:
-        """Whether a call that fails on cast inputs is tried in fp32; numbers are drawn only once."""
+        """Whether a call that fails on cast inputs is retried in fp32; not if it draws random numbers."""
         is_cast = self.is_low or self.decision.cast_policy in RELATIVE
         return is_cast and self.target is None and not self.facts.is_random
 
     @property
     def rounds_late(self) -> bool:
-        """Whether a legalized call takes its inputs as they are given."""
+        """Whether a legalized call takes its inputs uncast."""
         if not (self.is_low and self.legalizes) or self.composes:
             return False
         is_layer = self.site.op in compute.CONVOLUTIONS or self.site.op == "linear"
@@ -317,19 +317,19 @@ class CallPlan:
 
     @property
     def casts_itself(self) -> bool:
-        """Whether what runs the op casts its inputs, and gets them as they are given."""
+        """Whether the op's runner casts its inputs itself."""
         return self.rounds_late or self.returns_input_dtype or self.selects
 
     @property
     def position_count(self) -> int:
-        """The number of positions up to the last that may hold a tensor; none are known of Python's."""
+        """The number of positions up to the last that may hold a tensor; 0 for Python functions."""
         if self.site.is_python:
             return 0
         return max([*self.cast_kinds, *self.statistic_positions], default=-1) + 1
 
     @property
     def fillable(self) -> range:
-        """The positions of the optional tensors at the end, as good as None where left out."""
+        """The positions of the optional tensors at the end, which may be filled with None."""
         first = count = self.position_count
         while first - 1 in self.site.parameters.fillable & self.cast_kinds.keys():
             first -= 1
@@ -337,13 +337,13 @@ class CallPlan:
 
 
 def _arguments(site: CallSite) -> dict[str, Any]:
-    """Returns which arguments of a call are cast, and which are written to."""
+    """Returns the fields for the arguments that are cast, and those that are written to."""
     names = site.parameters.names
     targets = [name for name in site.writes if name not in site.statistics]
     if site.in_place:
         targets = [names[0] if names else "self"]
-    # The target of an in-place op is cast to its own dtype, which is nothing; any other one need not
-    # be the first argument.
+    # The target of an in-place op is cast to its own dtype, so never; other targets need not be the
+    # first argument.
     never_cast = frozenset(site.writes) - (set(targets) if site.in_place else set())
     if site.is_python:
         never_cast |= {"out"} & set(names)
@@ -360,7 +360,7 @@ def _arguments(site: CallSite) -> dict[str, Any]:
 
 
 def _norms(plan: CallPlan) -> dict[str, Any]:
-    """Returns which arguments of a norm stay in fp32 beside a low-precision input."""
+    """Returns the fields for the arguments of a norm that stay fp32 alongside a low-precision input."""
     names, mixed = plan.site.parameters.names, plan.facts.mixed_device_types
     takes_fp32 = plan.device_types <= mixed
     positions: frozenset[int] | None = frozenset()
@@ -396,16 +396,16 @@ def _formats(decision: Decision, format: Format, options: Options) -> Formats:
 
 
 def _numbers(site: CallSite) -> frozenset[int]:
-    """Returns the positions of a call where a tensor may stand, and a number instead.
+    """Returns the positions of a call that may hold a tensor or a number.
 
-    Operators in Python have no schema that says so; all else there may be a dimension, say.
+    Operators in Python have no schema for it; other numbers there may be a dimension, for example.
     """
     kinds, is_operator = site.parameters.kinds, site.parameters.names == ("self", "other")
     return frozenset([p for p, kind in kinds.items() if kind != "A" or is_operator])
 
 
 def _computations(plan: CallPlan) -> dict[str, Any]:
-    """Returns how calls are computed once their inputs are cast; asks for their target, if any."""
+    """Returns the fields for the computation of calls after their inputs are cast."""
     decision, facts, options = plan.decision, plan.facts, plan.options
     emulation = None
     if number_formats.is_format(decision.dtype) and plan.target is None:
@@ -474,13 +474,13 @@ def facts_of(op: str) -> OpFacts:
 
 
 def is_promotion(decision: Decision, facts: OpFacts) -> bool:
-    """Whether torch's own promotion does exactly what the decision says, gradients included."""
+    """Whether torch's own promotion gives exactly the decision's results, including gradients."""
     is_widest = decision.cast_policy is CastPolicy.WIDEST and not decision.is_composed
     return is_widest and facts.promotes and not facts.rounds_mixed
 
 
 def site_of(op: str, site: ops.Site, lacking: Lacking | None, *, is_overridable: bool) -> CallSite:
-    """Returns one of torch's call sites of ``op``, as plans have it."""
+    """Returns the `CallSite` of one of torch's call sites of ``op``."""
     return CallSite(
         op=op,
         name=site.qualified,
@@ -508,8 +508,8 @@ def plan_of(  # noqa: PLR0917  # the key
 ) -> CallPlan:
     """Returns the plan of one of torch's call sites of ``op``; see `CallPlan` and `CallSite`.
 
-    Conversions share plans: to work one out takes longer than all the rest of making a wrapper. ``reason`` is the
-    decision's, which is no part of its equality.
+    Conversions share plans: deriving one takes longer than all other work on a wrapper. ``reason`` is the
+    decision's, which equality ignores.
     """
     call_site = site_of(op, site, lacking, is_overridable=is_overridable)
     return CallPlan(call_site, facts_of(op), decision, device_types, options)

@@ -1,4 +1,4 @@
-"""Quick ways to cast the arguments of most calls: plain tensors, given by position, to one fixed dtype."""
+"""Fast casts for most calls: plain tensors, given by position, to one fixed dtype."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .plan import CallPlan
 def is_settled(value: Any, dtype: object) -> bool:
     """Whether no tensor in ``value``, a tensor or a list of them, would be cast to ``dtype``.
 
-    False, too, where that takes a closer look.
+    Also False if a closer look is needed.
     """
     if type(value) in PLAIN_TENSORS:
         found = value.dtype
@@ -35,7 +35,7 @@ def is_settled(value: Any, dtype: object) -> bool:
 def converter(plan: CallPlan, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """Returns the function that casts one tensor to ``dtype``."""
     if plan.options.reuse_casts and dtype in LOW_DTYPES:
-        # Products of two tensors are new tensors; that of a list may be the one tensor in it.
+        # Products of two tensors are new tensors; that of a list may be the only tensor in it.
         is_product = plan.facts.kind in SLOW_KINDS and "A" not in plan.cast_kinds.values()
         is_only_read = is_product and not (plan.site.is_python or plan.may_write)
         return functools.partial(cache.cast, dtype, is_only_read)
@@ -43,13 +43,13 @@ def converter(plan: CallPlan, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
 
 
 class unusual:  # noqa: N801  # a value
-    """Stands for a value that takes a closer look than `casts_of` give it."""
+    """Stands for a value that `casts_of` does not handle."""
 
 
 def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
-    """Returns how to cast what most calls have at each position: plain tensors, to one dtype; empty if that varies.
+    """Returns position -> function that casts plain tensors to the call's one dtype; empty if that varies.
 
-    The functions return `unusual` for what they don't cast.
+    The functions return `unusual` for values that they don't handle.
     """
     dtype, kinds, parameters = plan.decision.dtype, plan.cast_kinds, plan.site.parameters
     depends_on_call = (
@@ -81,7 +81,7 @@ def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
                 return unusual
             if is_here(value):
                 return convert(value)
-            # Numbers are cast with the tensors alongside, wherever they are.
+            # Scalars are cast with the other tensors, on any device.
             return unusual if takes_numbers and not value.dim() else value
         is_left = found is dtype or not (found.is_floating_point or found.is_complex)
         return value if is_left else unusual
@@ -105,7 +105,7 @@ def casts_of(plan: CallPlan) -> Mapping[int, Callable[[Any], Any]]:
 
 
 def widener(plan: CallPlan) -> Callable[..., bool] | None:
-    """Returns whether torch computes in fp32 by itself, asked with a call's arguments; None if it never does."""
+    """Returns a predicate of a call's arguments: whether torch itself computes in fp32. None if it never does."""
     if not plan.widens_to_fp32:
         return None
     fp32 = torch.float32
@@ -119,14 +119,14 @@ def widener(plan: CallPlan) -> Callable[..., bool] | None:
     return widens
 
 
-#: What `usual_caster` returns for a call that is left alone.
+#: The result of `usual_caster` for a call that is left alone.
 ALONE: Final[Args] = ()
 
 
 def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None:
-    """Returns a quick way to cast the arguments of most calls, see `casts_of`; None if the plan has none.
+    """Returns a fast function that casts the arguments of most calls, see `casts_of`; None if there is none.
 
-    It returns the arguments, `ALONE`, or None where a closer look is needed.
+    It returns the arguments, `ALONE`, or None if a closer look is needed.
     """
     casts, count, promotes = [*casts_of(plan).items()], plan.position_count, plan.facts.promotes
     if not casts:
@@ -146,7 +146,7 @@ def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None
             if position < len(args):
                 found[position] = new = cast(args[position])
                 if new is unusual:
-                    # What promotes takes float64 numbers, tensors without dimensions, beside what is cast.
+                    # Kernels that promote accept float64 scalars, tensors without dimensions, with cast inputs.
                     is_tensor = type(args[position]) in PLAIN_TENSORS
                     is_alone = is_tensor and args[position].dtype not in ELIGIBLE
                     return ALONE if is_alone and not promotes else None
@@ -156,7 +156,7 @@ def usual_caster(plan: CallPlan) -> Callable[[Args, Kwargs], Args | None] | None
 
 
 def _device_test(device_types: frozenset[str]) -> Callable[[Tensor], bool]:
-    """Returns the test whether a tensor is on one of these; ``device.type`` takes ten times as long."""
+    """Returns a predicate for tensors on these device types; ``device.type`` takes ten times as long."""
     name = f"is_{next(iter(device_types))}" if len(device_types) == 1 else ""
     if hasattr(Tensor, name):
         return operator.attrgetter(name)
@@ -164,7 +164,7 @@ def _device_test(device_types: frozenset[str]) -> Callable[[Tensor], bool]:
 
 
 def placer(plan: CallPlan) -> Callable[[Args, Kwargs], tuple[Args, Kwargs]] | None:
-    """Returns a function that puts optional tensors, given by name, into their places; None if there are none."""
+    """Returns a function that moves optional tensors given by name to their positions; None if there are none."""
     names, positions = plan.site.parameters.names, plan.fillable
     if not positions or "A" in plan.cast_kinds.values():
         return None
@@ -173,7 +173,7 @@ def placer(plan: CallPlan) -> Callable[[Args, Kwargs], tuple[Args, Kwargs]] | No
         given = len(args)
         if given not in positions or "out" in kwargs:
             return args, kwargs
-        if has_torch_function(tuple(kwargs.values())):  # it sees the call as it was given
+        if has_torch_function(tuple(kwargs.values())):  # it gets the original arguments
             return args, kwargs
         placed = names[given : positions.stop]
         left = dict(kwargs)

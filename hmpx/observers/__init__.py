@@ -1,4 +1,4 @@
-"""What is said of calls, and to whom: `OpCall`, the log."""
+"""Observers of calls: `attach`, `OpCall`, the log."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Who observes: observers attached to whatever conversion is in force, now or later.
+"""Observers, attached to the current conversion and to later ones.
 
-Knows nothing of wrappers: these are made anew, by the session, when observers come or go.
+The session replaces the wrappers when observers are attached or detached.
 """
 
 from __future__ import annotations
@@ -20,24 +20,23 @@ from .op_calls import CallTensors, OpCall
 
 
 class Observer(Protocol):
-    """Something that gets each call of a patched op, after it ran."""
+    """A callable that gets each call of a patched op after it ran."""
 
     def __call__(self, call: OpCall, /) -> None:
         """Takes one call; an exception propagates to the user's code."""
 
 
 class TensorObserver(Protocol):
-    """Something that gets each call of a patched op, after it ran, with its tensors."""
+    """A callable that gets each call of a patched op after it ran, with its tensors."""
 
     def __call__(self, call: OpCall, tensors: CallTensors | None, /) -> None:
-        """Takes one call; ``tensors`` is None in graphs that are being made."""
+        """Takes one call; ``tensors`` is None while a graph is traced."""
 
 
 class ValueObserver(Protocol):
-    """A part of hmpx that gets each call of a patched op, after it ran, with its very arguments.
+    """A part of hmpx that gets each call of a patched op after it ran, with its original arguments.
 
-    It runs amid the program: what it computes with torch must neither be cast nor record gradients,
-    and it must not write to anything that it is given.
+    It must switch off casts and gradients for its own computations, and must not write to its arguments.
     """
 
     def __call__(
@@ -49,22 +48,22 @@ class ValueObserver(Protocol):
         result: Any,
         /,
     ) -> None:
-        """Takes one call, its floating inputs and all arguments before any cast, and what it returned."""
+        """Takes one call, its floating inputs and all arguments before casts, and its result."""
 
 
 @dataclass(frozen=True, eq=False)
 class Attached(Entered):
-    """An observer that is attached.
+    """An attached observer.
 
-    As a context manager it is detached at the end of the block; it begins there, unless `attach` has
-    begun it.
+    As a context manager, it detaches the observer at the end of the block, and attaches it at the
+    beginning if it is detached.
 
     Attributes:
-        observer: What `attach` was given.
-        tensors: Whether it asked for tensors.
-        every_op: Whether it asked for the ops that the policy leaves alone, too.
+        observer: The observer passed to `attach`.
+        tensors: Whether it gets tensors.
+        every_op: Whether it also gets ops that the policy leaves alone.
         values: Whether it is a `ValueObserver`.
-        times: Whether it asked for the seconds that calls take. Each call then waits for its accelerator.
+        times: Whether it gets the duration of calls. Each call then waits for its accelerator.
         entrance: The functions that ``with`` calls.
 
     Example:
@@ -83,7 +82,7 @@ class Attached(Entered):
     entrance: Entrance = field(init=False, repr=False)
 
     def __post_init__(self) -> None:
-        """Makes the functions that ``with`` calls."""
+        """Creates the functions that ``with`` calls."""
         object.__setattr__(self, "entrance", Entrance(weakref.ref(self)))
 
     def tell(self, call: OpCall, tensors: CallTensors | None) -> None:
@@ -94,7 +93,7 @@ class Attached(Entered):
             self.observer(call)
 
     def pause(self) -> None:
-        """Stops telling the observer of calls, without a change of the wrappers, until `resume`."""
+        """Stops passing calls to the observer until `resume`, without a change of the wrappers."""
         PAUSED.add(self)
 
     def resume(self) -> None:
@@ -103,19 +102,19 @@ class Attached(Entered):
 
     @exclusive
     def begin_block(self) -> None:
-        """Begins the observation; does nothing if it has begun."""
+        """Attaches the observer; does nothing if it is attached."""
         if self not in ATTACHED.value:
             ATTACHED.change((*ATTACHED.value, self))
 
     @exclusive
     def detach(self) -> None:
-        """Ends the observation; does nothing if it has ended."""
+        """Detaches the observer; does nothing if it is detached."""
         if self in ATTACHED.value:
             ATTACHED.change(tuple(each for each in ATTACHED.value if each is not self))
         PAUSED.discard(self)
 
     def end_block(self, block: list[Any]) -> None:
-        """Ends the observation."""
+        """Detaches the observer."""
         self.detach()
 
     def __repr__(self) -> str:
@@ -127,32 +126,31 @@ class Attached(Entered):
 ATTACHED: Final[Registry[tuple[Attached, ...]]] = Registry(())
 
 
-#: Those that are paused.
+#: Paused observers.
 PAUSED: Final[set[Attached]] = set()
 
 
 def attach(
     observer: Observer | TensorObserver, tensors: bool = False, *, every_op: bool = False
 ) -> Attached:
-    """Has ``observer`` called after each call of a patched op, until it is detached.
+    """Calls ``observer`` after each call of a patched op, until it is detached.
 
-    Holds for the conversion in force, and for those to come. What the observer computes with torch is
-    not cast, not observed in turn and not seen by the program's modes, and records no gradients unless it
-    asks for them. An exception that it raises propagates to the program. Of a
-    compiled call it is notified while torch.compile traces it, and not when it runs. Wherever a graph is
-    made, and under a FakeTensorMode, it gets no tensors.
+    Applies to the current conversion and to later ones. The observer's own torch calls are not cast, not
+    observed and not seen by the program's modes; they record no gradients unless the observer enables
+    them. Its exceptions propagate to the program. Compiled calls are reported while torch.compile traces
+    them, and not when they run. While a graph is traced, and under a FakeTensorMode, it gets no tensors.
 
-    While nothing is attached, wrappers are what they would be without observers: there is no cost.
+    Without observers there is no overhead.
 
     Args:
         observer: Called as ``observer(call)`` with an `OpCall`.
         tensors: Calls it as ``observer(call, tensors)``, with `CallTensors`: arguments as given and
             as cast, results, and the call's own function to run again.
-        every_op: Also passes on calls of ops that the policy leaves alone, or whose casts are switched
-            off: each op of torch's that computes with floating-point tensors.
+        every_op: Also reports ops that the policy leaves alone, or whose casts are switched off: every op
+            of torch's that computes with floating-point tensors.
 
     Returns:
-        What to detach; a context manager that does so at the end of its block.
+        The attached observer; as a context manager it detaches at the end of its block.
 
     Raises:
         OptionError: ``observer`` can't be called, or an option is not a bool.

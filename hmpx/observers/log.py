@@ -1,6 +1,6 @@
-"""The verbose log: one line a call, or one a distinct decision; or the lines that HMP printed.
+"""The verbose log: one line per call, or per distinct decision; or the lines that HMP printed.
 
-Observers like any other; write through ``logging.getLogger("hmpx")``, HMP's lines to stdout.
+These observers write to ``logging.getLogger("hmpx")``, or HMP's lines to stdout.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ LOGGER.addFilter(_escape)
 
 
 def log_observer(verbose: bool | str) -> Observer:
-    """Returns the observer that logs calls in the way of this ``isVerbose``."""
+    """Returns the observer that logs calls for this value of ``isVerbose``."""
     if verbose == "once":
         return VerboseOnceLog()
     return HmpLog() if verbose == "hmp" else VerboseLog()
@@ -56,11 +56,11 @@ class VerboseOnceLog:
     """Logs each distinct decision once, with its reason, the module and the user's line."""
 
     def __init__(self) -> None:
-        """Starts with nothing logged."""
+        """Starts empty."""
         self._seen: set[tuple[object, ...]] = set()
 
     def __call__(self, call: OpCall) -> None:
-        """Logs ``call`` unless one of the same op, dtypes, module and line was."""
+        """Logs ``call`` unless one with the same op, dtypes, module and line was logged."""
         key = (call.site, call.dtype, call.input_dtypes, call.module, call.location)
         if key in self._seen:
             return
@@ -79,14 +79,14 @@ class VerboseOnceLog:
 
 
 class HmpLog:
-    """Prints the lines that HMP printed, for programs that look for them.
+    """Prints the lines that HMP printed, for programs that parse them.
 
-    ``casting  <...> to_bf16`` for ops of its two lists, ``casting  <...>  to  to_fp32`` for those of
-    several inputs and for writing ones. HMP knew of no others.
+    ``casting  <...> to_bf16`` for ops of its two lists, ``casting  <...>  to  to_fp32`` for ops with
+    several inputs and for ops that write. HMP had no others.
     """
 
     def __call__(self, call: OpCall) -> None:
-        """Prints ``call``, if HMP would have."""
+        """Prints ``call`` if HMP would have printed it."""
         if call.dtype is None or call.cast_policy not in _HMPS:
             return
         is_listed = call.cast_policy in ("LOW", "FP32")
@@ -94,18 +94,18 @@ class HmpLog:
         _print(f"casting  {call.function!r}{separator}{_outcome(call)}")
 
 
-#: What HMP decided by: its two lists, its list of ops of several inputs, and where a call writes.
+#: HMP's kinds of decisions: its two lists, its list of ops with several inputs, and writes.
 _HMPS: Final = frozenset({"LOW", "FP32", "WIDEST", "TARGET"})
 
 
 def announcing(draft: Draft) -> Iterator[Patch]:
-    """Yields the patches by which a program's own regions without casts are announced, as by HMP."""
+    """Yields the patches that print a program's own regions without casts, as HMP did."""
     for name, line in (("__enter__", "Disabled HMP casting"), ("__exit__", "Enabled HMP casting")):
         yield Patch(disable_casts, name, _saying(line, draft.attribute(disable_casts, name)))
 
 
 def _saying(line: str, method: Callable[..., None]) -> Callable[..., None]:
-    """Returns ``method`` of `disable_casts`, which says ``line`` when it was called."""
+    """Returns ``method`` of `disable_casts`, which prints ``line`` after each call."""
 
     @functools.wraps(method)
     def call(*args: Any) -> None:
@@ -120,7 +120,7 @@ def _is_programs(frame: FrameType) -> bool:
     """Whether a region is the program's, rather than hmpx's for an op or an optimizer.
 
     Args:
-        frame: That of the ``with``: of the program, or of what stands for a decorated function.
+        frame: The frame of the ``with``: the program's, or that of a decorated function's wrapper.
     """
     module = frame.f_globals.get("__name__")
     if module == disable_casts.__module__:
@@ -129,7 +129,7 @@ def _is_programs(frame: FrameType) -> bool:
 
 
 def announce_conversion(opt_level: str) -> None:
-    """Prints what HMP printed when it converted."""
+    """Prints HMP's line about the conversion."""
     _print("hmp:verbose_mode  True")
     _print(f"hmp:opt_level {opt_level}")
 
@@ -139,9 +139,9 @@ def _print(line: str) -> None:
 
 
 class _StdoutHandler(logging.StreamHandler[TextIO]):
-    """Writes to what `sys.stdout` is by then.
+    """Writes to the current `sys.stdout`.
 
-    Ends the program where its reader has gone, as printing does: ``python script.py | head``.
+    Ends the program if the reader has closed the pipe, as printing does: ``python script.py | head``.
     """
 
     def __init__(self) -> None:
@@ -153,20 +153,20 @@ class _StdoutHandler(logging.StreamHandler[TextIO]):
         return sys.stdout
 
     def handleError(self, record: logging.LogRecord) -> None:  # noqa: N802  # logging's name
-        """Raises a broken pipe on; reports any other error as ever."""
+        """Raises a broken pipe; reports other errors as logging does."""
         if isinstance(error := sys.exc_info()[1], BrokenPipeError):
             raise error
         super().handleError(record)
 
 
 def show_log() -> None:
-    """Makes the log visible: on stdout while the program has not configured logging itself."""
+    """Shows the log on stdout as long as the program has not configured logging itself."""
     if LOGGER.getEffectiveLevel() > logging.INFO:
         LOGGER.setLevel(logging.INFO)
     if not LOGGER.hasHandlers():
         handler = _StdoutHandler()
         handler.setFormatter(logging.Formatter("%(message)s"))
-        # A program that configures logging later gets each line once, through its own handlers.
+        # If the program configures logging later, its own handlers get each line once.
         handler.addFilter(lambda record: not logging.getLogger().handlers)
         LOGGER.addHandler(handler)
 

@@ -1,6 +1,6 @@
-"""What observers get: one frozen `OpCall` per patched call, its tensors, and where calls come from.
+"""The data for observers: one frozen `OpCall` per patched call, its tensors, and its place.
 
-Knows no policy. Nothing here runs unless an observer is attached.
+Nothing here runs unless an observer is attached.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ class OpCall:
 
     Attributes:
         op: Op name.
-        site: The call site patched: ``torch.nn.functional.linear``.
-        function: The callable that ran: torch's own.
-        cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` where that was the
-            argument that the call writes to; ``"PASS"`` where nothing is ever cast.
-        reason: Where that comes from: ``"lists/hmpx/bf16.txt:20"``, ``"in-place rule"``.
-        dtype: The dtype, or number format, that the call's inputs were brought to, by hmpx or
-            torch.autocast; None if the call was left alone.
+        site: The patched call site: ``torch.nn.functional.linear``.
+        function: The original callable.
+        cast_policy: Name of the `CastPolicy` that decided: ``"LOW"``; ``"TARGET"`` if the argument that the
+            call writes to decided; ``"PASS"`` if the op is never cast.
+        reason: The origin of the decision: ``"lists/hmpx/bf16.txt:20"``, ``"in-place rule"``.
+        dtype: The dtype, or number format, to which hmpx or torch.autocast cast the inputs; None if the
+            call was left alone.
         input_dtypes: Dtypes of the floating inputs, before and
         cast_dtypes: after casting by hmpx.
         output_dtypes: Dtypes of the tensors returned.
@@ -45,11 +45,11 @@ class OpCall:
         module: Qualified name of the innermost `torch.nn.Module` whose forward made the call;
             ``""`` outside any module and in the outermost one.
         location: ``"train.py:12"``: the innermost line outside torch and hmpx.
-        phase: ``"forward"``; ``"recompute"`` in what a checkpoint runs again, ``"backward"`` in other
+        phase: ``"forward"``; ``"recompute"`` when a checkpoint reruns its forward; ``"backward"`` in other
             Python code that autograd calls.
-        seconds: How long the call took, with its casts; None if no observer asked for times.
-        legalized: Whether it computed in fp32 and was rounded: legalized, in a number format, or for want
-            of a kernel.
+        seconds: Duration of the call, with its casts; None if no observer needs times.
+        legalized: Whether it computed in fp32 and rounded: legalized, in a number format, or because a
+            kernel is missing.
 
     Example:
         >>> def show(call):
@@ -82,17 +82,15 @@ class CallTensors:
     """The tensors of one call, for observers that ask for them.
 
     Attributes:
-        given: The positional arguments, as the program gave them. Where the call writes to any, copies
-            from before.
-        given_kwargs: Those given by name.
-        cast: The positional arguments as they were cast, without gradients; running statistics as given.
-        cast_kwargs: Those given by name.
-        run: Torch's own function, to run again on any arguments: ``tensors.run(*tensors.given)``.
-            Nothing is cast in it, gradients are not recorded, and it draws the random numbers that the
-            call drew.
-        run_cast: The call as hmpx makes it, to run again likewise: it casts its inputs, and computes in the
-            number format or legalized, as the policy says, also where the program has casts switched off.
-        result: What the call returned.
+        given: The positional arguments before casts; copies, if the call writes to any.
+        given_kwargs: The keyword arguments before casts.
+        cast: The positional arguments after casts, without gradients; running statistics are not cast.
+        cast_kwargs: The keyword arguments after casts.
+        run: Torch's own function, to rerun on any arguments: ``tensors.run(*tensors.given)``. Without
+            casts and gradients, and with the random numbers of the call.
+        run_cast: The call as hmpx runs it, to rerun likewise: it casts inputs, and computes in a number
+            format or legalized, by the policy, even if the program has switched casts off.
+        result: The call's result.
         writes: The call writes to some of its arguments.
 
     Example:
@@ -113,7 +111,7 @@ class CallTensors:
     writes: bool = False
 
     def in_fp32(self) -> Any:
-        """Returns the result of the call on the inputs as given, those in low precision upcast to fp32."""
+        """Reruns the call on the original inputs, with low-precision ones upcast to fp32."""
 
         def upcast(tensor: Tensor) -> Tensor:
             return CAST[torch.float32](tensor) if tensor.dtype in LOW_DTYPES else tensor
@@ -125,7 +123,7 @@ class CallTensors:
 def user_location(frame: FrameType | None = None) -> str:
     """Returns ``"path:line"`` of the innermost frame outside torch and hmpx; ``""`` if none.
 
-    What was typed has no path, but a name: ``"<stdin>:3"``.
+    Typed code has a name instead of a path: ``"<stdin>:3"``.
     """
     candidate: FrameType | None = frame or sys._getframe(1)
     while candidate is not None:
@@ -142,9 +140,9 @@ def _is_users(path: str) -> bool:
 
 
 def _is_typed(frame: FrameType) -> bool:
-    """Whether code that is in no file is the program: from a prompt, ``python -`` or ``python -c``.
+    """Whether code without a file is the program's: from a prompt, ``python -`` or ``python -c``.
 
-    Other such code is generated, by dataclasses for one.
+    Other such code is generated, for example by dataclasses.
     """
     names, path = frame.f_globals, frame.f_code.co_filename
     return names.get("__name__") == "__main__" and names.get("__file__", path) == path

@@ -1,4 +1,4 @@
-"""Wrappers of torch's functions: generated, observed, decided by rules; and what becomes of them."""
+"""The wrappers installed in torch: generated, observed, decided by rules, shared, retired."""
 
 from __future__ import annotations
 

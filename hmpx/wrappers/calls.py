@@ -1,4 +1,4 @@
-"""Any call of a wrapper: who gets it where casts are off or somebody overrides it, and its retry in fp32."""
+"""The general path of a wrapper's call: disabled casts, overrides, and the retry in fp32."""
 
 from __future__ import annotations
 
@@ -40,13 +40,13 @@ def call_of(
     control: Control,
     narrowed: Callable[[], Callable[..., Any] | None] | None,
 ) -> tuple[Call, Call]:
-    """Returns the function that makes any call of a wrapper, and the one for calls that nothing keeps from it.
+    """Returns the function that makes any call of a wrapper, and the one for calls that are cast for sure.
 
     Args:
         original: torch's function.
-        complete: The same, with what it lacks.
-        plan: That of the call site.
-        control: That of the wrapper.
+        complete: ``original`` with fp32 fallbacks.
+        plan: The call site's.
+        control: The wrapper's.
         narrowed: Returns the wrapper for the casts that are on; None if all are.
     """
     is_overridable, is_named = plan.site.is_overridable, plan.decision.is_named
@@ -84,7 +84,7 @@ def call_of(
                 return complete(*args, **kwargs)
             if narrowed is not None and (others := narrowed()) is not None:
                 return others(*args, **kwargs)
-            if is_named and is_any_autocast_enabled():  # the lists win
+            if is_named and is_any_autocast_enabled():  # the lists override autocast
                 with DisableAutocast():
                     return cast_and_run(args, kwargs)
         return cast_and_run(args, kwargs)
@@ -93,10 +93,10 @@ def call_of(
 
 
 def cast_where_on(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments cast as `cast_args` does, on device types whose casts are on.
+    """Like `cast_args`, for device types whose casts are on.
 
-    Where the result is to have the dtype that an input is given in they are left to the call that
-    computes, which must still see it.
+    If the result must have an input's original dtype, the computing call casts instead, since it needs
+    to see that dtype.
     """
     if plan.returns_input_dtype:
         return args, kwargs
@@ -150,8 +150,8 @@ def retry_in_fp32(  # noqa: PLR0917  # all there is to one call
 ) -> Callable[[], Any] | None:
     """Returns a function that computes in fp32 a call that torch's function has refused for its dtypes.
 
-    None if ``error`` does not say so, if the call writes to a tensor, if it has no low-precision input, or if
-    the wrapper has left it to others.
+    None if ``error`` has another cause, if the call writes to a tensor, if it has no low-precision input, or
+    if the wrapper passed it to an override.
     """
     if not may_run_again(error, plan.site.name.partition(".")[0]) or control.forward is not None:
         return None
@@ -169,7 +169,7 @@ def retry_in_fp32(  # noqa: PLR0917  # all there is to one call
     inputs = floating_inputs(plan, args, kwargs)
     if not any(t.dtype in LOW_DTYPES for t in inputs):
         return None
-    dtype, refusal = inputs[0].dtype, str(error)  # whoever holds the error holds all its frames
+    dtype, refusal = inputs[0].dtype, str(error)  # a reference to the error keeps its frames alive
     is_in_autocast = plan.decision.is_named and is_any_autocast_enabled()
 
     def compute_in_fp32() -> Any:
@@ -202,9 +202,9 @@ def is_overridden(args: Args, kwargs: Kwargs) -> bool:
 
 
 def hands_over(function: Callable[..., Any]) -> bool:
-    """Whether torch has modes and tensor subclasses override a function of its own.
+    """Whether torch lets modes and tensor subclasses override one of its functions.
 
-    One that is implemented in Python does that itself, or else leaves it to what it calls.
+    Functions in Python handle overrides themselves, or leave them to the functions that they call.
     """
     code = getattr(function, "__code__", None)
     return code is None or handle_torch_function.__name__ in code.co_names
@@ -219,9 +219,8 @@ def override(
 ) -> Any:
     """Passes a call of the wrapper in a slot to the ``__torch_function__`` of a mode or an argument.
 
-    It is handed what stands under the function's name now, and the arguments as they came: what it
-    calls in turn is cast. But a class that says by ``__torch_dispatch__`` alone how it computes is a
-    tensor to be cast.
+    The override gets the function that is installed now, and the uncast arguments; its own calls are cast.
+    Tensors of classes that define only ``__torch_dispatch__`` are cast instead.
     """
     wrapper = in_slot(site, original)
     relevant = leaves((*args, *kwargs.values()))
@@ -230,23 +229,23 @@ def override(
             args, kwargs = cast(args, kwargs)
         relevant = leaves((*args, *kwargs.values()))
     if not isinstance(original, (types.FunctionType, types.BuiltinFunctionType)):
-        return original(*args, **kwargs)  # methods are looked up by torch too
+        return original(*args, **kwargs)  # torch also looks up methods
     if not hands_over(original):
-        return original(*args, **kwargs)  # it goes on to what it calls
+        return original(*args, **kwargs)  # passes overrides to the functions it calls
     code = getattr(original, "__code__", None)
     if code is None or "NotImplemented" not in code.co_names:
         return handle_torch_function(wrapper, relevant, *args, **kwargs)
-    try:  # operators let the other operand try
+    try:  # operators try the other operand
         return handle_torch_function(wrapper, relevant, *args, **kwargs)
     except TypeError:
         return NotImplemented
 
 
 def _is_tensor_by_dispatch(value: Any) -> bool:
-    """Whether the class of ``value`` says by ``__torch_dispatch__`` how it computes, and not before.
+    """Whether the class of ``value`` defines its computations in ``__torch_dispatch__`` only.
 
-    A ``__torch_function__`` of torch's own either calls what it is handed, or as that of jagged tensors
-    computes with what no wrapper reaches.
+    torch's own ``__torch_function__`` methods either call the function that they get or, for jagged
+    tensors, compute below all wrappers.
     """
     kind = type(value)
     if not isinstance(value, Tensor) or kind.__torch_dispatch__ is Tensor.__torch_dispatch__:

@@ -1,6 +1,6 @@
-"""What is said of a call besides where it is made: its dtypes before and after casting, and why.
+"""Descriptions of calls without their place: dtypes before and after casting, and the reason.
 
-That is the same for all calls of a site whose arguments are of the same kinds, so it is worked out once.
+They are equal for all calls of a site with the same kinds of arguments, so they are cached.
 """
 
 from __future__ import annotations
@@ -43,29 +43,29 @@ from ..tensors import (
 )
 from ..torch_internals import disable_modes, transforms
 
-#: The reason of calls whose casts the program has switched off.
+#: The reason for calls whose casts the program has switched off.
 SWITCHED_OFF: Final = "casts are switched off"
 
-#: The reason of calls whose inputs torch.autocast has cast.
+#: The reason for calls whose inputs torch.autocast has cast.
 AUTOCAST: Final = "torch.autocast"
 
-#: How many kinds of calls a site remembers.
+#: The most kinds of calls cached per site.
 _MOST_KINDS: Final = 256
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class Description:
-    """What is said of a call.
+    """The description of a call.
 
     Attributes:
         input_dtypes: Dtypes of the floating inputs, before and
         cast_dtypes: after casting.
-        device_type: Device type of the first of them.
+        device_type: Device type of the first floating input.
         dtype: As in `OpCall`.
         cast_policy: As in `OpCall`.
         reason: As in `OpCall`.
-        positions: Which of the call's tensors are the floating inputs, in their order.
-        casts: Which of these are cast, and the size of an element then.
+        positions: Positions of the floating inputs among the call's tensors, in their order.
+        casts: Which of these are cast, and the size of their elements afterwards.
     """
 
     input_dtypes: tuple[torch.dtype, ...]
@@ -82,7 +82,7 @@ class Descriptions:
     """The descriptions of a call site's calls."""
 
     def __init__(self, plan: CallPlan) -> None:
-        """Starts without any."""
+        """Starts empty."""
         self._plan = plan
         self._known: dict[Any, Description | None] = {}
         self._autocast: dict[tuple[Description, torch.dtype], Description] = {}
@@ -90,7 +90,7 @@ class Descriptions:
     def find(
         self, args: Args, kwargs: Kwargs, *, is_on: bool
     ) -> tuple[Description, list[Tensor]] | None:
-        """Returns the description of a call and its floating inputs; None if it has none.
+        """Returns the description of a call, and its floating inputs; None if it has none.
 
         Args:
             args: The call's arguments, and
@@ -119,9 +119,9 @@ class Descriptions:
         return found, [tensors[position] for position in found.positions]
 
     def as_run(self, found: Description, args: Args, kwargs: Kwargs, result: Any) -> Description:
-        """Returns the description of a call that was made in a region of torch.autocast.
+        """Returns the description of a call made in a region of torch.autocast.
 
-        Its result shows what it has computed in, unless the call names that.
+        Its result shows its compute dtype, unless the call names a dtype.
         """
         if self._plan.decision.is_named or self._plan.site.op in facts("converting"):
             return found
@@ -167,7 +167,7 @@ class Descriptions:
 
 
 class _Mark(int):
-    """Stands for the tensor of this number."""
+    """Stands for the tensor with this number."""
 
 
 def describe(
@@ -202,12 +202,12 @@ def describe(
 
 
 def decoded(plan: CallPlan, args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
-    """Returns the arguments, values of a number format instead of its codes."""
+    """Returns the arguments with codes of number formats decoded to values."""
     return (args, kwargs) if plan.emulation is None else plan.emulation.decoded(args, kwargs)
 
 
 def _dtype(plan: CallPlan, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> torch.dtype | None:
-    """Returns the dtype that a call runs in; None if it is left alone. What torch does itself counts."""
+    """Returns the dtype that a call runs in, also by torch's own casts; None if it is left alone."""
     if plan.facts.promotes and plan.target is not None:
         return inputs[0].dtype
     if plan.facts.promotes and plan.decision.cast_policy is CastPolicy.WIDEST:
@@ -218,7 +218,7 @@ def _dtype(plan: CallPlan, inputs: list[Tensor], args: Args, kwargs: Kwargs) -> 
 
 
 def _note_kinds(values: Any, kinds: list[Any], tensors: list[Tensor]) -> bool:
-    """Notes what a description depends on of each value, and the tensors; False if that is not known."""
+    """Collects the properties of values that a description depends on, and tensors; False if unknown."""
     for value in values:
         cls = type(value)
         if cls in PLAIN_TENSORS:
@@ -232,7 +232,7 @@ def _note_kinds(values: Any, kinds: list[Any], tensors: list[Tensor]) -> bool:
                 return False
         elif isinstance(value, Tensor):
             return False
-        elif cls is bool or cls is int:  # a flag, as of what is done in place
+        elif cls is bool or cls is int:  # a flag, such as inplace
             kinds.append(bool(value))
         else:
             kinds.append(value if cls is torch.dtype else cls)

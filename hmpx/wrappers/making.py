@@ -1,6 +1,6 @@
-"""Makes the wrapper of one call site: that of an op that is cast, or of one that only lacks something.
+"""Creates the wrapper of one call site: of an op that is cast, or of one that only needs fallbacks.
 
-Knows neither lists nor how wrappers get into torch.
+``session.policy_patches`` installs the wrappers in torch.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from .source import make_generated
 
 
 def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any] | None:
-    """Returns the wrapper of ``original`` at ``plan.site``; None if no call would ever be cast."""
+    """Returns the wrapper of ``original`` at ``plan.site``; None if no call is ever cast."""
     is_single = not plan.site.is_python and not plan.site.parameters.has_several_tensors
     is_uncast = (plan.is_relative and is_single) or plan.decision.cast_policy is CastPolicy.PASS
     if is_uncast and not plan.composes:
@@ -58,10 +58,10 @@ def make_wrapper(original: Callable[..., Any], plan: CallPlan) -> Callable[..., 
 def make_wrapper_where_lacking(
     original: Callable[..., Any], plan: CallPlan
 ) -> Callable[..., Any] | None:
-    """Returns the wrapper of a function that nothing casts: it does what torch's lacks.
+    """Returns the wrapper of a function that is never cast: it adds fallbacks to torch's.
 
-    It computes in fp32 where a kernel is lacking, takes numbers that the dtype does not hold, and looks up
-    activations. None if torch's function lacks nothing.
+    It computes in fp32 if a kernel is missing, accepts numbers that the dtype does not hold, and looks up
+    activations. None if torch's function needs no fallback.
     """
     site, control = plan.site, Control()
     if site.lacking is None and not plan.looks_up:
@@ -89,10 +89,10 @@ def make_wrapper_where_lacking(
 def _make_wrapper_taking_numbers(
     original: Callable[..., Any], plan: CallPlan
 ) -> Callable[..., Any] | None:
-    """Returns the wrapper of a function that nothing casts and whose kernels are all there.
+    """Returns the wrapper of a function that is never cast and has all kernels.
 
-    None if it takes no numbers. Modes and tensor subclasses see the wrapper only where a number has to be
-    looked at; torch hands other calls over to them.
+    None if it takes no numbers. Modes and tensor subclasses see the wrapper only if a number must be
+    checked; torch passes other calls to them.
     """
     numbers = plan.site.numbers
     if numbers is None:
@@ -114,7 +114,7 @@ def _cast_nothing(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
 
 
 def _learns_low(values: Args) -> bool:
-    """Whether an input may need a gradient that lacks a kernel."""
+    """Whether an input may need a gradient without a kernel."""
     for value in values:
         if isinstance(value, Tensor) and value.requires_grad and value.dtype in LOW_DTYPES:
             return not compute.is_exported()
@@ -122,12 +122,12 @@ def _learns_low(values: Args) -> bool:
 
 
 def only_looks_up(wrapper: Callable[..., Any]) -> bool:
-    """Whether a wrapper gives what torch's function gives, only faster: what keeps that misses no cast."""
+    """Whether a wrapper only speeds up torch's function: code that keeps that function misses no cast."""
     return "__hmpx_looks_up__" in vars(wrapper)
 
 
 def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any]:
-    """Adds to ``original`` what it lacks: see `make_wrapper_where_lacking`."""
+    """Adds fallbacks to ``original``: see `make_wrapper_where_lacking`."""
     site = plan.site
     if plan.looks_up:
         original = compute.looked_up(site.op, original)
@@ -145,7 +145,7 @@ def completed(original: Callable[..., Any], plan: CallPlan) -> Callable[..., Any
 
 # --- ops that rules decide ---------------------------------------------------------------------
 
-#: Makes the wrapper that follows a decision; None where no call would be cast.
+#: Creates the wrapper for a decision; None if no call would be cast.
 Maker = Callable[[Decision], Callable[..., Any] | None]
 
 
@@ -156,17 +156,17 @@ def make_choosing_wrapper(
     low_dtype: LowType,
     make: Maker,
 ) -> Callable[..., Any]:
-    """Returns a wrapper of ``original`` that asks ``rules`` how each call is cast.
+    """Returns a wrapper of ``original`` whose calls are decided by ``rules``.
 
     Args:
         original: torch's function.
-        plan: That of the call site, with the decision of the lists.
-        rules: In the order in which they are asked.
-        low_dtype: That of decisions that name none.
-        make: Makes the wrappers that calls go to.
+        plan: The call site's, with the decision of the lists.
+        rules: In the order in which they are called.
+        low_dtype: For decisions that name none.
+        make: Creates the wrappers to which calls go.
     """
     complete = completed(original, plan)
-    # By the reason too, which the log names and equality leaves out.
+    # Also keyed by the reason, which the log shows and equality ignores.
     followed: dict[tuple[Decision, str], Callable[..., Any]] = {}
 
     def follow(decision: Decision | None) -> Callable[..., Any]:
@@ -174,7 +174,7 @@ def make_choosing_wrapper(
         key = decision, decision.reason
         found = followed.get(key)
         if found is None:
-            if len(followed) >= MOST_VERDICTS:  # reasons may be as many as calls
+            if len(followed) >= MOST_VERDICTS:  # each call may have another reason
                 followed.clear()
             found = make(decision) or completed(
                 original, dataclasses.replace(plan, decision=decision)
@@ -186,7 +186,7 @@ def make_choosing_wrapper(
 
     def cast(args: Args, kwargs: Kwargs) -> tuple[Args, Kwargs]:
         if choose(args, kwargs) is not by_lists:
-            return args, kwargs  # cast once it was asked again, by the dtypes that there are
+            return args, kwargs  # cast after the rule decided again, by the present dtypes
         return cast_where_on(plan, args, kwargs)
 
     def wrapper(*args: Any, **kwargs: Any) -> Any:

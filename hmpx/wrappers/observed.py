@@ -1,7 +1,6 @@
-"""Wrappers whose calls are observed: the usual ones, with a layer that notifies observers.
+"""Wrappers with a layer that notifies observers.
 
-A call runs in the wrapper that `making` makes, whatever observes it. Its description follows from the
-same plan.
+Calls run in the wrapper from `making`, with any observers. Their descriptions come from the same plan.
 """
 
 from __future__ import annotations
@@ -44,18 +43,18 @@ from .descriptions import Description, Descriptions, decoded, describe
 from .making import completed, make_wrapper
 from .retiring import Control, named_after
 
-#: How many distinct calls a site remembers.
+#: The most distinct calls cached per site.
 _MOST_CALLS: Final = 256
 
 
 def make_observed_wrapper(
     original: Callable[..., Any], plan: CallPlan, attached: tuple[Attached, ...]
 ) -> Callable[..., Any]:
-    """Returns a wrapper that casts and computes as `make_wrapper`'s does, and tells observers each call.
+    """Returns a wrapper that runs calls like `make_wrapper`'s, and reports each call to observers.
 
     Args:
         original: torch's function.
-        plan: That of the call site.
+        plan: The call site's.
         attached: The observers.
     """
     complete = completed(original, plan)
@@ -95,7 +94,7 @@ def make_observed_wrapper(
             tell(found, _dtypes_of(result), 0, None, None, None, is_on, False)
             return result
         known = descriptions.find(args, kwargs, is_on=is_on)
-        # Conversions amid a call are hmpx's own, handed over to their names by a mode.
+        # Conversions during a call are hmpx's own, which a mode passes to their names.
         was_in_call = _here.is_in_call
         if known is None or (is_cast and was_in_call):
             return inner(*args, **kwargs)
@@ -103,7 +102,7 @@ def make_observed_wrapper(
         cast_bytes, tensors, seconds = 0, None, None
         for position, size in found.casts:
             count = before[position].numel()
-            cast_bytes += count * size if type(count) is int else 0  # or it is a symbol
+            cast_bytes += count * size if type(count) is int else 0  # may be a symbol
         if with_tensors and not (is_graph_made() or has_fake_tensors()):
             tensors = _tensors(plan, complete, inner, args, kwargs)
         began = _now(found.device_type) if is_timed else 0.0
@@ -115,7 +114,7 @@ def make_observed_wrapper(
             _here.is_in_call = was_in_call
             is_legalized, COMPUTED.is_legalized = COMPUTED.is_legalized, was_legalized
         if plan.selects and cast_bytes:
-            cast_bytes = result.nbytes  # not of the table
+            cast_bytes = result.nbytes  # without the table
         if is_on and is_any_autocast_enabled():
             found = descriptions.as_run(found, args, kwargs, result)
         if is_timed:
@@ -136,7 +135,7 @@ def make_observed_wrapper(
         is_legalized: bool,
     ) -> OpCall:
         path, location, here = place().path, user_location(), phase()
-        # In a loop all is the same again; to look it up takes a third of the time.
+        # In a loop all is the same; a cached call takes a third of the time.
         key = found, output_dtypes, cast_bytes, path, location, here, is_legalized
         if seconds is None and key in calls:
             return calls[key]
@@ -201,7 +200,7 @@ class _Here(threading.local):
     """What is running in a thread.
 
     Attributes:
-        is_in_call: An observed call is: conversions amid it are not the program's.
+        is_in_call: An observed call: conversions during it are not the program's.
     """
 
     is_in_call = False
@@ -211,7 +210,7 @@ _here: Final = _Here()
 
 
 def _amid_call(function: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    """Calls ``function``, a part of an observed call: what it casts is not the program's."""
+    """Calls ``function``, a part of an observed call: its casts are not the program's."""
     if is_dynamo_compiling():
         return function(*args, **kwargs)
     was_in_call = _here.is_in_call
@@ -239,7 +238,7 @@ def _dtypes_of(result: Any) -> tuple[torch.dtype, ...]:
 
 
 def _now(device_type: str) -> float:
-    """Returns the seconds on a clock, once a device has done what it was given."""
+    """Returns a clock's time in seconds after synchronizing the device."""
     if device_type not in ("cpu", "meta"):
         torch.accelerator.synchronize()
     return time.perf_counter()
@@ -252,12 +251,12 @@ def _tensors(
     args: Args,
     kwargs: Kwargs,
 ) -> CallTensors:
-    """Returns the tensors of a call that is to be made, without its result.
+    """Returns the tensors of a call before it runs, without its result.
 
     Args:
-        plan: That of the call site.
-        complete: Torch's function.
-        inner: The wrapper that is not observed.
+        plan: The call site's.
+        complete: Torch's function, with fallbacks.
+        inner: The wrapper without observers.
         args: Positional arguments, and
         kwargs: those given by name.
     """
@@ -272,7 +271,7 @@ def _tensors(
             args, kwargs = _copied(args, kwargs)
         cast, cast_kwargs = cast_args(dataclasses.replace(plan, options=options), args, kwargs)
     if state is not None:
-        state.restore()  # which stochastic rounding may have drawn from
+        state.restore()  # stochastic rounding may have drawn numbers
 
     def again(function: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         if state is None:
@@ -297,7 +296,7 @@ def _tensors(
 
 
 def _own(tensors: CallTensors) -> CallTensors:
-    """Returns tensors for one observer, which may write to copies."""
+    """Returns tensors for one observer: copies, to which it may write."""
     if not tensors.writes:
         return tensors
     given, given_kwargs = _copied(tensors.given, tensors.given_kwargs)

@@ -1,7 +1,7 @@
-"""What becomes of a wrapper when its conversion is reverted: it acts as what is in its slot then.
+"""Retires wrappers of reverted conversions: they call the function that is in their slot.
 
-Models, tables and other programs may keep references to it. Each wrapper reads a `Control`, by which it is
-retired, and put back in use if conversions share it.
+Models, tables and other programs may keep references to them. Each wrapper reads a `Control`, which retires
+it, or puts it back in use if conversions share it.
 """
 
 from __future__ import annotations
@@ -16,17 +16,17 @@ from .. import patches
 from ..compute import Lacking
 from ..patching import Change, Patch
 
-#: Dotted name of a slot -> the wrapper that is in it, and the function that it wraps.
+#: Dotted name of a slot -> the wrapper in it, and the wrapped function.
 _in_force: Mapping[str, tuple[Callable[..., Any], Callable[..., Any]]] = {}
 
 
 class Control:
-    """The state of one wrapper that may change.
+    """The mutable state of one wrapper.
 
     Attributes:
         forward: Gets all calls once the wrapper is retired; else None.
         legalizes: Calls may be legalized.
-        looks_at_all: Calls whose inputs need no cast don't go straight to torch's function.
+        looks_at_all: Even calls whose inputs need no cast don't go straight to torch's function.
         may_apply: Whether a product of two matrices may be legalized, judged by their sizes alone.
     """
 
@@ -47,13 +47,13 @@ class Control:
 def named_after(
     original: Callable[..., Any], wrapper: Callable[..., Any], site: str, control: Control
 ) -> Callable[..., Any]:
-    """Gives ``wrapper`` the name by which it can be imported, so that it can be pickled.
+    """Gives ``wrapper`` an importable name, so that it can be pickled.
 
     Args:
         original: torch's function.
-        wrapper: What stands for it.
+        wrapper: Its wrapper.
         site: Dotted name of the slot.
-        control: That of the wrapper.
+        control: The wrapper's.
     """
     module, _, name = site.rpartition(".")
     if module == "torch.Tensor":
@@ -72,7 +72,7 @@ def named_after(
 
 
 def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
-    """Returns the patch that makes ``wrappers`` the ones that are found by the names of their slots."""
+    """Returns the patch that registers ``wrappers`` under the names of their slots."""
     found = [(vars(wrapper), wrapper) for wrapper in wrappers]
     sites = {marks["__hmpx_site__"]: (wrapper, marks["__wrapped__"]) for marks, wrapper in found}
     return Patch(sys.modules[__name__], "_in_force", sites)
@@ -81,7 +81,7 @@ def in_force(wrappers: Iterable[Callable[..., Any]]) -> Patch:
 def in_slot(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
     """Returns the wrapper of ``original`` in the slot ``site``; ``original`` if there is none.
 
-    Not a wrapper of what somebody else has put there since: that may call this one.
+    Not a wrapper of a function that somebody else has put there since, which may call this wrapper.
     """
     current, wrapped = _in_force.get(site, (original, original))
     return current if wrapped is original else original
@@ -89,11 +89,11 @@ def in_slot(site: str, original: Callable[..., Any]) -> Callable[..., Any]:
 
 @dataclass(frozen=True, slots=True)
 class Retirement:
-    """Has a wrapper act as what is in its slot, wherever a reference to it was kept; or as itself again.
+    """Makes a wrapper call the function in its slot, for all kept references; or puts it back in use.
 
     Attributes:
         wrapper: The wrapper.
-        value: Its module and name from then on, and the function that gets its calls.
+        value: Its new module and name, and the function that gets its calls.
     """
 
     wrapper: Callable[..., Any]
@@ -103,7 +103,7 @@ class Retirement:
 
     @property
     def key(self) -> Hashable:
-        """What tells the wrapper from others."""
+        """Identifies the wrapper."""
         return id(self.wrapper), "retirement"
 
     @property
@@ -141,7 +141,7 @@ def _retirement(wrapper: Callable[..., Any]) -> Retirement:
 def retirements(
     wrappers: Iterable[Callable[..., Any]], kept: Collection[Callable[..., Any]]
 ) -> list[Change]:
-    """Returns the patches that retire ``wrappers``, but not those of ``kept``."""
+    """Returns the patches that retire ``wrappers`` except those in ``kept``."""
     in_use = set(map(id, kept))
     return [
         vars(each).get("__hmpx_retirement__") or _retirement(each)
@@ -152,16 +152,16 @@ def retirements(
 
 # --- wrappers that conversions share -----------------------------------------------------------
 
-# Those that cast nothing and only make up for what torch's functions lack follow from these alone, and
-# are half of all that a conversion would make.
+# Wrappers that cast nothing and only add fallbacks depend on these keys alone, and are half of all
+# wrappers of a conversion.
 
 #: ``id`` of torch's function, op, call site, whether it looks up -> the wrapper, torch's function, the
-#: kernels that it lacks, and how many references there were to the wrapper when nobody had it.
+#: kernels that it lacks, and the count of references to the wrapper while it was unused.
 _shared: Final[
     dict[tuple[int, str, str, bool], tuple[Callable[..., Any], object, Lacking | None, int]]
 ] = {}
 
-#: The most of them: programs may put ever new functions in torch's slots.
+#: A limit, since programs may keep putting new functions in torch's slots.
 _MOST: Final = 1000
 
 
@@ -174,7 +174,7 @@ def shared_where_lacking(
     *,
     looks_up: bool = False,
 ) -> Callable[..., Any] | None:
-    """Returns the wrapper of a function that nothing casts, that of an earlier conversion if there is one.
+    """Returns the wrapper of a function that is never cast; reuses one of an earlier conversion.
 
     Args:
         original: torch's function.
@@ -182,7 +182,7 @@ def shared_where_lacking(
         site: Dotted name of the slot.
         lacking: The kernels that it lacks; None for none.
         make: As `making.make_wrapper_where_lacking`.
-        looks_up: Large calls may be looked up in tables.
+        looks_up: Large calls may use lookup tables.
     """
     key = id(original), op, site, looks_up
     found = _shared.get(key)
@@ -195,30 +195,32 @@ def shared_where_lacking(
         wrapper.__hmpx_use__ = used_as_now(wrapper)  # type: ignore[attr-defined]
         if len(_shared) >= _MOST:
             _shared.clear()
-        (count,) = references((wrapper,))  # this name is the reference that `_shared` is above
+        (count,) = references(
+            (wrapper,)
+        )  # the local name stands for the reference that `_shared` holds
         _shared[key] = wrapper, original, lacking, count
     return wrapper
 
 
 def references(objects: tuple[Any, ...]) -> tuple[int, ...]:
-    """Returns how many references there are to each, that of ``objects`` included."""
+    """Returns the reference count of each, including the reference in ``objects``."""
     return tuple(map(sys.getrefcount, objects))
 
 
 def references_of_others(wrappers: Iterable[Callable[..., Any]]) -> list[int]:
-    """Returns how many references to each there were before the conversion that is being drafted."""
+    """Returns the reference count of each before the conversion that is being drafted."""
     return [vars(each).get("__hmpx_kept__", 0) for each in wrappers]
 
 
 def put_in_use(
     wrappers: Iterable[Callable[..., Any]], in_use: Collection[Callable[..., Any]]
 ) -> list[Change]:
-    """Returns the patches that put those of ``wrappers`` in use that an earlier conversion has used.
+    """Returns the patches that put wrappers of earlier conversions back in use.
 
-    To be made before a wrapper is where calls find it.
+    Apply them before a wrapper is in a slot.
 
     Args:
-        wrappers: Those of a conversion.
+        wrappers: A conversion's wrappers.
         in_use: Those that are in use already.
     """
     known = set(map(id, in_use))

@@ -1,7 +1,7 @@
-"""The layers around torch's function, made once a call site: what happens to a call after casting.
+"""The layers around torch's function that run a call after casting, created once per call site.
 
-From the inside out: the function itself, atomic or a norm's; legalized or emulated; composed; alongside
-running statistics. Layers pass a call on as five arguments: one value that holds them would cost 0.4 us a
+From the inside out: the function itself, atomic or a norm's; legalized or emulated; composed; with
+running statistics hidden. Layers pass five arguments: one object for them would cost 0.4 us a
 call, 2 to 4 % of a small legalized product.
 """
 
@@ -58,7 +58,7 @@ from ..tensors import ELIGIBLE, LOW_DTYPES, Args, Kwargs, is_low
 from ..torch_state import is_below_dispatcher, without_casts
 from .retiring import Control
 
-#: Runs torch's function, its first argument, on arguments that are cast; last come those given.
+#: Runs torch's function, its first argument, on cast arguments; the original ones come last.
 Runner = Callable[[Callable[..., Any], Args, Kwargs, Args, Kwargs], Any]
 
 
@@ -100,7 +100,7 @@ def runs_plainly(plan: CallPlan) -> bool:
 
 
 def keeping_parameters(plan: CallPlan, run: Runner | None = None) -> Runner:
-    """Returns a runner of torch's kernels for which autograd keeps no casts of parameters."""
+    """Returns a runner of torch's kernels in which autograd keeps no casts of parameters."""
     run = _run_plainly if run is None else run
     is_choosy = plan.options.keep_weight_casts == "auto"
 
@@ -121,7 +121,7 @@ def keeping_parameters(plan: CallPlan, run: Runner | None = None) -> Runner:
     return run_native
 
 
-#: The bytes of the smallest cast that autograd may not keep.
+#: Casts of at least this number of bytes are not kept by autograd.
 _LARGE: Final = 2 * LEAST_ELEMENTS
 
 
@@ -143,7 +143,7 @@ def statistics_of(plan: CallPlan) -> Statistics | None:
 
 def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
     """Hides the running statistics from ``run``; torch's function still receives them."""
-    # They are not cast then, and kernels take them.
+    # Then they are not cast, and kernels accept them.
     passes_fp32 = not plan.composes and plan.emulation is None and plan.takes_fp32_statistics
 
     def run_beside(
@@ -157,9 +157,9 @@ def _beside(statistics: Statistics, plan: CallPlan, run: Runner) -> Runner:
 
 
 def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) -> Runner:
-    """Returns a runner of legalized calls: fp32, with rounded inputs and outputs, by ``run``.
+    """Returns a runner of legalized calls: ``run`` in fp32, with rounded inputs and outputs.
 
-    Others go to ``native``. With ``plan.rounds_late`` it casts the inputs, unless the call takes them as given.
+    Others go to ``native``. With ``plan.rounds_late`` it casts the inputs, unless the call takes them uncast.
     """
     op, mode, device_types = plan.site.op, plan.options.legalize, plan.device_types
     decided = plan.decision.dtype if isinstance(plan.decision.dtype, torch.dtype) else None
@@ -181,7 +181,7 @@ def _legalized(plan: CallPlan, run: Runner, native: Runner, control: Control) ->
     def run_legalized(
         function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
     ) -> Any:
-        # Devices and sizes alone may tell that a call is left to torch's kernels.
+        # Devices and sizes alone may leave a call to torch's kernels.
         is_open, is_cast = control.legalizes, True
         if is_open and args and is_on_several:
             is_open = legalization.is_open(args[0])
@@ -228,13 +228,13 @@ def _low_inputs(
 ) -> tuple[Inputs, torch.dtype] | None:
     """Returns a call's floating inputs and the low-precision dtype it runs in.
 
-    None for a call that does not run in any, and for one that is left to torch's kernels anyway.
+    None for a call that does not run in one, or that is left to torch's kernels anyway.
     """
     if legalization.leaves_inference(args[0] if args else None) or is_below_dispatcher():
         return None
     if (plan.may_write or kwargs) and written(plan, args, kwargs) is not None:
         return None
-    # Beside a sparse input the others have its dtype.
+    # With a sparse input the others have its dtype.
     if not is_cast and target_dtype(plan, args, kwargs) not in LOW_DTYPES:
         return None
     inputs = inputs_of(args, kwargs)
@@ -269,7 +269,9 @@ def _emulated(plan: CallPlan, run: Runner) -> Runner:
             target_dtype(plan, args, kwargs) is None
             or not is_emulated(plan, args, kwargs)
             or not is_on_device(plan, args, kwargs)
-            or (names_dtype(args, kwargs) and not plan.lowerings)  # its output is as asked for
+            or (
+                names_dtype(args, kwargs) and not plan.lowerings
+            )  # its output has the requested dtype
         ):
             return run(function, args, kwargs, given, named)
         inner = functools.partial(_run_with, run, function, given, named)
@@ -279,12 +281,12 @@ def _emulated(plan: CallPlan, run: Runner) -> Runner:
     return run_emulated
 
 
-#: Policies by which all inputs decide a call's dtype, not the first alone.
+#: Policies in which all inputs decide a call's dtype, not only the first.
 _BY_ALL_INPUTS: Final = frozenset({CastPolicy.WIDEST, CastPolicy.FOLLOW})
 
 
 def _composed(plan: CallPlan, run: Runner) -> Runner:
-    """Returns a runner of the op in its ``accumulate_dtype``, which casts the result of ``run``."""
+    """Returns a runner of the op in its ``accumulate_dtype`` that casts the result of ``run``."""
     decision = plan.decision
 
     def ending_in(output: torch.dtype | None) -> Accumulation:
@@ -300,7 +302,7 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
     accumulation = ending_in(None if output == INPUT else output)
     by_input = {each: ending_in(each) for each in ELIGIBLE} if plan.returns_input_dtype else {}
     is_widest = decision.cast_policy is CastPolicy.WIDEST
-    # What is cast to no dtype of its own ends in one that follows from the inputs'.
+    # Without an output dtype, the result's dtype follows from the inputs'.
     all_decide = output is None and decision.cast_policy in _BY_ALL_INPUTS
     first_decides = output is None and decision.cast_policy is CastPolicy.FIRST
 
@@ -314,11 +316,11 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
         if (
             is_below_dispatcher()
             or written(plan, args, kwargs) is not None
-            or names_dtype(args, kwargs)  # its output is as asked for
+            or names_dtype(args, kwargs)  # its output has the requested dtype
         ):
             return run(function, args, kwargs, given, named)
         inputs = counted(plan, floating_inputs(plan, args, kwargs))
-        known = inputs_of(args, kwargs)  # None: all are in lists of lists, which are not raised
+        known = inputs_of(args, kwargs)  # None: all are in lists of lists, which are not upcast
         if (
             not inputs
             or any([t.dtype not in ELIGIBLE for t in inputs])  # noqa: C419
@@ -338,7 +340,7 @@ def _composed(plan: CallPlan, run: Runner) -> Runner:
 
 
 def _selecting(plan: CallPlan, run: Runner) -> Runner:
-    """Returns a runner that casts what an op selects; where that can't be, ``run`` gets a cast table."""
+    """Returns a runner that casts the selected elements; if that is impossible, ``run`` gets a cast table."""
 
     def run_selecting(
         function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
@@ -391,7 +393,7 @@ def _rounding_into_out(plan: CallPlan, run: Runner) -> Runner:
 
 
 def callee_of(function: Callable[..., Any], plan: CallPlan) -> Callee:
-    """Returns ``function``, which computes the op of ``plan``, as `compute` describes functions."""
+    """Returns ``function``, which computes the op of ``plan``, as a `Callee` for `compute`."""
     site, facts = plan.site, plan.facts
     return Callee(
         site.op,
@@ -414,7 +416,7 @@ def _run_plainly(
 def _run_atomically(
     function: Callable[..., Any], args: Args, kwargs: Kwargs, given: Args, named: Kwargs
 ) -> Any:
-    """Runs a Python function: what it calls is not cast again."""
+    """Runs a Python function; ops inside it are not cast again."""
     with without_casts():
         return function(*args, **kwargs)
 
@@ -427,9 +429,9 @@ def _run_norm(  # noqa: PLR0917  # all there is to one call
     given: Args,
     named: Kwargs,
 ) -> Any:
-    """Runs a norm, in fp32 where ONNX is to hold it, which takes no fp32 weights beside bf16.
+    """Runs a norm; in fp32 during export to ONNX, which rejects fp32 weights alongside bf16.
 
-    The kernels that do take them compute in fp32 too, and round the same result.
+    The kernels that accept them also compute in fp32, and round the same result.
     """
     if is_onnx_made():
         dtype = floating_inputs(plan, args, kwargs)[0].dtype

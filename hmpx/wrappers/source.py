@@ -1,7 +1,7 @@
-"""The generated part of a wrapper: the way of a call to whose inputs nothing is to be done.
+"""The generated part of a wrapper: the path of a call whose inputs need no cast.
 
-It is unrolled for the positions that hold tensors, which halves what such a call costs. Any other call goes
-on to ``call``, which `calls` makes. Read tests/wrappers/golden first.
+It is unrolled for the positions that hold tensors, which halves the cost of such a call. Any other call goes
+to ``call``, from `calls`. Read tests/wrappers/golden first.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ def make({parameters}):
     return wrapper
 """
 
-#: What makes a wrapper takes: see `make_generated`.
+#: The parameters of the function that creates a wrapper: see `make_generated`.
 _PARAMETERS: Final = "original, call, cast_and_run, native, widens, casts, control, retry, dtype"
 
-#: A call whose dtypes torch's function refuses runs in fp32 instead. What else is raised passes: no frame
-#: but the wrapper's is in its traceback, and none holds it.
+#: A call whose dtypes torch's function rejects runs in fp32 instead. Other errors propagate: their
+#: tracebacks have no frame but the wrapper's, and no frame keeps them alive.
 _TRY: Final = """\
 try:
 {body}
@@ -78,26 +78,26 @@ _CAST: Final = """\
             return original({cast}) if not rest else original({cast}*rest)
 """
 
-#: Optional tensors that are left out, or given by name, are put into their places.
+#: Optional tensors that are missing, or given by name, are put into their positions.
 _FILL: Final = """\
     if {last} is missing and {before} is not missing and (not kwargs or are_plain(kwargs)):
         {fills}
 """
 
-#: Where autograd may keep parameters instead of their casts.
+#: If autograd may keep parameters instead of their casts.
 _IF_LARGE: Final = """
             if (
                 {are_large}
             ):
                 return native(original, ({cast}*rest), kwargs, ({names}*rest), kwargs)"""
 
-#: Where keywords hold no tensor but ``out``.
+#: If keywords hold no tensor except ``out``.
 _SETTLED_BESIDE_KEYWORDS: Final = """\
     if settled and "out" not in kwargs{and_given}:
         return original({names}*rest, **kwargs)
 """
 
-#: Where the last positions may be left out.
+#: If the last positions may be missing.
 _IF_MISSING: Final = """
         if {last} is missing:
             return original(*given({names}rest))"""
@@ -107,10 +107,10 @@ def make_generated(plan: CallPlan, **parameters: Any) -> Callable[..., Any]:
     """Returns the wrapper for ``plan``.
 
     Args:
-        plan: That of the call site.
-        parameters: Those of `_PARAMETERS` besides ``casts``: torch's function; what makes any call, and one that
-            nothing keeps from being cast; what runs torch's kernels; what makes up for a missing kernel; whether
-            torch computes in fp32 by itself.
+        plan: The call site's.
+        parameters: Those of `_PARAMETERS` except ``casts``: torch's function; the functions for any call and for
+            calls that are cast for sure; the runner of torch's kernels; the fallback for a missing kernel; the
+            predicate whether torch itself computes in fp32.
     """
     casts = tuple(casts_of(plan).values())
     wrapper: Callable[..., Any] = _compiled(source_of(plan))(casts=casts, **parameters)
@@ -119,8 +119,8 @@ def make_generated(plan: CallPlan, **parameters: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _compiled(source: str) -> Callable[..., Callable[..., Any]]:
-    """Returns the function that ``source`` defines: many ops share one."""
-    # Names are the switch's globals, its gate above all, or constants in closure cells.
+    """Returns the function that ``source`` defines; many ops share one."""
+    # Names are the switch's globals, such as its gate, or constants in closure cells.
     parameters, body = ", ".join(_CONSTANTS), textwrap.indent(source, "    ")
     source = f"def bind({parameters}):\n{body}\n    return make\n"
     file_name = f"<{__name__} {next(_numbers)}>"
@@ -135,13 +135,13 @@ _numbers: Final = itertools.count(1)
 
 
 class missing:  # noqa: N801  # a value
-    """Stands for a positional argument that was not given."""
+    """Stands for a missing positional argument."""
 
     dtype = None
 
 
 def given(*values: Any) -> tuple[Any, ...]:
-    """Returns a call's arguments as they were given: those with names, then the tuple of the rest."""
+    """Returns a call's original arguments: the named ones, then those in the tuple of the rest."""
     count = len(values) - 1
     while count and values[count - 1] is missing:
         count -= 1
@@ -149,7 +149,7 @@ def given(*values: Any) -> tuple[Any, ...]:
 
 
 def are_plain(kwargs: Kwargs) -> bool:
-    """Whether nobody overrides a call for these arguments, and none of them is written to."""
+    """Whether these arguments don't override the call, and none of them is written to."""
     return "out" not in kwargs and not has_torch_function(tuple(kwargs.values()))
 
 
@@ -169,7 +169,7 @@ _CONSTANTS: Final = {
 
 
 def source_of(plan: CallPlan) -> str:
-    """Returns the text of the function that makes the wrapper for ``plan``."""
+    """Returns the source of the function that creates the wrapper for ``plan``."""
     names = [f"a{position}" for position in range(plan.position_count)]
     listed = "".join([f"{name}, " for name in names])
     arguments = f"given({listed}rest)" if names else "rest"
@@ -213,7 +213,7 @@ def source_of(plan: CallPlan) -> str:
 
 
 def _looks(plan: CallPlan) -> str:
-    """Returns the test whether calls that need no cast don't go straight to torch's function."""
+    """Returns the test whether calls that need no cast still need more than torch's function."""
     first, looks = plan.facts.first_matrix, "control.looks_at_all"
     if not plan.legalizes or first is None or not {first, first + 1} <= plan.cast_kinds.keys():
         return looks
@@ -222,7 +222,7 @@ def _looks(plan: CallPlan) -> str:
 
 
 def _fill(plan: CallPlan, names: list[str]) -> str:
-    """Returns the part that puts optional tensors at the end into their places."""
+    """Returns the part that puts optional tensors at the end into their positions."""
     positions = plan.fillable
     if not positions:
         return ""
@@ -260,14 +260,14 @@ def _cast(plan: CallPlan, names: list[str], positions: list[int]) -> str:
 
 
 def _tests(plan: CallPlan) -> list[str]:
-    """Returns the tests whether inputs have one dtype already; none where that is not told by tests.
+    """Returns the tests whether inputs already share one dtype; empty if tests can't show it.
 
-    It is the plan's, or that of the first tensor where the dtype depends on the call.
+    The dtype is the plan's, or the first tensor's if it depends on the call.
     """
     if plan.emulation is not None or (plan.composes and not plan.keeps_shared_dtype):
         return []
     if plan.target is not None and not plan.site.in_place:
-        return []  # its dtype need not be that of the first argument
+        return []  # its dtype may differ from the first argument's
     kinds, dtype, tests, reference = plan.cast_kinds, "dtype", [], None
     if plan.is_relative:
         dtype, reference = "dtype_", min(kinds)
@@ -283,7 +283,7 @@ def _tests(plan: CallPlan) -> list[str]:
             tests.append(test.format(f"a{position}", dtype))
     last = max(kinds)
     if kinds[last] == "A":
-        tests.append(f"a{last} is not missing")  # the others have no dtype if they are missing
+        tests.append(f"a{last} is not missing")  # other missing arguments have no dtype
     if plan.fp32_positions:
         tests.append("type(a0) in plain_tensors")
     if sharing or plan.fp32_positions:
@@ -309,9 +309,9 @@ def _sharing(plan: CallPlan) -> list[int]:
 
 
 def _norm_test(plan: CallPlan, positions: list[int], dtype: str) -> str:
-    """Returns the test whether a norm's kernel takes what is at ``positions`` beside an input of ``dtype``.
+    """Returns the test whether a norm's kernel accepts the arguments at ``positions`` with an input of ``dtype``.
 
-    Whether it takes fp32 there is asked only where one of them is.
+    It checks whether the kernel accepts fp32 there only if one of them is fp32.
     """
     fillable, indent = plan.site.parameters.fillable, " " * 16
 
